@@ -1,0 +1,41 @@
+"""Sample the posterior of any PyTorch model with stochastic gradients, at a learning rate found automatically.
+
+>>> import isosgd, torch
+>>> _ = torch.manual_seed(0)
+>>> x = torch.linspace(-1, 1, 200)[:, None]
+>>> y = 2 * x + 0.3 * torch.randn(200, 1)
+>>> target = isosgd.Target.from_module(torch.nn.Linear(1, 1), likelihood="gaussian")
+>>> posterior = isosgd.sample(target, (x, y), draws=50)
+>>> posterior.predict(torch.tensor([[0.5]])).mean.round(decimals=0)
+tensor([[1.]])
+"""
+
+from isosgd import noise
+from isosgd.chain import GroupReport, WarmupReport, sample
+from isosgd.errors import DivergedError, SamplingWarning
+from isosgd.potential import Target, likelihoods, priors
+from isosgd.predictive import Posterior, Prediction
+from isosgd.samplers import ISGD, METHODS, PRESETS, SGHMC, SGLD, VSGD, Sampler
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ISGD",
+    "METHODS",
+    "PRESETS",
+    "SGHMC",
+    "SGLD",
+    "VSGD",
+    "DivergedError",
+    "GroupReport",
+    "Posterior",
+    "Prediction",
+    "Sampler",
+    "SamplingWarning",
+    "Target",
+    "WarmupReport",
+    "likelihoods",
+    "noise",
+    "priors",
+    "sample",
+]

@@ -1,0 +1,152 @@
+"""Where minibatches come from: tensors drawn independently where they live, or any iterable of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Batch = Any
+
+
+def tree_map(function: Any, batch: Batch) -> Batch:
+    """Apply ``function`` to every tensor of a batch made of tuples, lists and dicts."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, dict):
+        return {key: tree_map(function, value) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return tuple(tree_map(function, value) for value in batch)
+    return batch
+
+
+def tensors_of(batch: Batch) -> list[Tensor]:
+    """All tensors of a batch, in order."""
+    found: list[Tensor] = []
+    tree_map(found.append, batch)
+    return found
+
+
+def batch_length(batch: Batch) -> int:
+    """Number of examples: the first dimension of the batch's tensors."""
+    for tensor in tensors_of(batch):
+        if tensor.dim() > 0:
+            return int(tensor.shape[0])
+    raise ValueError(
+        f"a batch of type {type(batch).__name__} holds no tensor with a first dimension to count examples by"
+    )
+
+
+def halves(batch: Batch) -> tuple[Batch, Batch, tuple[int, int]]:
+    """A batch split in two along its first dimension, with the sizes of the parts."""
+    n = batch_length(batch)
+    cut = n // 2
+    first = tree_map(lambda t: t[:cut] if t.dim() and t.shape[0] == n else t, batch)
+    second = tree_map(lambda t: t[cut:] if t.dim() and t.shape[0] == n else t, batch)
+    return first, second, (cut, n - cut)
+
+
+class TensorBatches:
+    """Minibatches drawn independently, with replacement, from tensors that share their first dimension.
+
+    Independence is what the theory asks for: batches without replacement have noise that cancels over an epoch.
+    """
+
+    independent = True
+
+    def __init__(self, tensors: Sequence[Tensor], batch_size: int | None, seed: int) -> None:
+        self.tensors = tuple(tensors)
+        self.num_data = int(self.tensors[0].shape[0])
+        self.batch_size = default_batch_size(self.num_data) if batch_size is None else batch_size
+        if self.batch_size > self.num_data:
+            raise ValueError(
+                f"batch_size = {self.batch_size} is larger than the {self.num_data} examples; choose at "
+                f"most {self.num_data}"
+            )
+        self.device = self.tensors[0].device
+        self.generator = torch.Generator(device=self.device).manual_seed(seed)
+
+    def next(self) -> Batch:
+        """The next minibatch, a tuple of tensors."""
+        index = torch.randint(self.num_data, (self.batch_size,), generator=self.generator, device=self.device)
+        return tuple(t.index_select(0, index) for t in self.tensors)
+
+
+class IterableBatches:
+    """Batches from a DataLoader or any iterable that can be gone through again and again."""
+
+    def __init__(self, source: Iterable[Batch], device: torch.device | None) -> None:
+        self.source, self.device = source, device
+        self._iterator: Iterator[Batch] = iter(source)
+        sampler = getattr(source, "sampler", None)
+        self.independent = bool(getattr(sampler, "replacement", False))
+
+    def next(self) -> Batch:
+        """The next batch; the iterable is started again when it ends."""
+        batch = next(self._iterator, None)
+        if batch is None:
+            self._iterator = iter(self.source)
+            batch = next(self._iterator, None)
+        if batch is None:
+            raise ValueError(
+                "data yields no batches: it is empty, or an iterator that can be gone through only once; "
+                "pass tensors, a DataLoader or a list of batches"
+            )
+        return tree_map(lambda t: t.to(self.device), batch) if self.device is not None else batch
+
+
+Batches = TensorBatches | IterableBatches
+
+
+def default_batch_size(num_data: int) -> int:
+    """A tenth of the data, at least 8 and at most 128 examples, even so that it splits in two."""
+    return min(max(8, min(num_data // 10, 128)) // 2 * 2, num_data)
+
+
+def as_tensors(data: Any) -> tuple[Tensor, ...] | None:
+    """The tensors that ``data`` consists of, or None when it is an iterable of batches."""
+    items = (data,) if isinstance(data, Tensor | np.ndarray) else data
+    if not isinstance(items, tuple) or not all(isinstance(item, Tensor | np.ndarray) for item in items):
+        return None
+    if not items:
+        raise ValueError("data is an empty tuple; pass the tensors, for instance (inputs, targets)")
+    return tuple(torch.as_tensor(item) for item in items)
+
+
+def make_batches(data: Any, batch_size: int | None, seed: int, device: torch.device | None) -> Batches:
+    """Batches from tensors or from an iterable, checked."""
+    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 2):
+        raise ValueError(f"batch_size = {batch_size!r} must be an integer of at least 2")
+    tensors = as_tensors(data)
+    if tensors is None:
+        if not isinstance(data, Iterable):
+            raise TypeError(
+                f"data of type {type(data).__name__} is neither a tuple of tensors nor an iterable of "
+                "batches such as a DataLoader"
+            )
+        if batch_size is not None:
+            raise ValueError(
+                f"batch_size = {batch_size} has no effect on an iterable of batches: set it in the DataLoader"
+            )
+        return IterableBatches(data, device)
+    check_tensors(tensors)
+    return TensorBatches([t.to(device) if device is not None else t for t in tensors], batch_size, seed)
+
+
+def check_tensors(tensors: Sequence[Tensor]) -> None:
+    """Refuse data that cannot be sampled from: no rows, rows that do not match, values that are not finite."""
+    lengths = [int(t.shape[0]) if t.dim() else None for t in tensors]
+    if None in lengths or len(set(lengths)) != 1:
+        shapes = [tuple(t.shape) for t in tensors]
+        raise ValueError(
+            f"the tensors of data have shapes {shapes}: their first dimensions, the examples, must be the same"
+        )
+    if lengths[0] == 0:
+        raise ValueError("data holds no examples")
+    for i, t in enumerate(tensors):
+        if t.is_floating_point() and not bool(torch.isfinite(t).all()):
+            row = int((~torch.isfinite(t)).reshape(t.shape[0], -1).any(1).nonzero()[0])
+            raise ValueError(f"tensor {i} of data is not finite in row {row}: drop or impute such rows first")

@@ -1,0 +1,342 @@
+"""The automatic warm-up: find the typical set, find the rates, say whether it worked.
+
+1. *Descend* at temperature 0 with momentum, at half the largest stable rate, until the loss no longer falls.
+2. *Sample* in windows that double. In each, gradient noise and curvature are measured where the chain now is; rates
+   fall at once when they must and rise by at most 2 from window to window.
+3. *Settle* when in two successive windows no rate changed by more than a quarter and the loss did not drift. Rates
+   are frozen then, which is what Theorem 1 asks for.
+
+The paper's schemes a, b and c are driven by the sampler itself for a fixed number of steps (see
+`isosgd.samplers.isgd`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from isosgd.chain.autocorrelation import integrated_time
+from isosgd.chain.batches import tree_map
+from isosgd.chain.chain import Chain
+from isosgd.chain.progress import Progress
+from isosgd.errors import DivergedError
+from isosgd.noise import dot, join
+from isosgd.noise.stable import TailMeter
+from isosgd.samplers import ISGD
+from isosgd.samplers.steppers import allowed_rate_curvature, hamiltonian_, variance_inflation
+
+FIRST_WINDOW = 100
+DESCENT_WINDOW = 100
+DESCENT_RATE = 0.5  # of 1 / h; with friction 0.1 the limit is 3.8
+DESCENT_FRICTION = 0.1
+PROBE_EVERY = 10
+SETTLED_RATIO = 1.25
+SIGNAL_RATIO = 2.0
+MOST_STEPS = 20_000
+PAPER_STEPS = 2_000  # the paper's warm-up on its regressions
+MOST_DESCENT_SHARE = 0.5
+TRACES, TRACE_LENGTH = 16, 400
+
+
+@dataclass
+class GroupReport:
+    """What the warm-up found for one group (layer)."""
+
+    name: str
+    rate: float
+    lam: float
+    curvature: float
+    rate_curvature: float
+    predicted_bias: float
+    tail_index: float
+    noise_share: float
+    clipped_share: float
+
+
+@dataclass
+class WarmupReport:
+    """Outcome of a warm-up.
+
+    Attributes:
+        settled: whether rates and loss stopped changing.
+        reason: why not, and what would help; empty when settled.
+        steps: gradients spent.
+        descent: of them in the descent.
+        keep_every: spacing of draws measured from the autocorrelation of predictions (None when not measured).
+        groups: one report for each layer.
+    """
+
+    settled: bool
+    reason: str
+    steps: int
+    descent: int
+    keep_every: int | None
+    groups: list[GroupReport] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def warm_up(chain: Chain, steps: int | None, progress: Progress, measure_spacing: bool) -> WarmupReport:
+    """Run the warm-up of a chain and freeze its rates.
+
+    Args:
+        chain: the chain; it is left where sampling starts.
+        steps: gradients to spend; None for as many as it takes, up to a limit.
+        progress: told of every step.
+        measure_spacing: whether to measure how far apart draws should be.
+    """
+    return _Warmup(chain, steps, progress).run(measure_spacing)
+
+
+class _Warmup:
+    def __init__(self, chain: Chain, steps: int | None, progress: Progress) -> None:
+        self.chain, self.progress = chain, progress
+        self.budget = MOST_STEPS if steps is None else steps
+        self.exact = steps is not None
+        self.spent = 0
+        self.tails: list[TailMeter] = []
+        self.traces: list[np.ndarray[Any, np.dtype[np.float64]]] = []
+        self.trace_stride = 1
+        self.examples: Any = None
+        self.signal: list[list[float]] = []
+
+    def run(self, measure_spacing: bool) -> WarmupReport:
+        sampler = self.chain.sampler
+        if isinstance(sampler, ISGD) and sampler.scheme != "windowed":
+            return self._paper_scheme(sampler, measure_spacing)
+        self.chain.evaluate()
+        for _ in range(2 * PROBE_EVERY):
+            self.chain.probe_curvature()
+        descent = self._descend()
+        settled, reason = self._windows()
+        keep = self._spacing() if measure_spacing else None
+        return WarmupReport(settled, reason, self.spent, descent, keep, self._groups())
+
+    # -- 1. descend ---------------------------------------------------------------------------------------------------
+
+    def _descend(self) -> int:
+        """Momentum descent. The rate is cut whenever the mean loss of a window stops falling, down to the sampling
+        rate.
+
+        A window that diverges is done again, more slowly.
+        """
+        chain, limit = self.chain, int(MOST_DESCENT_SHARE * self.budget)
+        factor, before, start = DESCENT_RATE, math.inf, self.spent
+        smallest = DESCENT_FRICTION * allowed_rate_curvature(chain.sampler.bias)
+        while factor > smallest and self.spent - start + DESCENT_WINDOW <= limit:
+            saved = chain.snapshot()
+            try:
+                losses = self._descent_window(factor)
+                now = float(losses[len(losses) // 2 :].mean())
+            except DivergedError as error:
+                if factor <= 4.0 * smallest:
+                    raise error
+                now = math.inf
+            if not now < before + 10.0 * abs(before) + 1e3:  # blew up, or not finite
+                chain.restore(saved)
+                factor /= 4.0
+                continue
+            error_of_mean = 2.0 * float(losses.std()) / math.sqrt(len(losses))
+            if now > before - max(error_of_mean, 1e-3 * abs(before)):
+                factor /= 4.0
+            before = now
+        return self.spent - start
+
+    def _descent_window(self, factor: float) -> np.ndarray[Any, np.dtype[np.float64]]:
+        chain = self.chain
+        velocity = {id(p): torch.zeros_like(p) for p in chain.leaves}
+        losses = []
+        for i in range(DESCENT_WINDOW):
+            chain.evaluate()
+            losses.append(chain.loss)
+            if i % 5 == 0:
+                chain.probe_curvature()
+            with torch.no_grad():
+                for group, h in zip(chain.sampler.param_groups, chain.curvature.values(), strict=True):
+                    params = group["params"]
+                    hamiltonian_(
+                        params,
+                        [velocity[id(p)] for p in params],
+                        [p.grad for p in params],
+                        [torch.zeros_like(p) for p in params],
+                        factor / h,
+                        DESCENT_FRICTION,
+                    )
+            self._count("descending")
+        return np.array(losses)
+
+    # -- 2. and 3. sample in windows until settled --------------------------------------------------------------------
+
+    def _windows(self) -> tuple[bool, str]:
+        chain, length = self.chain, FIRST_WINDOW
+        for _ in range(FIRST_WINDOW // 2):  # a first noise estimate before the first move
+            noise = chain.evaluate(split=True)
+            chain.sampler.observe(noise)
+            self._count("measuring noise")
+        chain.sampler.adapt(chain.curvature.values())
+        settled_before, reason = False, ""
+        while True:
+            left = self.budget - self.spent
+            # A remainder too short for another doubled window is spent in this one.
+            length = left if self.exact and left < 3 * length else min(length, left)
+            if length < 2:
+                return False, reason or f"{self.budget} steps are too few: give warmup at least {4 * FIRST_WINDOW}"
+            old = self._rates()
+            losses = self._window(length)
+            chain.sampler.adapt(chain.curvature.values())
+            reason = self._unsettled(old, losses)
+            settled = not reason
+            if self.exact and self.spent >= self.budget:
+                return settled, reason
+            if not self.exact and settled and settled_before:
+                return True, ""
+            if self.budget - self.spent < length:
+                return settled, reason
+            settled_before = settled
+            length *= 2
+
+    def _window(self, length: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+        chain = self.chain
+        chain.sampler.forget_noise()
+        self.tails = [TailMeter() for _ in chain.sampler.param_groups]
+        self.signal = [[] for _ in chain.sampler.param_groups]
+        self.traces, self.trace_stride = [], max(1, length // TRACE_LENGTH)
+        losses = np.empty(length)
+        for i in range(length):
+            noise = chain.evaluate(split=True)
+            losses[i] = chain.loss
+            if i % PROBE_EVERY == 0:
+                chain.probe_curvature()
+            if noise is not None:
+                self._feed_tails(noise)
+                self._feed_signal(noise)
+            if i % self.trace_stride == 0:
+                self._trace()
+            chain.sampler.step(noise=noise)
+            if i % 50 == 49:  # within a window rates may only fall
+                chain.sampler.adapt(chain.curvature.values(), rise=1.0)
+            self._count("warming up")
+        return losses
+
+    def _unsettled(self, old: list[float], losses: np.ndarray[Any, np.dtype[np.float64]]) -> str:
+        """Why the chain has not settled; empty when it has."""
+        groups = self.chain.sampler.param_groups
+        ratios = [new / o for new, o in zip(self._rates(), old, strict=True)]
+        worst = max(range(len(ratios)), key=lambda i: abs(math.log(ratios[i])))
+        if max(ratios[worst], 1.0 / ratios[worst]) > SETTLED_RATIO:
+            return (
+                f"the rate of group {groups[worst]['name']!r} still changes (by {ratios[worst]:.2f} in the "
+                "last window of "
+                f"{len(losses)} steps): a longer warmup= or a start closer to a mode (init=) would help"
+            )
+        for group, h, signal in zip(groups, self.chain.curvature.values(), self.signal, strict=True):
+            # At stationarity E|grad f / N|^2 = T tr(H) / N: with top curvature h it cannot exceed T d h / N.
+            most = group["temperature"] * h * sum(p.numel() for p in group["params"]) / group["num_data"]
+            later = np.array(signal[len(signal) // 2 :])
+            found, error = float(later.mean()), 3.0 * float(later.std()) / math.sqrt(max(len(later), 1))
+            if found - error > SIGNAL_RATIO * most:
+                return (
+                    f"the gradient of group {group['name']!r} is still {math.sqrt(found / most):.1f} times "
+                    "what it can be at "
+                    "stationarity: the chain is still on its way; a longer warmup= or a start closer to a "
+                    "mode (init=) would help"
+                )
+        parts = np.array([part.mean() for part in np.array_split(losses, 10)])
+        first, second = parts[:5], parts[5:]
+        drift = float(second.mean() - first.mean())
+        error = math.sqrt(float(first.var(ddof=1) + second.var(ddof=1)) / 5.0)
+        if abs(drift) > 4.0 * error:
+            return (
+                f"the mean loss still drifts (by {drift:+.3g}, {abs(drift) / error:.0f} standard errors, "
+                "in the last window "
+                f"of {len(losses)} steps): a longer warmup= or a start closer to a mode (init=) would help"
+            )
+        return ""
+
+    # -- the paper's schemes ------------------------------------------------------------------------------------------
+
+    def _paper_scheme(self, sampler: ISGD, measure_spacing: bool) -> WarmupReport:
+        steps = self.budget if self.exact else PAPER_STEPS
+        sampler.warmup = steps
+        self.tails = [TailMeter() for _ in sampler.param_groups]
+        self.trace_stride = max(1, steps // TRACE_LENGTH)
+        for i in range(steps):
+            noise = self.chain.evaluate(split=sampler.estimator.centred)
+            self._feed_tails(noise if noise is not None else [leaf.grad for leaf in self.chain.leaves])
+            if i % self.trace_stride == 0:
+                self._trace()
+            sampler.step(noise=noise)
+            self._count(f"scheme {sampler.scheme}")
+        ready = sampler.param_groups[0]["lam"] is not None
+        reason = "" if ready else f"{steps} steps are too few for a first noise estimate: give a longer warmup="
+        if not ready:
+            raise ValueError(reason)
+        self.chain.evaluate()
+        for _ in range(2 * PROBE_EVERY):  # for the report alone: these schemes have no guard
+            self.chain.probe_curvature()
+        return WarmupReport(True, "", self.spent, 0, self._spacing() if measure_spacing else None, self._groups())
+
+    # -- measurements -------------------------------------------------------------------------------------------------
+
+    def _count(self, stage: str) -> None:
+        self.spent += 1
+        self.progress.advance(stage)
+
+    def _rates(self) -> list[float]:
+        return [float(g["rate"]) for g in self.chain.sampler.param_groups]
+
+    def _feed_tails(self, noise: list[Any]) -> None:
+        vectors = iter(noise)
+        for meter, group in zip(self.tails, self.chain.sampler.param_groups, strict=True):
+            meter.update([next(vectors) for _ in group["params"]])
+
+    def _feed_signal(self, noise: list[Any]) -> None:
+        """``|g|^2 - |D|^2``: squared length of the gradient without its noise, unbiased, for each group."""
+        vectors = iter(noise)
+        for signal, group in zip(self.signal, self.chain.sampler.param_groups, strict=True):
+            mine = join([next(vectors) for _ in group["params"]])
+            grads = join([p.grad for p in group["params"]])
+            signal.append(float(dot(grads, grads) - dot(mine, mine)))
+
+    def _trace(self) -> None:
+        """Log likelihoods of a few fixed examples: functions mix even where weights do not."""
+        if self.examples is None:
+            self.examples = tree_map(lambda t: t[:TRACES] if t.dim() else t, self.chain.batch)
+        with torch.no_grad():
+            values = self.chain.target.log_likelihood(self.chain.params, self.examples)
+        self.traces.append(values.double().cpu().numpy())
+
+    def _spacing(self) -> int:
+        """Steps between draws: the integrated autocorrelation time of the slowest traced example."""
+        traces = np.stack(self.traces, axis=1)
+        slowest = max(integrated_time(trace) for trace in traces)
+        return max(1, math.ceil(slowest * self.trace_stride))
+
+    def _groups(self) -> list[GroupReport]:
+        sampler = self.chain.sampler
+        reports = []
+        curvatures = self.chain.curvature.values()
+        for group, h, meter in zip(sampler.param_groups, curvatures, self.tails, strict=True):
+            rate = float(group["rate"])
+            sigma = sampler.friction * group["temperature"] / (group["num_data"] * rate) if rate > 0 else math.inf
+            mean_b = float(sampler.noise_summary(group, "mean")) if sampler.group_noise(group) else math.nan
+            reports.append(
+                GroupReport(
+                    name=group["name"],
+                    rate=rate,
+                    lam=sigma,
+                    curvature=h,
+                    rate_curvature=rate * h,
+                    predicted_bias=variance_inflation(rate * h, sampler.friction) - 1.0,
+                    tail_index=meter.tail_index(),
+                    noise_share=mean_b / sigma,
+                    clipped_share=sampler.clipped_share(group) if isinstance(sampler, ISGD) else 0.0,
+                )
+            )
+        return reports

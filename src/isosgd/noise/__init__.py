@@ -1,0 +1,22 @@
+"""Gradient noise: what a minibatch adds to the gradient, measured online."""
+
+from isosgd.noise.estimators import AlphaStable, MovingAverage, NoiseEstimator, NoiseName, make_estimator
+from isosgd.noise.paired import join_halves, paired_backward
+from isosgd.noise.summaries import Summary, dot, flat, join, power_step, summarise, top_eigenvalue
+
+__all__ = [
+    "AlphaStable",
+    "MovingAverage",
+    "NoiseEstimator",
+    "NoiseName",
+    "Summary",
+    "dot",
+    "flat",
+    "join",
+    "join_halves",
+    "make_estimator",
+    "paired_backward",
+    "power_step",
+    "summarise",
+    "top_eigenvalue",
+]

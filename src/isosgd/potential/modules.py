@@ -1,0 +1,232 @@
+"""A ``torch.nn.Module`` as a log likelihood of named parameters."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import UninitializedParameter
+
+from isosgd.potential.elementwise import Extra
+from isosgd.potential.likelihoods import NAMES, Likelihood
+from isosgd.potential.params import Params
+
+CHECKED_ROWS = 64
+"""Rows of a batch on which a check runs the module; the targets are looked at in full."""
+
+Select = Literal["all", "last_layer"] | Callable[[str, nn.Parameter], bool]
+
+
+class ModuleLikelihood:
+    """``log_likelihood(params, batch)`` of a module and a likelihood.
+
+    The user's module is never written to. Its structure, its buffers and the sampled values are copied; frozen
+    parameters are shared, not copied, so that a last layer on a large backbone costs little memory. Batches are
+    ``(x, y)`` or ``(x1, x2, ..., y)``: all but the last go to the module.
+
+    Args:
+        model: any module with floating-point parameters.
+        likelihood: one of `isosgd.likelihoods`, its name, or a callable ``(output, y) -> Tensor[n]``.
+        sampled: ``"all"`` (those with ``requires_grad``), ``"last_layer"`` (the module that holds the last of those),
+            or a callable ``(name, parameter) -> bool``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood | Callable[[Any, Tensor], Tensor],
+        sampled: Select = "all",
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        self.likelihood = as_likelihood(likelihood)
+        names = select(model, sampled)
+        check_layers(model)
+        frozen = [p for name, p in model.named_parameters() if name not in names]
+        try:
+            self._module = copy.deepcopy(model, {id(p): p for p in frozen})
+        except Exception as error:
+            raise TypeError(f"the structure of {type(model).__name__} cannot be copied: {error}") from error
+        parameters = dict(self._module.named_parameters())
+        self.values: Params = {name: parameters[name].detach() for name in names}
+        self._class_name = type(model).__name__
+        self._frozen = [name for name in parameters if name not in self.values]
+        self._home = _kind(next(iter(self.values.values())))
+        rest = {name: parameters[name].detach() for name in self._frozen} | dict(self._module.named_buffers())
+        self._rest = {self._home: rest}  # frozen parameters and buffers, by device and type
+        places = list(_places(self._module))
+        self._sampled_places = [place for place in places if place[2] in self.values]
+        self._rest_places = [place for place in places if place[2] in rest]
+        self._put_rest(self._home)
+
+    def extra(self) -> dict[str, Extra]:
+        """Sampled parameters of the likelihood."""
+        return self.likelihood.extra() if isinstance(self.likelihood, Likelihood) else {}
+
+    def output(self, params: Params, inputs: Sequence[Any]) -> Any:
+        """The module's output at these parameters."""
+        kind = _kind(params[self._sampled_places[0][2]])
+        if torch.compiler.is_compiling():
+            rest = self._rest_as(kind)
+            state = {alias: params[name] for _, _, name, alias in self._sampled_places}
+            state |= {alias: rest[name] for _, _, name, alias in self._rest_places}
+            return functional_call(self._module, state, tuple(inputs), tie_weights=False)
+        # The module is our own copy, so tensors go straight to their places. functional_call, which also has to put
+        # the old ones back, costs about half a forward pass of a small network.
+        if kind != self._placed:
+            self._put_rest(kind)
+        for slots, key, name, _ in self._sampled_places:
+            slots[key] = params[name]
+        return self._module(*inputs)
+
+    def _rest_as(self, kind: tuple[torch.device, torch.dtype]) -> Params:
+        """Frozen parameters and buffers, on the device and in the type of the sampled parameters."""
+        if kind not in self._rest:
+            device, dtype = kind
+            self._rest[kind] = {
+                name: x.to(device, dtype if x.is_floating_point() else x.dtype)
+                for name, x in self._rest[self._home].items()
+            }
+        return self._rest[kind]
+
+    def _put_rest(self, kind: tuple[torch.device, torch.dtype]) -> None:
+        rest = self._rest_as(kind)
+        for slots, key, name, _ in self._rest_places:
+            slots[key] = rest[name]
+        self._placed = kind
+
+    def __call__(self, params: Params, batch: Any) -> Tensor:
+        *inputs, y = batch
+        output = self.output(params, inputs)
+        if isinstance(self.likelihood, Likelihood):
+            return self.likelihood.log_prob(output, y, params)
+        return self.likelihood(output, y)
+
+    def predict(self, params: Params, x: Any) -> Any:
+        """Mean and noise variance of y; the module's output when the likelihood is a user's callable."""
+        output = self.output(params, x if isinstance(x, (tuple, list)) else (x,))
+        return self.likelihood.predict(output, params) if isinstance(self.likelihood, Likelihood) else output
+
+    def check(self, params: Params, batch: Any) -> tuple[Any, ...]:
+        """Look at a batch or all data: form, values, and that the output is not random. Returns its first rows."""
+        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+            found = f"{type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
+            raise ValueError(f"a batch must be (x, y) or (x1, x2, ..., y), got a {found}")
+        for i, part in enumerate(batch):
+            if isinstance(part, Tensor) and part.is_floating_point() and (bad := int((~part.isfinite()).sum())):
+                where = "y" if i == len(batch) - 1 else f"input {i}"
+                raise ValueError(f"{where} has {bad} values that are NaN or infinite; drop or mend these rows")
+        tensors = all(isinstance(part, Tensor) for part in batch)
+        head = tuple(part[:CHECKED_ROWS] for part in batch) if tensors else tuple(batch)
+        output, again = self.output(params, head[:-1]), self.output(params, head[:-1])
+        if isinstance(output, Tensor) and not torch.allclose(output, again, rtol=1e-3, atol=1e-4, equal_nan=True):
+            raise ValueError(
+                f"{self._class_name} gives different outputs for the same input, so the posterior is not defined; "
+                "turn random layers such as dropout off (model.eval() before Target.from_module)"
+            )
+        if isinstance(self.likelihood, Likelihood):
+            if not isinstance(output, Tensor):
+                raise TypeError(
+                    f"the model's output is a {type(output).__name__}, not a tensor; give a callable likelihood"
+                )
+            self.likelihood.check(output, batch[-1])
+        return head
+
+    def describe(self) -> dict[str, Any]:
+        """What it is, as plain values."""
+        if isinstance(self.likelihood, Likelihood):
+            likelihood = self.likelihood.describe()
+        else:
+            likelihood = {"name": getattr(self.likelihood, "__qualname__", "callable"), "callable": True}
+        return {"model": self._class_name, "likelihood": likelihood, "frozen": list(self._frozen)}
+
+
+def _kind(x: Tensor) -> tuple[torch.device, torch.dtype]:
+    return x.device, x.dtype
+
+
+def _places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, str, str]]:
+    """Where tensors sit in a module: the dict and key that hold each, its first name, and its name there.
+
+    A tied tensor has several places and one first name.
+    """
+    first: dict[int, str] = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for slots in (owner._parameters, owner._buffers):
+            for key, x in slots.items():
+                if x is not None:
+                    alias = f"{prefix}.{key}" if prefix else key
+                    yield slots, key, first.setdefault(id(x), alias), alias
+
+
+def as_likelihood(likelihood: object) -> Likelihood | Callable[[Any, Tensor], Tensor]:
+    """Any of the forms a user may give, as a likelihood."""
+    if isinstance(likelihood, str):
+        if likelihood not in NAMES:
+            raise ValueError(f"likelihood = {likelihood!r} is not known; choose one of {sorted(NAMES)}")
+        return NAMES[likelihood]()
+    if isinstance(likelihood, type) and issubclass(likelihood, Likelihood):
+        return likelihood()
+    if isinstance(likelihood, Likelihood) or callable(likelihood):
+        return likelihood
+    raise TypeError(f"likelihood must be one of isosgd.likelihoods, a name or a callable, got {likelihood!r}")
+
+
+def select(model: nn.Module, sampled: Select) -> list[str]:
+    """Names of the parameters to sample."""
+    parameters = dict(model.named_parameters())
+    for name, p in parameters.items():
+        if isinstance(p, UninitializedParameter):
+            raise ValueError(f"parameter {name!r} has no shape yet; run the model once on an input first")
+    trainable = [name for name, p in parameters.items() if p.requires_grad]
+    if sampled == "all":
+        names = trainable
+    elif sampled == "last_layer":
+        last = trainable[-1].rpartition(".")[0] if trainable else ""
+        names = [name for name in trainable if name.rpartition(".")[0] == last]
+    elif callable(sampled):
+        names = [name for name, p in parameters.items() if sampled(name, p)]
+    else:
+        raise ValueError(f"sampled = {sampled!r}; choose 'all', 'last_layer' or a callable (name, parameter) -> bool")
+    if not names:
+        raise ValueError(
+            f"sampled = {sampled!r} picks none of the {len(parameters)} parameters of {type(model).__name__}; "
+            "set requires_grad on those to sample, or choose others"
+        )
+    for name in names:
+        if not parameters[name].is_floating_point():
+            raise TypeError(
+                f"parameter {name!r} is {parameters[name].dtype}; only real floating-point ones can be sampled"
+            )
+    return names
+
+
+def check_layers(model: nn.Module) -> None:
+    """Refuse layers that make the potential random; warn of those that tie examples of a batch together."""
+    for name, module in model.named_modules():
+        where = f"{name or 'the model'} ({type(module).__name__})"
+        if module.training and _is_random(module):
+            raise ValueError(f"{where} is random in training mode: no posterior is defined; call model.eval() first")
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            warnings.warn(
+                f"{where} uses the statistics of the minibatch, so the likelihood of an example depends on the rest "
+                "of its batch; call model.eval() first, or use GroupNorm or LayerNorm, for a well-defined posterior",
+                UserWarning,
+                stacklevel=4,
+            )
+
+
+def _is_random(module: nn.Module) -> bool:
+    """Whether a layer in training mode draws random numbers."""
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
+        return module.dropout > 0
+    return isinstance(module, nn.RReLU)

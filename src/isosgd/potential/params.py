@@ -1,0 +1,53 @@
+"""Named parameters: the type, and the rules by which a name finds its layer, its pattern, its positive values.
+
+*Natural* parameters are what users see. *Free* parameters are what samplers move: the same names, but a positive
+parameter is held as its logarithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import TypeVar
+
+from torch import Tensor
+
+Params = dict[str, Tensor]
+"""Parameters by name."""
+
+T = TypeVar("T")
+
+
+def layer_of(name: str) -> str:
+    """Layer of a parameter: the module it sits in. A name without a dot is a layer of its own.
+
+    Example:
+        >>> layer_of("block.fc1.weight"), layer_of("block.fc1.bias"), layer_of("w")
+        ('block.fc1', 'block.fc1', 'w')
+    """
+    return name.rpartition(".")[0] or name
+
+
+def match(name: str, patterns: Iterable[str]) -> str | None:
+    """The pattern that a name falls under: the name itself if it is there, else the first shell pattern that fits.
+
+    Example:
+        >>> match("fc1.bias", ["*.weight", "fc1.*", "fc1.bias"]), match("w", ["b*"])
+        ('fc1.bias', None)
+    """
+    patterns = list(patterns)
+    if name in patterns:
+        return name
+    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
+
+
+def lookup(name: str, table: Mapping[str, T], what: str) -> T:
+    """Entry of a table of names or patterns for one name; a ``ValueError`` when nothing fits."""
+    if name in table:  # the quick way, taken at every step once the names are known
+        return table[name]
+    pattern = match(name, table)
+    if pattern is None:
+        raise ValueError(
+            f"{what} has no entry for parameter {name!r} (it has {list(table)}); add one, or a '*' for the rest"
+        )
+    return table[pattern]

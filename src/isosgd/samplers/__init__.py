@@ -1,0 +1,24 @@
+"""Samplers: torch optimizers over two steppers. They see parameters and gradients, never models or data."""
+
+from isosgd.samplers.base import Sampler, layer_groups
+from isosgd.samplers.isgd import ISGD, PRESETS
+from isosgd.samplers.sghmc import SGHMC
+from isosgd.samplers.sgld import SGLD
+from isosgd.samplers.structure import Layer, Single, Structure
+from isosgd.samplers.vsgd import VSGD
+
+METHODS: dict[str, type[Sampler]] = {"isgd": ISGD, "sgld": SGLD, "sghmc": SGHMC, "vsgd": VSGD}
+
+__all__ = [
+    "ISGD",
+    "METHODS",
+    "PRESETS",
+    "SGHMC",
+    "SGLD",
+    "VSGD",
+    "Layer",
+    "Sampler",
+    "Single",
+    "Structure",
+    "layer_groups",
+]

@@ -1,0 +1,384 @@
+"""What every sampler shares: groups by layer, the generator, the noise estimate, the state that is saved."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from isosgd.noise import NoiseEstimator, NoiseName, Summary, join, make_estimator, power_step, summarise, top_eigenvalue
+from isosgd.samplers.innovations import Innovations, innovations_
+from isosgd.samplers.steppers import Number, allowed_rate_curvature, langevin_
+from isosgd.samplers.structure import inject_outer_, outer_factor, ring_spectrum
+
+ParamsLike = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+Group = dict[str, Any]
+CLIPPED = 0.01  # share of noise vectors that may be longer than lambda covers
+LENGTHS_KEPT = 256  # recent lengths of each group's noise, of which the noise bound takes a quantile
+MOST_VECTORS = 16  # noise vectors kept for a group ...
+VECTOR_MEMORY = 1 << 15  # ... as long as a chain's hold at most so many numbers, so that large groups keep one
+
+
+def layer_of(name: str) -> str:
+    """The layer a parameter belongs to: the module that owns it. A name without a dot is a layer of its own."""
+    return name.rpartition(".")[0] or name
+
+
+def layer_groups(params: ParamsLike) -> list[Group]:
+    """One group a layer from named parameters; groups that were given as dicts stay as they are.
+
+    Example:
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+        >>> [(g["name"], len(g["params"])) for g in layer_groups(net.named_parameters())]
+        [('0', 2), ('1', 2)]
+    """
+    items = list(params)
+    if not items:
+        raise ValueError("params is empty: pass model.named_parameters() or a list of groups with tensors in them")
+    if all(isinstance(item, dict) for item in items):
+        return [{"name": str(i), **cast(Group, item)} for i, item in enumerate(items)]
+    if all(isinstance(item, tuple) for item in items):
+        groups: dict[str, Group] = {}
+        for name, tensor in cast(list[tuple[str, Tensor]], items):
+            group = groups.setdefault(layer_of(name), {"name": layer_of(name), "params": []})
+            group["params"].append(tensor)
+        return list(groups.values())
+    if len(items) > 1:
+        raise ValueError(
+            f"{len(items)} tensors without names: samplers set one rate a layer and cannot tell which "
+            "tensors form one. "
+            "Pass model.named_parameters(), or one group a layer: [{'params': [...]}, ...]"
+        )
+    return [{"name": "0", "params": items}]
+
+
+class Sampler(Optimizer):
+    """A `torch.optim.Optimizer` whose steps draw from a posterior.
+
+    The gradients it finds in ``.grad`` must be those of ``mean negative log likelihood + (negative log prior) / N``.
+
+    Args:
+        params: named parameters (one group a layer), or groups.
+        num_data: N, the number of examples in the data set. Never guessed.
+        temperature: T; the target is ``exp(-f / T)`` with f the negative log joint density.
+        bias: the relative error of the posterior variance that the step size may cause, when rates are set by `adapt`.
+        noise: how gradient noise is estimated: ``gaussian``, ``paired``, ``alpha`` or a `NoiseEstimator`.
+        momentum: momentum of that estimate.
+        track_every: with an uncentred estimate, take in the gradient of every so many steps.
+        generator: where all randomness comes from; saved with the state. Made from torch's seed when not given.
+        chains: K when every parameter carries a leading dimension of K independent chains; rates are then ``[K]``.
+        foreach: update all tensors of a group in one call.
+        capturable: keep rates in tensors on the device, so that a step can be captured in a CUDA graph.
+        innovations: ``normal``, ``bytes`` (moment-matched, see `isosgd.samplers.innovations`) or ``auto``.
+        extra: further settings of a group, from the subclass.
+    """
+
+    targets: ClassVar[str] = "exp(-f / T)"
+    friction: float = 1.0
+
+    def __init__(
+        self,
+        params: ParamsLike,
+        *,
+        num_data: int,
+        temperature: float = 1.0,
+        bias: float = 0.02,
+        noise: NoiseName | NoiseEstimator = "paired",
+        momentum: float | None = None,
+        track_every: int = 10,
+        generator: torch.Generator | None = None,
+        chains: int | None = None,
+        foreach: bool = True,
+        capturable: bool = False,
+        innovations: Innovations = "auto",
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        if isinstance(num_data, bool) or not isinstance(num_data, int) or num_data < 1:
+            raise ValueError(f"num_data = {num_data!r} must be the number of examples, an integer of at least 1")
+        if not (math.isfinite(temperature) and temperature >= 0):
+            raise ValueError(
+                f"temperature = {temperature} must be finite and not negative; 1 is the Bayesian posterior"
+            )
+        if not 0 < bias < 1:
+            raise ValueError(f"bias = {bias} must lie in (0, 1): the relative error allowed in the posterior variance")
+        if track_every < 1:
+            raise ValueError(f"track_every = {track_every} must be at least 1")
+        self.estimator = make_estimator(noise, momentum)
+        self.bias, self.track_every, self.chains = bias, track_every, chains
+        self.foreach, self.capturable, self.innovations = foreach, capturable, innovations
+        defaults = {
+            "num_data": num_data,
+            "temperature": temperature,
+            "step": 0,
+            "seen": 0,
+            "vectors": 0,
+            **(extra or {}),
+        }
+        super().__init__(layer_groups(params), defaults)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if not p.is_floating_point():
+                    raise ValueError(
+                        f"group {group['name']!r} holds a tensor of dtype {p.dtype}: only real "
+                        "floating-point parameters "
+                        "can be sampled; leave the others out of params"
+                    )
+                if chains is not None and (p.dim() == 0 or p.shape[0] != chains):
+                    raise ValueError(
+                        f"chains = {chains}, but a parameter of group {group['name']!r} has shape {tuple(p.shape)}"
+                    )
+        device = self.param_groups[0]["params"][0].device
+        if generator is None:
+            generator = torch.Generator(device=device).manual_seed(int(torch.randint(2**62, ())))
+        if generator.device.type != device.type:
+            raise ValueError(f"the generator lives on {generator.device}, the parameters on {device}; make it there")
+        self.generator = generator
+        self._plan_key: tuple[bool, ...] | None = None
+        self._spectra: dict[int, tuple[Tensor, Tensor]] = {}
+        self._kept: dict[int, Tensor] = {}  # what a step needs and only changes with the noise estimate or the rates
+
+    @property
+    def batched(self) -> bool:
+        """Whether parameters carry a leading chain dimension."""
+        return self.chains is not None
+
+    # -- gradient noise -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def observe(self, noise: Sequence[Tensor] | None = None) -> None:
+        """Take in one noise vector, in the order of the parameters; the gradients themselves when None."""
+        vectors = iter(noise) if noise is not None else None
+        for group in self.param_groups:
+            given = [p.grad if vectors is None else next(vectors) for p in group["params"]]
+            pairs = [(p, d) for p, d in zip(group["params"], given, strict=True) if d is not None]
+            if not pairs:
+                continue
+            states = [self._noise_state(p) for p, _ in pairs]
+            group_noise = [d.to(s["variance"].dtype) for s, (_, d) in zip(states, pairs, strict=True)]
+            self.estimator.update(states, group_noise, group["seen"])
+            self._observe_group(group, states[0], join(group_noise, self.batched))
+            group["seen"] += 1
+        self._kept.clear()
+
+    def _noise_state(self, p: Tensor) -> dict[str, Any]:
+        state = self.state[p]
+        if "variance" not in state:
+            state.update(self.estimator.init(p))
+        return cast(dict[str, Any], state)
+
+    def _observe_group(self, group: Group, state: dict[str, Any], vector: Tensor) -> None:
+        """What is known of a group's noise as a whole, kept in the state of its first parameter.
+
+        The top eigenvector; the last few noise vectors; and how long their outer products were.
+        """
+        slots = min(MOST_VECTORS, max(1, VECTOR_MEMORY // vector.shape[-1]))
+        if "top" not in state:
+            state["top"] = torch.empty_like(vector).normal_(generator=self.generator)
+            state["ring"] = vector.new_zeros((*vector.shape[:-1], slots, vector.shape[-1]))
+            state["longest"] = vector.new_zeros((LENGTHS_KEPT, *vector.shape[:-1]))
+        power_step(state["top"], vector, max(1.0 - self.estimator.momentum, 1.0 / (group["seen"] + 1), 0.01))
+        state["ring"][..., group["vectors"] % slots, :] = vector
+        group["vectors"] += 1
+        self._spectra[id(group)] = spectrum = ring_spectrum(state["ring"])
+        state["longest"][group["seen"] % LENGTHS_KEPT] = spectrum[0].amax(-1) / min(group["vectors"], slots)
+
+    def forget_noise(self) -> None:
+        """Start the noise estimate anew where the chain now is; the old one serves until the first new vector."""
+        for group in self.param_groups:
+            group["seen"] = 0
+
+    def noise_ready(self) -> bool:
+        """Whether every group has a first noise estimate."""
+        return all(self.estimator.ready(group["seen"]) for group in self.param_groups)
+
+    def group_noise(self, group: Group) -> dict[str, Any] | None:
+        """What is known of a group's noise as a whole (see `_observe_group`), or None before any was seen."""
+        return next((self.state[p] for p in group["params"] if "top" in self.state.get(p, {})), None)
+
+    def noise_summary(self, group: Group, how: Summary) -> Tensor:
+        """One number for a group's noise, in units of ``b = v / 2``."""
+        if how == "top":
+            return top_eigenvalue(self._seen_noise(group)["top"])
+        return summarise(self._variances(group), how, self.batched)
+
+    def _seen_noise(self, group: Group) -> dict[str, Any]:
+        state = self.group_noise(group)
+        if state is None:
+            raise RuntimeError(
+                f"no gradient noise was seen for group {group['name']!r}: pass "
+                "step(noise=isosgd.noise.paired_backward(...)), "
+                "or choose noise='gaussian'"
+            )
+        return state
+
+    def _variances(self, group: Group) -> list[Tensor]:
+        return self.estimator.variance([self.state[p] for p in group["params"] if "variance" in self.state.get(p, {})])
+
+    def recent_lengths(self, group: Group) -> Tensor:
+        """Top eigenvalue of the outer products of the noise vectors kept, at recent steps: ``[seen]`` or ``[seen,
+        chains]``.
+        """
+        longest: Tensor = self._seen_noise(group)["longest"]
+        return longest[: min(group["seen"], LENGTHS_KEPT)]
+
+    def longest_noise(self, group: Group) -> Tensor:
+        """What lambda must cover for `inject_outer_` to be exact.
+
+        A quantile, not the maximum: one outlier must not slow the chain for ever. What it clips is measured.
+        """
+        return 0.5 * torch.quantile(self.recent_lengths(group), 1.0 - CLIPPED, dim=0)
+
+    def _inject_outer(self, group: Group, xi: Tensor, lam: Number) -> None:
+        """`inject_outer_` with the noise vectors kept; what depends on them and on lambda alone is computed once."""
+        ring = self._seen_noise(group)["ring"]
+        if id(group) not in self._kept:
+            if id(group) not in self._spectra:
+                self._spectra[id(group)] = ring_spectrum(ring)
+            filled = min(group["vectors"], ring.shape[-2])
+            self._kept[id(group)] = outer_factor(ring, self._spectra[id(group)], lam, filled)
+        inject_outer_(xi, lam, ring, self._kept[id(group)])
+
+    # -- rates --------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def adapt(self, curvature: Sequence[Number] | None = None, rise: float = 2.0) -> None:
+        """Set every group's rate from the noise seen and, where known, the curvature of ``f / N`` in that group.
+
+        Rates fall at once and rise by at most a factor of ``rise``.
+        """
+
+    def _fit_rate(self, group: Group, curvature: Number, noise: Tensor, rise: float) -> None:
+        """The largest rate whose composite noise ``a T / (N rate)`` covers ``noise`` and whose bias is as allowed.
+
+        It falls at once and rises by at most a factor of ``rise``.
+        """
+        cover = group["num_data"] * noise / (self.friction * group["temperature"])
+        guard = torch.as_tensor(curvature, dtype=noise.dtype, device=noise.device)
+        inverse = torch.maximum(cover, guard / allowed_rate_curvature(self.bias, self.friction))
+        old = None if group["rate"] is None else 1.0 / group["rate"]
+        group["rate"] = self.number(1.0 / slow_rise(old, inverse, rise))
+        self._kept.clear()
+
+    def number(self, value: Number) -> Number:
+        """A group's number in the form this sampler keeps: a float, or a tensor when chains or a capture need one."""
+        if self.chains is None and not self.capturable:
+            return float(value)
+        device = self.param_groups[0]["params"][0].device
+        return torch.as_tensor(value, dtype=torch.float32, device=device).clone()
+
+    def rate(self, group: Group) -> Number:
+        """The step of a group: ``theta -= rate * (...)``."""
+        rate: Number | None = group["rate"]
+        if rate is None:
+            raise RuntimeError(
+                f"group {group['name']!r} has no rate yet: give one, or call adapt() after noise was observed"
+            )
+        return rate
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Tensor] | None = None, *, noise: Sequence[Tensor] | None = None
+    ) -> Tensor | None:
+        """One step of the chain.
+
+        Args:
+            closure: re-evaluates the loss and its gradients.
+            noise: the noise vector of this step's minibatch (paired halves), where there is one.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if noise is not None or self._takes_gradient():
+            self.observe(noise)
+        for group, params, xi, w in self._plan():
+            grads = [cast(Tensor, p.grad) for p in params]
+            self._inject(group, params, xi)
+            if self.foreach:
+                self._move(group, params, grads, w)
+            else:
+                for p, g, x in zip(params, grads, w, strict=True):
+                    self._move(group, [p], [g], [x])
+            group["step"] += 1
+        return loss
+
+    def _takes_gradient(self) -> bool:
+        """Whether this step's gradient serves as an (uncentred) noise vector."""
+        return not self.estimator.centred and self.param_groups[0]["step"] % self.track_every == 0
+
+    @abstractmethod
+    def _inject(self, group: Group, params: list[Tensor], xi: Tensor) -> None:
+        """Turn the fresh innovations of a group, one flat vector, into the injected noise ``w ~ N(0, 2 C)``, in
+        place.
+        """
+
+    def _move(self, group: Group, params: list[Tensor], grads: list[Tensor], w: list[Tensor]) -> None:
+        """Move the parameters, by Theorem 1 unless a sampler says otherwise; ``w`` is used up."""
+        langevin_(params, grads, w, self.rate(group))
+
+    def _plan(self) -> list[tuple[Group, list[Tensor], Tensor, list[Tensor]]]:
+        """Each group with its parameters that have gradients, and fresh innovations for them: flat, and in their
+        shapes.
+        """
+        key = tuple(p.grad is not None for group in self.param_groups for p in group["params"])
+        if key != self._plan_key:
+            self._make_plan()
+            self._plan_key = key
+        innovations_(self._innovation.view(-1), self.generator, self.innovations)
+        return self._groups
+
+    def _make_plan(self) -> None:
+        active = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        every = [p for params in active for p in params]
+        if not every:
+            raise RuntimeError("no parameter has a gradient: call backward() before step()")
+        dtype = torch.float32
+        for p in every:
+            dtype = torch.promote_types(dtype, p.dtype)
+        lead = () if self.chains is None else (self.chains,)
+        sizes = [p.numel() // (self.chains or 1) for p in every]
+        self._innovation = torch.empty((*lead, sum(sizes)), dtype=dtype, device=every[0].device)
+        views = iter(v.view(p.shape) for v, p in zip(torch.split(self._innovation, sizes, dim=-1), every, strict=True))
+        counts = [sum(p.numel() // (self.chains or 1) for p in params) for params in active]
+        flats = torch.split(self._innovation, counts, dim=-1)
+        self._groups = [
+            (group, params, flat, [next(views) for _ in params])
+            for group, params, flat in zip(self.param_groups, active, flats, strict=True)
+            if params
+        ]
+        self._kept.clear()
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state, with the generator."""
+        return {**super().state_dict(), "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave. Estimates keep their own dtype (torch would cast them to the parameter's)."""
+        if "generator" not in state_dict:
+            raise ValueError(
+                "this state has no 'generator': it was not saved by an isosgd sampler and cannot resume a chain"
+            )
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "generator"})
+        order = [p for group in self.param_groups for p in group["params"]]
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for p, index in zip(order, saved, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                self.state[p][name] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
+        self.generator.set_state(state_dict["generator"].cpu())
+        self._plan_key = None
+        self._spectra.clear()
+        self._kept.clear()
+
+
+def slow_rise(old: Number | None, new: Tensor, rise: float) -> Tensor:
+    """An inverse rate (a lambda) that grows at once and shrinks by at most a factor of ``rise``."""
+    return new if old is None else torch.maximum(new, torch.as_tensor(old, dtype=new.dtype, device=new.device) / rise)

@@ -1,0 +1,245 @@
+"""Isotropic SGD (Franzese, Candela, Milios, Filippone, Michiardi 2020).
+
+    theta <- theta - rate_p (g + w),    rate_p = T / (N lam_p),    Cov(w) = 2 lam_p I - Var(g)
+
+Gradient noise and injected noise add up to a constant isotropic covariance in every layer p, so that Theorem 1 holds
+at a rate that is neither tuned nor annealed. In the code: ``lam`` is lambda^(p), ``b = v / 2`` the diagonal of B.
+
+Departures from the paper, each an option: noise is centred by default (``noise="paired"``); the injected noise corrects
+correlated gradient noise too (``correction="outer"``); lambda also obeys a curvature guard, ``lam >= T h / (N
+delta)``, that bounds the discretisation bias; and it is estimated in windows where the chain now is
+(``scheme="windowed"``). `PRESETS` names the paper's own rows.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from isosgd.errors import SamplingWarning
+from isosgd.noise import AlphaStable, MovingAverage, Summary, join
+from isosgd.samplers.base import Group, ParamsLike, Sampler, slow_rise
+from isosgd.samplers.steppers import Number, allowed_rate_curvature
+from isosgd.samplers.structure import (
+    Correction,
+    Structure,
+    StructureName,
+    diagonal_scale,
+    inject_diagonal_,
+    make_structure,
+)
+
+Scheme = Literal["a", "b", "c", "windowed"]
+FIRST_WINDOW = 50
+HOT = 1e-2  # schemes that estimate at a mode were seen to diverge from this temperature on
+
+
+def _paper(noise: str, scheme: str, structure: str) -> dict[str, Any]:
+    common = {"scheme": scheme, "structure": structure, "correction": "diagonal", "track_every": 1}
+    if noise == "alpha":
+        return {"noise": AlphaStable(momentum=0.5, centred=False), "summary": "max", **common}
+    return {"noise": MovingAverage(0.9, centred=False), "summary": "sum", **common}
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    name + suffix: _paper(noise, scheme, structure)
+    for name, noise, scheme in (
+        ("alpha-a", "alpha", "a"),
+        ("alpha-c", "alpha", "c"),
+        ("G-b", "G", "b"),
+        ("G-c", "G", "c"),
+    )
+    for suffix, structure in (("", "layer"), ("-slr", "single"))
+}
+
+
+class ISGD(Sampler):
+    """Isotropic SGD: posterior draws at a rate it finds itself.
+
+    Targets ``exp(-f / T)``, f the negative log joint density, when lambda is constant and at least the top eigenvalue
+    of B, up to the discretisation bias ``rate h / 2`` (bounded by ``bias`` where the curvature h is known).
+
+    Args:
+        params: named parameters (one group a layer), or groups.
+        num_data: N.
+        temperature: T.
+        scheme: when lambda is estimated. ``a``, ``b``: while training goes on (from scratch, from a trained model), at
+            the rate that the running estimate gives; ``c``: at a frozen trained model; ``windowed``: while sampling, in
+            growing windows, so that lambda is that of the typical set.
+        structure: ``layer`` or ``single`` (the paper's SLR), or a `Structure`.
+        correction: ``outer`` corrects correlated noise and needs ``noise="paired"``, for which it is the default;
+            ``diagonal`` is the paper's, and the default for other noise.
+        summary: how a group's noise bounds lambda with ``correction="diagonal"``: ``max``, ``sum``, ``mean``, ``top``.
+        warmup: steps of warm-up that the optimizer drives itself; 0 when something else calls `adapt`.
+        batch_size: n; lets an optimizer-driven windowed warm-up guard the curvature by the Fisher information n Var(g).
+        lam: fixed lambda for all groups; nothing is adapted then.
+        settings: the settings common to all samplers, see `Sampler`.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> net, x = torch.nn.Linear(2, 1), torch.randn(100, 2)
+        >>> sampler = ISGD(net.named_parameters(), num_data=100, noise="gaussian", warmup=100, batch_size=20)
+        >>> for step in range(200):
+        ...     batch = x[torch.randint(100, (20,))]
+        ...     loss = (net(batch) - batch.sum(1, keepdim=True)).square().mean() / 2
+        ...     sampler.zero_grad()
+        ...     loss.backward()
+        ...     _ = sampler.step()
+        >>> sampler.param_groups[0]["rate"] > 0
+        True
+    """
+
+    def __init__(
+        self,
+        params: ParamsLike,
+        *,
+        num_data: int,
+        temperature: float = 1.0,
+        scheme: Scheme = "windowed",
+        structure: StructureName | Structure = "layer",
+        correction: Correction | None = None,
+        summary: Summary = "top",
+        warmup: int = 0,
+        batch_size: int | None = None,
+        lam: float | None = None,
+        **settings: Any,
+    ) -> None:
+        if scheme not in ("a", "b", "c", "windowed"):
+            raise ValueError(f"scheme = {scheme!r} is unknown; choose 'a', 'b', 'c' or 'windowed'")
+        if correction not in (None, "diagonal", "outer"):
+            raise ValueError(f"correction = {correction!r} is unknown; choose 'diagonal' or 'outer'")
+        if summary not in ("max", "sum", "mean", "top"):
+            raise ValueError(f"summary = {summary!r} is unknown; choose 'max', 'sum', 'mean' or 'top'")
+        if lam is not None and not lam > 0:
+            raise ValueError(f"lam = {lam} must be positive; leave it out to have it estimated")
+        if warmup < 0:
+            raise ValueError(f"warmup = {warmup} must not be negative")
+        self.scheme, self.summary = scheme, summary
+        self.structure = make_structure(structure)
+        self.warmup, self.batch_size = warmup, batch_size
+        super().__init__(
+            params, num_data=num_data, temperature=temperature, extra={"lam": None, "rate": None}, **settings
+        )
+        paired = self.estimator.centred and not isinstance(self.estimator, AlphaStable)
+        if correction == "outer" and not paired:
+            raise ValueError(
+                "correction='outer' subtracts centred noise vectors: use it with noise='paired', or choose 'diagonal'"
+            )
+        self.correction: Correction = correction or ("outer" if paired else "diagonal")
+        if lam is not None:
+            self._set([torch.as_tensor(lam) for _ in self.param_groups])
+        if scheme == "c" and temperature >= HOT:
+            warnings.warn(
+                f"scheme 'c' estimates the noise at a frozen mode, but at temperature {temperature} the "
+                "chain leaves it for "
+                f"places where the noise is larger; this was seen to diverge from T = {HOT} on. Use "
+                "scheme='windowed', or a "
+                "lower temperature.",
+                SamplingWarning,
+                stacklevel=2,
+            )
+
+    @classmethod
+    def preset(cls, name: str, params: ParamsLike, *, num_data: int, **settings: Any) -> ISGD:
+        """The paper's rows by name: ``alpha-a``, ``alpha-c``, ``G-b``, ``G-c``, each also with ``-slr``."""
+        if name not in PRESETS:
+            raise ValueError(f"preset = {name!r} is unknown; choose one of {sorted(PRESETS)}")
+        return cls(params, num_data=num_data, **{**PRESETS[name], **settings})
+
+    # -- lambda -------------------------------------------------------------------------------------------------------
+
+    def noise_bound(self, group: Group) -> Tensor:
+        """The smallest lambda that leaves a non-negative covariance to inject."""
+        if self.correction == "diagonal":
+            return self.noise_summary(group, self.summary)
+        return self.longest_noise(group)
+
+    def adapt(self, curvature: Sequence[Number] | None = None, rise: float = 2.0) -> None:
+        """Lambda from the noise seen and the curvature; it grows at once and shrinks by at most ``rise``."""
+        noise = [self.noise_bound(group) for group in self.param_groups]
+        if curvature is None and self.batch_size is not None:
+            curvature = [2.0 * self.batch_size * self.noise_summary(group, "top") for group in self.param_groups]
+        delta = allowed_rate_curvature(self.bias)
+        guard = [torch.zeros_like(b) for b in noise]
+        if curvature is not None:
+            guard = [
+                torch.as_tensor(
+                    g["temperature"] * h / (g["num_data"] * delta), dtype=b.dtype, device=b.device
+                ).expand_as(b)
+                for g, h, b in zip(self.param_groups, curvature, noise, strict=True)
+            ]
+        lams = self.structure.solve(noise, guard)
+        self._set([slow_rise(group["lam"], lam, rise) for group, lam in zip(self.param_groups, lams, strict=True)])
+
+    def _set(self, lams: Sequence[Tensor]) -> None:
+        tiny = torch.finfo(torch.float32).tiny  # a group without any noise or curvature has no rate of its own
+        for group, lam in zip(self.param_groups, lams, strict=True):
+            group["lam"] = self.number(lam.clamp_min(tiny))
+            group["rate"] = self.structure.rate(group["lam"], group["temperature"], group["num_data"])
+        self._kept.clear()
+
+    def clipped_share(self, group: Group) -> float:
+        """Share of the noise that exceeds lambda, so that it could not be made isotropic."""
+        if group["lam"] is None or self.group_noise(group) is None:
+            return 0.0
+        if self.correction == "outer":
+            return float((self.recent_lengths(group) > 2.0 * group["lam"]).float().mean())
+        return float((diagonal_scale(group["lam"], join(self._variances(group), self.batched)) == 0).float().mean())
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    @property
+    def warming(self) -> bool:
+        """Whether the optimizer's own warm-up is still on."""
+        return bool(self.param_groups[0]["step"] < self.warmup)
+
+    def _takes_gradient(self) -> bool:
+        return super()._takes_gradient() or (self.warming and not self.estimator.centred)
+
+    def observe(self, noise: Sequence[Tensor] | None = None) -> None:
+        super().observe(noise)
+        if not (self.warming and self.noise_ready()):
+            return
+        step = self.param_groups[0]["step"]
+        if self.scheme != "windowed":  # the running summary, with no guard, as in the paper
+            bounds = [self.noise_bound(group) for group in self.param_groups]
+            self._set(self.structure.solve(bounds, [torch.zeros_like(b) for b in bounds]))
+        elif step % FIRST_WINDOW == 0 and (step // FIRST_WINDOW).bit_count() == 1:  # 50, 100, 200, 400, ...
+            self.adapt()
+            self.forget_noise()
+
+    def _still(self, group: Group) -> bool:
+        """No estimate, no step; and scheme c estimates at a frozen model."""
+        return self.warming and (self.scheme == "c" or group["lam"] is None)
+
+    def _trains(self) -> bool:
+        return self.warming and self.scheme in ("a", "b")
+
+    def rate(self, group: Group) -> Number:
+        if group["lam"] is None and self.estimator.centred:
+            raise RuntimeError(
+                f"group {group['name']!r} has no lambda: noise={type(self.estimator).__name__} is centred "
+                "and was handed no noise "
+                "vectors. Pass step(noise=isosgd.noise.paired_backward(...)), or choose noise='gaussian'"
+            )
+        # Training in the warm-up is at the Bayesian rate, whatever temperature is sampled later.
+        return 1.0 / (group["num_data"] * group["lam"]) if self._trains() else super().rate(group)
+
+    def _inject(self, group: Group, params: list[Tensor], xi: Tensor) -> None:
+        if self._still(group) or self._trains():
+            xi.zero_()
+        elif self.correction == "outer":
+            self._inject_outer(group, xi, group["lam"])
+        else:
+            if id(group) not in self._kept:
+                variances = self.estimator.variance([self._noise_state(p) for p in params])
+                self._kept[id(group)] = diagonal_scale(group["lam"], join(variances, self.batched))
+            inject_diagonal_(xi, self._kept[id(group)])
+
+    def _move(self, group: Group, params: list[Tensor], grads: list[Tensor], w: list[Tensor]) -> None:
+        if not self._still(group):
+            super()._move(group, params, grads, w)

@@ -1,0 +1,88 @@
+"""Stochastic gradient Langevin dynamics (Welling and Teh 2011).
+
+    theta <- theta - lr_t (g + w),    w ~ N(0, 2 T / (N lr_t)),    lr_t = lr (1 + t / offset)^-decay
+
+In the notation of Theorem 1: P = I, C = T / (N lr). Their step epsilon_t is ``2 lr_t / N`` here, because g is the
+gradient of the mean loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from isosgd.samplers.base import Group, ParamsLike, Sampler
+from isosgd.samplers.steppers import Number
+from isosgd.samplers.structure import inject_plain_
+
+
+class SGLD(Sampler):
+    """SGLD at a fixed or an annealed rate.
+
+    Targets ``exp(-f / T)`` as ``lr -> 0``. At a fixed rate the variance is too large by ``rate h / 2``
+    (discretisation) and by ``rate N b / T`` (gradient noise, which it ignores); `adapt` keeps each below ``bias``.
+
+    Args:
+        params: named parameters (one group a layer), or groups.
+        num_data: N.
+        temperature: T.
+        lr: the rate, of the mean gradient; left out, `adapt` sets it.
+        decay: exponent of the annealing, 0 for a fixed rate; Welling and Teh take a value in (0.5, 1].
+        offset: steps after which the annealing sets in.
+        settings: the settings common to all samplers, see `Sampler`.
+
+    Example:
+        >>> import torch
+        >>> net = torch.nn.Linear(2, 1)
+        >>> sampler = SGLD(net.named_parameters(), num_data=100, lr=1e-3)
+        >>> net(torch.ones(5, 2)).square().mean().backward()
+        >>> _ = sampler.step()
+    """
+
+    def __init__(
+        self,
+        params: ParamsLike,
+        *,
+        num_data: int,
+        temperature: float = 1.0,
+        lr: float | None = None,
+        decay: float = 0.0,
+        offset: float = 1000.0,
+        **settings: Any,
+    ) -> None:
+        if lr is not None and not lr > 0:
+            raise ValueError(f"lr = {lr} must be positive; leave it out to have it set by the warm-up")
+        if not 0 <= decay <= 1:
+            raise ValueError(f"decay = {decay} must lie in [0, 1]; 0 keeps the rate fixed")
+        if not offset > 0:
+            raise ValueError(f"offset = {offset} must be positive")
+        self.given = lr is not None
+        super().__init__(
+            params,
+            num_data=num_data,
+            temperature=temperature,
+            extra={"rate": lr, "decay": decay, "offset": offset},
+            **settings,
+        )
+        if lr is not None:
+            for group in self.param_groups:
+                group["rate"] = self.number(lr)
+
+    def adapt(self, curvature: Sequence[Number] | None = None, rise: float = 2.0) -> None:
+        if self.given:
+            return
+        if curvature is None:
+            raise ValueError("SGLD has no rate and no curvature to set it from: pass lr, or use isosgd.sample")
+        for group, h in zip(self.param_groups, curvature, strict=True):
+            self._fit_rate(group, h, self.noise_summary(group, "top") / self.bias, rise)
+
+    def rate(self, group: Group) -> Number:
+        rate = super().rate(group)
+        if group["decay"]:
+            rate = rate * float((1.0 + group["step"] / group["offset"]) ** -group["decay"])
+        return rate
+
+    def _inject(self, group: Group, params: list[Tensor], xi: Tensor) -> None:
+        inject_plain_(xi, group["temperature"] / (group["num_data"] * self.rate(group)))

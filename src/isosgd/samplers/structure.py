@@ -1,0 +1,111 @@
+"""Shapes of Lambda, the constant composite noise of I-SGD: how large it must be, and how Lambda - B is injected.
+
+Theorem 1 allows any constant ``Lambda >= B``. Here Lambda is a number for each group, either its own (`Layer`, the
+paper's) or one for all (`Single`, the paper's SLR). Diagonal, low-rank and Kronecker shapes join behind the same
+interface: they answer the same questions with other tensors.
+
+Injection works on flat tensors: the innovations of a group are one vector ``[d]``, or ``[chains, d]``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from isosgd.samplers.steppers import Number, over_chains
+
+StructureName = Literal["layer", "single"]
+Correction = Literal["diagonal", "outer"]
+
+
+class Structure(ABC):
+    """A shape of Lambda."""
+
+    @abstractmethod
+    def solve(self, noise: Sequence[Tensor], guard: Sequence[Tensor]) -> list[Tensor]:
+        """The smallest Lambda of this shape, for each group, above its noise bound and its curvature bound."""
+
+    def rate(self, lam: Number, temperature: float, num_data: int) -> Number:
+        """The step ``T / (N Lambda)`` that Theorem 1 asks for."""
+        return temperature / (num_data * lam)
+
+
+class Layer(Structure):
+    """One lambda for each group of parameters."""
+
+    def solve(self, noise: Sequence[Tensor], guard: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.maximum(b, h) for b, h in zip(noise, guard, strict=True)]
+
+
+class Single(Structure):
+    """One lambda for all: the sum of the groups' noise bounds (the paper's SLR), or the largest curvature bound."""
+
+    def solve(self, noise: Sequence[Tensor], guard: Sequence[Tensor]) -> list[Tensor]:
+        lam = torch.maximum(torch.stack(list(noise)).sum(0), torch.stack(list(guard)).amax(0))
+        return [lam.clone() for _ in noise]
+
+
+def make_structure(structure: StructureName | Structure) -> Structure:
+    """The structure a name stands for."""
+    if isinstance(structure, Structure):
+        return structure
+    known = {"layer": Layer, "single": Single}
+    if structure not in known:
+        raise ValueError(f"structure = {structure!r} is unknown; choose one of {sorted(known)} or a Structure")
+    return known[structure]()
+
+
+def inject_plain_(xi: Tensor, lam: Number) -> None:
+    """``xi <- w ~ N(0, 2 lam I)``: the gradient noise comes on top (SGLD)."""
+    root = (2.0 * lam).sqrt() if isinstance(lam, Tensor) else (2.0 * lam) ** 0.5
+    xi.mul_(over_chains(root))
+
+
+def diagonal_scale(lam: Number, variance: Tensor) -> Tensor:
+    """``sqrt(2 (lam - v/2))`` for each parameter; where the noise exceeds lambda nothing is injected."""
+    return (2.0 * over_chains(lam) - variance).clamp_min_(0.0).sqrt_()
+
+
+def inject_diagonal_(xi: Tensor, scale: Tensor) -> None:
+    """``xi <- w`` with ``Var(w_j) = 2 (lam - v_j/2)``, given `diagonal_scale`: right when noise is uncorrelated."""
+    xi.mul_(scale)
+
+
+def ring_spectrum(ring: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues ``[(chains,) m]`` and eigenvectors of the Gram matrix of m noise vectors ``[(chains,) m, d]``."""
+    gram = ring @ ring.mT
+    if gram.shape[-1] == 1:
+        return gram[..., 0], torch.ones_like(gram)
+    values, vectors = torch.linalg.eigh(gram)
+    return values.clamp_min(0.0), vectors
+
+
+def outer_factor(ring: Tensor, spectrum: tuple[Tensor, Tensor], lam: Number, count: int) -> Tensor:
+    """The matrix ``Q = K M^T`` ``[(chains,) m, d]`` for `inject_outer_`; ``count`` of the m vectors are filled.
+
+    With ``M = [D_1 ... D_m]`` and ``M^T M = V diag(e) V^T`` it has ``K = V diag(c) V^T``, ``c = (1 - sqrt(1 - s)) /
+    e``, ``s = e / (2 lam count)``, written without cancellation. Where s exceeds 1 it is clipped to 1.
+    """
+    values, vectors = spectrum
+    longest = torch.clamp_min(values, 2.0 * count * over_chains(lam))
+    c = 1.0 / (longest * (1.0 + (1.0 - values / longest).sqrt()))
+    return (vectors * c.unsqueeze(-2)) @ (vectors.mT @ ring)
+
+
+def inject_outer_(xi: Tensor, lam: Number, ring: Tensor, factor: Tensor) -> None:
+    """``xi <- w`` whose covariance, given m noise vectors, is ``2 lam I - (1/m) sum_i D_i D_i^T``.
+
+    On average over the ``D_i`` that is ``2 lam I - Var(g)``, so that gradient noise and injected noise add up to
+    exactly ``2 lam I`` *whatever the correlations* of the gradient noise, in O(d m): ``w = sqrt(2 lam) (xi - Q^T M^T
+    xi)``, with Q from `outer_factor`. It needs ``2 lam`` above the top eigenvalue of the ``1/m`` sum: with m = 1 that
+    is ``|D|^2``, the paper's sum rule; with more vectors it comes down towards the top eigenvalue of Var(g).
+    """
+    if xi.dim() == 1:
+        xi.addmv_(factor.mT, torch.mv(ring, xi), alpha=-1.0)
+    else:
+        xi.sub_((factor.mT @ (ring @ xi.unsqueeze(-1))).squeeze(-1))
+    inject_plain_(xi, lam)

@@ -1,0 +1,63 @@
+"""Constant SGD as approximate inference, "V-SGD" (Mandt, Hoffman, Blei 2017).
+
+    theta <- theta - rate g,    rate = 2 T D / (N tr Var(g))
+
+In the notation of Theorem 1: P = I, C = 0: the gradient noise alone drives the chain. The rate minimises the KL
+divergence to a Gaussian posterior; it takes the mean of ``b = v / 2`` where I-SGD takes an upper bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isosgd.samplers.base import Group, ParamsLike, Sampler, slow_rise
+from isosgd.samplers.steppers import Number
+
+
+class VSGD(Sampler):
+    """Constant-rate SGD at Mandt's rate. An approximation, not a sampler of the posterior.
+
+    Targets no posterior exactly: near a mode with Hessian ``H`` of ``f / N`` it draws from a Gaussian whose
+    covariance S solves ``H S + S H = rate Var(g)`` (to first order in the rate), which is the posterior's only when
+    ``Var(g)`` is a multiple of H or isotropic in the right way.
+
+    Args:
+        params: named parameters (one group a layer), or groups.
+        num_data: N.
+        temperature: T.
+        per_layer: one rate for each group rather than one for all, as Mandt et al. have it.
+        settings: the settings common to all samplers, see `Sampler`.
+    """
+
+    targets = "a Gaussian near a mode, covariance from H S + S H = rate Var(g)"
+
+    def __init__(
+        self,
+        params: ParamsLike,
+        *,
+        num_data: int,
+        temperature: float = 1.0,
+        per_layer: bool = False,
+        **settings: Any,
+    ) -> None:
+        self.per_layer = per_layer
+        super().__init__(params, num_data=num_data, temperature=temperature, extra={"rate": None}, **settings)
+
+    def adapt(self, curvature: Sequence[Number] | None = None, rise: float = 2.0) -> None:
+        """Mandt's rate from the noise seen; the curvature plays no part in it."""
+        total = torch.stack([self.noise_summary(group, "sum") for group in self.param_groups])
+        counts = [sum(p.numel() for p in g["params"]) / (self.chains or 1) for g in self.param_groups]
+        mean_b = [t / c for t, c in zip(total, counts, strict=True)]
+        if not self.per_layer:
+            mean_b = [total.sum(0) / sum(counts)] * len(counts)
+        for group, b in zip(self.param_groups, mean_b, strict=True):
+            inverse = b * group["num_data"]
+            old = None if group["rate"] is None else group["temperature"] / group["rate"]
+            group["rate"] = self.number(group["temperature"] / slow_rise(old, inverse, rise))
+
+    def _inject(self, group: Group, params: list[Tensor], xi: Tensor) -> None:
+        xi.zero_()

@@ -1,0 +1,268 @@
+"""The shape of the package: import arrows, few hard dependencies, no pickle, no local paths, one version.
+
+Every rule is a function from source text to a list of complaints, so that each is also shown to find what it looks for.
+"""
+
+import ast
+import importlib.metadata
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "isosgd"
+
+# A part imports only what stands left of it. "isosgd" is the package's own __init__, which gathers the public names.
+ORDER = (
+    "errors", "data", "models", "potential", "noise", "samplers", "store", "predictive", "metrics",
+    "diagnostics", "chain", "baselines", "isosgd", "experiments", "report", "demo", "cli", "__main__",
+)  # fmt: skip
+# Arrows that the order alone would allow.
+FORBIDDEN = {
+    "samplers": {"potential", "models", "data"},
+    "report": {"samplers", "baselines"},
+}
+# What `import isosgd` may load besides the standard library; the other parts may also use the extras.
+HARD_DEPENDENCIES = {"torch", "numpy", "safetensors"}
+CORE = ORDER[: ORDER.index("isosgd") + 1]
+
+PICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
+LOCAL_PATH = re.compile(r"(?<![\w.~)}\]-])/(?:work|tmp|home|root|opt|mnt|Users)\b(?:/[\w.-]+)*")
+
+
+def part_of(path: Path) -> str:
+    """The part a file of the package belongs to: its folder or name directly under src/isosgd."""
+    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return "isosgd" if first == "__init__" else first
+
+
+def imported_modules(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str, bool]]:
+    """Yields (line, full dotted name, at module level) for every import, relative ones resolved.
+
+    `from a import b` yields `a.b`: whether b is a module or a name in a, the part it comes from is the same.
+    """
+    tree = ast.parse(source)
+    deferred = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = module.split(".") if is_package else module.split(".")[:-1]
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            base = ".".join([*base, *([node.module] if node.module else [])])
+            names = [f"{base}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            yield node.lineno, name, node not in deferred
+
+
+def target_part(name: str) -> str | None:
+    """The part that an imported dotted name comes from; None when it is not ours."""
+    top, *rest = name.split(".")
+    if top != "isosgd":
+        return None
+    return rest[0] if rest and rest[0] in ORDER else "isosgd"
+
+
+def wrong_arrows(source: str, part: str, module: str, is_package: bool = False) -> list[str]:
+    """Complaints about imports of a part that stands to the right, or of one that is forbidden."""
+    found = []
+    for line, name, _ in imported_modules(source, module, is_package):
+        target = target_part(name)
+        if target is None or target == part:
+            continue
+        if ORDER.index(target) > ORDER.index(part) or target in FORBIDDEN.get(part, ()):
+            found.append(f"{module}, line {line}: {part} must not import {target} ({name})")
+    return found
+
+
+def soft_imports(source: str, module: str, is_package: bool = False) -> list[str]:
+    """Complaints about module-level imports beyond the standard library and the hard dependencies."""
+    allowed = HARD_DEPENDENCIES | set(sys.stdlib_module_names) | {"isosgd"}
+    return [
+        f"{module}, line {line}: {name} is not a hard dependency; import it where it is used"
+        for line, name, at_module_level in imported_modules(source, module, is_package)
+        if at_module_level and name.split(".")[0] not in allowed
+    ]
+
+
+def pickle_loads(source: str) -> list[str]:
+    """Complaints about anything that could run a pickle: the modules, torch.load, and numpy's allow_pickle."""
+    found = [
+        f"line {line}: imports {name}"
+        for line, name, _ in imported_modules(source, "module", is_package=False)
+        if name.split(".")[0] in PICKLERS or name == "torch.load"
+    ]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load":
+            found.append(f"line {node.lineno}: torch.load")
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
+            found.append(f"line {node.value.lineno}: allow_pickle")
+    return found
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def dotted(path: Path) -> str:
+    return ".".join(("isosgd", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def python_files() -> list[Path]:
+    return sorted(path for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+
+
+def test_every_part_has_its_place() -> None:
+    unknown = {part_of(path) for path in modules()} - set(ORDER)
+    assert not unknown, f"give {sorted(unknown)} a place in ORDER"
+
+
+def test_every_folder_is_a_package() -> None:
+    """Without its __init__.py a folder's doctests would run on a second copy of its modules."""
+    folders = {path.parent for path in modules()}
+    assert [str(folder.relative_to(ROOT)) for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+@pytest.mark.parametrize("path", modules(), ids=dotted)
+def test_arrows(path: Path) -> None:
+    if part_of(path) in ORDER:
+        assert wrong_arrows(path.read_text(), part_of(path), dotted(path), path.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize("path", [p for p in modules() if part_of(p) in CORE], ids=dotted)
+def test_core_needs_only_hard_dependencies(path: Path) -> None:
+    assert soft_imports(path.read_text(), dotted(path), path.name == "__init__.py") == []
+
+
+def test_declared_dependencies_are_the_hard_ones() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {re.match(r"[\w-]+", item)[0] for item in declared} == HARD_DEPENDENCIES
+
+
+@pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_loads_pickle(path: Path) -> None:
+    assert pickle_loads(path.read_text()) == []
+
+
+def test_no_local_paths() -> None:
+    texts = {".py", ".md", ".toml", ".yml", ".txt", ".cff", ".json", ".typed", ""}
+    skipped = {"LICENSE"}
+    files = [path for path in ROOT.iterdir() if path.is_file()]
+    for folder in ("src", "tests", "docs", "benchmarks", ".ci"):
+        files += [path for path in (ROOT / folder).rglob("*") if path.is_file()]
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in files
+        if path.suffix in texts and path.name not in skipped
+        for match in LOCAL_PATH.finditer(path.read_text(errors="replace"))
+    ]
+    assert found == []
+
+
+def test_version_stands_in_one_place() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" not in project["project"]
+    assert project["tool"]["hatch"]["version"]["path"] == "src/isosgd/__init__.py"
+    literal = re.compile(r"""^__version__(?:: \w+)? = ["']([^"']+)["']""", re.MULTILINE)
+    stated = {dotted(path): literal.findall(path.read_text()) for path in modules()}
+    assert {name for name, versions in stated.items() if versions} == {"isosgd"}
+    assert not re.search(r"^version:", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+
+
+def test_installed_version_is_the_stated_one() -> None:
+    import isosgd
+
+    try:
+        installed = importlib.metadata.version("isosgd")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("isosgd runs from its source tree here, it is not installed")
+    assert isosgd.__version__ == installed
+
+
+# The rules themselves: each finds what it is meant to find, and leaves the rest alone.
+
+
+@pytest.mark.parametrize(
+    ("part", "module", "source"),
+    [
+        ("noise", "isosgd.noise.paired", "from isosgd.samplers import ISGD"),
+        ("noise", "isosgd.noise.paired", "from ..samplers.isgd import ISGD"),
+        ("noise", "isosgd.noise.paired", "from .. import chain"),
+        ("noise", "isosgd.noise.paired", "def f():\n    import isosgd.chain.loop"),
+        ("noise", "isosgd.noise.paired", "import isosgd"),
+        ("chain", "isosgd.chain.loop", "from isosgd import sample"),
+        ("samplers", "isosgd.samplers.isgd", "from isosgd.potential import Target"),
+        ("samplers", "isosgd.samplers.isgd", "from ..data import uci"),
+        ("report", "isosgd.report", "from .samplers import ISGD"),
+        ("isosgd", "isosgd", "from .cli import main"),
+    ],
+)
+def test_a_wrong_arrow_is_found(part: str, module: str, source: str) -> None:
+    found = wrong_arrows(source, part, module, is_package=module == "isosgd")
+    assert len(found) == 1
+    assert f"{part} must not import" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("part", "module", "source"),
+    [
+        ("samplers", "isosgd.samplers.isgd", "from isosgd.noise import Paired\nfrom . import stepper\nimport torch"),
+        ("chain", "isosgd.chain.loop", "from ..samplers.isgd import ISGD\nfrom ..errors import ChainError"),
+        ("demo", "isosgd.demo", "import isosgd\nfrom isosgd import sample\nfrom isosgd.data import toy"),
+    ],
+)
+def test_a_right_arrow_passes(part: str, module: str, source: str) -> None:
+    assert wrong_arrows(source, part, module) == []
+
+
+def test_a_package_resolves_its_own_relative_imports() -> None:
+    assert wrong_arrows("from .chain import sample\nfrom . import samplers", "isosgd", "isosgd", is_package=True) == []
+    assert wrong_arrows("from .gaussian import G", "noise", "isosgd.noise", is_package=True) == []
+    assert len(wrong_arrows("from ..chain import sample", "noise", "isosgd.noise", is_package=True)) == 1
+
+
+def test_a_soft_import_is_found_only_at_module_level() -> None:
+    assert len(soft_imports("import matplotlib.pyplot as plt", "isosgd.chain")) == 1
+    assert len(soft_imports("try:\n    import scipy\nexcept ImportError:\n    pass", "isosgd.chain")) == 1
+    assert soft_imports("import math\nimport torch\nfrom . import x", "isosgd.chain.loop") == []
+    assert soft_imports("def draw():\n    import matplotlib", "isosgd.chain") == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from joblib import load",
+        "import torch\ntorch.load('x')",
+        "from torch import load",
+        "import numpy as np\nnp.load('x', allow_pickle=True)",
+    ],
+)
+def test_a_pickle_is_found(source: str) -> None:
+    assert len(pickle_loads(source)) == 1
+
+
+def test_harmless_loads_pass() -> None:
+    assert pickle_loads("import numpy as np\nnp.load('x', allow_pickle=False)\nsampler.load_state_dict(state)") == []
+
+
+@pytest.mark.parametrize("folder", ["work", "tmp", "home", "Users"])
+def test_a_local_path_is_found(folder: str) -> None:
+    assert LOCAL_PATH.search(f"open('/{folder}/x/data.csv')")
+    assert LOCAL_PATH.search(f"see /{folder} there")
+
+
+@pytest.mark.parametrize("text", ["https://example.org/home/x", "runs/tmp/x", "at home/work", "lr = T / (N * lam)"])
+def test_other_slashes_pass(text: str) -> None:
+    assert not LOCAL_PATH.search(text)

@@ -1,0 +1,138 @@
+"""Log probabilities against torch.distributions, shapes that must not broadcast, and every refusal."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch import distributions as D
+
+from isosgd.potential import likelihoods, priors
+from isosgd.potential.likelihoods import Likelihood
+
+N = 6
+SCALE = {"likelihood.scale": torch.tensor(0.7, dtype=torch.float64)}
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+CASES = {
+    "gaussian": (likelihoods.Gaussian(0.3), lambda o: D.Normal(o, 0.3)),
+    "gaussian sampled": (likelihoods.Gaussian(), lambda o: D.Normal(o, SCALE["likelihood.scale"])),
+    "student": (likelihoods.StudentT(3.0, scale=0.3), lambda o: D.StudentT(3.0, o, 0.3)),
+    "student sampled": (likelihoods.StudentT(5.0), lambda o: D.StudentT(5.0, o, SCALE["likelihood.scale"])),
+    "bernoulli": (likelihoods.Bernoulli(), lambda o: D.Bernoulli(logits=o)),
+    "poisson": (likelihoods.Poisson(), lambda o: D.Poisson(o.exp())),
+}
+
+
+@pytest.mark.parametrize("shape", [(N,), (N, 3), (N, 2, 3)])
+@pytest.mark.parametrize("case", CASES)
+def test_log_prob_mean_and_variance_are_those_of_torch_distributions(case: str, shape: tuple[int, ...]) -> None:
+    likelihood, reference = CASES[case]
+    output = normal(*shape)
+    distribution = reference(output)
+    y = distribution.sample()
+    likelihood.check(output, y)
+    expected = distribution.log_prob(y).reshape(N, -1).sum(1)
+    torch.testing.assert_close(likelihood.log_prob(output, y, SCALE), expected)
+    torch.testing.assert_close(likelihood.mean(output, SCALE), distribution.mean)
+    torch.testing.assert_close(likelihood.variance(output, SCALE), distribution.variance)
+
+
+def test_heteroscedastic_gaussian_reads_mean_and_log_variance() -> None:
+    likelihood = likelihoods.HeteroscedasticGaussian()
+    for shape in [(N, 2), (N, 3, 2)]:
+        output = normal(*shape)
+        distribution = D.Normal(output[..., 0], (output[..., 1] / 2).exp())
+        y = distribution.sample()
+        expected = distribution.log_prob(y).reshape(N, -1).sum(1)
+        torch.testing.assert_close(likelihood.log_prob(output, y, {}), expected)
+        torch.testing.assert_close(likelihood.predict(output, {})["mean"], distribution.mean)
+        torch.testing.assert_close(likelihood.predict(output, {})["variance"], distribution.variance)
+    column = likelihood.log_prob(normal(N, 2), normal(N, 1), {})
+    assert column.shape == (N,)
+
+
+@pytest.mark.parametrize("trailing", [(), (5,)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_categorical(trailing: tuple[int, ...], dtype: torch.dtype) -> None:
+    likelihood = likelihoods.Categorical()
+    output = normal(N, 4, *trailing)
+    distribution = D.Categorical(logits=output.movedim(1, -1))
+    y = distribution.sample()
+    likelihood.check(output, y.to(dtype))
+    expected = distribution.log_prob(y).reshape(N, -1).sum(1)
+    torch.testing.assert_close(likelihood.log_prob(output, y.to(dtype), {}), expected)
+    torch.testing.assert_close(likelihood.log_prob(output, y.to(dtype).unsqueeze(1), {}), expected)
+    p = distribution.probs.movedim(-1, 1)
+    torch.testing.assert_close(likelihood.mean(output, {}), p)
+    torch.testing.assert_close(likelihood.variance(output, {}), p * (1 - p))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_missing_last_dimension_never_broadcasts(case: str) -> None:
+    likelihood, _ = CASES[case]
+    output, y = normal(N), torch.ones(N)
+    expected = likelihood.log_prob(output, y, SCALE)
+    for o, t in [(output[:, None], y), (output, y[:, None]), (output[:, None], y[:, None])]:
+        torch.testing.assert_close(likelihood.log_prob(o, t, SCALE), expected)
+    for shape in [(N, 3), (1,), (1, N), (N + 1,), ()]:
+        with pytest.raises(ValueError, match="they must agree"):
+            likelihood.log_prob(output, torch.ones(shape), SCALE)
+
+
+def test_integer_targets_are_welcome_in_regression() -> None:
+    likelihood = likelihoods.Gaussian(1.0)
+    y = torch.arange(N)
+    torch.testing.assert_close(likelihood.log_prob(normal(N) * 0, y, {}), D.Normal(0.0, 1.0).log_prob(y.double()))
+
+
+def test_a_scale_is_sampled_under_its_prior_and_starts_at_its_median() -> None:
+    assert likelihoods.Gaussian(0.1).extra() == {}
+    extra = likelihoods.Gaussian(priors.HalfNormal(10.0)).extra()["likelihood.scale"]
+    assert extra.prior == priors.HalfNormal(10.0)
+    assert extra.value.item() == pytest.approx(6.744897)
+    assert likelihoods.StudentT().extra()["likelihood.scale"].prior == priors.HalfCauchy()
+
+
+def test_variance_of_a_heavy_tail_is_infinite() -> None:
+    assert likelihoods.StudentT(2.0, scale=1.0).variance(normal(1), {}).item() == math.inf
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "output", "y", "words"),
+    [
+        (likelihoods.Categorical(), torch.zeros(2, 3), torch.tensor([0, 3]), "label 3, but the output has 3 classes"),
+        (likelihoods.Categorical(), torch.zeros(2, 3), torch.tensor([-100, 0]), "label -100"),
+        (likelihoods.Categorical(), torch.zeros(2, 3), torch.tensor([0.0, 1.0]), r"y\.long\(\)"),
+        (likelihoods.Categorical(), torch.zeros(2), torch.tensor([0, 1]), r"output \[n, classes\]"),
+        (likelihoods.Categorical(), torch.zeros(2, 3), torch.zeros(2, 3).long(), r"output \[n, classes\]"),
+        (likelihoods.Bernoulli(), torch.zeros(2), torch.tensor([0.0, 2.0]), "got 2"),
+        (likelihoods.Bernoulli(), torch.zeros(2, 3), torch.zeros(2), "must agree"),
+        (likelihoods.Poisson(), torch.zeros(2), torch.tensor([1, -4]), "got -4"),
+        (likelihoods.Poisson(), torch.zeros(2), torch.tensor([1.0, 0.5]), r"got 0\.5"),
+        (likelihoods.Gaussian(), torch.zeros(2, 2), torch.zeros(2), "must agree"),
+        (likelihoods.HeteroscedasticGaussian(), torch.zeros(2, 3), torch.zeros(2), "last dimension is 2"),
+    ],
+)
+def test_targets_that_do_not_fit_are_refused(likelihood: Likelihood, output: Tensor, y: Tensor, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        likelihood.check(output, y)
+
+
+def test_no_label_is_skipped_silently() -> None:
+    with pytest.raises(IndexError):
+        likelihoods.Categorical().log_prob(torch.zeros(1, 3), torch.tensor([-100]), {})
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan])
+def test_a_bad_scale_is_refused(scale: float) -> None:
+    with pytest.raises(ValueError, match="Gaussian: scale"):
+        likelihoods.Gaussian(scale)
+    with pytest.raises(ValueError, match="StudentT: df"):
+        likelihoods.StudentT(scale)
+    with pytest.raises(TypeError, match="scale must be a number"):
+        likelihoods.Gaussian(priors.Normal())  # type: ignore[arg-type]

@@ -1,0 +1,179 @@
+"""Densities against scipy, closed-form gradients against autograd, and every refusal."""
+
+import math
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from isosgd.potential import priors
+from isosgd.potential.params import Params
+from isosgd.potential.priors import Prior
+
+POSITIVE = [
+    priors.HalfNormal(0.7),
+    priors.HalfCauchy(1.3),
+    priors.LogNormal(0.5, sigma=0.8),
+    priors.Exponential(2.5),
+]
+REAL = [
+    priors.Normal(0.6),
+    priors.Normal({"*.weight": 0.3, "*": 2.0}),
+    priors.FanInNormal(1.5),
+    priors.Laplace(0.4),
+    priors.StudentT(3.0, scale=0.5),
+    priors.StudentT(scale={"a.*": 0.5, "b.bias": 1.0, "b.*": 3.0}),
+    priors.Flat(),
+    priors.PerParameter({"a.*": priors.Laplace(2.0), "*.bias": priors.Flat(), "*": priors.StudentT(5.0)}),
+    priors.PerParameter({"a.*": priors.HierarchicalNormal(), "b.*": priors.HierarchicalNormal(name="b.scale")}),
+    *(
+        priors.HierarchicalNormal(hyper, per=per, fan_in=fan_in)  # type: ignore[arg-type]
+        for hyper, per, fan_in in zip(
+            POSITIVE, ["all", "layer", "tensor", "layer"], [True, False, True, True], strict=True
+        )
+    ),
+]
+
+
+def network() -> Params:
+    shapes = {"a.weight": (4, 3), "a.bias": (4,), "b.weight": (2, 4, 3, 3), "b.bias": (2,)}
+    return {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def with_extras(prior: Prior, params: Params) -> Params:
+    extras = {name: torch.rand_like(extra.value) + 0.3 for name, extra in prior.extra(params).items()}
+    return params | extras
+
+
+def assert_grad_is_autograd(prior: Prior, params: Params) -> None:
+    leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
+    value = prior.log_prob(leaves)
+    assert value.shape == ()
+    if value.requires_grad:
+        expected = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
+    else:
+        expected = tuple(torch.zeros_like(x) for x in leaves.values())
+    found = prior.grad(params)
+    assert list(found) == list(params) or set(found) == set(params)
+    for name, gradient in zip(leaves, expected, strict=True):
+        torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("prior", REAL, ids=repr)
+def test_gradient_of_a_prior_is_that_of_autograd(prior: Prior) -> None:
+    params = with_extras(prior, network())
+    assert_grad_is_autograd(prior, params)
+    assert_grad_is_autograd(prior.resolve(params), params)
+    torch.testing.assert_close(prior.resolve(params).log_prob(params), prior.log_prob(params))
+
+
+@pytest.mark.parametrize("prior", POSITIVE, ids=repr)
+def test_gradient_of_a_positive_prior_is_that_of_autograd(prior: Prior) -> None:
+    assert_grad_is_autograd(prior, {"s": torch.rand(5, dtype=torch.float64) * 3 + 0.05})
+
+
+@pytest.mark.parametrize(
+    ("prior", "reference"),
+    [
+        (priors.Normal(0.6), stats.norm(scale=0.6)),
+        (priors.Laplace(0.4), stats.laplace(scale=0.4)),
+        (priors.StudentT(3.0, scale=0.5), stats.t(3.0, scale=0.5)),
+        (priors.HalfNormal(0.7), stats.halfnorm(scale=0.7)),
+        (priors.HalfCauchy(1.3), stats.halfcauchy(scale=1.3)),
+        (priors.LogNormal(0.5, sigma=0.8), stats.lognorm(0.8, scale=0.5)),
+        (priors.Exponential(2.5), stats.expon(scale=2.5)),
+    ],
+    ids=repr,
+)
+def test_log_density_is_scipys(prior: Prior, reference: stats.rv_continuous) -> None:
+    x = torch.rand(20, dtype=torch.float64) * 4 + 0.01
+    assert prior.log_prob({"x": x}).item() == pytest.approx(reference.logpdf(x.numpy()).sum(), rel=1e-10)
+    if isinstance(prior, priors.PositivePrior):
+        assert prior.median == pytest.approx(reference.median(), rel=1e-10)
+
+
+def test_fan_in_scales_weights_and_leaves_vectors() -> None:
+    params = network()
+    scales = {"a.weight": 2 / math.sqrt(3), "a.bias": 2.0, "b.weight": 2 / 6, "b.bias": 2.0}
+    expected = sum(stats.norm(scale=s).logpdf(params[name].numpy()).sum() for name, s in scales.items())
+    assert priors.FanInNormal(2.0).log_prob(params).item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("per", "groups"), [("all", [0, 0, 0, 0]), ("layer", [0, 0, 1, 1]), ("tensor", [0, 1, 2, 3])])
+def test_hierarchical_normal_is_a_normal_given_its_scales(per: str, groups: list[int]) -> None:
+    prior = priors.HierarchicalNormal(priors.HalfNormal(2.0), per=per, fan_in=False)  # type: ignore[arg-type]
+    params = network()
+    assert prior.extra(params)["prior.scale"].value.shape == (() if per == "all" else (max(groups) + 1,))
+    full = with_extras(prior, params)
+    scales = full["prior.scale"].reshape(-1)
+    expected = stats.halfnorm(scale=2.0).logpdf(scales.numpy()).sum()
+    for x, group in zip(params.values(), groups, strict=True):
+        expected += stats.norm(scale=scales[group].item()).logpdf(x.numpy()).sum()
+    assert prior.log_prob(full).item() == pytest.approx(expected)
+
+
+def test_an_exact_name_goes_before_a_pattern_and_patterns_in_order() -> None:
+    prior = priors.Normal({"*": 1.0, "a.*": 9.0, "a.bias": 3.0})
+    assert [prior.scale_of(name) for name in ("a.bias", "a.weight")] == [3.0, 1.0]
+
+
+def test_a_callable_prior_goes_through_autograd() -> None:
+    def log_prob(params: Params) -> Tensor:
+        return -0.5 * params["a.bias"].square().sum()
+
+    params = network()
+    prior = priors.as_prior(log_prob)
+    assert_grad_is_autograd(prior, params)
+    assert not prior.grad(params)["b.bias"].any()
+    constant = priors.as_prior(lambda params: torch.zeros(()))
+    assert not any(x.any() for x in constant.grad(params).values())
+
+
+def test_priors_map_over_a_leading_chain_dimension() -> None:
+    for prior in (priors.FanInNormal(), priors.HierarchicalNormal(), priors.StudentT()):
+        chains = [with_extras(prior, network()) for _ in range(3)]
+        stacked = {name: torch.stack([chain[name] for chain in chains]) for name in chains[0]}
+        resolved = prior.resolve(chains[0])
+        batched = torch.vmap(resolved.grad)(stacked)
+        torch.testing.assert_close(torch.vmap(resolved.log_prob)(stacked)[1], prior.log_prob(chains[1]))
+        for name, x in prior.grad(chains[2]).items():
+            torch.testing.assert_close(batched[name][2], x)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, {"*": -2.0}, {}])
+@pytest.mark.parametrize("kind", [priors.Normal, priors.Laplace, priors.HalfCauchy, priors.LogNormal])
+def test_a_bad_scale_is_refused(kind: type, scale: object) -> None:
+    with pytest.raises(ValueError, match=kind.__name__):
+        kind(scale)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: priors.Normal("1"), TypeError, "'1'"),
+        (lambda: priors.FanInNormal(-1.0), ValueError, "-1.0"),
+        (lambda: priors.StudentT(0.0), ValueError, "df must be positive"),
+        (lambda: priors.LogNormal(1.0, sigma=0.0), ValueError, "sigma"),
+        (lambda: priors.HierarchicalNormal(priors.Normal()), TypeError, "HalfCauchy"),
+        (lambda: priors.HierarchicalNormal(per="module"), ValueError, "'module'"),
+        (lambda: priors.PerParameter({}), ValueError, "empty"),
+        (lambda: priors.PerParameter({"w": 1.0}), TypeError, "'w'"),
+        (lambda: priors.as_prior(3.0), TypeError, r"3\.0"),
+        (lambda: priors.Normal({"a.*": 1.0}).log_prob(network()), ValueError, r"b\.weight"),
+        (lambda: priors.PerParameter({"a.*": priors.Flat()}).resolve(network()), ValueError, r"b\.weight"),
+        (lambda: priors.PerParameter({"*": priors.Flat(), "c": priors.Flat()}).resolve(network()), ValueError, "'c'"),
+        (
+            lambda: priors.PerParameter({"a.*": priors.HierarchicalNormal(), "b.*": priors.HierarchicalNormal()}).extra(
+                network()
+            ),
+            ValueError,
+            "name=",
+        ),
+        (lambda: priors.as_prior(lambda p: p["a.bias"]).log_prob(network()), ValueError, r"shape \(4,\)"),
+        (lambda: priors.as_prior(lambda p: 0.0).log_prob(network()), ValueError, "scalar tensor"),
+    ],
+)
+def test_bad_priors_are_refused(make, error, words) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(error, match=words):
+        make()
