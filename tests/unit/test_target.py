@@ -54,9 +54,13 @@ def line_target(**options: Any) -> Target:
         {"*.weight": priors.HierarchicalNormal(priors.Exponential(), per="tensor"), "*": priors.StudentT()},
         lambda params: -params["0.weight"].square().sum().log(),
     ],
-    ids=repr,
+    ids=lambda value: "callable" if callable(value) and not hasattr(value, "describe") else repr(value),
 )
-@pytest.mark.parametrize("likelihood", ["gaussian", "student_t", likelihoods.Gaussian(0.3)], ids=repr)
+@pytest.mark.parametrize(
+    "likelihood",
+    ["gaussian", "student_t", likelihoods.Gaussian(0.3)],
+    ids=lambda value: "callable" if callable(value) and not hasattr(value, "describe") else repr(value),
+)
 def test_gradient_is_autograd_of_the_whole_loss(prior: Any, likelihood: Any) -> None:
     target = Target.from_module(mlp().double(), likelihood, prior)
     free = target.initial()

@@ -70,7 +70,7 @@ class Curvature:
         for group, h in zip(self.groups, self.own_values() if self.known else [0.0] * len(self.groups), strict=True):
             size = _length([p.detach() for p in group])
             spread = (self.temperature / (self.num_data * h)) ** 0.5 if h > 0 else 0.0
-            lengths.append(max(min(spread, max(size, 1.0)), SMALLEST_MOVE * max(size, SMALLEST_MOVE)))
+            lengths.append(max(min(spread, max(size, 1.0)), SMALLEST_MOVE * max(size, 1.0)))
         return lengths
 
     def _probe_own(

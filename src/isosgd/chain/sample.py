@@ -92,7 +92,9 @@ def sample(
     tensors = as_tensors(data)
     data = tensors if tensors is not None else data
     num_data = target.resolve_num_data(data)
-    noise_every = int(options.pop("noise_every", NOISE_EVERY))
+    noise_every = options.pop("noise_every", NOISE_EVERY)
+    if isinstance(noise_every, bool) or not isinstance(noise_every, int) or noise_every < 1:
+        raise ValueError(f"noise_every = {noise_every!r} must be an integer of at least 1")
     make_sampler = _sampler_factory(method, num_data, temperature, dict(options))
 
     spacing = GUESSED_SPACING if keep_every == "auto" else keep_every
@@ -201,6 +203,10 @@ def _check_batch(batches: Batches, num_data: int) -> None:
     n = getattr(batches, "batch_size", None)
     if n is None:
         n = batch_length(batches.next())
+    if n < 2 <= num_data:
+        raise ValueError(
+            f"batches of {n} example: noise is measured between the halves of a batch, give it at least 2 (batch_size=)"
+        )
     if n > num_data:
         raise ValueError(
             f"num_data = {num_data} is smaller than a batch of {n} examples: it is the number of examples "

@@ -3,7 +3,7 @@
 1. *Descend* at temperature 0 with momentum, at half the largest stable rate, until the loss no longer falls.
 2. *Sample* in windows that double. In each, gradient noise and curvature are measured where the chain now is; rates
    fall at once when they must and rise by at most 2 from window to window.
-3. *Settle* when in two successive windows no rate changed by more than a quarter and the loss did not drift. Rates
+3. *Settle* when in two successive windows no rate changed by more than a half and the loss did not drift. Rates
    are frozen then, which is what Theorem 1 asks for.
 
 The paper's schemes a, b and c are driven by the sampler itself for a fixed number of steps (see
@@ -29,12 +29,16 @@ from isosgd.noise.stable import TailMeter
 from isosgd.samplers import ISGD
 from isosgd.samplers.steppers import allowed_rate_curvature, hamiltonian_, variance_inflation
 
-FIRST_WINDOW = 100
+FIRST_WINDOW = 50
+LEAST_LAST_WINDOW = 400
 DESCENT_WINDOW = 100
 DESCENT_RATE = 0.5  # of 1 / h; with friction 0.1 the limit is 3.8
 DESCENT_FRICTION = 0.1
 PROBE_EVERY = 10
-SETTLED_RATIO = 1.25
+SPLIT_EVERY = 2
+ADAPT_EVERY = 20
+CAUTION = 4.0
+SETTLED_RATIO = 1.5
 SIGNAL_RATIO = 2.0
 MOST_STEPS = 20_000
 PAPER_STEPS = 2_000  # the paper's warm-up on its regressions
@@ -105,69 +109,89 @@ class _Warmup:
         self.trace_stride = 1
         self.examples: Any = None
         self.signal: list[list[float]] = []
+        self.seen_curvatures: list[list[float]] = []
+        self.curvatures: list[float] = []
 
     def run(self, measure_spacing: bool) -> WarmupReport:
         sampler = self.chain.sampler
         if isinstance(sampler, ISGD) and sampler.scheme != "windowed":
             return self._paper_scheme(sampler, measure_spacing)
+        if self.budget < 2 * FIRST_WINDOW:
+            raise ValueError(
+                f"warmup = {self.budget} is too short to measure anything: give at least {2 * FIRST_WINDOW} "
+                f"({8 * FIRST_WINDOW} or more to settle), 'auto', or 0 with a rate of your own"
+            )
         self.chain.evaluate()
         for _ in range(2 * PROBE_EVERY):
             self.chain.probe_curvature()
         descent = self._descend()
         settled, reason = self._windows()
         keep = self._spacing() if measure_spacing else None
-        return WarmupReport(settled, reason, self.spent, descent, keep, self._groups())
+        report = WarmupReport(settled, reason, self.spent, descent, keep, self._groups())
+        sampler.freeze()
+        return report
 
     # -- 1. descend ---------------------------------------------------------------------------------------------------
 
     def _descend(self) -> int:
-        """Momentum descent. The rate is cut whenever the mean loss of a window stops falling, down to the sampling
-        rate.
+        """Momentum descent, never upwards: a window that ends higher than the best so far is undone.
 
-        A window that diverges is done again, more slowly.
+        The rate is cut when the loss stops falling, down to the rate of sampling. Scales of priors and noise are held: a
+        hierarchical density has its mode where a scale is zero, far from all its mass.
         """
         chain, limit = self.chain, int(MOST_DESCENT_SHARE * self.budget)
-        factor, before, start = DESCENT_RATE, math.inf, self.spent
+        window = max(min(DESCENT_WINDOW, limit // 8), 5)
+        held = set(chain.target.extras(chain.params))
+        moving = [
+            (group, h_index)
+            for h_index, group in enumerate(chain.sampler.param_groups)
+            if not held & {name for name, leaf in chain.params.items() if any(leaf is p for p in group["params"])}
+        ]
+        factor, start = DESCENT_RATE, self.spent
         smallest = DESCENT_FRICTION * allowed_rate_curvature(chain.sampler.bias)
-        while factor > smallest and self.spent - start + DESCENT_WINDOW <= limit:
+        best, error = self._mean_loss(window // 5)
+        while factor > smallest and self.spent - start + window <= limit:
             saved = chain.snapshot()
             try:
-                losses = self._descent_window(factor)
-                now = float(losses[len(losses) // 2 :].mean())
-            except DivergedError as error:
-                if factor <= 4.0 * smallest:
-                    raise error
+                losses = self._descent_window(factor, window, moving)
+                later = losses[len(losses) // 2 :]
+                now, error = float(later.mean()), 2.0 * float(later.std()) / math.sqrt(len(later))
+            except DivergedError:
                 now = math.inf
-            if not now < before + 10.0 * abs(before) + 1e3:  # blew up, or not finite
+            if not now < best + error:
                 chain.restore(saved)
+            if not now < best - max(error, 1e-3 * abs(best)):
                 factor /= 4.0
-                continue
-            error_of_mean = 2.0 * float(losses.std()) / math.sqrt(len(losses))
-            if now > before - max(error_of_mean, 1e-3 * abs(before)):
-                factor /= 4.0
-            before = now
+            best = min(best, now)
         return self.spent - start
 
-    def _descent_window(self, factor: float) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def _mean_loss(self, batches: int) -> tuple[float, float]:
+        """Mean loss where the chain is, and twice its standard error."""
+        losses = []
+        for _ in range(max(batches, 2)):
+            self.chain.evaluate()
+            losses.append(self.chain.loss)
+            self._count("descending")
+        return float(np.mean(losses)), 2.0 * float(np.std(losses)) / math.sqrt(len(losses))
+
+    def _descent_window(
+        self, factor: float, length: int, moving: list[tuple[dict[str, Any], int]]
+    ) -> np.ndarray[Any, np.dtype[np.float64]]:
         chain = self.chain
         velocity = {id(p): torch.zeros_like(p) for p in chain.leaves}
         losses = []
-        for i in range(DESCENT_WINDOW):
+        for i in range(length):
             chain.evaluate()
             losses.append(chain.loss)
             if i % 5 == 0:
                 chain.probe_curvature()
+            curvatures = chain.curvature.values()
             with torch.no_grad():
-                for group, h in zip(chain.sampler.param_groups, chain.curvature.values(), strict=True):
+                for group, index in moving:
                     params = group["params"]
-                    hamiltonian_(
-                        params,
-                        [velocity[id(p)] for p in params],
-                        [p.grad for p in params],
-                        [torch.zeros_like(p) for p in params],
-                        factor / h,
-                        DESCENT_FRICTION,
-                    )
+                    speeds, grads = [velocity[id(p)] for p in params], [p.grad for p in params]
+                    rate = factor / curvatures[index]
+                    hamiltonian_(params, speeds, grads, [], rate, DESCENT_FRICTION, amplitude=0.0)
             self._count("descending")
         return np.array(losses)
 
@@ -175,26 +199,29 @@ class _Warmup:
 
     def _windows(self) -> tuple[bool, str]:
         chain, length = self.chain, FIRST_WINDOW
-        for _ in range(FIRST_WINDOW // 2):  # a first noise estimate before the first move
+        for _ in range(FIRST_WINDOW):  # a first noise estimate before the first move
             noise = chain.evaluate(split=True)
             chain.sampler.observe(noise)
             self._count("measuring noise")
-        chain.sampler.adapt(chain.curvature.values())
+        # A mode has far less noise than its surroundings: start well below the rate it suggests, and let it rise.
+        chain.sampler.adapt([CAUTION * h for h in chain.curvature.values()])
         settled_before, reason = False, ""
         while True:
             left = self.budget - self.spent
             # A remainder too short for another doubled window is spent in this one.
             length = left if self.exact and left < 3 * length else min(length, left)
             if length < 2:
-                return False, reason or f"{self.budget} steps are too few: give warmup at least {4 * FIRST_WINDOW}"
+                return False, reason or f"{self.budget} steps are too few: give warmup at least {8 * FIRST_WINDOW}"
             old = self._rates()
             losses = self._window(length)
-            chain.sampler.adapt(chain.curvature.values())
+            # One probe is noisy: the upper quartile over the window's second half bounds the curvature of most places.
+            self.curvatures = np.quantile(self.seen_curvatures[len(self.seen_curvatures) // 2 :], 0.75, axis=0).tolist()
+            chain.sampler.adapt(self.curvatures)
             reason = self._unsettled(old, losses)
             settled = not reason
             if self.exact and self.spent >= self.budget:
                 return settled, reason
-            if not self.exact and settled and settled_before:
+            if not self.exact and settled and settled_before and length >= LEAST_LAST_WINDOW:
                 return True, ""
             if self.budget - self.spent < length:
                 return settled, reason
@@ -206,20 +233,22 @@ class _Warmup:
         chain.sampler.forget_noise()
         self.tails = [TailMeter() for _ in chain.sampler.param_groups]
         self.signal = [[] for _ in chain.sampler.param_groups]
+        self.seen_curvatures = []
         self.traces, self.trace_stride = [], max(1, length // TRACE_LENGTH)
         losses = np.empty(length)
         for i in range(length):
-            noise = chain.evaluate(split=True)
+            noise = chain.evaluate(split=i % SPLIT_EVERY == 0)
             losses[i] = chain.loss
             if i % PROBE_EVERY == 0:
                 chain.probe_curvature()
+                self.seen_curvatures.append(chain.curvature.values())
             if noise is not None:
                 self._feed_tails(noise)
                 self._feed_signal(noise)
             if i % self.trace_stride == 0:
                 self._trace()
             chain.sampler.step(noise=noise)
-            if i % 50 == 49:  # within a window rates may only fall
+            if i % ADAPT_EVERY == ADAPT_EVERY - 1:  # within a window rates may only fall
                 chain.sampler.adapt(chain.curvature.values(), rise=1.0)
             self._count("warming up")
         return losses
@@ -235,7 +264,7 @@ class _Warmup:
                 "last window of "
                 f"{len(losses)} steps): a longer warmup= or a start closer to a mode (init=) would help"
             )
-        for group, h, signal in zip(groups, self.chain.curvature.values(), self.signal, strict=True):
+        for group, h, signal in zip(groups, self.curvatures, self.signal, strict=True):
             # At stationarity E|grad f / N|^2 = T tr(H) / N: with top curvature h it cannot exceed T d h / N.
             most = group["temperature"] * h * sum(p.numel() for p in group["params"]) / group["num_data"]
             later = np.array(signal[len(signal) // 2 :])
@@ -280,7 +309,10 @@ class _Warmup:
         self.chain.evaluate()
         for _ in range(2 * PROBE_EVERY):  # for the report alone: these schemes have no guard
             self.chain.probe_curvature()
-        return WarmupReport(True, "", self.spent, 0, self._spacing() if measure_spacing else None, self._groups())
+        keep = self._spacing() if measure_spacing else None
+        report = WarmupReport(True, "", self.spent, 0, keep, self._groups())
+        sampler.freeze()
+        return report
 
     # -- measurements -------------------------------------------------------------------------------------------------
 
@@ -321,7 +353,7 @@ class _Warmup:
     def _groups(self) -> list[GroupReport]:
         sampler = self.chain.sampler
         reports = []
-        curvatures = self.chain.curvature.values()
+        curvatures = self.curvatures or self.chain.curvature.values()
         for group, h, meter in zip(sampler.param_groups, curvatures, self.tails, strict=True):
             rate = float(group["rate"])
             sigma = sampler.friction * group["temperature"] / (group["num_data"] * rate) if rate > 0 else math.inf

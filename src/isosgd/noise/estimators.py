@@ -30,6 +30,12 @@ def state_dtype(param: Tensor) -> torch.dtype:
     return torch.promote_types(param.dtype, torch.float32)
 
 
+def check_momentum(momentum: float) -> None:
+    """Refuse a momentum that does not average."""
+    if not 0.0 <= momentum < 1.0:
+        raise ValueError(f"momentum = {momentum} of the noise estimate must lie in [0, 1)")
+
+
 class NoiseEstimator(ABC):
     """One interface: ``init`` a parameter's state, ``update`` it with noise vectors, read the ``variance``."""
 
@@ -66,6 +72,9 @@ class MovingAverage(NoiseEstimator):
     momentum: float = 0.9
     centred: bool = False
 
+    def __post_init__(self) -> None:
+        check_momentum(self.momentum)
+
     def init(self, param: Tensor) -> State:
         return {"variance": torch.zeros_like(param, dtype=state_dtype(param))}
 
@@ -92,6 +101,13 @@ class AlphaStable(NoiseEstimator):
     momentum: float = 0.5
     centred: bool = True
 
+    def __post_init__(self) -> None:
+        check_momentum(self.momentum)
+        if self.block < 2:
+            raise ValueError(f"block = {self.block} must be at least 2: one vector is no sum")
+        if self.blocks < 1:
+            raise ValueError(f"blocks = {self.blocks} must be at least 1")
+
     def init(self, param: Tensor) -> State:
         zeros = torch.zeros_like(param, dtype=state_dtype(param))
         names = ("variance", "alpha", "logs", "block", "block_logs")
@@ -103,6 +119,9 @@ class AlphaStable(NoiseEstimator):
     def update(self, states: Sequence[State], noise: Sequence[Tensor], seen: int) -> None:
         position = seen % (self.block * self.blocks) + 1
         for state, d in zip(states, noise, strict=True):
+            if position == 1:  # also after a new start in the middle of a block
+                for name in ("logs", "block", "block_logs"):
+                    state[name].zero_()
             state["block"].add_(d)
             state["logs"].add_(stable.log_abs(d))
             if position % self.block == 0:
@@ -118,16 +137,12 @@ class AlphaStable(NoiseEstimator):
         weight = 1.0 if first else 1.0 - self.momentum
         state["variance"].lerp_(stable.matched_variance(alpha, scale), weight)
         state["alpha"].lerp_(alpha, weight)
-        state["logs"].zero_()
-        state["block_logs"].zero_()
 
 
 def make_estimator(noise: NoiseName | NoiseEstimator, momentum: float | None = None) -> NoiseEstimator:
     """The estimator a name stands for, at its default or the given momentum."""
     if isinstance(noise, NoiseEstimator):
         return noise
-    if momentum is not None and not 0.0 <= momentum < 1.0:
-        raise ValueError(f"momentum = {momentum} of the noise estimate must lie in [0, 1)")
     if noise == "gaussian":
         return MovingAverage(0.9 if momentum is None else momentum, centred=False)
     if noise == "paired":

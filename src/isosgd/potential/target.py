@@ -169,6 +169,10 @@ class Target:
         extras = self._bound(free).extras
         return {name: name if name in extras else layer_of(name) for name in free}
 
+    def extras(self, free: Params) -> list[str]:
+        """Names of the sampled scales that the likelihood and the prior bring along."""
+        return list(self._bound(free).extras)
+
     def _make_space(self, params: Params) -> Space:
         return Space(params, self._prior, self._own, self._patterns)
 

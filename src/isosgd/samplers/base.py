@@ -5,16 +5,26 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from isosgd.noise import NoiseEstimator, NoiseName, Summary, join, make_estimator, power_step, summarise, top_eigenvalue
+from isosgd.noise import (
+    NoiseEstimator,
+    NoiseName,
+    Summary,
+    flat,
+    join,
+    make_estimator,
+    power_step,
+    summarise,
+    top_eigenvalue,
+)
 from isosgd.samplers.innovations import Innovations, innovations_
 from isosgd.samplers.steppers import Number, allowed_rate_curvature, langevin_
-from isosgd.samplers.structure import inject_outer_, outer_factor, ring_spectrum
+from isosgd.samplers.structure import diagonal_scale, outer_factor, ring_spectrum, root, take_out_
 
 ParamsLike = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 Group = dict[str, Any]
@@ -55,6 +65,27 @@ def layer_groups(params: ParamsLike) -> list[Group]:
             "Pass model.named_parameters(), or one group a layer: [{'params': [...]}, ...]"
         )
     return [{"name": "0", "params": items}]
+
+
+def check_units(num_data: int, temperature: float) -> None:
+    """Refuse an N or a T that makes no sense."""
+    if isinstance(num_data, bool) or not isinstance(num_data, int) or num_data < 1:
+        raise ValueError(f"num_data = {num_data!r} must be the number of examples, an integer of at least 1")
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"temperature = {temperature} must be finite and not negative; 1 is the Bayesian posterior")
+
+
+class Move(NamedTuple):
+    """What a step of a group is made of, in the terms of Theorems 1 and 2 (see `isosgd.samplers.steppers`).
+
+    The injected noise is ``w = amplitude * scale * (xi - Q^T M^T xi)``; an amplitude of 0 injects none.
+    """
+
+    rate: Number
+    amplitude: Number
+    scale: list[Tensor] | None = None
+    ring: Tensor | None = None  # M^T
+    factor: Tensor | None = None  # Q
 
 
 class Sampler(Optimizer):
@@ -98,14 +129,11 @@ class Sampler(Optimizer):
         innovations: Innovations = "auto",
         extra: dict[str, Any] | None = None,
     ) -> None:
-        if isinstance(num_data, bool) or not isinstance(num_data, int) or num_data < 1:
-            raise ValueError(f"num_data = {num_data!r} must be the number of examples, an integer of at least 1")
-        if not (math.isfinite(temperature) and temperature >= 0):
-            raise ValueError(
-                f"temperature = {temperature} must be finite and not negative; 1 is the Bayesian posterior"
-            )
+        check_units(num_data, temperature)
         if not 0 < bias < 1:
             raise ValueError(f"bias = {bias} must lie in (0, 1): the relative error allowed in the posterior variance")
+        if innovations not in ("auto", "normal", "bits"):
+            raise ValueError(f"innovations = {innovations!r} is unknown; choose 'auto', 'normal' or 'bits'")
         if track_every < 1:
             raise ValueError(f"track_every = {track_every} must be at least 1")
         self.estimator = make_estimator(noise, momentum)
@@ -117,10 +145,12 @@ class Sampler(Optimizer):
             "step": 0,
             "seen": 0,
             "vectors": 0,
+            "frozen": False,
             **(extra or {}),
         }
         super().__init__(layer_groups(params), defaults)
         for group in self.param_groups:
+            check_units(group["num_data"], group["temperature"])
             for p in group["params"]:
                 if not p.is_floating_point():
                     raise ValueError(
@@ -132,6 +162,7 @@ class Sampler(Optimizer):
                     raise ValueError(
                         f"chains = {chains}, but a parameter of group {group['name']!r} has shape {tuple(p.shape)}"
                     )
+        self._drop_frozen()
         device = self.param_groups[0]["params"][0].device
         if generator is None:
             generator = torch.Generator(device=device).manual_seed(int(torch.randint(2**62, ())))
@@ -140,7 +171,15 @@ class Sampler(Optimizer):
         self.generator = generator
         self._plan_key: tuple[bool, ...] | None = None
         self._spectra: dict[int, tuple[Tensor, Tensor]] = {}
-        self._kept: dict[int, Tensor] = {}  # what a step needs and only changes with the noise estimate or the rates
+        self._kept: dict[int, Move] = {}
+
+    def _drop_frozen(self) -> None:
+        """Leave out parameters without gradients, so that a frozen layer needs no noise, no rate and no step."""
+        trained = [[p for p in group["params"] if p.requires_grad] for group in self.param_groups]
+        if any(trained):
+            for group, params in zip(self.param_groups, trained, strict=True):
+                group["params"] = params
+            self.param_groups = [group for group in self.param_groups if group["params"]]
 
     @property
     def batched(self) -> bool:
@@ -152,6 +191,8 @@ class Sampler(Optimizer):
     @torch.no_grad()
     def observe(self, noise: Sequence[Tensor] | None = None) -> None:
         """Take in one noise vector, in the order of the parameters; the gradients themselves when None."""
+        if noise is not None:
+            self._check_noise(noise)
         vectors = iter(noise) if noise is not None else None
         for group in self.param_groups:
             given = [p.grad if vectors is None else next(vectors) for p in group["params"]]
@@ -160,10 +201,31 @@ class Sampler(Optimizer):
                 continue
             states = [self._noise_state(p) for p, _ in pairs]
             group_noise = [d.to(s["variance"].dtype) for s, (_, d) in zip(states, pairs, strict=True)]
-            self.estimator.update(states, group_noise, group["seen"])
-            self._observe_group(group, states[0], join(group_noise, self.batched))
+            variance, vectors_too = self._follows if group["frozen"] else (True, True)
+            if variance:
+                self.estimator.update(states, group_noise, group["seen"])
+            if vectors_too:
+                self._observe_group(group, states[0], join(group_noise, self.batched))
             group["seen"] += 1
-        self._kept.clear()
+        self.refresh()
+
+    @property
+    def _follows(self) -> tuple[bool, bool]:
+        """Whether a step depends on the variance of each parameter's noise, and on the noise vectors."""
+        return False, False
+
+    def freeze(self) -> None:
+        """Rates stay as they are from now on; only the noise that a step depends on is still followed."""
+        for group in self.param_groups:
+            group["frozen"] = True
+
+    def _check_noise(self, noise: Sequence[Tensor | None]) -> None:
+        wanted = [tuple(p.shape) for group in self.param_groups for p in group["params"]]
+        found = [None if d is None else tuple(d.shape) for d in noise]
+        if len(found) != len(wanted) or any(f is not None and f != w for f, w in zip(found, wanted, strict=True)):
+            raise ValueError(
+                f"noise has vectors of shapes {found}, the parameters have {wanted}: give one for each, in their order"
+            )
 
     def _noise_state(self, p: Tensor) -> dict[str, Any]:
         state = self.state[p]
@@ -176,12 +238,16 @@ class Sampler(Optimizer):
 
         The top eigenvector; the last few noise vectors; and how long their outer products were.
         """
+        if group["seen"] == 0 and "ring" in state:  # a new window: nothing of the old one may stay
+            state["ring"].zero_()
+            group["vectors"] = 0
         slots = min(MOST_VECTORS, max(1, VECTOR_MEMORY // vector.shape[-1]))
         if "top" not in state:
             state["top"] = torch.empty_like(vector).normal_(generator=self.generator)
             state["ring"] = vector.new_zeros((*vector.shape[:-1], slots, vector.shape[-1]))
             state["longest"] = vector.new_zeros((LENGTHS_KEPT, *vector.shape[:-1]))
-        power_step(state["top"], vector, max(1.0 - self.estimator.momentum, 1.0 / (group["seen"] + 1), 0.01))
+        if not group["frozen"]:
+            power_step(state["top"], vector, max(1.0 - self.estimator.momentum, 1.0 / (group["seen"] + 1), 0.01))
         state["ring"][..., group["vectors"] % slots, :] = vector
         group["vectors"] += 1
         self._spectra[id(group)] = spectrum = ring_spectrum(state["ring"])
@@ -217,6 +283,7 @@ class Sampler(Optimizer):
         return state
 
     def _variances(self, group: Group) -> list[Tensor]:
+        self._seen_noise(group)
         return self.estimator.variance([self.state[p] for p in group["params"] if "variance" in self.state.get(p, {})])
 
     def recent_lengths(self, group: Group) -> Tensor:
@@ -227,21 +294,27 @@ class Sampler(Optimizer):
         return longest[: min(group["seen"], LENGTHS_KEPT)]
 
     def longest_noise(self, group: Group) -> Tensor:
-        """What lambda must cover for `inject_outer_` to be exact.
+        """What lambda must cover for `take_out_` to be exact.
 
         A quantile, not the maximum: one outlier must not slow the chain for ever. What it clips is measured.
         """
         return 0.5 * torch.quantile(self.recent_lengths(group), 1.0 - CLIPPED, dim=0)
 
-    def _inject_outer(self, group: Group, xi: Tensor, lam: Number) -> None:
-        """`inject_outer_` with the noise vectors kept; what depends on them and on lambda alone is computed once."""
+    def _outer(self, group: Group, lam: Number, rate: Number) -> Move:
+        """A move whose injected noise makes gradient noise isotropic, correlations included (see `take_out_`)."""
         ring = self._seen_noise(group)["ring"]
-        if id(group) not in self._kept:
-            if id(group) not in self._spectra:
-                self._spectra[id(group)] = ring_spectrum(ring)
-            filled = min(group["vectors"], ring.shape[-2])
-            self._kept[id(group)] = outer_factor(ring, self._spectra[id(group)], lam, filled)
-        inject_outer_(xi, lam, ring, self._kept[id(group)])
+        if id(group) not in self._spectra:
+            self._spectra[id(group)] = ring_spectrum(ring)
+        filled = min(group["vectors"], ring.shape[-2])
+        factor = outer_factor(ring, self._spectra[id(group)], lam, filled)
+        return Move(rate, root(2.0 * lam), ring=ring, factor=factor)
+
+    def _diagonal(self, group: Group, params: list[Tensor], lam: Number, rate: Number) -> Move:
+        """A move whose injected noise makes up for the variance of each parameter's gradient noise on its own."""
+        variances = self.estimator.variance([self._noise_state(p) for p in params])
+        scale = diagonal_scale(lam, join(variances, self.batched))
+        parts = torch.split(scale, [flat(v, self.batched).shape[-1] for v in variances], dim=-1)
+        return Move(rate, 1.0, scale=[x.view(p.shape) for x, p in zip(parts, params, strict=True)])
 
     # -- rates --------------------------------------------------------------------------------------------------------
 
@@ -257,12 +330,14 @@ class Sampler(Optimizer):
 
         It falls at once and rises by at most a factor of ``rise``.
         """
-        cover = group["num_data"] * noise / (self.friction * group["temperature"])
+        # Without a temperature there is no variance that noise could spoil: the curvature alone bounds the rate.
+        heat = self.friction * group["temperature"]
+        cover = group["num_data"] * noise / heat if heat else torch.zeros_like(noise)
         guard = torch.as_tensor(curvature, dtype=noise.dtype, device=noise.device)
         inverse = torch.maximum(cover, guard / allowed_rate_curvature(self.bias, self.friction))
         old = None if group["rate"] is None else 1.0 / group["rate"]
         group["rate"] = self.number(1.0 / slow_rise(old, inverse, rise))
-        self._kept.clear()
+        self.refresh()
 
     def number(self, value: Number) -> Number:
         """A group's number in the form this sampler keeps: a float, or a tensor when chains or a capture need one."""
@@ -298,14 +373,19 @@ class Sampler(Optimizer):
                 loss = closure()
         if noise is not None or self._takes_gradient():
             self.observe(noise)
-        for group, params, xi, w in self._plan():
+        for group, params, flat_xi, xi in self._plan():
+            move = self._kept.get(id(group))
+            if move is None:
+                move = self._kept[id(group)] = self._move(group, params)
+            if move.factor is not None:
+                take_out_(flat_xi, cast(Tensor, move.ring), move.factor)
             grads = [cast(Tensor, p.grad) for p in params]
-            self._inject(group, params, xi)
             if self.foreach:
-                self._move(group, params, grads, w)
+                self._advance(group, params, grads, xi, move)
             else:
-                for p, g, x in zip(params, grads, w, strict=True):
-                    self._move(group, [p], [g], [x])
+                for i, (p, g, x) in enumerate(zip(params, grads, xi, strict=True)):
+                    one = move if move.scale is None else move._replace(scale=[move.scale[i]])
+                    self._advance(group, [p], [g], [x], one)
             group["step"] += 1
         return loss
 
@@ -314,14 +394,19 @@ class Sampler(Optimizer):
         return not self.estimator.centred and self.param_groups[0]["step"] % self.track_every == 0
 
     @abstractmethod
-    def _inject(self, group: Group, params: list[Tensor], xi: Tensor) -> None:
-        """Turn the fresh innovations of a group, one flat vector, into the injected noise ``w ~ N(0, 2 C)``, in
-        place.
+    def _move(self, group: Group, params: list[Tensor]) -> Move:
+        """The rate and the injected noise of a group's next steps: all that tells samplers apart.
+
+        It is asked again when the noise estimate or the rates change, and after `refresh`.
         """
 
-    def _move(self, group: Group, params: list[Tensor], grads: list[Tensor], w: list[Tensor]) -> None:
-        """Move the parameters, by Theorem 1 unless a sampler says otherwise; ``w`` is used up."""
-        langevin_(params, grads, w, self.rate(group))
+    def _advance(self, group: Group, params: list[Tensor], grads: list[Tensor], xi: list[Tensor], move: Move) -> None:
+        """Move the parameters, by Theorem 1 unless a sampler says otherwise."""
+        langevin_(params, grads, xi, move.rate, self._unit * move.amplitude, move.scale)
+
+    def refresh(self) -> None:
+        """Ask for the moves anew; call it after changing a group's settings by hand."""
+        self._kept.clear()
 
     def _plan(self) -> list[tuple[Group, list[Tensor], Tensor, list[Tensor]]]:
         """Each group with its parameters that have gradients, and fresh innovations for them: flat, and in their
@@ -331,7 +416,7 @@ class Sampler(Optimizer):
         if key != self._plan_key:
             self._make_plan()
             self._plan_key = key
-        innovations_(self._innovation.view(-1), self.generator, self.innovations)
+        self._unit = innovations_(self._innovation.view(-1), self.generator, self.innovations)
         return self._groups
 
     def _make_plan(self) -> None:
@@ -349,11 +434,11 @@ class Sampler(Optimizer):
         counts = [sum(p.numel() // (self.chains or 1) for p in params) for params in active]
         flats = torch.split(self._innovation, counts, dim=-1)
         self._groups = [
-            (group, params, flat, [next(views) for _ in params])
-            for group, params, flat in zip(self.param_groups, active, flats, strict=True)
+            (group, params, flat_xi, [next(views) for _ in params])
+            for group, params, flat_xi in zip(self.param_groups, active, flats, strict=True)
             if params
         ]
-        self._kept.clear()
+        self.refresh()
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -376,7 +461,7 @@ class Sampler(Optimizer):
         self.generator.set_state(state_dict["generator"].cpu())
         self._plan_key = None
         self._spectra.clear()
-        self._kept.clear()
+        self.refresh()
 
 
 def slow_rise(old: Number | None, new: Tensor, rise: float) -> Tensor:

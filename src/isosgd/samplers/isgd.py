@@ -14,7 +14,7 @@ delta)``, that bounds the discretisation bias; and it is estimated in windows wh
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,14 +22,13 @@ from torch import Tensor
 
 from isosgd.errors import SamplingWarning
 from isosgd.noise import AlphaStable, MovingAverage, Summary, join
-from isosgd.samplers.base import Group, ParamsLike, Sampler, slow_rise
+from isosgd.samplers.base import Group, Move, ParamsLike, Sampler, slow_rise
 from isosgd.samplers.steppers import Number, allowed_rate_curvature
 from isosgd.samplers.structure import (
     Correction,
     Structure,
     StructureName,
     diagonal_scale,
-    inject_diagonal_,
     make_structure,
 )
 
@@ -118,7 +117,7 @@ class ISGD(Sampler):
             raise ValueError(f"lam = {lam} must be positive; leave it out to have it estimated")
         if warmup < 0:
             raise ValueError(f"warmup = {warmup} must not be negative")
-        self.scheme, self.summary = scheme, summary
+        self.scheme, self.summary, self.given = scheme, summary, lam is not None
         self.structure = make_structure(structure)
         self.warmup, self.batch_size = warmup, batch_size
         super().__init__(
@@ -160,6 +159,8 @@ class ISGD(Sampler):
 
     def adapt(self, curvature: Sequence[Number] | None = None, rise: float = 2.0) -> None:
         """Lambda from the noise seen and the curvature; it grows at once and shrinks by at most ``rise``."""
+        if self.given:
+            return
         noise = [self.noise_bound(group) for group in self.param_groups]
         if curvature is None and self.batch_size is not None:
             curvature = [2.0 * self.batch_size * self.noise_summary(group, "top") for group in self.param_groups]
@@ -180,7 +181,7 @@ class ISGD(Sampler):
         for group, lam in zip(self.param_groups, lams, strict=True):
             group["lam"] = self.number(lam.clamp_min(tiny))
             group["rate"] = self.structure.rate(group["lam"], group["temperature"], group["num_data"])
-        self._kept.clear()
+        self.refresh()
 
     def clipped_share(self, group: Group) -> float:
         """Share of the noise that exceeds lambda, so that it could not be made isotropic."""
@@ -189,6 +190,10 @@ class ISGD(Sampler):
         if self.correction == "outer":
             return float((self.recent_lengths(group) > 2.0 * group["lam"]).float().mean())
         return float((diagonal_scale(group["lam"], join(self._variances(group), self.batched)) == 0).float().mean())
+
+    @property
+    def _follows(self) -> tuple[bool, bool]:
+        return self.correction == "diagonal", self.correction == "outer"
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -202,7 +207,7 @@ class ISGD(Sampler):
 
     def observe(self, noise: Sequence[Tensor] | None = None) -> None:
         super().observe(noise)
-        if not (self.warming and self.noise_ready()):
+        if self.given or not (self.warming and self.noise_ready()):
             return
         step = self.param_groups[0]["step"]
         if self.scheme != "windowed":  # the running summary, with no guard, as in the paper
@@ -212,34 +217,27 @@ class ISGD(Sampler):
             self.adapt()
             self.forget_noise()
 
-    def _still(self, group: Group) -> bool:
-        """No estimate, no step; and scheme c estimates at a frozen model."""
-        return self.warming and (self.scheme == "c" or group["lam"] is None)
-
-    def _trains(self) -> bool:
-        return self.warming and self.scheme in ("a", "b")
-
-    def rate(self, group: Group) -> Number:
-        if group["lam"] is None and self.estimator.centred:
+    def _move(self, group: Group, params: list[Tensor]) -> Move:
+        lam = group["lam"]
+        if self.warming and (self.scheme == "c" or lam is None):
+            return Move(0.0, 0.0)  # no estimate, no step; and scheme c estimates at a frozen model
+        if lam is None:
             raise RuntimeError(
-                f"group {group['name']!r} has no lambda: noise={type(self.estimator).__name__} is centred "
-                "and was handed no noise "
-                "vectors. Pass step(noise=isosgd.noise.paired_backward(...)), or choose noise='gaussian'"
+                f"group {group['name']!r} has no lambda: let the optimizer warm up (warmup=), call adapt(), or give "
+                "lam="
             )
-        # Training in the warm-up is at the Bayesian rate, whatever temperature is sampled later.
-        return 1.0 / (group["num_data"] * group["lam"]) if self._trains() else super().rate(group)
+        if self.warming and self.scheme != "windowed":
+            # Training goes on, at the Bayesian rate whatever temperature is sampled later.
+            return Move(1.0 / (group["num_data"] * lam), 0.0)
+        rate = self.rate(group)
+        return self._outer(group, lam, rate) if self.correction == "outer" else self._diagonal(group, params, lam, rate)
 
-    def _inject(self, group: Group, params: list[Tensor], xi: Tensor) -> None:
-        if self._still(group) or self._trains():
-            xi.zero_()
-        elif self.correction == "outer":
-            self._inject_outer(group, xi, group["lam"])
-        else:
-            if id(group) not in self._kept:
-                variances = self.estimator.variance([self._noise_state(p) for p in params])
-                self._kept[id(group)] = diagonal_scale(group["lam"], join(variances, self.batched))
-            inject_diagonal_(xi, self._kept[id(group)])
-
-    def _move(self, group: Group, params: list[Tensor], grads: list[Tensor], w: list[Tensor]) -> None:
-        if not self._still(group):
-            super()._move(group, params, grads, w)
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Tensor] | None = None, *, noise: Sequence[Tensor] | None = None
+    ) -> Tensor | None:
+        was_warming = self.warming
+        loss = super().step(closure, noise=noise)
+        if was_warming and not self.warming:
+            self.freeze()
+            self.refresh()  # from training or estimating to sampling
+        return loss

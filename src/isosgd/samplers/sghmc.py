@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isosgd.samplers.base import Group, ParamsLike, Sampler
-from isosgd.samplers.steppers import Number, hamiltonian_
-from isosgd.samplers.structure import inject_plain_
+from isosgd.samplers.base import Group, Move, ParamsLike, Sampler
+from isosgd.samplers.steppers import Number, hamiltonian_, scale_
+from isosgd.samplers.structure import root
 
 
 class SGHMC(Sampler):
@@ -79,27 +79,23 @@ class SGHMC(Sampler):
             else:
                 self._fit_rate(group, h, self.noise_summary(group, "top") / self.bias, rise)
 
-    def _sigma(self, group: Group) -> Number:
-        """The composite noise that Theorem 2 asks for."""
-        wanted: Number = self.friction * group["temperature"] / (group["num_data"] * self.rate(group))
-        return wanted
+    @property
+    def _follows(self) -> tuple[bool, bool]:
+        return False, self.corrected
 
-    def _inject(self, group: Group, params: list[Tensor], xi: Tensor) -> None:
-        if self.corrected:
-            self._inject_outer(group, xi, self._sigma(group))
-        else:
-            inject_plain_(xi, self._sigma(group))
+    def _move(self, group: Group, params: list[Tensor]) -> Move:
+        rate = self.rate(group)
+        sigma = self.friction * group["temperature"] / (group["num_data"] * rate)  # what Theorem 2 asks for
+        return self._outer(group, sigma, rate) if self.corrected else Move(rate, root(2.0 * sigma))
 
-    def _move(self, group: Group, params: list[Tensor], grads: list[Tensor], w: list[Tensor]) -> None:
+    def _advance(self, group: Group, params: list[Tensor], grads: list[Tensor], xi: list[Tensor], move: Move) -> None:
         for p in params:
             if "velocity" not in self.state[p]:
                 self.state[p]["velocity"] = torch.zeros_like(p)
         velocity = [self.state[p]["velocity"] for p in params]
         if self.resample_every is not None and group["step"] % self.resample_every == 0:
-            spread = self.rate(group) * group["temperature"] / group["num_data"]
             for v in velocity:
-                scale = torch.as_tensor(spread, dtype=v.dtype, device=v.device).sqrt()
-                v.normal_(generator=self.generator).mul_(
-                    scale.view(-1, *([1] * (v.dim() - 1))) if self.batched else scale
-                )
-        hamiltonian_(params, velocity, grads, w, self.rate(group), self.friction)
+                v.normal_(generator=self.generator)
+            scale_(velocity, root(move.rate * group["temperature"] / group["num_data"]))
+        amplitude = self._unit * move.amplitude
+        hamiltonian_(params, velocity, grads, xi, move.rate, self.friction, amplitude, move.scale)

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from isosgd.samplers.base import Group, ParamsLike, Sampler
+from isosgd.samplers.base import Group, Move, ParamsLike, Sampler
 from isosgd.samplers.steppers import Number
-from isosgd.samplers.structure import inject_plain_
+from isosgd.samplers.structure import root
 
 
 class SGLD(Sampler):
@@ -78,11 +78,14 @@ class SGLD(Sampler):
         for group, h in zip(self.param_groups, curvature, strict=True):
             self._fit_rate(group, h, self.noise_summary(group, "top") / self.bias, rise)
 
-    def rate(self, group: Group) -> Number:
-        rate = super().rate(group)
-        if group["decay"]:
-            rate = rate * float((1.0 + group["step"] / group["offset"]) ** -group["decay"])
-        return rate
+    def _move(self, group: Group, params: list[Tensor]) -> Move:
+        rate = self.rate(group)
+        return Move(rate, root(2.0 * group["temperature"] / (group["num_data"] * rate)))
 
-    def _inject(self, group: Group, params: list[Tensor], xi: Tensor) -> None:
-        inject_plain_(xi, group["temperature"] / (group["num_data"] * self.rate(group)))
+    def rate(self, group: Group) -> Number:
+        return super().rate(group) * float((1.0 + group["step"] / group["offset"]) ** -group["decay"])
+
+    def _advance(self, group: Group, params: list[Tensor], grads: list[Tensor], xi: list[Tensor], move: Move) -> None:
+        if group["decay"]:  # the rate changes from step to step
+            move = self._move(group, params)
+        super()._advance(group, params, grads, xi, move)

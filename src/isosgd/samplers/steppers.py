@@ -12,7 +12,6 @@ Both are discrete: for curvature ``h`` of ``f / N`` the stationary variance is l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -28,7 +27,7 @@ def over_chains(value: Number) -> Number:
     return value.unsqueeze(-1) if isinstance(value, Tensor) and value.dim() else value
 
 
-def spread(value: Number, tensors: Sequence[Tensor]) -> float | Tensor | list[Tensor]:
+def spread(value: Number, tensors: list[Tensor]) -> float | Tensor | list[Tensor]:
     """A group's number in the form that foreach operations take; ``[chains]`` is shaped to each tensor."""
     if isinstance(value, float | int):
         return float(value)
@@ -37,39 +36,49 @@ def spread(value: Number, tensors: Sequence[Tensor]) -> float | Tensor | list[Te
     return [value.view(-1, *([1] * (t.dim() - 1))) for t in tensors]
 
 
-def scale_(tensors: Sequence[Tensor], value: Number) -> None:
+def scale_(tensors: list[Tensor], value: Number) -> None:
     """``tensors *= value``."""
-    torch._foreach_mul_(list(tensors), spread(value, tensors))
+    torch._foreach_mul_(tensors, spread(value, tensors))
 
 
-def _subtract_scaled_(theta: Sequence[Tensor], x: Sequence[Tensor], rate: Number) -> None:
-    """``theta -= rate * x``; ``x`` may be overwritten."""
-    if isinstance(rate, float | int):
-        torch._foreach_add_(list(theta), list(x), alpha=-rate)
-    else:
-        scale_(x, rate)
-        torch._foreach_sub_(list(theta), list(x))
-
-
-def langevin_(theta: Sequence[Tensor], grad: Sequence[Tensor], w: Sequence[Tensor], rate: Number) -> None:
-    """``theta -= rate (grad + w)`` in place; ``w`` is overwritten."""
-    torch._foreach_add_(list(w), list(grad))
-    _subtract_scaled_(theta, w, rate)
+def langevin_(
+    theta: list[Tensor],
+    grad: list[Tensor],
+    xi: list[Tensor],
+    rate: Number,
+    amplitude: Number = 1.0,
+    scale: list[Tensor] | None = None,
+) -> None:
+    """``theta -= rate (grad + amplitude * scale * xi)`` in place; ``xi`` may be overwritten."""
+    if isinstance(rate, float | int) and isinstance(amplitude, float | int):  # two passes over memory
+        torch._foreach_add_(theta, grad, alpha=-rate)
+        if scale is not None:
+            torch._foreach_addcmul_(theta, xi, scale, value=-rate * amplitude)
+        elif amplitude:
+            torch._foreach_add_(theta, xi, alpha=-rate * amplitude)
+        return
+    if scale is not None:
+        torch._foreach_mul_(xi, scale)
+    scale_(xi, amplitude)
+    torch._foreach_add_(xi, grad)
+    scale_(xi, rate)
+    torch._foreach_sub_(theta, xi)
 
 
 def hamiltonian_(
-    theta: Sequence[Tensor],
-    velocity: Sequence[Tensor],
-    grad: Sequence[Tensor],
-    w: Sequence[Tensor],
+    theta: list[Tensor],
+    velocity: list[Tensor],
+    grad: list[Tensor],
+    xi: list[Tensor],
     rate: Number,
     friction: float,
+    amplitude: Number = 1.0,
+    scale: list[Tensor] | None = None,
 ) -> None:
-    """``v <- (1 - friction) v - rate (grad + w)``, ``theta += v`` in place; ``w`` is overwritten."""
-    torch._foreach_mul_(list(velocity), 1.0 - friction)
-    torch._foreach_add_(list(w), list(grad))
-    _subtract_scaled_(velocity, w, rate)
-    torch._foreach_add_(list(theta), list(velocity))
+    """``v <- (1 - friction) v - rate (grad + amplitude * scale * xi)``, ``theta += v``; ``xi`` may be overwritten."""
+    torch._foreach_mul_(velocity, 1.0 - friction)
+    langevin_(velocity, grad, xi, rate, amplitude, scale)
+    torch._foreach_add_(theta, velocity)
 
 
 def variance_inflation(rate_curvature: N_, friction: float = 1.0) -> N_:

@@ -4,7 +4,7 @@ Theorem 1 allows any constant ``Lambda >= B``. Here Lambda is a number for each 
 paper's) or one for all (`Single`, the paper's SLR). Diagonal, low-rank and Kronecker shapes join behind the same
 interface: they answer the same questions with other tensors.
 
-Injection works on flat tensors: the innovations of a group are one vector ``[d]``, or ``[chains, d]``.
+Injected noise works on flat tensors: the innovations of a group are one vector ``[d]``, or ``[chains, d]``.
 """
 
 from __future__ import annotations
@@ -59,20 +59,17 @@ def make_structure(structure: StructureName | Structure) -> Structure:
     return known[structure]()
 
 
-def inject_plain_(xi: Tensor, lam: Number) -> None:
-    """``xi <- w ~ N(0, 2 lam I)``: the gradient noise comes on top (SGLD)."""
-    root = (2.0 * lam).sqrt() if isinstance(lam, Tensor) else (2.0 * lam) ** 0.5
-    xi.mul_(over_chains(root))
+def root(x: Number) -> Number:
+    """Square root of a group's number."""
+    return x.sqrt() if isinstance(x, Tensor) else x**0.5
 
 
 def diagonal_scale(lam: Number, variance: Tensor) -> Tensor:
-    """``sqrt(2 (lam - v/2))`` for each parameter; where the noise exceeds lambda nothing is injected."""
+    """``sqrt(2 (lam - v/2))``: the scale of injected noise that makes up for noise of variance v, if uncorrelated.
+
+    Where the noise exceeds lambda nothing is injected. ``variance`` is flat.
+    """
     return (2.0 * over_chains(lam) - variance).clamp_min_(0.0).sqrt_()
-
-
-def inject_diagonal_(xi: Tensor, scale: Tensor) -> None:
-    """``xi <- w`` with ``Var(w_j) = 2 (lam - v_j/2)``, given `diagonal_scale`: right when noise is uncorrelated."""
-    xi.mul_(scale)
 
 
 def ring_spectrum(ring: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,7 +82,7 @@ def ring_spectrum(ring: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def outer_factor(ring: Tensor, spectrum: tuple[Tensor, Tensor], lam: Number, count: int) -> Tensor:
-    """The matrix ``Q = K M^T`` ``[(chains,) m, d]`` for `inject_outer_`; ``count`` of the m vectors are filled.
+    """The matrix ``Q = K M^T`` ``[(chains,) m, d]`` for `take_out_`; ``count`` of the m vectors are filled.
 
     With ``M = [D_1 ... D_m]`` and ``M^T M = V diag(e) V^T`` it has ``K = V diag(c) V^T``, ``c = (1 - sqrt(1 - s)) /
     e``, ``s = e / (2 lam count)``, written without cancellation. Where s exceeds 1 it is clipped to 1.
@@ -96,16 +93,17 @@ def outer_factor(ring: Tensor, spectrum: tuple[Tensor, Tensor], lam: Number, cou
     return (vectors * c.unsqueeze(-2)) @ (vectors.mT @ ring)
 
 
-def inject_outer_(xi: Tensor, lam: Number, ring: Tensor, factor: Tensor) -> None:
-    """``xi <- w`` whose covariance, given m noise vectors, is ``2 lam I - (1/m) sum_i D_i D_i^T``.
+def take_out_(xi: Tensor, ring: Tensor, factor: Tensor) -> None:
+    """``xi <- xi - Q^T M^T xi``, whose covariance, given m noise vectors, is ``I - (1/m) sum_i D_i D_i^T / (2 lam)``.
 
-    On average over the ``D_i`` that is ``2 lam I - Var(g)``, so that gradient noise and injected noise add up to
-    exactly ``2 lam I`` *whatever the correlations* of the gradient noise, in O(d m): ``w = sqrt(2 lam) (xi - Q^T M^T
-    xi)``, with Q from `outer_factor`. It needs ``2 lam`` above the top eigenvalue of the ``1/m`` sum: with m = 1 that
-    is ``|D|^2``, the paper's sum rule; with more vectors it comes down towards the top eigenvalue of Var(g).
+    Times ``sqrt(2 lam)`` and on average over the ``D_i`` that is ``2 lam I - Var(g)``, so that gradient noise and
+    injected noise add up to exactly ``2 lam I`` *whatever the correlations* of the gradient noise, in O(d m). Q comes
+    from `outer_factor`. It needs ``2 lam`` above the top eigenvalue of the ``1/m`` sum: with m = 1 that is ``|D|^2``,
+    the paper's sum rule; with more vectors it comes down towards the top eigenvalue of Var(g).
     """
-    if xi.dim() == 1:
-        xi.addmv_(factor.mT, torch.mv(ring, xi), alpha=-1.0)
-    else:
+    if xi.dim() > 1:
         xi.sub_((factor.mT @ (ring @ xi.unsqueeze(-1))).squeeze(-1))
-    inject_plain_(xi, lam)
+    elif ring.shape[0] == 1 and xi.device.type == "cpu":  # a large group; this is twice as fast
+        xi.add_(factor[0], alpha=-float(torch.dot(ring[0], xi)))
+    else:
+        xi.addmv_(factor.mT, torch.mv(ring, xi), alpha=-1.0)

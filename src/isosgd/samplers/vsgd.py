@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isosgd.samplers.base import Group, ParamsLike, Sampler, slow_rise
+from isosgd.samplers.base import Group, Move, ParamsLike, Sampler, slow_rise
 from isosgd.samplers.steppers import Number
 
 
@@ -56,8 +56,9 @@ class VSGD(Sampler):
             mean_b = [total.sum(0) / sum(counts)] * len(counts)
         for group, b in zip(self.param_groups, mean_b, strict=True):
             inverse = b * group["num_data"]
-            old = None if group["rate"] is None else group["temperature"] / group["rate"]
-            group["rate"] = self.number(group["temperature"] / slow_rise(old, inverse, rise))
+            old = 1.0 / group["rate"] if group["rate"] is not None and group["temperature"] else None
+            group["rate"] = self.number(1.0 / slow_rise(old, inverse / group["temperature"], rise))
+        self.refresh()
 
-    def _inject(self, group: Group, params: list[Tensor], xi: Tensor) -> None:
-        xi.zero_()
+    def _move(self, group: Group, params: list[Tensor]) -> Move:
+        return Move(self.rate(group), 0.0)

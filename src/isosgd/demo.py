@@ -1,0 +1,191 @@
+"""See it work: a posterior that is known exactly, then a regression and a classification on real data.
+
+Run it with ``python -m isosgd.demo --out demo-output``. It needs ``pip install "isosgd[demo]"``, no network, and less
+than three minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from isosgd import __version__
+from isosgd.experiments.demo_figures import draw_digits, draw_toy
+from isosgd.experiments.demo_jobs import ISGD, MAP, QUICK, Found, Sizes, diabetes_job, digits_job, toy_job
+from isosgd.experiments.toy import Toy, compare
+
+METHODS = {"isgd": "I-SGD", "sgld": "SGLD", "vsgd": "V-SGD", "sghmc": "SGHMC"}
+EXTRAS = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
+
+
+def run_job(job: Callable[..., Found], *args: Any) -> Found:
+    """Run a job on one thread, from a fixed seed, and keep what the sampler warns of."""
+    torch.set_num_threads(1)
+    torch.manual_seed(args[-2])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = job(*args)
+    found.numbers["warnings"] = sorted({str(w.message) for w in caught})
+    return found
+
+
+class _Here(Executor):
+    """Runs jobs in this process, one after the other."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def _executor(jobs: int) -> Executor:
+    if jobs == 1:
+        return _Here()
+    # Read when torch is loaded: without it the matrix products of two processes fight over the cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    return ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows under a head, the first column flush left.
+
+    Example:
+        >>> print(table(["method", "W2"], [["I-SGD", "0.01"]]))
+          method    W2
+          I-SGD   0.01
+    """
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    pad = [str.ljust] + [str.rjust] * (len(head) - 1)
+    return "\n".join(
+        "  " + "  ".join(p(c, w) for p, c, w in zip(pad, row, widths, strict=True)) for row in (head, *rows)
+    )
+
+
+def run(out: Path, *, seed: int = 0, quick: bool = False, jobs: int = 2, say: Callable[[str], None] = print) -> Any:
+    """Run everything, write figures and ``results.json`` into a folder, and return what was written."""
+    started, sizes = time.monotonic(), QUICK if quick else Sizes()
+    out.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {"seed": seed, "quick": quick, "versions": _versions()}
+    with _executor(jobs) as pool:
+        digits = pool.submit(run_job, digits_job, seed, sizes)
+        toys = {method: pool.submit(run_job, toy_job, method, seed, sizes) for method in METHODS}
+        diabetes = pool.submit(run_job, diabetes_job, seed, sizes)
+
+        say("1. A posterior known exactly: 200 data, 20 weights, minibatches of 32. No rate is given to any method.")
+        toy = {method: future.result() for method, future in toys.items()}
+        reference = compare(Toy.make(seed).draw(sizes.toy_draws, seed + 1), Toy.make(seed))
+        results["toy"] = {"exact": reference} | {method: found.numbers for method, found in toy.items()}
+        say(_toy_table(results["toy"]))
+        _say_warnings(say, {METHODS[m]: found for m, found in toy.items()})
+
+        say("\n2. Regression: progression of diabetes (scikit-learn), test scores in the units of the data.")
+        say(f"   One net, one start. Adam: {sizes.adam_steps:,} steps, no early stopping. ± is one standard error.")
+        results["diabetes"] = diabetes.result().numbers
+        say(_score_table(results["diabetes"], {"rmse": "RMSE", "coverage95": "in 95% interval"}))
+        _say_warnings(say, {ISGD: diabetes.result()})
+
+        say("\n3. Classification: handwritten digits (scikit-learn).")
+        results["digits"] = digits.result().numbers
+        say(_score_table(results["digits"], {"accuracy": "accuracy"}))
+        _say_warnings(say, {ISGD: digits.result()})
+
+    labels = {METHODS[m]: (results["toy"][m], found.arrays) for m, found in toy.items()}
+    draw_toy(labels, out / "toy.png")
+    draw_digits(digits.result().arrays, out / "digits.png", hide=MAP)
+    results["seconds"] = round(time.monotonic() - started, 1)
+    (out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    say(f"\nDone in {results['seconds']:.0f} s. Written: " + ", ".join(str(p) for p in written(out)))
+    return results
+
+
+def written(out: Path) -> list[Path]:
+    """The files that a run leaves in its folder."""
+    return [out / name for name in ("toy.png", "digits.png", "results.json")]
+
+
+def _toy_table(toy: dict[str, dict[str, Any]]) -> str:
+    head = ["method", "mean error (sd)", "covariance error", "W2", "variance / exact", "gradients", "seconds"]
+    rows = []
+    for key, label in {"exact": "independent exact draws", **METHODS}.items():
+        r = toy[key]
+        errors = [f"{r['mean_error_sd']:.3f}", f"{r['covariance_error']:.3f}", f"{r['w2']:.4f}"]
+        costs = [f"{r['gradients']:,}", f"{r['seconds']:.1f}"] if "gradients" in r else ["", ""]
+        rows.append([label, *errors, f"{r['trace_ratio']:.3f}", *costs])
+    return table(head, rows)
+
+
+def _score_table(found: dict[str, Any], scores: dict[str, str]) -> str:
+    split = f"{found['train']} to train, {found['test']} to test"
+    head = [split, *scores.values(), "MNLL", "above I-SGD", "gradients", "seconds"]
+    rows = []
+    for label, r in found["rows"].items():
+        values = [f"{r[s]:.2f}" if s == "rmse" else f"{100 * r[s]:.1f}%" for s in scores]
+        mnll = f"{r['mnll']:.3f} ± {r['mnll_error']:.3f}"
+        excess = "" if label == ISGD else f"{r['excess']:+.3f} ± {r['excess_error']:.3f}"
+        rows.append([label, *values, mnll, excess, f"{r['gradients']:,}", f"{r['seconds']:.1f}"])
+    return table(head, rows)
+
+
+def _say_warnings(say: Callable[[str], None], found: dict[str, Found]) -> None:
+    for label, job in found.items():
+        for message in job.numbers["warnings"]:
+            say(f"  warning, {label}: {message}")
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "isosgd": __version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m isosgd.demo",
+        description="Sample a posterior that is known exactly, then two data sets that come with scikit-learn.",
+        epilog="example: python -m isosgd.demo --out demo-output --seed 1",
+    )
+    parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder to write to (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs; the draws are poor")
+    parser.add_argument("--seed", type=int, default=0, help="of data, splits and chains (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes; 1 stays in this one (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="results on standard output, the story on standard error")
+    args = parser.parse_args(argv)
+    if args.jobs < 1:
+        parser.error(f"--jobs {args.jobs} must be at least 1")
+    if args.seed < 0:
+        parser.error(f"--seed {args.seed} must not be negative")
+    missing = [name for module, name in EXTRAS.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        print(f'the demo needs {" and ".join(missing)}: pip install "isosgd[demo]"', file=sys.stderr)
+        return 2
+    stream = sys.stderr if args.json else sys.stdout
+
+    def say(text: str) -> None:
+        print(text, file=stream, flush=True)
+
+    results = run(args.out, seed=args.seed, quick=args.quick, jobs=args.jobs, say=say)
+    if args.json:
+        print(json.dumps(results, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

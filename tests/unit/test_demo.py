@@ -1,0 +1,78 @@
+"""The demo runs, writes what it says, and says what is missing."""
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from isosgd import demo
+from isosgd.experiments.demo_figures import reliability
+from isosgd.experiments.demo_jobs import QUICK, Found
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def test_quick_demo_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "folder"
+    assert demo.main(["--out", str(out), "--quick", "--jobs", "1", "--seed", "1", "--json"]) == 0
+    printed = capsys.readouterr()
+    results = json.loads((out / "results.json").read_text())
+    assert json.loads(printed.out) == results
+    assert sorted(out.iterdir()) == sorted(demo.written(out))
+    for path in demo.written(out):
+        assert str(path) in printed.err
+        assert path.suffix != ".png" or path.read_bytes().startswith(PNG)
+
+    assert results["seed"] == 1 and results["quick"] and results["seconds"] > 0
+    assert {"isosgd", "torch", "python"} <= set(results["versions"])
+    assert set(results["toy"]) == {"exact", *demo.METHODS}
+    assert len({results["toy"][method]["gradients"] for method in demo.METHODS}) == 1, "equal number of gradients"
+    for name, keys in (("diabetes", ("rmse", "coverage95", "mnll")), ("digits", ("accuracy", "mnll"))):
+        for label, row in results[name]["rows"].items():
+            assert label in printed.err
+            assert all(math.isfinite(row[key]) for key in keys)
+    for found in (*results["toy"].values(), results["diabetes"], results["digits"]):
+        assert all(message in printed.err for message in found.get("warnings", []))
+
+
+def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert demo.main(["--quick"]) == 2
+    message = capsys.readouterr().err
+    assert "scikit-learn and matplotlib" in message and 'pip install "isosgd[demo]"' in message
+
+
+@pytest.mark.parametrize("wrong", [["--jobs", "0"], ["--seed", "-1"], ["--seed", "x"]])
+def test_bad_arguments_are_refused(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        demo.main(wrong)
+    assert wrong[0] in capsys.readouterr().err
+
+
+def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        demo.main(["--help"])
+    assert "example: python -m isosgd.demo --out" in capsys.readouterr().out
+
+
+def test_warnings_of_a_job_are_kept() -> None:
+    import warnings
+
+    def job(seed: int, sizes: object) -> Found:
+        warnings.warn("the draws may be off", UserWarning, stacklevel=2)
+        return Found({}, {})
+
+    assert demo.run_job(job, 0, QUICK).numbers["warnings"] == ["the draws may be off"]
+
+
+def test_reliability_of_known_confidences() -> None:
+    """900 predictions of confidence 0.9 that are right nine times in ten, 100 of 0.6 that are all wrong."""
+    top = np.concatenate([np.full(900, 0.9), np.full(100, 0.6)])
+    y = np.concatenate([np.tile([0] * 9 + [1], 90), np.ones(100, dtype=int)])
+    confidence, accuracy, error = reliability(np.stack([top, 1 - top], axis=1), y, bins=10)
+    assert np.allclose(confidence, [0.6] + [0.9] * 9)
+    assert accuracy[0] == 0 and accuracy[1:].mean() == pytest.approx(0.9)
+    assert (error > 0).all() and np.all(error < 0.06)

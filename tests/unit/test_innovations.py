@@ -1,0 +1,103 @@
+"""Innovations: the moments of a normal up to the fifth, independence, and a stream that the generator alone decides."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from isosgd.samplers.innovations import BITS_FROM, CUBIC, LEVELS, UNIT, innovations_
+
+NORMAL_MOMENTS = [0.0, 1.0, 0.0, 3.0, 0.0]
+SIGMAS = 4.5
+KINDS = ["normal", "bits"]
+
+
+def drawn(size: int, generator: torch.Generator, kind: str = "bits", dtype: torch.dtype = torch.float64) -> Tensor:
+    x = torch.empty(size, dtype=dtype)
+    return x * innovations_(x, generator, kind)
+
+
+def levels() -> np.ndarray:
+    return UNIT * LEVELS * (LEVELS**2 + CUBIC)
+
+
+def test_five_moments_are_those_of_a_normal_exactly() -> None:
+    found = [np.mean(levels() ** k) for k in range(1, 6)]
+    np.testing.assert_allclose(found, NORMAL_MOMENTS, atol=1e-12)
+
+
+def test_draws_are_the_levels_equally_often(generator: torch.Generator) -> None:
+    values, counts = np.unique(drawn(1 << 18, generator).numpy(), return_counts=True)
+    np.testing.assert_allclose(values, levels(), rtol=1e-12)
+    expected = (1 << 18) / len(values)
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    degrees = len(values) - 1
+    assert abs(chi_square - degrees) < SIGMAS * math.sqrt(2 * degrees)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_moments_of_draws(kind: str, generator: torch.Generator) -> None:
+    x = drawn(1 << 18, generator, kind)
+    for k, expected in enumerate(NORMAL_MOMENTS, start=1):
+        powers = x**k
+        z = float((powers.mean() - expected) / (powers.std() / math.sqrt(len(x))))
+        assert abs(z) < SIGMAS, f"moment {k}: z = {z}"
+
+
+def z_of_correlation(a: Tensor, b: Tensor) -> float:
+    product = (a - a.mean()) * (b - b.mean())
+    return float(product.mean() / (product.std() / math.sqrt(len(product))))
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_positions_are_independent(power: int, generator: torch.Generator) -> None:
+    """Near ones, and those half a tensor apart, which share a byte."""
+    x = drawn(1 << 17, generator) ** power
+    for lag in (1, 2, 3, 4, 8, 16, 64, 1 << 16):
+        assert abs(z_of_correlation(x[:-lag], x[lag:])) < SIGMAS, f"lag {lag}"
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_steps_are_independent(power: int, generator: torch.Generator) -> None:
+    steps = [drawn(1 << 16, generator) ** power for _ in range(4)]
+    for lag in (1, 2, 3):
+        assert abs(z_of_correlation(steps[0], steps[lag])) < SIGMAS
+
+
+def test_sums_over_steps_are_normal(generator: torch.Generator) -> None:
+    """The sixth moment of a sum of m innovations tends to 15 like 1/m; the fourth is 3 for every m."""
+    total = sum(drawn(1 << 16, generator) for _ in range(16)) / 4.0
+    for k, expected in ((2, 1.0), (4, 3.0)):
+        powers = total**k
+        assert abs(float((powers.mean() - expected) / (powers.std() / 256))) < SIGMAS
+    sixth = float(np.mean(levels() ** 6))
+    powers = total**6  # the sixth cumulant of one innovation, over m^2
+    assert abs(float((powers.mean() - (15 + (sixth - 15) / 256)) / (powers.std() / 256))) < SIGMAS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 1003])
+def test_the_generator_alone_decides(kind: str, size: int) -> None:
+    before, numbers = torch.get_rng_state(), np.random.get_state()[1].copy()
+    first, second = (torch.Generator().manual_seed(3) for _ in range(2))
+    runs = [[drawn(size, g, kind) for _ in range(2)] for g in (first, second)]
+    assert all(map(torch.equal, *runs))
+    assert not torch.equal(runs[0][0], runs[0][1])
+    state = first.get_state()
+    after = drawn(size, first, kind)
+    first.set_state(state)
+    assert torch.equal(after, drawn(size, first, kind))
+    assert torch.equal(before, torch.get_rng_state())
+    assert np.array_equal(numbers, np.random.get_state()[1])
+
+
+def test_auto_takes_bits_for_large_tensors_only(generator: torch.Generator) -> None:
+    assert len(drawn(BITS_FROM - 1, generator, "auto").unique()) > len(LEVELS)
+    assert len(drawn(BITS_FROM, generator, "auto").unique()) == len(LEVELS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_types_are_kept(dtype: torch.dtype, generator: torch.Generator) -> None:
+    assert drawn(64, generator, dtype=dtype).dtype == dtype

@@ -1,0 +1,279 @@
+"""`sample`: draws that follow the seed, a warm-up that reports or complains, and chains that fail in the open."""
+
+import json
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+from isosgd import METHODS, PRESETS, DivergedError, Posterior, SamplingWarning, Target, priors, sample
+from isosgd.potential import Params
+
+# Short warm-ups are the rule here, and mostly beside the point; where they are the point they are caught.
+pytestmark = pytest.mark.filterwarnings("ignore:.*did not settle:isosgd.errors.SamplingWarning")
+
+N = 200
+QUICK = {"draws": 6, "keep_every": 3, "warmup": 300, "progress": False}
+
+
+def log_likelihood(params: Params, batch: Any) -> Tensor:
+    return -0.5 * (batch[0] - params["mu"]).square().sum(-1)
+
+
+def make_target(function: Callable[[Params, Any], Tensor] = log_likelihood, **options: Any) -> Target:
+    return Target(function, priors.Normal(10.0), **{"init": {"mu": torch.full((2,), 3.0)}, **options})
+
+
+class Breaks:
+    """A log likelihood that turns bad after so many calls."""
+
+    def __init__(self, after: float, bad: Callable[[Tensor], Tensor]) -> None:
+        self.calls, self.after, self.bad = 0, after, bad
+
+    def __call__(self, params: Params, batch: Any) -> Tensor:
+        self.calls += 1
+        value = log_likelihood(params, batch)
+        return self.bad(value) if self.calls > self.after else value
+
+
+def times_nan(value: Tensor) -> Tensor:
+    return value * math.nan  # the gradient is NaN too
+
+
+def plus_nan(value: Tensor) -> Tensor:
+    return value + math.nan  # the gradient is as good as before
+
+
+@pytest.fixture(scope="module")
+def data() -> tuple[Tensor, ...]:
+    """Rows around (3, 3) with noise one: the posterior has standard deviation 1/sqrt(N)."""
+    return (3.0 + torch.randn(N, 2, generator=torch.Generator().manual_seed(0)),)
+
+
+@pytest.fixture(scope="module")
+def quick(data: tuple[Tensor, ...]) -> tuple[Posterior, int]:
+    """A run with the quick settings, and how often it called the log likelihood."""
+    counter = Breaks(math.inf, times_nan)
+    return sample(make_target(counter), data, **QUICK), counter.calls
+
+
+# ------------------------------------------------------------------------------------------------ draws
+
+
+def test_draws_have_chains_draws_and_shape(data: tuple[Tensor, ...]) -> None:
+    posterior = sample(make_target(), data, chains=2, **QUICK)
+    assert isinstance(posterior, Posterior)
+    assert {name: tuple(x.shape) for name, x in posterior.draws.items()} == {"mu": (2, 6, 2)}
+    assert not torch.equal(posterior.draws["mu"][0], posterior.draws["mu"][1])
+
+
+def test_same_seed_same_draws(data: tuple[Tensor, ...], quick: tuple[Posterior, int]) -> None:
+    first, other = (sample(make_target(), data, seed=seed, **QUICK).draws["mu"] for seed in (0, 2))
+    assert torch.equal(first, quick[0].draws["mu"])
+    assert not torch.equal(first, other)
+
+
+def test_global_random_numbers_are_left_alone(data: tuple[Tensor, ...]) -> None:
+    before, numbers = torch.get_rng_state(), np.random.get_state()[1].copy()
+    sample(make_target(), data, **QUICK)
+    assert torch.equal(before, torch.get_rng_state())
+    assert np.array_equal(numbers, np.random.get_state()[1])
+
+
+def test_a_start_is_respected(data: tuple[Tensor, ...]) -> None:
+    start = torch.tensor([7.0, -7.0])
+    posterior = sample(
+        make_target(), data, init={"mu": start}, method="sgld", lr=1e-9, warmup=0, keep_every=1, draws=2, progress=False
+    )
+    torch.testing.assert_close(posterior.draws["mu"], start.expand(1, 2, 2), atol=0.01, rtol=0.0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_comes_to_the_posterior(method: str, data: tuple[Tensor, ...]) -> None:
+    posterior = sample(make_target(), data, init={"mu": torch.zeros(2)}, method=method, **{**QUICK, "warmup": 600})
+    assert float((posterior.draws["mu"] - data[0].mean(0)).abs().max()) < 8 / math.sqrt(N)
+    assert posterior.info["method"] == method
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_papers_rows_by_name(preset: str, data: tuple[Tensor, ...]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SamplingWarning)  # these schemes have no guard, and say so
+        posterior = sample(
+            make_target(), data, preset=preset, temperature=1e-3, warmup=120, draws=2, keep_every=2, progress=False
+        )
+    assert bool(posterior.draws["mu"].isfinite().all())
+    assert posterior.info["options"] == {"preset": preset}
+
+
+def test_positive_parameters_are_drawn_as_such(data: tuple[Tensor, ...]) -> None:
+    target = Target(
+        lambda params, batch: (-0.5 * (batch[0][:, 0] - 3) ** 2 / params["sigma"] ** 2) - params["sigma"].log(),
+        priors.HalfNormal(2.0),
+        positive=["sigma"],
+        init={"sigma": 1.0},
+    )
+    draws = sample(target, data, **QUICK).draws["sigma"]
+    assert bool((draws > 0.5).all()) and bool((draws < 2.0).all())
+
+
+def test_arrays_and_a_device_are_welcome(data: tuple[Tensor, ...], quick: tuple[Posterior, int]) -> None:
+    arrays = sample(make_target(), (data[0].numpy(),), device="cpu", **QUICK)
+    assert torch.equal(quick[0].draws["mu"], arrays.draws["mu"])
+
+
+def test_nothing_is_written_without_a_terminal(data: tuple[Tensor, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    sample(make_target(), data, **{**QUICK, "progress": True})
+    assert capsys.readouterr() == ("", "")
+
+
+# ------------------------------------------------------------------------------------------------ information
+
+
+def test_information_is_plain_and_complete(data: tuple[Tensor, ...]) -> None:
+    posterior = sample(make_target(), data, chains=2, seed=4, temperature=0.5, bias=0.03, **QUICK)
+    info = json.loads(json.dumps(posterior.info, allow_nan=False))
+    expected = {
+        "method": "isgd",
+        "options": {"bias": 0.03},
+        "temperature": 0.5,
+        "num_data": N,
+        "batch_size": 20,
+        "draws": 6,
+        "chains": 2,
+        "keep_every": [3, 3],
+        "seed": 4,
+        "dropped": {},
+    }
+    assert {key: info[key] for key in expected} == expected
+    assert set(info["versions"]) == {"isosgd", "torch", "numpy", "python"}
+    assert info["gradients"] >= 2 * (300 + 6 * 3) and info["seconds"] > 0
+    assert [list(rates) for rates in info["rates"]] == [["mu"], ["mu"]]
+    assert info["target"]["parameters"] == {"mu": [2]}
+    assert all(report["steps"] == 300 for report in info["warmup"])
+
+
+def test_the_warmup_settles_and_reports_each_group(data: tuple[Tensor, ...]) -> None:
+    posterior = sample(make_target(), data, init={"mu": torch.zeros(2)}, **{**QUICK, "warmup": "auto"})
+    (report,) = posterior.info["warmup"]
+    assert report["settled"] and report["reason"] == "" and report["keep_every"] is None
+    assert 0 < report["descent"] < report["steps"]
+    (group,) = report["groups"]
+    assert group["name"] == "mu"
+    assert group["rate"] == pytest.approx(1.0 / (N * group["lam"]))
+    assert group["curvature"] == pytest.approx(1.0, rel=0.1)
+    assert group["rate_curvature"] == pytest.approx(group["rate"] * group["curvature"])
+    assert 0 < group["predicted_bias"] <= 0.0201
+    assert 1.7 < group["tail_index"] <= 2.0
+    assert 0 < group["noise_share"] < 1
+    assert 0 <= group["clipped_share"] < 0.1
+
+
+def test_draws_are_spaced_by_the_autocorrelation(data: tuple[Tensor, ...]) -> None:
+    """Here mu is an autoregression with coefficient 1 - rate h, so its integrated time is (2 - rate h) / (rate h).
+
+    Measured over some 600 steps it has a relative standard error of about 0.4.
+    """
+    posterior = sample(make_target(), data, draws=2, warmup=1200, batch_size=100, bias=0.2, progress=False)
+    (report,), (gap,) = posterior.info["warmup"], posterior.info["keep_every"]
+    assert gap == report["keep_every"]
+    step = report["groups"][0]["rate_curvature"]
+    assert 0.4 < gap / ((2 - step) / step) < 3.0
+
+
+# ------------------------------------------------------------------------------------------------ complaints
+
+
+def test_a_warmup_that_cannot_settle_says_so_and_what_would_help(data: tuple[Tensor, ...]) -> None:
+    with pytest.warns(SamplingWarning, match=r"chain 0: the warm-up did not settle; .*warmup="):
+        posterior = sample(make_target(), data, init={"mu": torch.full((2,), 1e3)}, **{**QUICK, "warmup": 120})
+    (report,) = posterior.info["warmup"]
+    assert not report["settled"] and "warmup=" in report["reason"]
+
+
+@pytest.mark.parametrize("keep_every", [3, "auto"])
+@pytest.mark.parametrize("steps", [1, 10, 50, 55])
+def test_a_warmup_too_short_for_anything_says_so(steps: int, keep_every: Any, data: tuple[Tensor, ...]) -> None:
+    """Either a warning with draws, or an error that names the number; nothing else."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            sample(make_target(), data, draws=2, keep_every=keep_every, warmup=steps, progress=False)
+        except ValueError as error:
+            assert f"warmup = {steps}" in str(error), error
+        else:
+            assert any("did not settle" in str(w.message) for w in caught)
+    assert {w.category for w in caught} <= {SamplingWarning}
+
+
+@pytest.mark.parametrize(("bad", "group"), [(times_nan, "mu"), (plus_nan, None)])
+def test_a_chain_that_diverges_keeps_what_it_had(
+    bad: Callable[[Tensor], Tensor], group: str | None, data: tuple[Tensor, ...], quick: tuple[Posterior, int]
+) -> None:
+    whole, calls = quick
+    broken = Breaks(calls - 5, bad)
+    with pytest.raises(DivergedError, match=r"gradients.*not finite|gradients the loss is nan") as caught:
+        sample(make_target(broken), data, **QUICK)
+    error = caught.value
+    assert error.group == group
+    assert 300 < error.step < whole.info["gradients"]
+    kept = error.draws["mu"]
+    assert 0 < len(kept) < 6 and torch.equal(kept, whole.draws["mu"][0, : len(kept)])
+    assert error.state["mu"].shape == (2,) and bool(error.state["mu"].isfinite().all())
+
+
+def test_a_chain_that_diverges_in_the_warmup_has_no_draws(data: tuple[Tensor, ...]) -> None:
+    with pytest.raises(DivergedError, match="check init and data") as caught:
+        sample(make_target(Breaks(100, times_nan)), data, **QUICK)
+    assert caught.value.draws == {} and bool(caught.value.state["mu"].isfinite().all())
+
+
+def test_one_of_several_chains_may_fail(data: tuple[Tensor, ...], quick: tuple[Posterior, int]) -> None:
+    whole, calls = quick
+    broken = Breaks(calls + 60, times_nan)
+    with pytest.warns(SamplingWarning, match="chain 1 was dropped: after .* gradients"):
+        posterior = sample(make_target(broken), data, chains=2, **QUICK)
+    assert posterior.num_chains == 1
+    assert posterior.info["chains"] == 1 and list(posterior.info["dropped"]) == [1]
+    assert torch.equal(posterior.draws["mu"], whole.draws["mu"])
+
+
+# ------------------------------------------------------------------------------------------------ loaders
+
+
+def loader(data: tuple[Tensor, ...], replacement: bool) -> DataLoader[Any]:
+    rows, generator = TensorDataset(*data), torch.Generator().manual_seed(0)
+    return DataLoader(
+        rows,
+        batch_size=20,
+        sampler=RandomSampler(rows, replacement=replacement, generator=generator),
+        generator=generator,
+    )
+
+
+def test_a_loader_with_replacement_is_as_good_as_tensors(data: tuple[Tensor, ...]) -> None:
+    posterior = sample(make_target(), loader(data, replacement=True), **QUICK)
+    assert posterior.info["num_data"] == N
+    assert float((posterior.draws["mu"] - data[0].mean(0)).abs().max()) < 8 / math.sqrt(N)
+
+
+def test_a_shuffled_loader_is_warned_of_where_it_matters(data: tuple[Tensor, ...]) -> None:
+    with pytest.warns(SamplingWarning, match=r"not drawn independently.*\d+% of the composite noise.*replacement=True"):
+        sample(make_target(), loader(data, replacement=False), **QUICK)
+
+
+def test_a_shuffled_loader_is_fine_where_its_noise_drowns(data: tuple[Tensor, ...]) -> None:
+    sample(make_target(), loader(data, replacement=False), bias=1e-3, **QUICK)
+
+
+def test_any_iterable_of_batches_will_do_once_the_number_of_data_is_known(data: tuple[Tensor, ...]) -> None:
+    batches = [(part,) for part in data[0].split(20)]
+    with pytest.warns(SamplingWarning, match="not drawn independently"):
+        posterior = sample(make_target(num_data=N), batches, **QUICK)
+    assert posterior.info["num_data"] == N
