@@ -1,10 +1,10 @@
 """Time of one update, without the gradient: our samplers against torch's optimizers, interleaved in one process.
 
-    python benchmarks/step.py [--rounds 400] [--threads 2] [--json FILE]
+    python benchmarks/step.py [--rounds 500] [--threads 2] [--json FILE]
 
 The model has 167 tensors and about a million parameters, in 56 layers (the shape of a ResNet-56 without its
 buffers). Every round calls every optimizer once, so that all of them meet cold caches and the same load on the
-machine. Samplers follow the gradient noise in some steps only (every tenth here); what is shown is the mean over such a
+machine. Samplers follow the gradient noise in some steps only (every fiftieth, their default); what is shown is the mean over such a
 cycle of the medians over rounds, so that those steps count too.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import isosgd
 
-CYCLE = 10  # steps between two looks at the noise
+CYCLE = 50  # steps between two looks at the noise, the samplers' default
 
 
 def make_params(seed: int = 0) -> list[tuple[str, nn.Parameter]]:
@@ -53,7 +53,7 @@ def sampler_step(kind: type[isosgd.Sampler], **settings: object) -> Callable[[in
     """A step of one of our samplers, with the noise looked at every CYCLE steps."""
     params = make_params()
     generator = torch.Generator().manual_seed(1)
-    sampler = kind(params, num_data=50_000, generator=generator, track_every=CYCLE, **settings)
+    sampler = kind(params, num_data=50_000, generator=generator, **settings)
     noise: list[Tensor] = [1e-3 * torch.randn(p.shape, generator=generator) for _, p in params]
     sampler.observe(noise)
     sampler.adapt([10.0] * len(sampler.param_groups))
@@ -81,7 +81,7 @@ def measure(steps: dict[str, Callable[[int], None]], rounds: int) -> dict[str, f
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=400, help="steps of each optimizer (default 400)")
+    parser.add_argument("--rounds", type=int, default=500, help="steps of each optimizer (default 500)")
     parser.add_argument("--threads", type=int, default=2, help="threads torch may use (default 2)")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     args = parser.parse_args()

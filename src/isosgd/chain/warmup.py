@@ -136,8 +136,8 @@ class _Warmup:
     def _descend(self) -> int:
         """Momentum descent, never upwards: a window that ends higher than the best so far is undone.
 
-        The rate is cut when the loss stops falling, down to the rate of sampling. Scales of priors and noise are held: a
-        hierarchical density has its mode where a scale is zero, far from all its mass.
+        The rate is cut when the loss stops falling, down to the rate of sampling. Scales of priors and noise are
+        held: a hierarchical density has its mode where a scale is zero, far from all its mass.
         """
         chain, limit = self.chain, int(MOST_DESCENT_SHARE * self.budget)
         window = max(min(DESCENT_WINDOW, limit // 8), 5)

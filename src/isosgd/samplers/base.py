@@ -22,7 +22,7 @@ from isosgd.noise import (
     summarise,
     top_eigenvalue,
 )
-from isosgd.samplers.innovations import Innovations, innovations_
+from isosgd.samplers.innovations import Innovations, Source
 from isosgd.samplers.steppers import Number, allowed_rate_curvature, langevin_
 from isosgd.samplers.structure import diagonal_scale, outer_factor, ring_spectrum, root, take_out_
 
@@ -81,11 +81,42 @@ class Move(NamedTuple):
     The injected noise is ``w = amplitude * scale * (xi - Q^T M^T xi)``; an amplitude of 0 injects none.
     """
 
-    rate: Number
-    amplitude: Number
+    rate: Number | list[float]
+    amplitude: Number | list[float]
     scale: list[Tensor] | None = None
     ring: Tensor | None = None  # M^T
     factor: Tensor | None = None  # Q
+
+    def only(self, i: int) -> Move:
+        """The same for the i-th tensor alone."""
+        rate = self.rate[i] if isinstance(self.rate, list) else self.rate
+        amplitude = self.amplitude[i] if isinstance(self.amplitude, list) else self.amplitude
+        return Move(rate, amplitude, None if self.scale is None else [self.scale[i]])
+
+
+Planned = tuple[list[Tensor], list[Tensor], Move]  # parameters, their innovations, and what to do with them
+
+
+def merge(planned: Sequence[Planned]) -> tuple[Planned, Tensor | None]:
+    """Several groups as one, with a rate and an amplitude for each tensor.
+
+    Returns:
+        The one group; and, where parameters have scales of their own, ``rate * amplitude * scale`` of all of them as
+        one flat tensor, for which the innovations then take the place of amplitude and scale.
+    """
+    every = [
+        (p, xi, move.only(i))
+        for params, xis, move in planned
+        for i, (p, xi) in enumerate(zip(params, xis, strict=True))
+    ]
+    rates = [cast(float, move.rate) for _, _, move in every]
+    amplitudes = [cast(float, move.amplitude) for _, _, move in every]
+    flat_scale = None
+    if all(move.scale is not None for _, _, move in every):
+        scales = [cast(list[Tensor], move.scale)[0] for _, _, move in every]
+        flat_scale = torch.cat([(r * a * s).reshape(-1) for r, a, s in zip(rates, amplitudes, scales, strict=True)])
+        amplitudes = [1.0 / r if r else 0.0 for r in rates]
+    return ([p for p, _, _ in every], [xi for _, xi, _ in every], Move(rates, amplitudes)), flat_scale
 
 
 class Sampler(Optimizer):
@@ -121,7 +152,7 @@ class Sampler(Optimizer):
         bias: float = 0.02,
         noise: NoiseName | NoiseEstimator = "paired",
         momentum: float | None = None,
-        track_every: int = 10,
+        track_every: int = 50,
         generator: torch.Generator | None = None,
         chains: int | None = None,
         foreach: bool = True,
@@ -171,7 +202,8 @@ class Sampler(Optimizer):
         self.generator = generator
         self._plan_key: tuple[bool, ...] | None = None
         self._spectra: dict[int, tuple[Tensor, Tensor]] = {}
-        self._kept: dict[int, Move] = {}
+        self._kept: list[Planned] = []
+        self._scale: Tensor | None = None
 
     def _drop_frozen(self) -> None:
         """Leave out parameters without gradients, so that a frozen layer needs no noise, no rate and no step."""
@@ -373,19 +405,14 @@ class Sampler(Optimizer):
                 loss = closure()
         if noise is not None or self._takes_gradient():
             self.observe(noise)
-        for group, params, flat_xi, xi in self._plan():
-            move = self._kept.get(id(group))
-            if move is None:
-                move = self._kept[id(group)] = self._move(group, params)
-            if move.factor is not None:
-                take_out_(flat_xi, cast(Tensor, move.ring), move.factor)
+        for params, xi, move in self._moves():
             grads = [cast(Tensor, p.grad) for p in params]
             if self.foreach:
-                self._advance(group, params, grads, xi, move)
+                self._advance(params, grads, xi, move)
             else:
                 for i, (p, g, x) in enumerate(zip(params, grads, xi, strict=True)):
-                    one = move if move.scale is None else move._replace(scale=[move.scale[i]])
-                    self._advance(group, [p], [g], [x], one)
+                    self._advance([p], [g], [x], move.only(i))
+        for group in self.param_groups:
             group["step"] += 1
         return loss
 
@@ -400,24 +427,43 @@ class Sampler(Optimizer):
         It is asked again when the noise estimate or the rates change, and after `refresh`.
         """
 
-    def _advance(self, group: Group, params: list[Tensor], grads: list[Tensor], xi: list[Tensor], move: Move) -> None:
+    def _advance(self, params: list[Tensor], grads: list[Tensor], xi: list[Tensor], move: Move) -> None:
         """Move the parameters, by Theorem 1 unless a sampler says otherwise."""
-        langevin_(params, grads, xi, move.rate, self._unit * move.amplitude, move.scale)
+        langevin_(params, grads, xi, move.rate, move.amplitude, move.scale)
 
     def refresh(self) -> None:
         """Ask for the moves anew; call it after changing a group's settings by hand."""
         self._kept.clear()
 
-    def _plan(self) -> list[tuple[Group, list[Tensor], Tensor, list[Tensor]]]:
-        """Each group with its parameters that have gradients, and fresh innovations for them: flat, and in their
-        shapes.
+    def _moves(self) -> list[Planned]:
+        """Parameters that have gradients, with innovations of this step and what to do with them.
+
+        Where every number is a float all groups become one, so that a step is a few calls however many layers there
+        are.
         """
         key = tuple(p.grad is not None for group in self.param_groups for p in group["params"])
         if key != self._plan_key:
             self._make_plan()
             self._plan_key = key
-        self._unit = innovations_(self._innovation.view(-1), self.generator, self.innovations)
-        return self._groups
+        if not self._kept:
+            unit, self._scale = self._source.unit, None
+            for group, params, _, xi in self._groups:
+                move = self._move(group, params)
+                self._kept.append((params, xi, move._replace(amplitude=unit * cast(Number, move.amplitude))))
+            self._outers = [
+                (flat_xi, move.ring, move.factor)
+                for (_, _, flat_xi, _), (_, _, move) in zip(self._groups, self._kept, strict=True)
+                if move.ring is not None and move.factor is not None
+            ]
+            self._silent = all(isinstance(move.amplitude, float) and move.amplitude == 0 for _, _, move in self._kept)
+            if not any(isinstance(x, Tensor) for _, _, move in self._kept for x in (move.rate, move.amplitude)):
+                merged, self._scale = merge(self._kept)
+                self._kept = [merged]
+        if not self._silent:
+            self._source.fill(self._scale)
+            for flat_xi, ring, factor in self._outers:
+                take_out_(flat_xi, ring, factor)
+        return self._kept
 
     def _make_plan(self) -> None:
         active = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
@@ -430,6 +476,7 @@ class Sampler(Optimizer):
         lead = () if self.chains is None else (self.chains,)
         sizes = [p.numel() // (self.chains or 1) for p in every]
         self._innovation = torch.empty((*lead, sum(sizes)), dtype=dtype, device=every[0].device)
+        self._source = Source(self._innovation.view(-1), self.generator, self.innovations)
         views = iter(v.view(p.shape) for v, p in zip(torch.split(self._innovation, sizes, dim=-1), every, strict=True))
         counts = [sum(p.numel() // (self.chains or 1) for p in params) for params in active]
         flats = torch.split(self._innovation, counts, dim=-1)
@@ -444,7 +491,8 @@ class Sampler(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, with the generator."""
-        return {**super().state_dict(), "generator": self.generator.get_state()}
+        state = self.generator.get_state() if self._plan_key is None else self._source.state()
+        return {**super().state_dict(), "generator": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave. Estimates keep their own dtype (torch would cast them to the parameter's)."""

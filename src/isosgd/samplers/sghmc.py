@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isosgd.samplers.base import Group, Move, ParamsLike, Sampler
+from isosgd.samplers.base import Group, Move, ParamsLike, Planned, Sampler
 from isosgd.samplers.steppers import Number, hamiltonian_, scale_
 from isosgd.samplers.structure import root
 
@@ -88,14 +88,20 @@ class SGHMC(Sampler):
         sigma = self.friction * group["temperature"] / (group["num_data"] * rate)  # what Theorem 2 asks for
         return self._outer(group, sigma, rate) if self.corrected else Move(rate, root(2.0 * sigma))
 
-    def _advance(self, group: Group, params: list[Tensor], grads: list[Tensor], xi: list[Tensor], move: Move) -> None:
-        for p in params:
-            if "velocity" not in self.state[p]:
-                self.state[p]["velocity"] = torch.zeros_like(p)
-        velocity = [self.state[p]["velocity"] for p in params]
-        if self.resample_every is not None and group["step"] % self.resample_every == 0:
-            for v in velocity:
-                v.normal_(generator=self.generator)
-            scale_(velocity, root(move.rate * group["temperature"] / group["num_data"]))
-        amplitude = self._unit * move.amplitude
-        hamiltonian_(params, velocity, grads, xi, move.rate, self.friction, amplitude, move.scale)
+    def _moves(self) -> list[Planned]:
+        if self.resample_every is not None and self.param_groups[0]["step"] % self.resample_every == 0:
+            for group in self.param_groups:
+                velocity = [self._velocity(p).normal_(generator=self.generator) for p in group["params"]]
+                scale_(velocity, root(self.rate(group) * group["temperature"] / group["num_data"]))
+        return super()._moves()
+
+    def _velocity(self, p: Tensor) -> Tensor:
+        state = self.state[p]
+        if "velocity" not in state:
+            state["velocity"] = torch.zeros_like(p)
+        velocity: Tensor = state["velocity"]
+        return velocity
+
+    def _advance(self, params: list[Tensor], grads: list[Tensor], xi: list[Tensor], move: Move) -> None:
+        velocity = [self._velocity(p) for p in params]
+        hamiltonian_(params, velocity, grads, xi, move.rate, self.friction, move.amplitude, move.scale)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from isosgd.samplers.base import Group, Move, ParamsLike, Sampler
+from isosgd.samplers.base import Group, Move, ParamsLike, Planned, Sampler
 from isosgd.samplers.steppers import Number
 from isosgd.samplers.structure import root
 
@@ -85,7 +85,7 @@ class SGLD(Sampler):
     def rate(self, group: Group) -> Number:
         return super().rate(group) * float((1.0 + group["step"] / group["offset"]) ** -group["decay"])
 
-    def _advance(self, group: Group, params: list[Tensor], grads: list[Tensor], xi: list[Tensor], move: Move) -> None:
-        if group["decay"]:  # the rate changes from step to step
-            move = self._move(group, params)
-        super()._advance(group, params, grads, xi, move)
+    def _moves(self) -> list[Planned]:
+        if any(group["decay"] for group in self.param_groups):
+            self.refresh()  # the rate changes from step to step
+        return super()._moves()

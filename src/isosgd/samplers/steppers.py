@@ -41,22 +41,37 @@ def scale_(tensors: list[Tensor], value: Number) -> None:
     torch._foreach_mul_(tensors, spread(value, tensors))
 
 
+def add_scaled_(y: list[Tensor], x: list[Tensor], factor: list[float]) -> None:
+    """``y_i += factor_i x_i`` for floats, in one call."""
+    if factor.count(factor[0]) == len(factor):
+        torch._foreach_add_(y, x, alpha=factor[0])
+    else:  # of the foreach operations only this one takes a factor for each tensor
+        torch._foreach_addcmul_(y, x, [torch.ones((), dtype=x[0].dtype, device=x[0].device)] * len(x), factor)
+
+
 def langevin_(
     theta: list[Tensor],
     grad: list[Tensor],
     xi: list[Tensor],
-    rate: Number,
-    amplitude: Number = 1.0,
+    rate: Number | list[float],
+    amplitude: Number | list[float] = 1.0,
     scale: list[Tensor] | None = None,
 ) -> None:
-    """``theta -= rate (grad + amplitude * scale * xi)`` in place; ``xi`` may be overwritten."""
-    if isinstance(rate, float | int) and isinstance(amplitude, float | int):  # two passes over memory
-        torch._foreach_add_(theta, grad, alpha=-rate)
+    """``theta -= rate (grad + amplitude * scale * xi)`` in place; ``xi`` may be overwritten.
+
+    Rate and amplitude are one number for all tensors, or a list of floats, one for each.
+    """
+    if not isinstance(rate, Tensor) and not isinstance(amplitude, Tensor):  # two passes over memory
+        rates = rate if isinstance(rate, list) else [rate] * len(theta)
+        amplitudes = amplitude if isinstance(amplitude, list) else [amplitude] * len(theta)
+        add_scaled_(theta, grad, [-r for r in rates])
+        factors = [-r * a for r, a in zip(rates, amplitudes, strict=True)]
         if scale is not None:
-            torch._foreach_addcmul_(theta, xi, scale, value=-rate * amplitude)
-        elif amplitude:
-            torch._foreach_add_(theta, xi, alpha=-rate * amplitude)
+            torch._foreach_addcmul_(theta, xi, scale, factors)
+        elif any(factors):
+            add_scaled_(theta, xi, factors)
         return
+    assert not isinstance(rate, list) and not isinstance(amplitude, list)
     if scale is not None:
         torch._foreach_mul_(xi, scale)
     scale_(xi, amplitude)
@@ -70,9 +85,9 @@ def hamiltonian_(
     velocity: list[Tensor],
     grad: list[Tensor],
     xi: list[Tensor],
-    rate: Number,
+    rate: Number | list[float],
     friction: float,
-    amplitude: Number = 1.0,
+    amplitude: Number | list[float] = 1.0,
     scale: list[Tensor] | None = None,
 ) -> None:
     """``v <- (1 - friction) v - rate (grad + amplitude * scale * xi)``, ``theta += v``; ``xi`` may be overwritten."""
