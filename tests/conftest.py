@@ -1,6 +1,9 @@
 """What all tests share: one thread, no display, fixed generators."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,3 +27,16 @@ def _seed() -> None:
 def generator() -> torch.Generator:
     """A seeded generator on the CPU."""
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the public data sets in their usual formats: ISOSGD_DATA, or laid out from beside the clone."""
+    if root := os.environ.get("ISOSGD_DATA"):
+        return Path(root)
+    tool = Path(__file__).parents[2] / "shared" / "tools" / "lay_data.py"
+    if not tool.exists():
+        pytest.skip("no data: set ISOSGD_DATA to a folder that holds uci/<set>/data.txt and so on")
+    folder = tmp_path_factory.mktemp("data")
+    subprocess.run([sys.executable, str(tool), str(folder), "uci"], check=True, capture_output=True)
+    return folder

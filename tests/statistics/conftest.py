@@ -1,8 +1,8 @@
 """A posterior known exactly, sampled by many chains at once under the noise of real minibatches.
 
 Data y_i in R^d with any covariance; the model says y_i ~ N(theta, I), theta ~ N(0, 1). The posterior is then
-N(m, I / (N + 1)), the curvature of f / N is h = 1 + 1/N in every direction, and the gradient of a minibatch has exactly the noise
-covariance Cov(y) / n, whatever that is: correlated, or missing in half of the directions.
+N(m, I / (N + 1)), the curvature of f / N is h = 1 + 1/N in every direction, and the gradient of a minibatch has exactly
+the noise covariance Cov(y) / n, whatever that is: correlated, or missing in half of the directions.
 """
 
 from __future__ import annotations

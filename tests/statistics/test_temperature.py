@@ -5,6 +5,7 @@ import torch
 
 import isosgd.samplers.base as base
 from isosgd.samplers import ISGD, SGHMC, SGLD
+from isosgd.samplers.innovations import Source
 
 # Samplers that do not correct gradient noise drown it, so they need small rates; a lower noise level keeps runs short.
 SAMPLERS = {
@@ -45,8 +46,8 @@ def test_ten_times_the_data(gaussian_posterior, name):
 
 
 def _doubled_noise(monkeypatch):
-    original = base.innovations_
-    monkeypatch.setattr(base, "innovations_", lambda *a: 2.0 * original(*a))
+    original = Source.fill
+    monkeypatch.setattr(Source, "fill", lambda self, scale=None: original(self, scale).mul_(2.0))
     return {}
 
 

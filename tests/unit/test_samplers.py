@@ -9,7 +9,8 @@ from torch import Tensor
 
 from isosgd import ISGD, PRESETS, SGHMC, SGLD, VSGD, SamplingWarning
 from isosgd.noise import AlphaStable
-from isosgd.samplers import Sampler, base, layer_groups
+from isosgd.samplers import Sampler, layer_groups
+from isosgd.samplers.innovations import Source
 from isosgd.samplers.steppers import allowed_rate_curvature, hamiltonian_, langevin_, variance_inflation
 
 N = 100
@@ -41,11 +42,11 @@ def unit_innovations(monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """Innovations that are known: 1, -2, 3, -4."""
     xi = torch.tensor([1.0, -2.0, 3.0, -4.0])
 
-    def innovations(out: Tensor, *_: Any) -> float:
-        out.copy_(xi)
-        return 1.0
+    def fill(self: Source, scale: Tensor | None = None) -> Tensor:
+        self.out.copy_(xi)
+        return self.out if scale is None else self.out.mul_(scale)
 
-    monkeypatch.setattr(base, "innovations_", innovations)
+    monkeypatch.setattr(Source, "fill", fill)
     return xi
 
 

@@ -77,8 +77,9 @@ def ring_spectrum(ring: Tensor) -> tuple[Tensor, Tensor]:
     gram = ring @ ring.mT
     if gram.shape[-1] == 1:
         return gram[..., 0], torch.ones_like(gram)
-    values, vectors = torch.linalg.eigh(gram)
-    return values.clamp_min(0.0), vectors
+    # In float64, since float32 may fail to converge; and finite, lest one chain that diverged stop the others.
+    values, vectors = torch.linalg.eigh(torch.nan_to_num(gram.double(), posinf=0.0))
+    return values.clamp_min(0.0).to(gram.dtype), vectors.to(gram.dtype)
 
 
 def outer_factor(ring: Tensor, spectrum: tuple[Tensor, Tensor], lam: Number, count: int) -> Tensor:
