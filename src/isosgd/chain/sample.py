@@ -7,7 +7,7 @@ import platform
 import time
 import warnings
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 import numpy as np
@@ -249,9 +249,8 @@ def _plain(value: Any) -> Any:
 
 
 def _versions() -> dict[str, str]:
-    return {
-        "isosgd": version("isosgd"),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }
+    try:
+        ours = version("isosgd")
+    except PackageNotFoundError:
+        ours = "not installed (run from its sources)"
+    return {"isosgd": ours, "torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()}

@@ -106,6 +106,8 @@ class _LogLikelihood:
     def __call__(self, params: Params, batch: Any) -> Tensor:
         phi, y = batch
         residual = torch.addmv(y, phi, params["w"], alpha=-1)
+        if self._constant.device != y.device:
+            self._constant = self._constant.to(y.device)
         return torch.addcmul(self._constant, residual, residual, value=-0.5 / NOISE_VARIANCE)
 
 
