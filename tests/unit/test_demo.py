@@ -10,7 +10,7 @@ import pytest
 
 from isosgd import demo
 from isosgd.experiments.demo_figures import reliability
-from isosgd.experiments.demo_jobs import QUICK, Found
+from isosgd.experiments.demo_jobs import ISGD, QUICK, Found
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -30,12 +30,22 @@ def test_quick_demo_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFi
     assert {"isosgd", "torch", "python"} <= set(results["versions"])
     assert set(results["toy"]) == {"exact", *demo.METHODS}
     assert len({results["toy"][method]["gradients"] for method in demo.METHODS}) == 1, "equal number of gradients"
-    for name, keys in (("diabetes", ("rmse", "coverage95", "mnll")), ("digits", ("accuracy", "mnll"))):
+    for name, keys in (("diabetes", ("rmse", "coverage95", "mnll")), ("digits", ("accuracy", "confidence", "mnll"))):
         for label, row in results[name]["rows"].items():
             assert label in printed.err
             assert all(math.isfinite(row[key]) for key in keys)
+        sampled = results[name]["rows"][ISGD]
+        halves = sampled["mnll_first_half"], sampled["mnll_last_half"]
+        assert sampled["mnll"] <= sum(halves) / 2 + 1e-6, "a mixture is at least as good as its halves on average"
+        assert all(f"{half:.3f}" in printed.err for half in halves)
     for found in (*results["toy"].values(), results["diabetes"], results["digits"]):
         assert all(message in printed.err for message in found.get("warnings", []))
+
+
+@pytest.mark.parametrize(("excess", "word"), [(0.3, "better than"), (-0.3, "worse than"), (0.1, "level with")])
+def test_verdict_follows_the_scores(excess: float, word: str) -> None:
+    rows = {"Adam": {"excess": excess, "excess_error": 0.1}, ISGD: {"mnll_first_half": 1.0, "mnll_last_half": 0.9}}
+    assert f"I-SGD is {word} 'Adam'." in demo._verdict(rows)
 
 
 def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -257,6 +257,9 @@ class _Warmup:
         """Why the chain has not settled; empty when it has."""
         groups = self.chain.sampler.param_groups
         ratios = [new / o for new, o in zip(self._rates(), old, strict=True)]
+        if self.exact and self.spent >= self.budget:
+            # No window is left to use a higher rate; that the old one was low did no harm, only cost time.
+            ratios = [min(ratio, 1.0) for ratio in ratios]
         worst = max(range(len(ratios)), key=lambda i: abs(math.log(ratios[i])))
         if max(ratios[worst], 1.0 / ratios[worst]) > SETTLED_RATIO:
             return (
