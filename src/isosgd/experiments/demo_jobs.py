@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,23 +13,29 @@ from torch import Tensor, nn
 from isosgd import Posterior, Target, priors, sample
 from isosgd.experiments.toy import NOISE_VARIANCE, Toy, compare
 
-POINT, MAP, ISGD = "Adam, no prior", "Adam, same prior (MAP)", "I-SGD, model average"
+POINT, MAP, ISGD = "Adam, no prior", "Adam, prior of scale 1 (MAP)", "I-SGD, model average"
+
+
+@dataclass(frozen=True)
+class Length:
+    """Gradients to spend on a chain: ``warmup + draws * keep_every``."""
+
+    warmup: int | Literal["auto"]
+    draws: int
+    keep_every: int
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Gradients to spend: ``warmup + draws * keep_every`` for a chain."""
+    """How long everything runs. The digits get most: their chain is the slowest to forget where it started."""
 
-    toy_warmup: int = 3_000
-    toy_draws: int = 1_000
-    toy_keep_every: int = 16
-    net_warmup: int = 5_000
-    net_draws: int = 100
-    net_keep_every: int = 40
+    toy: Length = Length(3_000, 1_000, 16)
+    diabetes: Length = Length(7_000, 100, 100)
+    digits: Length = Length(7_000, 400, 100)
     adam_steps: int = 2_000
 
 
-QUICK = Sizes(700, 60, 5, 700, 20, 5, 200)
+QUICK = Sizes(Length(300, 40, 5), Length(300, 20, 5), Length(300, 20, 5), 100)
 
 
 @dataclass
@@ -47,9 +53,9 @@ def toy_job(method: str, seed: int, sizes: Sizes) -> Found:
         toy.target,
         toy.data,
         method=method,
-        draws=sizes.toy_draws,
-        keep_every=sizes.toy_keep_every,
-        warmup=sizes.toy_warmup,
+        draws=sizes.toy.draws,
+        keep_every=sizes.toy.keep_every,
+        warmup=sizes.toy.warmup,
         batch_size=32,
         seed=seed,
         progress=False,
@@ -90,10 +96,11 @@ def diabetes_job(seed: int, sizes: Sizes) -> Found:
             "coverage95": float(inside.double().mean()),
         }
 
-    posteriors, rows = _three_ways(_mlp(10, 50, 1), "gaussian", priors.FanInNormal(0.5), train, test, seed, sizes)
+    posteriors, rows = _three_ways(_mlp(10, 50, 1), "gaussian", train, test, seed, sizes.adam_steps, sizes.diabetes)
     for name, posterior in posteriors.items():
         rows[name] |= score(posterior)
-        rows[name]["mnll"] += math.log(y_sd)
+        for key in rows[name].keys() & {"mnll", "mnll_first_half", "mnll_last_half"}:
+            rows[name][key] += math.log(y_sd)
     return Found({"train": len(train[0]), "test": len(test[0]), "rows": rows}, {})
 
 
@@ -108,43 +115,46 @@ def digits_job(seed: int, sizes: Sizes) -> Found:
     train = _tensors((x_train - mean) / sd, y_train)
     test = _tensors((x_test - mean) / sd, y_test)
 
-    posteriors, rows = _three_ways(_mlp(64, 32, 10), "categorical", priors.FanInNormal(5.0), train, test, seed, sizes)
+    posteriors, rows = _three_ways(_mlp(64, 32, 10), "categorical", train, test, seed, sizes.adam_steps, sizes.digits)
     arrays = {name: p.predict(test[0]).mean.double().numpy() for name, p in posteriors.items()}
     for name, probabilities in arrays.items():
         rows[name]["accuracy"] = float((probabilities.argmax(1) == y_test).mean())
+        rows[name]["confidence"] = float(probabilities.max(1).mean())
     return Found({"train": len(train[0]), "test": len(test[0]), "rows": rows}, {"y": y_test, "probabilities": arrays})
 
 
 def _three_ways(
     net: nn.Module,
     likelihood: str,
-    prior: priors.Prior,
     data: tuple[Tensor, Tensor],
     test: tuple[Tensor, Tensor],
     seed: int,
-    sizes: Sizes,
+    adam_steps: int,
+    length: Length,
 ) -> tuple[dict[str, Posterior], dict[str, dict[str, float]]]:
-    """A point estimate, a point estimate under the prior, and draws of the posterior, from the same start.
+    """A point estimate, a point estimate under a prior, and draws of the posterior, started at the latter.
+
+    I-SGD samples the scales of its prior. A density of weights and scales has its mode where a scale is zero, so the
+    point estimate takes the scale 1 instead, the median of their prior.
 
     Returns:
         The three, and for each its mean negative log likelihood on the test set (MNLL), how much higher that is than
-        I-SGD's, standard errors over test examples (of the paired difference too), and what it cost.
+        I-SGD's, standard errors over test examples (of the paired difference too), and what it cost. I-SGD's cost
+        includes that of its start, and its row has the MNLL of each half of the draws.
     """
-    flat = Target.from_module(net, likelihood, priors.Flat())
-    target = Target.from_module(net, likelihood, prior)
-    posteriors = {
-        POINT: fit_adam(flat, data, sizes.adam_steps, seed),
-        MAP: fit_adam(target, data, sizes.adam_steps, seed),
-        ISGD: sample(
-            target,
-            data,
-            draws=sizes.net_draws,
-            keep_every=sizes.net_keep_every,
-            warmup=sizes.net_warmup,
-            seed=seed,
-            progress=False,
-        ),
-    }
+    point = fit_adam(Target.from_module(net, likelihood, priors.Flat()), data, adam_steps, seed)
+    start = fit_adam(Target.from_module(net, likelihood, priors.FanInNormal()), data, adam_steps, seed)
+    sampled = sample(
+        Target.from_module(net, likelihood, priors.HierarchicalNormal()),
+        data,
+        init={name: value[0, 0] for name, value in start.draws.items()},
+        draws=length.draws,
+        keep_every=length.keep_every,
+        warmup=length.warmup,
+        seed=seed,
+        progress=False,
+    )
+    posteriors = {POINT: point, MAP: start, ISGD: sampled}
     losses = {name: -p.log_predictive(test).double() for name, p in posteriors.items()}
     rows = {}
     for name, posterior in posteriors.items():
@@ -152,6 +162,11 @@ def _three_ways(
         excess, excess_error = _mean(losses[name] - losses[ISGD])
         rows[name] = {"mnll": mean, "mnll_error": error, "excess": excess, "excess_error": excess_error}
         rows[name] |= _costs(posterior)
+    for cost in ("gradients", "seconds"):
+        rows[ISGD][cost] += rows[MAP][cost]
+    for part, draws in (("first", slice(None, length.draws // 2)), ("last", slice(length.draws // 2, None))):
+        half = Posterior(sampled.target, {name: value[:, draws] for name, value in sampled.draws.items()}, sampled.info)
+        rows[ISGD][f"mnll_{part}_half"] = -float(half.log_predictive(test).double().mean())
     return posteriors, rows
 
 
@@ -175,7 +190,7 @@ def fit_adam(target: Target, data: tuple[Tensor, Tensor], steps: int, seed: int,
 
 
 def _mlp(inputs: int, hidden: int, outputs: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs))
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
 
 
 def _tensors(x: Any, y: Any) -> tuple[Tensor, Tensor]:
