@@ -59,7 +59,6 @@ CASES = {
     "sgld-adapted": Case(SGLD),
     "sghmc": Case(SGHMC, {"lr": 0.05}),
     "sghmc-corrected": Case(SGHMC, {"lr": 0.05, "corrected": True}),
-    "sghmc-resampled": Case(SGHMC, {"lr": 0.05, "resample_every": 4}),
     "sghmc-adapted": Case(SGHMC, {"corrected": True, "friction": 0.5}),
     "vsgd": Case(VSGD),
     "vsgd-per-layer": Case(VSGD, {"per_layer": True, "noise": "gaussian"}),
@@ -398,8 +397,6 @@ def planned_innovations(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, A
 
 @every_case
 def test_chains_together_are_chains_alone(case: Case, planned_innovations: dict[str, Any]) -> None:
-    if case.settings.get("resample_every"):
-        pytest.skip("velocities are drawn from the generator itself")
     steps, curvature = case.warmup + 3, torch.tensor([1.0, 5.0, 0.2])
     streams = [Data(named_params(), seed=k) for k in range(CHAINS)]
     drawn = [[(s.noise(), s.noise()) for _ in range(steps + 8)] for s in streams]

@@ -285,7 +285,6 @@ def test_num_data_is_never_guessed(kind: Any) -> None:
         (SGHMC, {"lr": 0.0}, "lr = 0.0 must be positive; leave it out"),
         (SGHMC, {"friction": 0.0}, r"friction = 0.0 must lie in \(0, 1\]"),
         (SGHMC, {"friction": 1.5}, r"friction = 1.5 must lie in \(0, 1\]"),
-        (SGHMC, {"resample_every": 0}, "resample_every = 0 must be at least 1, or None"),
     ],
 )
 def test_bad_settings_of_one_sampler(kind: Any, settings: dict[str, Any], words: str) -> None:

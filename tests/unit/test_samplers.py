@@ -120,15 +120,15 @@ def test_lambda_is_the_summary_of_the_noise(summary: str) -> None:
 
 
 def test_lambda_covers_the_longest_outer_product(generator: torch.Generator) -> None:
-    """With vectors kept in a ring: the top eigenvalue of their mean outer product, up to the share that is clipped."""
+    """The top eigenvalue of the mean outer product of 16 vectors, over all full rings, up to the share that is clipped."""
     sampler, _ = one_group()
-    vectors = torch.randn(16, 4, generator=generator)
+    vectors = torch.randn(40, 4, generator=generator)
     feed(sampler, vectors)
-    tops = [torch.linalg.eigvalsh(vectors[:k].T @ vectors[:k] / k).max() for k in range(1, 17)]
+    rings = [vectors[k - 15 : k + 1] for k in range(16, 40)]
+    tops = torch.stack([torch.linalg.eigvalsh(ring.T @ ring / 16).max() for ring in rings])
     sampler.adapt()
-    expected = 0.5 * torch.quantile(torch.stack(tops), 0.99)
-    assert sampler.param_groups[0]["lam"] == pytest.approx(float(expected), rel=1e-4)
-    assert sampler.clipped_share(sampler.param_groups[0]) == pytest.approx(1 / 16)
+    assert sampler.param_groups[0]["lam"] == pytest.approx(float(0.5 * torch.quantile(tops, 0.99)), rel=1e-4)
+    assert sampler.clipped_share(sampler.param_groups[0]) == pytest.approx(1 / len(tops))
 
 
 def test_the_curvature_guard_bounds_the_bias() -> None:
@@ -300,14 +300,6 @@ def test_sghmc(corrected: bool, unit_innovations: Tensor) -> None:
     for _ in range(3):
         velocity = 0.8 * velocity - 0.1 * (1.0 + w)
         torch.testing.assert_close(step(sampler, theta, torch.ones(4), noise=d), velocity)
-
-
-def test_sghmc_draws_velocities_at_their_own_temperature() -> None:
-    size, lr, temperature = 20_000, 0.1, 0.5
-    sampler, theta = one_group(size, SGHMC, lr=lr, temperature=temperature, resample_every=1, friction=1e-9)
-    move = step(sampler, theta, torch.zeros(size))
-    variance = lr * temperature / N
-    assert abs(float(move.var()) / variance - 1) < 4.5 * math.sqrt(2 / size)
 
 
 @pytest.mark.parametrize("per_layer", [False, True])

@@ -82,6 +82,12 @@ class IterableBatches:
         self.source, self.device = source, device
         self._iterator: Iterator[Batch] = iter(source)
         sampler = getattr(source, "sampler", None)
+        if hasattr(sampler, "weights"):
+            raise ValueError(
+                f"data is drawn by {type(sampler).__name__}, some examples more often than others: the "
+                "draws would be of another "
+                "posterior. Use RandomSampler(replacement=True), or put weights into the log likelihood"
+            )
         self.independent = bool(getattr(sampler, "replacement", False))
 
     def next(self) -> Batch:

@@ -20,7 +20,7 @@ from isosgd.chain.warmup import MOST_STEPS, WarmupReport, warm_up
 from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.potential import Params, Target
 from isosgd.predictive import Posterior
-from isosgd.samplers import METHODS, PRESETS, Sampler
+from isosgd.samplers import ISGD, METHODS, PRESETS, Sampler
 
 NOISE_EVERY = 8  # in sampling the noise is followed, not found: every so many steps are split in halves
 GUESSED_SPACING = 100  # for the progress bar, until the spacing is known
@@ -115,9 +115,11 @@ def sample(
             report = _find_rates(chain, warmup, bar, keep_every == "auto")
             gap = report.keep_every or spacing
             bar.total = chains * (report.steps + draws * gap)
+            done = 0
             for _ in range(draws):
                 for _ in range(gap):
-                    chain.step(split=chain.sampler.param_groups[0]["step"] % noise_every == 0)
+                    chain.step(split=chain.sampler.estimator.centred and done % noise_every == 0)
+                    done += 1
                     bar.advance(label + "sampling")
                 stored.append({name: value.cpu() for name, value in chain.natural().items()})
             kept.append({name: torch.stack([draw[name] for draw in stored]) for name in stored[0]})
@@ -203,7 +205,7 @@ def _check_batch(batches: Batches, num_data: int) -> None:
     n = getattr(batches, "batch_size", None)
     if n is None:
         n = batch_length(batches.next())
-    if n < 2 <= num_data:
+    if n < 2:
         raise ValueError(
             f"batches of {n} example: noise is measured between the halves of a batch, give it at least 2 (batch_size=)"
         )
@@ -227,6 +229,20 @@ def _warn_of(chain: Chain, report: WarmupReport, index: int) -> None:
                 "lambda where the chain now "
                 "is, so that the draws are too widely spread. Use scheme='windowed', a longer warmup= or "
                 "a lower temperature.",
+                SamplingWarning,
+                stacklevel=3,
+            )
+    limit = 2.0 * chain.sampler.bias
+    corrected = isinstance(chain.sampler, ISGD) or getattr(chain.sampler, "corrected", False)
+    for found in report.groups if chain.sampler.targets == Sampler.targets else []:
+        heat = 0.0 if corrected else found.noise_share
+        excess = found.predicted_bias + heat
+        if excess > 2.0 * limit or found.predicted_bias > limit:
+            warnings.warn(
+                f"{where}posterior variances of group {found.name!r} come out too large by about "
+                f"{100 * excess:.0f}%: its rate of "
+                f"{found.rate:.3g} is too high for its curvature or its gradient noise. Lower it, or let "
+                "the warm-up set it.",
                 SamplingWarning,
                 stacklevel=3,
             )

@@ -40,6 +40,7 @@ ADAPT_EVERY = 20
 CAUTION = 4.0
 SETTLED_RATIO = 1.5
 SIGNAL_RATIO = 2.0
+RELAXATIONS = 5.0
 MOST_STEPS = 20_000
 PAPER_STEPS = 2_000  # the paper's warm-up on its regressions
 MOST_DESCENT_SHARE = 0.5
@@ -156,6 +157,7 @@ class _Warmup:
                 losses = self._descent_window(factor, window, moving)
                 later = losses[len(losses) // 2 :]
                 now, error = float(later.mean()), 2.0 * float(later.std()) / math.sqrt(len(later))
+                now += self._prior_part()
             except DivergedError:
                 now = math.inf
             if not now < best + error:
@@ -172,7 +174,12 @@ class _Warmup:
             self.chain.evaluate()
             losses.append(self.chain.loss)
             self._count("descending")
-        return float(np.mean(losses)), 2.0 * float(np.std(losses)) / math.sqrt(len(losses))
+        return float(np.mean(losses)) + self._prior_part(), 2.0 * float(np.std(losses)) / math.sqrt(len(losses))
+
+    def _prior_part(self) -> float:
+        """The prior's part of the loss, which the loss of a minibatch leaves out."""
+        with torch.no_grad():
+            return -float(self.chain.target.log_prior(self.chain.params)) / self.chain.num_data
 
     def _descent_window(
         self, factor: float, length: int, moving: list[tuple[dict[str, Any], int]]
@@ -201,7 +208,7 @@ class _Warmup:
         chain, length = self.chain, FIRST_WINDOW
         for _ in range(FIRST_WINDOW):  # a first noise estimate before the first move
             noise = chain.evaluate(split=True)
-            chain.sampler.observe(noise)
+            chain.sampler.observe(noise if chain.sampler.estimator.centred else None)
             self._count("measuring noise")
         # A mode has far less noise than its surroundings: start well below the rate it suggests, and let it rise.
         chain.sampler.adapt([CAUTION * h for h in chain.curvature.values()])
@@ -247,7 +254,7 @@ class _Warmup:
                 self._feed_signal(noise)
             if i % self.trace_stride == 0:
                 self._trace()
-            chain.sampler.step(noise=noise)
+            chain.sampler.step(noise=noise if chain.sampler.estimator.centred else None)
             if i % ADAPT_EVERY == ADAPT_EVERY - 1:  # within a window rates may only fall
                 chain.sampler.adapt(chain.curvature.values(), rise=1.0)
             self._count("warming up")
@@ -279,6 +286,15 @@ class _Warmup:
                     "stationarity: the chain is still on its way; a longer warmup= or a start closer to a "
                     "mode (init=) would help"
                 )
+        slowest = min(range(len(groups)), key=lambda i: self._rates()[i] * self.curvatures[i])
+        relaxation = 1.0 / max(self._rates()[slowest] * self.curvatures[slowest], 1e-12)
+        if len(losses) < RELAXATIONS * relaxation:
+            return (
+                f"the last window of {len(losses)} steps is short beside the {relaxation:.0f} steps that group "
+                f"{groups[slowest]['name']!r} takes to forget where it was, even along its stiffest "
+                "direction: a longer "
+                "warmup=, a larger batch_size= or a higher temperature would help"
+            )
         parts = np.array([part.mean() for part in np.array_split(losses, 10)])
         first, second = parts[:5], parts[5:]
         drift = float(second.mean() - first.mean())
@@ -312,9 +328,16 @@ class _Warmup:
         self.chain.evaluate()
         for _ in range(2 * PROBE_EVERY):  # for the report alone: these schemes have no guard
             self.chain.probe_curvature()
-        keep = self._spacing() if measure_spacing else None
-        report = WarmupReport(True, "", self.spent, 0, keep, self._groups())
         sampler.freeze()
+        keep = None
+        if measure_spacing:  # the traces so far are of training, or of a frozen model
+            self.traces, self.trace_stride = [], 1
+            for _ in range(TRACE_LENGTH):
+                self.chain.step(split=sampler.estimator.centred)
+                self._trace()
+                self._count("measuring")
+            keep = self._spacing()
+        report = WarmupReport(True, "", self.spent, 0, keep, self._groups())
         return report
 
     # -- measurements -------------------------------------------------------------------------------------------------
@@ -360,7 +383,7 @@ class _Warmup:
         for group, h, meter in zip(sampler.param_groups, curvatures, self.tails, strict=True):
             rate = float(group["rate"])
             sigma = sampler.friction * group["temperature"] / (group["num_data"] * rate) if rate > 0 else math.inf
-            mean_b = float(sampler.noise_summary(group, "mean")) if sampler.group_noise(group) else math.nan
+            top = float(sampler.noise_summary(group, "top")) if sampler.group_noise(group) else math.nan
             reports.append(
                 GroupReport(
                     name=group["name"],
@@ -370,7 +393,7 @@ class _Warmup:
                     rate_curvature=rate * h,
                     predicted_bias=variance_inflation(rate * h, sampler.friction) - 1.0,
                     tail_index=meter.tail_index(),
-                    noise_share=mean_b / sigma,
+                    noise_share=top / sigma,
                     clipped_share=sampler.clipped_share(group) if isinstance(sampler, ISGD) else 0.0,
                 )
             )

@@ -136,7 +136,7 @@ class Sampler(Optimizer):
         chains: K when every parameter carries a leading dimension of K independent chains; rates are then ``[K]``.
         foreach: update all tensors of a group in one call.
         capturable: keep rates in tensors on the device, so that a step can be captured in a CUDA graph.
-        innovations: ``normal``, ``bytes`` (moment-matched, see `isosgd.samplers.innovations`) or ``auto``.
+        innovations: ``normal``, ``bits`` (moment-matched, see `isosgd.samplers.innovations`) or ``auto``.
         extra: further settings of a group, from the subclass.
     """
 
@@ -270,9 +270,6 @@ class Sampler(Optimizer):
 
         The top eigenvector; the last few noise vectors; and how long their outer products were.
         """
-        if group["seen"] == 0 and "ring" in state:  # a new window: nothing of the old one may stay
-            state["ring"].zero_()
-            group["vectors"] = 0
         slots = min(MOST_VECTORS, max(1, VECTOR_MEMORY // vector.shape[-1]))
         if "top" not in state:
             state["top"] = torch.empty_like(vector).normal_(generator=self.generator)
@@ -283,7 +280,14 @@ class Sampler(Optimizer):
         state["ring"][..., group["vectors"] % slots, :] = vector
         group["vectors"] += 1
         self._spectra[id(group)] = spectrum = ring_spectrum(state["ring"])
-        state["longest"][group["seen"] % LENGTHS_KEPT] = spectrum[0].amax(-1) / min(group["vectors"], slots)
+        # A ring that is not full, or holds vectors of an older window, says little: such lengths are soon written over.
+        index = max(group["seen"] - slots, 0) % LENGTHS_KEPT
+        state["longest"][index] = spectrum[0].amax(-1) / min(group["vectors"], slots)
+
+    @staticmethod
+    def _lengths(group: Group, slots: int) -> int:
+        """How many lengths count: those of full rings since the noise was last forgotten, or the last one."""
+        return min(max(int(group["seen"]) - slots, 1), LENGTHS_KEPT)
 
     def forget_noise(self) -> None:
         """Start the noise estimate anew where the chain now is; the old one serves until the first new vector."""
@@ -322,8 +326,9 @@ class Sampler(Optimizer):
         """Top eigenvalue of the outer products of the noise vectors kept, at recent steps: ``[seen]`` or ``[seen,
         chains]``.
         """
-        longest: Tensor = self._seen_noise(group)["longest"]
-        return longest[: min(group["seen"], LENGTHS_KEPT)]
+        state = self._seen_noise(group)
+        longest: Tensor = state["longest"]
+        return longest[: self._lengths(group, state["ring"].shape[-2])]
 
     def longest_noise(self, group: Group) -> Tensor:
         """What lambda must cover for `take_out_` to be exact.
@@ -475,7 +480,7 @@ class Sampler(Optimizer):
             dtype = torch.promote_types(dtype, p.dtype)
         lead = () if self.chains is None else (self.chains,)
         sizes = [p.numel() // (self.chains or 1) for p in every]
-        self._innovation = torch.empty((*lead, sum(sizes)), dtype=dtype, device=every[0].device)
+        self._innovation = torch.zeros((*lead, sum(sizes)), dtype=dtype, device=every[0].device)
         self._source = Source(self._innovation.view(-1), self.generator, self.innovations)
         views = iter(v.view(p.shape) for v, p in zip(torch.split(self._innovation, sizes, dim=-1), every, strict=True))
         counts = [sum(p.numel() // (self.chains or 1) for p in params) for params in active]

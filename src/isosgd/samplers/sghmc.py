@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isosgd.samplers.base import Group, Move, ParamsLike, Planned, Sampler
-from isosgd.samplers.steppers import Number, hamiltonian_, scale_
+from isosgd.samplers.base import Group, Move, ParamsLike, Sampler
+from isosgd.samplers.steppers import Number, hamiltonian_
 from isosgd.samplers.structure import root
 
 
@@ -34,7 +34,6 @@ class SGHMC(Sampler):
         friction: a in (0, 1]; at 1 it is SGLD.
         corrected: subtract the measured gradient noise from the injected noise, correlations included. It needs centred
             noise vectors. Chen et al. take a user's B^; theirs with B^ = 0 is the default here too.
-        resample_every: draw the velocity anew every so many steps, at its own temperature (variance ``lr T / N``).
         settings: the settings common to all samplers, see `Sampler`.
     """
 
@@ -47,21 +46,13 @@ class SGHMC(Sampler):
         lr: float | None = None,
         friction: float = 0.1,
         corrected: bool = False,
-        resample_every: int | None = None,
         **settings: Any,
     ) -> None:
         if lr is not None and not lr > 0:
             raise ValueError(f"lr = {lr} must be positive; leave it out to have it set by the warm-up")
         if not 0 < friction <= 1:
             raise ValueError(f"friction = {friction} must lie in (0, 1]")
-        if resample_every is not None and resample_every < 1:
-            raise ValueError(f"resample_every = {resample_every} must be at least 1, or None")
-        self.given, self.friction, self.corrected, self.resample_every = (
-            lr is not None,
-            friction,
-            corrected,
-            resample_every,
-        )
+        self.given, self.friction, self.corrected = lr is not None, friction, corrected
         super().__init__(params, num_data=num_data, temperature=temperature, extra={"rate": None}, **settings)
         if lr is not None:
             for group in self.param_groups:
@@ -87,13 +78,6 @@ class SGHMC(Sampler):
         rate = self.rate(group)
         sigma = self.friction * group["temperature"] / (group["num_data"] * rate)  # what Theorem 2 asks for
         return self._outer(group, sigma, rate) if self.corrected else Move(rate, root(2.0 * sigma))
-
-    def _moves(self) -> list[Planned]:
-        if self.resample_every is not None and self.param_groups[0]["step"] % self.resample_every == 0:
-            for group in self.param_groups:
-                velocity = [self._velocity(p).normal_(generator=self.generator) for p in group["params"]]
-                scale_(velocity, root(self.rate(group) * group["temperature"] / group["num_data"]))
-        return super()._moves()
 
     def _velocity(self, p: Tensor) -> Tensor:
         state = self.state[p]
