@@ -4,8 +4,8 @@
 
 The model has 167 tensors and about a million parameters, in 56 layers (the shape of a ResNet-56 without its
 buffers). Every round calls every optimizer once, so that all of them meet cold caches and the same load on the
-machine. Samplers follow the gradient noise in some steps only (every fiftieth, their default); what is shown is the mean over such a
-cycle of the medians over rounds, so that those steps count too.
+machine. Samplers follow the gradient noise in some steps only (every fiftieth, their default); what is shown is the
+mean over such a cycle of the medians over rounds, so that those steps count too.
 """
 
 from __future__ import annotations

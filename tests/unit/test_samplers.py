@@ -120,7 +120,7 @@ def test_lambda_is_the_summary_of_the_noise(summary: str) -> None:
 
 
 def test_lambda_covers_the_longest_outer_product(generator: torch.Generator) -> None:
-    """Top eigenvalue of the mean outer product of 16 vectors, over all full rings, but for the share that is clipped."""
+    """Top eigenvalue of the mean outer product of 16 vectors, over all full rings, but for what is clipped."""
     sampler, _ = one_group()
     vectors = torch.randn(40, 4, generator=generator)
     feed(sampler, vectors)
