@@ -73,7 +73,8 @@ def test_data_of_yachts_size_do_not_diverge():
         )
     report = posterior.info["warmup"][0]
     assert all(group["rate_curvature"] <= 0.05 for group in report["groups"])
-    assert float((posterior.predict(x).mean - y).square().mean()) < 0.1  # the variance of y is about 1.5
+    # Diverged chains predict nothing: their error is that of the mean, 1.5, or far beyond.
+    assert float((posterior.predict(x).mean - y).square().mean()) < 0.3
     assert 0.05 < float(posterior.draws["likelihood.scale"].mean()) < 0.6
 
 

@@ -31,7 +31,7 @@ class Sizes:
 
     toy: Length = Length(3_000, 1_000, 16)
     diabetes: Length = Length(7_000, 100, 100)
-    digits: Length = Length(7_000, 400, 100)
+    digits: Length = Length(7_000, 300, 100)
     adam_steps: int = 2_000
 
 
