@@ -88,7 +88,7 @@ class ISGD(Sampler):
         ...     sampler.zero_grad()
         ...     loss.backward()
         ...     _ = sampler.step()
-        >>> sampler.param_groups[0]["rate"] > 0
+        >>> sampler.rate(sampler.param_groups[0]) > 0
         True
     """
 
