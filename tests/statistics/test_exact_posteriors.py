@@ -68,13 +68,11 @@ def test_data_of_yachts_size_do_not_diverge():
     target = Target.from_module(net, "gaussian")
     with warnings.catch_warnings():  # it may well say that so short a warm-up has not settled
         warnings.simplefilter("ignore", isosgd.SamplingWarning)
-        posterior = isosgd.sample(
-            target, (x, y), batch_size=128, draws=50, keep_every=20, warmup=5000, seed=0, progress=False
-        )
+        posterior = isosgd.sample(target, (x, y), batch_size=128, draws=50, keep_every=20, seed=0, progress=False)
     report = posterior.info["warmup"][0]
     assert all(group["rate_curvature"] <= 0.05 for group in report["groups"])
     # Diverged chains predict nothing: their error is that of the mean, 1.5, or far beyond.
-    assert float((posterior.predict(x).mean - y).square().mean()) < 0.3
+    assert float((posterior.predict(x).mean - y).square().mean()) < 0.1
     assert 0.05 < float(posterior.draws["likelihood.scale"].mean()) < 0.6
 
 
