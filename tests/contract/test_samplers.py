@@ -385,13 +385,12 @@ def planned_innovations(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, A
     """Innovations from a table, so that chains can be run together and alone on the same ones."""
     plan: dict[str, Any] = {"chain": None, "generator": seeded(3)}
 
-    def fill(self: Source, scale: Tensor | None = None) -> Tensor:
-        size = self.out.numel() if plan["chain"] is None else CHAINS * self.out.numel()
+    def draw(self: Source, out: Tensor) -> None:
+        size = out.numel() if plan["chain"] is None else CHAINS * out.numel()
         drawn = torch.randn(size, generator=plan["generator"]).view(CHAINS, -1)
-        self.out.copy_(drawn.reshape(-1) if plan["chain"] is None else drawn[plan["chain"]])
-        return self.out if scale is None else self.out.mul_(scale)
+        out.copy_(drawn if plan["chain"] is None else drawn[plan["chain"]])
 
-    monkeypatch.setattr(Source, "fill", fill)
+    monkeypatch.setattr(Source, "_draw", draw)
     yield plan
 
 

@@ -46,8 +46,13 @@ def test_ten_times_the_data(gaussian_posterior, name):
 
 
 def _doubled_noise(monkeypatch):
-    original = Source.fill
-    monkeypatch.setattr(Source, "fill", lambda self, scale=None: original(self, scale).mul_(2.0))
+    original = Source._draw
+
+    def doubled(self, out):
+        original(self, out)
+        out.mul_(2.0)
+
+    monkeypatch.setattr(Source, "_draw", doubled)
     return {}
 
 

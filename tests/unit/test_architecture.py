@@ -18,7 +18,7 @@ PACKAGE = ROOT / "src" / "isosgd"
 
 # A part imports only what stands left of it. "isosgd" is the package's own __init__, which gathers the public names.
 ORDER = (
-    "errors", "data", "models", "potential", "noise", "samplers", "store", "predictive", "metrics",
+    "errors", "names", "data", "models", "potential", "noise", "samplers", "store", "predictive", "metrics",
     "diagnostics", "chain", "baselines", "isosgd", "experiments", "report", "demo", "cli", "__main__",
 )  # fmt: skip
 # Arrows that the order alone would allow.

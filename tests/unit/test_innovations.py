@@ -19,7 +19,7 @@ KINDS = ["normal", "bits"]
 def drawn(size: int, generator: torch.Generator, kind: str = "bits", dtype: torch.dtype = torch.float64) -> Tensor:
     """One fill. What the thread draws ahead is given back, so that the generator stands where this fill left it."""
     source = Source(torch.empty(size, dtype=dtype), generator, kind)
-    x = source.fill() * source.unit
+    x = source.fill().clone()
     generator.set_state(source.state())
     return x
 

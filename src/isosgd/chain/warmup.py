@@ -198,7 +198,7 @@ class _Warmup:
                     params = group["params"]
                     speeds, grads = [velocity[id(p)] for p in params], [p.grad for p in params]
                     rate = factor / curvatures[index]
-                    hamiltonian_(params, speeds, grads, [], rate, DESCENT_FRICTION, amplitude=0.0)
+                    hamiltonian_(params, speeds, grads, rate, DESCENT_FRICTION)
             self._count("descending")
         return np.array(losses)
 

@@ -80,8 +80,8 @@ class MovingAverage(NoiseEstimator):
 
     def update(self, states: Sequence[State], noise: Sequence[Tensor], seen: int) -> None:
         weight = max(1.0 - self.momentum, 1.0 / (seen + 1))
-        squares = [d.to(s["variance"].dtype).square() for s, d in zip(states, noise, strict=True)]
-        torch._foreach_lerp_([s["variance"] for s in states], squares, weight)
+        vectors = [d.to(s["variance"].dtype) for s, d in zip(states, noise, strict=True)]
+        torch._foreach_lerp_([s["variance"] for s in states], torch._foreach_mul(vectors, vectors), weight)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Named parameters: the type, and the rules by which a name finds its layer, its pattern, its positive values.
+"""Named parameters: the type, and the rules by which a name finds its pattern and its positive values.
 
 *Natural* parameters are what users see. *Free* parameters are what samplers move: the same names, but a positive
 parameter is held as its logarithm.
@@ -16,16 +16,6 @@ Params = dict[str, Tensor]
 """Parameters by name."""
 
 T = TypeVar("T")
-
-
-def layer_of(name: str) -> str:
-    """Layer of a parameter: the module it sits in. A name without a dot is a layer of its own.
-
-    Example:
-        >>> layer_of("block.fc1.weight"), layer_of("block.fc1.bias"), layer_of("w")
-        ('block.fc1', 'block.fc1', 'w')
-    """
-    return name.rpartition(".")[0] or name
 
 
 def match(name: str, patterns: Iterable[str]) -> str | None:

@@ -35,7 +35,8 @@ from isosgd.potential.elementwise import (
     check_positive,
     total,
 )
-from isosgd.potential.params import Params, layer_of, match
+from isosgd.names import layer_of
+from isosgd.potential.params import Params, match
 
 __all__ = [
     "Exponential",

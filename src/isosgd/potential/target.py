@@ -12,7 +12,8 @@ from isosgd.potential.batches import batch_length, count_examples
 from isosgd.potential.elementwise import Prior
 from isosgd.potential.likelihoods import Likelihood
 from isosgd.potential.modules import ModuleLikelihood, Select
-from isosgd.potential.params import Params, layer_of
+from isosgd.names import layer_of
+from isosgd.potential.params import Params
 from isosgd.potential.priors import FanInNormal, as_prior
 from isosgd.potential.space import Space, as_parameter
 

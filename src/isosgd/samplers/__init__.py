@@ -1,6 +1,7 @@
 """Samplers: torch optimizers over two steppers. They see parameters and gradients, never models or data."""
 
-from isosgd.samplers.base import Sampler, layer_groups
+from isosgd.samplers.base import Sampler
+from isosgd.samplers.groups import layer_groups
 from isosgd.samplers.isgd import ISGD, PRESETS
 from isosgd.samplers.sghmc import SGHMC
 from isosgd.samplers.sgld import SGLD

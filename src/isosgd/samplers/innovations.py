@@ -2,18 +2,18 @@
 
 On an accelerator, and for small tensors, they are normal. On the CPU drawing a million normals takes fifteen times as
 long as the update they belong to, so large CPU tensors get sums of eight random signs instead, that is the bits of a
-byte
-counted: a binomial variable whose mean, variance and odd moments are those of a normal, and whose fourth moment is 2.75
-instead of 3. A scheme of weak order one, as our steppers are, does not see the difference (Kloeden and Platen 1992,
-section 14.1): means, covariances and the order of the discretisation bias are unchanged. A chain adds up many such
-steps before it has moved by a standard deviation, so that its own fourth moment is off by 0.25 rate h only, less than
-0.01.
+byte counted: a binomial variable whose mean, variance and odd moments are those of a normal, and whose fourth moment is
+2.75 instead of 3. A scheme of weak order one, as our steppers are, does not see the difference (Kloeden and Platen
+1992, section 14.1): means, covariances and the order of the discretisation bias are unchanged. A chain adds up many
+such steps before it has moved by a standard deviation, so that its own fourth moment is off by 0.25 rate h only, less
+than 0.01.
 
 Both kinds are a function of the `torch.Generator` alone, so that saving the generator saves the stream.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, Literal
@@ -33,9 +33,9 @@ def _as_bits(out: Tensor, kind: Innovations) -> bool:
 
 
 class Source:
-    """Innovations for a flat float tensor, in units of ``unit``.
+    """Innovations for a flat float tensor.
 
-    Counted bits are made one step ahead by a thread: small updates keep one core busy, so that another is free.
+    Counted bits, and all that is done to them, can be made ahead by a thread while the next gradient is computed.
 
     Args:
         out: the tensor to fill.
@@ -44,38 +44,70 @@ class Source:
 
     Example:
         >>> source = Source(torch.empty(1 << 16), torch.Generator().manual_seed(0))
-        >>> x = source.fill() * source.unit
-        >>> round(float(x.var()), 1)
+        >>> round(float(source.fill().var()), 1)
         1.0
     """
 
     def __init__(self, out: Tensor, generator: torch.Generator, kind: Innovations = "auto") -> None:
         self.out, self.generator = out, generator
         self.bits = _as_bits(out, kind)
-        self.unit = UNIT if self.bits else 1.0
-        self._ahead: Future[NDArray[np.int8]] | None = None
+        self.ahead: Future[None] | None = None
         self._before = generator.get_state()
+        self.prepare()
 
-    def fill(self, scale: Tensor | None = None) -> Tensor:
-        """Fresh innovations in ``out``, times ``scale`` where one is given."""
-        if not self.bits:
-            self.out.normal_(generator=self.generator)
-            return self.out if scale is None else self.out.mul_(scale)
-        ready = self._ahead or self._start()
-        self.out.copy_(torch.from_numpy(ready.result()))
-        if scale is not None:
-            self.out.mul_(scale)
-        self._ahead = self._start()
+    def prepare(self, scale: Tensor | None = None, finish: Callable[[], None] | None = None) -> None:
+        """Say what `fill` does to innovations of unit variance; what was made ahead is made anew.
+
+        Args:
+            scale: multiplies them, entry by entry.
+            finish: is called then, perhaps in another thread, and may change ``out`` once more.
+        """
+        if self.ahead is not None:
+            self.ahead.result()
+            self.ahead = None
+            self.generator.set_state(self._before)
+        self._scale, self._finish = scale, finish
+        if self.bits:
+            kind = self.out.numpy().dtype.type
+            self._factor: Any = kind(UNIT) if scale is None else (scale * UNIT).reshape(-1).numpy()
+
+    def fill(self) -> Tensor:
+        """Fresh innovations in ``out``."""
+        if self.bits:
+            (self.ahead or self._start()).result()
+            self.ahead = None
+            return self.out
+        self._draw(self.out)
+        if self._scale is not None:
+            self.out.mul_(self._scale)
+        if self._finish is not None:
+            self._finish()
         return self.out
 
-    def _start(self) -> Future[NDArray[np.int8]]:
+    def go_ahead(self) -> None:
+        """Start on the next innovations; ``out`` is written over."""
+        if self.bits and self.ahead is None:
+            self.ahead = self._start()
+
+    def _draw(self, out: Tensor) -> None:
+        out.normal_(generator=self.generator)
+
+    def _start(self) -> Future[None]:
         self._before = self.generator.get_state()
         words = torch.empty(3, dtype=torch.int64).random_(generator=self.generator)
-        return _pool().submit(count_bits, words.numpy().view(np.uint64), self.out.numel())
+        return _pool().submit(self._make, words.numpy().view(np.uint64))
+
+    @torch.no_grad()
+    def _make(self, seed: NDArray[np.uint64]) -> None:
+        out = self.out.view(-1).numpy()
+        # numpy, not torch: torch would start a second pool of threads here.
+        np.multiply(count_bits(seed, out.size), self._factor, out=out, casting="unsafe")
+        if self._finish is not None:
+            self._finish()
 
     def state(self) -> Tensor:
         """State of the generator from which the next `fill` follows: what has to be saved."""
-        return self.generator.get_state() if self._ahead is None else self._before
+        return self.generator.get_state() if self.ahead is None else self._before
 
 
 @lru_cache(maxsize=1)
@@ -94,6 +126,8 @@ def count_bits(seed: NDArray[np.uint64], count: int) -> NDArray[np.int8]:
     state: Any = {"state": np.append(seed, np.uint64(1))}
     source.state = {"bit_generator": "SFC64", "state": state, "has_uint32": 0, "uinteger": 0}
     source.random_raw(12, output=False)
-    ones = np.bitwise_count(source.random_raw((count + 7) // 8).view(np.uint8)).view(np.int8)
+    # `integers` over their whole range are the raw words, drawn without holding Python's lock.
+    words = np.random.Generator(source).integers(0, 2**64 - 1, (count + 7) // 8, dtype=np.uint64, endpoint=True)
+    ones = np.bitwise_count(words.view(np.uint8)).view(np.int8)
     ones -= 4
     return ones[:count]

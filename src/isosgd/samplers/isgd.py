@@ -22,7 +22,8 @@ from torch import Tensor
 
 from isosgd.errors import SamplingWarning
 from isosgd.noise import AlphaStable, MovingAverage, Summary, join
-from isosgd.samplers.base import Group, Move, ParamsLike, Sampler, slow_rise
+from isosgd.samplers.base import Move, Sampler, slow_rise
+from isosgd.samplers.groups import Group, ParamsLike
 from isosgd.samplers.steppers import Number, allowed_rate_curvature
 from isosgd.samplers.structure import (
     Correction,
@@ -230,7 +231,7 @@ class ISGD(Sampler):
             # Training goes on, at the Bayesian rate whatever temperature is sampled later.
             return Move(1.0 / (group["num_data"] * lam), 0.0)
         rate = self.rate(group)
-        return self._outer(group, lam, rate) if self.correction == "outer" else self._diagonal(group, params, lam, rate)
+        return self._outer(lam, rate) if self.correction == "outer" else self._diagonal(params, lam, rate)
 
     def step(  # type: ignore[override]
         self, closure: Callable[[], Tensor] | None = None, *, noise: Sequence[Tensor] | None = None

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isosgd.samplers.base import Group, Move, ParamsLike, Sampler
+from isosgd.samplers.base import Move, Sampler
+from isosgd.samplers.groups import Group, ParamsLike
 from isosgd.samplers.steppers import Number, hamiltonian_
 from isosgd.samplers.structure import root
 
@@ -77,7 +78,7 @@ class SGHMC(Sampler):
     def _move(self, group: Group, params: list[Tensor]) -> Move:
         rate = self.rate(group)
         sigma = self.friction * group["temperature"] / (group["num_data"] * rate)  # what Theorem 2 asks for
-        return self._outer(group, sigma, rate) if self.corrected else Move(rate, root(2.0 * sigma))
+        return self._outer(sigma, rate) if self.corrected else Move(rate, root(2.0 * sigma))
 
     def _velocity(self, p: Tensor) -> Tensor:
         state = self.state[p]
@@ -86,6 +87,7 @@ class SGHMC(Sampler):
         velocity: Tensor = state["velocity"]
         return velocity
 
-    def _advance(self, params: list[Tensor], grads: list[Tensor], xi: list[Tensor], move: Move) -> None:
-        velocity = [self._velocity(p) for p in params]
-        hamiltonian_(params, velocity, grads, xi, move.rate, self.friction, move.amplitude, move.scale)
+    def _advance(
+        self, params: list[Tensor], grads: list[Tensor], rate: Number | list[float], kick: list[Tensor] | None
+    ) -> None:
+        hamiltonian_(params, [self._velocity(p) for p in params], grads, rate, self.friction, kick)

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from isosgd.samplers.base import Group, Move, ParamsLike, Planned, Sampler
+from isosgd.samplers.base import Move, Sampler
+from isosgd.samplers.groups import Group, ParamsLike
 from isosgd.samplers.steppers import Number
 from isosgd.samplers.structure import root
 
@@ -85,7 +86,7 @@ class SGLD(Sampler):
     def rate(self, group: Group) -> Number:
         return super().rate(group) * float((1.0 + group["step"] / group["offset"]) ** -group["decay"])
 
-    def _moves(self) -> list[Planned]:
+    def _make_plan(self) -> None:
         if any(group["decay"] for group in self.param_groups):
             self.refresh()  # the rate changes from step to step
-        return super()._moves()
+        super()._make_plan()

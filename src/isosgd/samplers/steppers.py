@@ -6,6 +6,8 @@ Theorem 1 (no momentum): ``theta -= rate (g + w)``, ``w ~ N(0, 2 C)``. With grad
 Theorem 2 (momentum, in velocity form): ``v <- (1 - a) v - rate (g + w)``, ``theta += v``. It targets ``exp(-f / T)``
 when ``Sigma = a T / (N rate)``. At ``a = 1`` it is the first stepper.
 
+Both take the injected part ready made, as the *kick* ``rate w``: how w is drawn is the sampler's affair.
+
 Both are discrete: for curvature ``h`` of ``f / N`` the stationary variance is larger than it should be by
 `variance_inflation`.
 """
@@ -36,11 +38,6 @@ def spread(value: Number, tensors: list[Tensor]) -> float | Tensor | list[Tensor
     return [value.view(-1, *([1] * (t.dim() - 1))) for t in tensors]
 
 
-def scale_(tensors: list[Tensor], value: Number) -> None:
-    """``tensors *= value``."""
-    torch._foreach_mul_(tensors, spread(value, tensors))
-
-
 def add_scaled_(y: list[Tensor], x: list[Tensor], factor: list[float]) -> None:
     """``y_i += factor_i x_i`` for floats, in one call."""
     if factor.count(factor[0]) == len(factor):
@@ -50,49 +47,29 @@ def add_scaled_(y: list[Tensor], x: list[Tensor], factor: list[float]) -> None:
 
 
 def langevin_(
-    theta: list[Tensor],
-    grad: list[Tensor],
-    xi: list[Tensor],
-    rate: Number | list[float],
-    amplitude: Number | list[float] = 1.0,
-    scale: list[Tensor] | None = None,
+    theta: list[Tensor], grad: list[Tensor], rate: Number | list[float], kick: list[Tensor] | None = None
 ) -> None:
-    """``theta -= rate (grad + amplitude * scale * xi)`` in place; ``xi`` may be overwritten.
-
-    Rate and amplitude are one number for all tensors, or a list of floats, one for each.
-    """
-    if not isinstance(rate, Tensor) and not isinstance(amplitude, Tensor):  # two passes over memory
+    """``theta -= rate grad + kick`` in place. The rate is one for all tensors, or a list of floats, one for each."""
+    if isinstance(rate, Tensor):
+        torch._foreach_sub_(theta, torch._foreach_mul(grad, spread(rate, grad)))
+    else:
         rates = rate if isinstance(rate, list) else [rate] * len(theta)
-        amplitudes = amplitude if isinstance(amplitude, list) else [amplitude] * len(theta)
         add_scaled_(theta, grad, [-r for r in rates])
-        factors = [-r * a for r, a in zip(rates, amplitudes, strict=True)]
-        if scale is not None:
-            torch._foreach_addcmul_(theta, xi, scale, factors)
-        elif any(factors):
-            add_scaled_(theta, xi, factors)
-        return
-    assert not isinstance(rate, list) and not isinstance(amplitude, list)
-    if scale is not None:
-        torch._foreach_mul_(xi, scale)
-    scale_(xi, amplitude)
-    torch._foreach_add_(xi, grad)
-    scale_(xi, rate)
-    torch._foreach_sub_(theta, xi)
+    if kick is not None:
+        torch._foreach_sub_(theta, kick)
 
 
 def hamiltonian_(
     theta: list[Tensor],
     velocity: list[Tensor],
     grad: list[Tensor],
-    xi: list[Tensor],
     rate: Number | list[float],
     friction: float,
-    amplitude: Number | list[float] = 1.0,
-    scale: list[Tensor] | None = None,
+    kick: list[Tensor] | None = None,
 ) -> None:
-    """``v <- (1 - friction) v - rate (grad + amplitude * scale * xi)``, ``theta += v``; ``xi`` may be overwritten."""
+    """``v <- (1 - friction) v - rate grad - kick``, ``theta += v``, in place."""
     torch._foreach_mul_(velocity, 1.0 - friction)
-    langevin_(velocity, grad, xi, rate, amplitude, scale)
+    langevin_(velocity, grad, rate, kick)
     torch._foreach_add_(theta, velocity)
 
 

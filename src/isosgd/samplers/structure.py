@@ -9,10 +9,12 @@ Injected noise works on flat tensors: the innovations of a group are one vector 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,27 +76,33 @@ def diagonal_scale(lam: Number, variance: Tensor) -> Tensor:
 
 def ring_spectrum(ring: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues ``[(chains,) m]`` and eigenvectors of the Gram matrix of m noise vectors ``[(chains,) m, d]``."""
+    if ring.shape[-2] == 1:
+        length = torch.linalg.vector_norm(ring, dim=-1).square()
+        return length, torch.ones_like(length).unsqueeze(-1)
     gram = ring @ ring.mT
-    if gram.shape[-1] == 1:
-        return gram[..., 0], torch.ones_like(gram)
     # In float64, since float32 may fail to converge; and finite, lest one chain that diverged stop the others.
     values, vectors = torch.linalg.eigh(torch.nan_to_num(gram.double(), posinf=0.0))
     return values.clamp_min(0.0).to(gram.dtype), vectors.to(gram.dtype)
 
 
-def outer_factor(ring: Tensor, spectrum: tuple[Tensor, Tensor], lam: Number, count: int) -> Tensor:
-    """The matrix ``Q = K M^T`` ``[(chains,) m, d]`` for `take_out_`; ``count`` of the m vectors are filled.
+def outer_factor(ring: Tensor, spectrum: tuple[Tensor, Tensor], lam: Number, count: int) -> Tensor | float:
+    """What `take_out_` needs beside the ring: ``Q = K M^T`` ``[(chains,) m, d]``; ``count`` of m vectors are filled.
 
     With ``M = [D_1 ... D_m]`` and ``M^T M = V diag(e) V^T`` it has ``K = V diag(c) V^T``, ``c = (1 - sqrt(1 - s)) /
-    e``, ``s = e / (2 lam count)``, written without cancellation. Where s exceeds 1 it is clipped to 1.
+    e``, ``s = e / (2 lam count)``, written without cancellation. Where s exceeds 1 it is clipped to 1. Of a single
+    vector on the CPU it is the number c alone, with ``Q = c D^T``.
     """
     values, vectors = spectrum
+    if ring.dim() == 2 and ring.shape[0] == 1 and ring.device.type == "cpu":
+        value = float(values)
+        most = max(value, 2.0 * count * float(lam))
+        return 1.0 / (most * (1.0 + math.sqrt(1.0 - value / most)))
     longest = torch.clamp_min(values, 2.0 * count * over_chains(lam))
     c = 1.0 / (longest * (1.0 + (1.0 - values / longest).sqrt()))
     return (vectors * c.unsqueeze(-2)) @ (vectors.mT @ ring)
 
 
-def take_out_(xi: Tensor, ring: Tensor, factor: Tensor) -> None:
+def take_out_(xi: Tensor, ring: Tensor, factor: Tensor | float) -> None:
     """``xi <- xi - Q^T M^T xi``, whose covariance, given m noise vectors, is ``I - (1/m) sum_i D_i D_i^T / (2 lam)``.
 
     Times ``sqrt(2 lam)`` and on average over the ``D_i`` that is ``2 lam I - Var(g)``, so that gradient noise and
@@ -102,9 +110,10 @@ def take_out_(xi: Tensor, ring: Tensor, factor: Tensor) -> None:
     from `outer_factor`. It needs ``2 lam`` above the top eigenvalue of the ``1/m`` sum: with m = 1 that is ``|D|^2``,
     the paper's sum rule; with more vectors it comes down towards the top eigenvalue of Var(g).
     """
-    if xi.dim() > 1:
+    if isinstance(factor, float):  # a large group. This may run beside torch's threads, so it must not start others
+        x, d = xi.numpy(), ring[0].numpy()
+        x -= x.dtype.type(factor * np.einsum("i,i->", d, x)) * d
+    elif xi.dim() > 1:
         xi.sub_((factor.mT @ (ring @ xi.unsqueeze(-1))).squeeze(-1))
-    elif ring.shape[0] == 1 and xi.device.type == "cpu":  # a large group; this is twice as fast
-        xi.add_(factor[0], alpha=-float(torch.dot(ring[0], xi)))
     else:
         xi.addmv_(factor.mT, torch.mv(ring, xi), alpha=-1.0)

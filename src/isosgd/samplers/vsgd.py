@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isosgd.samplers.base import Group, Move, ParamsLike, Sampler, slow_rise
+from isosgd.samplers.base import Move, Sampler, slow_rise
+from isosgd.samplers.groups import Group, ParamsLike
 from isosgd.samplers.steppers import Number
 
 
