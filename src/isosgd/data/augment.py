@@ -1,0 +1,112 @@
+"""Minibatches and augmentation on the device where the data lives, without any work of the host.
+
+Nothing here waits for the device or has a shape that depends on values, so that all of it can be captured in a CUDA
+graph (register the generator with the graph: ``graph.register_generator_state(generator)``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+def minibatch(tensors: Sequence[Tensor], n: int, generator: torch.Generator | None) -> tuple[Tensor, ...]:
+    """``n`` rows drawn independently, with replacement, the same ones of every tensor.
+
+    Args:
+        tensors: tensors that share their device and their first dimension, for instance ``(images, labels)``.
+        n: rows to draw.
+        generator: source of randomness on that device; None for torch's own.
+
+    Example:
+        >>> x = torch.arange(10)
+        >>> a, b = minibatch((x, 2 * x), 4, torch.Generator().manual_seed(0))
+        >>> a.shape, bool((b == 2 * a).all())
+        (torch.Size([4]), True)
+    """
+    if not tensors or any(t.dim() == 0 or len(t) != len(tensors[0]) for t in tensors) or len(tensors[0]) == 0:
+        shapes = [tuple(t.shape) for t in tensors]
+        raise ValueError(f"tensors of shapes {shapes} have no rows in common; their first dimensions must be the same")
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"n = {n!r} must be an integer of at least 1")
+    index = torch.randint(len(tensors[0]), (n,), generator=generator, device=tensors[0].device)
+    return tuple(t.index_select(0, index) for t in tensors)
+
+
+def crop_flip(images: Tensor, generator: torch.Generator | None, padding: int = 4) -> Tensor:
+    """Shift every image by up to ``padding`` pixels each way, and mirror half of them: CIFAR's usual augmentation.
+
+    The same as padding with zeros, a random crop to the old size and a random horizontal flip, each image with its own.
+    Give uint8 images, so that the border is black; `normalise` comes after.
+
+    Args:
+        images: ``[n, C, H, W]``, any type.
+        generator: source of randomness on the images' device; None for torch's own.
+        padding: largest shift.
+
+    Example:
+        >>> images = torch.full((5, 3, 32, 32), 9, dtype=torch.uint8)
+        >>> crop_flip(images, torch.Generator().manual_seed(0)).shape
+        torch.Size([5, 3, 32, 32])
+    """
+    if images.dim() != 4:
+        raise ValueError(f"images have shape {tuple(images.shape)}; expected [n, C, H, W]")
+    if isinstance(padding, bool) or not isinstance(padding, int) or padding < 0:
+        raise ValueError(f"padding = {padding!r} must be an integer of at least 0")
+    n, channels, height, width = images.shape
+    device = images.device
+    shift = torch.randint(2 * padding + 1, (2, n, 1), generator=generator, device=device)
+    mirror = torch.randint(2, (n, 1), generator=generator, device=device, dtype=torch.bool)
+    column = torch.arange(width, device=device)
+    rows = torch.arange(height, device=device) + shift[0]
+    columns = torch.where(mirror, column.flip(0), column) + shift[1]
+    image, channel = torch.arange(n, device=device), torch.arange(channels, device=device)
+    return pad(images, (padding,) * 4)[
+        image[:, None, None, None], channel[:, None, None], rows[:, None, :, None], columns[:, None, None, :]
+    ]
+
+
+def normalise(
+    images: Tensor,
+    mean: float | Sequence[float],
+    std: float | Sequence[float],
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Bytes as standardised floats: ``(images / 255 - mean) / std``.
+
+    Args:
+        images: uint8; ``[..., C, H, W]`` when mean and standard deviation are given for each channel.
+        mean: mean on the scale 0 to 1, a number or one for each channel.
+        std: standard deviation on that scale, likewise.
+        dtype: floating-point type of the result; the arithmetic is in float32 at least.
+
+    Example:
+        >>> normalise(torch.tensor([0, 255], dtype=torch.uint8), 0.5, 0.25)
+        tensor([-2.,  2.])
+    """
+    if images.dtype != torch.uint8:
+        raise TypeError(f"images are {images.dtype}; expected uint8 on the scale 0 to 255, as the readers give them")
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype = {dtype} must be a floating-point type")
+    work = torch.promote_types(dtype, torch.float32)
+    centred = images.to(work) / 255 - _channels(mean, "mean", images, work)
+    return (centred / _channels(std, "std", images, work)).to(dtype)
+
+
+def _channels(value: float | Sequence[float], name: str, images: Tensor, dtype: torch.dtype) -> float | Tensor:
+    """A number as it is, a sequence as a tensor ``[C, 1, 1]``."""
+    values = [value] if isinstance(value, int | float) else list(value)
+    if not all(isinstance(v, int | float) and math.isfinite(v) and (name != "std" or v > 0) for v in values):
+        raise ValueError(f"{name} = {value!r} must be {'positive' if name == 'std' else 'finite'}")
+    if isinstance(value, int | float):
+        return value
+    if images.dim() < 3 or len(values) != images.shape[-3]:
+        raise ValueError(
+            f"{name} has {len(values)} channels, but images have shape {tuple(images.shape)}, not [C, H, W]"
+        )
+    # Filled on the device one by one: copying a list there would stop a CUDA graph from being captured.
+    return torch.stack([torch.full((1, 1), v, dtype=dtype, device=images.device) for v in values])
