@@ -10,12 +10,12 @@ from isosgd.samplers.structure import (
     Layer,
     Single,
     diagonal_scale,
-    make_structure,
     outer_factor,
     ring_spectrum,
     root,
     take_out_,
 )
+from isosgd.samplers.structures import make_structure
 
 F64 = torch.float64
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from isosgd.chain.batches import Batches, batch_length, halves
-from isosgd.chain.curvature import Curvature
+from isosgd.chain.curvature import Curvature, Stiffness
 from isosgd.errors import DivergedError
 from isosgd.noise import join_halves
 from isosgd.potential import Params, Target
-from isosgd.samplers import Sampler
+from isosgd.samplers import ISGD, Sampler
+from isosgd.samplers.shaped import Shaped
 
 
 class MakeSampler(Protocol):
@@ -52,7 +53,8 @@ class Chain:
         self.sampler = make_sampler(groups, generator)
         temperature = self.sampler.param_groups[0]["temperature"]
         self.curvature = Curvature([g["params"] for g in self.sampler.param_groups], temperature, num_data, seed + 1)
-        self.gradients = 0
+        self.stiffness = Stiffness(self.leaves, seed + 2)
+        self.gradients = self.probes = 0
         self.loss = math.nan
         self.batch: Any = None
 
@@ -86,8 +88,34 @@ class Chain:
         def gradient_here() -> Sequence[Tensor]:
             return self.target.gradient(self.params, self.batch, self.num_data)[1]
 
-        self.curvature.probe([leaf.grad for leaf in self.leaves], gradient_here)  # type: ignore[misc]
+        before: list[Tensor] = [leaf.grad for leaf in self.leaves]  # type: ignore[misc]
+        if self.shaped is not None and self.shaped.known:
+            axis = self.shaped.axes and self.probes % 2
+            (self.stiffness.probe_axis if axis else self.stiffness.probe)(self.shaped, before, gradient_here)
+        else:
+            self.curvature.probe(before, gradient_here)
         self.gradients += 1
+        self.probes += 1
+
+    @property
+    def shaped(self) -> Shaped | None:
+        """The sampler's Lambda, where it knows directions."""
+        return self.sampler.shaped if isinstance(self.sampler, ISGD) else None
+
+    def curvatures(self) -> list[float]:
+        """Top curvature of each group; under a Lambda that knows directions, what makes up ``rate * curvature``."""
+        if self.shaped is None or not self.shaped.known:
+            return self.curvature.values()
+        found = self.stiffness.value(self.shaped)
+        return [found / float(group["rate"]) for group in self.sampler.param_groups]
+
+    def adapt(self, curvatures: Sequence[float], rise: float = 2.0) -> None:
+        """Set the sampler's rates from the noise it has seen and the curvature."""
+        if isinstance(self.sampler, ISGD) and self.shaped is not None:
+            prior = self.target.prior_curvature(self.params) if rise > 1.0 else None
+            self.sampler.adapt(curvatures, rise, prior)
+        else:
+            self.sampler.adapt(curvatures, rise)
 
     def natural(self) -> Params:
         """The parameters as users see them, detached copies."""

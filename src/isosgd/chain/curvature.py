@@ -2,9 +2,8 @@
 
 A step of size ``rate`` inflates the variance along a direction of curvature h by ``rate h / 2`` (see
 `isosgd.samplers.steppers.variance_inflation`), so the largest h bounds the rate. It is found by power iteration. The
-Hessian
-meets a vector as the difference of two gradients *on the same minibatch*, one posterior standard deviation apart:
-minibatch noise cancels, any model that has a gradient will do, and kinks (ReLU) count as the chain sees them.
+Hessian meets a vector as the difference of two gradients *on the same minibatch*, one posterior standard deviation
+apart: minibatch noise cancels, any model that has a gradient will do, and kinks (ReLU) count as the chain sees them.
 
 All groups are probed by one gradient, each along its own vector with a random sign, which makes the terms between
 groups average out. A second vector over all groups then measures how much they add up.
@@ -18,8 +17,73 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from isosgd.noise import dot, join
+from isosgd.samplers.shaped import Shaped
+
 MEMORY = 0.1  # weight of a new probe, once ten have been taken
+LONG_MEMORY = 0.03  # the same for `Stiffness`: minibatches differ in their stiffest direction, which looks like stiffness
+KEPT = 4  # probes that an old estimate counts for in a new window
 SMALLEST_MOVE = 1e-3  # of a group's own length: keeps differences of float32 gradients meaningful
+
+
+class Stiffness:
+    """Running estimate of the largest ``rate * curvature`` under a Lambda that knows directions.
+
+    The same power iteration, in the metric of the sampler: with the step ``P = (T / N) Lambda^-1`` a vector of gradient
+    changes w stands for the displacement ``P w``, and its length ``sqrt(w . P w)`` tends to the top eigenvalue of P H.
+
+    Args:
+        leaves: the parameters.
+        seed: of the start vector.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor], seed: int) -> None:
+        self.leaves = list(leaves)
+        generator = torch.Generator(device=self.leaves[0].device).manual_seed(seed)
+        dtype = torch.promote_types(self.leaves[0].dtype, torch.float32)
+        size = sum(p.numel() for p in self.leaves)
+        self.image = torch.empty(size, dtype=dtype, device=generator.device).normal_(generator=generator)
+        self.probes = 0
+        self.turn = -1
+
+    @torch.no_grad()
+    def probe(self, shaped: Shaped, before: Sequence[Tensor], gradient_here: Callable[[], Sequence[Tensor]]) -> None:
+        """One power iteration; the arguments are those of `Curvature.probe`, and the Lambda."""
+        along = shaped.direction(self.image).to(self.image.dtype)
+        length = dot(self.image, along).sqrt().clamp_min(1e-30)
+        change = self._change(shaped, along * (shaped.factor / shaped.scale) ** 0.5 / length, before, gradient_here)
+        self.image.lerp_(change / (shaped.factor / shaped.scale) ** 0.5, max(LONG_MEMORY, 1.0 / (self.probes + 1)))
+        self.probes += 1
+
+    @torch.no_grad()
+    def probe_axis(
+        self, shaped: Shaped, before: Sequence[Tensor], gradient_here: Callable[[], Sequence[Tensor]]
+    ) -> None:
+        """The Hessian along the next axis of the shape."""
+        self.turn = (self.turn + 1) % shaped.axes
+        axis = shaped.axis(self.turn)
+        shaped.learn(self.turn, self._change(shaped, axis, before, gradient_here))
+
+    def _change(
+        self, shaped: Shaped, axis: Tensor, before: Sequence[Tensor], gradient_here: Callable[[], Sequence[Tensor]]
+    ) -> Tensor:
+        """The Hessian times a vector along which H says that the curvature is 1."""
+        far = shaped.scale**0.5  # times such a vector: a posterior standard deviation
+        here = [p.detach().clone() for p in self.leaves]
+        parts = torch.split(far * axis, [p.numel() for p in self.leaves])
+        moves = [part.view(p.shape).to(p.dtype) for part, p in zip(parts, self.leaves, strict=True)]
+        torch._foreach_add_([p.detach() for p in self.leaves], moves)
+        change = join(list(gradient_here())) - join(list(before))
+        torch._foreach_copy_([p.detach() for p in self.leaves], here)
+        return change.to(self.image.dtype).div_(far)
+
+    def forget(self) -> None:
+        """Give new probes more weight, since Lambda or the place has changed."""
+        self.probes = min(self.probes, KEPT)
+
+    def value(self, shaped: Shaped) -> float:
+        """The largest ``rate * curvature``."""
+        return float(dot(self.image, shaped.direction(self.image).to(self.image.dtype)).clamp_min(0.0).sqrt())
 
 
 class Curvature:

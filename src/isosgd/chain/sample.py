@@ -95,7 +95,8 @@ def sample(
     noise_every = options.pop("noise_every", NOISE_EVERY)
     if isinstance(noise_every, bool) or not isinstance(noise_every, int) or noise_every < 1:
         raise ValueError(f"noise_every = {noise_every!r} must be an integer of at least 1")
-    make_sampler = _sampler_factory(method, num_data, temperature, dict(options))
+    batches = make_batches(data, batch_size, 0, place)
+    make_sampler = _sampler_factory(method, num_data, temperature, _check_batch(batches, num_data), dict(options))
 
     spacing = GUESSED_SPACING if keep_every == "auto" else keep_every
     expected_warmup = MOST_STEPS // 5 if warmup == "auto" else warmup
@@ -108,7 +109,6 @@ def sample(
         chain_seed, batch_seed = (int(s) for s in np.random.SeedSequence((seed, index)).generate_state(2, np.uint32))
         batches = make_batches(data, batch_size, batch_seed, place)
         chain = Chain(target, target.initial(init, device=place), batches, num_data, make_sampler, chain_seed)
-        _check_batch(batches, num_data)
         label = f"chain {index + 1}/{chains} " if chains > 1 else ""
         stored: list[Params] = []
         try:
@@ -166,8 +166,12 @@ def _find_rates(chain: Chain, warmup: int | str, bar: Progress, measure_spacing:
     return warm_up(chain, None if warmup == "auto" else int(warmup), bar, measure_spacing)
 
 
-def _sampler_factory(method: str, num_data: int, temperature: float, options: dict[str, Any]) -> MakeSampler:
+def _sampler_factory(
+    method: str, num_data: int, temperature: float, batch_size: int, options: dict[str, Any]
+) -> MakeSampler:
     kind = METHODS[method]
+    if kind is ISGD:
+        options.setdefault("batch_size", batch_size)
     preset = options.pop("preset", None)
     if preset is not None:
         if method != "isgd" or preset not in PRESETS:
@@ -201,7 +205,7 @@ def _check_settings(method: str, draws: int, chains: int, keep_every: Any, warmu
         raise ValueError(f"temperature = {temperature} must be positive and finite; 1 is the Bayesian posterior")
 
 
-def _check_batch(batches: Batches, num_data: int) -> None:
+def _check_batch(batches: Batches, num_data: int) -> int:
     n = getattr(batches, "batch_size", None)
     if n is None:
         n = batch_length(batches.next())
@@ -214,6 +218,7 @@ def _check_batch(batches: Batches, num_data: int) -> None:
             f"num_data = {num_data} is smaller than a batch of {n} examples: it is the number of examples "
             "in the whole data set"
         )
+    return int(n)
 
 
 def _warn_of(chain: Chain, report: WarmupReport, index: int) -> None:

@@ -38,6 +38,8 @@ PROBE_EVERY = 10
 SPLIT_EVERY = 2
 ADAPT_EVERY = 20
 CAUTION = 4.0
+VECTORS = 8  # noise vectors in the last window, over the least that tell a Lambda's shape
+SHAPED_RISE = 10.0  # shapes are measured where the chain is, in every direction
 SETTLED_RATIO = 1.5
 SIGNAL_RATIO = 2.0
 RELAXATIONS = 5.0
@@ -205,13 +207,17 @@ class _Warmup:
     # -- 2. and 3. sample in windows until settled --------------------------------------------------------------------
 
     def _windows(self) -> tuple[bool, str]:
-        chain, length = self.chain, FIRST_WINDOW
-        for _ in range(FIRST_WINDOW):  # a first noise estimate before the first move
+        chain, length = self.chain, FIRST_WINDOW if self.chain.shaped is None else self.chain.shaped.least
+        for _ in range(length):  # a first noise estimate before the first move
             noise = chain.evaluate(split=True)
             chain.sampler.observe(noise if chain.sampler.estimator.centred else None)
             self._count("measuring noise")
         # A mode has far less noise than its surroundings: start well below the rate it suggests, and let it rise.
-        chain.sampler.adapt([CAUTION * h for h in chain.curvature.values()])
+        chain.adapt([CAUTION * h for h in chain.curvature.values()])
+        if chain.shaped is not None:  # and a look at the curvature along its axes, twice
+            for _ in range(4 * chain.shaped.axes):
+                chain.probe_curvature()
+            chain.adapt(chain.curvatures())
         settled_before, reason = False, ""
         while True:
             left = self.budget - self.spent
@@ -223,32 +229,37 @@ class _Warmup:
             losses = self._window(length)
             # One probe is noisy: the upper quartile over the window's second half bounds the curvature of most places.
             self.curvatures = np.quantile(self.seen_curvatures[len(self.seen_curvatures) // 2 :], 0.75, axis=0).tolist()
-            chain.sampler.adapt(self.curvatures)
+            chain.adapt(self.curvatures, rise=2.0 if chain.shaped is None else SHAPED_RISE)
             reason = self._unsettled(old, losses)
             settled = not reason
             if self.exact and self.spent >= self.budget:
                 return settled, reason
-            if not self.exact and settled and settled_before and length >= LEAST_LAST_WINDOW:
+            if not self.exact and settled and settled_before and length >= self._least_last_window():
                 return True, ""
             if self.budget - self.spent < length:
                 return settled, reason
             settled_before = settled
             length *= 2
 
+    def _least_last_window(self) -> int:
+        shaped = self.chain.shaped
+        return LEAST_LAST_WINDOW if shaped is None else max(LEAST_LAST_WINDOW, VECTORS * shaped.least)
+
     def _window(self, length: int) -> np.ndarray[Any, np.dtype[np.float64]]:
         chain = self.chain
         chain.sampler.forget_noise()
+        chain.stiffness.forget()
         self.tails = [TailMeter() for _ in chain.sampler.param_groups]
         self.signal = [[] for _ in chain.sampler.param_groups]
         self.seen_curvatures = []
         self.traces, self.trace_stride = [], max(1, length // TRACE_LENGTH)
         losses = np.empty(length)
         for i in range(length):
-            noise = chain.evaluate(split=i % SPLIT_EVERY == 0)
+            noise = chain.evaluate(split=chain.shaped is not None or i % SPLIT_EVERY == 0)
             losses[i] = chain.loss
             if i % PROBE_EVERY == 0:
                 chain.probe_curvature()
-                self.seen_curvatures.append(chain.curvature.values())
+                self.seen_curvatures.append(chain.curvatures())
             if noise is not None:
                 self._feed_tails(noise)
                 self._feed_signal(noise)
@@ -256,7 +267,7 @@ class _Warmup:
                 self._trace()
             chain.sampler.step(noise=noise if chain.sampler.estimator.centred else None)
             if i % ADAPT_EVERY == ADAPT_EVERY - 1:  # within a window rates may only fall
-                chain.sampler.adapt(chain.curvature.values(), rise=1.0)
+                chain.adapt(chain.curvatures(), rise=1.0)
             self._count("warming up")
         return losses
 
@@ -274,9 +285,13 @@ class _Warmup:
                 "last window of "
                 f"{len(losses)} steps): a longer warmup= or a start closer to a mode (init=) would help"
             )
-        for group, h, signal in zip(groups, self.curvatures, self.signal, strict=True):
+        for group, rate, h, signal in zip(groups, self._rates(), self.curvatures, self.signal, strict=True):
             # At stationarity E|grad f / N|^2 = T tr(H) / N: with top curvature h it cannot exceed T d h / N.
-            most = group["temperature"] * h * sum(p.numel() for p in group["params"]) / group["num_data"]
+            size = sum(p.numel() for p in group["params"])
+            most = group["temperature"] * h * size / group["num_data"]
+            if self.chain.shaped is not None:  # the same in the metric of P, over all groups
+                size = sum(leaf.numel() for leaf in self.chain.leaves)
+                most = group["temperature"] * rate * h * size / group["num_data"]
             later = np.array(signal[len(signal) // 2 :])
             found, error = float(later.mean()), 3.0 * float(later.std()) / math.sqrt(max(len(later), 1))
             if found - error > SIGNAL_RATIO * most:
@@ -357,6 +372,13 @@ class _Warmup:
     def _feed_signal(self, noise: list[Any]) -> None:
         """``|g|^2 - |D|^2``: squared length of the gradient without its noise, unbiased, for each group."""
         vectors = iter(noise)
+        shaped = self.chain.shaped
+        if shaped is not None:
+            both = [join(noise), join([leaf.grad for leaf in self.chain.leaves])]  # type: ignore[misc]
+            lengths = [float(dot(x, shaped.direction(x).to(x.dtype))) for x in both]
+            for signal in self.signal:
+                signal.append(lengths[1] - lengths[0])
+            return
         for signal, group in zip(self.signal, self.chain.sampler.param_groups, strict=True):
             mine = join([next(vectors) for _ in group["params"]])
             grads = join([p.grad for p in group["params"]])
@@ -379,11 +401,16 @@ class _Warmup:
     def _groups(self) -> list[GroupReport]:
         sampler = self.chain.sampler
         reports = []
-        curvatures = self.curvatures or self.chain.curvature.values()
+        curvatures = self.curvatures or self.chain.curvatures()
         for group, h, meter in zip(sampler.param_groups, curvatures, self.tails, strict=True):
             rate = float(group["rate"])
             sigma = sampler.friction * group["temperature"] / (group["num_data"] * rate) if rate > 0 else math.inf
-            top = float(sampler.noise_summary(group, "top")) if sampler.group_noise(group) else math.nan
+            counted = 1.0  # share of the composite noise that makes for a bias
+            if self.chain.shaped is not None and isinstance(sampler, ISGD):
+                share = min(1.0, 0.5 / (sampler.rule().batch_size * self.chain.shaped.factor))
+                counted = share if sampler.averaged else 1.0
+            else:
+                share = float(sampler.noise_summary(group, "top")) / sigma if sampler.group_noise(group) else math.nan
             reports.append(
                 GroupReport(
                     name=group["name"],
@@ -391,9 +418,9 @@ class _Warmup:
                     lam=sigma,
                     curvature=h,
                     rate_curvature=rate * h,
-                    predicted_bias=variance_inflation(rate * h, sampler.friction) - 1.0,
+                    predicted_bias=variance_inflation(rate * h, sampler.friction, counted) - 1.0,
                     tail_index=meter.tail_index(),
-                    noise_share=top / sigma,
+                    noise_share=share,
                     clipped_share=sampler.clipped_share(group) if isinstance(sampler, ISGD) else 0.0,
                 )
             )

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from isosgd.names import layer_of
 from isosgd.potential.elementwise import (
     LOG_2PI,
     Exponential,
@@ -35,7 +36,6 @@ from isosgd.potential.elementwise import (
     check_positive,
     total,
 )
-from isosgd.names import layer_of
 from isosgd.potential.params import Params, match
 
 __all__ = [

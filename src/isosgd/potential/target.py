@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isosgd.names import layer_of
 from isosgd.potential.batches import batch_length, count_examples
 from isosgd.potential.elementwise import Prior
 from isosgd.potential.likelihoods import Likelihood
 from isosgd.potential.modules import ModuleLikelihood, Select
-from isosgd.names import layer_of
 from isosgd.potential.params import Params
 from isosgd.potential.priors import FanInNormal, as_prior
 from isosgd.potential.space import Space, as_parameter
@@ -232,6 +232,29 @@ class Target:
             return mean.detach().neg(), list(
                 torch._foreach_add(grads, [scores[name] for name in free], alpha=-1 / num_data)
             )
+
+    def prior_curvature(self, free: Params) -> list[Tensor]:
+        """Second derivative of the negative log prior for each parameter (not divided by N), never negative.
+
+        Exact for priors that act entry by entry, whatever scales they share; of others it is the sum of a row of the
+        Hessian within a parameter. Where a prior has no curvature (Laplace) or a negative one (the tails of a
+        Student-t), the square of its slope stands for it: under the prior both have the same mean.
+        """
+        leaves = {name: x.detach().requires_grad_() for name, x in free.items()}
+        with torch.enable_grad():
+            value = self.log_prior(leaves)
+            every = list(leaves.values())
+            if not value.requires_grad:
+                return [torch.zeros_like(x) for x in every]
+            slopes = torch.autograd.grad(value, every, create_graph=True, materialize_grads=True)
+            found = []
+            for leaf, slope in zip(every, slopes, strict=True):
+                bent = torch.zeros_like(leaf)
+                if slope.requires_grad:
+                    ones = torch.ones_like(leaf)
+                    (bent,) = torch.autograd.grad(slope, [leaf], ones, retain_graph=True, materialize_grads=True)
+                found.append(torch.where(bent < 0, -bent, slope.square()).detach())
+        return found
 
     def check(self, free: Params, batch: Any) -> None:
         """Look closely at a batch: its form, its values, and what the log likelihood returns.

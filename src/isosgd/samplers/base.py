@@ -136,7 +136,7 @@ class Sampler(NoiseFollower):
         self._spectra: dict[int, tuple[Tensor, Tensor]] = {}
         self._moves: list[tuple[Laid, Move]] = []
         self._plan: list[Planned] = []
-        self._outers_known = False
+        self._outers_known = self._silent = False
 
     def _drop_frozen(self) -> None:
         """Leave out parameters without gradients, so that a frozen layer needs no noise, no rate and no step."""
@@ -218,6 +218,15 @@ class Sampler(NoiseFollower):
         if noise is not None or self._takes_gradient():
             self.observe(noise)
         self._lay_out()
+        self._update()
+        for group in self.param_groups:
+            group["step"] += 1
+        if not self._silent:
+            self._source.go_ahead()
+        return loss
+
+    def _update(self) -> None:
+        """Draw the kicks and move the parameters."""
         self._make_plan()
         if not self._silent:
             self._source.fill()
@@ -230,11 +239,6 @@ class Sampler(NoiseFollower):
             for i, (p, g) in enumerate(zip(params, grads, strict=True)):
                 own = rate[i] if isinstance(rate, list) else rate
                 self._advance([p], [g], own, None if kick is None else [kick[i]])
-        for group in self.param_groups:
-            group["step"] += 1
-        if not self._silent:
-            self._source.go_ahead()
-        return loss
 
     def _takes_gradient(self) -> bool:
         """Whether this step's gradient serves as an (uncentred) noise vector."""

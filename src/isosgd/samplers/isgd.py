@@ -24,17 +24,15 @@ from isosgd.errors import SamplingWarning
 from isosgd.noise import AlphaStable, MovingAverage, Summary, join
 from isosgd.samplers.base import Move, Sampler, slow_rise
 from isosgd.samplers.groups import Group, ParamsLike
+from isosgd.samplers.shaped import Rule, Shaped, flat_prior
 from isosgd.samplers.steppers import Number, allowed_rate_curvature
-from isosgd.samplers.structure import (
-    Correction,
-    Structure,
-    StructureName,
-    diagonal_scale,
-    make_structure,
-)
+from isosgd.samplers.structure import Correction, Structure, diagonal_scale
+from isosgd.samplers.structures import StructureName, make_structure
 
 Scheme = Literal["a", "b", "c", "windowed"]
 FIRST_WINDOW = 50
+LEAST_STRETCH = 0.25  # true curvature over Fisher information, at the least that is believed
+SLACK = 1.2
 HOT = 1e-2  # schemes that estimate at a mode were seen to diverge from this temperature on
 
 
@@ -70,12 +68,16 @@ class ISGD(Sampler):
         scheme: when lambda is estimated. ``a``, ``b``: while training goes on (from scratch, from a trained model), at
             the rate that the running estimate gives; ``c``: at a frozen trained model; ``windowed``: while sampling, in
             growing windows, so that lambda is that of the typical set.
-        structure: ``layer`` or ``single`` (the paper's SLR), or a `Structure`.
+        structure: the shape of Lambda. ``layer``, ``single`` (the paper's SLR); or one that knows the geometry:
+            ``diagonal``, ``lowrank``, ``kronecker``, ``full`` (see `isosgd.samplers.shaped`); or a `Structure`.
+        averaged: inject the mean of this step's and the last step's innovations (Leimkuhler and Matthews 2013), which
+            leaves only the discretisation bias of the gradient noise; the default for shapes that know the geometry.
         correction: ``outer`` corrects correlated noise and needs ``noise="paired"``, for which it is the default;
             ``diagonal`` is the paper's, and the default for other noise.
         summary: how a group's noise bounds lambda with ``correction="diagonal"``: ``max``, ``sum``, ``mean``, ``top``.
         warmup: steps of warm-up that the optimizer drives itself; 0 when something else calls `adapt`.
         batch_size: n; lets an optimizer-driven windowed warm-up guard the curvature by the Fisher information n Var(g).
+            Shapes that know the geometry need it.
         lam: fixed lambda for all groups; nothing is adapted then.
         settings: the settings common to all samplers, see `Sampler`.
 
@@ -101,6 +103,7 @@ class ISGD(Sampler):
         temperature: float = 1.0,
         scheme: Scheme = "windowed",
         structure: StructureName | Structure = "layer",
+        averaged: bool | None = None,
         correction: Correction | None = None,
         summary: Summary = "top",
         warmup: int = 0,
@@ -130,6 +133,12 @@ class ISGD(Sampler):
                 "correction='outer' subtracts centred noise vectors: use it with noise='paired', or choose 'diagonal'"
             )
         self.correction: Correction = correction or ("outer" if paired else "diagonal")
+        self.shaped = self.structure if isinstance(self.structure, Shaped) else None
+        self.averaged = self.shaped is not None if averaged is None else averaged
+        if self.averaged and self.shaped is None:
+            raise ValueError("averaged=True goes with the structures diagonal, lowrank, kronecker and full")
+        if self.shaped is not None:
+            self._bind(self.shaped, paired, lam)
         if lam is not None:
             self._set([torch.as_tensor(lam) for _ in self.param_groups])
         if scheme == "c" and temperature >= HOT:
@@ -142,6 +151,21 @@ class ISGD(Sampler):
                 SamplingWarning,
                 stacklevel=2,
             )
+
+    def _bind(self, shaped: Shaped, paired: bool, lam: float | None) -> None:
+        if lam is not None:
+            raise ValueError(f"lam = {lam} is one number, structure {shaped.name!r} has many: leave one of them out")
+        if not paired or self.scheme != "windowed":
+            raise ValueError(
+                f"structure {shaped.name!r} is estimated from centred noise in windows: it needs noise='paired' and "
+                f"scheme='windowed', not {type(self.estimator).__name__} and {self.scheme!r}"
+            )
+        if self.batch_size is None or self.batch_size < 2:
+            raise ValueError(
+                f"structure {shaped.name!r} takes the curvature from n Var(g): pass batch_size=n, not {self.batch_size}"
+            )
+        shaped.bind(self.param_groups, self.batched)
+        self._last: Tensor | None = None
 
     @classmethod
     def preset(cls, name: str, params: ParamsLike, *, num_data: int, **settings: Any) -> ISGD:
@@ -158,9 +182,23 @@ class ISGD(Sampler):
             return self.noise_summary(group, self.summary)
         return self.longest_noise(group)
 
-    def adapt(self, curvature: Sequence[Number] | None = None, rise: float = 2.0) -> None:
-        """Lambda from the noise seen and the curvature; it grows at once and shrinks by at most ``rise``."""
+    def adapt(
+        self,
+        curvature: Sequence[Number] | None = None,
+        rise: float = 2.0,
+        prior: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Lambda from the noise seen and the curvature; it grows at once and shrinks by at most ``rise``.
+
+        Args:
+            curvature: the top curvature of ``f / N`` in each group.
+            rise: how much rates may rise. With 1 a shape only slows down where the curvature asks for it.
+            prior: curvature of the negative log prior for each parameter, which shapes need.
+        """
         if self.given:
+            return
+        if self.shaped is not None:
+            self._adapt_shape(self.shaped, curvature, rise, prior)
             return
         noise = [self.noise_bound(group) for group in self.param_groups]
         if curvature is None and self.batch_size is not None:
@@ -177,6 +215,41 @@ class ISGD(Sampler):
         lams = self.structure.solve(noise, guard)
         self._set([slow_rise(group["lam"], lam, rise) for group, lam in zip(self.param_groups, lams, strict=True)])
 
+    def rule(self) -> Rule:
+        """How large a shape must be."""
+        group = self.param_groups[0]
+        assert self.batch_size is not None and self.shaped is not None
+        n, t = self.batch_size, group["temperature"]
+        return Rule(group["num_data"], n, t, self.bias, self.averaged, self.shaped.kappa)
+
+    def _adapt_shape(
+        self,
+        shaped: Shaped,
+        curvature: Sequence[Number] | None,
+        rise: float,
+        prior: Sequence[Tensor] | None,
+    ) -> None:
+        rule = self.rule()
+        if not shaped.known and curvature is not None:
+            for slot, h in zip(shaped.slots, curvature, strict=True):
+                shaped.fallback[slot] = float(h)
+        if shaped.known and curvature is not None:
+            # How much larger the curvature is than the Fisher information says, in the worst direction.
+            found = max(float(h) * float(g["rate"]) for g, h in zip(self.param_groups, curvature, strict=True))
+            stretch = found / shaped.unit_rate
+            if rise > 1.0:
+                shaped.stretch = max(stretch, LEAST_STRETCH)
+            if (rise == 1.0 or shaped.seen < shaped.least) and rule.factor(stretch) > shaped.factor * SLACK:
+                shaped.stretch = stretch
+                shaped.slow(rule.factor(stretch) / shaped.factor)
+        if rise > 1.0 and shaped.seen >= shaped.least:
+            every = [p for group in self.param_groups for p in group["params"]]
+            parts = [torch.zeros_like(p) for p in every] if prior is None else list(prior)
+            shaped.settle(rule, flat_prior(parts, self.batched) / rule.num_data, rise)
+        for group, rate in zip(self.param_groups, shaped.group_rates(), strict=True):
+            group["rate"] = rate
+            group["lam"] = rule.temperature / (rule.num_data * rate)
+
     def _set(self, lams: Sequence[Tensor]) -> None:
         tiny = torch.finfo(torch.float32).tiny  # a group without any noise or curvature has no rate of its own
         for group, lam in zip(self.param_groups, lams, strict=True):
@@ -188,12 +261,16 @@ class ISGD(Sampler):
         """Share of the noise that exceeds lambda, so that it could not be made isotropic."""
         if group["lam"] is None or self.group_noise(group) is None:
             return 0.0
+        if self.shaped is not None:
+            return self.shaped.clipped()
         if self.correction == "outer":
             return float((self.recent_lengths(group) > 2.0 * group["lam"]).float().mean())
         return float((diagonal_scale(group["lam"], join(self._variances(group), self.batched)) == 0).float().mean())
 
     @property
     def _follows(self) -> tuple[bool, bool]:
+        if self.shaped is not None:
+            return False, False
         return self.correction == "diagonal", self.correction == "outer"
 
     # -- the step -----------------------------------------------------------------------------------------------------
@@ -206,8 +283,16 @@ class ISGD(Sampler):
     def _takes_gradient(self) -> bool:
         return super()._takes_gradient() or (self.warming and not self.estimator.centred)
 
+    def forget_noise(self) -> None:
+        super().forget_noise()
+        if self.shaped is not None:
+            self.shaped.forget()
+
+    @torch.no_grad()
     def observe(self, noise: Sequence[Tensor] | None = None) -> None:
         super().observe(noise)
+        if self.shaped is not None and noise is not None:
+            self.shaped.observe(noise)
         if self.given or not (self.warming and self.noise_ready()):
             return
         step = self.param_groups[0]["step"]
@@ -232,6 +317,38 @@ class ISGD(Sampler):
             return Move(1.0 / (group["num_data"] * lam), 0.0)
         rate = self.rate(group)
         return self._outer(lam, rate) if self.correction == "outer" else self._diagonal(params, lam, rate)
+
+    def _update(self) -> None:
+        if self.shaped is None:
+            super()._update()
+            return
+        if not self.shaped.known:
+            raise RuntimeError("Lambda is not known yet: let isosgd.sample warm up, or call adapt() after observe()")
+        params = [p for laid in self._laid for p in laid.params]
+        if len(params) != sum(len(group["params"]) for group in self.param_groups):
+            raise RuntimeError("a parameter has no gradient: shapes of Lambda that know the geometry need all of them")
+        xi = self._source.fill()
+        if self.averaged:
+            last, self._last = self._last, xi.clone()
+            xi = xi if last is None else 0.5 * (xi + last)
+        gradient = join([p.grad for p in params], self.batched)  # type: ignore[misc]
+        self._source.out.copy_(self.shaped.displacement(gradient, xi))
+        torch._foreach_sub_(params, [kick for laid in self._laid for kick in laid.kicks])
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if self.shaped is not None:
+            state["structure"] = {"shape": self.shaped.state(), "last": self._last}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved = state_dict.get("structure")
+        if (saved is None) != (self.shaped is None):
+            raise ValueError("the state was saved with another structure: make the sampler with the same one")
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "structure"})
+        if self.shaped is not None and saved is not None:
+            self.shaped.load(saved["shape"])
+            self._last = None if saved["last"] is None else saved["last"].clone()
 
     def step(  # type: ignore[override]
         self, closure: Callable[[], Tensor] | None = None, *, noise: Sequence[Tensor] | None = None

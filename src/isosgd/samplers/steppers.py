@@ -73,10 +73,12 @@ def hamiltonian_(
     torch._foreach_add_(theta, velocity)
 
 
-def variance_inflation(rate_curvature: N_, friction: float = 1.0) -> N_:
+def variance_inflation(rate_curvature: N_, friction: float = 1.0, share: float = 1.0) -> N_:
     """Stationary variance over target variance for a quadratic potential: ``1 / (1 - rate h / (2 (2 - friction)))``.
 
-    Exact for both steppers (the recursion is linear); infinite where the step is unstable.
+    Exact for both steppers (the recursion is linear); infinite where the step is unstable. Where injected noise is
+    averaged over two steps it adds no bias of its own (Leimkuhler and Matthews 2013), and only the ``share`` of the
+    composite noise that comes with the gradient counts.
 
     Example:
         >>> round(variance_inflation(0.04), 4)
@@ -84,8 +86,8 @@ def variance_inflation(rate_curvature: N_, friction: float = 1.0) -> N_:
     """
     room = 1.0 - rate_curvature / (2.0 * (2.0 - friction))
     if isinstance(room, Tensor):
-        return torch.where(room > 0, 1.0 / room, torch.inf)
-    return 1.0 / room if room > 0 else float("inf")
+        return torch.where(room > 0, 1.0 - share + share / room, torch.inf)
+    return 1.0 - share + share / room if room > 0 else float("inf")
 
 
 def allowed_rate_curvature(bias: float, friction: float = 1.0) -> float:

@@ -1,8 +1,7 @@
 """Shapes of Lambda, the constant composite noise of I-SGD: how large it must be, and how Lambda - B is injected.
 
 Theorem 1 allows any constant ``Lambda >= B``. Here Lambda is a number for each group, either its own (`Layer`, the
-paper's) or one for all (`Single`, the paper's SLR). Diagonal, low-rank and Kronecker shapes join behind the same
-interface: they answer the same questions with other tensors.
+paper's) or one for all (`Single`, the paper's SLR). Shapes that know directions are in `isosgd.samplers.shaped`.
 
 Injected noise works on flat tensors: the innovations of a group are one vector ``[d]``, or ``[chains, d]``.
 """
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from isosgd.samplers.steppers import Number, over_chains
 
-StructureName = Literal["layer", "single"]
 Correction = Literal["diagonal", "outer"]
 
 
@@ -49,16 +47,6 @@ class Single(Structure):
     def solve(self, noise: Sequence[Tensor], guard: Sequence[Tensor]) -> list[Tensor]:
         lam = torch.maximum(torch.stack(list(noise)).sum(0), torch.stack(list(guard)).amax(0))
         return [lam.clone() for _ in noise]
-
-
-def make_structure(structure: StructureName | Structure) -> Structure:
-    """The structure a name stands for."""
-    if isinstance(structure, Structure):
-        return structure
-    known = {"layer": Layer, "single": Single}
-    if structure not in known:
-        raise ValueError(f"structure = {structure!r} is unknown; choose one of {sorted(known)} or a Structure")
-    return known[structure]()
 
 
 def root(x: Number) -> Number:

@@ -1,0 +1,261 @@
+"""How near draws come to posteriors that are known, at equal gradients: I-SGD by structure and its rivals.
+
+    python benchmarks/posteriors.py [--problems 'toy-*,kidiq-*'] [--methods isgd:layer sgld] [--gradients 100000]
+        [--seeds 2] [--data-root DIR] [--cache DIR] [--oracle] [--json FILE] [--plot FILE.png]
+
+Every method goes through `isosgd.sample` with nothing set but draws, chains and batch size: eight chains, the automatic
+warm-up counted in. A method is a name of `isosgd.METHODS`, for I-SGD with a structure after a colon. With ``--oracle``
+the rivals are also run at each rate of a grid around the one they chose themselves, and the rate with the smallest
+2-Wasserstein distance is shown as ``NAME@oracle``: knowledge that nobody has who does not know the posterior.
+
+Columns are those of `isosgd.experiments.suite.score`: the error of the means in posterior standard deviations, of the
+standard deviations as a ratio, the 2-Wasserstein distance over the posterior's scale, effective draws for every 1,000
+gradients, each the worst over entries; and R-hat. A star marks runs whose warm-up, left alone, would have taken more
+than half of the budget, and was given half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import math
+import os
+import platform
+import shlex
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+
+import isosgd
+from isosgd.experiments import posteriordb, suite
+from isosgd.samplers import METHODS
+from isosgd.samplers.structures import StructureName
+
+CHAINS = 8
+LEAST_DRAWS = 4  # of each chain, even where the budget does not hold them
+MARGIN = 1.1
+ORACLE_RATES = 7
+CURVE_POINTS = 15
+Row = dict[str, Any]
+
+
+def default_methods() -> list[str]:
+    """I-SGD with every structure it has, and all other methods."""
+    return [*(f"isgd:{name}" for name in get_args(StructureName)), *(name for name in METHODS if name != "isgd")]
+
+
+def spend(problem: suite.Problem, method: str, options: dict[str, Any], gradients: int, seed: int) -> isosgd.Posterior:
+    """Sample with so many gradients in all, warm-up included: the one place where a budget becomes a number of draws.
+
+    A first call for one chain and one draw says what a warm-up costs and how far apart draws are, and so how many draws
+    the budget holds. Chains differ, so the second call takes a few more, and what goes over the budget is cut off. A
+    warm-up that would take more than half of the budget is told to take half (``info["capped"]``).
+    """
+
+    def sample(draws: int, chains: int, warmup: Any = "auto") -> isosgd.Posterior:
+        return isosgd.sample(
+            problem.target,
+            problem.data,
+            init=problem.init,
+            method=method,
+            draws=draws,
+            chains=chains,
+            batch_size=problem.batch_size,
+            warmup=warmup,
+            seed=seed,
+            progress=False,
+            **options,
+        )
+
+    most, share = gradients // (2 * CHAINS), gradients / CHAINS
+    pilot = sample(1, chains=1).info
+    if capped := pilot["gradients"] > most:
+        pilot = sample(1, chains=1, warmup=most).info
+    draws = int((MARGIN * share - pilot["gradients"]) / pilot["keep_every"][0])
+    posterior = sample(max(LEAST_DRAWS, draws), CHAINS, warmup=most if capped else "auto")
+    gap, spent = sum(posterior.info["keep_every"]), posterior.info["gradients"]
+    extra = max(min(math.ceil((spent - gradients) / gap), posterior.num_draws - LEAST_DRAWS), 0)
+    kept = {name: x[:, : posterior.num_draws - extra] for name, x in posterior.draws.items()}
+    info = posterior.info | {"gradients": spent - extra * gap, "capped": capped}
+    return isosgd.Posterior(posterior.target, kept, info)
+
+
+def curve(problem: suite.Problem, posterior: isosgd.Posterior) -> list[Row]:
+    """Scores of the first few draws, of more, and of all, with the gradients spent until then."""
+    total, gap, most = posterior.info["gradients"], sum(posterior.info["keep_every"]), posterior.num_draws
+    counts = np.unique(np.geomspace(min(4, most), most, CURVE_POINTS).astype(int))
+    rows = []
+    for count in map(int, counts):
+        spent = total - gap * (most - count)
+        draws = {name: x[:, :count] for name, x in posterior.draws.items()}
+        rows.append({"gradients": spent, **suite.score(problem, draws, spent)})
+    return rows
+
+
+def measure(problem: suite.Problem, label: str, options: dict[str, Any], gradients: int, seed: int) -> Row:
+    """One run: its scores, or why there are none."""
+    method, _, structure = label.partition("@")[0].partition(":")
+    given = options | ({"structure": structure} if structure else {})
+    row: Row = {"problem": problem.name, "method": label, "options": given, "seed": seed}
+    started = time.monotonic()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        try:
+            posterior = spend(problem, method, given, gradients, seed)
+        except isosgd.DivergedError as error:
+            return row | {"failed": str(error), "seconds": time.monotonic() - started}
+    points = curve(problem, posterior)
+    if not math.isfinite(points[-1]["w2"]):
+        return row | {"failed": "the draws are not finite", "seconds": time.monotonic() - started}
+    return row | points[-1] | {
+        "curve": points,
+        "draws": posterior.num_draws,
+        "chains": posterior.num_chains,
+        "keep_every": posterior.info["keep_every"],
+        "rates": posterior.info["rates"],
+        "warmup_capped": posterior.info["capped"],
+        "warnings": sorted({str(warning.message) for warning in heard}),
+        "sampling_seconds": posterior.info["seconds"],
+        "seconds": time.monotonic() - started,
+    }  # fmt: skip
+
+
+def oracle(problem: suite.Problem, method: str, found: list[Row], gradients: int, seeds: int) -> list[Row]:
+    """Runs at the best rate of a grid that spans the rates a method set for its groups, and four times beyond."""
+    rates = [rate for row in found for chain in row.get("rates", []) for rate in chain.values()]
+    if not rates:
+        return []
+    best: list[Row] = []
+    for lr in np.geomspace(min(rates) / 4, max(rates) * 4, ORACLE_RATES).tolist():
+        rows = [measure(problem, f"{method}@oracle", {"lr": lr}, gradients, seed) for seed in range(seeds)]
+        if all("w2" in row for row in rows) and (not best or mean(rows, "w2") < mean(best, "w2")):
+            best = rows
+    return best
+
+
+def mean(rows: list[Row], key: str) -> float:
+    """Mean of a column."""
+    return float(np.mean([row[key] for row in rows]))
+
+
+def show(rows: list[Row]) -> None:
+    """One line of the table: the mean over seeds."""
+    name = f"{rows[0]['problem']:<42.42} {rows[0]['method']:<18}"
+    done = [row for row in rows if "w2" in row]
+    if len(done) < len(rows):
+        name += f" ({len(rows) - len(done)} of {len(rows)} failed)"
+    if done:
+        star = "*" if any(row["warmup_capped"] for row in done) else " "
+        name += f" {mean(done, 'gradients'):9.0f}{star} {mean(done, 'mean_error'):8.3f} {mean(done, 'sd_error'):8.3f}"
+        name += f" {mean(done, 'w2'):8.4f} {mean(done, 'ess_per_1000'):8.2f} {mean(done, 'rhat'):6.2f}"
+    print(f"{name} {mean(rows, 'seconds'):7.1f}", flush=True)
+
+
+def plot(rows: list[Row], file: Path) -> None:
+    """Error against gradients: a panel for each problem, a colour for each method, a line for each seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
+
+    problems = list(dict.fromkeys(row["problem"] for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    across = min(4, len(problems))
+    down = math.ceil(len(problems) / across)
+    figure, axes = plt.subplots(down, across, figsize=(4 * across, 3 * down), squeeze=False, layout="constrained")
+    for axis, problem in zip(axes.flat, problems, strict=False):
+        for row in rows:
+            if row["problem"] == problem and "curve" in row:
+                points = row["curve"]
+                colour = f"C{methods.index(row['method'])}"
+                axis.loglog([p["gradients"] for p in points], [p["w2"] for p in points], color=colour)
+        axis.set_title(problem, fontsize=9)
+    for axis in axes.flat[len(problems) :]:
+        axis.axis("off")
+    lines = [Line2D([], [], color=f"C{i}", label=method) for i, method in enumerate(methods)]
+    figure.legend(handles=lines, loc="outside upper center", ncols=min(6, len(methods)))
+    figure.supxlabel("gradients, warm-up included")
+    figure.supylabel("2-Wasserstein over scale")
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line, checked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", default="*", help="patterns of problems, with commas between (default all)")
+    parser.add_argument("--methods", nargs="+", help=f"default: {' '.join(default_methods())}")
+    parser.add_argument("--gradients", type=int, default=100_000, help="in all chains, warm-up included")
+    parser.add_argument("--seeds", type=int, default=2, help="runs of each method")
+    parser.add_argument("--data-root", type=Path, help="folder with posteriordb/ and uci/ (default: ISOSGD_DATA)")
+    parser.add_argument("--cache", type=Path, help="folder that keeps the reference moments of the networks")
+    parser.add_argument("--oracle", action="store_true", help="also run the rivals at the best of a grid of rates")
+    parser.add_argument("--threads", type=int, default=1, help="threads torch may use")
+    parser.add_argument("--json", type=Path, help="write all results to this file")
+    parser.add_argument("--plot", type=Path, help="draw error against gradients into this file")
+    args = parser.parse_args(arguments)
+    args.data_root = args.data_root or posteriordb.default_root()
+    args.methods = args.methods or default_methods()
+    for label in args.methods:
+        if label.partition(":")[0] not in METHODS:
+            parser.error(f"method {label!r} is unknown; choose from {default_methods()}")
+    known = suite.names(args.data_root)
+    patterns = args.problems.split(",")
+    args.problems = [name for name in known if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    if not args.problems:
+        parser.error(f"no problem fits {patterns}; with this data root there are {known}")
+    if args.gradients < 1 or args.seeds < 1:
+        parser.error("--gradients and --seeds must be at least 1")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run, print, write."""
+    given = sys.argv[1:] if arguments is None else arguments
+    args = parse(given)
+    torch.set_num_threads(args.threads)
+    about = {
+        "command": shlex.join(["python", "benchmarks/posteriors.py", *given]),
+        "versions": {"isosgd": isosgd.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "machine": {"kind": platform.machine(), "cores": os.cpu_count(), "threads": args.threads},
+        "gradients": args.gradients,
+        "chains": CHAINS,
+    }
+    print(f"{args.gradients:,} gradients in all, {CHAINS} chains, mean of {args.seeds} seeds; {about['versions']}")
+    head = f"{'problem':<42} {'method':<18} {'gradients':>9}  {'mean/sd':>8} {'log sd':>8} {'W2':>8} {'ESS/1k':>8}"
+    print(f"{head} {'R-hat':>6} {'seconds':>7}")
+    started = time.monotonic()
+    rows: list[Row] = []
+    references: dict[str, Row] = {}
+
+    def keep(new: list[Row]) -> None:
+        """Show and write at once: a run takes hours, and may be stopped."""
+        if new:
+            rows.extend(new)
+            show(new)
+        if args.json:
+            whole = about | {"seconds": time.monotonic() - started, "references": references, "results": rows}
+            args.json.write_text(json.dumps(whole, indent=1) + "\n")
+
+    for name in args.problems:
+        problem = suite.make(name, args.data_root, args.cache)
+        known = problem.reference
+        references[name] = {"entries": len(known.mean), "ess": known.ess if math.isfinite(known.ess) else None}
+        for label in args.methods:
+            found = [measure(problem, label, {}, args.gradients, seed) for seed in range(args.seeds)]
+            keep(found)
+            if args.oracle and not label.startswith("isgd"):
+                keep(oracle(problem, label, found, args.gradients, args.seeds))
+    if args.plot:
+        plot(rows, args.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""The suite of posteriors: its problems are what they say, and its scores are right where the answer is known."""
+
+import importlib.util
+import math
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import isosgd
+from isosgd.experiments import posteriordb, suite
+from isosgd.experiments.suite import Moments, Problem, Run, ess, make, moments, names, score
+
+ROOT = Path(__file__).resolve().parents[2]
+SIGMAS = 5.0
+
+
+def exact_draws(problem: Problem, chains: int = 4, draws: int = 2000) -> Tensor:
+    """Independent draws ``[chains, draws, k]`` of the Gaussian that a problem's moments describe."""
+    root = torch.linalg.cholesky(problem.reference.covariance)
+    xi = torch.randn(chains, draws, len(root), dtype=torch.float64)
+    return problem.reference.mean + xi @ root.T
+
+
+@pytest.mark.parametrize("name", ["toy-well-200", "toy-bad-200", "toy-bad-2000", "gauss-anisotropic", "gauss-half"])
+def test_exact_draws_score_as_well_as_their_number_allows(name: str) -> None:
+    problem = make(name)
+    key = next(iter(problem.target.initial()))
+    found = score(problem, {key: exact_draws(problem)}, gradients=80_000)
+    assert found["mean_error"] < SIGMAS / math.sqrt(8000)
+    assert found["sd_error"] < SIGMAS / math.sqrt(2 * 8000)
+    # With n draws in k dimensions its square is about 1/n, of the means, and at most (k + 1) / (4 n), of covariances.
+    assert found["w2"] < SIGMAS * math.sqrt((1 + (len(problem.unit) + 1) / 4) / 8000)
+    assert 70 < found["ess_per_1000"] <= 100
+    assert found["rhat"] < 1.01
+
+
+def test_errors_are_measured_in_posterior_units() -> None:
+    problem = make("gauss-half")
+    x = exact_draws(problem)
+    # Made to have the exact moments, then off by known amounts.
+    flat = x.reshape(-1, 2)
+    white = torch.linalg.solve_triangular(torch.linalg.cholesky(flat.T.cov()), (flat - flat.mean(0)).T, upper=False)
+    exact = (torch.linalg.cholesky(problem.reference.covariance) @ white).T.reshape(x.shape)
+    shifted = exact.clone()
+    shifted[..., 1] += 0.3
+    found = score(problem, {"theta": shifted}, gradients=1)
+    assert found["mean_error"] == pytest.approx(0.3)
+    assert found["sd_error"] == pytest.approx(0.0, abs=1e-9)
+    assert found["w2"] == pytest.approx(0.3 / math.sqrt(2), rel=1e-6)
+    found = score(problem, {"theta": 2 * exact}, gradients=1)
+    assert found["sd_error"] == pytest.approx(math.log(2))
+    assert found["w2"] == pytest.approx(1.0)
+    found = score(problem, {"theta": exact / 2}, gradients=1)
+    assert found["sd_error"] == pytest.approx(math.log(2))
+
+
+def test_chains_that_disagree_have_few_effective_draws() -> None:
+    x = torch.randn(4, 500)
+    assert ess(x) > 1500
+    assert ess(x + 20 * torch.arange(4.0)[:, None]) < 8
+
+
+def test_bad_scores_are_refused() -> None:
+    problem = make("gauss-half")
+    with pytest.raises(ValueError, match="gradients = 0"):
+        score(problem, {"theta": torch.zeros(1, 5, 2)}, gradients=0)
+    with pytest.raises(ValueError, match="too few"):
+        score(problem, {"theta": torch.zeros(1, 1, 2)}, gradients=1)
+
+
+@pytest.mark.parametrize(("name", "noise"), [("gauss-anisotropic", (100.0, 1.0)), ("gauss-half", (100.0, 0.0))])
+def test_gaussians_have_the_noise_they_name_and_the_posterior(name: str, noise: tuple[float, float]) -> None:
+    problem = make(name)
+    theta = {"theta": torch.tensor([0.4, -0.2], dtype=torch.float64)}
+    precision = torch.linalg.inv(problem.reference.covariance)
+    whole = problem.target.log_likelihood(theta, problem.data).sum()
+    torch.testing.assert_close(whole, -0.5 * theta["theta"] @ precision @ theta["theta"])
+    count = len(problem.data[0])
+    rows = [problem.target.gradient({"theta": theta["theta"].clone().requires_grad_()}, (e[None],), count)[1][0]
+            for e in problem.data[0]]  # fmt: skip
+    covariance = torch.stack(rows).T.cov(correction=0) * count
+    torch.testing.assert_close(covariance, torch.diag(torch.tensor(noise, dtype=torch.float64)), rtol=1e-9, atol=1e-9)
+
+
+def test_names_go_with_the_data(tmp_path: Path) -> None:
+    assert "toy-bad-200" in names() and "net-boston" not in names()
+    assert names(tmp_path) == names()
+    with pytest.raises(ValueError, match="'arK-arK' is unknown or has no data"):
+        make("arK-arK", tmp_path)
+
+
+def test_reference_draws_of_posteriordb_score_zero() -> None:
+    root = posteriordb.default_root()
+    if root is None or not posteriordb.names(root):
+        pytest.skip("no data: set ISOSGD_DATA to a folder that holds posteriordb/<name>/data.json and draws.npz")
+    for name in posteriordb.names(root):
+        reference, problem = posteriordb.load(name, root), make(name, root)
+        found = score(problem, reference.sampled(reference.draws), gradients=10_000)
+        assert max(found["mean_error"], found["sd_error"], found["w2"]) < 1e-4, name
+        assert found["ess_per_1000"] > 500, name
+        assert problem.reference.rhat < 1.01
+
+
+@pytest.fixture
+def quick_net(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Reference runs of networks that take no time; the list counts them."""
+    calls: list[int] = []
+    real = suite.hmc
+
+    def counted(*args: Any, **settings: Any) -> Any:
+        calls.append(1)
+        return real(*args, **settings | {"draws": 2, "warmup": 1, "steps": (1, 1)})
+
+    monkeypatch.setattr(suite, "hmc", counted)
+    return calls
+
+
+def test_networks_are_compared_in_function_space(quick_net: list[int]) -> None:
+    problem = make("net-small")
+    start = problem.target.constrain(problem.target.initial())
+    draws = {name: torch.stack([x.detach(), 2 * x.detach()])[None] for name, x in start.items()}
+    test = torch.linspace(-1, 1, 41)[:, None]
+    expected = isosgd.Posterior(problem.target, draws, {}).predict(test).mean
+    torch.testing.assert_close(problem.entries(draws).mean(1).reshape(-1, 1), expected)
+    assert len(problem.reference.mean) == 41
+
+
+def test_reference_moments_are_kept(quick_net: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make("net-small", cache=tmp_path / "kept")
+    again = make("net-small", cache=tmp_path / "kept")
+    assert len(quick_net) == 1
+    assert torch.equal(first.reference.covariance, again.reference.covariance)
+    assert first.reference.ess == again.reference.ess
+    monkeypatch.setattr(suite, "Run", lambda: Run(seed=1))  # another run is another file
+    make("net-small", cache=tmp_path / "kept")
+    assert len(quick_net) == 2
+
+
+def test_moments_of_one_entry() -> None:
+    found = moments(torch.randn(2, 100, 1))
+    assert isinstance(found, Moments)
+    assert found.covariance.shape == (1, 1)
+
+
+# ---------------------------------------------------------------- the benchmark
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("posteriors_benchmark", ROOT / "benchmarks" / "posteriors.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Fake:
+    """`isosgd.sample` without sampling: exact draws at a stated price."""
+
+    def __init__(self, warmup: int, gaps: list[int]) -> None:
+        self.warmup, self.gaps = warmup, gaps
+
+    def __call__(self, target: Any, data: Any, *, draws: int, chains: int, warmup: Any, **_: Any) -> isosgd.Posterior:
+        gaps = self.gaps[:chains]
+        spent = chains * (self.warmup if warmup == "auto" else warmup) + draws * sum(gaps)
+        info = {"gradients": spent, "keep_every": gaps, "rates": [{"theta": 0.1}] * chains, "seconds": 0.0}
+        return isosgd.Posterior(target, {"theta": torch.randn(chains, draws, 2, dtype=torch.float64)}, info)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "gaps", "capped"),
+    [(1000, [10] * 8, False), (1000, [10] + [30] * 7, False), (1000, [30] + [10] * 7, False), (50_000, [10] * 8, True)],
+)
+def test_a_budget_is_kept(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, warmup: int, gaps: list[int], capped: bool
+) -> None:
+    monkeypatch.setattr(isosgd, "sample", Fake(warmup, gaps))
+    problem = make("gauss-half")
+    posterior = benchmark.spend(problem, "isgd", {}, 100_000, seed=0)
+    assert posterior.info["capped"] == capped
+    spent = posterior.info["gradients"]
+    assert spent <= 100_000
+    assert spent == 8 * (6250 if capped else warmup) + posterior.num_draws * sum(gaps)
+    points = benchmark.curve(problem, posterior)
+    assert points[-1]["gradients"] == spent
+    assert [point["gradients"] for point in points] == sorted(point["gradients"] for point in points)
+
+
+def test_the_benchmark_writes_what_it_found(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import json
+
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(isosgd, "sample", Fake(1000, [10] * 8))
+    threads = torch.get_num_threads()
+    files = ["--json", str(tmp_path / "found.json"), "--plot", str(tmp_path / "found.png")]
+    settings = ["--problems", "gauss-*", "--methods", "isgd:layer", "sgld", "--oracle", "--gradients", "20000"]
+    benchmark.main([*settings, *files, "--threads", str(threads)])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert {(row["problem"], row["method"]) for row in found["results"]} == {
+        (problem, method)
+        for problem in ("gauss-anisotropic", "gauss-half")
+        for method in ("isgd:layer", "sgld", "sgld@oracle")
+    }
+    assert len(found["results"]) == 2 * 3 * 2
+    assert all(key in found for key in ("command", "versions", "machine", "seconds"))
+    assert (tmp_path / "found.png").stat().st_size > 0
+    assert "sgld@oracle" in capsys.readouterr().out
+
+
+def test_a_run_that_diverges_is_a_row(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def diverge(*_: Any, **__: Any) -> isosgd.Posterior:
+        raise isosgd.DivergedError("the loss is nan", step=3, group=None, state={})
+
+    monkeypatch.setattr(isosgd, "sample", diverge)
+    row = benchmark.measure(make("gauss-half"), "sgld", {}, 1000, seed=0)
+    assert row["failed"] == "the loss is nan"
+    benchmark.show([row])
+
+
+@pytest.mark.parametrize("bad", [["--methods", "nuts"], ["--problems", "nothing"], ["--gradients", "0"]])
+def test_a_bad_command_line_is_refused(benchmark: ModuleType, bad: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.parse(bad)
