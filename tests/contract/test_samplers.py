@@ -40,6 +40,10 @@ def preset(name: str) -> Case:
     return Case(lambda params, **settings: ISGD.preset(name, params, **settings), own, warmup=8)
 
 
+SHAPED = {
+    f"isgd-shaped-{name}": Case(ISGD, {"structure": name, "batch_size": 8, "noise": "paired"})
+    for name in ("diagonal", "kronecker", "full")
+}
 CASES = {
     "isgd": Case(ISGD),
     "isgd-single": Case(ISGD, {"structure": "single"}),
@@ -62,8 +66,13 @@ CASES = {
     "sghmc-adapted": Case(SGHMC, {"corrected": True, "friction": 0.5}),
     "vsgd": Case(VSGD),
     "vsgd-per-layer": Case(VSGD, {"per_layer": True, "noise": "gaussian"}),
+    **SHAPED,
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+# Chains share a Lambda that knows directions, and so do groups: see tests/unit/test_shaped_sampler.py.
+every_case_of_its_own = pytest.mark.parametrize(
+    "case", [case for name, case in CASES.items() if name not in SHAPED], ids=[n for n in CASES if n not in SHAPED]
+)
 
 
 def named_params(dtype: torch.dtype = torch.float32, chains: int | None = None) -> dict[str, Tensor]:
@@ -99,7 +108,8 @@ class Data:
 def advance(sampler: Sampler, data: Data, steps: int) -> None:
     """Steps as a training loop makes them; the first ones set the rates of a sampler that waits to be told."""
     if waits(sampler):
-        for _ in range(8):
+        shaped = getattr(sampler, "shaped", None)
+        for _ in range(8 if shaped is None else shaped.least):
             sampler.observe(data.next(sampler))
         sampler.adapt([1.0 for _ in sampler.param_groups])
     for _ in range(steps):
@@ -214,7 +224,7 @@ def on_disk(state: dict[str, Any]) -> dict[str, Any]:
             return {"tensor": str(len(tensors) - 1)}
         if isinstance(item, dict):
             return {"items": [[key, strip(value)] for key, value in item.items()]}
-        return [strip(value) for value in item] if isinstance(item, list) else item
+        return [strip(value) for value in item] if isinstance(item, list | tuple) else item
 
     def fill(item: Any) -> Any:
         if isinstance(item, dict):
@@ -323,7 +333,7 @@ def grouped(case: Case, **settings: Any) -> tuple[Sampler, dict[str, Tensor]]:
     return case.make(groups, generator=seeded()), params
 
 
-@every_case
+@every_case_of_its_own
 def test_groups_keep_their_own_temperature_and_number_of_data(case: Case) -> None:
     rates = []
     for own in ({}, WIDE):
@@ -394,7 +404,7 @@ def planned_innovations(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, A
     yield plan
 
 
-@every_case
+@every_case_of_its_own
 def test_chains_together_are_chains_alone(case: Case, planned_innovations: dict[str, Any]) -> None:
     steps, curvature = case.warmup + 3, torch.tensor([1.0, 5.0, 0.2])
     streams = [Data(named_params(), seed=k) for k in range(CHAINS)]

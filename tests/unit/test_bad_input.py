@@ -177,7 +177,7 @@ def test_bad_data(changes: Callable[[], dict[str, Any]], error: Any, words: str)
         ({"method": "vsgd", "lr": 0.1}, TypeError, "method 'vsgd' does not take these options.*'lr'"),
         ({"noise": "student"}, ValueError, "noise = 'student' is unknown; choose 'gaussian', 'paired', 'alpha'"),
         ({"scheme": "d"}, ValueError, "scheme = 'd' is unknown; choose 'a', 'b', 'c' or 'windowed'"),
-        ({"structure": "full"}, ValueError, r"structure = 'full' is unknown; choose one of \['layer', 'single'\]"),
+        ({"structure": "round"}, ValueError, r"structure = 'round' is unknown; choose 'auto', one of \['diagonal', 'full',"),
         ({"noise_every": 0}, ValueError, "noise_every = 0 must be an integer of at least 1"),
         (
             {"preset": "alpha-a", "warmup": 50},
@@ -271,7 +271,7 @@ def test_num_data_is_never_guessed(kind: Any) -> None:
     ("kind", "settings", "words"),
     [
         (ISGD, {"scheme": "e"}, "scheme = 'e' is unknown; choose 'a', 'b', 'c' or 'windowed'"),
-        (ISGD, {"structure": "diag"}, "structure = 'diag' is unknown; choose one of"),
+        (ISGD, {"structure": "diag"}, "structure = 'diag' is unknown; choose 'auto', one of"),
         (ISGD, {"correction": "full"}, "correction = 'full' is unknown; choose 'diagonal' or 'outer'"),
         (ISGD, {"summary": "median"}, "summary = 'median' is unknown; choose 'max', 'sum', 'mean' or 'top'"),
         (ISGD, {"correction": "outer", "noise": "gaussian"}, "use it with noise='paired', or choose 'diagonal'"),

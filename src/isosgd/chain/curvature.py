@@ -21,16 +21,18 @@ from isosgd.noise import dot, join
 from isosgd.samplers.shaped import Shaped
 
 MEMORY = 0.1  # weight of a new probe, once ten have been taken
-LONG_MEMORY = 0.03  # the same for `Stiffness`: minibatches differ in their stiffest direction, which looks like stiffness
+LONG_MEMORY = (
+    0.03  # the same for `Stiffness`: minibatches differ in their stiffest direction, which looks like stiffness
+)
 KEPT = 4  # probes that an old estimate counts for in a new window
 SMALLEST_MOVE = 1e-3  # of a group's own length: keeps differences of float32 gradients meaningful
 
 
 class Stiffness:
-    """Running estimate of the largest ``rate * curvature`` under a Lambda that knows directions.
+    """Running estimate of how much larger the curvature is than the H of a Lambda that knows directions.
 
-    The same power iteration, in the metric of the sampler: with the step ``P = (T / N) Lambda^-1`` a vector of gradient
-    changes w stands for the displacement ``P w``, and its length ``sqrt(w . P w)`` tends to the top eigenvalue of P H.
+    The same power iteration, in the metric of H: a vector of gradient changes w stands for the displacement ``H^-1 w``,
+    and its length ``sqrt(w . H^-1 w)`` tends to the top eigenvalue of H^-1 times the Hessian.
 
     Args:
         leaves: the parameters.
@@ -43,16 +45,18 @@ class Stiffness:
         dtype = torch.promote_types(self.leaves[0].dtype, torch.float32)
         size = sum(p.numel() for p in self.leaves)
         self.image = torch.empty(size, dtype=dtype, device=generator.device).normal_(generator=generator)
+        self.length: float | None = None  # of the image, when it was last probed
         self.probes = 0
         self.turn = -1
 
     @torch.no_grad()
     def probe(self, shaped: Shaped, before: Sequence[Tensor], gradient_here: Callable[[], Sequence[Tensor]]) -> None:
         """One power iteration; the arguments are those of `Curvature.probe`, and the Lambda."""
-        along = shaped.direction(self.image).to(self.image.dtype)
-        length = dot(self.image, along).sqrt().clamp_min(1e-30)
-        change = self._change(shaped, along * (shaped.factor / shaped.scale) ** 0.5 / length, before, gradient_here)
-        self.image.lerp_(change / (shaped.factor / shaped.scale) ** 0.5, max(LONG_MEMORY, 1.0 / (self.probes + 1)))
+        along, length = self._along(shaped)
+        change = self._change(shaped, along / length, before, gradient_here)
+        self.image.mul_(length / (self.length or length))  # H may have changed since, and with it what a length is
+        self.image.lerp_(change, max(LONG_MEMORY, 1.0 / (self.probes + 1)))
+        self.length = self._along(shaped)[1]
         self.probes += 1
 
     @torch.no_grad()
@@ -83,7 +87,13 @@ class Stiffness:
 
     def value(self, shaped: Shaped) -> float:
         """The largest ``rate * curvature``."""
-        return float(dot(self.image, shaped.direction(self.image).to(self.image.dtype)).clamp_min(0.0).sqrt())
+        length = self._along(shaped)[1]
+        return length * (length / (self.length or length)) * shaped.unit_rate
+
+    def _along(self, shaped: Shaped) -> tuple[Tensor, float]:
+        """``H^-1 w``, and the length of w."""
+        along = shaped.direction(self.image).to(self.image.dtype) / shaped.unit_rate
+        return along, max(float(dot(self.image, along)), 1e-60) ** 0.5
 
 
 class Curvature:

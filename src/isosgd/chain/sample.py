@@ -26,6 +26,7 @@ NOISE_EVERY = 8  # in sampling the noise is followed, not found: every so many s
 GUESSED_SPACING = 100  # for the progress bar, until the spacing is known
 CLIPPED_ALARM = 0.05
 LOADER_ALARM = 0.02
+RISE_ALARM = 5.0  # standard deviations of a minibatch's loss
 
 
 def sample(
@@ -55,7 +56,7 @@ def sample(
         method: ``isgd``, ``sgld``, ``sghmc`` or ``vsgd``.
         draws: draws to keep from each chain.
         chains: independent chains.
-        batch_size: examples in a minibatch; a tenth of the data, between 8 and 128, by default.
+        batch_size: examples in a minibatch; half of the data, between 8 and 128, by default.
         keep_every: steps between draws; ``auto`` measures the autocorrelation of predictions in the warm-up.
         warmup: gradients to spend before the first draw; ``auto`` goes on until the chain has settled.
         temperature: T; the target is ``exp(-f / T)``, so that 1 is the posterior.
@@ -96,7 +97,10 @@ def sample(
     if isinstance(noise_every, bool) or not isinstance(noise_every, int) or noise_every < 1:
         raise ValueError(f"noise_every = {noise_every!r} must be an integer of at least 1")
     batches = make_batches(data, batch_size, 0, place)
-    make_sampler = _sampler_factory(method, num_data, temperature, _check_batch(batches, num_data), dict(options))
+    given = dict(options)
+    if METHODS[method] is ISGD:
+        given.setdefault("budget", None if warmup == "auto" else warmup)
+    make_sampler = _sampler_factory(method, num_data, temperature, _check_batch(batches, num_data), given)
 
     spacing = GUESSED_SPACING if keep_every == "auto" else keep_every
     expected_warmup = MOST_STEPS // 5 if warmup == "auto" else warmup
@@ -115,16 +119,19 @@ def sample(
             report = _find_rates(chain, warmup, bar, keep_every == "auto")
             gap = report.keep_every or spacing
             bar.total = chains * (report.steps + draws * gap)
-            done = 0
-            for _ in range(draws):
+            done, late = 0, []
+            for number in range(draws):
                 for _ in range(gap):
                     chain.step(split=chain.sampler.estimator.centred and done % noise_every == 0)
                     done += 1
                     bar.advance(label + "sampling")
+                if number >= draws // 2:
+                    late.append(chain.loss)
                 stored.append({name: value.cpu() for name, value in chain.natural().items()})
             kept.append({name: torch.stack([draw[name] for draw in stored]) for name in stored[0]})
             reports.append(report)
             _warn_of(chain, report, index)
+            _warn_of_rise(report, late, index)
         except DivergedError as error:
             error.draws = {name: torch.stack([draw[name] for draw in stored]) for name in stored[0]} if stored else {}
             failures[index] = error
@@ -170,13 +177,14 @@ def _sampler_factory(
     method: str, num_data: int, temperature: float, batch_size: int, options: dict[str, Any]
 ) -> MakeSampler:
     kind = METHODS[method]
-    if kind is ISGD:
-        options.setdefault("batch_size", batch_size)
     preset = options.pop("preset", None)
     if preset is not None:
         if method != "isgd" or preset not in PRESETS:
             raise ValueError(f"preset = {preset!r} is not one of the I-SGD rows {sorted(PRESETS)}")
         options = {**PRESETS[preset], **options}
+    if kind is ISGD:
+        options.setdefault("batch_size", batch_size)
+        options.setdefault("structure", "auto")
 
     def make(groups: list[dict[str, Any]], generator: torch.Generator) -> Sampler:
         try:
@@ -260,6 +268,22 @@ def _warn_of(chain: Chain, report: WarmupReport, index: int) -> None:
             "posterior variances may come out "
             "too small by up to that. Pass the tensors themselves, or a DataLoader with "
             "RandomSampler(replacement=True).",
+            SamplingWarning,
+            stacklevel=3,
+        )
+
+
+def _warn_of_rise(report: WarmupReport, late: list[float], index: int) -> None:
+    """Say that a chain has left the place where its rates were found."""
+    if report.loss is None:
+        return
+    before, spread = report.loss
+    now = float(np.mean(late))
+    if now > before + RISE_ALARM * max(spread, 1e-3 * abs(before)):
+        warnings.warn(
+            f"chain {index}: the mean loss rose from {before:.4g} in the warm-up to {now:.4g} in the second half "
+            "of the draws: the rates were found elsewhere, and the draws are not to be trusted. A longer warmup= or a "
+            "smaller bias= would help.",
             SamplingWarning,
             stacklevel=3,
         )

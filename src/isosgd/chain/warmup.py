@@ -39,7 +39,7 @@ SPLIT_EVERY = 2
 ADAPT_EVERY = 20
 CAUTION = 4.0
 VECTORS = 8  # noise vectors in the last window, over the least that tell a Lambda's shape
-SHAPED_RISE = 10.0  # shapes are measured where the chain is, in every direction
+EARLY_RISE = 10.0
 SETTLED_RATIO = 1.5
 SIGNAL_RATIO = 2.0
 RELAXATIONS = 5.0
@@ -74,6 +74,7 @@ class WarmupReport:
         steps: gradients spent.
         descent: of them in the descent.
         keep_every: spacing of draws measured from the autocorrelation of predictions (None when not measured).
+        loss: mean and standard deviation of the minibatches' loss in the last window (None when not measured).
         groups: one report for each layer.
     """
 
@@ -83,6 +84,7 @@ class WarmupReport:
     descent: int
     keep_every: int | None
     groups: list[GroupReport] = field(default_factory=list)
+    loss: tuple[float, float] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -114,6 +116,7 @@ class _Warmup:
         self.signal: list[list[float]] = []
         self.seen_curvatures: list[list[float]] = []
         self.curvatures: list[float] = []
+        self.loss: tuple[float, float] | None = None
 
     def run(self, measure_spacing: bool) -> WarmupReport:
         sampler = self.chain.sampler
@@ -125,12 +128,13 @@ class _Warmup:
                 f"({8 * FIRST_WINDOW} or more to settle), 'auto', or 0 with a rate of your own"
             )
         self.chain.evaluate()
+        self._count("starting")
         for _ in range(2 * PROBE_EVERY):
-            self.chain.probe_curvature()
+            self._probe("starting")
         descent = self._descend()
         settled, reason = self._windows()
         keep = self._spacing() if measure_spacing else None
-        report = WarmupReport(settled, reason, self.spent, descent, keep, self._groups())
+        report = WarmupReport(settled, reason, self.spent, descent, keep, self._groups(), self.loss)
         sampler.freeze()
         return report
 
@@ -193,7 +197,7 @@ class _Warmup:
             chain.evaluate()
             losses.append(chain.loss)
             if i % 5 == 0:
-                chain.probe_curvature()
+                self._probe("descending")
             curvatures = chain.curvature.values()
             with torch.no_grad():
                 for group, index in moving:
@@ -207,7 +211,15 @@ class _Warmup:
     # -- 2. and 3. sample in windows until settled --------------------------------------------------------------------
 
     def _windows(self) -> tuple[bool, str]:
-        chain, length = self.chain, FIRST_WINDOW if self.chain.shaped is None else self.chain.shaped.least
+        chain, length = self.chain, FIRST_WINDOW
+        if chain.shaped is not None:
+            length, axes = chain.shaped.least, 4 * chain.shaped.axes
+            if self.spent + length + axes > self.budget:
+                raise ValueError(
+                    f"warmup = {self.budget} is too short for structure {chain.shaped.name!r}, which needs "
+                    f"{length + axes} gradients after the descent for a first look at {len(chain.stiffness.image)} "
+                    f"parameters: give at least {4 * (length + axes)}, or structure='layer'"
+                )
         for _ in range(length):  # a first noise estimate before the first move
             noise = chain.evaluate(split=True)
             chain.sampler.observe(noise if chain.sampler.estimator.centred else None)
@@ -216,7 +228,7 @@ class _Warmup:
         chain.adapt([CAUTION * h for h in chain.curvature.values()])
         if chain.shaped is not None:  # and a look at the curvature along its axes, twice
             for _ in range(4 * chain.shaped.axes):
-                chain.probe_curvature()
+                self._probe("measuring curvature")
             chain.adapt(chain.curvatures())
         settled_before, reason = False, ""
         while True:
@@ -229,7 +241,10 @@ class _Warmup:
             losses = self._window(length)
             # One probe is noisy: the upper quartile over the window's second half bounds the curvature of most places.
             self.curvatures = np.quantile(self.seen_curvatures[len(self.seen_curvatures) // 2 :], 0.75, axis=0).tolist()
-            chain.adapt(self.curvatures, rise=2.0 if chain.shaped is None else SHAPED_RISE)
+            # A shape is measured in every direction, so it may be left quickly while the chain is still on its way.
+            early = chain.shaped is not None and length < LEAST_LAST_WINDOW
+            chain.adapt(self.curvatures, rise=EARLY_RISE if early else 2.0)
+            self.loss = float(losses.mean()), float(losses.std())
             reason = self._unsettled(old, losses)
             settled = not reason
             if self.exact and self.spent >= self.budget:
@@ -253,12 +268,15 @@ class _Warmup:
         self.signal = [[] for _ in chain.sampler.param_groups]
         self.seen_curvatures = []
         self.traces, self.trace_stride = [], max(1, length // TRACE_LENGTH)
-        losses = np.empty(length)
-        for i in range(length):
+        losses: list[float] = []
+        end = self.spent + length
+        while self.spent < end:
+            i = len(losses)
             noise = chain.evaluate(split=chain.shaped is not None or i % SPLIT_EVERY == 0)
-            losses[i] = chain.loss
-            if i % PROBE_EVERY == 0:
-                chain.probe_curvature()
+            self._count("warming up")
+            losses.append(chain.loss)
+            if i % PROBE_EVERY == 0 and self.spent < end:
+                self._probe("warming up")
                 self.seen_curvatures.append(chain.curvatures())
             if noise is not None:
                 self._feed_tails(noise)
@@ -268,8 +286,7 @@ class _Warmup:
             chain.sampler.step(noise=noise if chain.sampler.estimator.centred else None)
             if i % ADAPT_EVERY == ADAPT_EVERY - 1:  # within a window rates may only fall
                 chain.adapt(chain.curvatures(), rise=1.0)
-            self._count("warming up")
-        return losses
+        return np.array(losses)
 
     def _unsettled(self, old: list[float], losses: np.ndarray[Any, np.dtype[np.float64]]) -> str:
         """Why the chain has not settled; empty when it has."""
@@ -356,6 +373,10 @@ class _Warmup:
         return report
 
     # -- measurements -------------------------------------------------------------------------------------------------
+
+    def _probe(self, stage: str) -> None:
+        self.chain.probe_curvature()
+        self._count(stage)
 
     def _count(self, stage: str) -> None:
         self.spent += 1

@@ -37,7 +37,7 @@ class Full(Shaped):
 
     @property
     def least(self) -> int:
-        return max(50, 4 * self.total)  # eigenvalues are then right within a factor of (1 - 1/2)^2
+        return max(20, 4 * self.total)  # eigenvalues are then right within a factor of (1 - 1/2)^2
 
     def take(self, noise: Tensor) -> None:
         d = noise.double()
@@ -69,12 +69,12 @@ class Full(Shaped):
 
     def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:
         root, inverse = self._curvature(rule.batch_size * self.cov + torch.diag(prior.double()))
-        if self.known and bool((self.probed > 0).all()):
-            seen = self.inverse_root @ root  # from the new axes to those along which the Hessian was measured
-            found = seen.mT @ (0.5 * (self.hessian + self.hessian.mT)) @ seen
-            values, vectors = torch.linalg.eigh(found)
-            values = torch.where(values > BELIEVED, values, 1.0)
-            root, inverse = root @ (vectors * values.rsqrt()), (vectors * values.sqrt()).mT @ inverse
+        if self.known:
+            old = self.inverse_root  # rates fall at once and rise slowly
+            root, inverse = _lift(root, inverse, old.mT @ old / rise, 1.0)
+            if bool((self.probed > 0).all()):
+                found = old.mT @ (0.5 * (self.hessian + self.hessian.mT)) @ old
+                root, inverse = _lift(root, inverse, found, BELIEVED)
         self.root, self.inverse_root = root, inverse
         self.hessian = torch.eye(self.total).to(root)
         self.probed.zero_()
@@ -107,3 +107,13 @@ class Full(Shaped):
 
     def clipped(self) -> float:
         return self.share
+
+
+def _lift(root: Tensor, inverse: Tensor, other: Tensor, least: float) -> tuple[Tensor, Tensor]:
+    """H, as a root of its inverse and the inverse of that, raised to another matrix where that is larger.
+
+    Larger means: by more than a factor of ``least``, along an axis that is common to both.
+    """
+    values, vectors = torch.linalg.eigh(root.mT @ other @ root)
+    values = torch.where(values > least, values, 1.0)
+    return root @ (vectors * values.rsqrt()), (vectors * values.sqrt()).mT @ inverse

@@ -27,7 +27,7 @@ from isosgd.samplers.groups import Group, ParamsLike
 from isosgd.samplers.shaped import Rule, Shaped, flat_prior
 from isosgd.samplers.steppers import Number, allowed_rate_curvature
 from isosgd.samplers.structure import Correction, Structure, diagonal_scale
-from isosgd.samplers.structures import StructureName, make_structure
+from isosgd.samplers.structures import StructureName, choose, make_structure
 
 Scheme = Literal["a", "b", "c", "windowed"]
 FIRST_WINDOW = 50
@@ -69,7 +69,8 @@ class ISGD(Sampler):
             the rate that the running estimate gives; ``c``: at a frozen trained model; ``windowed``: while sampling, in
             growing windows, so that lambda is that of the typical set.
         structure: the shape of Lambda. ``layer``, ``single`` (the paper's SLR); or one that knows the geometry:
-            ``diagonal``, ``lowrank``, ``kronecker``, ``full`` (see `isosgd.samplers.shaped`); or a `Structure`.
+            ``diagonal``, ``lowrank``, ``kronecker``, ``full`` (see `isosgd.samplers.shaped`); ``auto`` for the one of
+            these that fits the model; or a `Structure`.
         averaged: inject the mean of this step's and the last step's innovations (Leimkuhler and Matthews 2013), which
             leaves only the discretisation bias of the gradient noise; the default for shapes that know the geometry.
         correction: ``outer`` corrects correlated noise and needs ``noise="paired"``, for which it is the default;
@@ -78,6 +79,7 @@ class ISGD(Sampler):
         warmup: steps of warm-up that the optimizer drives itself; 0 when something else calls `adapt`.
         batch_size: n; lets an optimizer-driven windowed warm-up guard the curvature by the Fisher information n Var(g).
             Shapes that know the geometry need it.
+        budget: gradients that the warm-up of `isosgd.sample` may take, which ``structure="auto"`` heeds.
         lam: fixed lambda for all groups; nothing is adapted then.
         settings: the settings common to all samplers, see `Sampler`.
 
@@ -108,6 +110,7 @@ class ISGD(Sampler):
         summary: Summary = "top",
         warmup: int = 0,
         batch_size: int | None = None,
+        budget: int | None = None,
         lam: float | None = None,
         **settings: Any,
     ) -> None:
@@ -122,12 +125,15 @@ class ISGD(Sampler):
         if warmup < 0:
             raise ValueError(f"warmup = {warmup} must not be negative")
         self.scheme, self.summary, self.given = scheme, summary, lam is not None
-        self.structure = make_structure(structure)
         self.warmup, self.batch_size = warmup, batch_size
         super().__init__(
             params, num_data=num_data, temperature=temperature, extra={"lam": None, "rate": None}, **settings
         )
         paired = self.estimator.centred and not isinstance(self.estimator, AlphaStable)
+        if structure == "auto":
+            knows = paired and scheme == "windowed" and batch_size is not None and not (correction or lam or warmup)
+            structure = choose(self._shapes(), batch_size, budget) if knows and batch_size is not None else "layer"
+        self.structure = make_structure(structure)
         if correction == "outer" and not paired:
             raise ValueError(
                 "correction='outer' subtracts centred noise vectors: use it with noise='paired', or choose 'diagonal'"
@@ -152,6 +158,10 @@ class ISGD(Sampler):
                 stacklevel=2,
             )
 
+    def _shapes(self) -> list[tuple[int, ...]]:
+        lead = 1 if self.batched else 0
+        return [tuple(p.shape[lead:]) for group in self.param_groups for p in group["params"]]
+
     def _bind(self, shaped: Shaped, paired: bool, lam: float | None) -> None:
         if lam is not None:
             raise ValueError(f"lam = {lam} is one number, structure {shaped.name!r} has many: leave one of them out")
@@ -164,6 +174,10 @@ class ISGD(Sampler):
             raise ValueError(
                 f"structure {shaped.name!r} takes the curvature from n Var(g): pass batch_size=n, not {self.batch_size}"
             )
+        for name in ("temperature", "num_data"):
+            found = {group[name] for group in self.param_groups}
+            if len(found) > 1:
+                raise ValueError(f"groups with {name} = {sorted(found)}: structure {shaped.name!r} needs one for all")
         shaped.bind(self.param_groups, self.batched)
         self._last: Tensor | None = None
 
@@ -230,13 +244,21 @@ class ISGD(Sampler):
         prior: Sequence[Tensor] | None,
     ) -> None:
         rule = self.rule()
+        if not shaped.known and shaped.seen < shaped.least:
+            raise RuntimeError(
+                f"structure {shaped.name!r} has seen {shaped.seen} noise vectors and needs {shaped.least} for a first "
+                "Lambda: pass more to observe() before adapt()"
+            )
         if not shaped.known and curvature is not None:
             for slot, h in zip(shaped.slots, curvature, strict=True):
-                shaped.fallback[slot] = float(h)
+                shaped.fallback[slot] = float(torch.as_tensor(h).max())
         if shaped.known and curvature is not None:
             # How much larger the curvature is than the Fisher information says, in the worst direction.
-            found = max(float(h) * float(g["rate"]) for g, h in zip(self.param_groups, curvature, strict=True))
-            stretch = found / shaped.unit_rate
+            found = max(
+                float(torch.as_tensor(h).max()) * float(torch.as_tensor(g["rate"]).max())
+                for g, h in zip(self.param_groups, curvature, strict=True)
+            )
+            stretch = found / shaped.unit_rate if shaped.unit_rate > 0 else shaped.stretch
             if rise > 1.0:
                 shaped.stretch = max(stretch, LEAST_STRETCH)
             if (rise == 1.0 or shaped.seen < shaped.least) and rule.factor(stretch) > shaped.factor * SLACK:
@@ -247,8 +269,9 @@ class ISGD(Sampler):
             parts = [torch.zeros_like(p) for p in every] if prior is None else list(prior)
             shaped.settle(rule, flat_prior(parts, self.batched) / rule.num_data, rise)
         for group, rate in zip(self.param_groups, shaped.group_rates(), strict=True):
-            group["rate"] = rate
-            group["lam"] = rule.temperature / (rule.num_data * rate)
+            group["rate"] = self.number(rate)
+            # Without a temperature nothing moves: whatever Lambda is, its rate is zero.
+            group["lam"] = self.number(rule.temperature / (rule.num_data * rate) if rate > 0 else float("inf"))
 
     def _set(self, lams: Sequence[Tensor]) -> None:
         tiny = torch.finfo(torch.float32).tiny  # a group without any noise or curvature has no rate of its own
@@ -299,6 +322,8 @@ class ISGD(Sampler):
         if self.scheme != "windowed":  # the running summary, with no guard, as in the paper
             bounds = [self.noise_bound(group) for group in self.param_groups]
             self._set(self.structure.solve(bounds, [torch.zeros_like(b) for b in bounds]))
+        elif self.shaped is not None and self.shaped.seen < self.shaped.least:
+            return
         elif step % FIRST_WINDOW == 0 and (step // FIRST_WINDOW).bit_count() == 1:  # 50, 100, 200, 400, ...
             self.adapt()
             self.forget_noise()
@@ -322,6 +347,8 @@ class ISGD(Sampler):
         if self.shaped is None:
             super()._update()
             return
+        if not self.shaped.known and self.warming:
+            return  # no estimate, no step
         if not self.shaped.known:
             raise RuntimeError("Lambda is not known yet: let isosgd.sample warm up, or call adapt() after observe()")
         params = [p for laid in self._laid for p in laid.params]
@@ -329,21 +356,24 @@ class ISGD(Sampler):
             raise RuntimeError("a parameter has no gradient: shapes of Lambda that know the geometry need all of them")
         xi = self._source.fill()
         if self.averaged:
-            last, self._last = self._last, xi.clone()
-            xi = xi if last is None else 0.5 * (xi + last)
-        gradient = join([p.grad for p in params], self.batched)  # type: ignore[misc]
+            fresh = xi.clone()
+            if self._last is None:
+                self._last = fresh.clone()  # the first step has no other
+            xi = 0.5 * (fresh + self._last)
+            self._last.copy_(fresh)
+        gradient = join([p.grad for p in params], self.batched).to(self.shaped.dtype)  # type: ignore[misc]
         self._source.out.copy_(self.shaped.displacement(gradient, xi))
         torch._foreach_sub_(params, [kick for laid in self._laid for kick in laid.kicks])
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         if self.shaped is not None:
-            state["structure"] = {"shape": self.shaped.state(), "last": self._last}
+            state["structure"] = {"name": self.shaped.name, "shape": self.shaped.state(), "last": self._last}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = state_dict.get("structure")
-        if (saved is None) != (self.shaped is None):
+        if (saved or {}).get("name") != (self.shaped.name if self.shaped is not None else None):
             raise ValueError("the state was saved with another structure: make the sampler with the same one")
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "structure"})
         if self.shaped is not None and saved is not None:

@@ -24,13 +24,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from isosgd.noise import flat, join, power_step
+from isosgd.noise import dot, flat, power_step
 from isosgd.samplers.steppers import allowed_rate_curvature
 from isosgd.samplers.structure import Structure
 
 CAUTION = 4.0
 HIGHEST = 0.2  # rate * curvature of averaged innovations, whatever bias is predicted
 CHANGE = 1.7  # of gradient noise, relative to it, over a unit of sqrt(T / N); half of what a sampled scale shows
+FIXED = {"batched", "shapes", "sizes", "slots", "total", "device", "dtype", "matrices"}  # known from the parameters
 EXCESS = 0.1  # temperature that noise outside of a shape may add in the worst direction
 
 
@@ -88,7 +89,9 @@ class Shaped(Structure):
         params = [p for group in groups for p in group["params"]]
         self.shapes = [tuple(p.shape[1:] if batched else p.shape) for p in params]
         self.sizes = [math.prod(shape) for shape in self.shapes]
-        ends: list[int] = [sum(math.prod(p.shape[1:] if batched else p.shape) for p in group["params"]) for group in groups]
+        ends: list[int] = [
+            sum(math.prod(p.shape[1:] if batched else p.shape) for p in group["params"]) for group in groups
+        ]
         starts = [sum(ends[:i]) for i in range(len(ends))]
         self.slots = [slice(a, a + n) for a, n in zip(starts, ends, strict=True)]
         self.groups_of = [i for i, group in enumerate(groups) for _ in group["params"]]
@@ -136,7 +139,7 @@ class Shaped(Structure):
 
     def observe(self, noise: Sequence[Tensor]) -> None:
         """Take in a noise vector, or one for each chain."""
-        vector = join(list(noise), self.batched).to(self.dtype)
+        vector = torch.cat([flat(d, self.batched) for d in noise], dim=-1).to(self.dtype)  # a copy, always
         for one in vector if self.batched else [vector]:
             self.take(one)
             self.seen += 1
@@ -189,13 +192,21 @@ class Shaped(Structure):
         return [float(logs[slot].mean().exp()) for slot in self.slots]
 
     def state(self) -> dict[str, Any]:
-        """All that a chain needs to go on: tensors and numbers."""
-        return {k: v for k, v in vars(self).items() if isinstance(v, Tensor | float | int)}
+        """All that a chain needs to go on: numbers, tensors, and lists of tensors."""
+        return {name: value for name, value in vars(self).items() if name not in FIXED}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take up what `state` gave."""
         for name, value in state.items():
-            setattr(self, name, value.to(self.device, copy=True) if isinstance(value, Tensor) else value)
+            setattr(self, name, _copied(value, self.device))
+
+
+def _copied(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, copy=True)
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item, device) for item in value)
+    return value
 
 
 class Rotated(Shaped):
@@ -213,6 +224,7 @@ class Rotated(Shaped):
         self.lam = torch.zeros(0)
         self.speed = torch.zeros(0)
         self.top = torch.zeros(0)
+        self.heat = 0.0
 
     def turn(self, x: Tensor) -> Tensor:
         """Into the basis."""
@@ -226,11 +238,21 @@ class Rotated(Shaped):
         z = self.turn(noise)
         self.v.lerp_(z.square(), 1.0 / (self.seen + 1))
         if self.known:
-            white = z * (2.0 * self.lam).rsqrt()
-            if not self.top.numel():
-                self.top = white.clone()
-            power_step(self.top, white, max(1.0 / (self.seen + 1), 0.01))
+            self._follow(z * (2.0 * self.lam).rsqrt())
         self.changed()
+
+    def _follow(self, white: Tensor) -> None:
+        """Find the direction in which noise exceeds Lambda most, and how hot it is there.
+
+        What a vector says of a direction that it helped to find is chance; so heat is measured before it is taken in.
+        """
+        if not self.top.numel():
+            self.top, self.heat, self.looks = white.clone(), 0.0, 0
+            return
+        along = float(dot(self.top, white)) ** 2 / max(float(dot(self.top, self.top)), 1e-30)
+        self.looks += 1
+        self.heat += (along - self.heat) * max(1.0 / self.looks, 0.02)
+        power_step(self.top, white, max(1.0 / (self.looks + 1), 0.01))
 
     def forget(self) -> None:
         super().forget()
@@ -242,8 +264,11 @@ class Rotated(Shaped):
             h[slot] += self.damping * h[slot].mean()
         self.factor, self.scale = rule.factor(self.stretch), rule.temperature / rule.num_data
         lam = self.factor * h.clamp_min(torch.finfo(self.dtype).tiny)
-        self.lam = torch.maximum(lam, self.lam / rise) if self.known else lam
-        self.known = True
+        lam = torch.maximum(lam, self.lam / rise) if self.known else lam
+        if self.top.numel():  # heat was measured against the Lambda there was
+            axis = self.top.square() / max(float(dot(self.top, self.top)), 1e-30)
+            self.heat *= float((axis * self.lam / lam).sum())
+        self.lam, self.known = lam, True
         self.changed()
         outside = self.excess()
         if outside > EXCESS:
@@ -256,7 +281,7 @@ class Rotated(Shaped):
     def slow(self, factor: float) -> None:
         self.factor *= factor
         self.lam = self.lam * factor
-        self.top = self.top / factor
+        self.heat /= factor
         self.changed()
 
     def changed(self) -> None:
@@ -275,11 +300,10 @@ class Rotated(Shaped):
         return self.speed
 
     def excess(self) -> float:
-        if not self.top.numel() or not self.seen:
+        if not self.top.numel() or not self.looks:
             return 0.0
-        total = float(self.top.norm())  # the top eigenvalue of Lambda^-1 B
-        axis = self.top / max(total, 1e-30)
-        return total - float((axis.square() * self.v / (2.0 * self.lam)).sum())
+        axis = self.top.square() / max(float(dot(self.top, self.top)), 1e-30)
+        return self.heat - float((axis * self.v / (2.0 * self.lam)).sum())
 
     def clipped(self) -> float:
         return float((self.v > 2.0 * self.lam).double().mean()) if self.known else 0.0

@@ -1,0 +1,305 @@
+"""I-SGD with a Lambda that knows directions: its steps, what is saved, what is refused."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from isosgd import ISGD
+from isosgd.noise import AlphaStable
+from isosgd.potential import Params
+from isosgd.samplers.full import Full
+from isosgd.samplers.innovations import Source
+
+SHAPES = {"a.weight": (3, 2), "a.bias": (3,), "b.weight": (2, 2)}
+STRUCTURES = ["diagonal", "kronecker", "full"]
+every_structure = pytest.mark.parametrize("structure", STRUCTURES)
+
+
+def make(structure: Any, params: Params, **settings: Any) -> ISGD:
+    own = {"num_data": 100, "batch_size": 8, "generator": torch.Generator().manual_seed(5)}
+    return ISGD(params.items(), structure=structure, **{**own, **settings})
+
+
+def leaves(chains: int | None = None) -> Params:
+    g = torch.Generator().manual_seed(1)
+    lead = () if chains is None else (chains,)
+    return {name: torch.randn(*lead, *shape, generator=g).requires_grad_() for name, shape in SHAPES.items()}
+
+
+class Stream:
+    """Gradients of ``|theta|^2 / 2`` with noise, and their noise vectors, correlated within a weight matrix."""
+
+    def __init__(self, params: Params, seed: int = 7) -> None:
+        self.params, self.generator = params, torch.Generator().manual_seed(seed)
+
+    def noise(self) -> list[Tensor]:
+        drawn = [0.3 * torch.randn(p.shape, generator=self.generator) for p in self.params.values()]
+        return [d + 0.5 * d.roll(1, -1) for d in drawn]
+
+    def next(self) -> list[Tensor]:
+        for p, d in zip(self.params.values(), self.noise(), strict=True):
+            p.grad = p.detach() + d
+        return self.noise()
+
+    def warm(self, sampler: ISGD, vectors: int = 64) -> None:
+        for _ in range(vectors):
+            sampler.observe(self.noise())
+        sampler.adapt([1.0 for _ in sampler.param_groups])
+
+    def advance(self, sampler: ISGD, steps: int) -> None:
+        for _ in range(steps):
+            sampler.step(noise=self.next())
+
+
+def values(params: Params) -> list[Tensor]:
+    return [p.detach().clone() for p in params.values()]
+
+
+# ------------------------------------------------------------------------------------------------ steps
+
+
+@every_structure
+@pytest.mark.parametrize("averaged", [False, True])
+def test_a_step_is_the_displacement_of_its_shape(
+    structure: str, averaged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Averaged innovations are the mean of this step's and the last one's; the first step has only its own."""
+    drawn = torch.randn(4, 13, generator=torch.Generator().manual_seed(2))
+    turn = iter(drawn)
+    monkeypatch.setattr(Source, "_draw", lambda self, out: out.copy_(next(turn)))
+    params = leaves()
+    sampler, stream = make(structure, params, averaged=averaged), Stream(params)
+    stream.warm(sampler)
+    for i, xi in enumerate(drawn):
+        stream.next()
+        before = torch.cat([p.detach().reshape(-1) for p in params.values()])
+        gradient = torch.cat([p.grad.reshape(-1) for p in params.values()])
+        sampler.step()
+        used = 0.5 * (xi + drawn[i - 1]) if averaged and i else xi
+        expected = before - sampler.shaped.displacement(gradient, used).float()
+        torch.testing.assert_close(torch.cat([p.detach().reshape(-1) for p in params.values()]), expected)
+
+
+@every_structure
+def test_chains_together_are_chains_alone(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chains share a Lambda; given it, each is as if it were alone."""
+    drawn = torch.randn(5, 3, 13, generator=torch.Generator().manual_seed(2))
+    params = leaves(chains=3)
+    together, stream = make(structure, params, chains=3), Stream(params)
+    stream.warm(together)
+    shape = together.shaped
+    start, gradients = values(params), []
+    turn = iter(drawn)
+    monkeypatch.setattr(Source, "_draw", lambda self, out: out.copy_(next(turn)))
+    for _ in drawn:
+        stream.next()
+        gradients.append([p.grad.clone() for p in params.values()])
+        together.step()
+    for k in range(3):
+        own = {name: p[k].clone().requires_grad_() for name, p in zip(SHAPES, start, strict=True)}
+        alone = make(structure, own)
+        alone.shaped = alone.structure = shape
+        turn = iter(drawn[:, k])
+        for gradient in gradients:
+            for p, g in zip(own.values(), gradient, strict=True):
+                p.grad = g[k].clone()
+            alone.step()
+        for p, q in zip(params.values(), own.values(), strict=True):
+            torch.testing.assert_close(p.detach()[k], q.detach())
+
+
+@every_structure
+def test_curvatures_may_be_those_of_many_chains(structure: str) -> None:
+    """As for other structures; chains share a Lambda, so that the largest counts."""
+    rates = []
+    for curvature in (torch.tensor([1.0, 5.0, 0.2]), 5.0):
+        params = leaves(chains=3)
+        sampler, stream = make(structure, params, chains=3), Stream(params)
+        stream.warm(sampler)
+        sampler.adapt([1e3 * curvature] * 2, rise=1.0)
+        rates.append([float(group["rate"]) for group in sampler.param_groups])
+    assert rates[0] == pytest.approx(rates[1])
+
+
+@every_structure
+def test_rates_and_lambdas_of_groups_are_reported(structure: str) -> None:
+    params = leaves()
+    sampler, stream = make(structure, params, temperature=0.3), Stream(params)
+    stream.warm(sampler)
+    for group, rate in zip(sampler.param_groups, sampler.shaped.group_rates(), strict=True):
+        assert group["rate"] == rate > 0
+        assert group["lam"] * rate == pytest.approx(0.3 / 100)
+        assert sampler.clipped_share(group) == 0.0
+
+
+@every_structure
+def test_curvature_above_the_fisher_information_slows_the_chain(structure: str) -> None:
+    """``rate * curvature`` of 3 in the worst direction: every rate falls at once, and by the rule."""
+    params = leaves()
+    sampler, stream = make(structure, params), Stream(params)
+    stream.warm(sampler)
+    before = [group["rate"] for group in sampler.param_groups]
+    stretch = 3.0 / sampler.shaped.unit_rate
+    sampler.adapt([3.0 / rate for rate in before], rise=1.0)
+    ratio = [group["rate"] / old for group, old in zip(sampler.param_groups, before, strict=True)]
+    assert ratio == pytest.approx([ratio[0]] * 2) and ratio[0] < 1
+    assert sampler.shaped.factor == pytest.approx(sampler.rule().factor(stretch))
+    assert 3.0 * ratio[0] == pytest.approx(sampler.rule().rate_curvature(stretch))
+
+
+@every_structure
+def test_the_optimizer_can_warm_up_a_shape_itself(structure: str) -> None:
+    params = leaves()
+    sampler, stream = make(structure, params, warmup=110), Stream(params)
+    before = values(params)
+    stream.advance(sampler, 40)
+    assert all(map(torch.equal, before, values(params)))
+    stream.advance(sampler, 80)
+    assert sampler.shaped.known and not any(map(torch.equal, before, values(params)))
+
+
+@every_structure
+def test_too_few_noise_vectors_are_said_so(structure: str) -> None:
+    params = leaves()
+    sampler, stream = make(structure, params), Stream(params)
+    with pytest.raises((ValueError, RuntimeError), match="noise"):
+        stream.warm(sampler, vectors=5)
+
+
+def test_a_noise_tensor_may_be_written_over() -> None:
+    """As a training loop does that keeps one buffer; of a model with a single tensor."""
+    g = torch.Generator().manual_seed(0)
+    samplers = [make("kronecker", {"w": torch.zeros(3, 2, requires_grad=True)}) for _ in range(2)]
+    buffer = torch.empty(3, 2)
+    for _ in range(64):
+        drawn = torch.randn(3, 2, generator=g)
+        samplers[0].observe([buffer.copy_(drawn)])
+        samplers[1].observe([drawn])
+    for sampler in samplers:
+        sampler.adapt([1.0])
+    torch.testing.assert_close(samplers[0].shaped.rates(), samplers[1].shaped.rates())
+
+
+# ------------------------------------------------------------------------------------------------ saving
+
+
+@every_structure
+@pytest.mark.parametrize("when", ["before Lambda", "before a step", "in the middle", "in a new window"])
+def test_a_saved_state_resumes_bit_for_bit(structure: str, when: str) -> None:
+    params = leaves()
+    sampler, stream = make(structure, params), Stream(params)
+
+    def go_on(sampler: ISGD, stream: Stream) -> None:
+        stream.warm(sampler)
+        stream.advance(sampler, 5)
+        sampler.forget_noise()
+        stream.warm(sampler)
+        stream.advance(sampler, 5)
+
+    if when == "before Lambda":
+        for _ in range(20):
+            sampler.observe(stream.noise())
+    else:
+        stream.warm(sampler)
+    if when in ("in the middle", "in a new window"):
+        stream.advance(sampler, 7)
+    if when == "in a new window":
+        sampler.forget_noise()
+        stream.advance(sampler, 3)
+    kept = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
+    fresh, copied = make(structure, kept, generator=torch.Generator().manual_seed(99)), Stream(kept)
+    fresh.load_state_dict(copy.deepcopy(sampler.state_dict()))
+    copied.generator.set_state(stream.generator.get_state())
+    if when == "before a step":
+        stream.advance(sampler, 5)
+        copied.advance(fresh, 5)
+    else:
+        go_on(sampler, stream)
+        go_on(fresh, copied)
+    assert all(map(torch.equal, values(params), values(kept)))
+    assert [g["rate"] for g in sampler.param_groups] == [g["rate"] for g in fresh.param_groups]
+
+
+@every_structure
+def test_loading_copies(structure: str) -> None:
+    params = leaves()
+    sampler, stream = make(structure, params), Stream(params)
+    stream.warm(sampler)
+    stream.advance(sampler, 3)
+    state = copy.deepcopy(sampler.state_dict())
+    kept = copy.deepcopy(state)
+    other = leaves()
+    fresh = make(structure, other)
+    fresh.load_state_dict(state)
+    Stream(other).advance(fresh, 3)
+    for name, value in kept["structure"]["shape"].items():
+        if isinstance(value, Tensor):
+            assert torch.equal(value, state["structure"]["shape"][name]), name
+    assert torch.equal(kept["structure"]["last"], state["structure"]["last"])
+
+
+@pytest.mark.parametrize(
+    ("saved", "loading"),
+    [
+        ("layer", "full"),
+        ("full", "layer"),
+        ("full", "diagonal"),
+    ],
+)
+def test_a_state_of_another_structure_is_refused(saved: str, loading: str) -> None:
+    state = make(saved, leaves()).state_dict()
+    with pytest.raises(ValueError, match="another structure"):
+        make(loading, leaves()).load_state_dict(state)
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+
+@every_structure
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"batch_size": None}, "pass batch_size=n, not None"),
+        ({"batch_size": 1}, "pass batch_size=n, not 1"),
+        ({"lam": 0.7}, "lam = 0.7 is one number"),
+        ({"noise": "gaussian"}, "noise='paired'"),
+        ({"noise": AlphaStable()}, "noise='paired'"),
+        ({"scheme": "a"}, "scheme='windowed', not .* and 'a'"),
+    ],
+)
+def test_what_a_shape_cannot_do_is_refused(structure: str, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make(structure, leaves(), **settings)
+
+
+def test_an_unknown_structure_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'triangular' is unknown; choose .*'diagonal', 'full', 'kronecker'"):
+        make("triangular", leaves())
+
+
+def test_averaging_goes_with_shapes_alone() -> None:
+    with pytest.raises(ValueError, match="averaged=True goes with"):
+        make("layer", leaves(), averaged=True)
+    assert not make("layer", leaves()).averaged and make(Full(), leaves()).averaged
+
+
+@pytest.mark.parametrize("own", [{"temperature": 0.1}, {"num_data": 7}])
+def test_groups_with_targets_of_their_own_are_refused(own: dict[str, Any]) -> None:
+    groups = [{"params": [torch.zeros(2, requires_grad=True)]}, {"params": [torch.zeros(2, requires_grad=True)], **own}]
+    with pytest.raises(ValueError, match=next(iter(own))):
+        ISGD(groups, num_data=100, batch_size=8, structure="full")
+
+
+def test_a_step_without_lambda_or_gradient_is_refused() -> None:
+    params = leaves()
+    sampler, stream = make("full", params), Stream(params)
+    stream.next()
+    with pytest.raises(RuntimeError, match="Lambda is not known yet"):
+        sampler.step()
+    stream.warm(sampler)
+    params["a.bias"].grad = None
+    with pytest.raises(RuntimeError, match="a parameter has no gradient"):
+        sampler.step()
