@@ -177,7 +177,11 @@ def test_bad_data(changes: Callable[[], dict[str, Any]], error: Any, words: str)
         ({"method": "vsgd", "lr": 0.1}, TypeError, "method 'vsgd' does not take these options.*'lr'"),
         ({"noise": "student"}, ValueError, "noise = 'student' is unknown; choose 'gaussian', 'paired', 'alpha'"),
         ({"scheme": "d"}, ValueError, "scheme = 'd' is unknown; choose 'a', 'b', 'c' or 'windowed'"),
-        ({"structure": "round"}, ValueError, r"structure = 'round' is unknown; choose 'auto', one of \['diagonal', 'full',"),
+        (
+            {"structure": "round"},
+            ValueError,
+            r"structure = 'round' is unknown; choose 'auto', one of \['diagonal', 'full',",
+        ),
         ({"noise_every": 0}, ValueError, "noise_every = 0 must be an integer of at least 1"),
         (
             {"preset": "alpha-a", "warmup": 50},

@@ -160,7 +160,9 @@ def test_information_is_plain_and_complete(data: tuple[Tensor, ...]) -> None:
 
 
 def test_the_warmup_settles_and_reports_each_group(data: tuple[Tensor, ...]) -> None:
-    posterior = sample(make_target(), data, init={"mu": torch.zeros(2)}, **{**QUICK, "warmup": "auto"}, structure="layer")
+    posterior = sample(
+        make_target(), data, init={"mu": torch.zeros(2)}, **{**QUICK, "warmup": "auto"}, structure="layer"
+    )
     (report,) = posterior.info["warmup"]
     assert report["settled"] and report["reason"] == "" and report["keep_every"] is None
     assert 0 < report["descent"] < report["steps"]
