@@ -37,7 +37,7 @@ NUM_DATA, BATCH = 50_000, 128
 
 
 class Candidate(NamedTuple):
-    """A sampler with Lambda known, the noise vector it looks at, and how long its set-up took for each vector."""
+    """A sampler with Lambda known, the noise vector it looks at, and what its set-up took (the first for a vector)."""
 
     sampler: isosgd.ISGD
     noise: list[Tensor]
@@ -55,11 +55,11 @@ def make(structure: Any, device: torch.device, seed: int = 0) -> Candidate:
     sampler = isosgd.ISGD(
         net.named_parameters(), num_data=NUM_DATA, batch_size=BATCH, structure=structure, generator=generator
     )
-    noise = [torch.empty_like(p).normal_(generator=generator).mul_(1e-3) for p in net.parameters()]
+    noise = [torch.empty_like(p) for p in net.parameters()]
     vectors = 4 if sampler.shaped is None else sampler.shaped.least
     start = _now(device)
     for _ in range(vectors):
-        sampler.observe([d.mul_(0.9).add_(torch.empty_like(d).normal_(generator=generator), alpha=4e-4) for d in noise])
+        sampler.observe([d.normal_(generator=generator).mul_(1e-3) for d in noise])
     observed = _now(device)
     sampler.adapt([10.0] * len(sampler.param_groups), prior=[torch.ones_like(p) for p in net.parameters()])
     sampler.freeze()

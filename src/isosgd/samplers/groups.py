@@ -18,6 +18,7 @@ def layer_groups(params: ParamsLike) -> list[Group]:
     """One group a layer from named parameters; groups that were given as dicts stay as they are.
 
     Example:
+        >>> import torch
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
         >>> [(g["name"], len(g["params"])) for g in layer_groups(net.named_parameters())]
         [('0', 2), ('1', 2)]

@@ -69,9 +69,8 @@ class LowRank(Shaped):
             self.stored_as = str(self.dtype if small else torch.bfloat16).removeprefix("torch.")
         self.k = min(self.rank, self.total)
         none = torch.zeros(0, dtype=self.dtype, device=self.device)
-        self.lam = self.root = self.pace = self.amplitude = self.speed = self.left = self.residual = (
-            none  # set by `settle`
-        )
+        # Set by `settle`; vectors first, then U and the small matrices.
+        self.lam = self.root = self.pace = self.amplitude = self.speed = self.left = self.residual = none
         self.basis = self.strength = self.spread = self.shared = self.back = self.add = none
         self.top = none  # an image of the direction with most noise for its Lambda, and how much that is
         self.most, self.looks = 0.0, 0
@@ -219,7 +218,9 @@ class LowRank(Shaped):
         self.strength = self.factor * rule.batch_size * self.shared.diagonal()
         self.residual = psi * scale.square()
         self.left, self.spread = leftover(self.basis, self.residual), self.shared + gram(self.basis, self.residual)
-        self.found = self.image = torch.zeros(0, dtype=self.dtype, device=self.device)
+        self.found = self.image = self.unit = self.found_left = self.lam[
+            :0
+        ].clone()  # memory that a step has no use for
         self.known = True
         self._inject()
         if outside is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 1 << 16  # columns at once
-SPLITS = 20  # rounds of `split` at most; one is enough where there are many more columns than rows
+SPLITS = 20  # rounds of `split` at most; none is needed where there are many more columns than rows
 CONVERGED = 1e-3
 
 
@@ -105,11 +105,12 @@ def split(rows: Tensor, left: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         psi, not negative, and ``shared``, positive semi-definite: together they explain ``left`` and ``spread``.
     """
-    # Non-negative least squares by multiplicative steps (image space reconstruction); with many more coordinates than
+    # Non-negative least squares by multiplicative steps (image space reconstruction). With many more coordinates than
     # rows, psi is all but ``left``.
-    tiny = torch.finfo(left.dtype).tiny
-    psi, wanted = left.clone(), leftover(rows, left)
-    for _ in range(SPLITS):
+    psi, tiny = left.clone(), torch.finfo(left.dtype).tiny
+    few = len(rows) > CONVERGED * len(left)
+    wanted = leftover(rows, left) if few else left
+    for _ in range(SPLITS if few else 0):
         ratio = wanted / leftover(rows, leftover(rows, psi)).clamp_min_(tiny)
         psi.mul_(ratio)
         if float((ratio - 1.0).abs().mean()) < CONVERGED:
