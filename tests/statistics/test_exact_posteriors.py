@@ -70,7 +70,8 @@ def test_data_of_yachts_size_do_not_diverge():
         warnings.simplefilter("ignore", isosgd.SamplingWarning)
         posterior = isosgd.sample(target, (x, y), batch_size=128, draws=50, keep_every=20, seed=0, progress=False)
     report = posterior.info["warmup"][0]
-    assert all(group["rate_curvature"] <= 0.05 for group in report["groups"])
+    assert all(group["rate_curvature"] <= 0.4 for group in report["groups"])  # it is unstable from 2 on
+    assert all(group["predicted_bias"] <= 0.04 for group in report["groups"])
     # Diverged chains predict nothing: their error is that of the mean, 1.5, or far beyond.
     assert float((posterior.predict(x).mean - y).square().mean()) < 0.1
     assert 0.05 < float(posterior.draws["likelihood.scale"].mean()) < 0.6
@@ -92,5 +93,5 @@ def test_yacht_itself_does_not_diverge(data_root):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", isosgd.SamplingWarning)
         posterior = isosgd.sample(target, (x, y), batch_size=128, draws=100, keep_every=20, seed=0, progress=False)
-    assert all(group["rate_curvature"] <= 0.05 for group in posterior.info["warmup"][0]["groups"])
+    assert all(group["rate_curvature"] <= 0.4 for group in posterior.info["warmup"][0]["groups"])
     assert float((posterior.predict(x).mean.squeeze(-1) - y).square().mean().sqrt()) < 0.1
