@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 # Two workers with one thread each: tiny tensors gain nothing from more threads, and lose much when they compete.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
