@@ -39,7 +39,6 @@ from isosgd.samplers.structures import StructureName
 
 CHAINS = 8
 LEAST_DRAWS = 4  # of each chain, even where the budget does not hold them
-MARGIN = 1.1
 ORACLE_RATES = 7
 CURVE_POINTS = 15
 Row = dict[str, Any]
@@ -53,19 +52,19 @@ def default_methods() -> list[str]:
 def spend(problem: suite.Problem, method: str, options: dict[str, Any], gradients: int, seed: int) -> isosgd.Posterior:
     """Sample with so many gradients in all, warm-up included: the one place where a budget becomes a number of draws.
 
-    A first call for one chain and one draw says what a warm-up costs and how far apart draws are, and so how many draws
-    the budget holds. Chains differ, so the second call takes a few more, and what goes over the budget is cut off. A
-    warm-up that would take more than half of the budget is told to take half (``info["capped"]``).
+    A first call for one draw says what the warm-up costs and how far apart draws are; the second, of the same seed, does
+    the same again and draws as often as the budget allows. A warm-up that would take more than half of the budget is
+    told to take half (``info["capped"]``).
     """
 
-    def sample(draws: int, chains: int, warmup: Any = "auto") -> isosgd.Posterior:
+    def sample(draws: int, warmup: Any) -> isosgd.Posterior:
         return isosgd.sample(
             problem.target,
             problem.data,
             init=problem.init,
             method=method,
             draws=draws,
-            chains=chains,
+            chains=CHAINS,
             batch_size=problem.batch_size,
             warmup=warmup,
             seed=seed,
@@ -73,17 +72,15 @@ def spend(problem: suite.Problem, method: str, options: dict[str, Any], gradient
             **options,
         )
 
-    most, share = gradients // (2 * CHAINS), gradients / CHAINS
-    pilot = sample(1, chains=1).info
-    if capped := pilot["gradients"] > most:
-        pilot = sample(1, chains=1, warmup=most).info
-    draws = int((MARGIN * share - pilot["gradients"]) / pilot["keep_every"][0])
-    posterior = sample(max(LEAST_DRAWS, draws), CHAINS, warmup=most if capped else "auto")
-    gap, spent = sum(posterior.info["keep_every"]), posterior.info["gradients"]
-    extra = max(min(math.ceil((spent - gradients) / gap), posterior.num_draws - LEAST_DRAWS), 0)
-    kept = {name: x[:, : posterior.num_draws - extra] for name, x in posterior.draws.items()}
-    info = posterior.info | {"gradients": spent - extra * gap, "capped": capped}
-    return isosgd.Posterior(posterior.target, kept, info)
+    share, warmup = gradients // CHAINS, "auto"
+    pilot = sample(1, warmup).info
+    if capped := pilot["warmup"][0]["steps"] > share // 2:
+        warmup = share // 2
+        pilot = sample(1, warmup).info
+    draws = (share - pilot["warmup"][0]["steps"]) // pilot["keep_every"][0]
+    posterior = sample(max(LEAST_DRAWS, draws), warmup)
+    posterior.info["capped"] = capped
+    return posterior
 
 
 def curve(problem: suite.Problem, posterior: isosgd.Posterior) -> list[Row]:

@@ -11,11 +11,11 @@ tensor([[1.]])
 """
 
 from isosgd import noise
-from isosgd.chain import GroupReport, WarmupReport, sample
+from isosgd.chain import DataSets, GroupReport, WarmupReport, sample
 from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.potential import Target, likelihoods, priors
 from isosgd.predictive import Posterior, Prediction
-from isosgd.samplers import ISGD, METHODS, PRESETS, SGHMC, SGLD, VSGD, Sampler
+from isosgd.samplers import ISGD, METHODS, PRESETS, SGHMC, SGLD, VSGD, Sampler, methods
 
 __version__ = "0.1.0"
 
@@ -26,6 +26,7 @@ __all__ = [
     "SGHMC",
     "SGLD",
     "VSGD",
+    "DataSets",
     "DivergedError",
     "GroupReport",
     "Posterior",
@@ -35,6 +36,7 @@ __all__ = [
     "Target",
     "WarmupReport",
     "likelihoods",
+    "methods",
     "noise",
     "priors",
     "sample",

@@ -14,7 +14,16 @@ from torch import Tensor
 
 from isosgd import ISGD, PRESETS, SGHMC, SGLD, VSGD, Sampler
 from isosgd.noise import AlphaStable
+from isosgd.samplers.adaptive_sghmc import AdaptiveSGHMC
+from isosgd.samplers.cyclical import CSGHMC, CSGLD
+from isosgd.samplers.full_sgfs import FullSGFS
 from isosgd.samplers.innovations import Source
+from isosgd.samplers.momentum_isgd import MomentumISGD
+from isosgd.samplers.psgld import PSGLD
+from isosgd.samplers.sgfs import SGFS
+from isosgd.samplers.sgnht import SGNHT
+from isosgd.samplers.sgrhmc import SGRHMC
+from isosgd.samplers.sgrld import SGRLD
 
 SHAPES = {"a.weight": (3, 2), "a.bias": (3,), "b.weight": (2, 2)}
 CHAINS = 3
@@ -44,6 +53,19 @@ SHAPED = {
     f"isgd-shaped-{name}": Case(ISGD, {"structure": name, "batch_size": 8, "noise": "paired"})
     for name in ("diagonal", "kronecker", "full")
 }
+WHOLE = {"sgfs-full": Case(FullSGFS, {"lr": 1e-6}), "sgfs-full-adapted": Case(FullSGFS, {"batch_size": 8})}
+
+
+def curved(p: Tensor) -> Tensor:
+    """A metric that depends on the parameter, entry by entry."""
+    return 1.0 / (1.0 + p**2)
+
+
+def mixed(p: Tensor) -> Tensor:
+    """A metric whose entries depend on their neighbours; a leading dimension of chains is left alone."""
+    return 1.0 / (1.0 + p**2 + 0.1 * p.roll(1, -1) ** 2)
+
+
 CASES = {
     "isgd": Case(ISGD),
     "isgd-single": Case(ISGD, {"structure": "single"}),
@@ -66,12 +88,39 @@ CASES = {
     "sghmc-adapted": Case(SGHMC, {"corrected": True, "friction": 0.5}),
     "vsgd": Case(VSGD),
     "vsgd-per-layer": Case(VSGD, {"per_layer": True, "noise": "gaussian"}),
+    "psgld": Case(PSGLD, {"lr": 0.01}),
+    "psgld-adapted": Case(PSGLD),
+    "adaptive-sghmc": Case(AdaptiveSGHMC, {"lr": 1e-7, "burn_in": 4}),
+    "adaptive-sghmc-adapted": Case(AdaptiveSGHMC),
+    "adaptive-sghmc-uncorrected": Case(AdaptiveSGHMC, {"corrected": False}),
+    "isgd-momentum": Case(MomentumISGD, {"lam": 0.7}),
+    "isgd-momentum-adapted": Case(MomentumISGD),
+    "sgnht": Case(SGNHT, {"lr": 0.05}),
+    "sgnht-adapted": Case(SGNHT),
+    "csgld": Case(CSGLD, {"lr": 0.05, "cycle": 4, "exploration": 0.25}),
+    "csgld-adapted": Case(CSGLD),
+    "csghmc": Case(CSGHMC, {"lr": 0.05, "cycle": 4, "exploration": 0.25, "corrected": True}),
+    "csghmc-adapted": Case(CSGHMC),
+    "sgfs": Case(SGFS, {"lr": 1e-6}),
+    "sgfs-adapted": Case(SGFS, {"batch_size": 8}),
+    "sgfs-gaussian": Case(SGFS, {"noise": "gaussian", "track_every": 2, "floor": 0.5}),
+    "sgrld": Case(SGRLD, {"lr": 0.05, "metric": curved}),
+    "sgrld-coupled": Case(SGRLD, {"lr": 0.05, "metric": mixed, "coupled": True}),
+    "sgrld-adapted": Case(SGRLD),
+    "sgrhmc": Case(SGRHMC, {"lr": 0.05, "metric": curved}),
+    "sgrhmc-adapted": Case(SGRHMC, {"metric": curved, "corrected": True}),
     **SHAPED,
+    **WHOLE,
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 # Chains share a Lambda that knows directions, and so do groups: see tests/unit/test_shaped_sampler.py.
 every_case_of_its_own = pytest.mark.parametrize(
     "case", [case for name, case in CASES.items() if name not in SHAPED], ids=[n for n in CASES if n not in SHAPED]
+)
+every_case_by_group = pytest.mark.parametrize(
+    "case",
+    [case for name, case in CASES.items() if name not in SHAPED | WHOLE],
+    ids=[n for n in CASES if n not in SHAPED | WHOLE],
 )
 
 
@@ -333,7 +382,7 @@ def grouped(case: Case, **settings: Any) -> tuple[Sampler, dict[str, Tensor]]:
     return case.make(groups, generator=seeded()), params
 
 
-@every_case_of_its_own
+@every_case_by_group
 def test_groups_keep_their_own_temperature_and_number_of_data(case: Case) -> None:
     rates = []
     for own in ({}, WIDE):
@@ -353,7 +402,7 @@ def test_groups_keep_their_own_temperature_and_number_of_data(case: Case) -> Non
             assert rates[1][1] >= rates[0][1]
 
 
-@pytest.mark.parametrize("name", ["sgld", "sgld-annealed", "sghmc", "isgd-lam"])
+@pytest.mark.parametrize("name", ["sgld", "sgld-annealed", "sghmc", "sgnht", "isgd-lam", "isgd-momentum"])
 def test_the_noise_of_a_group_goes_with_its_own_target(name: str) -> None:
     """Without a gradient a step is the injected noise alone; its variance is 2 rate T / N."""
     moves = []
@@ -364,7 +413,7 @@ def test_the_noise_of_a_group_goes_with_its_own_target(name: str) -> None:
             p.grad = torch.zeros_like(p)
         sampler.step(noise=[torch.zeros_like(p) for p in params.values()])
         moves.append([p.detach() - old for p, old in zip(params.values(), before, strict=True)])
-    for plain, wide, factor in zip(*moves, (1.0, 1.0, 8.0 if name == "isgd-lam" else 8.0**0.5), strict=True):
+    for plain, wide, factor in zip(*moves, (1.0, 1.0, 8.0 if "isgd" in name else 8.0**0.5), strict=True):
         torch.testing.assert_close(wide, factor * plain, rtol=1e-3, atol=1e-6)
 
 

@@ -67,7 +67,7 @@ BAD_DATA: dict[str, tuple[Callable[[], dict[str, Any]], Any, str]] = {
         "data yields no batches.*pass tensors",
     ),
     "empty tuple": (lambda: {"data": ()}, ValueError, r"data is an empty tuple; pass the tensors"),
-    "no rows": (lambda: {"data": (X[:0], Y[:0])}, ValueError, "data has no examples"),
+    "no rows": (lambda: {"data": (X[:0], Y[:0])}, ValueError, "data holds no examples"),
     "exhausted": (
         lambda: {"target": target(num_data=40), "data": generated()},
         ValueError,
@@ -88,7 +88,11 @@ BAD_DATA: dict[str, tuple[Callable[[], dict[str, Any]], Any, str]] = {
         (ValueError, DivergedError),
         "check init and data|look at the data",
     ),
-    "lengths": (lambda: {"data": (X, Y[:39])}, ValueError, r"different lengths: \[40, 39\]; one row is one example"),
+    "lengths": (
+        lambda: {"data": (X, Y[:39])},
+        ValueError,
+        r"shapes \[\(40, 1\), \(39, 1\)\]: their first dimensions, the examples, must be the same",
+    ),
     "shapes": (
         lambda: {"target": Target.from_module(torch.nn.Linear(1, 1), "gaussian"), "data": (X, torch.zeros(40, 3))},
         ValueError,
@@ -173,8 +177,10 @@ def test_bad_data(changes: Callable[[], dict[str, Any]], error: Any, words: str)
         ({"init": {"slope": torch.tensor([math.nan])}}, ValueError, "slope.* NaN or infinite; mend"),
         ({"preset": "alpha-b"}, ValueError, r"preset = 'alpha-b' is not one of the I-SGD rows \['G-b'"),
         ({"preset": "G-b", "method": "sgld"}, ValueError, "preset = 'G-b' is not one of the I-SGD rows"),
-        ({"learning_rate": 0.1}, TypeError, "method 'isgd' does not take these options.*'learning_rate'"),
-        ({"method": "vsgd", "lr": 0.1}, TypeError, "method 'vsgd' does not take these options.*'lr'"),
+        ({"learning_rate": 0.1}, TypeError, "method 'isgd' has no option 'learning_rate'; it takes scheme, .*bias, "),
+        ({"method": "vsgd", "lr": 0.1}, TypeError, "method 'vsgd' has no option 'lr'; it takes per_layer, bias, "),
+        ({"method": "sgld", "lam": 0.1}, TypeError, "method 'sgld' has no option 'lam'; it takes lr, "),
+        ({"compile": "yes"}, ValueError, "compile = 'yes' is unknown; choose 'auto', True or False"),
         ({"noise": "student"}, ValueError, "noise = 'student' is unknown; choose 'gaussian', 'paired', 'alpha'"),
         ({"scheme": "d"}, ValueError, "scheme = 'd' is unknown; choose 'a', 'b', 'c' or 'windowed'"),
         (

@@ -1,4 +1,4 @@
-"""The parts of the loop: batches, curvature, autocorrelation, progress."""
+"""The parts of the loop: batches, data sets, autocorrelation, progress."""
 
 import io
 import math
@@ -7,20 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from isosgd.chain.autocorrelation import integrated_time
 from isosgd.chain.batches import (
+    DataSets,
     IterableBatches,
     TensorBatches,
+    as_data,
     batch_length,
     default_batch_size,
     halves,
     make_batches,
     tree_map,
 )
-from isosgd.chain.curvature import Curvature
 from isosgd.chain.progress import Progress, clock
 
 SIGMAS = 4.5
@@ -71,7 +71,7 @@ def test_a_loader_says_whether_it_draws_independently(replacement: bool, indepen
 
 
 def test_arrays_are_data_too() -> None:
-    batches = make_batches((np.arange(12.0), np.arange(12)), 4, 0, None)
+    batches = make_batches(as_data((np.arange(12.0), np.arange(12)), 4, None), 4, 0, None)
     x, y = batches.next()
     assert torch.equal(x.long(), y) and len(x) == 4
 
@@ -91,74 +91,66 @@ def test_tree_map_reaches_every_tensor() -> None:
     assert found[0] == 2 and found[1][0] == 3 and found[1][1]["a"] == 4 and found[2] == "text"
 
 
-# ------------------------------------------------------------------------------------------------ curvature
+# ------------------------------------------------------------------------------------------------ data sets
 
 
-def probe(matrix: Tensor, sizes: list[int], steps: int, **settings: Any) -> tuple[Curvature, list[Tensor]]:
-    """Curvature of the quadratic ``theta^T matrix theta / 2`` with the parameters cut into groups."""
-    params = [torch.zeros(size, dtype=matrix.dtype) for size in sizes]
-
-    def gradient() -> list[Tensor]:
-        return list(torch.split(matrix @ torch.cat(params), sizes))
-
-    curvature = Curvature([[p] for p in params], **{"temperature": 1.0, "num_data": 100, "seed": 0, **settings})
-    for _ in range(steps):
-        curvature.probe(gradient(), gradient)
-    return curvature, params
-
-
-def random_hessian(generator: torch.Generator, size: int) -> Tensor:
-    """Positive definite, with correlations between all parameters and a gap below its top eigenvalue."""
-    mix = torch.randn(size, size, generator=generator, dtype=torch.float64)
-    q, _ = torch.linalg.qr(mix)
-    return q @ torch.diag(torch.logspace(1, -2, size, dtype=torch.float64)) @ q.T
+def test_data_sets_by_a_leading_dimension_or_by_rows(generator: torch.Generator) -> None:
+    x, y = torch.randn(3, 5, 2, generator=generator), torch.randn(3, 5, generator=generator)
+    leading = DataSets((x, y.numpy()))
+    order = torch.randperm(15, generator=generator)
+    where = torch.empty(15, dtype=torch.long)
+    where[order] = torch.arange(15)
+    by_rows = DataSets((x.reshape(15, 2)[order], y.reshape(15)[order]), rows=where.view(3, 5).numpy().astype(np.int32))
+    for data in (leading, by_rows, by_rows.to(torch.device("cpu"))):
+        assert (data.sets, data.num_data) == (3, 5)
+        for i in range(3):
+            assert torch.equal(data.set(i)[0], x[i]) and torch.equal(data.set(i)[1], y[i])
 
 
-def test_the_top_curvature_of_one_group_is_found(generator: torch.Generator) -> None:
-    hessian = random_hessian(generator, 6)
-    curvature, params = probe(hessian, [6], 200)
-    assert curvature.own_values() == pytest.approx([10.0], rel=0.02)
-    assert curvature.values() == pytest.approx([10.0], rel=0.02)
-    assert not params[0].any()  # the parameters are put back
+def test_rows_may_come_more_than_once_and_be_left_out() -> None:
+    data = DataSets((torch.arange(10.0),), rows=torch.tensor([[0, 0, 3], [9, 3, 9]]))
+    assert [data.set(i)[0].tolist() for i in range(2)] == [[0.0, 0.0, 3.0], [9.0, 3.0, 9.0]]
 
 
-def test_each_group_finds_its_own_top_curvature() -> None:
-    hessian = torch.block_diag(torch.diag(torch.tensor([3.0, 0.1])), torch.diag(torch.tensor([50.0, 1.0, 2.0])))
-    curvature, _ = probe(hessian, [2, 3], 200)
-    assert curvature.own_values() == pytest.approx([3.0, 50.0], rel=0.02)
-    assert curvature.values() == pytest.approx([3.0, 50.0], rel=0.05)
+@pytest.mark.parametrize(
+    ("tensors", "rows", "error", "words"),
+    [
+        (["a"], None, TypeError, r"takes a sequence of tensors or arrays, for instance \(x, y\)"),
+        ([], None, ValueError, "empty"),
+        ([torch.zeros(6)], None, ValueError, r"shapes \[\(6,\)\]: all must begin with \[sets, N\]; or pass rows="),
+        ([torch.zeros(2, 6), torch.zeros(2, 5)], None, ValueError, r"shapes \[\(2, 6\), \(2, 5\)\]: all must begin"),
+        ([torch.zeros(0, 6)], None, ValueError, "no examples"),
+        ([torch.zeros(6)], torch.zeros(2, 3), ValueError, r"rows must be integers \[sets, N\], got torch.float32"),
+        ([torch.zeros(6)], torch.ones(2, 6).bool(), ValueError, r"integers \[sets, N\], got torch.bool"),
+        ([torch.zeros(6)], torch.arange(3), ValueError, r"integers \[sets, N\], got torch.int64 \[3\]"),
+        ([torch.zeros(6)], torch.tensor([[0, 6]]), ValueError, "rows must name some of the 6 rows of the data"),
+        ([torch.zeros(6)], torch.tensor([[0, -1]]), ValueError, "rows must name some of the 6 rows of the data"),
+        ([torch.zeros(6)], torch.zeros(2, 0).long(), ValueError, "rows must name some of the 6 rows of the data"),
+        ([torch.zeros(6), torch.zeros(5)], torch.tensor([[0, 1]]), ValueError, r"shapes \[\(6,\), \(5,\)\]"),
+        ([torch.full((2, 6), math.nan)], None, ValueError, "not finite in row 0: drop or impute"),
+        ([torch.tensor(1.0)], torch.tensor([[0, 0]]), ValueError, "a tensor without dimensions"),
+    ],
+)
+def test_bad_data_sets_are_refused(tensors: Any, rows: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        DataSets(tensors, rows)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_values_bound_the_groups_together(seed: int) -> None:
-    """With rates delta / h_p in each group, no direction across groups may see more than delta."""
-    hessian = random_hessian(torch.Generator().manual_seed(seed), 9)
-    sizes = [2, 3, 4]
-    curvature, _ = probe(hessian, sizes, 400)
-    scale = torch.cat(
-        [torch.full((n,), h, dtype=torch.float64) for n, h in zip(sizes, curvature.values(), strict=True)]
-    ).rsqrt()
-    top = float(torch.linalg.eigvalsh(scale[:, None] * hessian * scale).max())
-    assert top <= 1.05
-    assert top > 0.5  # and not by far too much
+def test_one_tensor_alone_is_not_taken_for_a_tuple_of_its_rows() -> None:
+    for tensor in (torch.zeros(2, 6, 3), np.zeros((2, 6, 3))):
+        data = DataSets(tensor)
+        assert (data.sets, data.num_data, len(data.tensors)) == (2, 6, 1)
 
 
-def test_minibatch_noise_cancels(generator: torch.Generator) -> None:
-    """Each probe compares two gradients on one minibatch, so that their common noise drops out."""
-    assert noisy_curvature(torch.zeros(3, dtype=torch.float64), generator) == pytest.approx([4.0], rel=0.05)
-
-
-def test_parameters_that_start_at_zero_are_moved_far_enough(generator: torch.Generator) -> None:
-    """A move must change a float32 gradient by more than its last digit."""
-    assert noisy_curvature(torch.zeros(3), generator) == pytest.approx([4.0], rel=0.05)
-
-
-def noisy_curvature(theta: Tensor, generator: torch.Generator) -> list[float]:
-    curvature = Curvature([[theta]], 1.0, 100, seed=0)
-    for _ in range(100):
-        noise = 100.0 * torch.randn(3, generator=generator, dtype=theta.dtype)
-        curvature.probe([4.0 * theta + noise], lambda noise=noise: [4.0 * theta + noise])
-    return curvature.values()
+def test_each_chain_draws_from_its_own_rows_and_all_of_them() -> None:
+    rows = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3], [3, 7, 8, 9]])
+    batches = TensorBatches((torch.arange(10), torch.arange(20).view(10, 2)), 4, 0, 3, rows)
+    drawn, pairs = zip(*(batches.next() for _ in range(100)), strict=True)
+    values = torch.stack(drawn, 1)
+    assert values.shape == (3, 100, 4)
+    assert [sorted(set(chain.flatten().tolist())) for chain in values] == rows.tolist()
+    assert not torch.equal(values[0], values[1])  # chains of one set draw on their own
+    assert torch.equal(torch.stack(pairs, 1)[..., 1], 2 * values + 1)
 
 
 # ------------------------------------------------------------------------------------------------ autocorrelation

@@ -52,6 +52,7 @@ def test_a_captured_step_draws_fresh_noise_of_the_right_size():
     assert abs(ratio - 1) < 4 * (2 / 4096) ** 0.5, ratio
     # A change of rate reaches the captured step, since it lives in a tensor.
     sampler.param_groups[0]["rate"].zero_()
+    sampler.refresh()
     before = theta.detach().clone()
     graph.replay()
     assert torch.equal(before, theta.detach())

@@ -1,4 +1,4 @@
-"""Densities against scipy, closed-form gradients against autograd, and every refusal."""
+"""Densities against scipy, closed-form gradients and curvatures against autograd, and every refusal."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from isosgd.potential import priors
+from isosgd.potential import Target, priors
 from isosgd.potential.params import Params
 from isosgd.potential.priors import Prior
 
@@ -139,6 +139,79 @@ def test_priors_map_over_a_leading_chain_dimension() -> None:
         torch.testing.assert_close(torch.vmap(resolved.log_prob)(stacked)[1], prior.log_prob(chains[1]))
         for name, x in prior.grad(chains[2]).items():
             torch.testing.assert_close(batched[name][2], x)
+
+
+# ------------------------------------------------------------------------------------------------ curvature
+
+
+def prior_of(prior: Prior, start: Params, **options: object) -> tuple[Target, Params]:
+    """The prior as a target's, and where a chain starts."""
+    target = Target(lambda params, batch: batch[0], prior, init=start, **options)  # type: ignore[arg-type]
+    return target, {name: x.detach() for name, x in target.initial().items()}
+
+
+def check_score_and_curvature(target: Target, free: Params) -> None:
+    """Against gradient and diagonal of the Hessian of the log prior over all free parameters together."""
+    sizes = [x.numel() for x in free.values()]
+
+    def log_prior(flat: Tensor) -> Tensor:
+        split = torch.split(flat, sizes)
+        return target.log_prior({name: s.view(x.shape) for (name, x), s in zip(free.items(), split, strict=True)})
+
+    flat = torch.cat([x.reshape(-1) for x in free.values()])
+    hessian = slope = torch.zeros_like(flat)
+    if log_prior(flat.clone().requires_grad_()).requires_grad:  # a flat prior is a constant
+        hessian = -torch.autograd.functional.hessian(log_prior, flat).diagonal()
+        slope = torch.autograd.functional.jacobian(log_prior, flat)
+    scores = target.prior_score(free)
+    torch.testing.assert_close(torch.cat([scores[name].reshape(-1) for name in free]), slope)
+    found = target.prior_curvature(free)
+    assert [x.shape for x in found] == [x.shape for x in free.values()]
+    expected = torch.where(hessian > 1e-12, hessian, slope.square())
+    torch.testing.assert_close(torch.cat([x.reshape(-1) for x in found]), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("prior", REAL, ids=repr)
+def test_score_and_curvature_are_those_of_autograd(prior: Prior) -> None:
+    check_score_and_curvature(*prior_of(prior, network()))
+
+
+@pytest.mark.parametrize("prior", [*POSITIVE, priors.Flat()], ids=repr)
+def test_score_and_curvature_of_positive_parameters_include_the_jacobian(prior: Prior) -> None:
+    start = {"s": torch.linspace(0.05, 4.0, 7, dtype=torch.float64)}
+    check_score_and_curvature(*prior_of(prior, start, positive=["s"]))
+
+
+@pytest.mark.parametrize("prior", REAL, ids=repr)
+def test_curvatures_of_many_chains_are_those_of_each(prior: Prior) -> None:
+    target, free = prior_of(prior, network())
+    chains = {name: torch.stack([x + 0.3 * torch.randn_like(x) for _ in range(3)]) for name, x in free.items()}
+    together = target.prior_curvature(chains, batched=True)
+    for k in range(3):
+        alone = target.prior_curvature({name: x[k] for name, x in chains.items()})
+        torch.testing.assert_close([x[k] for x in together], alone)
+
+
+def test_curvature_where_it_is_known_by_heart() -> None:
+    """1/scale^2 for a normal; the squared slope 1/scale^2 for a Laplace; 0 for none; of a Student-t both, by place."""
+    w, v = torch.tensor([3.0, -1.0], dtype=torch.float64), torch.tensor([2.0], dtype=torch.float64)
+    both = priors.PerParameter({"w": priors.Normal(0.5), "v": priors.Laplace(0.2)})
+    target, free = prior_of(both, {"w": w, "v": v})
+    assert [x.tolist() for x in target.prior_curvature(free)] == [pytest.approx([4.0, 4.0]), pytest.approx([25.0])]
+    target, free = prior_of(priors.Flat(), {"w": w})
+    assert target.prior_curvature(free)[0].tolist() == [0.0, 0.0]
+    target, free = prior_of(priors.StudentT(1.0), {"w": torch.tensor([0.0, 3.0], dtype=torch.float64)})
+    # At 0 the curvature 2, at 3 the square of the slope 2 x / (1 + x^2).
+    assert target.prior_curvature(free)[0].tolist() == pytest.approx([2.0, 0.36])
+
+
+def test_curvature_leaves_no_graph_behind() -> None:
+    start = {"w": torch.ones(3, dtype=torch.float64, requires_grad=True)}
+    (found,) = prior_of(priors.StudentT(), start)[0].prior_curvature(start)
+    assert not found.requires_grad and start["w"].grad is None
+
+
+# ------------------------------------------------------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, {"*": -2.0}, {}])

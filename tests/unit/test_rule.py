@@ -17,12 +17,32 @@ def rule(**changes: Any) -> Rule:
     return Rule(**{"num_data": 500, "batch_size": BATCH, "temperature": 0.7, "bias": 0.02, "averaged": True, **changes})
 
 
+def factor(rule: Rule, stretch: float = 1.0) -> float:
+    """q of one chain."""
+    return float(rule.factor(torch.tensor([stretch], dtype=torch.float64)))
+
+
+def rate_curvature(rule: Rule, stretch: float = 1.0) -> float:
+    return float(rule.rate_curvature(torch.tensor([stretch], dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_each_chain_has_a_factor_of_its_own(averaged: bool) -> None:
+    own = rule(averaged=averaged)
+    stretches = [0.3, 1.0, 40.0]
+    together = own.factor(torch.tensor(stretches, dtype=torch.float64))
+    assert together.tolist() == [factor(own, s) for s in stretches]
+    assert own.rate_curvature(torch.tensor(stretches, dtype=torch.float64)).tolist() == pytest.approx(
+        [rate_curvature(own, s) for s in stretches]
+    )
+
+
 @pytest.mark.parametrize("averaged", [False, True])
 def test_factor_grows_with_temperature_and_stretch(averaged: bool) -> None:
     temperatures = [0.0, 1e-6, 1e-3, 0.1, 1.0, 10.0, 1e3]
     for values in (
-        [rule(averaged=averaged, temperature=t).factor() for t in temperatures],
-        [rule(averaged=averaged, bias=0.5).factor(s) for s in (0.0, 0.1, 1.0, 10.0, 100.0, 1e4)],
+        [factor(rule(averaged=averaged, temperature=t)) for t in temperatures],
+        [factor(rule(averaged=averaged, bias=0.5), s) for s in (0.0, 0.1, 1.0, 10.0, 100.0, 1e4)],
     ):
         assert values == sorted(values) and values[-1] > 10 * values[0]
 
@@ -30,15 +50,15 @@ def test_factor_grows_with_temperature_and_stretch(averaged: bool) -> None:
 @pytest.mark.parametrize("averaged", [False, True])
 def test_cold_chains_are_bound_by_the_noise_alone(averaged: bool) -> None:
     cold = rule(averaged=averaged, temperature=0.0)
-    assert cold.factor() == cold.factor(100.0) == pytest.approx(cold.kappa / (2 * BATCH))
-    assert cold.rate_curvature() == 0.0
+    assert factor(cold) == factor(cold, 100.0) == pytest.approx(cold.kappa / (2 * BATCH))
+    assert rate_curvature(cold) == 0.0
 
 
 @pytest.mark.parametrize("kappa", [1.25, 2.0, 5.0])
 def test_lambda_covers_the_noise_kappa_times(kappa: float) -> None:
     for t in (0.0, 1e-4, 1.0, 100.0):
         for averaged in (False, True):
-            assert rule(temperature=t, averaged=averaged, kappa=kappa).factor() >= kappa / (2 * BATCH)
+            assert factor(rule(temperature=t, averaged=averaged, kappa=kappa)) >= kappa / (2 * BATCH)
 
 
 @pytest.mark.parametrize("averaged", [False, True])
@@ -47,27 +67,27 @@ def test_lambda_covers_the_noise_kappa_times(kappa: float) -> None:
 @pytest.mark.parametrize("stretch", [0.3, 1.0, 2.0, 8.0])
 def test_the_bias_is_at_most_what_is_allowed(averaged: bool, bias: float, n: int, stretch: float) -> None:
     own = rule(averaged=averaged, bias=bias, batch_size=n)
-    share = 1.0 / (2 * n * own.factor(stretch)) if averaged else 1.0
-    found = variance_inflation(own.rate_curvature(stretch), share=share) - 1.0
+    share = 1.0 / (2 * n * factor(own, stretch)) if averaged else 1.0
+    found = variance_inflation(rate_curvature(own, stretch), share=share) - 1.0
     # With averaged innovations the rule is first order in rate * curvature, which is at most HIGHEST.
     assert 0 < found <= bias * (1 / (1 - HIGHEST / 2) if averaged else 1.0) * (1 + 1e-9)
-    assert own.rate_curvature(stretch) <= (HIGHEST if averaged else allowed_rate_curvature(bias)) * (1 + 1e-9)
+    assert rate_curvature(own, stretch) <= (HIGHEST if averaged else allowed_rate_curvature(bias)) * (1 + 1e-9)
 
 
 def test_the_bounds_are_reached_where_curvature_rules() -> None:
     """Large batches of few data: noise is no bound then."""
     plain, averaged = (rule(averaged=a, batch_size=400, temperature=1.0, bias=0.3) for a in (False, True))
-    assert plain.rate_curvature(5.0) == pytest.approx(allowed_rate_curvature(0.3))
-    assert averaged.rate_curvature(5.0) == pytest.approx(HIGHEST)
+    assert rate_curvature(plain, 5.0) == pytest.approx(allowed_rate_curvature(0.3))
+    assert rate_curvature(averaged, 5.0) == pytest.approx(HIGHEST)
     between = rule(batch_size=100)  # the bias of the gradient noise alone, in first order
-    a, share = between.rate_curvature(2.0), 1.0 / (200 * between.factor(2.0))
+    a, share = rate_curvature(between, 2.0), 1.0 / (200 * factor(between, 2.0))
     assert a < HIGHEST and share * a / 2 == pytest.approx(between.bias)
 
 
 def test_averaged_innovations_allow_faster_steps() -> None:
     """With little gradient noise; and they never ask for a larger Lambda as long as HIGHEST is no bound."""
     plain, averaged = (rule(averaged=a, batch_size=200, temperature=1.0) for a in (False, True))
-    assert averaged.rate_curvature(4.0) > 2 * plain.rate_curvature(4.0)
+    assert rate_curvature(averaged, 4.0) > 2 * rate_curvature(plain, 4.0)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])

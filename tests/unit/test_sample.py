@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from isosgd import METHODS, PRESETS, DivergedError, Posterior, SamplingWarning, Target, priors, sample
+from isosgd.chain.warmup import DRAWS_A_TIME
 from isosgd.potential import Params
 
 # Short warm-ups are the rule here, and mostly beside the point; where they are the point they are caught.
@@ -147,6 +148,9 @@ def test_information_is_plain_and_complete(data: tuple[Tensor, ...]) -> None:
         "batch_size": 100,
         "draws": 6,
         "chains": 2,
+        "chain_indices": [0, 1],
+        "sets": 1,
+        "engine": "together",
         "keep_every": [3, 3],
         "seed": 4,
         "dropped": {},
@@ -180,13 +184,13 @@ def test_the_warmup_settles_and_reports_each_group(data: tuple[Tensor, ...]) -> 
 def test_draws_are_spaced_by_the_autocorrelation(data: tuple[Tensor, ...]) -> None:
     """Here mu is an autoregression with coefficient 1 - rate h, so its integrated time is (2 - rate h) / (rate h).
 
-    Measured over some 600 steps it has a relative standard error of about 0.4.
+    Measured over some 600 steps it has a relative standard error of about 0.4. There are two draws in such a time.
     """
     posterior = sample(make_target(), data, draws=2, warmup=1200, batch_size=100, bias=0.2, progress=False)
     (report,), (gap,) = posterior.info["warmup"], posterior.info["keep_every"]
     assert gap == report["keep_every"]
     step = report["groups"][0]["rate_curvature"]
-    assert 0.4 < gap / ((2 - step) / step) < 3.0
+    assert 0.4 < gap / ((2 - step) / step / DRAWS_A_TIME) < 3.0
 
 
 # ------------------------------------------------------------------------------------------------ complaints
@@ -214,6 +218,22 @@ def test_a_warmup_too_short_for_anything_says_so(steps: int, keep_every: Any, da
     assert {w.category for w in caught} <= {SamplingWarning}
 
 
+@pytest.mark.parametrize("keep_every", [3, "auto"])
+@pytest.mark.parametrize("steps", [100, 120])
+def test_a_warmup_that_ends_before_its_first_window_says_so(
+    steps: int, keep_every: Any, data: tuple[Tensor, ...]
+) -> None:
+    """All is spent on the way down and on a first look at the noise: rates there are, but nothing else is known."""
+    far = {"mu": torch.full((2,), 1e3)}
+    settings = {"draws": 2, "keep_every": keep_every, "warmup": steps, "structure": "layer", "progress": False}
+    if keep_every == "auto":
+        with pytest.raises(ValueError, match=f"warmup = {steps} ends before anything was measured: give at least"):
+            sample(make_target(), data, init=far, **settings)
+    else:
+        with pytest.warns(SamplingWarning, match=f"did not settle; {steps} steps are too few: give warmup at least"):
+            sample(make_target(), data, init=far, **settings)
+
+
 @pytest.mark.parametrize(("bad", "group"), [(times_nan, "mu"), (plus_nan, None)])
 def test_a_chain_that_diverges_keeps_what_it_had(
     bad: Callable[[Tensor], Tensor], group: str | None, data: tuple[Tensor, ...], quick: tuple[Posterior, int]
@@ -236,13 +256,16 @@ def test_a_chain_that_diverges_in_the_warmup_has_no_draws(data: tuple[Tensor, ..
     assert caught.value.draws == {} and bool(caught.value.state["mu"].isfinite().all())
 
 
-def test_one_of_several_chains_may_fail(data: tuple[Tensor, ...], quick: tuple[Posterior, int]) -> None:
-    whole, calls = quick
-    broken = Breaks(calls + 60, times_nan)
+def test_one_of_several_chains_in_turn_may_fail(data: tuple[Tensor, ...]) -> None:
+    """Chains on a loader run one after the other; the first is as it would be alone."""
+    counter = Breaks(math.inf, times_nan)
+    whole = sample(make_target(counter), loader(data, replacement=True), **QUICK)
+    broken = Breaks(counter.calls + 60, times_nan)
     with pytest.warns(SamplingWarning, match="chain 1 was dropped: after .* gradients"):
-        posterior = sample(make_target(broken), data, chains=2, **QUICK)
+        posterior = sample(make_target(broken), loader(data, replacement=True), chains=2, **QUICK)
     assert posterior.num_chains == 1
     assert posterior.info["chains"] == 1 and list(posterior.info["dropped"]) == [1]
+    assert "loader" in posterior.info["engine"]
     assert torch.equal(posterior.draws["mu"], whole.draws["mu"])
 
 

@@ -25,12 +25,12 @@ def rule(**changes: Any) -> Rule:
     return Rule(**{"num_data": N, "batch_size": BATCH, "temperature": T, "bias": 0.02, "averaged": True, **changes})
 
 
-def bound(kind: str, batched: bool = False, dtype: torch.dtype = F64) -> Shaped:
+def bound(kind: str, chains: int | None = None, dtype: torch.dtype = F64) -> Shaped:
     """A structure that knows its parameters, in two layers, and has seen nothing."""
-    shaped, lead = KINDS[kind](), (3,) if batched else ()
+    shaped, lead = KINDS[kind](), () if chains is None else (chains,)
     params = {name: torch.zeros(*lead, *shape, dtype=dtype) for name, shape in SHAPES.items()}
     groups = [{"params": [params["a.weight"], params["a.bias"]]}, {"params": [params["b.weight"]]}]
-    shaped.bind(groups, batched)
+    shaped.bind(groups, chains, sets=chains or 1)  # a data set for each chain: nothing is shared
     return shaped
 
 
@@ -81,16 +81,24 @@ def settled(kind: str, stretch: float = 1.0, scale: float = 1.0, **changes: Any)
     """A structure with its Lambda, the noise covariance, and what Lambda should be."""
     shaped, covariance = bound(kind), scale * noise_of(kind)
     feed(shaped, covariance)
-    shaped.stretch = stretch
-    shaped.settle(rule(**changes), scale * PRIOR, rise=10.0)
-    return shaped, covariance, expected_lambda(shaped, covariance, scale * PRIOR, rule(**changes).factor(stretch))
+    settle(shaped, rule(**changes), scale * PRIOR, stretch)
+    q = float(rule(**changes).factor(shaped.stretch))
+    return shaped, covariance, expected_lambda(shaped, covariance, scale * PRIOR, q)
 
 
-def step_maps(shaped: Shaped) -> tuple[Tensor, Tensor]:
-    """The linear maps from gradient and from innovations to a displacement, column by column."""
-    unit, zero = torch.eye(SIZE, dtype=F64), torch.zeros(SIZE, dtype=F64)
-    pull = torch.stack([shaped.displacement(e, zero) for e in unit], 1)
-    push = torch.stack([shaped.displacement(zero, e) for e in unit], 1)
+def settle(shaped: Shaped, own: Rule, prior: Tensor, stretch: float | None = 1.0, rise: float = 10.0) -> None:
+    """Lambda of every chain, with one stretch and one prior for all; a stretch of None stays as it is."""
+    if stretch is not None:
+        shaped.stretch = shaped.full(stretch)
+    shaped.settle(own, prior.to(shaped.dtype).expand(shaped.chains, -1), rise)
+
+
+def step_maps(shaped: Shaped, chain: int = 0) -> tuple[Tensor, Tensor]:
+    """The linear maps from gradient and from innovations to a displacement of a chain, column by column."""
+    zero, tensors = shaped.full(0.0, shaped.total), shaped.tensors()
+    units = [e.to(shaped.dtype).expand(shaped.chains, -1) for e in torch.eye(shaped.total)]
+    pull = torch.stack([shaped.displace(tensors, e, zero)[chain] for e in units], 1)
+    push = torch.stack([shaped.displace(tensors, zero, e)[chain] for e in units], 1)
     return pull, push
 
 
@@ -109,7 +117,7 @@ def test_stationary_covariance_of_a_whole_step(kind: str, averaged: bool) -> Non
     """Where H is the curvature the covariance is ``(T / N) H^-1``, up to the bias of each direction."""
     shaped, covariance, lam = settled(kind)
     pull, push = step_maps(shaped)
-    curvature = lam / shaped.factor
+    curvature = lam / float(shaped.factor)
     a, injected = torch.eye(SIZE, dtype=F64) - pull @ curvature, push @ push.T
     noise = pull @ covariance @ pull.T + injected
     if averaged:  # half of the injected noise, and its correlation with what the last step injected
@@ -119,10 +127,10 @@ def test_stationary_covariance_of_a_whole_step(kind: str, averaged: bool) -> Non
     inverse = torch.linalg.inv(torch.linalg.cholesky(lam))
     shares, vectors = torch.linalg.eigh(inverse @ covariance @ inverse.T / 2)
     kept = shares if averaged else torch.ones_like(shares)
-    inflation = torch.tensor([variance_inflation(shaped.unit_rate, share=float(s)) for s in kept], dtype=F64)
+    inflation = variance_inflation(shaped.unit_rate.double(), share=kept)
     assert inflation.min() > 1.0 and (not averaged or inflation.max() < 1.02 / (1 - HIGHEST / 2))
     axes = vectors.T @ inverse
-    close(found / (T / N), shaped.factor * axes.T @ torch.diag(inflation) @ axes, curvature, 1e-6)
+    close(found / (T / N), float(shaped.factor) * axes.T @ torch.diag(inflation) @ axes, curvature, 1e-6)
 
 
 # ------------------------------------------------------------------------------------------------ a step
@@ -139,12 +147,12 @@ def test_a_step_is_that_of_theorem_1(kind: str, stretch: float) -> None:
     close(push @ push.T, (T / N) ** 2 * inverse @ (2 * lam - covariance) @ inverse, lam, 1e-7)
     assert float(torch.linalg.eigvalsh(2 * lam - covariance).min()) > 0
     g = torch.linspace(-1, 1, SIZE, dtype=F64)
-    torch.testing.assert_close(shaped.direction(g), pull @ g)
-    torch.testing.assert_close(shaped.rates().double(), pull.diagonal())
-    for slot, rate in zip((slice(0, 11), slice(11, 16)), shaped.group_rates(), strict=True):
-        assert rate == pytest.approx(float(pull.diagonal()[slot].log().mean().exp()))
-    assert shaped.clipped() == 0.0
-    assert shaped.unit_rate == pytest.approx(rule().rate_curvature(stretch) / stretch)
+    torch.testing.assert_close(shaped.direction(g[None]), (pull @ g)[None])
+    torch.testing.assert_close(shaped.rates(), pull.diagonal()[None])
+    for slot, rate in zip((slice(0, 11), slice(11, 16)), shaped.group_rates().unbind(-1), strict=True):
+        assert rate.tolist() == pytest.approx([float(pull.diagonal()[slot].log().mean().exp())])
+    assert shaped.clipped().tolist() == [0.0]
+    torch.testing.assert_close(shaped.unit_rate, rule().rate_curvature(shaped.stretch) / stretch)
 
 
 def test_the_full_matrix_is_exact_for_parameters_in_very_different_units() -> None:
@@ -152,10 +160,10 @@ def test_the_full_matrix_is_exact_for_parameters_in_very_different_units() -> No
     shaped, units = bound("full"), torch.logspace(-4, 4, SIZE, dtype=F64)
     covariance = units[:, None] * random_covariance(SIZE, 1e3) * units
     feed(shaped, covariance)
-    shaped.stretch = 1.0
-    shaped.settle(rule(), torch.zeros(SIZE, dtype=F64), rise=10.0)
+    settle(shaped, rule(), torch.zeros(SIZE, dtype=F64))
     pull, push = step_maps(shaped)
-    lam = rule().factor() * BATCH * covariance
+    lam = float(shaped.factor) * BATCH * covariance
+    torch.testing.assert_close(shaped.factor, rule().factor(torch.ones(1, dtype=F64)))
     close(pull, (T / N) * torch.linalg.inv(lam), lam, 1e-7)
     inverse = torch.linalg.inv(lam)
     close(push @ push.T, (T / N) ** 2 * inverse @ (2 * lam - covariance) @ inverse, lam, 1e-7)
@@ -165,7 +173,7 @@ def test_the_full_matrix_is_exact_for_parameters_in_very_different_units() -> No
 def test_units_of_the_gradient_do_not_matter(kind: str) -> None:
     """Noise and prior curvature 1e-6 times as large: displacements of the same gradient are 1e6 times as long."""
     (one, _, _), (small, _, _) = settled(kind), settled(kind, scale=1e-6)
-    g = torch.linspace(-1, 1, SIZE, dtype=F64)
+    g = torch.linspace(-1, 1, SIZE, dtype=F64)[None]
     torch.testing.assert_close(1e-6 * small.direction(g), one.direction(g))
 
 
@@ -182,7 +190,7 @@ def test_noise_beyond_lambda_is_clipped_and_counted(kind: str) -> None:
         covariance = covariance - covariance[:, -1:] @ covariance[-1:] / covariance[-1, -1]  # none along the axis
     shaped.forget()
     feed(shaped, covariance + extra)
-    assert shaped.clipped() == pytest.approx(1 / SIZE)
+    assert shaped.clipped().tolist() == pytest.approx([1 / SIZE])
     pull, push = step_maps(shaped)
     close(pull, (T / N) * torch.linalg.inv(lam), lam, 1e-7)  # Lambda itself stays
     left = torch.linalg.eigvalsh(root.T @ push @ push.T @ root) / (T / N) ** 2
@@ -194,7 +202,7 @@ def test_noise_beyond_lambda_is_clipped_and_counted(kind: str) -> None:
 @every_kind
 def test_slower_is_the_same_lambda_multiplied(kind: str) -> None:
     shaped, covariance, lam = settled(kind)
-    shaped.slow(3.0)
+    shaped.slow(shaped.full(3.0))
     pull, push = step_maps(shaped)
     inverse = torch.linalg.inv(3 * lam)
     close(pull, (T / N) * inverse, lam, 1e-7)
@@ -208,76 +216,76 @@ def test_rates_rise_slowly_and_fall_at_once(kind: str) -> None:
     for factor, expected in ((1e-2, 0.5), (1.0, 1.0), (4.0, 4.0)):
         shaped.forget()
         feed(shaped, factor * covariance)
-        shaped.settle(rule(bias=1e-3), factor * PRIOR, rise=2.0)
+        settle(shaped, rule(bias=1e-3), factor * PRIOR, stretch=None, rise=2.0)
         close(step_maps(shaped)[0], (T / N) * torch.linalg.inv(expected * lam), lam, 1e-6)
 
 
 @every_kind
-def test_many_chains_are_each_alone(kind: str, generator: torch.Generator) -> None:
-    shaped, _, _ = settled(kind)
-    g, xi = torch.randn(2, 3, SIZE, generator=generator, dtype=F64)
-    torch.testing.assert_close(
-        shaped.displacement(g, xi), torch.stack([shaped.displacement(g[k], xi[k]) for k in range(3)])
-    )
-    torch.testing.assert_close(shaped.direction(g), torch.stack([shaped.direction(g[k]) for k in range(3)]))
+def test_chains_side_by_side_are_chains_alone(kind: str, generator: torch.Generator) -> None:
+    """Noise, prior, stretch and slowing of its own for each chain, over two windows; Lambda is each chain's own too."""
+    together, alone = bound(kind, chains=3), [bound(kind) for _ in range(3)]
+    scales = torch.tensor([1.0, 30.0, 0.2], dtype=F64)
+    for window in range(2):
+        stretch = torch.tensor([1.0, 0.5, 9.0], dtype=F64) * (1 + window)
+        for row in scales[:, None] * torch.randn(80, 3, SIZE, generator=generator, dtype=F64):
+            together.observe(parts(row))
+            for one, own in zip(alone, row, strict=True):
+                one.observe(parts(own))
+        together.stretch = stretch.clone()
+        together.settle(rule(), scales[:, None] * PRIOR, rise=2.0)
+        together.slow(scales.clamp_min(1.0))
+        for k, one in enumerate(alone):
+            one.stretch = stretch[k : k + 1].clone()
+            one.settle(rule(), scales[k] * PRIOR[None], rise=2.0)
+            one.slow(scales[k : k + 1].clamp_min(1.0))
+            torch.testing.assert_close(step_maps(together, k), step_maps(one))
+            for number in ("rates", "group_rates", "clipped", "excess"):
+                torch.testing.assert_close(getattr(together, number)()[k], getattr(one, number)()[0])
+        together.forget()
+        for one in alone:
+            one.forget()
+    g = torch.randn(3, SIZE, generator=generator, dtype=F64)
+    directions = [one.direction(own[None])[0] for one, own in zip(alone, g, strict=True)]
+    torch.testing.assert_close(together.direction(g), torch.stack(directions))
 
 
-@every_kind
-def test_noise_of_many_chains_counts_as_of_one(kind: str, generator: torch.Generator) -> None:
-    together, alone = bound(kind, batched=True), bound(kind)
-    drawn = torch.randn(40, 3, SIZE, generator=generator, dtype=F64)
+def test_chains_of_one_data_set_share_a_full_matrix(generator: torch.Generator) -> None:
+    """So many numbers take many noise vectors: those of all chains of a set count, and none of another set."""
+    shaped = Full()
+    shaped.bind([{"params": [torch.zeros(6, 5, dtype=F64)]}], chains=6, sets=2)
+    assert (shaped.least, bound("full").least) == (20, 64)  # four vectors for each parameter, at least twenty
+    loudness = torch.tensor([1.0, 5.0]).repeat_interleave(3)[:, None]
+    drawn = loudness * torch.randn(40, 6, 5, generator=generator, dtype=F64)
     for row in drawn:
-        together.observe(parts(row))
-        for one in row:
-            alone.observe(parts(one))
-    assert together.seen == alone.seen == 120
-    for shaped in (together, alone):
-        shaped.settle(rule(), PRIOR, rise=10.0)
-    torch.testing.assert_close(step_maps(together), step_maps(alone))
+        shaped.observe([row])
+    for own, chains in ((drawn[:, :3], (0, 1, 2)), (drawn[:, 3:], (3, 4, 5))):
+        vectors = own.reshape(-1, 5)
+        for k in chains:
+            torch.testing.assert_close(shaped.cov[k], vectors.T @ vectors / len(vectors))
+    shaped.stretch = torch.logspace(2, 4, 6, dtype=F64)  # how far the curvature is above it is each chain's own
+    shaped.settle(rule(), torch.zeros(6, 5, dtype=F64), rise=10.0)
+    torch.testing.assert_close(shaped.factor, rule().factor(shaped.stretch))
+    assert len(shaped.factor.unique()) == 6
 
 
 # ------------------------------------------------------------------------------------------------ bases
 
 
-def test_kronecker_bases_are_orthogonal_and_turning_back_undoes_turning() -> None:
-    shaped, _, _ = settled("kronecker")
-    assert isinstance(shaped, Kronecker)
-    for basis, side in zip(shaped.bases[0], (4, 2), strict=True):
-        torch.testing.assert_close(basis.T @ basis, torch.eye(side, dtype=F64))
-    x = torch.randn(3, SIZE, dtype=F64)
-    torch.testing.assert_close(shaped.back(shaped.turn(x)), x)
-    torch.testing.assert_close(shaped.turn(shaped.back(x)), x)
-    torch.testing.assert_close(shaped.turn(x)[:, 8:], x[:, 8:])  # vectors have no basis
-    assert not torch.allclose(shaped.turn(x)[:, :8], x[:, :8])
-    torch.testing.assert_close(shaped.turn(x).norm(dim=1), x.norm(dim=1))
-
-
 def test_noise_is_uncorrelated_in_the_kronecker_basis() -> None:
     shaped, covariance, _ = settled("kronecker")
-    turned = shaped.turn(shaped.turn(covariance).T)
+    assert isinstance(shaped, Kronecker)
+    axes = torch.stack([shaped.turn(e[None])[0] for e in torch.eye(SIZE, dtype=F64)], 1)
+    turned = axes @ covariance @ axes.T
     torch.testing.assert_close(turned, torch.diag(turned.diagonal()), rtol=0.0, atol=1e-10)
-    torch.testing.assert_close(shaped.v, turned.diagonal())
+    torch.testing.assert_close(shaped.v[0], turned.diagonal())
 
 
-def test_long_sides_have_no_basis() -> None:
-    shaped = Kronecker(longest=3)
-    shaped.bind([{"params": [torch.zeros(4, 2), torch.zeros(1, 5), torch.zeros(6)]}], False)
-    assert [(a is None, b is None) for a, b in zip(shaped.left, shaped.right, strict=True)] == [
-        (True, False),  # 4 is too long
-        (True, True),  # of a single row, and too long
-    ]
-
-
-def test_a_new_window_turns_lambda_into_the_new_basis(generator: torch.Generator) -> None:
-    """Its diagonal there, so that traces stay; nothing is lost when the noise has not changed."""
-    shaped, covariance, lam = settled("kronecker")
+def test_a_new_window_of_the_same_noise_has_the_same_kronecker_basis() -> None:
+    shaped, _, lam = settled("kronecker")
+    before = step_maps(shaped)
     shaped.forget()  # the same noise: the same basis, up to signs
     close(step_maps(shaped)[0], (T / N) * torch.linalg.inv(lam), lam, 1e-7)
-    feed(shaped, torch.block_diag(random_covariance(8, 30.0, 5), covariance[8:, 8:]))
-    before = shaped.lam.clone()
-    shaped.forget()
-    torch.testing.assert_close(shaped.lam[:8].sum(), before[:8].sum())
-    assert not torch.allclose(shaped.lam[:8], before[:8])
+    torch.testing.assert_close(step_maps(shaped)[0], before[0])
 
 
 def test_a_dead_parameter_has_a_floor_and_none_in_the_full_matrix() -> None:
@@ -287,12 +295,11 @@ def test_a_dead_parameter_has_a_floor_and_none_in_the_full_matrix() -> None:
         covariance[12] = covariance[:, 12] = 0.0
         shaped.fallback.fill_(3.0)
         feed(shaped, covariance)
-        shaped.stretch = 1.0
-        shaped.settle(rule(), torch.zeros(SIZE, dtype=F64), rise=10.0)
-        q = rule().factor()
+        settle(shaped, rule(), torch.zeros(SIZE, dtype=F64))
+        q = float(rule().factor(shaped.stretch))
         floor = getattr(shaped, "damping", 0.0) * BATCH * float(covariance.diagonal()[11:].mean())
         expected = q * (3.0 if kind == "full" else floor)
-        assert float(shaped.rates()[12]) == pytest.approx(T / (N * expected))
+        assert float(shaped.rates()[0, 12]) == pytest.approx(T / (N * expected))
 
 
 # ------------------------------------------------------------------------------------------------ noise outside
@@ -317,7 +324,7 @@ def test_noise_that_a_shape_cannot_express_slows_it(windows: int, generator: tor
         shaped.forget()
         for _ in range(1000):
             shaped.observe(parts(root @ torch.randn(SIZE, generator=generator, dtype=F64)))
-        shaped.settle(cold, PRIOR, rise=10.0)
+        settle(shaped, cold, PRIOR, stretch=None)
         heats.append(heat(shaped, covariance, cold.temperature))
     assert heats[0] > 1 + 5 * EXCESS  # nothing is known of correlations before there is a Lambda
     assert heats[-1] < 1 + 2 * EXCESS  # the estimate of the top eigenvalue is itself noisy
@@ -327,14 +334,14 @@ def test_noise_that_a_shape_cannot_express_slows_it(windows: int, generator: tor
 def test_independent_noise_does_not_slow_a_diagonal_lambda(size: int, generator: torch.Generator) -> None:
     """However many parameters there are: chance correlations among few noise vectors are no correlations."""
     shaped = Diagonal()
-    shaped.bind([{"params": [torch.zeros(size)]}], False)
+    shaped.bind([{"params": [torch.zeros(size)]}])
     own = rule(num_data=50_000, batch_size=128)
     rates = []
     for _ in range(2):
         shaped.forget()
         for _ in range(400):
             shaped.observe([torch.randn(size, generator=generator)])
-        shaped.settle(own, torch.zeros(size), rise=10.0)
+        settle(shaped, own, torch.zeros(size), stretch=None)
         rates.append(float(shaped.rates().mean()))
     # Heat is a mean over some fifty squares of normals, a fifth off at one standard error: at three, Lambda doubles.
     assert rates[1] > 0.4 * rates[0]

@@ -53,13 +53,27 @@ class TensorBatches:
     """Minibatches drawn independently, with replacement, from tensors that share their first dimension.
 
     Independence is what the theory asks for: batches without replacement have noise that cancels over an epoch.
+
+    Args:
+        tensors: the data.
+        batch_size: n; a default by the number of examples when None.
+        seed: of the indices.
+        chains: how many chains draw side by side, each its own batch ``[chains, n, ...]``; None for one chain alone.
+        rows: the rows that each chain draws from, ``[chains, N]``; all of them when not given.
     """
 
     independent = True
 
-    def __init__(self, tensors: Sequence[Tensor], batch_size: int | None, seed: int) -> None:
-        self.tensors = tuple(tensors)
-        self.num_data = int(self.tensors[0].shape[0])
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        batch_size: int | None,
+        seed: int,
+        chains: int | None = None,
+        rows: Tensor | None = None,
+    ) -> None:
+        self.tensors, self.chains, self.rows = tuple(tensors), chains, rows
+        self.num_data = int(self.tensors[0].shape[0] if rows is None else rows.shape[1])
         self.batch_size = default_batch_size(self.num_data) if batch_size is None else batch_size
         if self.batch_size > self.num_data:
             raise ValueError(
@@ -69,10 +83,20 @@ class TensorBatches:
         self.device = self.tensors[0].device
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
 
+    def indices(self, steps: int = 1) -> Tensor:
+        """Rows of the next minibatches, ``[steps, chains, n]``."""
+        shape = (steps, self.chains or 1, self.batch_size)
+        index = torch.randint(self.num_data, shape, generator=self.generator, device=self.device)
+        return index if self.rows is None else self.rows.expand(steps, -1, -1).gather(-1, index)
+
+    def at(self, index: Tensor) -> Batch:
+        """The examples of some rows, a tuple of tensors."""
+        return tuple(t.index_select(0, index.reshape(-1)).view(*index.shape, *t.shape[1:]) for t in self.tensors)
+
     def next(self) -> Batch:
-        """The next minibatch, a tuple of tensors."""
-        index = torch.randint(self.num_data, (self.batch_size,), generator=self.generator, device=self.device)
-        return tuple(t.index_select(0, index) for t in self.tensors)
+        """The next minibatch of each chain, a tuple of tensors."""
+        index = self.indices()[0]
+        return self.at(index[0] if self.chains is None else index)
 
 
 class IterableBatches:
@@ -125,24 +149,81 @@ def as_tensors(data: Any) -> tuple[Tensor, ...] | None:
     return tuple(torch.as_tensor(item) for item in items)
 
 
-def make_batches(data: Any, batch_size: int | None, seed: int, device: torch.device | None) -> Batches:
-    """Batches from tensors or from an iterable, checked."""
+class DataSets:
+    """Several data sets at once, each sampled by chains of its own: the splits of a benchmark, folds, bootstraps.
+
+    Args:
+        tensors: ``[sets, N, ...]``; or, with ``rows``, one data set ``[M, ...]`` for all.
+        rows: the rows of each set, ``[sets, N]``.
+
+    Example:
+        >>> x, y = torch.randn(100, 3), torch.randn(100)
+        >>> folds = torch.stack([torch.randperm(100)[:90] for _ in range(5)])
+        >>> data = DataSets((x, y), rows=folds)
+        >>> data.sets, data.num_data
+        (5, 90)
+    """
+
+    def __init__(self, tensors: Sequence[Tensor | np.ndarray], rows: Tensor | np.ndarray | None = None) -> None:
+        found = as_tensors(tensors if isinstance(tensors, Tensor | np.ndarray) else tuple(tensors))
+        if found is None:
+            raise TypeError("DataSets takes a sequence of tensors or arrays, for instance (x, y)")
+        if any(t.dim() == 0 for t in found):
+            raise ValueError("DataSets has a tensor without dimensions: the first ones are [sets, N], or the rows")
+        if rows is None:
+            shapes = [tuple(t.shape) for t in found]
+            if any(t.dim() < 2 for t in found) or len({shape[:2] for shape in shapes}) > 1:
+                raise ValueError(f"tensors of shapes {shapes}: all must begin with [sets, N]; or pass rows=[sets, N]")
+            self.sets, self.num_data = shapes[0][:2]
+            found = tuple(t.flatten(0, 1) for t in found)
+            self.rows = torch.arange(self.sets * self.num_data, device=found[0].device).view(self.sets, self.num_data)
+        else:
+            self.rows = torch.as_tensor(rows, device=found[0].device)
+            if self.rows.dim() != 2 or self.rows.is_floating_point() or self.rows.dtype == torch.bool:
+                raise ValueError(f"rows must be integers [sets, N], got {self.rows.dtype} {list(self.rows.shape)}")
+            self.rows = self.rows.long()
+            if not self.rows.numel() or int(self.rows.min()) < 0 or int(self.rows.max()) >= found[0].shape[0]:
+                raise ValueError(f"rows must name some of the {found[0].shape[0]} rows of the data, counted from 0")
+            self.sets, self.num_data = self.rows.shape
+        check_tensors(found)
+        self.tensors = found
+
+    def to(self, device: torch.device) -> DataSets:
+        """The same on a device."""
+        return DataSets([t.to(device) for t in self.tensors], self.rows)
+
+    def set(self, i: int) -> tuple[Tensor, ...]:
+        """The tensors of one set."""
+        return tuple(t.index_select(0, self.rows[i]) for t in self.tensors)
+
+
+Data = tuple[Tensor, ...] | DataSets | Iterable[Batch]
+
+
+def as_data(data: Any, batch_size: int | None, device: torch.device | None) -> Data:
+    """What a user gave as data, checked and moved to where it is sampled."""
     if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 2):
         raise ValueError(f"batch_size = {batch_size!r} must be an integer of at least 2")
+    if isinstance(data, DataSets):
+        return data if device is None else data.to(device)
     tensors = as_tensors(data)
-    if tensors is None:
-        if not isinstance(data, Iterable):
-            raise TypeError(
-                f"data of type {type(data).__name__} is neither a tuple of tensors nor an iterable of "
-                "batches such as a DataLoader"
-            )
-        if batch_size is not None:
-            raise ValueError(
-                f"batch_size = {batch_size} has no effect on an iterable of batches: set it in the DataLoader"
-            )
-        return IterableBatches(data, device)
-    check_tensors(tensors)
-    return TensorBatches([t.to(device) if device is not None else t for t in tensors], batch_size, seed)
+    if tensors is not None:
+        check_tensors(tensors)
+        return tuple(t.to(device) for t in tensors) if device is not None else tensors
+    if not isinstance(data, Iterable):
+        raise TypeError(
+            f"data of type {type(data).__name__} is neither a tuple of tensors nor an iterable of "
+            "batches such as a DataLoader"
+        )
+    if batch_size is not None:
+        raise ValueError(f"batch_size = {batch_size} has no effect on an iterable of batches: set it in the DataLoader")
+    return data
+
+
+def make_batches(data: Data, batch_size: int | None, seed: int, device: torch.device | None) -> Batches:
+    """Batches of one chain, from checked tensors or from an iterable."""
+    assert not isinstance(data, DataSets)
+    return TensorBatches(data, batch_size, seed) if as_tensors(data) is not None else IterableBatches(data, device)  # type: ignore[arg-type]
 
 
 def check_tensors(tensors: Sequence[Tensor]) -> None:

@@ -1,77 +1,136 @@
-"""One chain: a target, parameters, a sampler, and a stream of minibatches."""
+"""Chains: a target, parameters, a sampler, and a stream of minibatches."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 
-from isosgd.chain.batches import Batches, batch_length, halves
+from isosgd.chain.batches import Batches
 from isosgd.chain.curvature import Curvature, Stiffness
+from isosgd.chain.gradients import Layout, Many, Single, stacked
 from isosgd.errors import DivergedError
-from isosgd.noise import join_halves
 from isosgd.potential import Params, Target
 from isosgd.samplers import ISGD, Sampler
+from isosgd.samplers.preconditioned import Preconditioned
 from isosgd.samplers.shaped import Shaped
 
 
 class MakeSampler(Protocol):
-    """Builds the sampler of a chain from its groups of parameters."""
+    """Builds the sampler of chains from their groups of parameters."""
 
-    def __call__(self, groups: list[dict[str, Any]], generator: torch.Generator) -> Sampler: ...
+    def __call__(self, groups: list[dict[str, Any]], generator: torch.Generator, chains: int | None) -> Sampler: ...
 
 
-class Chain:
-    """State of one chain and what one gradient does to it.
+class Chains:
+    """State of chains that run side by side, and what one gradient does to each of them.
+
+    Numbers are tensors ``[chains]``, or ``[chains, groups]``. A chain that meets a loss or a gradient that is not
+    finite stays where it is and is left out from then on (`failures`); the others go on.
 
     Args:
         target: what is sampled.
-        params: free parameters, leaves that require gradients. They are moved in place.
-        batches: the minibatches.
+        starts: free parameters of each chain, leaves that require gradients.
+        batches: the minibatches; with a leading chain dimension when there are many.
         num_data: N.
         make_sampler: builds the sampler.
         seed: of the sampler and of the curvature probes.
+        together: whether they run in one batched computation. A single chain need not: its parameters then have no
+            chain dimension, so that any model will do.
+        compile_after: gradients of many chains after which the rest is compiled; None for never.
     """
 
     def __init__(
-        self, target: Target, params: Params, batches: Batches, num_data: int, make_sampler: MakeSampler, seed: int
+        self,
+        target: Target,
+        starts: Sequence[Params],
+        batches: Batches,
+        num_data: int,
+        make_sampler: MakeSampler,
+        seed: int,
+        together: bool = False,
+        compile_after: int | None = None,
     ) -> None:
-        self.target, self.params, self.batches, self.num_data = target, params, batches, num_data
-        labels = target.layers(params)
+        if not together and len(starts) > 1:
+            raise ValueError(f"{len(starts)} chains that are not together: make one Chains for each")
+        self.target, self.batches, self.num_data = target, batches, num_data
+        self.count = len(starts)
+        self.many = self.count if together else None
+        self.differentiate: Single | Many
+        labels = target.layers(starts[0])
         names: dict[str, list[str]] = {}
-        for name in params:
+        for name in starts[0]:
             names.setdefault(labels[name], []).append(name)
-        # Gradients come in the order of `params`; groups may interleave, so keep the parameters in group order.
-        self.order = [name for members in names.values() for name in members]
-        self.params = {name: params[name] for name in self.order}
+        # Groups may interleave, so keep the parameters in group order: gradients come in the order of `params`.
+        one = {name: starts[0][name] for members in names.values() for name in members}
+        self.layout = Layout(one)
+        if self.many is None:
+            self.params, self.differentiate = one, Single(target, num_data)
+        else:
+            self.params = stacked([{name: start[name] for name in one} for start in starts])
+            self.differentiate = Many(target, num_data, self.layout, compile_after)
         self.leaves = list(self.params.values())
-        groups = [{"name": label, "params": [params[m] for m in members]} for label, members in names.items()]
-        generator = torch.Generator(device=self.leaves[0].device).manual_seed(seed)
-        self.sampler = make_sampler(groups, generator)
+        self.labels = [labels[name] for name in one]
+        groups = [{"name": label, "params": [self.params[m] for m in members]} for label, members in names.items()]
+        device = self.leaves[0].device
+        self.sampler = make_sampler(groups, torch.Generator(device=device).manual_seed(seed), self.many)
+        self.slots: list[slice] = []
+        sizes, end = iter(self.layout.sizes), 0
+        for group in self.sampler.param_groups:
+            begin, end = end, end + sum(next(sizes) for _ in group["params"])
+            self.slots.append(slice(begin, end))
+        flat = self.flat(self.leaves)
         temperature = self.sampler.param_groups[0]["temperature"]
-        self.curvature = Curvature([g["params"] for g in self.sampler.param_groups], temperature, num_data, seed + 1)
-        self.stiffness = Stiffness(self.leaves, seed + 2)
-        self.gradients = self.probes = 0
-        self.loss = math.nan
+        self.curvature = Curvature(flat, self.slots, temperature, num_data, seed + 1)
+        self.stiffness = Stiffness(flat, seed + 2)
+        self.scaled = Curvature(flat, self.slots, temperature, num_data, seed + 3)  # in the sampler's metric
+        self.gradients = self.probes = 0  # of each chain
+        self.loss = torch.full((self.count,), torch.nan, device=device)
+        self.alive = torch.ones(self.count, dtype=torch.bool, device=device)
+        self.failures: dict[int, DivergedError] = {}
         self.batch: Any = None
 
-    def evaluate(self, split: bool = False) -> list[Tensor] | None:
-        """Gradient on the next minibatch, left in ``.grad``; with ``split`` the noise vector of its halves too."""
+    def say(self, say: Callable[[str], None]) -> None:
+        """Where lines for the user go."""
+        if isinstance(self.differentiate, Many):
+            self.differentiate.evaluate.say = say
+
+    @property
+    def compiled(self) -> str:
+        """Whether gradients came to be compiled, as an addition to what the engine is."""
+        if not isinstance(self.differentiate, Many):
+            return ""
+        evaluate = self.differentiate.evaluate
+        if evaluate.why_not:
+            return f", not compiled ({evaluate.why_not})"
+        return ", compiled" if evaluate.after is not None and evaluate.calls > evaluate.after else ""
+
+    def flat(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Tensors like the parameters as one ``[chains, d]``, detached."""
+        return torch.cat([t.detach().reshape(self.count, -1) for t in tensors], dim=-1)
+
+    # -- gradients and steps ------------------------------------------------------------------------------------------
+
+    def evaluate(self, split: bool = False, forgiving: bool = False) -> list[Tensor] | None:
+        """Gradients on the next minibatch, left in ``.grad``; with ``split`` the noise vector of its halves too.
+
+        Args:
+            split: whether to measure the noise.
+            forgiving: do not give up a chain whose gradient is not finite: its loss is infinite, its gradient zero.
+        """
         self.batch = self.batches.next()
-        noise = None
-        if split and batch_length(self.batch) >= 2:
-            first, second, sizes = halves(self.batch)
-            loss1, g1 = self.target.gradient(self.params, first, self.num_data)
-            loss2, g2 = self.target.gradient(self.params, second, self.num_data)
-            gradients, noise = join_halves(g1, g2, sizes)
-            loss = (sizes[0] * loss1 + sizes[1] * loss2) / sum(sizes)
-        else:
-            loss, gradients = self.target.gradient(self.params, self.batch, self.num_data)
-        self.loss = float(loss)
-        self._check(gradients)
+        loss, gradients, noise = self.differentiate(self.params, self.batch, split)
+        finite = self._finite(loss, gradients)
+        if not bool(finite.all()):
+            if not forgiving and bool((self.alive & ~finite).any()):
+                self._give_up(self.alive & ~finite, loss, gradients)
+            loss = torch.where(finite, loss, torch.inf)
+            gradients = self._mask(gradients, finite)
+            noise = None if noise is None else self._mask(noise, finite)
+        self.loss = loss
         self.gradients += 1
         for leaf, g in zip(self.leaves, gradients, strict=True):
             leaf.grad = g
@@ -79,72 +138,163 @@ class Chain:
 
     def step(self, split: bool = False) -> None:
         """One gradient and one step of the sampler."""
-        noise = self.evaluate(split)
+        self.advance(self.evaluate(split))
+
+    def advance(self, noise: list[Tensor] | None) -> None:
+        """One step of the sampler, from the gradients just evaluated."""
+        saved = self.snapshot() if self.failures else None
         self.sampler.step(noise=noise)
+        if saved is not None:  # chains that were given up stay where they were
+            self.restore(saved, ~self.alive)
+
+    @torch.no_grad()
+    def change(self, move: Tensor) -> Tensor:
+        """How the gradients on the last minibatch change when the parameters move, all flat."""
+        before = self.flat([leaf.grad for leaf in self.leaves])  # type: ignore[misc]
+        here = self.snapshot()
+        self.shift(move)
+        after = self.flat(self.differentiate(self.params, self.batch).gradients)
+        self.restore(here)
+        return torch.nan_to_num(after - before, posinf=0.0, neginf=0.0)
 
     def probe_curvature(self) -> None:
         """One power iteration on the minibatch just evaluated; costs one gradient."""
-
-        def gradient_here() -> Sequence[Tensor]:
-            return self.target.gradient(self.params, self.batch, self.num_data)[1]
-
-        before: list[Tensor] = [leaf.grad for leaf in self.leaves]  # type: ignore[misc]
-        if self.shaped is not None and self.shaped.known:
-            axis = self.shaped.axes and self.probes % 2
-            (self.stiffness.probe_axis if axis else self.stiffness.probe)(self.shaped, before, gradient_here)
+        shaped = self.shaped
+        if self.in_metric:
+            self.scaled.probe(
+                self.whiten(self.flat(self.leaves), -0.5), lambda x: self.whiten(self.change(self.whiten(x)))
+            )
+        elif shaped is None or not shaped.known:
+            self.curvature.probe(self.flat(self.leaves), self.change)
+        elif shaped.axes and self.probes % 2:
+            self.stiffness.probe_axis(shaped, self.change)
         else:
-            self.curvature.probe(before, gradient_here)
+            self.stiffness.probe(shaped, self.change)
         self.gradients += 1
         self.probes += 1
+
+    # -- rates --------------------------------------------------------------------------------------------------------
+
+    @property
+    def in_metric(self) -> bool:
+        """Whether curvature is measured in the metric of a sampler that has one."""
+        return isinstance(self.sampler, Preconditioned) and self.sampler.in_metric
+
+    def enter_metric(self) -> bool:
+        """From now on, where the sampler has a metric. It must have seen noise."""
+        if isinstance(self.sampler, Preconditioned):
+            self.sampler.in_metric = True
+        return self.in_metric
+
+    def whiten(self, x: Tensor, power: float = 0.5) -> Tensor:
+        """``P^power`` times flat vectors."""
+        assert isinstance(self.sampler, Preconditioned)
+        parts = self.layout.views(x if self.many is not None else x[0])
+        return self.flat(self.sampler.whiten([parts[name] for name in self.params], power))
 
     @property
     def shaped(self) -> Shaped | None:
         """The sampler's Lambda, where it knows directions."""
         return self.sampler.shaped if isinstance(self.sampler, ISGD) else None
 
-    def curvatures(self) -> list[float]:
+    def each(self, number: Any) -> Tensor:
+        """A group's number as one for each chain."""
+        return torch.as_tensor(number, device=self.alive.device).double().expand(self.count)
+
+    def rates(self) -> Tensor:
+        """Rate of each group, ``[chains, groups]``."""
+        return torch.stack([self.each(group["rate"]) for group in self.sampler.param_groups], dim=-1)
+
+    def curvatures(self) -> Tensor:
         """Top curvature of each group; under a Lambda that knows directions, what makes up ``rate * curvature``."""
         if self.shaped is None or not self.shaped.known:
-            return self.curvature.values()
-        found = self.stiffness.value(self.shaped)
-        return [found / float(group["rate"]) for group in self.sampler.param_groups]
+            return (self.scaled if self.in_metric else self.curvature).values().double()
+        return self.stiffness.value(self.shaped).double().unsqueeze(-1) / self.rates()
 
-    def adapt(self, curvatures: Sequence[float], rise: float = 2.0) -> None:
-        """Set the sampler's rates from the noise it has seen and the curvature."""
+    def adapt(self, curvatures: Tensor, rise: float = 2.0) -> None:
+        """Set the sampler's rates from the noise it has seen and the curvature ``[chains, groups]``."""
+        columns = curvatures.to(self.leaves[0].device, torch.float32)
+        numbers = list((columns if self.many is not None else columns[0]).unbind(-1))
         if isinstance(self.sampler, ISGD) and self.shaped is not None:
-            prior = self.target.prior_curvature(self.params) if rise > 1.0 else None
-            self.sampler.adapt(curvatures, rise, prior)
+            prior = self.target.prior_curvature(self.params, self.many is not None) if rise > 1.0 else None
+            self.sampler.adapt(numbers, rise, prior)
+            if rise > 1.0 and self.stiffness.probes:
+                self.sampler.relax(self.stiffness.value(self.shaped) / self.shaped.unit_rate)
         else:
-            self.sampler.adapt(curvatures, rise)
+            self.sampler.adapt(numbers, rise)
 
+    # -- what chains are ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def log_likelihood(self, batch: Any) -> Tensor:
+        """Log likelihood of the examples of a batch, ``[chains, n]``."""
+        if self.many is None:
+            return self.target.log_likelihood(self.params, batch).unsqueeze(0)
+        return vmap(self.target.log_likelihood)(self.params, batch)
+
+    @torch.no_grad()
+    def log_prior(self) -> Tensor:
+        """Log prior, ``[chains]``."""
+        if self.many is None:
+            return self.target.log_prior(self.params).unsqueeze(0)
+        return vmap(self.target.log_prior)(self.params)
+
+    @torch.no_grad()
     def natural(self) -> Params:
-        """The parameters as users see them, detached copies."""
-        with torch.no_grad():
-            return {name: value.detach().clone() for name, value in self.target.constrain(self.params).items()}
+        """The parameters as users see them, ``[chains, *shape]``, copies."""
+        found = self.target.constrain(self.params)
+        return {name: x.detach().clone().view((self.count, *self.layout.shapes[name])) for name, x in found.items()}
 
     def snapshot(self) -> list[Tensor]:
-        """A copy of where the chain is."""
+        """A copy of where the chains are."""
         return [leaf.detach().clone() for leaf in self.leaves]
 
     @torch.no_grad()
-    def restore(self, saved: Sequence[Tensor]) -> None:
-        """Go back to a `snapshot`."""
+    def restore(self, saved: Sequence[Tensor], chains: Tensor | None = None) -> None:
+        """Send chains back to a `snapshot`: all of them, or those of a mask."""
+        if chains is not None:
+            saved = [torch.where(self._wide(chains, leaf), s, leaf) for s, leaf in zip(saved, self.leaves, strict=True)]
         torch._foreach_copy_(self.leaves, list(saved))
 
-    def _check(self, gradients: Sequence[Tensor]) -> None:
-        """Stop before a bad gradient moves anything."""
-        bad = None
-        if not all(map(math.isfinite, torch.stack(torch._foreach_norm(list(gradients))).tolist())):
-            names = [n for n, g in zip(self.order, gradients, strict=True) if not bool(torch.isfinite(g).all())]
-            bad = self.target.layers(self.params)[names[0]] if names else "overflow of the gradient's norm"
-        if bad is None and math.isfinite(self.loss):
-            return
-        what = f"the gradient of group {bad!r} is not finite" if bad else f"the loss is {self.loss}"
-        raise DivergedError(
-            f"after {self.gradients} gradients {what}. The state before it is kept in .state. If it "
-            "happens at the start, "
-            "check init and data; later, a longer warm-up, a smaller bias= or a lower temperature help.",
-            step=self.gradients,
-            group=bad,
-            state=self.natural(),
-        )
+    @torch.no_grad()
+    def shift(self, move: Tensor) -> None:
+        """Move the parameters, flat."""
+        parts = self.layout.views(move if self.many is not None else move[0])
+        torch._foreach_add_(self.leaves, [parts[name].to(x.dtype) for name, x in self.params.items()])
+
+    # -- failures -----------------------------------------------------------------------------------------------------
+
+    def _wide(self, mask: Tensor, like: Tensor) -> Tensor:
+        return mask.view(-1, *([1] * (like.dim() - 1))) if self.many is not None else mask.view(())
+
+    def _mask(self, tensors: Sequence[Tensor], chains: Tensor) -> list[Tensor]:
+        return [torch.where(self._wide(chains, t), t, 0.0) for t in tensors]
+
+    def _finite(self, loss: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+        """Which chains have a finite loss and gradient."""
+        if self.many is None:
+            return torch.isfinite(torch.stack([loss[0], *torch._foreach_norm(list(gradients))]).sum()).unsqueeze(0)
+        return torch.isfinite(loss + sum(g.reshape(self.count, -1).sum(-1) for g in gradients)) & self.alive
+
+    def _give_up(self, chains: Tensor, loss: Tensor, gradients: Sequence[Tensor]) -> None:
+        """Leave out chains before a bad gradient moves them; the last one raises."""
+        natural = self.natural()
+        for k in chains.nonzero().flatten().tolist():
+            parts = [g if self.many is None else g[k] for g in gradients]
+            bad = [label for label, g in zip(self.labels, parts, strict=True) if not bool(torch.isfinite(g).all())]
+            what = f"the gradient of group {bad[0]!r} is not finite" if bad else f"the loss is {float(loss[k])}"
+            if not bad and bool(torch.isfinite(loss[k])):
+                what, bad = "the gradient overflows", [self.labels[0]]
+            self.failures[k] = DivergedError(
+                f"after {self.gradients} gradients {what}. The state before it is kept in .state. If it "
+                "happens at the start, "
+                "check init and data; later, a longer warm-up, a smaller bias= or a lower temperature help.",
+                step=self.gradients,
+                group=bad[0] if bad else None,
+                state={name: x[k].clone() for name, x in natural.items()},
+            )
+        self.alive = self.alive & ~chains
+        if self.shaped is not None:
+            self.shaped.alive = self.alive
+        if not bool(self.alive.any()):
+            raise next(iter(self.failures.values()))

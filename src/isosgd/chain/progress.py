@@ -43,6 +43,12 @@ class Progress:
             self.stream.write("\r\x1b[K" + self.line(stage))
             self.stream.flush()
 
+    def note(self, text: str) -> None:
+        """Leave a line of text above the progress line."""
+        if self.show:
+            self.stream.write(f"\r\x1b[K{text}\n")
+            self.stream.flush()
+
     def line(self, stage: str) -> str:
         """The line as it would be drawn now."""
         share = min(self.done / self.total, 1.0)

@@ -6,34 +6,35 @@ import math
 import platform
 import time
 import warnings
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from isosgd.chain.batches import Batches, as_tensors, batch_length, make_batches
-from isosgd.chain.chain import Chain, MakeSampler
+from isosgd.chain.alarms import warn_of
+from isosgd.chain.backend import fastest_products
+from isosgd.chain.batches import as_data
+from isosgd.chain.chain import Chains, MakeSampler
+from isosgd.chain.compiled import COMPILE_AFTER
 from isosgd.chain.progress import Progress
+from isosgd.chain.team import Start, Team, start_of
 from isosgd.chain.warmup import MOST_STEPS, WarmupReport, warm_up
 from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.potential import Params, Target
 from isosgd.predictive import Posterior
-from isosgd.samplers import ISGD, METHODS, PRESETS, Sampler
+from isosgd.samplers import ISGD, METHODS, PRESETS, REGISTRY, Sampler
 
 NOISE_EVERY = 8  # in sampling the noise is followed, not found: every so many steps are split in halves
+OURS = {"batch_size", "warmup", "budget", "sets"}  # settings that `sample` gives
 GUESSED_SPACING = 100  # for the progress bar, until the spacing is known
-CLIPPED_ALARM = 0.05
-LOADER_ALARM = 0.02
-RISE_ALARM = 5.0  # standard deviations of a minibatch's loss
 
 
 def sample(
     target: Target,
     data: Any,
     *,
-    init: Mapping[str, Any] | None = None,
+    init: Start = None,
     method: str = "isgd",
     draws: int = 100,
     chains: int = 1,
@@ -50,12 +51,14 @@ def sample(
 
     Args:
         target: what to sample.
-        data: a tuple of tensors, one row an example (minibatches are drawn independently where they live), or any
-            iterable of batches such as a DataLoader.
-        init: start values in natural parameters; where the target says by default.
-        method: ``isgd``, ``sgld``, ``sghmc`` or ``vsgd``.
+        data: a tuple of tensors, one row an example (minibatches are drawn independently where they live); any
+            iterable of batches such as a DataLoader; or `isosgd.DataSets`, several data sets at once.
+        init: start values in natural parameters; where the target says by default. A function from the number of a
+            chain to such values gives each chain a start of its own.
+        method: a name of `isosgd.methods`: ``isgd``, ``sgld``, ``sghmc`` and so on.
         draws: draws to keep from each chain.
-        chains: independent chains.
+        chains: independent chains, of each data set. They run in one batched computation where the model allows it
+            (``info["engine"]`` says so, or why not).
         batch_size: examples in a minibatch; half of the data, between 8 and 128, by default.
         keep_every: steps between draws; ``auto`` measures the autocorrelation of predictions in the warm-up.
         warmup: gradients to spend before the first draw; ``auto`` goes on until the chain has settled.
@@ -90,52 +93,38 @@ def sample(
             f"target of type {type(target).__name__}: pass an isosgd.Target; Target.from_module makes one from a model"
         )
     place = torch.device(device) if device is not None else None
-    tensors = as_tensors(data)
-    data = tensors if tensors is not None else data
-    num_data = target.resolve_num_data(data)
-    noise_every = options.pop("noise_every", NOISE_EVERY)
+    data = as_data(data, batch_size, place)
+    given = dict(options)
+    noise_every = given.pop("noise_every", NOISE_EVERY)
     if isinstance(noise_every, bool) or not isinstance(noise_every, int) or noise_every < 1:
         raise ValueError(f"noise_every = {noise_every!r} must be an integer of at least 1")
-    batches = make_batches(data, batch_size, 0, place)
-    given = dict(options)
+    team = Team(target, data, init, chains, batch_size, seed, place, _compile_after(given))
     if METHODS[method] is ISGD:
         given.setdefault("budget", None if warmup == "auto" else warmup)
-    make_sampler = _sampler_factory(method, num_data, temperature, _check_batch(batches, num_data), given)
+    make_sampler = _sampler_factory(method, team.num_data, temperature, team.batch_size, team.together_sets, given)
 
     spacing = GUESSED_SPACING if keep_every == "auto" else keep_every
     expected_warmup = MOST_STEPS // 5 if warmup == "auto" else warmup
-    bar = Progress(chains * (expected_warmup + draws * spacing), progress)
-    kept: list[Params] = []
+    bar = Progress(team.count * (expected_warmup + draws * spacing), progress)
+    kept: dict[int, Params] = {}
     reports: list[WarmupReport] = []
     failures: dict[int, DivergedError] = {}
     gradients = 0
-    for index in range(chains):
-        chain_seed, batch_seed = (int(s) for s in np.random.SeedSequence((seed, index)).generate_state(2, np.uint32))
-        batches = make_batches(data, batch_size, batch_seed, place)
-        chain = Chain(target, target.initial(init, device=place), batches, num_data, make_sampler, chain_seed)
-        label = f"chain {index + 1}/{chains} " if chains > 1 else ""
-        stored: list[Params] = []
-        try:
-            report = _find_rates(chain, warmup, bar, keep_every == "auto")
-            gap = report.keep_every or spacing
-            bar.total = chains * (report.steps + draws * gap)
-            done, late = 0, []
-            for number in range(draws):
-                for _ in range(gap):
-                    chain.step(split=chain.sampler.estimator.centred and done % noise_every == 0)
-                    done += 1
-                    bar.advance(label + "sampling")
-                if number >= draws // 2:
-                    late.append(chain.loss)
-                stored.append({name: value.cpu() for name, value in chain.natural().items()})
-            kept.append({name: torch.stack([draw[name] for draw in stored]) for name in stored[0]})
-            reports.append(report)
-            _warn_of(chain, report, index)
-            _warn_of_rise(report, late, index)
-        except DivergedError as error:
-            error.draws = {name: torch.stack([draw[name] for draw in stored]) for name in stored[0]} if stored else {}
-            failures[index] = error
-        gradients += chain.gradients
+    for first, run in team.runs(make_sampler):
+        run.say(bar.note)
+        with fastest_products(run.alive.device):
+            found, stored, lengths = _run(run, draws, keep_every, warmup, noise_every, bar, first, team.count)
+        for k in range(run.count):
+            mine = stored[: lengths.get(k, len(stored))]
+            own = {name: torch.stack([draw[name][k] for draw in mine]) for name in mine[0]} if mine else {}
+            if k in run.failures:
+                failures[first + k] = run.failures[k]
+                failures[first + k].draws = own
+            else:
+                kept[first + k] = own
+                reports.append(found[k])
+        gradients += run.gradients * run.count
+        team.engine += run.compiled
     bar.close()
     if not kept:
         raise next(iter(failures.values()))
@@ -145,10 +134,13 @@ def sample(
         "method": method,
         "options": {name: _plain(value) for name, value in options.items()},
         "temperature": temperature,
-        "num_data": num_data,
-        "batch_size": getattr(batches, "batch_size", None),
+        "num_data": team.num_data,
+        "batch_size": team.batch_size if team.tensors is not None else None,
         "draws": draws,
         "chains": len(kept),
+        "chain_indices": list(kept),
+        "sets": team.sets,
+        "engine": team.engine,
         "keep_every": [report.keep_every or spacing for report in reports],
         "seed": seed,
         "warmup": [report.as_dict() for report in reports],
@@ -159,22 +151,72 @@ def sample(
         "target": target.describe(),
         "versions": _versions(),
     }
-    ordered = list(target.initial(init))
-    return Posterior(target, {name: torch.stack([k[name] for k in kept]) for name in ordered}, info)
+    ordered = list(target.initial(start_of(init, 0)))
+    return Posterior(target, {name: torch.stack([k[name] for k in kept.values()]) for name in ordered}, info)
 
 
-def _find_rates(chain: Chain, warmup: int | str, bar: Progress, measure_spacing: bool) -> WarmupReport:
+def _run(
+    run: Chains,
+    draws: int,
+    keep_every: int | Literal["auto"],
+    warmup: int | Literal["auto"],
+    noise_every: int,
+    bar: Progress,
+    first: int,
+    total: int,
+) -> tuple[list[WarmupReport], list[Params], dict[int, int]]:
+    """Warm up chains and draw from them.
+
+    Returns:
+        The report of each chain; the draws ``[chains, *shape]``, one after the other; and how many of them are good for
+        the chains that were given up before the end (see ``run.failures``).
+    """
+    label = f"chain {first + 1}/{total} " if run.many is None and total > 1 else ""
+    stored: list[Params] = []
+    lengths: dict[int, int] = {}
+    reports: list[WarmupReport] = []
+    try:
+        reports = _find_rates(run, warmup, bar, keep_every == "auto")
+        gap = reports[0].keep_every or (GUESSED_SPACING if keep_every == "auto" else keep_every)
+        bar.total = total * (reports[0].steps + draws * gap)
+        done, late = 0, []
+        for number in range(draws):
+            left = gap
+            while left:
+                run.step(split=run.sampler.estimator.centred and done % noise_every == 0)
+                done += 1
+                left -= run.sampler.sampling
+                bar.advance(label + "sampling", run.count)
+            if number >= draws // 2:
+                late.append(run.loss)
+            stored.append({name: value.cpu() for name, value in run.natural().items()})
+            for k in run.failures:  # draws of a chain end where it was given up
+                lengths.setdefault(k, number)
+        warn_of(run, reports, late, first)
+    except DivergedError:
+        pass  # every chain has
+    return reports, stored, lengths
+
+
+def _compile_after(options: dict[str, Any]) -> int | None:
+    chosen = options.pop("compile", "auto")
+    if chosen not in ("auto", True, False):
+        raise ValueError(f"compile = {chosen!r} is unknown; choose 'auto', True or False")
+    return COMPILE_AFTER if chosen == "auto" else (0 if chosen else None)
+
+
+def _find_rates(run: Chains, warmup: int | str, bar: Progress, measure_spacing: bool) -> list[WarmupReport]:
     if warmup == 0:
-        if any(group["rate"] is None for group in chain.sampler.param_groups):
+        if any(group["rate"] is None for group in run.sampler.param_groups):
             raise ValueError("warmup = 0 leaves no rate: give lr (or lam) to the method, or let warmup be 'auto'")
         if measure_spacing:
             raise ValueError("keep_every='auto' is measured in the warm-up: give a number, or let warmup be 'auto'")
-        return WarmupReport(True, "", 0, 0, None)
-    return warm_up(chain, None if warmup == "auto" else int(warmup), bar, measure_spacing)
+        return [WarmupReport(True, "", 0, 0, None) for _ in range(run.count)]
+    return warm_up(run, None if warmup == "auto" else int(warmup), bar, measure_spacing)
 
 
 def _sampler_factory(
-    method: str, num_data: int, temperature: float, batch_size: int, options: dict[str, Any]
+    method: str, num_data: int, temperature: float, batch_size: int, sets: int, options: dict[str, Any]
 ) -> MakeSampler:
     kind = METHODS[method]
     preset = options.pop("preset", None)
@@ -182,15 +224,16 @@ def _sampler_factory(
         if method != "isgd" or preset not in PRESETS:
             raise ValueError(f"preset = {preset!r} is not one of the I-SGD rows {sorted(PRESETS)}")
         options = {**PRESETS[preset], **options}
-    if kind is ISGD:
-        options.setdefault("batch_size", batch_size)
-        options.setdefault("structure", "auto")
+    known = REGISTRY[method].settings
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        names = [name for name in known if name not in OURS]
+        raise TypeError(f"method {method!r} has no option {unknown[0]!r}; it takes {', '.join(names)}")
+    ours = {"batch_size": batch_size, "structure": "auto", "sets": sets}
+    options = {**{name: value for name, value in ours.items() if name in known}, **REGISTRY[method].options, **options}
 
-    def make(groups: list[dict[str, Any]], generator: torch.Generator) -> Sampler:
-        try:
-            return kind(groups, num_data=num_data, temperature=temperature, generator=generator, **options)
-        except TypeError as error:
-            raise TypeError(f"method {method!r} does not take these options: {error}") from error
+    def make(groups: list[dict[str, Any]], generator: torch.Generator, chains: int | None) -> Sampler:
+        return kind(groups, num_data=num_data, temperature=temperature, generator=generator, chains=chains, **options)
 
     return make
 
@@ -211,82 +254,6 @@ def _check_settings(method: str, draws: int, chains: int, keep_every: Any, warmu
             raise ValueError(f"{name} = {value!r} must be an integer of at least {least}{auto}")
     if not (math.isfinite(temperature) and temperature > 0):
         raise ValueError(f"temperature = {temperature} must be positive and finite; 1 is the Bayesian posterior")
-
-
-def _check_batch(batches: Batches, num_data: int) -> int:
-    n = getattr(batches, "batch_size", None)
-    if n is None:
-        n = batch_length(batches.next())
-    if n < 2:
-        raise ValueError(
-            f"batches of {n} example: noise is measured between the halves of a batch, give it at least 2 (batch_size=)"
-        )
-    if n > num_data:
-        raise ValueError(
-            f"num_data = {num_data} is smaller than a batch of {n} examples: it is the number of examples "
-            "in the whole data set"
-        )
-    return int(n)
-
-
-def _warn_of(chain: Chain, report: WarmupReport, index: int) -> None:
-    """Say what may be wrong with a chain that ran to its end."""
-    where = f"chain {index}: "
-    if not report.settled:
-        warnings.warn(f"{where}the warm-up did not settle; {report.reason}.", SamplingWarning, stacklevel=3)
-    for group in chain.sampler.param_groups:
-        clipped = getattr(chain.sampler, "clipped_share", lambda _: 0.0)(group)
-        if clipped > CLIPPED_ALARM:
-            warnings.warn(
-                f"{where}{100 * clipped:.0f}% of the gradient noise of group {group['name']!r} exceeds "
-                "lambda where the chain now "
-                "is, so that the draws are too widely spread. Use scheme='windowed', a longer warmup= or "
-                "a lower temperature.",
-                SamplingWarning,
-                stacklevel=3,
-            )
-    limit = 2.0 * chain.sampler.bias
-    corrected = isinstance(chain.sampler, ISGD) or getattr(chain.sampler, "corrected", False)
-    for found in report.groups if chain.sampler.targets == Sampler.targets else []:
-        heat = 0.0 if corrected else found.noise_share
-        excess = found.predicted_bias + heat
-        if excess > 2.0 * limit or found.predicted_bias > limit:
-            warnings.warn(
-                f"{where}posterior variances of group {found.name!r} come out too large by about "
-                f"{100 * excess:.0f}%: its rate of "
-                f"{found.rate:.3g} is too high for its curvature or its gradient noise. Lower it, or let "
-                "the warm-up set it.",
-                SamplingWarning,
-                stacklevel=3,
-            )
-    share = max((g.noise_share for g in report.groups), default=0.0)
-    if not chain.batches.independent and share > LOADER_ALARM:
-        warnings.warn(
-            f"{where}the batches are not drawn independently (a shuffled loader goes through the data "
-            "without replacement), so "
-            f"their noise cancels over an epoch. It is {100 * share:.0f}% of the composite noise: "
-            "posterior variances may come out "
-            "too small by up to that. Pass the tensors themselves, or a DataLoader with "
-            "RandomSampler(replacement=True).",
-            SamplingWarning,
-            stacklevel=3,
-        )
-
-
-def _warn_of_rise(report: WarmupReport, late: list[float], index: int) -> None:
-    """Say that a chain has left the place where its rates were found."""
-    if report.loss is None:
-        return
-    before, spread = report.loss
-    now = float(np.mean(late))
-    if now > before + RISE_ALARM * max(spread, 1e-3 * abs(before)):
-        warnings.warn(
-            f"chain {index}: the mean loss rose from {before:.4g} in the warm-up to {now:.4g} in the second half "
-            "of the draws: the rates were found elsewhere, and the draws are not to be trusted. A longer warmup= or a "
-            "smaller bias= would help.",
-            SamplingWarning,
-            stacklevel=3,
-        )
 
 
 def _plain(value: Any) -> Any:

@@ -6,6 +6,8 @@
 3. *Settle* when in two successive windows no rate changed by more than a half and the loss did not drift. Rates
    are frozen then, which is what Theorem 1 asks for.
 
+Chains that run side by side share windows and budget; rates, losses and verdicts are each chain's own.
+
 The paper's schemes a, b and c are driven by the sampler itself for a fixed number of steps (see
 `isosgd.samplers.isgd`).
 """
@@ -18,26 +20,26 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from isosgd.chain.autocorrelation import integrated_time
 from isosgd.chain.batches import tree_map
-from isosgd.chain.chain import Chain
+from isosgd.chain.chain import Chains
+from isosgd.chain.descent import Descent
 from isosgd.chain.progress import Progress
-from isosgd.errors import DivergedError
-from isosgd.noise import dot, join
+from isosgd.noise import dot
 from isosgd.noise.stable import TailMeter
 from isosgd.samplers import ISGD
-from isosgd.samplers.steppers import allowed_rate_curvature, hamiltonian_, variance_inflation
+from isosgd.samplers.momentum_isgd import MomentumISGD
+from isosgd.samplers.shaped import CAUTION
+from isosgd.samplers.steppers import variance_inflation
 
 FIRST_WINDOW = 50
 LEAST_LAST_WINDOW = 400
-DESCENT_WINDOW = 100
-DESCENT_RATE = 0.5  # of 1 / h; with friction 0.1 the limit is 3.8
-DESCENT_FRICTION = 0.1
 PROBE_EVERY = 10
 SPLIT_EVERY = 2
 ADAPT_EVERY = 20
-CAUTION = 4.0
 VECTORS = 8  # noise vectors in the last window, over the least that tell a Lambda's shape
 EARLY_RISE = 10.0
 SETTLED_RATIO = 1.5
@@ -47,6 +49,11 @@ MOST_STEPS = 20_000
 PAPER_STEPS = 2_000  # the paper's warm-up on its regressions
 MOST_DESCENT_SHARE = 0.5
 TRACES, TRACE_LENGTH = 16, 400
+CHECK_SHARE, MOST_CHECKED = 0.05, 400  # of the budget, for trying the last rates
+ENOUGH = 0.75  # share of the chains that must have settled: of many, one is always unsettled by chance
+DRAWS_A_TIME = 2  # draws in an autocorrelation time: one would lose a quarter of what the chain knows, two lose 7%
+
+Array = NDArray[np.float64]
 
 
 @dataclass
@@ -91,35 +98,38 @@ class WarmupReport:
         return asdict(self)
 
 
-def warm_up(chain: Chain, steps: int | None, progress: Progress, measure_spacing: bool) -> WarmupReport:
-    """Run the warm-up of a chain and freeze its rates.
+def warm_up(chains: Chains, steps: int | None, progress: Progress, measure_spacing: bool) -> list[WarmupReport]:
+    """Run the warm-up of chains and freeze their rates.
 
     Args:
-        chain: the chain; it is left where sampling starts.
-        steps: gradients to spend; None for as many as it takes, up to a limit.
+        chains: they are left where sampling starts.
+        steps: gradients to spend on each; None for as many as it takes, up to a limit.
         progress: told of every step.
         measure_spacing: whether to measure how far apart draws should be.
+
+    Returns:
+        One report for each chain.
     """
-    return _Warmup(chain, steps, progress).run(measure_spacing)
+    return _Warmup(chains, steps, progress).run(measure_spacing)
 
 
 class _Warmup:
-    def __init__(self, chain: Chain, steps: int | None, progress: Progress) -> None:
-        self.chain, self.progress = chain, progress
+    def __init__(self, chains: Chains, steps: int | None, progress: Progress) -> None:
+        self.chains, self.progress = chains, progress
         self.budget = MOST_STEPS if steps is None else steps
         self.exact = steps is not None
         self.spent = 0
-        self.tails: list[TailMeter] = []
-        self.traces: list[np.ndarray[Any, np.dtype[np.float64]]] = []
+        self.tails = [TailMeter() for _ in chains.sampler.param_groups]
+        self.traces: list[Array] = []
         self.trace_stride = 1
         self.examples: Any = None
-        self.signal: list[list[float]] = []
-        self.seen_curvatures: list[list[float]] = []
-        self.curvatures: list[float] = []
-        self.loss: tuple[float, float] | None = None
+        self.signal: list[Array] = []  # [chains, groups]
+        self.seen_curvatures: list[Array] = []
+        self.curvatures: Array | None = None
+        self.loss: tuple[Array, Array] | None = None
 
-    def run(self, measure_spacing: bool) -> WarmupReport:
-        sampler = self.chain.sampler
+    def run(self, measure_spacing: bool) -> list[WarmupReport]:
+        sampler = self.chains.sampler
         if isinstance(sampler, ISGD) and sampler.scheme != "windowed":
             return self._paper_scheme(sampler, measure_spacing)
         if self.budget < 2 * FIRST_WINDOW:
@@ -127,199 +137,179 @@ class _Warmup:
                 f"warmup = {self.budget} is too short to measure anything: give at least {2 * FIRST_WINDOW} "
                 f"({8 * FIRST_WINDOW} or more to settle), 'auto', or 0 with a rate of your own"
             )
-        self.chain.evaluate()
+        self.chains.evaluate()
         self._count("starting")
         for _ in range(2 * PROBE_EVERY):
             self._probe("starting")
-        descent = self._descend()
-        settled, reason = self._windows()
+        descent = Descent(self.chains, int(MOST_DESCENT_SHARE * self.budget), lambda: self._count("descending")).run()
+        check = int(CHECK_SHARE * self.budget)
+        self.budget -= check
+        reasons = self._windows()
+        self.budget += check
+        if self.chains.shaped is not None:
+            self._check(min(check, MOST_CHECKED))
         keep = self._spacing() if measure_spacing else None
-        report = WarmupReport(settled, reason, self.spent, descent, keep, self._groups(), self.loss)
+        groups = self._groups()
         sampler.freeze()
-        return report
-
-    # -- 1. descend ---------------------------------------------------------------------------------------------------
-
-    def _descend(self) -> int:
-        """Momentum descent, never upwards: a window that ends higher than the best so far is undone.
-
-        The rate is cut when the loss stops falling, down to the rate of sampling. Scales of priors and noise are
-        held: a hierarchical density has its mode where a scale is zero, far from all its mass.
-        """
-        chain, limit = self.chain, int(MOST_DESCENT_SHARE * self.budget)
-        window = max(min(DESCENT_WINDOW, limit // 8), 5)
-        held = set(chain.target.extras(chain.params))
-        moving = [
-            (group, h_index)
-            for h_index, group in enumerate(chain.sampler.param_groups)
-            if not held & {name for name, leaf in chain.params.items() if any(leaf is p for p in group["params"])}
+        return [
+            WarmupReport(
+                not reason,
+                reason,
+                self.spent,
+                descent,
+                keep,
+                groups[k],
+                None if self.loss is None else (float(self.loss[0][k]), float(self.loss[1][k])),
+            )
+            for k, reason in enumerate(reasons)
         ]
-        factor, start = DESCENT_RATE, self.spent
-        smallest = DESCENT_FRICTION * allowed_rate_curvature(chain.sampler.bias)
-        best, error = self._mean_loss(window // 5)
-        while factor > smallest and self.spent - start + window <= limit:
-            saved = chain.snapshot()
-            try:
-                losses = self._descent_window(factor, window, moving)
-                later = losses[len(losses) // 2 :]
-                now, error = float(later.mean()), 2.0 * float(later.std()) / math.sqrt(len(later))
-                now += self._prior_part()
-            except DivergedError:
-                now = math.inf
-            if not now < best + error:
-                chain.restore(saved)
-            if not now < best - max(error, 1e-3 * abs(best)):
-                factor /= 4.0
-            best = min(best, now)
-        return self.spent - start
 
-    def _mean_loss(self, batches: int) -> tuple[float, float]:
-        """Mean loss where the chain is, and twice its standard error."""
-        losses = []
-        for _ in range(max(batches, 2)):
-            self.chain.evaluate()
-            losses.append(self.chain.loss)
-            self._count("descending")
-        return float(np.mean(losses)) + self._prior_part(), 2.0 * float(np.std(losses)) / math.sqrt(len(losses))
+    # -- sample in windows until settled ------------------------------------------------------------------------------
 
-    def _prior_part(self) -> float:
-        """The prior's part of the loss, which the loss of a minibatch leaves out."""
-        with torch.no_grad():
-            return -float(self.chain.target.log_prior(self.chain.params)) / self.chain.num_data
-
-    def _descent_window(
-        self, factor: float, length: int, moving: list[tuple[dict[str, Any], int]]
-    ) -> np.ndarray[Any, np.dtype[np.float64]]:
-        chain = self.chain
-        velocity = {id(p): torch.zeros_like(p) for p in chain.leaves}
-        losses = []
-        for i in range(length):
-            chain.evaluate()
-            losses.append(chain.loss)
-            if i % 5 == 0:
-                self._probe("descending")
-            curvatures = chain.curvature.values()
-            with torch.no_grad():
-                for group, index in moving:
-                    params = group["params"]
-                    speeds, grads = [velocity[id(p)] for p in params], [p.grad for p in params]
-                    rate = factor / curvatures[index]
-                    hamiltonian_(params, speeds, grads, rate, DESCENT_FRICTION)
-            self._count("descending")
-        return np.array(losses)
-
-    # -- 2. and 3. sample in windows until settled --------------------------------------------------------------------
-
-    def _windows(self) -> tuple[bool, str]:
-        chain, length = self.chain, FIRST_WINDOW
-        if chain.shaped is not None:
-            length, axes = chain.shaped.least, 4 * chain.shaped.axes
+    def _windows(self) -> list[str]:
+        """Why each chain has not settled; empty for those that have."""
+        chains, length = self.chains, FIRST_WINDOW
+        if chains.shaped is not None:
+            length, axes = chains.shaped.least, 4 * chains.shaped.axes
             if self.spent + length + axes > self.budget:
                 raise ValueError(
-                    f"warmup = {self.budget} is too short for structure {chain.shaped.name!r}, which needs "
-                    f"{length + axes} gradients after the descent for a first look at {len(chain.stiffness.image)} "
+                    f"warmup = {self.budget} is too short for structure {chains.shaped.name!r}, which needs "
+                    f"{length + axes} gradients after the descent for a first look at {chains.shaped.total} "
                     f"parameters: give at least {4 * (length + axes)}, or structure='layer'"
                 )
         for _ in range(length):  # a first noise estimate before the first move
-            noise = chain.evaluate(split=True)
-            chain.sampler.observe(noise if chain.sampler.estimator.centred else None)
+            noise = chains.evaluate(split=True)
+            chains.sampler.observe(noise if chains.sampler.estimator.centred else None)
             self._count("measuring noise")
         # A mode has far less noise than its surroundings: start well below the rate it suggests, and let it rise.
-        chain.adapt([CAUTION * h for h in chain.curvature.values()])
-        if chain.shaped is not None:  # and a look at the curvature along its axes, twice
-            for _ in range(4 * chain.shaped.axes):
+        chains.adapt(CAUTION * chains.curvature.values())
+        if chains.enter_metric():
+            for _ in range(2 * PROBE_EVERY):
                 self._probe("measuring curvature")
-            chain.adapt(chain.curvatures())
-        settled_before, reason = False, ""
+            chains.adapt(CAUTION * chains.curvatures())
+        if chains.shaped is not None:  # and a look at the curvature along its axes, twice
+            for _ in range(4 * chains.shaped.axes):
+                self._probe("measuring curvature")
+            chains.adapt(chains.curvatures())
+        settled_before, reasons = False, [""] * chains.count
         while True:
             left = self.budget - self.spent
             # A remainder too short for another doubled window is spent in this one.
             length = left if self.exact and left < 3 * length else min(length, left)
             if length < 2:
-                return False, reason or f"{self.budget} steps are too few: give warmup at least {8 * FIRST_WINDOW}"
+                short = f"{self.budget} steps are too few: give warmup at least {8 * FIRST_WINDOW}"
+                return [reason or short for reason in reasons]
             old = self._rates()
             losses = self._window(length)
             # One probe is noisy: the upper quartile over the window's second half bounds the curvature of most places.
-            self.curvatures = np.quantile(self.seen_curvatures[len(self.seen_curvatures) // 2 :], 0.75, axis=0).tolist()
+            later = np.stack(self.seen_curvatures[len(self.seen_curvatures) // 2 :])
+            self.curvatures = np.quantile(later, 0.75, axis=0)
             # A shape is measured in every direction, so it may be left quickly while the chain is still on its way.
-            early = chain.shaped is not None and length < LEAST_LAST_WINDOW
-            chain.adapt(self.curvatures, rise=EARLY_RISE if early else 2.0)
-            self.loss = float(losses.mean()), float(losses.std())
-            reason = self._unsettled(old, losses)
-            settled = not reason
+            early = chains.shaped is not None and length < LEAST_LAST_WINDOW
+            chains.adapt(torch.as_tensor(self.curvatures), rise=EARLY_RISE if early else 2.0)
+            if chains.shaped is not None:  # over the Lambda there is now
+                self.curvatures = chains.curvatures().cpu().numpy()
+            with np.errstate(invalid="ignore"):  # the loss of a chain that was given up is infinite
+                self.loss = losses.mean(0), losses.std(0)
+            reasons = self._unsettled(old, losses)
             if self.exact and self.spent >= self.budget:
-                return settled, reason
+                return reasons
+            settled = self._settled(reasons)
             if not self.exact and settled and settled_before and length >= self._least_last_window():
-                return True, ""
+                return reasons
             if self.budget - self.spent < length:
-                return settled, reason
+                return reasons
             settled_before = settled
             length *= 2
 
+    def _check(self, steps: int) -> None:
+        """Try the last rates, which no window has used, for some steps in which they may only fall."""
+        chains = self.chains
+        for i in range(steps // 2):
+            chains.step()
+            self._count("trying the rates")
+            if i % 2 == 0:
+                self._probe("trying the rates")
+            if i % ADAPT_EVERY == ADAPT_EVERY - 1:
+                chains.adapt(chains.curvatures(), rise=1.0)
+        self.curvatures = chains.curvatures().cpu().numpy()
+
+    def _settled(self, reasons: list[str]) -> bool:
+        """Whether most living chains have settled."""
+        good = [not reason for reason, lives in zip(reasons, self.chains.alive.tolist(), strict=True) if lives]
+        return sum(good) >= ENOUGH * len(good)
+
     def _least_last_window(self) -> int:
-        shaped = self.chain.shaped
+        shaped = self.chains.shaped
         return LEAST_LAST_WINDOW if shaped is None else max(LEAST_LAST_WINDOW, VECTORS * shaped.least)
 
-    def _window(self, length: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-        chain = self.chain
-        chain.sampler.forget_noise()
-        chain.stiffness.forget()
-        self.tails = [TailMeter() for _ in chain.sampler.param_groups]
-        self.signal = [[] for _ in chain.sampler.param_groups]
-        self.seen_curvatures = []
+    def _window(self, length: int) -> Array:
+        """Losses of a window, ``[steps, chains]``."""
+        chains = self.chains
+        chains.sampler.forget_noise()
+        chains.stiffness.forget()
+        self.tails = [TailMeter() for _ in chains.sampler.param_groups]
+        self.signal, self.seen_curvatures = [], []
         self.traces, self.trace_stride = [], max(1, length // TRACE_LENGTH)
-        losses: list[float] = []
+        losses: list[Tensor] = []
         end = self.spent + length
         while self.spent < end:
             i = len(losses)
-            noise = chain.evaluate(split=chain.shaped is not None or i % SPLIT_EVERY == 0)
+            noise = chains.evaluate(split=chains.shaped is not None or i % SPLIT_EVERY == 0)
             self._count("warming up")
-            losses.append(chain.loss)
+            losses.append(chains.loss)
             if i % PROBE_EVERY == 0 and self.spent < end:
                 self._probe("warming up")
-                self.seen_curvatures.append(chain.curvatures())
+                self.seen_curvatures.append(chains.curvatures().cpu().numpy())
             if noise is not None:
                 self._feed_tails(noise)
                 self._feed_signal(noise)
             if i % self.trace_stride == 0:
                 self._trace()
-            chain.sampler.step(noise=noise if chain.sampler.estimator.centred else None)
+            chains.advance(noise if chains.sampler.estimator.centred else None)
             if i % ADAPT_EVERY == ADAPT_EVERY - 1:  # within a window rates may only fall
-                chain.adapt(chain.curvatures(), rise=1.0)
-        return np.array(losses)
+                chains.adapt(chains.curvatures(), rise=1.0)
+        return torch.stack(losses).double().cpu().numpy()
 
-    def _unsettled(self, old: list[float], losses: np.ndarray[Any, np.dtype[np.float64]]) -> str:
-        """Why the chain has not settled; empty when it has."""
-        groups = self.chain.sampler.param_groups
-        ratios = [new / o for new, o in zip(self._rates(), old, strict=True)]
+    def _unsettled(self, old: Array, losses: Array) -> list[str]:
+        """Why each chain has not settled; empty when it has."""
+        signal = np.stack(self.signal[len(self.signal) // 2 :])
+        return [
+            self._verdict(k, old[k], losses[:, k], signal[:, k]) if lives else "the chain has diverged"
+            for k, lives in enumerate(self.chains.alive.tolist())
+        ]
+
+    def _verdict(self, k: int, old: Array, losses: Array, signal: Array) -> str:
+        assert self.curvatures is not None
+        groups = self.chains.sampler.param_groups
+        rates, curvatures = self._rates()[k], self.curvatures[k]
+        ratios = rates / old
         if self.exact and self.spent >= self.budget:
             # No window is left to use a higher rate; that the old one was low did no harm, only cost time.
-            ratios = [min(ratio, 1.0) for ratio in ratios]
-        worst = max(range(len(ratios)), key=lambda i: abs(math.log(ratios[i])))
+            ratios = np.minimum(ratios, 1.0)
+        worst = int(np.abs(np.log(ratios)).argmax())
         if max(ratios[worst], 1.0 / ratios[worst]) > SETTLED_RATIO:
             return (
                 f"the rate of group {groups[worst]['name']!r} still changes (by {ratios[worst]:.2f} in the "
                 "last window of "
                 f"{len(losses)} steps): a longer warmup= or a start closer to a mode (init=) would help"
             )
-        for group, rate, h, signal in zip(groups, self._rates(), self.curvatures, self.signal, strict=True):
-            # At stationarity E|grad f / N|^2 = T tr(H) / N: with top curvature h it cannot exceed T d h / N.
-            size = sum(p.numel() for p in group["params"])
-            most = group["temperature"] * h * size / group["num_data"]
-            if self.chain.shaped is not None:  # the same in the metric of P, over all groups
-                size = sum(leaf.numel() for leaf in self.chain.leaves)
-                most = group["temperature"] * rate * h * size / group["num_data"]
-            later = np.array(signal[len(signal) // 2 :])
-            found, error = float(later.mean()), 3.0 * float(later.std()) / math.sqrt(max(len(later), 1))
-            if found - error > SIGNAL_RATIO * most:
+        sizes = np.array([slot.stop - slot.start for slot in self.chains.slots])
+        # At stationarity E|grad f / N|^2 = T tr(H) / N: with top curvature h it cannot exceed T d h / N.
+        most = groups[0]["temperature"] * curvatures * sizes / groups[0]["num_data"]
+        if self.chains.shaped is not None:  # the same in the metric of P, over all groups
+            most = groups[0]["temperature"] * rates * curvatures * sizes.sum() / groups[0]["num_data"]
+        found, error = signal.mean(0), 3.0 * signal.std(0) / math.sqrt(len(signal))
+        for group, value, spread, bound in zip(groups, found, error, most, strict=True):
+            if value - spread > SIGNAL_RATIO * bound:
                 return (
-                    f"the gradient of group {group['name']!r} is still {math.sqrt(found / most):.1f} times "
+                    f"the gradient of group {group['name']!r} is still {math.sqrt(value / bound):.1f} times "
                     "what it can be at "
                     "stationarity: the chain is still on its way; a longer warmup= or a start closer to a "
                     "mode (init=) would help"
                 )
-        slowest = min(range(len(groups)), key=lambda i: self._rates()[i] * self.curvatures[i])
-        relaxation = 1.0 / max(self._rates()[slowest] * self.curvatures[slowest], 1e-12)
+        slowest = int((rates * curvatures).argmin())
+        relaxation = self.chains.sampler.friction / max(float(rates[slowest] * curvatures[slowest]), 1e-12)
         if len(losses) < RELAXATIONS * relaxation:
             return (
                 f"the last window of {len(losses)} steps is short beside the {relaxation:.0f} steps that group "
@@ -330,10 +320,10 @@ class _Warmup:
         parts = np.array([part.mean() for part in np.array_split(losses, 10)])
         first, second = parts[:5], parts[5:]
         drift = float(second.mean() - first.mean())
-        error = math.sqrt(float(first.var(ddof=1) + second.var(ddof=1)) / 5.0)
-        if abs(drift) > 4.0 * error:
+        deviation = math.sqrt(float(first.var(ddof=1) + second.var(ddof=1)) / 5.0)
+        if abs(drift) > 4.0 * deviation:
             return (
-                f"the mean loss still drifts (by {drift:+.3g}, {abs(drift) / error:.0f} standard errors, "
+                f"the mean loss still drifts (by {drift:+.3g}, {abs(drift) / deviation:.0f} standard errors, "
                 "in the last window "
                 f"of {len(losses)} steps): a longer warmup= or a start closer to a mode (init=) would help"
             )
@@ -341,108 +331,128 @@ class _Warmup:
 
     # -- the paper's schemes ------------------------------------------------------------------------------------------
 
-    def _paper_scheme(self, sampler: ISGD, measure_spacing: bool) -> WarmupReport:
+    def _paper_scheme(self, sampler: ISGD, measure_spacing: bool) -> list[WarmupReport]:
         steps = self.budget if self.exact else PAPER_STEPS
         sampler.warmup = steps
+        chains = self.chains
         self.tails = [TailMeter() for _ in sampler.param_groups]
         self.trace_stride = max(1, steps // TRACE_LENGTH)
         for i in range(steps):
-            noise = self.chain.evaluate(split=sampler.estimator.centred)
-            self._feed_tails(noise if noise is not None else [leaf.grad for leaf in self.chain.leaves])
+            noise = chains.evaluate(split=sampler.estimator.centred)
+            self._feed_tails(noise if noise is not None else [leaf.grad for leaf in chains.leaves])
             if i % self.trace_stride == 0:
                 self._trace()
-            sampler.step(noise=noise)
+            chains.advance(noise)
             self._count(f"scheme {sampler.scheme}")
-        ready = sampler.param_groups[0]["lam"] is not None
-        reason = "" if ready else f"{steps} steps are too few for a first noise estimate: give a longer warmup="
-        if not ready:
-            raise ValueError(reason)
-        self.chain.evaluate()
+        if sampler.param_groups[0]["lam"] is None:
+            raise ValueError(f"{steps} steps are too few for a first noise estimate: give a longer warmup=")
+        chains.evaluate()
         for _ in range(2 * PROBE_EVERY):  # for the report alone: these schemes have no guard
-            self.chain.probe_curvature()
+            chains.probe_curvature()
         sampler.freeze()
         keep = None
         if measure_spacing:  # the traces so far are of training, or of a frozen model
             self.traces, self.trace_stride = [], 1
             for _ in range(TRACE_LENGTH):
-                self.chain.step(split=sampler.estimator.centred)
+                chains.step(split=sampler.estimator.centred)
                 self._trace()
                 self._count("measuring")
             keep = self._spacing()
-        report = WarmupReport(True, "", self.spent, 0, keep, self._groups())
-        return report
+        return [WarmupReport(True, "", self.spent, 0, keep, groups) for groups in self._groups()]
 
     # -- measurements -------------------------------------------------------------------------------------------------
 
     def _probe(self, stage: str) -> None:
-        self.chain.probe_curvature()
+        self.chains.probe_curvature()
         self._count(stage)
 
     def _count(self, stage: str) -> None:
         self.spent += 1
-        self.progress.advance(stage)
+        self.progress.advance(stage, self.chains.count)
 
-    def _rates(self) -> list[float]:
-        return [float(g["rate"]) for g in self.chain.sampler.param_groups]
+    def _rates(self) -> Array:
+        return self.chains.rates().cpu().numpy()
 
     def _feed_tails(self, noise: list[Any]) -> None:
         vectors = iter(noise)
-        for meter, group in zip(self.tails, self.chain.sampler.param_groups, strict=True):
+        for meter, group in zip(self.tails, self.chains.sampler.param_groups, strict=True):
             meter.update([next(vectors) for _ in group["params"]])
 
-    def _feed_signal(self, noise: list[Any]) -> None:
+    def _feed_signal(self, noise: list[Tensor]) -> None:
         """``|g|^2 - |D|^2``: squared length of the gradient without its noise, unbiased, for each group."""
-        vectors = iter(noise)
-        shaped = self.chain.shaped
-        if shaped is not None:
-            both = [join(noise), join([leaf.grad for leaf in self.chain.leaves])]  # type: ignore[misc]
-            lengths = [float(dot(x, shaped.direction(x).to(x.dtype))) for x in both]
-            for signal in self.signal:
-                signal.append(lengths[1] - lengths[0])
-            return
-        for signal, group in zip(self.signal, self.chain.sampler.param_groups, strict=True):
-            mine = join([next(vectors) for _ in group["params"]])
-            grads = join([p.grad for p in group["params"]])
-            signal.append(float(dot(grads, grads) - dot(mine, mine)))
+        chains = self.chains
+        d, g = chains.flat(noise), chains.flat([leaf.grad for leaf in chains.leaves])  # type: ignore[misc]
+        if chains.in_metric:
+            d, g = chains.whiten(d), chains.whiten(g)
+        if chains.shaped is not None:
+            whole = dot(g, chains.shaped.direction(g)) - dot(d, chains.shaped.direction(d))
+            signal = whole.unsqueeze(-1).expand(-1, len(chains.slots))
+        else:
+            squares = g.square() - d.square()
+            signal = torch.stack([squares[:, slot].sum(-1) for slot in chains.slots], dim=-1)
+        self.signal.append(signal.double().cpu().numpy())
 
     def _trace(self) -> None:
         """Log likelihoods of a few fixed examples: functions mix even where weights do not."""
+        many = self.chains.many is not None
         if self.examples is None:
-            self.examples = tree_map(lambda t: t[:TRACES] if t.dim() else t, self.chain.batch)
-        with torch.no_grad():
-            values = self.chain.target.log_likelihood(self.chain.params, self.examples)
-        self.traces.append(values.double().cpu().numpy())
+            cut = (slice(None), slice(TRACES)) if many else (slice(TRACES),)
+            self.examples = tree_map(lambda t: t[cut] if t.dim() >= len(cut) else t, self.chains.batch)
+        self.traces.append(self.chains.log_likelihood(self.examples).double().cpu().numpy())
 
     def _spacing(self) -> int:
-        """Steps between draws: the integrated autocorrelation time of the slowest traced example."""
-        traces = np.stack(self.traces, axis=1)
-        slowest = max(integrated_time(trace) for trace in traces)
-        return max(1, math.ceil(slowest * self.trace_stride))
+        """Steps between draws: half of the integrated autocorrelation time of the slowest traced example.
 
-    def _groups(self) -> list[GroupReport]:
-        sampler = self.chain.sampler
-        reports = []
-        curvatures = self.curvatures or self.chain.curvatures()
-        for group, h, meter in zip(sampler.param_groups, curvatures, self.tails, strict=True):
-            rate = float(group["rate"])
-            sigma = sampler.friction * group["temperature"] / (group["num_data"] * rate) if rate > 0 else math.inf
-            counted = 1.0  # share of the composite noise that makes for a bias
-            if self.chain.shaped is not None and isinstance(sampler, ISGD):
-                share = min(1.0, 0.5 / (sampler.rule().batch_size * self.chain.shaped.factor))
-                counted = share if sampler.averaged else 1.0
-            else:
-                share = float(sampler.noise_summary(group, "top")) / sigma if sampler.group_noise(group) else math.nan
-            reports.append(
-                GroupReport(
-                    name=group["name"],
-                    rate=rate,
-                    lam=sigma,
-                    curvature=h,
-                    rate_curvature=rate * h,
-                    predicted_bias=variance_inflation(rate * h, sampler.friction, counted) - 1.0,
-                    tail_index=meter.tail_index(),
-                    noise_share=share,
-                    clipped_share=sampler.clipped_share(group) if isinstance(sampler, ISGD) else 0.0,
-                )
+        Of many chains, which have the same or similar posteriors, the median: each one's is a noisy estimate.
+        """
+        if not self.traces:
+            raise ValueError(
+                f"warmup = {self.budget} ends before anything was measured: give at least {8 * FIRST_WINDOW}"
             )
+        traces = np.stack(self.traces, axis=-1)  # [chains, examples, steps]
+        slowest = [max(integrated_time(trace) for trace in chain) for chain in traces]
+        return max(1, math.ceil(float(np.median(slowest)) * self.trace_stride / DRAWS_A_TIME))
+
+    def _groups(self) -> list[list[GroupReport]]:
+        """What was found for each chain and group."""
+        chains, sampler = self.chains, self.chains.sampler
+        curvatures = chains.curvatures().cpu().numpy() if self.curvatures is None else self.curvatures
+        rates = self._rates()
+        tails = [meter.tail_index() for meter in self.tails]
+        columns = []
+        for group in sampler.param_groups:
+            counted, share = chains.each(1.0), chains.each(math.nan)  # of the composite noise, what makes for a bias
+            if chains.shaped is not None and isinstance(sampler, ISGD):
+                share = (0.5 / (sampler.rule().batch_size * chains.shaped.factor)).clamp_max(1.0).double()
+                counted = share if sampler.averaged else counted
+            elif sampler.group_noise(group):
+                lam = sampler.friction * group["temperature"] / (group["num_data"] * chains.each(group["rate"]))
+                share = chains.each(sampler.noise_summary(group, "top")) / lam
+            clipped = (
+                chains.each(sampler.clipped_share(group))
+                if isinstance(sampler, ISGD | MomentumISGD)
+                else chains.each(0.0)
+            )
+            columns.append(torch.stack([counted, share, clipped]).cpu().numpy())
+        reports = []
+        for k in range(chains.count):
+            own = []
+            for i, group in enumerate(sampler.param_groups):
+                rate, h = float(rates[k, i]), float(curvatures[k, i])
+                counts, of_noise, lost = (float(x) for x in columns[i][:, k])
+                heat = sampler.friction * group["temperature"] / group["num_data"]
+                own.append(
+                    GroupReport(
+                        name=group["name"],
+                        rate=rate,
+                        lam=heat / rate if rate > 0 else math.inf,
+                        curvature=h,
+                        rate_curvature=rate * h,
+                        predicted_bias=variance_inflation(rate * h, sampler.friction, counts) - 1.0,
+                        tail_index=tails[i],
+                        noise_share=of_noise,
+                        clipped_share=lost,
+                    )
+                )
+            reports.append(own)
         return reports

@@ -72,8 +72,10 @@ class ModuleLikelihood:
 
     def output(self, params: Params, inputs: Sequence[Any]) -> Any:
         """The module's output at these parameters."""
-        kind = _kind(params[self._sampled_places[0][2]])
-        if torch.compiler.is_compiling():
+        first = params[self._sampled_places[0][2]]
+        kind = _kind(first)
+        if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(first):
+            # Tensors of a transformation must not stay behind in the module.
             rest = self._rest_as(kind)
             state = {alias: params[name] for _, _, name, alias in self._sampled_places}
             state |= {alias: rest[name] for _, _, name, alias in self._rest_places}

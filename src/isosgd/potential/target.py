@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import vmap
 
 from isosgd.names import layer_of
 from isosgd.potential.batches import batch_length, count_examples
@@ -174,6 +175,10 @@ class Target:
         """Names of the sampled scales that the likelihood and the prior bring along."""
         return list(self._bound(free).extras)
 
+    def noise_scales(self) -> list[str]:
+        """Names of those that the likelihood brings along."""
+        return list(self._own)
+
     def _make_space(self, params: Params) -> Space:
         return Space(params, self._prior, self._own, self._patterns)
 
@@ -202,6 +207,11 @@ class Target:
     def log_prior(self, free: Params) -> Tensor:
         """Log density of the free parameters under the prior, Jacobian included."""
         return self._bound(free).log_prior(free, self.constrain(free))
+
+    def prior_score(self, free: Params) -> Params:
+        """Gradient of the log prior of the free parameters, in closed form where there is one."""
+        space = self._bound(free)
+        return space.score(space.constrain(free))
 
     def gradient(self, free: Params, batch: Any, num_data: int) -> tuple[Tensor, list[Tensor]]:
         """Gradients of the loss: mean negative log likelihood of the batch plus negative log prior over N.
@@ -233,16 +243,20 @@ class Target:
                 torch._foreach_add(grads, [scores[name] for name in free], alpha=-1 / num_data)
             )
 
-    def prior_curvature(self, free: Params) -> list[Tensor]:
+    def prior_curvature(self, free: Params, batched: bool = False) -> list[Tensor]:
         """Second derivative of the negative log prior for each parameter (not divided by N), never negative.
 
         Exact for priors that act entry by entry, whatever scales they share; of others it is the sum of a row of the
         Hessian within a parameter. Where a prior has no curvature (Laplace) or a negative one (the tails of a
         Student-t), the square of its slope stands for it: under the prior both have the same mean.
+
+        Args:
+            free: free parameters.
+            batched: whether they carry a leading dimension of chains.
         """
         leaves = {name: x.detach().requires_grad_() for name, x in free.items()}
         with torch.enable_grad():
-            value = self.log_prior(leaves)
+            value = vmap(self.log_prior)(leaves).sum() if batched else self.log_prior(leaves)
             every = list(leaves.values())
             if not value.requires_grad:
                 return [torch.zeros_like(x) for x in every]

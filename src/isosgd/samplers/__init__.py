@@ -3,23 +3,27 @@
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import layer_groups
 from isosgd.samplers.isgd import ISGD, PRESETS
+from isosgd.samplers.registry import REGISTRY, Method, methods
 from isosgd.samplers.sghmc import SGHMC
 from isosgd.samplers.sgld import SGLD
 from isosgd.samplers.structure import Layer, Single, Structure
 from isosgd.samplers.vsgd import VSGD
 
-METHODS: dict[str, type[Sampler]] = {"isgd": ISGD, "sgld": SGLD, "sghmc": SGHMC, "vsgd": VSGD}
+METHODS: dict[str, type[Sampler]] = {name: method.kind for name, method in REGISTRY.items()}
 
 __all__ = [
     "ISGD",
     "METHODS",
     "PRESETS",
+    "REGISTRY",
     "SGHMC",
     "SGLD",
     "VSGD",
     "Layer",
+    "Method",
     "Sampler",
     "Single",
     "Structure",
     "layer_groups",
+    "methods",
 ]

@@ -136,7 +136,13 @@ class Sampler(NoiseFollower):
         self._spectra: dict[int, tuple[Tensor, Tensor]] = {}
         self._moves: list[tuple[Laid, Move]] = []
         self._plan: list[Planned] = []
+        self._scale = torch.empty(0)
         self._outers_known = self._silent = False
+
+    @property
+    def _extra(self) -> int:
+        """Innovations that a step takes beyond one for each parameter."""
+        return 0
 
     def _drop_frozen(self) -> None:
         """Leave out parameters without gradients, so that a frozen layer needs no noise, no rate and no step."""
@@ -257,9 +263,20 @@ class Sampler(NoiseFollower):
         """Move the parameters, by Theorem 1 unless a sampler says otherwise."""
         langevin_(params, grads, rate, kick)
 
+    @property
+    def sampling(self) -> bool:
+        """Whether the last step makes a draw that counts."""
+        return True
+
     def refresh(self) -> None:
-        """Ask for the moves anew; call it after changing a group's settings by hand."""
+        """Ask for the moves anew; call it after changing a group's settings by hand.
+
+        A captured step meets the change at once: the tensors that it reads are written over.
+        """
+        again = self.capturable and bool(self._moves)
         self._moves = []
+        if again:
+            self._make_plan()
 
     def _noise_changed(self) -> None:
         variances, _ = self._follows
@@ -281,8 +298,9 @@ class Sampler(NoiseFollower):
             dtype = torch.promote_types(dtype, p.dtype)
         lead = () if self.chains is None else (self.chains,)
         sizes = [p.numel() // (self.chains or 1) for p in every]
-        out = torch.zeros((*lead, sum(sizes)), dtype=dtype, device=every[0].device)
-        self._source = Source(out, self.generator, self.innovations)
+        drawn = torch.zeros((*lead, sum(sizes) + self._extra), dtype=dtype, device=every[0].device)
+        self._source = Source(drawn, self.generator, self.innovations)
+        out = drawn[..., : sum(sizes)]
         self._laid = []
         parts = iter(torch.split(out, sizes, dim=-1))
         counts = [sum(p.numel() // (self.chains or 1) for p in params) for params in active]
@@ -290,7 +308,7 @@ class Sampler(NoiseFollower):
             if params:
                 self._laid.append(Laid(group, params, whole, [next(parts).view(p.shape) for p in params]))
         self._laid_key = key
-        self.refresh()
+        self._moves, self._scale = [], torch.empty(0)
 
     def _make_plan(self) -> None:
         """Turn the samplers' moves into a plan, as far as something has changed.
@@ -310,7 +328,10 @@ class Sampler(NoiseFollower):
             for laid, move in self._moves:
                 scale = over_chains(move.rate * move.amplitude) * (1.0 if move.scale is None else move.scale)
                 scales.append(torch.as_tensor(scale).to(laid.flat).expand_as(laid.flat))
-            self._scale = torch.cat(scales, dim=-1)
+            if self.capturable and self._scale.numel():
+                torch.cat(scales, dim=-1, out=self._scale)
+            else:
+                self._scale = torch.cat(scales, dim=-1)
             self._outers_known = False
         if not self._outers_known and not self._silent:
             self._source.prepare(self._scale, self._taking_out())
@@ -352,7 +373,7 @@ class Sampler(NoiseFollower):
         self.generator.set_state(state_dict["generator"].cpu())
         self._laid_key = self._rows = None
         self._spectra.clear()
-        self.refresh()
+        self._moves = []
 
 
 def slow_rise(old: Number | None, new: Tensor, rise: float) -> Tensor:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
 from isosgd.samplers.shaped import Rule, Shaped
 
 SINGULAR = 1e-12  # eigenvalues of H, scaled to a unit diagonal, below which the noise says nothing of a direction
-BELIEVED = 3.0  # curvature over Fisher information that is put down to the direction; less may be chance
+BELIEVED = 3.0  # ratio of curvature and Fisher information that is put down to the direction; less may be chance
+LEAST = 0.01  # curvature over Fisher information, at the least that is believed
 
 
 class Full(Shaped):
     """One matrix over all parameters; for up to a few hundred of them.
 
     The Fisher information is checked against the Hessian, axis by axis of the basis in which H is the identity (see
-    `learn`), and gives way where it is far too small: gradient noise may lack directions that the posterior has.
+    `learn`), and gives way to it where they are far apart: gradient noise may lack directions that the posterior has,
+    or have directions of its own. Where it has, Lambda still covers it.
+
+    Chains of one data set share what they have seen: so many numbers take many noise vectors to estimate.
 
     Everything is kept in float64, since raw regressions have condition numbers of 1e11 and more. The noise covariance
     goes on being averaged while draws are taken, so that ``C = Lambda - B`` gets better and better; Lambda is fixed.
@@ -23,25 +29,32 @@ class Full(Shaped):
 
     name = "full"
     kappa = 1.25  # all of the noise is known, and its correlations
+    kept = (*Shaped.kept, "cov", "hessian", "probed", "root", "inverse_root", "pull", "push", "share")
 
     def prepare(self) -> None:
-        d, kind = self.total, {"dtype": torch.float64, "device": self.device}
-        self.cov = torch.zeros(d, d, **kind)
-        self.hessian = torch.eye(d, **kind)  # in the basis of the last `settle`
-        self.probed = torch.zeros(d, **kind)
-        self.root = torch.zeros(d, d, **kind)
-        self.inverse_root = torch.zeros(d, d, **kind)
-        self.pull = torch.zeros(d, d, **kind)
-        self.push = torch.zeros(d, d, **kind)
-        self.share = 0.0
+        d = self.total
+        self.cov = self.full(0.0, d, d).double()
+        self.hessian = torch.eye(d).to(self.cov).repeat(self.chains, 1, 1)  # in the basis of the last `settle`
+        self.probed = [0] * d
+        self.root, self.inverse_root = torch.zeros_like(self.cov), torch.zeros_like(self.cov)
+        self.pull, self.push = torch.zeros_like(self.cov), torch.zeros_like(self.cov)
+        self.share = self.full(0.0)
 
     @property
     def least(self) -> int:
-        return max(20, 4 * self.total)  # eigenvalues are then right within a factor of (1 - 1/2)^2
+        # With four times as many vectors as numbers, eigenvalues are right within a factor of (1 - 1/2)^2.
+        return max(20, -(-4 * self.total * self.sets // self.chains))
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """The mean over the chains of each data set, for each of them."""
+        each = x.view(self.sets, -1, *x.shape[1:])
+        weight = self.alive.to(x.dtype).view(self.sets, -1, *([1] * (x.dim() - 1)))
+        mean = (weight * each).sum(1, keepdim=True) / weight.sum(1, keepdim=True).clamp_min(1.0)
+        return mean.expand_as(each).reshape(x.shape)
 
     def take(self, noise: Tensor) -> None:
         d = noise.double()
-        self.cov.lerp_(torch.outer(d, d), 1.0 / (self.seen + 1))
+        self.cov.lerp_(self._shared(d.unsqueeze(-1) * d.unsqueeze(-2)), 1.0 / (self.seen + 1))
         count = self.seen + 1
         if self.known and count >= self.least and count & (count - 1) == 0:
             self._inject()
@@ -53,32 +66,36 @@ class Full(Shaped):
         return self.total
 
     def axis(self, i: int) -> Tensor:
-        return self.root[:, i]
+        return self.root[..., i]
 
     def learn(self, i: int, change: Tensor) -> None:
         self.probed[i] += 1
-        self.hessian[:, i].lerp_(self.root.mT @ change.double(), 1.0 / float(self.probed[i]))
+        self.hessian[..., i].lerp_(self._shared(_times(self.root.mT, change.double())), 1.0 / self.probed[i])
 
     def _curvature(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """A root R of the inverse of H, ``R R^T = H^-1``, and its own inverse."""
         # Scaled to a unit diagonal first: parameters may have units that are many powers of ten apart.
-        unit = torch.where(h.diagonal() > 0, h.diagonal(), self.fallback.double()).rsqrt()
-        values, vectors = torch.linalg.eigh(unit[:, None] * h * unit)
-        values = torch.where(values > SINGULAR, values, 1.0)
-        return unit[:, None] * vectors * values.rsqrt(), (vectors * values.sqrt()).mT / unit
+        diagonal = h.diagonal(dim1=-2, dim2=-1)
+        unit = torch.where(diagonal > 0, diagonal, self.fallback.double()).rsqrt()
+        values, vectors = torch.linalg.eigh(unit.unsqueeze(-1) * h * unit.unsqueeze(-2))
+        values = torch.where(values > SINGULAR, values, 1.0).unsqueeze(-2)
+        return unit.unsqueeze(-1) * vectors * values.rsqrt(), (vectors * values.sqrt()).mT / unit.unsqueeze(-2)
 
     def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:
-        root, inverse = self._curvature(rule.batch_size * self.cov + torch.diag(prior.double()))
+        fisher = rule.batch_size * self.cov
+        root, inverse = self._curvature(fisher + torch.diag_embed(self._shared(prior.double())))
         if self.known:
-            old = self.inverse_root  # rates fall at once and rise slowly
-            root, inverse = _lift(root, inverse, old.mT @ old / rise, 1.0)
-            if bool((self.probed > 0).all()):
+            old = self.inverse_root
+            if all(self.probed):
                 found = old.mT @ (0.5 * (self.hessian + self.hessian.mT)) @ old
-                root, inverse = _lift(root, inverse, found, BELIEVED)
+                root, inverse = _reshape(root, inverse, found, _believed)
+                root, inverse = _reshape(root, inverse, fisher, _at_least_one)
+            # Rates fall at once and rise slowly.
+            root, inverse = _reshape(root, inverse, old.mT @ old / rise, _at_least_one)
         self.root, self.inverse_root = root, inverse
-        self.hessian = torch.eye(self.total).to(root)
-        self.probed.zero_()
-        self.factor, self.scale, self.known = rule.factor(self.stretch), rule.temperature / rule.num_data, True
+        self.hessian = torch.eye(self.total).to(root).repeat(self.chains, 1, 1)
+        self.probed = [0] * self.total
+        self.factor, self.scale, self.known = rule.factor(self.stretch), rule.scale, True
         self._inject()
 
     # -- the step -------------------------------------------------------------------------------------------------
@@ -86,34 +103,55 @@ class Full(Shaped):
     def _inject(self) -> None:
         """The matrices of a step. In coordinates ``R^-1 theta`` Lambda is q I, and noise is nearly so."""
         noise = self.root.mT @ self.cov @ self.root
-        values, vectors = torch.linalg.eigh(2.0 * self.factor * torch.eye(self.total).to(noise) - noise)
-        self.share = float((values < 0).double().mean())
-        missing = (vectors * values.clamp_min(0.0).sqrt()) @ vectors.mT
-        self.pull = self.unit_rate * (self.root @ self.root.mT)
-        self.push = self.unit_rate * (self.root @ missing)
+        lam = torch.diag_embed(2.0 * self.factor.double().unsqueeze(-1).expand(-1, self.total))
+        values, vectors = torch.linalg.eigh(lam - noise)
+        self.share = (values < 0).to(self.dtype).mean(-1)
+        missing = (vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)) @ vectors.mT
+        rate = self.unit_rate.double().view(-1, 1, 1)
+        self.pull = rate * (self.root @ self.root.mT)
+        self.push = rate * (self.root @ missing)
 
-    def slow(self, factor: float) -> None:
-        self.factor *= factor
+    def slow(self, factor: Tensor) -> None:
+        self.factor = self.factor * factor
         self._inject()
 
     def direction(self, gradient: Tensor) -> Tensor:
-        return torch.matmul(gradient.double(), self.pull)
+        return _times(self.pull, gradient.double())
 
-    def displacement(self, gradient: Tensor, xi: Tensor) -> Tensor:
-        return torch.matmul(gradient.double(), self.pull) + torch.matmul(xi.double(), self.push.mT)
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.pull, self.push
+
+    def displace(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
+        pull, push = tensors
+        return _times(pull, gradient.double()) + _times(push, xi.double())
 
     def rates(self) -> Tensor:
-        return self.pull.diagonal()
+        return self.pull.diagonal(dim1=-2, dim2=-1)
 
-    def clipped(self) -> float:
+    def clipped(self) -> Tensor:
         return self.share
 
 
-def _lift(root: Tensor, inverse: Tensor, other: Tensor, least: float) -> tuple[Tensor, Tensor]:
-    """H, as a root of its inverse and the inverse of that, raised to another matrix where that is larger.
+def _times(matrix: Tensor, x: Tensor) -> Tensor:
+    """Matrix times vector, for each chain."""
+    return (matrix @ x.unsqueeze(-1)).squeeze(-1)
 
-    Larger means: by more than a factor of ``least``, along an axis that is common to both.
+
+def _reshape(root: Tensor, inverse: Tensor, other: Tensor, choose: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """H, as a root of its inverse and the inverse of that, changed along the axes that it has in common with a matrix.
+
+    ``choose`` says by what factor, given the other matrix over H along each of them.
     """
     values, vectors = torch.linalg.eigh(root.mT @ other @ root)
-    values = torch.where(values > least, values, 1.0)
+    values = choose(values).unsqueeze(-2)
     return root @ (vectors * values.rsqrt()), (vectors * values.sqrt()).mT @ inverse
+
+
+def _at_least_one(ratio: Tensor) -> Tensor:
+    return ratio.clamp_min(1.0)
+
+
+def _believed(ratio: Tensor) -> Tensor:
+    """A ratio far from 1, else 1."""
+    near = (ratio < BELIEVED) & (ratio > 1.0 / BELIEVED)
+    return torch.where(near, 1.0, ratio.clamp_min(LEAST))

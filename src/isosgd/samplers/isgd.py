@@ -24,7 +24,7 @@ from isosgd.errors import SamplingWarning
 from isosgd.noise import AlphaStable, MovingAverage, Summary, join
 from isosgd.samplers.base import Move, Sampler, slow_rise
 from isosgd.samplers.groups import Group, ParamsLike
-from isosgd.samplers.shaped import Rule, Shaped, flat_prior
+from isosgd.samplers.shaped import Rule, Shaped
 from isosgd.samplers.steppers import Number, allowed_rate_curvature
 from isosgd.samplers.structure import Correction, Structure, diagonal_scale
 from isosgd.samplers.structures import StructureName, choose, make_structure
@@ -33,6 +33,7 @@ Scheme = Literal["a", "b", "c", "windowed"]
 FIRST_WINDOW = 50
 LEAST_STRETCH = 0.25  # true curvature over Fisher information, at the least that is believed
 SLACK = 1.2
+MOST_RELAXED = 10.0
 HOT = 1e-2  # schemes that estimate at a mode were seen to diverge from this temperature on
 
 
@@ -81,6 +82,7 @@ class ISGD(Sampler):
             Shapes that know the geometry need it.
         budget: gradients that the warm-up of `isosgd.sample` may take, which ``structure="auto"`` heeds.
         lam: fixed lambda for all groups; nothing is adapted then.
+        sets: with ``chains=K``, of how many data sets they are. Chains of one share what a full matrix is made from.
         settings: the settings common to all samplers, see `Sampler`.
 
     Example:
@@ -112,6 +114,7 @@ class ISGD(Sampler):
         batch_size: int | None = None,
         budget: int | None = None,
         lam: float | None = None,
+        sets: int = 1,
         **settings: Any,
     ) -> None:
         if scheme not in ("a", "b", "c", "windowed"):
@@ -125,14 +128,14 @@ class ISGD(Sampler):
         if warmup < 0:
             raise ValueError(f"warmup = {warmup} must not be negative")
         self.scheme, self.summary, self.given = scheme, summary, lam is not None
-        self.warmup, self.batch_size = warmup, batch_size
+        self.warmup, self.batch_size, self.sets = warmup, batch_size, sets
         super().__init__(
             params, num_data=num_data, temperature=temperature, extra={"lam": None, "rate": None}, **settings
         )
         paired = self.estimator.centred and not isinstance(self.estimator, AlphaStable)
         if structure == "auto":
             knows = paired and scheme == "windowed" and batch_size is not None and not (correction or lam or warmup)
-            structure = choose(self._shapes(), batch_size, budget) if knows and batch_size is not None else "layer"
+            structure = choose(self._shapes(), budget) if knows else "layer"
         self.structure = make_structure(structure)
         if correction == "outer" and not paired:
             raise ValueError(
@@ -178,7 +181,7 @@ class ISGD(Sampler):
             found = {group[name] for group in self.param_groups}
             if len(found) > 1:
                 raise ValueError(f"groups with {name} = {sorted(found)}: structure {shaped.name!r} needs one for all")
-        shaped.bind(self.param_groups, self.batched)
+        shaped.bind(self.param_groups, self.chains, self.sets)
         self._last: Tensor | None = None
 
     @classmethod
@@ -249,29 +252,48 @@ class ISGD(Sampler):
                 f"structure {shaped.name!r} has seen {shaped.seen} noise vectors and needs {shaped.least} for a first "
                 "Lambda: pass more to observe() before adapt()"
             )
-        if not shaped.known and curvature is not None:
-            for slot, h in zip(shaped.slots, curvature, strict=True):
-                shaped.fallback[slot] = float(torch.as_tensor(h).max())
-        if shaped.known and curvature is not None:
-            # How much larger the curvature is than the Fisher information says, in the worst direction.
-            found = max(
-                float(torch.as_tensor(h).max()) * float(torch.as_tensor(g["rate"]).max())
-                for g, h in zip(self.param_groups, curvature, strict=True)
-            )
-            stretch = found / shaped.unit_rate if shaped.unit_rate > 0 else shaped.stretch
-            if rise > 1.0:
-                shaped.stretch = max(stretch, LEAST_STRETCH)
-            if (rise == 1.0 or shaped.seen < shaped.least) and rule.factor(stretch) > shaped.factor * SLACK:
-                shaped.stretch = stretch
-                shaped.slow(rule.factor(stretch) / shaped.factor)
+        if curvature is not None:
+            found = torch.stack([torch.as_tensor(h).to(shaped.factor).expand_as(shaped.factor) for h in curvature], -1)
+            if shaped.known:
+                # How much larger the curvature is than the Fisher information says, in the worst direction.
+                stretch = (found * shaped.group_rates().to(found)).amax(-1) / shaped.unit_rate
+                stretch = torch.where(shaped.unit_rate > 0, stretch, shaped.stretch)
+                if rise > 1.0:
+                    shaped.stretch = stretch.clamp_min(LEAST_STRETCH)
+                if rise == 1.0 or shaped.seen < shaped.least:
+                    wanted = rule.factor(stretch)
+                    late = wanted > SLACK * shaped.factor
+                    shaped.stretch = torch.where(late, stretch, shaped.stretch)
+                    if bool(late.any()):
+                        shaped.slow(torch.where(late, wanted / shaped.factor, 1.0))
+            else:
+                for i, slot in enumerate(shaped.slots):
+                    shaped.fallback[:, slot] = found[:, i : i + 1]
         if rise > 1.0 and shaped.seen >= shaped.least:
-            every = [p for group in self.param_groups for p in group["params"]]
-            parts = [torch.zeros_like(p) for p in every] if prior is None else list(prior)
-            shaped.settle(rule, flat_prior(parts, self.batched) / rule.num_data, rise)
-        for group, rate in zip(self.param_groups, shaped.group_rates(), strict=True):
-            group["rate"] = self.number(rate)
-            # Without a temperature nothing moves: whatever Lambda is, its rate is zero.
-            group["lam"] = self.number(rule.temperature / (rule.num_data * rate) if rate > 0 else float("inf"))
+            parts = None if prior is None else shaped.flatten(prior)
+            zero = torch.zeros_like(shaped.fallback)
+            shaped.settle(rule, zero if parts is None else parts / rule.num_data, rise)
+        self._report_rates(shaped)
+
+    def relax(self, stretch: Tensor) -> None:
+        """Take back what a new Lambda was stretched too much: it was measured against the old one.
+
+        Args:
+            stretch: the true curvature over the new H in the direction where the old one was too small by most.
+        """
+        shaped, rule = self.shaped, self.rule()
+        assert shaped is not None
+        stretch = torch.minimum(stretch.to(shaped.stretch).clamp_min(LEAST_STRETCH), shaped.stretch)
+        shaped.slow((rule.factor(stretch) / rule.factor(shaped.stretch)).clamp_min(1.0 / MOST_RELAXED))
+        shaped.stretch = stretch
+        self._report_rates(shaped)
+
+    def _report_rates(self, shaped: Shaped) -> None:
+        rule = self.rule()
+        for group, rate in zip(self.param_groups, shaped.group_rates().unbind(-1), strict=True):
+            group["rate"] = self.number(rate if self.batched else rate.squeeze(0))
+            # Without a temperature nothing moves: whatever Lambda is, its rate is zero, and its inverse infinite.
+            group["lam"] = self.number(rule.scale / torch.as_tensor(group["rate"]))
 
     def _set(self, lams: Sequence[Tensor]) -> None:
         tiny = torch.finfo(torch.float32).tiny  # a group without any noise or curvature has no rate of its own
@@ -280,15 +302,18 @@ class ISGD(Sampler):
             group["rate"] = self.structure.rate(group["lam"], group["temperature"], group["num_data"])
         self.refresh()
 
-    def clipped_share(self, group: Group) -> float:
-        """Share of the noise that exceeds lambda, so that it could not be made isotropic."""
-        if group["lam"] is None or self.group_noise(group) is None:
-            return 0.0
+    def clipped_share(self, group: Group) -> Tensor:
+        """Share of the noise that exceeds lambda, so that it could not be made isotropic: a scalar, or ``[chains]``."""
         if self.shaped is not None:
-            return self.shaped.clipped()
+            clipped = self.shaped.clipped()
+            return clipped if self.batched else clipped.squeeze(0)
+        if group["lam"] is None or self.group_noise(group) is None:
+            return torch.zeros(self.chains or ())
         if self.correction == "outer":
-            return float((self.recent_lengths(group) > 2.0 * group["lam"]).float().mean())
-        return float((diagonal_scale(group["lam"], join(self._variances(group), self.batched)) == 0).float().mean())
+            over: Tensor = self.recent_lengths(group) > 2.0 * group["lam"]
+            return over.float().mean(0)
+        scale = diagonal_scale(group["lam"], join(self._variances(group), self.batched))
+        return (scale == 0).float().mean(-1)
 
     @property
     def _follows(self) -> tuple[bool, bool]:
@@ -297,6 +322,10 @@ class ISGD(Sampler):
         return self.correction == "diagonal", self.correction == "outer"
 
     # -- the step -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _extra(self) -> int:
+        return 0 if self.shaped is None else self.shaped.extra
 
     @property
     def warming(self) -> bool:
@@ -313,9 +342,13 @@ class ISGD(Sampler):
 
     @torch.no_grad()
     def observe(self, noise: Sequence[Tensor] | None = None) -> None:
-        super().observe(noise)
-        if self.shaped is not None and noise is not None:
+        if self.shaped is None:
+            super().observe(noise)
+        elif noise is not None:  # what the base keeps, number by number, a shape knows better
+            self._check_noise(noise)
             self.shaped.observe(noise)
+            for group in self.param_groups:
+                group["seen"] += 1
         if self.given or not (self.warming and self.noise_ready()):
             return
         step = self.param_groups[0]["step"]
@@ -354,15 +387,16 @@ class ISGD(Sampler):
         params = [p for laid in self._laid for p in laid.params]
         if len(params) != sum(len(group["params"]) for group in self.param_groups):
             raise RuntimeError("a parameter has no gradient: shapes of Lambda that know the geometry need all of them")
-        xi = self._source.fill()
+        xi = self._source.fill().view(self.shaped.chains, -1)
         if self.averaged:
             fresh = xi.clone()
             if self._last is None:
                 self._last = fresh.clone()  # the first step has no other
             xi = 0.5 * (fresh + self._last)
             self._last.copy_(fresh)
-        gradient = join([p.grad for p in params], self.batched).to(self.shaped.dtype)  # type: ignore[misc]
-        self._source.out.copy_(self.shaped.displacement(gradient, xi))
+        gradient = self.shaped.flatten([p.grad for p in params])  # type: ignore[misc]
+        kicks = self._source.out.view_as(xi)[:, : self.shaped.total]
+        kicks.copy_(self.shaped.displace(self.shaped.tensors(), gradient, xi))
         torch._foreach_sub_(params, [kick for laid in self._laid for kick in laid.kicks])
 
     def state_dict(self) -> dict[str, Any]:

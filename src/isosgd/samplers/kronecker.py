@@ -2,74 +2,147 @@
 
 For a weight matrix and its noise vectors D, of the same shape, the running means of ``D D^T`` and ``D^T D`` give two
 orthogonal bases. In them the noise is nearly uncorrelated, so that the diagonal rule applies there.
+
+All axes of a large matrix would cost too much. The strongest few of its inputs become axes instead (`Leading`): they
+carry most of the noise that parameters share, while the outputs say little more.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import islice, repeat
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from isosgd.samplers.shaped import Rotated, Rule
+from isosgd.samplers.sides import Basis, Leading, Side, Whole
 
-LONGEST_SIDE = 512  # a longer side of a matrix is left as it is: its basis would cost more than it gains
+LONGEST_SIDE = 512  # that gets all axes ...
+MOST_WORK = 1 << 24  # ... if turning it takes no more multiply-adds than these
+LEADING = 8  # axes of the inputs of a larger matrix; half as many ...
+HUGE = 1 << 20  # ... where it has more entries than these
+RECENT = 1 << 22  # numbers in the noise vectors with which a new basis begins
+
+
+class Matrix(NamedTuple):
+    """A weight matrix in a flat tensor, and its two sides: of the outputs and of the inputs."""
+
+    slot: slice
+    rows: int
+    columns: int
+    left: Side
+    right: Side
+
+    @property
+    def work(self) -> int:
+        """Multiply-adds for turning."""
+        return self.rows * self.columns * (self.left.work + self.right.work)
+
+    def of(self, x: Tensor) -> Tensor:
+        """The matrix in a flat tensor, as a view ``[chains, rows, columns]``."""
+        return x[:, self.slot].view(len(x), self.rows, self.columns)
+
+    def turn(self, x: Tensor, bases: tuple[Basis, Basis]) -> Tensor:
+        """The matrix in a flat tensor as its bases show it."""
+        return self.left.turn(self.right.turn(self.of(x), bases[1]), bases[0])
+
+    def back_(self, x: Tensor, bases: tuple[Basis, Basis]) -> None:
+        """Undo `turn`, in place."""
+        self.left.back_(self.of(x), bases[0])
+        self.right.back_(self.of(x), bases[1])
+
+
+def lay_out(shapes: Sequence[tuple[int, ...]], longest: int = LONGEST_SIDE, leading: int = LEADING) -> list[Matrix]:
+    """The weight matrices that get bases; convolutions count as matrices ``[out, in * height * width]``."""
+    found, end = [], 0
+    for shape in shapes:
+        start, end = end, end + math.prod(shape)
+        if len(shape) < 2 or start == end:
+            continue
+        rows, columns = shape[0], math.prod(shape[1:])
+        most = min(longest, MOST_WORK // (rows * columns))
+        left, right = Side(), Side()
+        if columns > most:
+            right = Leading(columns, (leading + 1) // 2 if rows * columns > HUGE else leading)
+        else:
+            right = Whole(columns) if columns > 1 else right
+            left = Whole(rows, rows=True) if 1 < rows <= most else left
+        if left.work or right.work:
+            found.append(Matrix(slice(start, end), rows, columns, left, right))
+    return found
+
+
+def rotation_work(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Multiply-adds that a step takes for turning these parameters into their bases and back.
+
+    Example:
+        >>> rotation_work([(50, 13), (50,)]), rotation_work([(256, 256, 3, 3)])
+        (81900, 18874368)
+    """
+    return 2 * sum(matrix.work for matrix in lay_out(shapes))
 
 
 class Kronecker(Rotated):
-    """A basis for each side of each weight matrix; convolutions count as matrices ``[out, in * height * width]``.
+    """A basis for each side of each weight matrix.
 
     Args:
         damping: share of a layer's mean curvature that is added to every direction.
-        longest: longest side that gets a basis.
+        longest: longest side that gets all axes, in a matrix that is not too large for it.
+        leading: how many axes of its inputs a larger matrix gets, or half of them if it is huge; 0 for none.
     """
 
     name = "kronecker"
+    kept = (*Rotated.kept, "factors", "bases", "recent")
 
-    def __init__(self, damping: float = 0.3, longest: int = LONGEST_SIDE) -> None:
-        self.damping, self.longest = damping, longest
+    def __init__(self, damping: float = 0.3, longest: int = LONGEST_SIDE, leading: int = LEADING) -> None:
+        if not damping >= 0:
+            raise ValueError(f"damping = {damping} must not be negative; 0.3 is the default")
+        if longest < 1:
+            raise ValueError(f"longest = {longest} must be at least 1; structure='diagonal' has no bases")
+        if leading < 0:
+            raise ValueError(f"leading = {leading} must not be negative; 0 leaves large matrices as they are")
+        self.damping, self.longest, self.leading = damping, longest, leading
 
     def prepare(self) -> None:
         super().prepare()
-        self.matrices = [
-            (slice(end - size, end), shape[0], size // shape[0])
-            for size, shape, end in zip(self.sizes, self.shapes, _ends(self.sizes), strict=True)
-            if len(shape) > 1
-        ]
-        make = {"dtype": self.dtype, "device": self.device}
-        self.left = [self._zeros(rows, make) for _, rows, _ in self.matrices]
-        self.right = [self._zeros(columns, make) for _, _, columns in self.matrices]
-        self.bases: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * len(self.matrices)
-        self.recent: list[Tensor] = []  # a few noise vectors, to begin with when the basis changes
-        self.kept = max(2, min(64, (1 << 22) // self.total))
+        self.matrices = lay_out(self.shapes, self.longest, self.leading)
+        edges = [0, *(edge for m in self.matrices for edge in (m.slot.start, m.slot.stop)), self.total]
+        self.rest = [slice(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+        self.factors = [side.start(self.v) for m in self.matrices for side in (m.left, m.right)]
+        self.bases: list[Tensor] = []  # none: the parameters' own
+        self.recent: list[Tensor] = []
 
-    def _zeros(self, side: int, make: dict[str, object]) -> Tensor | None:
-        return torch.zeros(side, side, **make) if 1 < side <= self.longest else None  # type: ignore[call-overload]
+    def _with(self, bases: Sequence[Tensor]) -> Iterator[tuple[Matrix, tuple[Basis, Basis]]]:
+        """Every matrix with the two bases among these tensors that are its own."""
+        rest = iter(bases)
+        for matrix in self.matrices if bases else ():
+            yield matrix, (tuple(islice(rest, matrix.left.tensors)), tuple(islice(rest, matrix.right.tensors)))
 
     def turn(self, x: Tensor) -> Tensor:
-        return self._apply(x, transpose=True)
-
-    def back(self, z: Tensor) -> Tensor:
-        return self._apply(z, transpose=False)
-
-    def _apply(self, x: Tensor, transpose: bool) -> Tensor:
         out = x.clone()
-        for (slot, rows, columns), (u, w) in zip(self.matrices, self.bases, strict=True):
-            m = x[..., slot].reshape(*x.shape[:-1], rows, columns)
-            if u is not None:
-                m = (u.mT if transpose else u) @ m
-            if w is not None:
-                m = m @ (w if transpose else w.mT)
-            out[..., slot] = m.flatten(-2)
+        for matrix, bases in self._with(self.bases):
+            matrix.of(out).copy_(matrix.turn(x, bases))
         return out
 
+    def back(self, z: Tensor) -> Tensor:
+        out = z.clone()
+        for matrix, bases in self._with(self.bases):
+            matrix.back_(out, bases)
+        return out
+
+    # -- the noise ----------------------------------------------------------------------------------------------------
+
     def take(self, noise: Tensor) -> None:
-        weight = 1.0 / (self.seen + 1)
-        for (slot, rows, columns), left, right in zip(self.matrices, self.left, self.right, strict=True):
-            d = noise[slot].view(rows, columns)
-            if left is not None:
-                left.lerp_(d @ d.mT, weight)
-            if right is not None:
-                right.lerp_(d.mT @ d, weight)
-        self.recent = [*self.recent[-self.kept + 1 :], noise]
+        weight, factors = 1.0 / (self.seen + 1), iter(self.factors)
+        for matrix in self.matrices:
+            d = matrix.of(noise)
+            matrix.left.take(next(factors), d, weight)
+            matrix.right.take(next(factors), d, weight)
+        few = max(2, min(64, RECENT // self.total))
+        self.recent = [*self.recent[1 - few :], noise]
         super().take(noise)
 
     def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:
@@ -84,73 +157,56 @@ class Kronecker(Rotated):
         super().forget()
 
     def _rotate(self) -> None:
-        old = self.lam
-        before = self.bases
-        self.bases = [(_basis(a), _basis(b)) for a, b in zip(self.left, self.right, strict=True)]
+        before, factors = self.bases, iter(self.factors)
+        self.bases = [t for m in self.matrices for side in (m.left, m.right) for t in side.basis(next(factors))]
         if self.known:  # Lambda as seen from the new axes
-            spread = self._squared(old, before)
-            self.lam = torch.maximum(spread, 1e-3 * old.min())
-        seen = torch.stack([self.turn(d).square() for d in self.recent]).mean(0)
-        self.v = self._product(seen, len(self.recent))
-        self.top = torch.zeros(0)
+            self.lam = torch.maximum(self._spread(self.lam, before, self.bases), 1e-3 * self.lam.amin(-1, keepdim=True))
+        self._begin()
         self.changed()
 
-    def _squared(self, values: Tensor, before: list[tuple[Tensor | None, Tensor | None]]) -> Tensor:
-        """The diagonal, in the new basis, of a matrix that was diagonal in the old one."""
-        out = values.clone()
-        for (slot, rows, columns), new, old in zip(self.matrices, self.bases, before, strict=True):
-            m = values[slot].view(rows, columns)
-            if new[0] is not None:
-                m = (new[0].mT @ (old[0] if old[0] is not None else torch.eye(rows).to(m))).square() @ m
-            if new[1] is not None:
-                m = m @ (new[1].mT @ (old[1] if old[1] is not None else torch.eye(columns).to(m))).square().mT
-            out[slot] = m.reshape(-1)
-        return out
+    def _begin(self) -> None:
+        """Variances in a new basis: what few vectors say, and what the means over rows and columns do, as if of 8."""
+        seen, count = torch.zeros_like(self.v), len(self.recent)
+        for d in self.recent:
+            seen.add_(self.turn(d).square_(), alpha=1.0 / count)
+        for matrix in self.matrices:
+            m = matrix.of(seen)
+            mean = m.mean((-2, -1), keepdim=True).clamp_min(torch.finfo(m.dtype).tiny)
+            product = m.mean(-1, keepdim=True) * m.mean(-2, keepdim=True) / mean
+            matrix.of(self.v).copy_((count * m + 8.0 * product) / (count + 8.0))
 
-    def _product(self, seen: Tensor, count: int) -> Tensor:
-        """Variances in a new basis: what few vectors say, and the product of the factors as if of eight more."""
-        v = seen.clone()
-        for (slot, _, _), (u, w), left, right in zip(self.matrices, self.bases, self.left, self.right, strict=True):
-            if u is None or w is None or left is None or right is None:
-                continue
-            a, b = (u.mT @ left @ u).diagonal(), (w.mT @ right @ w).diagonal()
-            model = torch.outer(a, b).clamp_min(0.0) / left.trace().clamp_min(torch.finfo(v.dtype).tiny)
-            v[slot] = (count * seen[slot] + 8.0 * model.view(-1)) / (count + 8.0)
-        return v
+    # -- Lambda -------------------------------------------------------------------------------------------------------
 
     def turned_prior(self, prior: Tensor) -> Tensor:
         """Exact where one scale rules a matrix, as it nearly always does; its mean stands for it otherwise."""
-        out = prior.to(self.dtype).clone()
-        for slot, _, _ in self.matrices:
-            out[slot] = out[slot].mean()
+        out = prior.to(self.dtype, copy=True)
+        for matrix in self.matrices:
+            out[:, matrix.slot] = out[:, matrix.slot].mean(-1, keepdim=True)
+        return out
+
+    def _spread(self, values: Tensor, old: Sequence[Tensor], new: Sequence[Tensor] | None) -> Tensor:
+        """The diagonal in new bases (None: of the parameters) of what was diagonal in old ones."""
+        out = values.clone()
+        others = repeat((None, None)) if new is None else (bases for _, bases in self._with(new))
+        for (matrix, (left, right)), (new_left, new_right) in zip(self._with(old), others, strict=False):
+            m = matrix.right.spread(matrix.of(values), right, new_right)
+            matrix.of(out).copy_(matrix.left.spread(m, left, new_left))
         return out
 
     def rates(self) -> Tensor:
-        here, self.bases = (
-            self.bases,
-            [
-                (None if u is None else torch.eye(len(u)).to(u), None if w is None else torch.eye(len(w)).to(w))
-                for u, w in self.bases
-            ],
-        )
-        try:
-            return self._squared(self.speed, here)
-        finally:
-            self.bases = here
+        return self._spread(self.speed, self.bases, None)
 
+    # -- the step -----------------------------------------------------------------------------------------------------
 
-def _ends(sizes: list[int]) -> list[int]:
-    total, ends = 0, []
-    for size in sizes:
-        total += size
-        ends.append(total)
-    return ends
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*super().tensors(), *self.bases)
 
-
-def _basis(factor: Tensor | None) -> Tensor | None:
-    """Eigenvectors, in float64, of a factor scaled to a unit trace."""
-    if factor is None:
-        return None
-    trace = factor.trace().clamp_min(torch.finfo(factor.dtype).tiny)
-    _, vectors = torch.linalg.eigh((factor / trace).double())
-    return torch.as_tensor(vectors, dtype=factor.dtype)
+    def displace(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
+        speed, amplitude, *every = tensors
+        z = amplitude * xi
+        for slot in self.rest:
+            z[:, slot].addcmul_(speed[:, slot], gradient[:, slot])
+        for matrix, bases in self._with(every):
+            matrix.of(z).addcmul_(matrix.of(speed), matrix.turn(gradient, bases))
+            matrix.back_(z, bases)
+        return z

@@ -1,34 +1,46 @@
 """Lambda as a diagonal and a few directions more: the strongest that the noise of different parameters shares.
 
-In coordinates scaled by the diagonal part D of Lambda,
+With a diagonal matrix D and k directions, the rows of S,
 
-    Lambda = D^1/2 (I + U^T diag(strength) U) D^1/2,    U [k, d] with orthonormal rows,
+    Lambda = D + D S^T diag(strength) S D,    U = S D^1/2 with orthonormal rows,
 
-so that its inverse, and a root of ``C = Lambda - Var(g) / 2``, take two products with U: O(d k) for a step.
+so that a step takes two products with S, O(d k): Lambda^-1 is diagonal plus ``S^T (k x k) S``.
 
-*The noise* is split in the same form, ``Var(g) = diag(psi) + (shared part along U)``: the diagonal is only what the
-directions leave (`isosgd.samplers.rows.split`), so that the rule ``Lambda = q H`` holds along U and beside it, each by
-its own noise. *The directions* are found in the warm-up by power iteration, `rank` of
-them at once, on blocks of noise vectors and what is known from earlier ones (history PCA). The noise along them is
-measured on vectors that had no part in finding them: with millions of parameters and a hundred vectors, the noise along
-a direction made of those vectors would look a thousand times too large.
+*The noise* is split in the same form: the diagonal is only what the directions leave (`isosgd.samplers.rows.split`), so
+that the rule ``Lambda = q H`` holds along U and beside it, each by its own noise. What ``C = Lambda - Var(g) / 2`` has
+along the directions is injected by k innovations of their own (`LowRank.extra`).
 
-References:
-    Yang, Hsieh, Wang (2018), History PCA: a new algorithm for streaming PCA.
+*The directions* are found in the warm-up, see `isosgd.samplers.directions`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from isosgd.noise import dot
-from isosgd.samplers.rows import explained, gram, leftover, orthonormal, project, split, spread_out_
+from isosgd.samplers.directions import Directions
+from isosgd.samplers.rows import (
+    explained,
+    gram,
+    leftover,
+    mix_,
+    orthonormal_,
+    project,
+    split,
+    spread_out_,
+    symmetric_eigen,
+    times,
+)
 from isosgd.samplers.shaped import EXCESS, Rule, Shaped
 
-LARGE = 1_000_000  # parameters from which U is kept in bfloat16 on an accelerator
-OLD_BLOCKS = 3  # for how many blocks the directions of an earlier window count
+LARGE = 1_000_000  # parameters from which S is kept in bfloat16 on an accelerator
 SMALLEST = 0.01  # injected variance over that of Lambda, in the diagonal part
+ROOM = 0.25  # strength that a direction has at the least, since its noise may be found larger later on
+NEGLIGIBLE = 0.01  # variance over that of the diagonal part that may be injected in excess
 
 
 class LowRank(Shaped):
@@ -37,21 +49,26 @@ class LowRank(Shaped):
     Args:
         rank: k, how many directions.
         damping: share of a layer's mean that is added to the diagonal part of the curvature everywhere.
-        dtype: of U. By default that of the parameters (at least float32), and bfloat16 for a large model on an
-            accelerator: there the reading of U is the cost. CPUs without bfloat16 arithmetic are slower with it.
+        dtype: of S. By default that of the parameters (at least float32), and bfloat16 for a large model on an
+            accelerator: there the reading of S is the cost. CPUs without bfloat16 arithmetic are slower with it.
 
     Example:
         >>> structure = LowRank(rank=2)
-        >>> structure.bind([{"params": [torch.zeros(5)]}], batched=False)
+        >>> structure.bind([{"params": [torch.zeros(5)]}])
         >>> for _ in range(100):
         ...     structure.observe([torch.randn(()) * torch.ones(5) + 0.1 * torch.randn(5)])
         >>> structure.settle(Rule(num_data=1000, batch_size=10, temperature=1.0, bias=0.02, averaged=True),
-        ...                  prior=torch.full((5,), 1e-3), rise=2.0)
-        >>> bool(structure.strength[0] > 20 * structure.strength[1])  # the one direction that all parameters share
+        ...                  prior=torch.full((1, 5), 1e-3), rise=2.0)
+        >>> bool(structure.strength[0, 0] > 20 * structure.strength[0, 1])  # the one that all parameters share
         True
     """
 
     name = "lowrank"
+    kept = (
+        *Shaped.kept,
+        *("lam", "pace", "ratio", "basis", "strength", "inner", "back", "add", "undo", "reach"),
+        *("left", "spread", "residual", "shared", "top", "most", "looks"),
+    )
 
     def __init__(self, rank: int = 10, damping: float = 0.1, dtype: torch.dtype | None = None) -> None:
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
@@ -60,114 +77,63 @@ class LowRank(Shaped):
             raise ValueError(f"damping = {damping} must not be negative; 0.1 is the default")
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype = {dtype} must be a floating-point type, such as torch.bfloat16")
-        self.rank, self.damping = rank, damping
-        self.stored_as = None if dtype is None else str(dtype).removeprefix("torch.")  # a state holds plain values
+        self.rank, self.damping, self.stored_as = rank, damping, dtype
 
     def prepare(self) -> None:
-        if self.stored_as is None:
-            small = self.device.type == "cpu" or self.total <= LARGE
-            self.stored_as = str(self.dtype if small else torch.bfloat16).removeprefix("torch.")
+        small = self.device.type == "cpu" or self.total <= LARGE
+        self.short = self.stored_as or (self.dtype if small else torch.bfloat16)
         self.k = min(self.rank, self.total)
-        none = torch.zeros(0, dtype=self.dtype, device=self.device)
-        # Set by `settle`; vectors first, then U and the small matrices.
-        self.lam = self.root = self.pace = self.amplitude = self.speed = self.left = self.residual = none
-        self.basis = self.strength = self.spread = self.shared = self.back = self.add = none
+        none = self.full(0.0, 0)
+        # Set by `settle`: vectors, S and the small matrices, and what is known of the noise.
+        self.lam = self.pace = self.ratio = self.basis = self.strength = self.inner = self.back = self.add = none
+        self.undo = self.reach = none  # empty unless more noise has to be taken out than Lambda has along a direction
+        self.left = self.spread = self.residual = self.shared = none
         self.top = none  # an image of the direction with most noise for its Lambda, and how much that is
-        self.most, self.looks = 0.0, 0
-        generator = torch.Generator(device=self.device).manual_seed(0)  # a start that only its span matters of
+        self.most, self.looks = self.full(0.0), 0
+        generator = torch.Generator(self.device).manual_seed(0)  # of the start only its span matters
         start = torch.empty(self.k, self.total, dtype=self.dtype, device=self.device).normal_(generator=generator)
-        self.found, self.image = orthonormal(start), torch.zeros_like(start)
-        self.unit = torch.ones(self.total, dtype=self.dtype, device=self.device)
-        self.found_left = torch.zeros_like(self.unit)
-        self.found_spread = torch.zeros(self.k, self.k, dtype=self.dtype, device=self.device)
-        self.block_spread = torch.zeros_like(self.found_spread)
-        self.in_block, self.blocks = 0, -1  # the first block only says what the scales are
+        orthonormal_(start.unsqueeze(0))
+        # Until Lambda is settled, and again from `forget` on.
+        self.search: Directions | None = Directions(start.repeat(self.chains, 1, 1), damped=self._damped)
+
+    @property
+    def extra(self) -> int:
+        """Innovations that a step takes besides one for each parameter."""
+        return self.k
 
     @property
     def least(self) -> int:
-        return max(super().least, 5 * self.block)
-
-    @property
-    def block(self) -> int:
-        """Noise vectors between two rounds of power iteration."""
-        return max(self.k, 8)
-
-    @property
-    def tracking(self) -> bool:
-        """Whether directions are being looked for: until Lambda is settled, and again from `forget` on."""
-        return bool(self.found.numel())
+        return max(super().least, 5 * max(self.k, 8))  # five rounds of the search
 
     # -- the noise ----------------------------------------------------------------------------------------------------
 
     def take(self, noise: Tensor) -> None:
-        if self.tracking:
-            self._track(noise * self.unit)
+        if self.search is not None:
+            self.search.take(noise)
         if not self.known:
             return
-        weight, scaled = 1.0 / (self.seen + 1), noise * self.root
-        along = project(self.basis, scaled)
-        self.spread.lerp_(torch.outer(along, along), weight)
-        self.left.lerp_(spread_out_(self.basis, -along, scaled).square_(), weight)
+        weight, along = 1.0 / (self.seen + 1), project(self.basis, noise)
+        self.spread.lerp_(along.unsqueeze(-1) * along.unsqueeze(-2), weight)
+        beside = spread_out_(self.basis, -along, noise / self.lam)
+        self.left.lerp_(beside.square_().mul_(self.lam), weight)
         self._look_outside(noise)
         count = self.seen + 1
         if count >= self.least and count & (count - 1) == 0:
-            self.residual, self.shared = split(self.basis, self.left, self.spread)
+            self.residual, self.shared = split(self.basis, self.lam.sqrt(), self.left, self.spread)
             self._inject()
-
-    def _track(self, scaled: Tensor) -> None:
-        """Take a noise vector into this block's power iteration."""
-        along = project(self.found, scaled)
-        self.block_spread.add_(torch.outer(along, along))
-        for row, size in zip(self.image, along.tolist(), strict=True):
-            row.add_(scaled, alpha=size)
-        if self.blocks < 0:
-            self.found_left.lerp_(scaled.square(), 1.0 / (self.in_block + 1))
-        else:
-            weight = OLD_BLOCKS / (self.blocks * self.block + self.in_block + OLD_BLOCKS)
-            self.found_left.lerp_(spread_out_(self.found, -along, scaled).square_(), weight)
-        self.in_block += 1
-        if self.in_block == self.block:
-            self._end_block()
-
-    def _end_block(self) -> None:
-        """``image = (what is known + this block) found^T``, made orthonormal again."""
-        weight = 1.0 if self.blocks <= 0 else OLD_BLOCKS / (self.blocks + OLD_BLOCKS)
-        spread = self.found_spread.lerp_(self.block_spread / self.in_block, weight)
-        old, image = self.found, self.image.mul_(weight / self.in_block)
-        if weight < 1.0:
-            # `spread` already holds both; what is known is the part that is not of this block.
-            known = spread - weight * self.block_spread / self.in_block
-            spread_out_(old, known, image)
-        if self.blocks < 0:
-            # Scales in which directions are compared: of the noise of each parameter, floored like Lambda.
-            self.unit = self._damped(self.found_left).clamp_min(torch.finfo(self.dtype).tiny).rsqrt()
-            image.mul_(self.unit)
-        # Along the axes of `spread` each image has its own direction; as mixtures all would show the strongest one.
-        axes = torch.linalg.eigh(spread.double())[1].to(spread)
-        self.found = orthonormal(axes.mT @ image)
-        if self.blocks >= 0:
-            # The new directions are better than those along which the noise was measured, and have as much of it.
-            left, _, right = torch.linalg.svd(gram(self.found, None, old).double())
-            turn = (left @ right).to(spread)
-            self.found_spread = turn @ spread @ turn.mT
-        self.image = old.zero_()
-        self.block_spread.zero_()
-        self.in_block = 0
-        self.blocks += 1
 
     def _damped(self, h: Tensor) -> Tensor:
         out = h.clone()
         for slot in self.slots:
-            out[slot] += self.damping * h[slot].mean()
+            out[:, slot] += self.damping * h[:, slot].mean(-1, keepdim=True)
         return out
 
     def forget(self) -> None:
         """At the start of a window look for directions anew, from those that Lambda has on."""
-        if self.known and not self.tracking:
-            self.unit, self.found_left, self.found_spread = self.root.clone(), self.left.clone(), self.spread.clone()
-            self.found = self.basis.to(self.dtype, copy=True)
-            self.image = torch.zeros_like(self.found)
-            self.in_block, self.blocks = 0, OLD_BLOCKS
+        if self.known and self.search is None:
+            rows = self.basis.to(self.dtype, copy=True).mul_(self.lam.sqrt().unsqueeze(1))
+            known = self.lam.rsqrt(), self.left.clone(), self.spread.clone()
+            self.search = Directions(rows, *known, damped=self._damped)
         self.looks = min(self.looks, 1)
         super().forget()
 
@@ -177,112 +143,142 @@ class LowRank(Shaped):
             self.top = noise.clone()
         else:
             along = dot(noise, self._worst())
-            self.most += max(1.0 / self.looks, 0.01) * (0.5 * float(along.square()) - self.most)
-            self.top.lerp_(noise * along, max(1.0 / (self.looks + 1), 0.01))
+            self.most = torch.lerp(self.most, 0.5 * along.square(), max(1.0 / self.looks, 0.01))
+            self.top.lerp_(noise * along.unsqueeze(-1), max(1.0 / (self.looks + 1), 0.01))
         self.looks += 1
 
     def _worst(self) -> Tensor:
         """The direction t of most noise known, ``t . Lambda t = 1``."""
         t = self._solve(self.top)
-        return t / dot(self.top, t).clamp_min(torch.finfo(self.dtype).tiny).sqrt()
+        return t / dot(self.top, t).clamp_min(torch.finfo(self.dtype).tiny).sqrt().unsqueeze(-1)
 
-    def excess(self) -> float:
+    def excess(self) -> Tensor:
         if self.looks < 2:
-            return 0.0
-        t = self._worst() / self.root  # in scaled coordinates
-        along = project(self.basis, t)
-        return self.most - 0.5 * float(dot(t.square(), self.residual) + along @ self.shared @ along)
+            return torch.zeros_like(self.most)
+        return self.most - 0.5 * self._along(self._worst(), self.residual, self.shared)
+
+    def _along(self, t: Tensor, beside: Tensor | float, core: Tensor) -> Tensor:
+        """``t . (D^1/2 (diag(beside) + U^T core U) D^1/2) t``."""
+        image = self.lam * t
+        along = project(self.basis, image)
+        return dot(image * beside, t) + dot(along, times(core, along))
 
     # -- Lambda -------------------------------------------------------------------------------------------------------
 
     def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:
-        if not self.tracking:  # the noise is that of the last time; only the factor may have changed
-            self.slow(max(rule.factor(self.stretch) / self.factor, 1.0 / rise))
-            self._cover_outside()
-            return
+        if self.search is not None:
+            self._renew(self.search, rule, prior, rise)
+            self.search = None
+        else:  # the noise is that of the last time; only the factor may have changed
+            self.slow((rule.factor(self.stretch) / self.factor).clamp_min(1.0 / rise))
+        beyond = self.excess() / EXCESS
+        if bool((beyond > 1.0).any()):
+            self.slow(beyond.clamp_min(1.0))
+
+    def _renew(self, search: Directions, rule: Rule, prior: Tensor, rise: float) -> None:
+        """Lambda from the noise along the directions found and beside them."""
         outside = self._worst() if self.looks else None
-        psi, shared = split(self.found, self.found_left, self.found_spread)
-        curvature = self._damped(rule.batch_size * psi / self.unit.square() + prior.to(self.dtype))
-        self.factor, self.scale = rule.factor(self.stretch), rule.temperature / rule.num_data
-        lam = self.factor * curvature.clamp_min(torch.finfo(self.dtype).tiny)
+        psi, shared = split(search.rows, torch.ones_like(search.unit), search.left, search.spread)
+        curvature = self._damped(rule.batch_size * psi / search.unit.square() + prior.to(self.dtype))
+        self.factor, self.scale = rule.factor(self.stretch), rule.scale
+        lam = self.factor.unsqueeze(-1) * curvature.clamp_min(torch.finfo(self.dtype).tiny)
         self.lam = torch.maximum(lam, self.lam / rise) if self.known else lam
-        self.root = self.lam.rsqrt()
-        # The shared noise as the new coordinates show it: Z^T shared Z, Z = found / (unit sqrt(lam)).
-        scale = self.root / self.unit
-        basis = orthonormal(self.found.mul_(scale))
-        seen = gram(basis, None, self.found)
-        values, turn = torch.linalg.eigh((seen @ shared @ seen.mT).double())
-        order = values.argsort(descending=True)
-        self.basis = (turn[:, order].mT.to(basis) @ basis).to(getattr(torch, self.stored_as or "float32"))
-        self.shared = torch.diag(values[order].clamp_min(0.0)).to(self.dtype)
-        self.strength = self.factor * rule.batch_size * self.shared.diagonal()
-        self.residual = psi * scale.square()
-        self.left, self.spread = leftover(self.basis, self.residual), self.shared + gram(self.basis, self.residual)
-        self.found = self.image = self.unit = self.found_left = self.lam[
-            :0
-        ].clone()  # memory that a step has no use for
+        # Both in the new coordinates, those of U.
+        scale = (self.lam.sqrt() * search.unit).reciprocal()
+        rows, self.residual = search.rows.mul_(scale.unsqueeze(1)), psi * scale.square()
+        seen = gram(rows).double()
+        seen = orthonormal_(rows) @ seen
+        values, turn = symmetric_eigen(seen @ shared.double() @ seen.mT)
+        mix_(turn.flip(-1).mT, rows)
+        values = values.flip(-1).clamp_min(0.0).to(self.dtype)
+        self.shared = torch.diag_embed(values)
+        self.strength = (self.factor.unsqueeze(-1) * rule.batch_size * values).clamp_min(ROOM)
+        self.left, self.spread = leftover(rows, self.residual), self.shared + gram(rows, self.residual)
+        self.basis = rows.mul_(self.lam.rsqrt().unsqueeze(1)).to(self.short)
         self.known = True
         self._inject()
-        if outside is not None:
-            length = outside / self.root
-            along = project(self.basis, length)
-            self.most /= float(dot(length, length) + dot(along.square(), self.strength))  # over t . Lambda t, the new
-        self._cover_outside()
+        if outside is not None:  # it was measured over t . Lambda t, and that has changed
+            self.most = self.most / self._along(outside, 1.0, torch.diag_embed(self.strength))
 
-    def _cover_outside(self) -> None:
-        beyond = self.excess()
-        if beyond > EXCESS:
-            self.slow(beyond / EXCESS)
-
-    def slow(self, factor: float) -> None:
-        self.factor *= factor
-        self.lam, self.root = self.lam * factor, self.root / factor**0.5
-        for name in ("left", "residual", "shared", "spread"):
-            setattr(self, name, getattr(self, name) / factor)
-        self.most /= factor
+    def slow(self, factor: Tensor) -> None:
+        self.factor = self.factor * factor
+        self.most = self.most / factor
+        vector, matrix = factor.view(-1, 1), factor.view(-1, 1, 1)
+        self.lam = self.lam * vector
+        self.left, self.residual = self.left / vector, self.residual / vector
+        self.shared, self.spread = self.shared / matrix, self.spread / matrix
+        self.basis = self.basis.mul_(matrix.rsqrt())
         self._inject()
 
     def _inject(self) -> None:
-        """The small matrices of a step; exact for any U, so that rounding it to bfloat16 does no harm."""
-        basis, one = gram(self.basis).double(), torch.eye(self.k, dtype=torch.float64, device=self.device)
-        half = self.strength.double().sqrt()
-        # Woodbury: (I + U^T diag(strength) U)^-1 = I + U^T back U
-        back = -half[:, None] * torch.linalg.solve(one + half[:, None] * basis * half, torch.diag(half))
-        # 2 C = A^2 + U^T (2 strength - shared) U has the root A + U^T core U A^-1.
-        inverse = (2.0 - self.residual).clamp_min(2.0 * SMALLEST).reciprocal_()
-        values, vectors = torch.linalg.eigh(gram(self.basis, inverse).double())
-        values = values.clamp_min(torch.finfo(torch.float32).tiny).sqrt()
-        up, down = (vectors * values) @ vectors.mT, (vectors / values) @ vectors.mT
-        missing, axes = torch.linalg.eigh(up @ (2.0 * torch.diag(half.square()) - self.shared.double()) @ up)
-        core = down @ (axes * ((1.0 + missing).clamp_min(0.0).sqrt() - 1.0)) @ axes.mT @ down
-        self.back, self.add = back.to(self.dtype), (self.scale * (one + back @ basis) @ core).to(self.dtype)
-        # The root of T / N goes into the vectors, so that a step has no pass of its own for it.
-        self.pace, self.amplitude = self.root * self.scale**0.5, (self.scale / inverse).sqrt_()
-        self.speed = self.pace.square() * (1.0 + explained(self.basis, self.back))
+        """What a step takes; exact for any S, so that rounding it to bfloat16 does no harm."""
+        one = torch.eye(self.k, dtype=torch.float64, device=self.device)
+        products, strength = gram(self.basis, self.lam).double(), torch.diag_embed(self.strength.double())
+        # Woodbury: Lambda^-1 = D^-1 + S^T inner S
+        half = strength.sqrt()
+        inner = -half @ torch.linalg.solve(one + half @ products @ half, half)
+        # 2 C = D^1/2 (A^2 + U^T missing U) D^1/2: what is positive of `missing` is injected along the directions ...
+        square = (2.0 - self.residual).clamp_min(2.0 * SMALLEST)
+        missing, axes = symmetric_eigen(2.0 * strength - self.shared.double())
+        along = self.scale * (one + inner @ products)
+        self.add = (along @ (axes * missing.clamp_min(0.0).sqrt().unsqueeze(-2))).to(self.dtype)
+        self.inner, self.back = inner.to(self.dtype), (self.scale * inner).to(self.dtype)
+        self.pace, self.ratio = self.scale / self.lam, (square * self.lam).sqrt_()
+        # ... and what is negative is taken out of the innovations of the parameters.
+        self.undo = self.reach = self.full(0.0, 0)
+        if bool((missing < -NEGLIGIBLE).any()):
+            core = _root(gram(self.basis, self.lam / square), (axes * missing.clamp_max(0.0).unsqueeze(-2)) @ axes.mT)
+            self.undo, self.reach = (along @ core).to(self.dtype), self.lam / self.ratio
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def _solve(self, x: Tensor) -> Tensor:
         """``Lambda^-1 x``."""
-        scaled = x * self.root
-        return spread_out_(self.basis, project(self.basis, scaled) @ self.back, scaled).mul_(self.root)
+        return spread_out_(self.basis, times(self.inner, project(self.basis, x)), x / self.lam)
 
     def direction(self, gradient: Tensor) -> Tensor:
         return self._solve(gradient.to(self.dtype)).mul_(self.scale)
 
-    def displacement(self, gradient: Tensor, xi: Tensor) -> Tensor:
-        both = torch.empty(2, *gradient.shape, dtype=self.dtype, device=self.device)
-        force = torch.mul(gradient, self.pace, out=both[0]).addcmul_(self.amplitude, xi)
-        torch.div(xi, self.amplitude, out=both[1])
-        forces, innovations = project(self.basis, both)
-        along = forces @ self.back + innovations @ self.add.mT
-        return spread_out_(self.basis, along, force).mul_(self.pace)
+    def tensors(self) -> tuple[Tensor, ...]:
+        exact = (self.undo, self.reach) if self.undo.numel() else ()
+        return self.basis, self.back, self.add, self.pace, self.ratio, *exact
+
+    def displace(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
+        basis, back, add, pace, ratio, *exact = tensors
+        own, shared = xi[:, : self.total], xi[:, self.total :]
+        force = torch.addcmul(gradient, ratio, own)
+        along = times(back, project(basis, force)) + times(add, shared)
+        if exact:
+            undo, reach = exact
+            along = along + times(undo, project(basis, reach * own))
+        return spread_out_(basis, along, force.mul_(pace))
 
     def rates(self) -> Tensor:
-        return self.speed
+        return self.pace + explained(self.basis, self.back)
 
-    def clipped(self) -> float:
+    def clipped(self) -> Tensor:
         if not self.known:
-            return 0.0
-        left = torch.linalg.eigvalsh((2.0 * (gram(self.basis) + torch.diag(self.strength)) - self.spread).double())
-        return float((self.residual > 2.0).sum() + (left < 0).sum()) / (self.total + self.k)
+            return torch.zeros_like(self.most)
+        left = 2.0 * (gram(self.basis, self.lam) + torch.diag_embed(self.strength)) - self.spread
+        over = (self.residual > 2.0).sum(-1) + (symmetric_eigen(left)[0] < 0).sum(-1)
+        return over.to(self.dtype) / (self.total + self.k)
+
+    def state(self) -> dict[str, Any]:
+        search = {} if self.search is None else self.search.state()
+        return {**super().state(), **{f"search_{name}": value for name, value in search.items()}}
+
+    def load(self, state: dict[str, Any]) -> None:
+        super().load(state)
+        saved = {name.removeprefix("search_"): value for name, value in state.items() if name.startswith("search_")}
+        self.search = Directions(self.full(0.0, self.k, self.total), damped=self._damped) if saved else None
+        if self.search is not None:
+            self.search.load(saved)
+
+
+def _root(inverse: Tensor, missing: Tensor) -> Tensor:
+    """The core of a root ``A + U^T core U A^-1`` of ``A^2 + U^T missing U``, from ``U A^-2 U^T``."""
+    values, vectors = symmetric_eigen(inverse)
+    values = values.clamp_min(torch.finfo(torch.float32).tiny).sqrt().unsqueeze(-2)
+    up, down = (vectors * values) @ vectors.mT, (vectors / values) @ vectors.mT
+    sizes, axes = symmetric_eigen(up @ missing @ up)
+    return down @ (axes * ((1.0 + sizes).clamp_min(0.0).sqrt() - 1.0).unsqueeze(-2)) @ axes.mT @ down

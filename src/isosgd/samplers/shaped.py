@@ -11,6 +11,9 @@ full) is a subclass of `Shaped`; it is estimated in the warm-up and constant aft
 
 What the rule assumes is measured: the true top of ``rate * curvature`` stretches Lambda when the Fisher information is
 too small (see `isosgd.chain.curvature.Stiffness`), and so does gradient noise that the shape cannot express.
+
+Chains run side by side, each with a Lambda of its own: every tensor has a leading chain dimension, of length 1 when
+there is but one.
 """
 
 from __future__ import annotations
@@ -28,10 +31,9 @@ from isosgd.noise import dot, flat, power_step
 from isosgd.samplers.steppers import allowed_rate_curvature
 from isosgd.samplers.structure import Structure
 
-CAUTION = 4.0
+CAUTION = 4.0  # at a mode, where chains often start, noise and curvature are less than elsewhere
 HIGHEST = 0.2  # rate * curvature of averaged innovations, whatever bias is predicted
 CHANGE = 1.7  # of gradient noise, relative to it, over a unit of sqrt(T / N); half of what a sampled scale shows
-FIXED = {"batched", "shapes", "sizes", "slots", "total", "device", "dtype", "matrices"}  # known from the parameters
 EXCESS = 0.1  # temperature that noise outside of a shape may add in the worst direction
 
 
@@ -55,60 +57,81 @@ class Rule:
     averaged: bool
     kappa: float = 2.0
 
-    def factor(self, stretch: float = 1.0) -> float:
+    @property
+    def scale(self) -> float:
+        """``T / N``: rates are this over Lambda, posterior variances this over the curvature."""
+        return self.temperature / self.num_data
+
+    def factor(self, stretch: Tensor) -> Tensor:
         """q, where the true curvature is up to ``stretch`` times H."""
         # Noise that is not the same over the posterior, whose width is sqrt(T / N), must be a small share of Lambda.
-        change = CHANGE * math.sqrt(self.temperature / self.num_data) / self.bias
+        change = CHANGE * math.sqrt(self.scale) / self.bias
         noise = max(self.kappa, change) / (2.0 * self.batch_size)
-        heat = self.temperature * stretch / self.num_data
+        heat = self.scale * stretch
         if not self.averaged:
-            return max(noise, heat / allowed_rate_curvature(self.bias))
+            return (heat / allowed_rate_curvature(self.bias)).clamp_min(noise)
         # Gradient noise has the share s = 1 / (2 n q) of Lambda and inflates variances by s a / 2, a = heat / q.
-        return max(noise, heat / HIGHEST, math.sqrt(heat / (4.0 * self.batch_size * self.bias)))
+        return torch.maximum(heat / HIGHEST, (heat / (4.0 * self.batch_size * self.bias)).sqrt()).clamp_min(noise)
 
-    def rate_curvature(self, stretch: float = 1.0) -> float:
+    def rate_curvature(self, stretch: Tensor) -> Tensor:
         """The top of ``rate * curvature`` that this gives."""
-        return self.temperature * stretch / (self.num_data * self.factor(stretch))
+        return self.scale * stretch / self.factor(stretch)
 
 
 class Shaped(Structure):
-    """A Lambda with a shape. It works on flat tensors ``[d]`` or ``[chains, d]``; chains share it.
+    """A Lambda with a shape, for each chain. It works on flat tensors ``[chains, d]``; numbers are ``[chains]``.
 
     A subclass keeps the noise it has seen in the form of its shape and turns it into Lambda.
+
+    Attributes:
+        kept: names of what a chain needs to go on: numbers, tensors, and lists of tensors. A subclass adds its own.
     """
 
     name: ClassVar[str]
     kappa: ClassVar[float] = 2.0  # room for noise that is larger elsewhere than where it was measured
-    sizes: list[int]  # of the parameters
-    slots: list[slice]  # of the groups
-    batched: bool
+    kept: ClassVar[tuple[str, ...]] = ("alive", "seen", "stretch", "known", "factor", "scale", "fallback")
 
-    def bind(self, groups: Sequence[dict[str, Any]], batched: bool) -> None:
-        """Learn the shapes of the parameters; called once, by the sampler."""
-        self.batched = batched
+    def bind(self, groups: Sequence[dict[str, Any]], chains: int | None = None, sets: int = 1) -> None:
+        """Learn the shapes of the parameters; called once, by the sampler.
+
+        Args:
+            groups: of parameters.
+            chains: how many chains the parameters' first dimension holds; None when they have no such dimension.
+            sets: of how many data sets they are, one after the other.
+        """
+        self.batched, self.chains, self.sets = chains is not None, chains or 1, sets
         params = [p for group in groups for p in group["params"]]
-        self.shapes = [tuple(p.shape[1:] if batched else p.shape) for p in params]
+        self.shapes = [tuple(p.shape[1:] if self.batched else p.shape) for p in params]
         self.sizes = [math.prod(shape) for shape in self.shapes]
-        ends: list[int] = [
-            sum(math.prod(p.shape[1:] if batched else p.shape) for p in group["params"]) for group in groups
-        ]
-        starts = [sum(ends[:i]) for i in range(len(ends))]
-        self.slots = [slice(a, a + n) for a, n in zip(starts, ends, strict=True)]
-        self.groups_of = [i for i, group in enumerate(groups) for _ in group["params"]]
-        self.total: int = sum(ends)
+        self.slots: list[slice] = []  # of the groups
+        sizes, end = iter(self.sizes), 0
+        for group in groups:
+            start, end = end, end + sum(next(sizes) for _ in group["params"])
+            self.slots.append(slice(start, end))
+        self.total = end
         self.device = params[0].device
         self.dtype = torch.float32
         for p in params:
             self.dtype = torch.promote_types(self.dtype, p.dtype)
+        self.alive = torch.ones(self.chains, dtype=torch.bool, device=self.device)  # chains that count
         self.seen = 0
-        self.stretch = CAUTION  # at a mode, where chains often start, noise and curvature are less than elsewhere
         self.known = False  # whether there is a Lambda
-        self.factor = self.scale = math.nan  # q and T / N
-        self.fallback = torch.ones(self.total, dtype=self.dtype, device=self.device)  # curvature where none is known
+        self.stretch = self.full(CAUTION)
+        self.factor, self.scale = self.full(math.nan), math.nan  # q and T / N
+        self.fallback = self.full(1.0, self.total)  # curvature where none is known
         self.prepare()
 
+    def full(self, value: float, *shape: int) -> Tensor:
+        """A tensor ``[chains, *shape]`` of one value."""
+        return torch.full((self.chains, *shape), value, dtype=self.dtype, device=self.device)
+
+    def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Tensors like the parameters as one ``[chains, d]``; a copy, always."""
+        joined = torch.cat([flat(t, self.batched) for t in tensors], dim=-1).to(self.dtype)
+        return joined.view(self.chains, self.total)
+
     @property
-    def unit_rate(self) -> float:
+    def unit_rate(self) -> Tensor:
         """``rate * curvature`` where the curvature is H."""
         return self.scale / self.factor
 
@@ -125,6 +148,11 @@ class Shaped(Structure):
         return 50
 
     @property
+    def extra(self) -> int:
+        """Innovations that a step takes beyond one for each parameter."""
+        return 0
+
+    @property
     def axes(self) -> int:
         """How many axes the Hessian is measured along, besides its stiffest direction."""
         return 0
@@ -138,15 +166,13 @@ class Shaped(Structure):
         raise NotImplementedError
 
     def observe(self, noise: Sequence[Tensor]) -> None:
-        """Take in a noise vector, or one for each chain."""
-        vector = torch.cat([flat(d, self.batched) for d in noise], dim=-1).to(self.dtype)  # a copy, always
-        for one in vector if self.batched else [vector]:
-            self.take(one)
-            self.seen += 1
+        """Take in a noise vector of each chain."""
+        self.take(self.flatten(noise))
+        self.seen += 1
 
     @abstractmethod
     def take(self, noise: Tensor) -> None:
-        """Take in one flat noise vector."""
+        """Take in one flat noise vector of each chain."""
 
     def forget(self) -> None:
         """Start the noise estimate anew; Lambda stays as it is."""
@@ -163,42 +189,46 @@ class Shaped(Structure):
         """
 
     @abstractmethod
-    def slow(self, factor: float) -> None:
-        """Multiply Lambda by a factor of at least 1."""
+    def slow(self, factor: Tensor) -> None:
+        """Multiply each chain's Lambda by a factor."""
 
     @abstractmethod
     def direction(self, gradient: Tensor) -> Tensor:
         """``(T / N) Lambda^-1 g``."""
 
     @abstractmethod
-    def displacement(self, gradient: Tensor, xi: Tensor) -> Tensor:
-        """``(T / N) Lambda^-1 (g + w)``, w from the innovations."""
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that a step takes; `displace` is a function of them alone, so that it can be compiled."""
+
+    @abstractmethod
+    def displace(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
+        """``(T / N) Lambda^-1 (g + w)``, w from the innovations: what a step subtracts."""
 
     @abstractmethod
     def rates(self) -> Tensor:
         """The rate of each parameter alone: the diagonal of ``(T / N) Lambda^-1``."""
 
-    def excess(self) -> float:
+    def excess(self) -> Tensor:
         """By how much noise that the shape does not express raises the temperature in the worst direction."""
-        return 0.0
+        return torch.zeros_like(self.factor)
 
     @abstractmethod
-    def clipped(self) -> float:
+    def clipped(self) -> Tensor:
         """Share of directions in which gradient noise exceeds Lambda, so that nothing is injected."""
 
-    def group_rates(self) -> list[float]:
-        """One number for each group: the geometric mean of its parameters' rates."""
+    def group_rates(self) -> Tensor:
+        """One number for each group, ``[chains, groups]``: the geometric mean of its parameters' rates."""
         logs = self.rates().double().log()
-        return [float(logs[slot].mean().exp()) for slot in self.slots]
+        return torch.stack([logs[:, slot].mean(-1).exp() for slot in self.slots], dim=-1)
 
     def state(self) -> dict[str, Any]:
-        """All that a chain needs to go on: numbers, tensors, and lists of tensors."""
-        return {name: value for name, value in vars(self).items() if name not in FIXED}
+        """All that a chain needs to go on."""
+        return {name: getattr(self, name) for name in self.kept}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take up what `state` gave."""
-        for name, value in state.items():
-            setattr(self, name, _copied(value, self.device))
+        for name in self.kept:
+            setattr(self, name, _copied(state[name], self.device))
 
 
 def _copied(value: Any, device: torch.device) -> Any:
@@ -218,13 +248,14 @@ class Rotated(Shaped):
     """
 
     damping: float
+    kept = (*Shaped.kept, "v", "lam", "speed", "amplitude", "top", "heat", "looks")
 
     def prepare(self) -> None:
-        self.v = torch.zeros(self.total, dtype=self.dtype, device=self.device)
-        self.lam = torch.zeros(0)
-        self.speed = torch.zeros(0)
-        self.top = torch.zeros(0)
-        self.heat = 0.0
+        self.v = self.full(0.0, self.total)
+        self.lam, self.speed, self.amplitude = self.v.clone(), self.v.clone(), self.v.clone()
+        self.top = self.v.clone()  # the direction in which noise exceeds Lambda most, and how hot it is there
+        self.heat = self.full(0.0)
+        self.looks = 0
 
     def turn(self, x: Tensor) -> Tensor:
         """Into the basis."""
@@ -246,42 +277,41 @@ class Rotated(Shaped):
 
         What a vector says of a direction that it helped to find is chance; so heat is measured before it is taken in.
         """
-        if not self.top.numel():
-            self.top, self.heat, self.looks = white.clone(), 0.0, 0
-            return
-        along = float(dot(self.top, white)) ** 2 / max(float(dot(self.top, self.top)), 1e-30)
+        if not self.looks:
+            self.top = white.clone()
+        else:
+            along = dot(self.top, white).square() / self._length()
+            self.heat = torch.lerp(self.heat, along, max(1.0 / self.looks, 0.02))
+            power_step(self.top, white, max(1.0 / (self.looks + 1), 0.01))
         self.looks += 1
-        self.heat += (along - self.heat) * max(1.0 / self.looks, 0.02)
-        power_step(self.top, white, max(1.0 / (self.looks + 1), 0.01))
+
+    def _length(self) -> Tensor:
+        return dot(self.top, self.top).clamp_min(1e-30)
 
     def forget(self) -> None:
         super().forget()
-        self.top = torch.zeros(0)
+        self.looks = 0
 
     def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:
         h = rule.batch_size * self.v + self.turned_prior(prior)
         for slot in self.slots:
-            h[slot] += self.damping * h[slot].mean()
-        self.factor, self.scale = rule.factor(self.stretch), rule.temperature / rule.num_data
-        lam = self.factor * h.clamp_min(torch.finfo(self.dtype).tiny)
+            h[:, slot] += self.damping * h[:, slot].mean(-1, keepdim=True)
+        self.factor, self.scale = rule.factor(self.stretch), rule.scale
+        lam = self.factor[:, None] * h.clamp_min(torch.finfo(self.dtype).tiny)
         lam = torch.maximum(lam, self.lam / rise) if self.known else lam
-        if self.top.numel():  # heat was measured against the Lambda there was
-            axis = self.top.square() / max(float(dot(self.top, self.top)), 1e-30)
-            self.heat *= float((axis * self.lam / lam).sum())
+        if self.looks > 1:  # heat was measured against the Lambda there was
+            self.heat = self.heat * dot(self.top.square(), self.lam / lam) / self._length()
         self.lam, self.known = lam, True
-        self.changed()
-        outside = self.excess()
-        if outside > EXCESS:
-            self.slow(outside / EXCESS)
+        self.slow((self.excess() / EXCESS).clamp_min(1.0))
 
     def turned_prior(self, prior: Tensor) -> Tensor:
         """The prior's curvature along the axes of the basis."""
-        return prior.to(self.dtype)
+        return prior
 
-    def slow(self, factor: float) -> None:
-        self.factor *= factor
-        self.lam = self.lam * factor
-        self.heat /= factor
+    def slow(self, factor: Tensor) -> None:
+        self.factor = self.factor * factor
+        self.lam = self.lam * factor[:, None]
+        self.heat = self.heat / factor
         self.changed()
 
     def changed(self) -> None:
@@ -293,20 +323,23 @@ class Rotated(Shaped):
     def direction(self, gradient: Tensor) -> Tensor:
         return self.back(self.speed * self.turn(gradient))
 
-    def displacement(self, gradient: Tensor, xi: Tensor) -> Tensor:
-        return self.back(self.speed * self.turn(gradient) + self.amplitude * xi)
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.speed, self.amplitude
+
+    def displace(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
+        speed, amplitude = tensors
+        return speed * gradient + amplitude * xi
 
     def rates(self) -> Tensor:
         return self.speed
 
-    def excess(self) -> float:
-        if not self.top.numel() or not self.looks:
-            return 0.0
-        axis = self.top.square() / max(float(dot(self.top, self.top)), 1e-30)
-        return self.heat - float((axis * self.v / (2.0 * self.lam)).sum())
+    def excess(self) -> Tensor:
+        if self.looks < 2:
+            return torch.zeros_like(self.heat)
+        return self.heat - dot(self.top.square(), self.v / (2.0 * self.lam)) / self._length()
 
-    def clipped(self) -> float:
-        return float((self.v > 2.0 * self.lam).double().mean()) if self.known else 0.0
+    def clipped(self) -> Tensor:
+        return (self.v > 2.0 * self.lam).to(self.dtype).mean(-1) if self.known else torch.zeros_like(self.heat)
 
 
 class Diagonal(Rotated):
@@ -316,9 +349,3 @@ class Diagonal(Rotated):
 
     def __init__(self, damping: float = 0.1) -> None:
         self.damping = damping
-
-
-def flat_prior(parts: Sequence[Tensor], batched: bool) -> Tensor:
-    """The prior's curvature as one flat vector; chains are averaged."""
-    joined = torch.cat([flat(p, batched) for p in parts], dim=-1)
-    return joined.mean(0) if batched else joined

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from isosgd.samplers.full import Full
-from isosgd.samplers.kronecker import LONGEST_SIDE, Kronecker
+from isosgd.samplers.kronecker import Kronecker
 from isosgd.samplers.lowrank import LowRank
 from isosgd.samplers.shaped import Diagonal
 from isosgd.samplers.structure import Layer, Single, Structure
@@ -24,6 +24,7 @@ STRUCTURES: dict[str, type[Structure]] = {
 GRADIENTS_FOR_EACH = 40  # parameter, that a full matrix needs in the warm-up
 LEAST_BUDGET = 400  # gradients without which no shape is estimated
 FULL_UP_TO = 200  # parameters; a matrix over more takes too many noise vectors to estimate
+LOW_RANK_UP_TO = 1_000_000  # parameters; the directions of more take too much memory
 
 
 def make_structure(structure: StructureName | Structure) -> Structure:
@@ -37,30 +38,24 @@ def make_structure(structure: StructureName | Structure) -> Structure:
     return STRUCTURES[structure]()
 
 
-def choose(shapes: Sequence[tuple[int, ...]], batch_size: int, budget: int | None = None) -> StructureName:
+def choose(shapes: Sequence[tuple[int, ...]], budget: int | None = None) -> StructureName:
     """The structure that mixes best at a cost below that of the gradient.
 
-    Few parameters get a full matrix. Weight matrices get a basis for each side where turning into it takes fewer
-    operations than the gradient, about ``6 n d``. The others get a rate for each parameter.
+    Few parameters get a full matrix. More get a rate for each, and one for each of the strongest directions that cross
+    all of them: the noise of a network's weights is so correlated that a few directions are a hundred times stiffer
+    than a diagonal, or a Kronecker product for each layer, can tell. The largest models get a rate for each parameter.
 
     Args:
         shapes: of the parameters.
-        batch_size: n.
         budget: gradients that the warm-up may take. A short one does not suffice to estimate many numbers.
 
     Example:
-        >>> choose([(5,), ()], 32), choose([(50, 13), (50,), (1, 50), (1,)], 128), choose([(10_000,)], 128)
-        ('full', 'kronecker', 'diagonal')
+        >>> choose([(5,), ()]), choose([(50, 13), (50,), (1, 50), (1,)]), choose([(3000, 3000)])
+        ('full', 'lowrank', 'diagonal')
     """
     total = sum(math.prod(shape) for shape in shapes)
     if total <= FULL_UP_TO and (budget is None or budget >= GRADIENTS_FOR_EACH * total):
         return "full"
     if budget is not None and budget < LEAST_BUDGET:
         return "layer"
-    work = 0
-    for shape in shapes:
-        if len(shape) > 1:
-            rows, columns = shape[0], math.prod(shape[1:])
-            sides = sum(side for side in (rows, columns) if side <= LONGEST_SIDE)
-            work += 4 * rows * columns * sides
-    return "kronecker" if 0 < work <= 6 * batch_size * total else "diagonal"
+    return "lowrank" if total <= LOW_RANK_UP_TO else "diagonal"

@@ -1,0 +1,52 @@
+"""Functions that are compiled once they have been called so often that it pays."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+COMPILE_AFTER = 500  # calls: compiling takes about as long as a few thousand do
+
+
+class Compiled:
+    """A function that is compiled by `torch.compile` after a number of calls, and says so.
+
+    What cannot be compiled (there may be no compiler on the machine) goes on as it is; ``why_not`` says why.
+
+    Args:
+        function: of tensors.
+        after: calls before it is compiled; None for never, 0 for at once.
+        say: takes a line for the user.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], after: int | None, say: Callable[[str], None] | None = None
+    ) -> None:
+        self.function, self.after, self.say = function, after, say
+        self.calls = 0
+        self.why_not = ""
+        self._fast: Callable[..., Any] | None = None
+        self._ready = False
+
+    def __call__(self, *args: Any) -> Any:
+        """The function's value."""
+        self.calls += 1
+        if self.after is None or self.why_not or self.calls <= self.after:
+            return self.function(*args)
+        if self._fast is None:
+            if self.say is not None:
+                self.say("compiling the gradient of all chains; the first time takes some seconds")
+            self._fast = torch.compile(self.function, fullgraph=True, dynamic=False)
+        try:
+            with warnings.catch_warnings():
+                if not self._ready:  # the compiler's own, of its innards
+                    warnings.simplefilter("ignore")
+                value = self._fast(*args)
+                self._ready = True
+                return value
+        except Exception as error:  # whatever the compiler may raise
+            self.why_not = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+            return self.function(*args)

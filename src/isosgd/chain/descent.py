@@ -1,0 +1,118 @@
+"""The way down: from wherever chains start to where the posterior has its mass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from isosgd.chain.chain import Chains
+from isosgd.samplers.steppers import allowed_rate_curvature, hamiltonian_
+
+WINDOW = 100
+RATE = 0.5  # of 1 / h; with friction 0.1 the limit is 3.8
+FRICTION = 0.1
+PROBE_EVERY = 5
+SCALE_STEPS, SCALE_STEP = 60, 0.1
+Array = NDArray[np.float64]
+
+
+class Descent:
+    """Momentum descent at temperature 0: a window that does not end clearly below the best so far is undone.
+
+    The rate of each chain is cut when its loss stops falling, down to the rate of sampling. Scales of priors and noise
+    are held: a hierarchical density has its mode where a scale is zero, far from all its mass. At the end the scales of
+    the noise, but not those of the prior, are set to what fits the residuals: where they are far too large, gradient
+    noise says that the curvature is far smaller than it is.
+
+    Args:
+        chains: they are moved.
+        limit: gradients to spend at most.
+        count: told of every gradient.
+    """
+
+    def __init__(self, chains: Chains, limit: int, count: Callable[[], None]) -> None:
+        self.chains, self.limit, self.count = chains, limit, count
+        self.window = max(min(WINDOW, limit // 8), 5)
+        held = set(chains.target.extras(chains.params))
+        named = zip(chains.layout.shapes, chains.layout.sizes, strict=True)
+        free = torch.cat([torch.full((size,), name not in held) for name, size in named])
+        self.free = free.to(chains.alive.device)
+        self.spent = 0
+
+    def run(self) -> int:
+        """Go down; returns the gradients spent on each chain."""
+        chains = self.chains
+        factor = np.full(chains.count, RATE)
+        smallest = FRICTION * allowed_rate_curvature(chains.sampler.bias)
+        best, doubt = self._mean_loss(max(self.window // 5, 2))
+        while (factor > smallest).any() and self.spent + self.window <= self.limit:
+            saved = chains.snapshot()
+            losses = self._go_down(np.where(factor > smallest, factor, 0.0))
+            now, error = self._summary(losses[len(losses) // 2 :])
+            # At these rates gradient noise alone drives a chain far out along flat directions, which the loss hardly
+            # shows: what does not clearly go down is undone.
+            lower = now < best - np.maximum(np.hypot(error, doubt), 1e-3 * np.abs(best))
+            chains.restore(saved, torch.as_tensor(~lower, device=chains.alive.device))
+            factor[~lower] /= 4.0
+            best, doubt = np.where(lower, now, best), np.where(lower, error, doubt)
+        self._fit_scales()
+        return self.spent
+
+    def _fit_scales(self) -> None:
+        """Descend in the logarithms of the noise scales alone, a tenth a step at most."""
+        names = self.chains.target.noise_scales()
+        leaves = [self.chains.params[name] for name in names]
+        for _ in range(SCALE_STEPS if names and self.spent + SCALE_STEPS <= self.limit else 0):
+            self.chains.evaluate(forgiving=True)
+            self._count()
+            with torch.no_grad():
+                for leaf in leaves:
+                    leaf -= (0.5 * cast(Tensor, leaf.grad)).clamp_(-SCALE_STEP, SCALE_STEP)
+
+    def _mean_loss(self, batches: int) -> tuple[Array, Array]:
+        losses = []
+        for _ in range(batches):
+            self.chains.evaluate()
+            losses.append(self.chains.loss)
+            self._count()
+        return self._summary(losses)
+
+    def _summary(self, losses: list[Tensor]) -> tuple[Array, Array]:
+        """Mean loss of each chain, the prior's part included, and twice its standard error."""
+        found = torch.stack(losses).double().cpu().numpy()
+        prior = -self.chains.log_prior().double().cpu().numpy() / self.chains.num_data
+        with np.errstate(invalid="ignore"):  # a loss may be infinite; such a window is undone
+            mean, deviation = np.atleast_1d(found.mean(0)), np.atleast_1d(found.std(0))
+        return np.nan_to_num(mean + prior, nan=math.inf), np.nan_to_num(2.0 * deviation / math.sqrt(len(losses)))
+
+    def _count(self) -> None:
+        self.spent += 1
+        self.count()
+
+    def _go_down(self, factor: Array) -> list[Tensor]:
+        chains, losses = self.chains, []
+        velocity = [torch.zeros_like(leaf) for leaf in chains.leaves]
+        shares = torch.as_tensor(factor, dtype=torch.float32, device=chains.alive.device)
+        for i in range(self.window):
+            chains.evaluate(forgiving=True)
+            losses.append(chains.loss)
+            if i % PROBE_EVERY == 0:
+                chains.probe_curvature()
+                self._count()
+            rates = shares.unsqueeze(-1) / chains.curvature.values()
+            rate = torch.zeros_like(chains.curvature.own)
+            for slot, column in zip(chains.slots, rates.unbind(-1), strict=True):
+                rate[:, slot] = column.unsqueeze(-1)
+            speeds = chains.layout.views((rate * self.free) if chains.many is not None else (rate * self.free)[0])
+            with torch.no_grad():
+                grads = [cast(Tensor, leaf.grad) for leaf in chains.leaves]
+                pulls = list(torch._foreach_mul(list(speeds.values()), grads))
+                hamiltonian_(chains.leaves, velocity, pulls, 1.0, FRICTION)
+            self._count()
+        return losses

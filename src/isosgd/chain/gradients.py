@@ -1,0 +1,157 @@
+"""Gradients of minibatches: of one chain, as any model has them, or of many chains in one batched computation.
+
+Chains in one computation are a leading dimension of parameters and batches, mapped over by `torch.func.vmap`. Not every
+model can be: `batchable` tries, compares, and says why not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value, vmap
+
+from isosgd.chain.batches import Batch, batch_length, halves, tensors_of, tree_map
+from isosgd.chain.compiled import Compiled
+from isosgd.noise import join_halves
+from isosgd.potential import Params, Target
+
+
+class Found(NamedTuple):
+    """What one minibatch for each chain gives: losses ``[chains]``, gradients and noise vectors like the parameters."""
+
+    loss: Tensor
+    gradients: list[Tensor]
+    noise: list[Tensor] | None
+
+
+class Single:
+    """Gradients of one chain, whose parameters have no chain dimension."""
+
+    def __init__(self, target: Target, num_data: int) -> None:
+        self.target, self.num_data = target, num_data
+
+    def __call__(self, params: Params, batch: Batch, split: bool = False) -> Found:
+        """Gradients at the parameters, which require them; with ``split`` also the noise vector."""
+        if not (split and batch_length(batch) >= 2):
+            loss, gradients = self.target.gradient(params, batch, self.num_data)
+            return Found(loss.unsqueeze(0), gradients, None)
+        first, second, sizes = halves(batch)
+        loss1, g1 = self.target.gradient(params, first, self.num_data)
+        loss2, g2 = self.target.gradient(params, second, self.num_data)
+        gradients, noise = join_halves(g1, g2, sizes)
+        return Found((sizes[0] * loss1 + sizes[1] * loss2).unsqueeze(0) / sum(sizes), gradients, noise)
+
+
+class Layout:
+    """Where named parameters lie in a flat vector.
+
+    Args:
+        params: of one chain.
+    """
+
+    def __init__(self, params: Params) -> None:
+        self.shapes = {name: tuple(x.shape) for name, x in params.items()}
+        self.sizes = [x.numel() for x in params.values()]
+
+    def views(self, flat: Tensor) -> Params:
+        """The parameters as views of ``[*lead, d]``."""
+        parts = torch.split(flat, self.sizes, dim=-1)
+        lead = flat.shape[:-1]
+        return {
+            name: part.view((*lead, *shape)) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+        }
+
+
+class Many:
+    """Gradients of many chains at once; parameters and batches carry a leading chain dimension.
+
+    After so many calls that it pays, they are compiled.
+
+    Args:
+        target: what is sampled.
+        num_data: N.
+        layout: of the parameters of one chain.
+        compile_after: calls after which the rest is compiled; None for never.
+    """
+
+    def __init__(self, target: Target, num_data: int, layout: Layout, compile_after: int | None = None) -> None:
+        self.target, self.num_data, self.layout = target, num_data, layout
+        self.evaluate = Compiled(self.flat, compile_after)
+
+    def __call__(self, params: Params, batch: Batch, split: bool = False) -> Found:
+        """As `Single`."""
+        theta = torch.cat([x.detach().reshape(len(x), -1) for x in params.values()], dim=-1)
+        loss, gradient, noise = self.evaluate(theta, batch, split)
+        vectors = None if noise is None else list(self.layout.views(noise).values())
+        return Found(loss, list(self.layout.views(gradient).values()), vectors)
+
+    def flat(self, theta: Tensor, batch: Batch, split: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Loss, gradient and noise vector at flat parameters ``[chains, d]``."""
+        n = tensors_of(batch)[0].shape[1]
+        each = grad_and_value(self._loss)
+        noise = None
+        if not split or n < 2:
+            gradient, loss = vmap(each)(theta, batch)
+        else:
+            sizes = n // 2, n - n // 2
+            if n % 2:
+                first, second = (
+                    tree_map(lambda t, cut=cut: t[:, cut], batch) for cut in (slice(sizes[0]), slice(sizes[0], n))
+                )
+                (g1, loss1), (g2, loss2) = vmap(each)(theta, first), vmap(each)(theta, second)
+            else:  # both halves at once
+                both = tree_map(lambda t: t.unflatten(1, (2, n // 2)), batch)
+                (g1, g2), (loss1, loss2) = (x.unbind(1) for x in vmap(vmap(each, (None, 0)))(theta, both))
+            (gradient,), (noise,) = join_halves([g1], [g2], sizes)
+            loss = (sizes[0] * loss1 + sizes[1] * loss2) / n
+        return loss, gradient - vmap(self._score)(theta) / self.num_data, noise
+
+    def _loss(self, theta: Tensor, batch: Batch) -> Tensor:
+        return -self.target.log_likelihood(self.layout.views(theta), batch).mean()
+
+    def _score(self, theta: Tensor) -> Tensor:
+        """Gradient of the log prior, in closed form where there is one."""
+        scores = self.target.prior_score(self.layout.views(theta))
+        return torch.cat([scores[name].reshape(-1) for name in self.layout.shapes])
+
+
+def batchable(target: Target, params: Params, batch: Batch, num_data: int) -> str:
+    """Why chains of this target cannot run in one batched computation; empty when they can.
+
+    Args:
+        target: what is sampled.
+        params: of one chain, which require gradients.
+        batch: a minibatch of one chain.
+        num_data: N.
+    """
+    dtypes = {x.dtype for x in params.values()}
+    if len(dtypes) > 1:
+        return f"its parameters have several dtypes ({', '.join(sorted(map(str, dtypes)))})"
+    wanted = Single(target, num_data)(params, batch)
+    layout = Layout(params)
+    theta = torch.cat([x.detach().reshape(-1) for x in params.values()]).expand(2, -1)
+    two = tree_map(lambda t: t.expand(2, *t.shape), batch)
+    try:
+        loss, gradient, _ = Many(target, num_data, layout).flat(theta, two, split=False)
+    except Exception as error:  # whatever a user's code may raise under vmap
+        return f"the model cannot be mapped over chains ({type(error).__name__}: {_first_line(error)})"
+    expected = torch.cat([g.reshape(-1) for g in wanted.gradients])
+    scale = expected.abs().amax().clamp_min(1e-4)  # vanishing gradients differ by rounding alone
+    loss_off = (loss - wanted.loss).abs().amax() / wanted.loss.abs().amax().clamp_min(1.0)
+    off = max(float((gradient - expected).abs().amax() / scale), float(loss_off))
+    if not off < 1e-2 and bool(torch.isfinite(expected).all()):
+        return f"mapped over chains the model gives other gradients (off by {off:.1g} of their largest)"
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+def stacked(starts: Sequence[Params]) -> Params:
+    """Parameters of many chains as one set ``[chains, *shape]``, views of one flat buffer."""
+    flat = torch.stack([torch.cat([x.detach().reshape(-1) for x in params.values()]) for params in starts])
+    return {name: x.requires_grad_() for name, x in Layout(starts[0]).views(flat).items()}

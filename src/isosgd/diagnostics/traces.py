@@ -1,0 +1,231 @@
+"""R-hat and effective numbers of draws, for many traces at once: numpy and torch only, so that sampling can use them.
+
+A trace is a number followed over the draws of several chains, such as a held-out prediction; arrays are ``[chains,
+draws, ...]``, and what is found has the shape of the rest. The estimators are those of arviz-stats and Stan, to
+rounding; `isosgd.diagnostics.summarise` asks arviz-stats itself.
+
+References:
+    Vehtari, Gelman, Simpson, Carpenter and Bürkner (2021), Rank-normalization, folding, and localization: an improved
+    R-hat. Geyer (1992), Practical Markov chain Monte Carlo. Blom (1958), Statistical estimates and transformed
+    beta-variables (normal scores).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Array = NDArray[np.float64]
+Kind = Literal["bulk", "tail", "mean"]
+
+LEAST_DRAWS = 4  # of a chain; below, halves have no variance
+TAIL = 0.05  # the quantiles that the ESS of the tails is about, this one and one minus it
+HELD = 1 << 21  # numbers worked on at once; more traces than fit are taken in turns
+CONSTANT = 1e-15  # values closer together than this do not vary
+
+
+def rhat(traces: Any) -> Array:
+    """Split R-hat with rank normalisation: near 1 when chains, and halves of chains, agree.
+
+    It is the larger of two: of the normal scores of the ranks, and of those of distances from the median, which tell
+    when chains agree in place but not in width.
+
+    Args:
+        traces: ``[chains, draws, ...]``; one chain will do, since it is cut in two.
+
+    Returns:
+        ``[...]``; not a number where a trace is constant, not finite, or has less than four draws; huge where no chain
+        moves but they differ.
+
+    Example:
+        >>> x = np.random.default_rng(0).standard_normal((4, 500, 2))
+        >>> x[0, :, 1] += 2  # the second trace has a stray chain
+        >>> rhat(x).round(2)
+        array([1.  , 1.32])
+    """
+    return _each(lambda x: _rank_rhat(_halves(x)), traces)
+
+
+def ess(traces: Any, kind: Kind = "bulk") -> Array:
+    """Effective number of draws of all chains together; chains that disagree have few.
+
+    Args:
+        traces: ``[chains, draws, ...]``.
+        kind: "bulk" for the rank-normalised trace, "tail" for the lesser of the 5% and 95% quantiles, "mean" for the
+            mean of the trace as it is.
+
+    Returns:
+        ``[...]``; not a number where a trace is not finite or has less than four draws. A constant trace counts all
+        its draws.
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> x = rng.standard_normal((4, 500, 2))
+        >>> for t in range(1, 500):
+        ...     x[:, t, 1] += 0.9 * x[:, t - 1, 1]  # forgets in 19 draws
+        >>> found = ess(x)
+        >>> bool(1500 < found[0] < 2600), bool(60 < found[1] < 160)
+        (True, True)
+    """
+    if kind not in _ESS:
+        raise ValueError(f"kind = {kind!r} must be one of {', '.join(map(repr, _ESS))}")
+    return _each(_ESS[kind], traces)
+
+
+def integrated_time(traces: Any) -> Array:
+    """Draws that one chain needs to forget, ``1 + 2 sum rho_t``, at least 1.
+
+    Args:
+        traces: ``[draws, ...]`` of one chain; not cut in two.
+
+    Returns:
+        ``[...]``; 1 for a constant trace, and for one of less than four draws.
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> x = rng.standard_normal(100_000)
+        >>> for t in range(1, x.size):
+        ...     x[t] += 0.9 * x[t - 1]
+        >>> bool(abs(integrated_time(x) - 19) < 3)
+        True
+    """
+    values = as_array(traces)
+    if values.ndim < 1:
+        raise ValueError("a single number is no trace; pass [draws, ...]")
+    if len(values) < LEAST_DRAWS:
+        return np.ones(values.shape[1:])
+    return np.maximum(_each(_time, values[None]), 1.0)
+
+
+def as_array(values: Any) -> Array:
+    """Numbers of a tensor on any device, or of anything numpy takes, in float64."""
+    if isinstance(values, Tensor):
+        return values.detach().double().cpu().numpy()
+    return np.asarray(values, dtype=np.float64)
+
+
+def _each(measure: Callable[[Array], Array], traces: Any) -> Array:
+    """Apply a measure of ``[traces, chains, draws]`` to all traces, so many at a time that memory stays bounded."""
+    values = as_array(traces)
+    if values.ndim < 2 or not all(values.shape[:2]):
+        raise ValueError(f"traces of shape {list(values.shape)} must be [chains, draws, ...] with at least one of each")
+    chains, draws, *rest = values.shape
+    flat = values.reshape(chains, draws, -1)
+    if draws < LEAST_DRAWS:
+        return np.full(rest, np.nan)
+    size = max(1, HELD // (chains * draws))
+    found = np.full(flat.shape[2], np.nan)
+    for first in range(0, flat.shape[2], size):
+        part = np.ascontiguousarray(np.moveaxis(flat[..., first : first + size], -1, 0))
+        finite = np.isfinite(part).all((1, 2))
+        if finite.any():
+            found[first : first + size][finite] = measure(part[finite])
+    return found.reshape(rest)
+
+
+def _halves(x: Array) -> Array:
+    """Each chain cut in two; the middle draw of an odd number is left out."""
+    half = x.shape[2] // 2
+    return np.concatenate([x[..., :half], x[..., -half:]], 1)
+
+
+def _normal_scores(x: Array) -> Array:
+    """Normal quantiles of the ranks of all draws of a trace; equal values share their mean rank."""
+    flat = x.reshape(len(x), -1)
+    size = flat.shape[1]
+    order = flat.argsort(1)
+    ordered = np.take_along_axis(flat, order, 1)
+    rank = np.arange(size, dtype=np.float64)
+    differs = ordered[:, 1:] != ordered[:, :-1]
+    if not differs.all():
+        edge = np.ones((len(x), 1), bool)
+        first = np.maximum.accumulate(np.where(np.hstack([edge, differs]), rank, 0), 1)
+        last = np.minimum.accumulate(np.where(np.hstack([differs, edge]), rank, size)[:, ::-1], 1)[:, ::-1]
+        rank = (first + last) / 2
+    quantiles = torch.special.ndtri(torch.from_numpy((rank + 1 - 3 / 8) / (size + 1 / 4))).numpy()
+    scores = np.empty_like(flat)
+    np.put_along_axis(scores, order, np.broadcast_to(quantiles, flat.shape), 1)
+    return scores.reshape(x.shape)
+
+
+def _rhat(x: Array) -> Array:
+    within, between = x.var(2, ddof=1).mean(1), x.mean(2).var(1, ddof=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found: Array = np.sqrt(1 - 1 / x.shape[2] + between / within)
+    return found
+
+
+def _rank_rhat(halves: Array) -> Array:
+    distance = np.abs(halves - np.median(halves, (1, 2), keepdims=True))
+    # Distances from the median of a trace of two values are all the same: they say nothing, and fmax passes them over.
+    return np.fmax(_rhat(_normal_scores(halves)), _rhat(_normal_scores(distance)))
+
+
+def _time(x: Array) -> Array:
+    """Integrated autocorrelation time of ``[traces, chains, draws]``.
+
+    Autocovariances are averaged over chains, and what the chains' means differ by is added to the variance. The sum
+    stops where adjacent pairs stop being positive, and pairs never grow (Geyer's initial monotone sequence).
+    """
+    _, chains, draws = x.shape
+    centred = x - x.mean(2, keepdims=True)
+    # The transform is linear: the mean over chains can be taken before going back, which saves all transforms but one.
+    power = np.abs(np.fft.rfft(centred, _fast_length(2 * draws))) ** 2
+    covariance = np.fft.irfft(power.mean(1), _fast_length(2 * draws))[:, :draws] / draws
+    within = covariance[:, :1] * draws / (draws - 1)
+    total = covariance[:, :1] + (x.mean(2).var(1, ddof=1)[:, None] if chains > 1 else 0.0)
+    moves = np.ptp(x, (1, 2)) >= CONSTANT
+    rho = 1 - (within - covariance) / np.where(moves[:, None], total, 1.0)
+    rho[:, 0] = 1.0
+    count = max(1, (draws - 1) // 2)  # pairs looked at
+    even = rho[:, 0 : 2 * count : 2]
+    pairs = even + rho[:, 1 : 2 * count : 2]
+    # The last pair looked at is the first that is not positive; it gives its even lag alone, once.
+    last = np.where((pairs <= 0).any(1), (pairs <= 0).argmax(1), count - 1)[:, None]
+    before = np.arange(count) < last
+    end, end_pair = np.take_along_axis(even, last, 1), np.take_along_axis(pairs, last, 1)
+    end = np.where((end > 0) | (end_pair >= 0), end, 0.0)
+    time = 2 * (np.minimum.accumulate(pairs, 1) * before).sum(1) + end[:, 0] - 1
+    # Chains that swing to and fro may count for more draws than there are, within reason.
+    return np.where(moves, np.maximum(time, 1 / np.log10(chains * draws)), 1.0)
+
+
+def _fast_length(least: int) -> int:
+    """The least ``2^a 3^b 5^c`` that is not below ``least``: lengths that transforms are quick at."""
+    best = 1 << (least - 1).bit_length()
+    five = 1
+    while five < best:
+        three = five
+        while three < best:
+            factor = -(-least // three)
+            best = min(best, three << max(0, (factor - 1).bit_length()))
+            three *= 3
+        five *= 5
+    return best
+
+
+def _ess(x: Array) -> Array:
+    found: Array = x.shape[1] * x.shape[2] / _time(x)
+    return found
+
+
+def _bulk(x: Array) -> Array:
+    return _ess(_normal_scores(_halves(x)))
+
+
+def _tail(x: Array) -> Array:
+    ends = np.quantile(x, (TAIL, 1 - TAIL), axis=(1, 2), keepdims=True)
+    low, high = (_ess(_halves((x <= end).astype(np.float64))) for end in ends)
+    return np.minimum(low, high)
+
+
+def _mean(x: Array) -> Array:
+    return _ess(_halves(x))
+
+
+_ESS: dict[str, Callable[[Array], Array]] = {"bulk": _bulk, "tail": _tail, "mean": _mean}

@@ -1,0 +1,230 @@
+"""The UCI regressions: one network, the published splits, all splits and chains of a set in one run.
+
+The model is the paper's, a hidden layer of 50 ReLU units. The standard deviation of the observations is sampled, and so
+are the prior's scales, one for each layer, under half-Cauchy hyperpriors: nothing is tuned, and all sets have the same
+settings. Features and targets are scaled by each split's training part. Every chain starts at weights of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from isosgd import DataSets, Posterior, Target, priors, sample
+from isosgd.data.uci import UCISet
+from isosgd.data.uci import uci as read
+from isosgd.diagnostics import traces
+from isosgd.experiments.uci_tables import Result, Split
+from isosgd.metrics import mixture_coverage, mixture_crps, mixture_mnll, rmse
+from isosgd.models import mlp
+
+HIDDEN = 50
+TRACED = 64  # held-out predictions whose R-hat is taken
+CHUNK = 1 << 22  # numbers of a hidden layer at once, when predicting
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a row of the table is made, the same for all sets.
+
+    Attributes:
+        label: what tables call the row.
+        method: a name of `isosgd.methods`.
+        chains: of each split.
+        draws: of each chain.
+        warmup: gradients of each chain before its first draw.
+        keep_every: steps between draws.
+        batch_size: n, less where a set has fewer rows.
+        options: of the method.
+        hierarchical: whether the prior's scales are sampled; else they are those of `isosgd.priors.FanInNormal`.
+    """
+
+    label: str
+    method: str = "isgd"
+    chains: int = 5
+    draws: int = 100
+    warmup: int = 8_000
+    keep_every: int = 100
+    batch_size: int = 128
+    options: dict[str, Any] = field(default_factory=dict)
+    hierarchical: bool = True
+
+
+SETTINGS = {
+    "isgd": Setting("I-SGD, ours"),
+    "isgd-paper": Setting(
+        "I-SGD, the paper's setting",
+        chains=1,
+        warmup=2_000,
+        keep_every=2_000,
+        options={"preset": "alpha-a"},
+        hierarchical=False,
+    ),
+}
+
+
+def run(
+    name: str,
+    setting: Setting,
+    *,
+    splits: Iterable[int] | None = None,
+    hidden: int = HIDDEN,
+    seed: int = 0,
+    root: str | os.PathLike[str] | None = None,
+    device: str | None = None,
+    progress: bool = True,
+    command: str = "",
+) -> Result:
+    """One method on the splits of one set.
+
+    Args:
+        name: of the set, as `isosgd.data.uci` knows it.
+        setting: how to sample.
+        splits: their numbers; all by default.
+        hidden: units of the hidden layer.
+        seed: of everything.
+        root: data root.
+        device: where to sample.
+        progress: show a progress line on a terminal.
+        command: that made the result, to be kept with it.
+    """
+    table = read(name, root)
+    chosen = list(range(len(table.splits)) if splits is None else splits)
+    for k in chosen:
+        if not 0 <= k < len(table.splits):
+            raise ValueError(f"split {k} is not there: {table.name!r} has {len(table.splits)}, counted from 0")
+    scaled = [Scaled(table, k) for k in chosen]
+    sizes = {len(one.train[0]) for one in scaled}
+    if len(sizes) > 1:
+        raise ValueError(f"the training parts of {table.name!r} have {sorted(sizes)} rows; they must be equally large")
+    start = time.monotonic()
+    target = make_target(table.x.shape[1], hidden, setting)
+    sets = DataSets([torch.stack([one.train[i] for one in scaled]) for i in range(2)])
+    posterior = sample(
+        target,
+        sets,
+        init=lambda chain: fresh_start(target, table.x.shape[1], hidden, seed, chain),
+        method=setting.method,
+        draws=setting.draws,
+        chains=setting.chains,
+        batch_size=min(setting.batch_size, sets.num_data // 2 * 2),
+        warmup=setting.warmup,
+        keep_every=setting.keep_every,
+        seed=seed,
+        device=device,
+        progress=progress,
+        **setting.options,
+    )
+    seconds = time.monotonic() - start
+    found = [
+        measure(posterior, one, range(i * setting.chains, (i + 1) * setting.chains), seconds / len(scaled))
+        for i, one in enumerate(scaled)
+    ]
+    settings = {
+        "chains": setting.chains,
+        "draws": setting.draws,
+        "warmup": setting.warmup,
+        "keep_every": setting.keep_every,
+        "batch_size": posterior.info["batch_size"],
+        "hidden": hidden,
+        "seed": seed,
+        "engine": posterior.info["engine"],
+        **posterior.info["options"],
+    }
+    return Result(
+        table.name,
+        setting.method,
+        setting.label,
+        found,
+        settings,
+        command,
+        posterior.info["versions"],
+        f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+        + (f", {torch.cuda.get_device_name()}" if device and device.startswith("cuda") else ""),
+    )
+
+
+class Scaled:
+    """One split, scaled to mean 0 and standard deviation 1 by its training part.
+
+    Attributes:
+        split: its number.
+        train: features and targets ``[N, 1]``, scaled.
+        x: held-out features, scaled.
+        y: held-out targets, as they are.
+        mean: of the training targets.
+        scale: their standard deviation.
+    """
+
+    def __init__(self, table: UCISet, split: int) -> None:
+        rows, held_out = table.splits[split]
+        x, y = table.x[rows], table.y[rows]
+        # A column that never changes says nothing; it must not become NaN.
+        spread = x.std(0, correction=0)
+        spread = torch.where(spread > 0, spread, 1.0)
+        self.split, self.mean, self.scale = split, y.mean(), y.std(correction=0)
+        self.train = ((x - x.mean(0)) / spread).float(), ((y - self.mean) / self.scale).float().unsqueeze(-1)
+        self.x, self.y = ((table.x[held_out] - x.mean(0)) / spread).float(), table.y[held_out]
+
+
+def make_target(features: int, hidden: int, setting: Setting) -> Target:
+    """The posterior of the network."""
+    prior = priors.HierarchicalNormal() if setting.hierarchical else priors.FanInNormal()
+    return Target.from_module(mlp(features, hidden, 1), "gaussian", prior)
+
+
+def fresh_start(target: Target, features: int, hidden: int, seed: int, chain: int) -> dict[str, Tensor]:
+    """Weights of a new network; everything else starts where the target says."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(np.random.SeedSequence((seed, chain, 1)).generate_state(1)[0]))
+        return {name: p.detach() for name, p in mlp(features, hidden, 1).named_parameters()}
+
+
+@torch.no_grad()
+def predictions(posterior: Posterior, chains: Iterable[int], one: Scaled) -> tuple[Tensor, Tensor]:
+    """Mean and variance of the held-out targets, in their units, for each draw: ``[chains, draws, n]``."""
+    free = posterior.target.unconstrain({name: x[list(chains)] for name, x in posterior.draws.items()})
+    lead = next(iter(free.values())).shape[:2]
+    flat = {name: x.flatten(0, 1) for name, x in free.items()}
+    at_once = max(1, CHUNK // (len(one.x) * HIDDEN))
+    found = vmap(lambda p: posterior.target.predictive(p, one.x), chunk_size=at_once)(flat)
+    mean = found["mean"].squeeze(-1).double() * one.scale + one.mean
+    variance = found["variance"].squeeze(-1).double().expand_as(mean) * one.scale**2
+    return mean.unflatten(0, lead), variance.unflatten(0, lead)
+
+
+def measure(posterior: Posterior, one: Scaled, chains: Iterable[int], seconds: float) -> Split:
+    """What the chains of one split reached."""
+    kept = posterior.info["chain_indices"]
+    alive = [kept.index(k) for k in chains if k in kept]
+    dropped = tuple(f"chain {k}: {posterior.info['dropped'][k]}" for k in chains if k not in kept)
+    gradients = posterior.info["gradients"] / (len(kept) + len(posterior.info["dropped"])) * len(list(chains))
+    if not alive:
+        return Split(one.split, gradients=gradients, seconds=seconds, dropped=dropped)
+    mean, variance = predictions(posterior, alive, one)
+    traced = mean[..., :TRACED].numpy()
+    rhat = float(np.max(traces.rhat(traced))) if len(alive) > 1 else math.nan
+    ess = float(np.min(traces.ess(traced)))
+    mean, variance = mean.flatten(0, 1), variance.flatten(0, 1)
+    return Split(
+        one.split,
+        rmse=float(rmse(mean.mean(0), one.y)),
+        mnll=float(mixture_mnll(mean, variance, one.y)),
+        coverage=float(mixture_coverage(mean, variance, one.y)),
+        crps=float(mixture_crps(mean, variance, one.y)),
+        rhat=rhat if math.isfinite(rhat) else None,
+        ess=ess if math.isfinite(ess) else None,
+        gradients=gradients,
+        seconds=seconds,
+        dropped=dropped,
+    )

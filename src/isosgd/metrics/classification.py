@@ -1,0 +1,139 @@
+"""Scores of class probabilities.
+
+``probabilities`` are ``[n, classes]``, those of the model average unless a function says otherwise; ``y`` are labels
+``[n]``, from 0. Logarithms are natural.
+
+References:
+    Naeini, Cooper and Hauskrecht (2015), Obtaining well calibrated probabilities using Bayesian binning (ECE).
+    Houlsby, Huszár, Ghahramani and Lengyel (2011), Bayesian active learning for classification and preference learning
+    (mutual information).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isosgd.metrics import checks
+from isosgd.metrics.checks import Reduction, reduce
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """How often predictions of a given confidence are right, in bins that hold at least one prediction.
+
+    Attributes:
+        confidence: mean probability of the predicted class, ``[bins]``.
+        accuracy: share of these predictions that are right, ``[bins]``.
+        count: predictions in the bin, ``[bins]``.
+    """
+
+    confidence: Tensor
+    accuracy: Tensor
+    count: Tensor
+
+    @property
+    def ece(self) -> Tensor:
+        """Expected calibration error: mean distance of confidence and accuracy over predictions."""
+        return (self.count * (self.confidence - self.accuracy).abs()).sum() / self.count.sum()
+
+
+def accuracy(probabilities: Tensor, y: Tensor) -> Tensor:
+    """Share of examples whose most probable class is the right one.
+
+    Example:
+        >>> accuracy(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1]))
+        tensor(0.5000, dtype=torch.float64)
+    """
+    probabilities, y = _checked(probabilities, y)
+    return (probabilities.argmax(1) == y).double().mean()
+
+
+def categorical_mnll(probabilities: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
+    """Mean negative log likelihood: minus the log probability of the right class; infinite where that is 0.
+
+    Example:
+        >>> categorical_mnll(torch.tensor([[0.5, 0.5]]), torch.tensor([0]))
+        tensor(0.6931, dtype=torch.float64)
+    """
+    probabilities, y = _checked(probabilities, y)
+    return reduce(-probabilities.gather(1, y[:, None]).squeeze(1).log(), reduction)
+
+
+def brier(probabilities: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
+    """Brier score: squared distance of the probabilities from the right class as a unit vector, from 0 to 2.
+
+    Example:
+        >>> brier(torch.tensor([[0.5, 0.5], [0.0, 1.0]]), torch.tensor([0, 0]))
+        tensor(1.2500, dtype=torch.float64)
+    """
+    probabilities, y = _checked(probabilities, y)
+    right = torch.nn.functional.one_hot(y, probabilities.shape[1])
+    return reduce((probabilities - right).square().sum(1), reduction)
+
+
+def reliability(probabilities: Tensor, y: Tensor, bins: int = 15) -> Reliability:
+    """The reliability curve, over bins of equal width in the probability of the predicted class.
+
+    Example:
+        >>> curve = reliability(torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 1, 1]), bins=2)
+        >>> curve.confidence, curve.accuracy, curve.count
+        (tensor([0.8000], dtype=torch.float64), tensor([0.6667], dtype=torch.float64), tensor([3]))
+    """
+    probabilities, y = _checked(probabilities, y)
+    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
+        raise ValueError(f"bins = {bins!r} must be an integer of at least 1")
+    confidence, predicted = probabilities.max(1)
+    place = (confidence * bins).long().clamp_max(bins - 1)
+    count = place.bincount(minlength=bins)
+    mean_confidence = place.bincount(confidence, bins) / count
+    right = place.bincount((predicted == y).double(), bins) / count
+    there = count > 0
+    return Reliability(mean_confidence[there], right[there], count[there])
+
+
+def ece(probabilities: Tensor, y: Tensor, bins: int = 15) -> Tensor:
+    """Expected calibration error, of the curve that `reliability` gives.
+
+    Example:
+        >>> ece(torch.tensor([[0.75, 0.25]] * 4), torch.tensor([0, 0, 0, 1]))  # sure to 75%, right in 75%
+        tensor(0., dtype=torch.float64)
+    """
+    return reliability(probabilities, y, bins).ece
+
+
+def predictive_entropy(probabilities: Tensor) -> Tensor:
+    """Entropy of each prediction, ``[n]``: uncertainty of every kind.
+
+    Example:
+        >>> predictive_entropy(torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
+        tensor([0.0000, 0.6931], dtype=torch.float64)
+    """
+    return _entropy(checks.probabilities(probabilities, "n", "classes"))
+
+
+def mutual_information(probabilities: Tensor) -> Tensor:
+    """Mutual information of label and draw, ``[n]``: the part of the entropy that more data would take away.
+
+    Args:
+        probabilities: of each draw, ``[draws, n, classes]``.
+
+    Example:
+        >>> sure_but_at_odds = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
+        >>> mutual_information(sure_but_at_odds), mutual_information(torch.full((2, 1, 2), 0.5))
+        (tensor([0.6931], dtype=torch.float64), tensor([0.], dtype=torch.float64))
+    """
+    probabilities = checks.probabilities(probabilities, "draws", "n", "classes")
+    return (_entropy(probabilities.mean(0)) - _entropy(probabilities).mean(0)).clamp_min(0)
+
+
+def _checked(probabilities: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    probabilities = checks.probabilities(probabilities, "n", "classes")
+    return probabilities, checks.labels(y, probabilities)
+
+
+def _entropy(probabilities: Tensor) -> Tensor:
+    parts: Tensor = torch.special.entr(probabilities)
+    return parts.sum(-1)

@@ -1,0 +1,212 @@
+"""Scores of a regression whose predictive distribution is a Gaussian mixture, a component for each draw.
+
+All draws weigh the same. ``mean`` and ``variance`` are ``[draws, n]``, what each draw says of y at each input, in the
+units of y; the variance is that of the noise, and the spread of the means over draws is the model's. A variance that is
+the same for all inputs takes no memory as ``variance[:, None].expand_as(mean)``.
+
+References:
+    Gneiting and Raftery (2007), Strictly proper scoring rules, prediction, and estimation. Grimit, Gneiting, Berrocal
+    and Johnson (2006), The continuous ranked probability score for circular variables (CRPS of a Gaussian mixture).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from isosgd.metrics.checks import Reduction, between_0_and_1, numbers, reduce, same_length
+
+BISECTIONS = 45  # halve the first bracket to 3e-14 of its width
+HELD = 1 << 17  # numbers that a table of draws by examples holds at once
+
+
+def rmse(prediction: Tensor, y: Tensor) -> Tensor:
+    """Root mean square error of predictions ``[n]``, such as the mean over draws.
+
+    Example:
+        >>> rmse(torch.tensor([1.0, 2.0]), torch.tensor([4.0, 6.0]))
+        tensor(3.5355, dtype=torch.float64)
+    """
+    prediction, y = numbers("prediction", prediction, "n"), numbers("y", y, "n")
+    same_length("y", y, len(prediction))
+    return (prediction - y).square().mean().sqrt()
+
+
+def mixture_mnll(mean: Tensor, variance: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
+    """Mean negative log likelihood: ``-log mean_draws N(y; mean, variance)``, averaged over examples.
+
+    Args:
+        mean: of y for each draw, ``[draws, n]``.
+        variance: of y for each draw, ``[draws, n]``.
+        y: what was observed, ``[n]``.
+        reduction: "mean", or "none" for the value of each example ``[n]``.
+
+    Example:
+        >>> mean = torch.tensor([[0.0], [1000.0]])  # one draw is right, the other hopeless
+        >>> mixture_mnll(mean, torch.ones(2, 1), torch.zeros(1))  # log(2) + log(2 pi)/2
+        tensor(1.6121, dtype=torch.float64)
+    """
+    mean, variance, y = _mixture(mean, variance, y)
+    log_density = -0.5 * ((y - mean).square() / variance + variance.log() + math.log(2 * math.pi))
+    return reduce(math.log(len(mean)) - log_density.logsumexp(0), reduction)
+
+
+def mixture_crps(mean: Tensor, variance: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
+    """Continuous ranked probability score in the units of y: ``E|X - y| - E|X - X'|/2``, both in closed form.
+
+    Good to about six digits. Memory stays bounded; time grows with the square of the number of draws, since every draw
+    meets every other: 100 draws of 5,000 examples take a second, 500 draws some ten.
+
+    Args:
+        mean: of y for each draw, ``[draws, n]``.
+        variance: of y for each draw, ``[draws, n]``.
+        y: what was observed, ``[n]``.
+        reduction: "mean", or "none" for the value of each example ``[n]``.
+
+    Example:
+        >>> mixture_crps(torch.zeros(3, 1), torch.ones(3, 1), torch.zeros(1))  # (sqrt(2) - 1) / sqrt(pi)
+        tensor(0.2337, dtype=torch.float64)
+    """
+    mean, variance, y = _mixture(mean, variance, y)
+    columns = max(1, HELD // len(mean))
+    parts = zip(*(torch.split(x, columns, dim=-1) for x in (mean, variance, y)), strict=True)
+    return reduce(torch.cat([_crps(*part) for part in parts]), reduction)
+
+
+def mixture_cdf(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+    """Probability of at most y, ``[n]``; where the model is right, these are uniform on (0, 1).
+
+    Example:
+        >>> mixture_cdf(torch.tensor([[-1.0], [1.0]]), torch.ones(2, 1), torch.zeros(1))
+        tensor([0.5000], dtype=torch.float64)
+    """
+    mean, variance, y = _mixture(mean, variance, y)
+    return _cdf(mean, variance.sqrt(), y)
+
+
+def mixture_quantiles(mean: Tensor, variance: Tensor, levels: float | Sequence[float]) -> Tensor:
+    """Quantiles of y at each input, by bisection.
+
+    Args:
+        mean: of y for each draw, ``[draws, n]``.
+        variance: of y for each draw, ``[draws, n]``.
+        levels: one probability or several.
+
+    Returns:
+        ``[n]`` for one level, ``[levels, n]`` for several.
+
+    Example:
+        >>> far_apart = torch.tensor([[-1.0], [1.0]])
+        >>> mixture_quantiles(far_apart, torch.full((2, 1), 1e-4), [0.25, 0.75]).T  # the median of each half
+        tensor([[-1.0000,  1.0000]], dtype=torch.float64)
+    """
+    mean, variance = _components(mean, variance)
+    if isinstance(levels, Sequence):
+        if not levels:
+            raise ValueError("levels is empty; name one probability at least, such as 0.5")
+        return torch.stack([_quantile(mean, variance.sqrt(), between_0_and_1("levels", level)) for level in levels])
+    return _quantile(mean, variance.sqrt(), between_0_and_1("levels", levels))
+
+
+def mixture_interval(mean: Tensor, variance: Tensor, level: float = 0.95) -> tuple[Tensor, Tensor]:
+    """Ends ``[n]`` of the central interval of y: as much probability lies below it as above.
+
+    Example:
+        >>> low, high = mixture_interval(torch.zeros(4, 1), torch.ones(4, 1))
+        >>> round(float(low), 2), round(float(high), 2)
+        (-1.96, 1.96)
+    """
+    tail = (1 - between_0_and_1("level", level)) / 2
+    low, high = mixture_quantiles(mean, variance, [tail, 1 - tail])
+    return low, high
+
+
+def interval_coverage(low: Tensor, high: Tensor, y: Tensor) -> Tensor:
+    """Share of y that lies in its interval, ends included.
+
+    Example:
+        >>> interval_coverage(torch.zeros(4), torch.ones(4), torch.tensor([-1.0, 0.0, 0.5, 2.0]))
+        tensor(0.5000, dtype=torch.float64)
+    """
+    low, high, y = numbers("low", low, "n"), numbers("high", high, "n"), numbers("y", y, "n")
+    same_length("high", high, len(low))
+    same_length("y", y, len(low))
+    if bool((low > high).any()):
+        where = int((low > high).nonzero()[0])
+        raise ValueError(
+            f"interval {where} goes from {float(low[where]):g} to {float(high[where]):g}; swap low and high"
+        )
+    return ((low <= y) & (y <= high)).double().mean()
+
+
+def mixture_coverage(mean: Tensor, variance: Tensor, y: Tensor, level: float = 0.95) -> Tensor:
+    """Share of y in the central intervals of `mixture_interval`, found without the intervals: y is in when its
+    probability of less is neither below ``(1 - level)/2`` nor that far from 1.
+
+    Example:
+        >>> y = torch.tensor([-2.0, -1.9, 0.0, 3.0])
+        >>> mixture_coverage(torch.zeros(5, 4), torch.ones(5, 4), y)
+        tensor(0.5000, dtype=torch.float64)
+    """
+    tail = (1 - between_0_and_1("level", level)) / 2
+    below = mixture_cdf(mean, variance, y)
+    return ((below >= tail) & (below <= 1 - tail)).double().mean()
+
+
+def _components(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    mean, variance = numbers("mean", mean, "draws", "n"), numbers("variance", variance, "draws", "n")
+    if mean.shape != variance.shape:
+        raise ValueError(
+            f"mean has shape {list(mean.shape)} and variance {list(variance.shape)}; both must be [draws, n] "
+            "(variance.expand_as(mean) repeats it without copying)"
+        )
+    if not bool((variance > 0).all()):
+        raise ValueError(f"the least variance is {float(variance.min()):g}; it must be positive: add that of the noise")
+    return mean, variance
+
+
+def _mixture(mean: Tensor, variance: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    mean, variance = _components(mean, variance)
+    y = numbers("y", y, "n")
+    same_length("y", y, mean.shape[1])
+    return mean, variance, y
+
+
+def _cdf(mean: Tensor, sd: Tensor, y: Tensor) -> Tensor:
+    below: Tensor = torch.special.ndtr((y - mean) / sd)
+    return below.mean(0)
+
+
+def _quantile(mean: Tensor, sd: Tensor, level: float) -> Tensor:
+    # The quantile of a mixture lies between the least and the largest of its components' quantiles.
+    ends: Tensor = mean + sd * float(torch.special.ndtri(torch.tensor(level, dtype=torch.float64)))
+    low, high = ends.amin(0), ends.amax(0)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        below = _cdf(mean, sd, middle) < level
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return (low + high) / 2
+
+
+def _crps(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+    draws = len(mean)
+    near = _absolute(mean - y, variance.sqrt()).mean(0)
+    # All pairs of draws: where the time goes. In units of the example's own spread float32 gives them to six digits and
+    # better, several times as fast as float64.
+    centre = mean.mean(0)
+    unit = ((mean - centre).square() + variance).mean(0).sqrt()
+    place, square = ((mean - centre) / unit).float(), (variance / unit**2).float()
+    spread = (2 / math.sqrt(math.pi)) * (variance.sqrt().sum(0) / unit)  # of each draw with itself
+    for k in range(draws - 1):
+        later = slice(k + 1, None)
+        spread += 2 * _absolute(place[k] - place[later], (square[k] + square[later]).sqrt()).sum(0)
+    return near - unit * spread / (2 * draws**2)
+
+
+def _absolute(mean: Tensor, sd: Tensor) -> Tensor:
+    """Mean of ``|X|`` for a normal X."""
+    z = mean / sd
+    return sd * (math.sqrt(2 / math.pi) * torch.exp(-0.5 * z * z) + z * torch.erf(z * math.sqrt(0.5)))

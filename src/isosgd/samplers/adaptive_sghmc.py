@@ -1,0 +1,150 @@
+"""Scale-adapted SGHMC (Springenberg, Klein, Falkner, Hutter 2016), the sampler of BOHAMIANN, in velocity form.
+
+    v <- (1 - a) v - lr P (g + w),    theta <- theta + v,    P = 1 / (eps + sqrt(V))
+    Cov(w) = 2 a T / (N lr P) - 2 B^
+
+In the notation of Theorem 2: P from a running mean V of g^2, A = a, B^ = V / 2 or measured. V is found in the burn-in,
+over a memory tau that grows by itself where gradients are mostly noise, and is constant from then on:
+
+    tau <- tau + 1 - tau m^2 / V,    m <- m + (g - m) / (tau + 1),    V <- V + (g^2 - V) / (tau + 1)
+
+Their step epsilon is ``sqrt(lr)`` here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isosgd.noise import join
+from isosgd.noise.estimators import state_dtype
+from isosgd.samplers.base import Move
+from isosgd.samplers.groups import Group, ParamsLike
+from isosgd.samplers.preconditioned import Preconditioned
+from isosgd.samplers.sghmc import SGHMC
+from isosgd.samplers.steppers import Number
+from isosgd.samplers.structure import diagonal_scale
+
+
+class AdaptiveSGHMC(Preconditioned, SGHMC):
+    """SGHMC whose scales are adapted in the burn-in, then frozen.
+
+    Targets ``exp(-f / T)`` after the burn-in, up to the discretisation bias ``rate h / (2 (2 - a))`` in the metric,
+    when B^ is the variance of the gradient noise and that is independent between parameters. Correlated noise is left
+    in; `adapt` drowns it to ``bias``.
+
+    Departures from the paper: B^ is the noise that was measured, where noise vectors are passed to `step` or `observe`.
+    Without them it is V / 2 as in the paper; but V is not centred, it exceeds the variance by the squared gradient, so
+    that too little is injected and variances come out too small by about ``rate h / (2 a)`` in the metric. The burn-in
+    also ends when rates are frozen, as at the end of the warm-up of `isosgd.sample`; ``eps`` bounds P; injected noise
+    is cut at zero where B^ is too large for the rate.
+
+    Args:
+        params: named parameters (one group a layer), or groups.
+        num_data: N.
+        temperature: T.
+        lr: the rate; left out, `adapt` sets it.
+        friction: a in (0, 1].
+        burn_in: steps in which the scales are adapted. Draws count after them.
+        eps: bounds P. It has the units of a mean gradient.
+        corrected: subtract 2 B^ from the injected noise.
+        settings: the settings common to all samplers, see `Sampler`.
+
+    Example:
+        >>> net = torch.nn.Linear(2, 1)
+        >>> sampler = AdaptiveSGHMC(net.named_parameters(), num_data=100, lr=1e-4, burn_in=10)
+        >>> net(torch.ones(5, 2)).square().mean().backward()
+        >>> _ = sampler.step()
+        >>> sampler.adapting
+        True
+    """
+
+    targets = "exp(-f / T) after the burn-in, for independent gradient noise"
+
+    def __init__(
+        self,
+        params: ParamsLike,
+        *,
+        num_data: int,
+        temperature: float = 1.0,
+        lr: float | None = None,
+        friction: float = 0.05,
+        burn_in: int = 3000,
+        eps: float = 1e-5,
+        corrected: bool = True,
+        **settings: Any,
+    ) -> None:
+        if burn_in < 1:
+            raise ValueError(f"burn_in = {burn_in} must be at least 1: the scales are found in it")
+        if not eps > 0:
+            raise ValueError(f"eps = {eps} must be positive: it bounds the preconditioner")
+        self.burn_in, self.eps = burn_in, eps
+        super().__init__(
+            params,
+            num_data=num_data,
+            temperature=temperature,
+            lr=lr,
+            friction=friction,
+            corrected=corrected,
+            **settings,
+        )
+
+    @property
+    def adapting(self) -> bool:
+        """Whether the burn-in is still on. The counter is the number of steps, which is saved."""
+        return self._adapts(self.param_groups[0])
+
+    def _adapts(self, group: Group) -> bool:
+        return not group["frozen"] and group["step"] < self.burn_in
+
+    def _scales(self, p: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[p]
+        if "tau" not in state:
+            state.update({name: torch.zeros_like(p, dtype=state_dtype(p)) for name in ("tau", "mean", "square")})
+        return state
+
+    def _learn(self, group: Group, params: list[Tensor]) -> None:
+        if not self._adapts(group):
+            return
+        for p in params:
+            g, state = p.grad.to(state_dtype(p)), self._scales(p)  # type: ignore[union-attr]
+            tau, mean, square = state["tau"], state["mean"], state["square"]
+            weight = 1.0 / (tau + 1.0)
+            tau.add_(1.0 - tau * mean.square() / square.clamp_min(torch.finfo(square.dtype).tiny))
+            mean.lerp_(g, weight)
+            square.lerp_(g.square(), weight)
+        self.refresh()  # the injected noise depends on V
+
+    def _metric(self, p: Tensor) -> Tensor:
+        square: Tensor = self._scales(p)["square"]
+        return 1.0 / (self.eps + square.sqrt())
+
+    def _noise(self, params: list[Tensor]) -> list[Tensor]:
+        """``2 B^`` in the metric."""
+        known = ["variance" if "variance" in self._scales(p) else "square" for p in params]
+        return [self._metric(p) * self._scales(p)[name] for p, name in zip(params, known, strict=True)]
+
+    def adapt(self, curvature: Sequence[Number] | None = None, rise: float = 2.0) -> None:
+        if self.given or curvature is None or not self.corrected:
+            super().adapt(curvature, rise)
+            return
+        for group, h in zip(self.param_groups, curvature, strict=True):
+            noise = self._noise(group["params"])
+            # What is subtracted must fit under a T / (N lr), and what it leaves must drown in it.
+            most = 0.5 * join(noise, self.batched).amax(-1)
+            left = self.excess_noise(group, noise) / self.bias
+            self._fit_rate(group, h * self.stretch(group), torch.maximum(most, left), rise)
+
+    @property
+    def _follows(self) -> tuple[bool, bool]:
+        return self.corrected, False
+
+    def _move(self, group: Group, params: list[Tensor]) -> Move:
+        if not self.corrected:
+            return super()._move(group, params)
+        rate = self.rate(group)
+        sigma = self.friction * group["temperature"] / (group["num_data"] * rate)  # what Theorem 2 asks for
+        return Move(rate, 1.0, scale=diagonal_scale(sigma, join(self._noise(params), self.batched)))

@@ -1,0 +1,109 @@
+"""Stochastic gradient Nosé-Hoover thermostats (Ding, Fang, Babbush, Chen, Skeel, Neven 2014), in velocity form.
+
+    v <- (1 - xi) v - lr (g + w),    theta <- theta + v,    w ~ N(0, 2 a T / (N lr))
+    xi <- xi + gain (N |v|^2 / (lr T d) - 2 / (2 - xi))
+
+In the notation of Theorem 2: P = I, C = a T / (N lr), and the friction A = xi is learnt: it settles where gradient
+noise and injected noise together keep the velocity at temperature T. With step epsilon of the underlying dynamics
+``lr = N epsilon^2``, ``xi`` and ``a`` are epsilon times their xi and A, and their own gain is ``lr T / N``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isosgd.noise import dot, join
+from isosgd.samplers.groups import Group, ParamsLike
+from isosgd.samplers.sghmc import SGHMC
+from isosgd.samplers.steppers import Number, hamiltonian_, spread
+
+
+class SGNHT(SGHMC):
+    """SGHMC with a friction that adapts itself to gradient noise of unknown size.
+
+    Targets ``exp(-f / T)`` when gradient noise is isotropic within each group, whatever its size. Otherwise the mean
+    temperature is right and each direction's off: its variance is too large by the factor ``(s + b) / (s + mean b)``,
+    with ``s = a T / (N rate)`` and b the noise along it; `adapt` keeps that below ``bias``.
+
+    Departures from the paper: one thermostat for each group; the velocity's set point is ``2 / (2 - xi)`` rather than
+    1, what the discrete recursion has at the right temperature, so that the variance of a Gaussian is right at any
+    rate on average over directions; ``gain``, an inverse thermal mass, does not vanish with the rate; and friction
+    is kept at or below 1.
+
+    Args:
+        params: named parameters (one group a layer), or groups.
+        num_data: N.
+        temperature: T.
+        lr: the rate; left out, `adapt` sets it.
+        friction: a in (0, 1], the friction that the injected noise alone asks for; xi starts there.
+        gain: how fast xi adapts; ``0.1 friction^2`` by default. Its standard deviation is then ``0.3 a / sqrt(d)``.
+        settings: the settings common to all samplers, see `Sampler`.
+
+    Example:
+        >>> net = torch.nn.Linear(2, 1)
+        >>> sampler = SGNHT(net.named_parameters(), num_data=100, lr=1e-3)
+        >>> net(torch.ones(5, 2)).square().mean().backward()
+        >>> _ = sampler.step()
+    """
+
+    targets = "exp(-f / T) for isotropic gradient noise"
+
+    def __init__(
+        self,
+        params: ParamsLike,
+        *,
+        num_data: int,
+        temperature: float = 1.0,
+        lr: float | None = None,
+        friction: float = 0.1,
+        gain: float | None = None,
+        **settings: Any,
+    ) -> None:
+        if gain is not None and not gain > 0:
+            raise ValueError(f"gain = {gain} must be positive; leave it out for 0.1 friction^2")
+        self.gain = 0.1 * friction**2 if gain is None else gain
+        own: dict[str, Any] = {"num_data": num_data, "temperature": temperature, "lr": lr, "friction": friction}
+        super().__init__(params, **own, corrected=False, **settings)
+
+    def thermostat(self, group: Group) -> Tensor:
+        """The friction xi of a group, one for each chain."""
+        state = self.state[group["params"][0]]
+        if "thermostat" not in state:
+            lead = () if self.chains is None else (self.chains,)
+            state["thermostat"] = torch.full(lead, self.friction, device=group["params"][0].device)
+        xi: Tensor = state["thermostat"]
+        return xi
+
+    def adapt(self, curvature: Sequence[Number] | None = None, rise: float = 2.0) -> None:
+        if self.given or curvature is None:
+            super().adapt(curvature, rise)
+            return
+        for group, h in zip(self.param_groups, curvature, strict=True):
+            top, mean = self.noise_summary(group, "top"), self.noise_summary(group, "mean")
+            # What is not isotropic must drown; the rest may double the friction.
+            self._fit_rate(group, h, torch.maximum((top - mean) / self.bias - mean, mean), rise)
+
+    def _update(self) -> None:
+        for laid in self._laid:
+            velocity = [self._velocity(p) for p in laid.params]
+            torch._foreach_mul_(velocity, spread(1.0 - self.thermostat(laid.group), velocity))
+        super()._update()
+        for laid in self._laid:
+            self._regulate(laid.group, join([self._velocity(p) for p in laid.params], self.batched).float())
+
+    def _regulate(self, group: Group, velocity: Tensor) -> None:
+        if not group["temperature"]:
+            return
+        xi = self.thermostat(group)
+        heat = group["temperature"] * self.rate(group) / group["num_data"]
+        found = dot(velocity, velocity) / (velocity.shape[-1] * heat)
+        xi.add_(self.gain * (found - 2.0 / (2.0 - xi))).clamp_(max=1.0)
+
+    def _advance(
+        self, params: list[Tensor], grads: list[Tensor], rate: Number | list[float], kick: list[Tensor] | None
+    ) -> None:
+        hamiltonian_(params, [self._velocity(p) for p in params], grads, rate, 0.0, kick)  # friction was applied

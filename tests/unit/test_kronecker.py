@@ -1,0 +1,302 @@
+"""Lambda in bases of weight matrices: which sides get one, that they are the right ones, and that a step is exact."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from isosgd.models import lenet5, resnet18
+from isosgd.samplers import kronecker
+from isosgd.samplers.kronecker import Kronecker, lay_out, rotation_work
+from isosgd.samplers.rows import diagonal
+from isosgd.samplers.shaped import Rule
+from isosgd.samplers.sides import Leading, Side, Whole, orthonormal_rows
+
+F64 = torch.float64
+RULE = Rule(num_data=500, batch_size=10, temperature=0.7, bias=0.02, averaged=True)
+PRIOR = 1e-3
+SHAPES = [(4, 3), (3,), (2, 3, 2), (5,)]  # two layers; with a longest side of 4 the second matrix gets leading axes
+SIZE = sum(math.prod(shape) for shape in SHAPES)
+KINDS = {"all axes": {}, "leading": {"longest": 4, "leading": 2}}
+every_kind = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+
+
+def bound(chains: int | None = None, dtype: torch.dtype = F64, **options: Any) -> Kronecker:
+    structure, lead = Kronecker(**options), () if chains is None else (chains,)
+    params = [torch.zeros(*lead, *shape, dtype=dtype) for shape in SHAPES]
+    structure.bind([{"params": params[:2]}, {"params": params[2:]}], chains)
+    return structure
+
+
+def feed(structure: Kronecker, noise: Tensor) -> None:
+    """Flat noise vectors ``[count, d]``, or ``[count, chains, d]``."""
+    for vector in noise:
+        parts = torch.split(vector, structure.sizes, -1)
+        structure.observe([p.reshape(*p.shape[:-1], *s) for p, s in zip(parts, structure.shapes, strict=True)])
+
+
+def correlated(count: int, generator: torch.Generator, chains: int = 1) -> Tensor:
+    """Noise ``[count, chains, d]`` that no shape can express, different for each chain."""
+    mix = torch.randn(chains, SIZE, SIZE, generator=torch.Generator().manual_seed(5), dtype=F64)
+    white = torch.randn(count, chains, SIZE, generator=generator, dtype=F64)
+    return torch.einsum("cij,ncj->nci", mix * torch.arange(1, chains + 1).view(-1, 1, 1), white)
+
+
+def settle(structure: Kronecker, rise: float = 2.0) -> None:
+    structure.settle(RULE, structure.full(PRIOR, structure.total), rise)
+
+
+def settled(generator: torch.Generator, chains: int | None = None, windows: int = 2, **options: Any) -> Kronecker:
+    """A structure in the middle of a window."""
+    structure = bound(chains, **options)
+    for window in range(windows):
+        noise = correlated(60, generator, chains or 1)
+        feed(structure, noise if chains else noise[:, 0])
+        settle(structure)
+        if window < windows - 1:
+            structure.forget()
+    return structure
+
+
+def axes_of(structure: Kronecker) -> Tensor:
+    """The basis as a matrix of columns for each chain."""
+    units = [structure.back(e.expand(structure.chains, -1)) for e in torch.eye(structure.total, dtype=F64)]
+    return torch.stack(units, -1)
+
+
+def step_maps(structure: Kronecker) -> tuple[Tensor, Tensor]:
+    """The linear maps from gradient and from innovations to a displacement, column by column."""
+    zero, tensors = structure.full(0.0, structure.total), structure.tensors()
+    units = [e.expand(structure.chains, -1) for e in torch.eye(structure.total, dtype=F64)]
+    pull = torch.stack([structure.displace(tensors, e, zero) for e in units], -1)
+    return pull, torch.stack([structure.displace(tensors, zero, e) for e in units], -1)
+
+
+# ------------------------------------------------------------------------------------------------ a step
+
+
+@every_kind
+@pytest.mark.parametrize("chains", [None, 3])
+def test_a_step_is_that_of_theorem_1(options: dict[str, Any], chains: int | None, generator: torch.Generator) -> None:
+    """``(T / N) Lambda^-1 (g + w)``, gradient and injected noise adding up to ``2 Lambda`` exactly."""
+    structure = settled(generator, chains, **options)
+    axes, scale = axes_of(structure), RULE.scale
+    torch.testing.assert_close(axes.mT @ axes, torch.eye(SIZE, dtype=F64).expand_as(axes))
+    lam, noise = (axes @ torch.diag_embed(x) @ axes.mT for x in (structure.lam, structure.v))
+    assert structure.clipped().tolist() == [0.0] * structure.chains
+    pull, push = step_maps(structure)
+    inverse = torch.linalg.inv(lam)
+    torch.testing.assert_close(pull, scale * inverse)
+    torch.testing.assert_close(push @ push.mT, scale**2 * inverse @ (2 * lam - noise) @ inverse)
+    torch.testing.assert_close(structure.rates(), diagonal(pull))
+    g = torch.randn(structure.chains, SIZE, generator=generator, dtype=F64)
+    torch.testing.assert_close(structure.direction(g), (pull @ g.unsqueeze(-1)).squeeze(-1))
+
+
+@every_kind
+def test_lambda_is_the_rule_in_the_basis(options: dict[str, Any], generator: torch.Generator) -> None:
+    """What the variances of the window are in a basis, worked out from the noise vectors themselves."""
+    structure = bound(3, **options)
+    feed(structure, correlated(60, generator, 3))
+    settle(structure)
+    structure.forget()
+    noise = correlated(60, generator, 3)
+    feed(structure, noise)
+    basis = axes_of(structure)
+    settle(structure, rise=1e12)
+    h = RULE.batch_size * torch.einsum("ncd,cde->nce", noise, basis).square().mean(0) + PRIOR
+    for slot in structure.slots:
+        h[:, slot] += structure.damping * h[:, slot].mean(-1, keepdim=True)
+    torch.testing.assert_close(structure.lam, structure.factor[:, None] * h)
+    assert bool((structure.factor >= RULE.factor(structure.stretch)).all())  # noise outside of the shape slows it
+
+
+@every_kind
+def test_chains_together_are_chains_alone(options: dict[str, Any], generator: torch.Generator) -> None:
+    together, alone = bound(3, **options), [bound(**options) for _ in range(3)]
+    g, xi = torch.randn(2, 3, SIZE, generator=generator, dtype=F64)
+    for _ in range(3):
+        noise = correlated(60, generator, 3)
+        for structure, own in [(together, noise), *((one, noise[:, k]) for k, one in enumerate(alone))]:
+            feed(structure, own)
+            settle(structure)
+        step = together.displace(together.tensors(), g, xi)
+        for k, one in enumerate(alone):
+            own = slice(k, k + 1)
+            torch.testing.assert_close(step[own], one.displace(one.tensors(), g[own], xi[own]))
+            for number in ("rates", "clipped", "excess"):
+                torch.testing.assert_close(getattr(together, number)()[own], getattr(one, number)())
+        for structure in (together, *alone):
+            structure.forget()
+
+
+@every_kind
+def test_a_saved_state_goes_on_as_if_nothing_had_been(options: dict[str, Any], generator: torch.Generator) -> None:
+    structure = settled(generator, 2, **options)
+    feed(structure, correlated(20, generator, 2))
+    other = bound(2, **options)
+    other.load(structure.state())
+    noise, (g, xi) = correlated(40, generator, 2), torch.randn(2, 2, SIZE, generator=generator, dtype=F64)
+    for one in (structure, other):
+        feed(one, noise)
+        settle(one)
+        one.forget()  # into new bases, from what is kept of the noise
+    assert torch.equal(*(one.displace(one.tensors(), g, xi) for one in (structure, other)))
+
+
+@every_kind
+def test_a_step_compiles_without_a_break(options: dict[str, Any], generator: torch.Generator) -> None:
+    structure = settled(generator, 2, **options)
+    g, xi = torch.randn(2, 2, SIZE, generator=generator, dtype=F64)
+    compiled = torch.compile(structure.displace, backend="aot_eager", fullgraph=True, dynamic=False)
+    tensors = structure.tensors()
+    torch.testing.assert_close(compiled(tensors, g, xi), structure.displace(tensors, g, xi))
+
+
+# ------------------------------------------------------------------------------------------------ bases
+
+
+@every_kind
+def test_turning_back_undoes_turning(options: dict[str, Any], generator: torch.Generator) -> None:
+    structure = settled(generator, 3, **options)
+    x = torch.randn(3, SIZE, generator=generator, dtype=F64)
+    turned = structure.turn(x)
+    torch.testing.assert_close(structure.back(turned), x)
+    torch.testing.assert_close(turned.norm(dim=1), x.norm(dim=1))
+    for slot in (slice(12, 15), slice(27, 32)):  # vectors have no basis
+        assert torch.equal(turned[:, slot], x[:, slot])
+    for slot in (slice(0, 12), slice(15, 27)):
+        assert not torch.allclose(turned[:, slot], x[:, slot])
+
+
+@every_kind
+def test_a_new_window_shows_lambda_in_the_new_basis(options: dict[str, Any], generator: torch.Generator) -> None:
+    """Its diagonal there, so that traces stay."""
+    structure = settled(generator, 3, **options)
+    axes, before = axes_of(structure), structure.lam.clone()
+    lam = axes @ torch.diag_embed(before) @ axes.mT
+    feed(structure, torch.linspace(0.1, 3.0, SIZE, dtype=F64) * correlated(40, generator, 3))
+    structure.forget()
+    new = axes_of(structure)
+    torch.testing.assert_close(structure.lam, diagonal(new.mT @ lam @ new))
+    torch.testing.assert_close(structure.lam.sum(-1), before.sum(-1))
+    assert not torch.allclose(structure.lam, before, rtol=0.1)
+
+
+def spiked(count: int, rows: int, columns: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Noise matrices of two chains, most of it along three axes of the columns, and those axes, the strongest first."""
+    axes = torch.linalg.qr(torch.randn(2, columns, 3, generator=generator, dtype=F64))[0].mT
+    strength = torch.tensor([30.0, 15.0, 7.0], dtype=F64)
+    along = torch.randn(count, 2, rows, 3, generator=generator, dtype=F64) * strength
+    return along @ axes + torch.randn(count, 2, rows, columns, generator=generator, dtype=F64), axes
+
+
+def test_leading_axes_are_found(generator: torch.Generator) -> None:
+    count, rows, columns = 60, 8, 50
+    noise, axes = spiked(count, rows, columns, generator)
+    side = Leading(columns, 3)
+    kept = side.start(noise[0])
+    for i, matrix in enumerate(noise):
+        side.take(kept, matrix, 1.0 / (i + 1))
+    basis = side.basis(kept)
+    turned = side.turn(torch.eye(columns, dtype=F64).repeat(2, 1, 1), basis)
+    torch.testing.assert_close(turned.mT @ turned, torch.eye(columns, dtype=F64).expand_as(turned))
+    # Of an axis of strength s^2 the sample has an error of about sqrt(columns / (s^2 vectors)); those of the last
+    # 1 / FORGET matrices count most. Squared overlaps, the weakest axis having the largest error.
+    overlap = diagonal(axes @ turned[..., :3]).square()
+    error = columns / (torch.tensor([30.0, 15.0, 7.0], dtype=F64).square() * rows * 20)
+    assert bool((1.0 - overlap < 10 * error + 0.02).all())
+
+
+def test_other_coordinates_turn_as_little_as_they_must(generator: torch.Generator) -> None:
+    """The basis differs from the parameters' own by a matrix of the rank of the axes."""
+    side = Leading(20, 2)
+    kept = torch.randn(3, 2, 20, generator=generator, dtype=F64)
+    turned = side.turn(torch.eye(20, dtype=F64).repeat(3, 1, 1), side.basis(kept))
+    assert torch.linalg.matrix_rank(turned - torch.eye(20, dtype=F64)).tolist() == [2, 2, 2]
+    span = orthonormal_rows(kept)
+    torch.testing.assert_close(turned[..., :2].mT @ span.mT @ span, turned[..., :2].mT)
+
+
+@pytest.mark.parametrize("rows", [1, 3], ids=["a single row", "fewer rows than axes"])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e-20], ids=["no noise", "noise", "hardly any"])
+def test_few_rows_or_no_noise_do_no_harm(rows: int, scale: float, generator: torch.Generator) -> None:
+    structure = Kronecker(longest=2, leading=5)
+    structure.bind([{"params": [torch.zeros(rows, 30), torch.zeros(4)]}])
+    for _ in range(2):
+        feed_one = scale * torch.randn(60, rows * 30 + 4, generator=generator)
+        for vector in feed_one:
+            structure.observe([vector[:-4].view(rows, 30), vector[-4:]])
+        structure.settle(RULE, structure.full(PRIOR, structure.total), 2.0)
+        structure.forget()
+    x = torch.randn(1, structure.total, generator=generator)
+    torch.testing.assert_close(structure.back(structure.turn(x)), x, rtol=1e-4, atol=1e-5)
+    assert bool(torch.isfinite(structure.displace(structure.tensors(), x, x)).all())
+
+
+def test_a_chain_that_diverged_does_not_stop_the_others(generator: torch.Generator) -> None:
+    structure = settled(generator, 2, longest=4, leading=2)
+    noise = correlated(60, generator, 2)
+    noise[10:, 1] = torch.nan
+    structure.forget()
+    feed(structure, noise)
+    settle(structure)
+    structure.forget()
+    g = torch.ones(2, SIZE, dtype=F64)
+    moved = structure.displace(structure.tensors(), g, g)
+    assert torch.isfinite(moved).all(-1).tolist() == [True, False]
+
+
+# ------------------------------------------------------------------------------------------------ who gets one
+
+
+def sides(*shapes: tuple[int, ...], **options: Any) -> list[tuple[str, str]]:
+    return [(type(m.left).__name__, type(m.right).__name__) for m in lay_out(shapes, **options)]
+
+
+def test_small_networks_get_all_axes() -> None:
+    whole = ("Whole", "Whole")
+    assert sides((50, 13), (50,), (1, 50), (1,)) == [whole, ("Side", "Whole")]  # a single output has nothing to turn
+    assert sides((50, 1), (50,), (50, 50)) == [("Whole", "Side"), whole]
+    lenet = [tuple(p.shape) for p in lenet5().parameters()]
+    assert sides(*lenet) == [whole, whole, ("Side", "Leading"), whole]  # 500 units of 800 inputs are too many
+
+
+def test_large_matrices_get_leading_axes_of_their_inputs() -> None:
+    assert sides((512, 512, 3, 3), (2, 513), (513, 2)) == [("Side", "Leading"), ("Side", "Leading"), ("Side", "Whole")]
+    assert sides((9, 5), (4, 4), longest=4) == [("Side", "Leading"), ("Whole", "Whole")]
+    assert sides((9, 5), (4, 4), longest=4, leading=0) == [("Whole", "Whole")]
+    axes = {m.right.axes for m in lay_out([(512, 512, 3, 3), (256, 256, 3, 3)]) if isinstance(m.right, Leading)}
+    assert axes == {kronecker.LEADING, kronecker.LEADING // 2}
+
+
+def test_parameters_without_matrices_are_a_diagonal() -> None:
+    structure = Kronecker()
+    structure.bind([{"params": [torch.zeros(4), torch.zeros(())]}])
+    for _ in range(50):
+        structure.observe([torch.randn(4), torch.randn(())])
+    settle(structure)
+    g, xi = torch.randn(2, 1, 5)
+    step = structure.displace(structure.tensors(), g, xi)
+    torch.testing.assert_close(step, structure.speed * g + structure.amplitude * xi)
+
+
+def test_work_is_that_of_the_products() -> None:
+    assert rotation_work([(7,), ()]) == 0
+    assert rotation_work([(50, 13)]) == 2 * 50 * 13 * (50 + 13)
+    assert rotation_work([(256, 256, 3, 3)]) == 2 * 256 * 2304 * 2 * kronecker.LEADING
+    shapes = [tuple(p.shape) for p in resnet18().parameters()]
+    assert rotation_work(shapes) < 32 * sum(math.prod(shape) for shape in shapes)
+    assert Side().work == 0 and Whole(5).work == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"damping": -1.0}, "damping = -1.0"), ({"damping": math.nan}, "damping = nan"),
+     ({"longest": 0}, "longest = 0"), ({"leading": -1}, "leading = -1")],
+)  # fmt: skip
+def test_bad_settings_are_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        Kronecker(**options)
