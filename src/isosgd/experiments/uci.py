@@ -53,7 +53,7 @@ class Setting:
     method: str = "isgd"
     chains: int = 5
     draws: int = 100
-    warmup: int = 8_000
+    warmup: int = 10_000
     keep_every: int = 100
     batch_size: int = 128
     options: dict[str, Any] = field(default_factory=dict)
@@ -61,13 +61,13 @@ class Setting:
 
 
 SETTINGS = {
-    "isgd": Setting("I-SGD, ours"),
+    "isgd": Setting("I-SGD, ours", options={"compile": True}),
     "isgd-paper": Setting(
         "I-SGD, the paper's setting",
         chains=1,
         warmup=2_000,
         keep_every=2_000,
-        options={"preset": "alpha-a"},
+        options={"preset": "alpha-a", "compile": True},
         hierarchical=False,
     ),
 }
