@@ -52,9 +52,9 @@ def default_methods() -> list[str]:
 def spend(problem: suite.Problem, method: str, options: dict[str, Any], gradients: int, seed: int) -> isosgd.Posterior:
     """Sample with so many gradients in all, warm-up included: the one place where a budget becomes a number of draws.
 
-    A first call for one draw says what the warm-up costs and how far apart draws are; the second, of the same seed, does
-    the same again and draws as often as the budget allows. A warm-up that would take more than half of the budget is
-    told to take half (``info["capped"]``).
+    A first call for one draw says what the warm-up costs and how far apart draws are; the second, of the same seed,
+    does the same again and draws as often as the budget allows. A warm-up that would take more than half of the budget
+    is told to take half (``info["capped"]``).
     """
 
     def sample(draws: int, warmup: Any) -> isosgd.Posterior:

@@ -140,7 +140,7 @@ def test_bad_data(changes: Callable[[], dict[str, Any]], error: Any, words: str)
         (
             {"method": "adam"},
             ValueError,
-            r"method = 'adam' is unknown; choose one of \['isgd', 'sghmc', 'sgld', 'vsgd'\]",
+            r"method = 'adam' is unknown; choose one of \[.*'isgd', .*'sghmc', 'sgld', .*'vsgd'\]",
         ),
         ({"draws": 0}, ValueError, "draws = 0 must be an integer of at least 1"),
         ({"draws": 2.5}, ValueError, "draws = 2.5 must be an integer of at least 1"),

@@ -155,6 +155,22 @@ def test_a_step_compiles_without_a_break(options: dict[str, Any], generator: tor
     torch.testing.assert_close(compiled(tensors, g, xi), structure.displace(tensors, g, xi))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@every_kind
+def test_an_accelerator_makes_the_same_steps(options: dict[str, Any], generator: torch.Generator) -> None:
+    structure, other = settled(generator, 2, **options), Kronecker(**options)
+    params = [torch.zeros(2, *shape, dtype=F64, device="cuda") for shape in SHAPES]
+    other.bind([{"params": params[:2]}, {"params": params[2:]}], 2)
+    other.load(structure.state())
+    noise = correlated(60, generator, 2)
+    for one in (structure, other):
+        feed(one, noise.to(one.device))
+        settle(one)
+    g, xi = torch.randn(2, 2, SIZE, generator=generator, dtype=F64)
+    step = other.displace(other.tensors(), g.cuda(), xi.cuda()).cpu()
+    torch.testing.assert_close(step, structure.displace(structure.tensors(), g, xi))
+
+
 # ------------------------------------------------------------------------------------------------ bases
 
 

@@ -387,17 +387,19 @@ class ISGD(Sampler):
         params = [p for laid in self._laid for p in laid.params]
         if len(params) != sum(len(group["params"]) for group in self.param_groups):
             raise RuntimeError("a parameter has no gradient: shapes of Lambda that know the geometry need all of them")
-        xi = self._source.fill().view(self.shaped.chains, -1)
+        xi = self._source.fill()
         if self.averaged:
-            fresh = xi.clone()
-            if self._last is None:
-                self._last = fresh.clone()  # the first step has no other
-            xi = 0.5 * (fresh + self._last)
-            self._last.copy_(fresh)
+            last = xi.clone() if self._last is None else self._last  # the first step has no other
+            if self.capturable:  # a captured step knows tensors by their place
+                mean = torch.lerp(last, xi, 0.5)
+                self._last, xi = last.copy_(xi), mean
+            else:  # they change places, so that nothing is copied
+                self._last, self._source.out = xi, last
+                xi = last.lerp_(xi, 0.5)
         gradient = self.shaped.flatten([p.grad for p in params])  # type: ignore[misc]
-        kicks = self._source.out.view_as(xi)[:, : self.shaped.total]
-        kicks.copy_(self.shaped.displace(self.shaped.tensors(), gradient, xi))
-        torch._foreach_sub_(params, [kick for laid in self._laid for kick in laid.kicks])
+        moved = self.shaped.displace(self.shaped.tensors(), gradient, xi.view(self.shaped.chains, -1))
+        parts = torch.split(moved.to(xi.dtype), self.shaped.sizes, -1)
+        torch._foreach_sub_(params, [part.reshape(p.shape) for part, p in zip(parts, params, strict=True)])
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
