@@ -218,7 +218,6 @@ def test_a_warmup_too_short_for_anything_says_so(steps: int, keep_every: Any, da
     assert {w.category for w in caught} <= {SamplingWarning}
 
 
-@pytest.mark.xfail(strict=True, reason="a share for trying the last rates is not spent to the end")
 @pytest.mark.parametrize("structure", ["layer", "full"])
 def test_a_given_warmup_is_spent_to_the_last_gradient(structure: str, data: tuple[Tensor, ...]) -> None:
     posterior = sample(make_target(), data, structure=structure, **{**QUICK, "warmup": 333})

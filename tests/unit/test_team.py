@@ -241,7 +241,6 @@ def test_a_dropped_chain_stays_where_it_was(whole: tuple[Posterior, int], monkey
     torch.testing.assert_close(run.natural()["mu"][1], run.failures[1].state["mu"])
 
 
-@pytest.mark.xfail(strict=True, reason="noise of a dropped chain is zero, and averaged in")
 def test_chains_that_were_dropped_do_not_count_in_what_is_shared() -> None:
     """A full matrix takes in the noise of all chains of a data set: of those that live."""
 

@@ -90,6 +90,8 @@ class Chains:
         self.gradients = self.probes = 0  # of each chain
         self.loss = torch.full((self.count,), torch.nan, device=device)
         self.alive = torch.ones(self.count, dtype=torch.bool, device=device)
+        if self.shaped is not None:
+            self.shaped.alive = self.alive
         self.failures: dict[int, DivergedError] = {}
         self.batch: Any = None
 

@@ -116,7 +116,7 @@ def warm_up(chains: Chains, steps: int | None, progress: Progress, measure_spaci
 class _Warmup:
     def __init__(self, chains: Chains, steps: int | None, progress: Progress) -> None:
         self.chains, self.progress = chains, progress
-        self.budget = MOST_STEPS if steps is None else steps
+        self.budget = self.asked = MOST_STEPS if steps is None else steps
         self.exact = steps is not None
         self.spent = 0
         self.tails = [TailMeter() for _ in chains.sampler.param_groups]
@@ -142,12 +142,10 @@ class _Warmup:
         for _ in range(2 * PROBE_EVERY):
             self._probe("starting")
         descent = Descent(self.chains, int(MOST_DESCENT_SHARE * self.budget), lambda: self._count("descending")).run()
-        check = int(CHECK_SHARE * self.budget)
+        check = 0 if self.chains.shaped is None else min(int(CHECK_SHARE * self.budget), MOST_CHECKED)
         self.budget -= check
         reasons = self._windows()
-        self.budget += check
-        if self.chains.shaped is not None:
-            self._check(min(check, MOST_CHECKED))
+        self._check(self.spent + check)
         keep = self._spacing() if measure_spacing else None
         groups = self._groups()
         sampler.freeze()
@@ -173,7 +171,7 @@ class _Warmup:
             length, axes = chains.shaped.least, 4 * chains.shaped.axes
             if self.spent + length + axes > self.budget:
                 raise ValueError(
-                    f"warmup = {self.budget} is too short for structure {chains.shaped.name!r}, which needs "
+                    f"warmup = {self.asked} is too short for structure {chains.shaped.name!r}, which needs "
                     f"{length + axes} gradients after the descent for a first look at {chains.shaped.total} "
                     f"parameters: give at least {4 * (length + axes)}, or structure='layer'"
                 )
@@ -197,7 +195,7 @@ class _Warmup:
             # A remainder too short for another doubled window is spent in this one.
             length = left if self.exact and left < 3 * length else min(length, left)
             if length < 2:
-                short = f"{self.budget} steps are too few: give warmup at least {8 * FIRST_WINDOW}"
+                short = f"{self.asked} steps are too few: give warmup at least {8 * FIRST_WINDOW}"
                 return [reason or short for reason in reasons]
             old = self._rates()
             losses = self._window(length)
@@ -222,17 +220,19 @@ class _Warmup:
             settled_before = settled
             length *= 2
 
-    def _check(self, steps: int) -> None:
-        """Try the last rates, which no window has used, for some steps in which they may only fall."""
-        chains = self.chains
-        for i in range(steps // 2):
+    def _check(self, end: int) -> None:
+        """Try the last rates, which no window has used: until ``end`` they may only fall."""
+        chains, steps = self.chains, 0
+        while self.spent < end:
             chains.step()
             self._count("trying the rates")
-            if i % 2 == 0:
+            if steps % 2 == 0 and self.spent < end:
                 self._probe("trying the rates")
-            if i % ADAPT_EVERY == ADAPT_EVERY - 1:
+            steps += 1
+            if steps % ADAPT_EVERY == 0:
                 chains.adapt(chains.curvatures(), rise=1.0)
-        self.curvatures = chains.curvatures().cpu().numpy()
+        if steps:
+            self.curvatures = chains.curvatures().cpu().numpy()
 
     def _settled(self, reasons: list[str]) -> bool:
         """Whether most living chains have settled."""
@@ -407,7 +407,7 @@ class _Warmup:
         """
         if not self.traces:
             raise ValueError(
-                f"warmup = {self.budget} ends before anything was measured: give at least {8 * FIRST_WINDOW}"
+                f"warmup = {self.asked} ends before anything was measured: give at least {8 * FIRST_WINDOW}"
             )
         traces = np.stack(self.traces, axis=-1)  # [chains, examples, steps]
         slowest = [max(integrated_time(trace) for trace in chain) for chain in traces]
