@@ -2,6 +2,7 @@
 
     python benchmarks/posteriors.py [--problems 'toy-*,kidiq-*'] [--methods isgd:layer sgld] [--gradients 100000]
         [--seeds 2] [--data-root DIR] [--cache DIR] [--oracle] [--json FILE] [--plot FILE.png]
+    python benchmarks/posteriors.py --redraw FILE --plot FILE.png
 
 Every method goes through `isosgd.sample` with nothing set but draws, chains and batch size: eight chains, the automatic
 warm-up counted in. A method is a name of `isosgd.METHODS`, for I-SGD with a structure after a colon. With ``--oracle``
@@ -180,7 +181,7 @@ def plot(rows: list[Row], file: Path) -> None:
     figure.legend(handles=lines, loc="outside upper center", ncols=min(6, len(methods)))
     figure.supxlabel("gradients, warm-up included")
     figure.supylabel("2-Wasserstein over scale")
-    figure.savefig(file, dpi=150)
+    figure.savefig(file, dpi=90)
     plt.close(figure)
 
 
@@ -197,7 +198,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="threads torch may use")
     parser.add_argument("--json", type=Path, help="write all results to this file")
     parser.add_argument("--plot", type=Path, help="draw error against gradients into this file")
+    parser.add_argument("--redraw", type=Path, help="run nothing: draw the results of this file into that of --plot")
     args = parser.parse_args(arguments)
+    if args.redraw and not args.plot:
+        parser.error("--redraw needs --plot FILE.png to draw into")
+    if args.redraw:
+        return args
     args.data_root = args.data_root or posteriordb.default_root()
     args.methods = args.methods or default_methods()
     for label in args.methods:
@@ -217,6 +223,10 @@ def main(arguments: list[str] | None = None) -> None:
     """Run, print, write."""
     given = sys.argv[1:] if arguments is None else arguments
     args = parse(given)
+    if args.redraw:
+        kept = json.loads(args.redraw.read_text())
+        plot([row for run in (kept if isinstance(kept, list) else [kept]) for row in run["results"]], args.plot)
+        return
     torch.set_num_threads(args.threads)
     about = {
         "command": shlex.join(["python", "benchmarks/posteriors.py", *given]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -78,11 +79,11 @@ def _add_uci(experiments: Any) -> None:
 
 
 def _uci(args: argparse.Namespace, command: str) -> int:
+    from isosgd.data.root import data_root
     from isosgd.data.uci import names
     from isosgd.experiments import uci, uci_tables
 
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    _use_machine(args.threads, args.device)
     setting = uci.SETTINGS.get(args.method)
     if setting is None:
         if args.method not in isosgd.METHODS:
@@ -93,8 +94,13 @@ def _uci(args: argparse.Namespace, command: str) -> int:
     setting = replace(setting, **{name: value for name, value in changes.items() if value is not None})
     if args.structure:
         setting = replace(setting, options=setting.options | {"structure": args.structure})
-    for name in args.sets or names(args.data_root):
-        splits = None if args.splits is None else range(args.splits)
+    if args.splits is not None and args.splits < 1:
+        raise ValueError(f"--splits {args.splits} must be at least 1")
+    splits = None if args.splits is None else range(args.splits)
+    chosen = args.sets or names(args.data_root)
+    if not chosen:
+        raise ValueError(f"there is no set in {data_root(args.data_root)}; name the folder with uci/ by --data-root")
+    for name in chosen:
         result = uci.run(
             name,
             setting,
@@ -107,11 +113,28 @@ def _uci(args: argparse.Namespace, command: str) -> int:
         )
         uci_tables.write(result, args.out / f"{result.set}-{args.method}.json")
         if args.json:
-            print(json.dumps({m: result.mean_and_error(m) for m in uci_tables.MEASURES} | {"set": result.set}))
+            # JSON has no NaN: what does not exist, such as the standard error of a single split, is null.
+            found = {
+                m: [x if math.isfinite(x) else None for x in result.mean_and_error(m)] for m in uci_tables.MEASURES
+            }
+            print(json.dumps(found | {"set": result.set}), flush=True)
         else:
             means = (f"{m} {result.mean_and_error(m)[0]:.3f} ± {result.mean_and_error(m)[1]:.3f}" for m in SHOWN)
             print(f"{result.set}: {', '.join(means)}", flush=True)
     return 0
+
+
+def _use_machine(threads: int | None, device: str | None) -> None:
+    """Set the number of threads and see that the device is there, before anything is read."""
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"--threads {threads} must be at least 1")
+        torch.set_num_threads(threads)
+    if device is not None:
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch raises each of them
+            raise ValueError(f"--device {device} cannot be used: {str(error).splitlines()[0]}") from error
 
 
 SHOWN = ("rmse", "mnll", "coverage", "crps", "rhat", "seconds")

@@ -224,13 +224,15 @@ class _Warmup:
         """Try the last rates, which no window has used: until ``end`` they may only fall."""
         chains, steps = self.chains, 0
         while self.spent < end:
-            chains.step()
+            chains.step(split=True)
             self._count("trying the rates")
             if steps % 2 == 0 and self.spent < end:
                 self._probe("trying the rates")
             steps += 1
             if steps % ADAPT_EVERY == 0:
                 chains.adapt(chains.curvatures(), rise=1.0)
+        if steps and isinstance(chains.sampler, ISGD):
+            chains.sampler.cool()
         if steps:
             self.curvatures = chains.curvatures().cpu().numpy()
 

@@ -11,7 +11,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +100,8 @@ def run(
     """
     table = read(name, root)
     chosen = list(range(len(table.splits)) if splits is None else splits)
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise ValueError(f"splits = {chosen} of {table.name!r}: name at least one, and each once")
     for k in chosen:
         if not 0 <= k < len(table.splits):
             raise ValueError(f"split {k} is not there: {table.name!r} has {len(table.splits)}, counted from 0")
@@ -191,7 +193,7 @@ def fresh_start(target: Target, features: int, hidden: int, seed: int, chain: in
 
 
 @torch.no_grad()
-def predictions(posterior: Posterior, chains: Iterable[int], one: Scaled) -> tuple[Tensor, Tensor]:
+def predictions(posterior: Posterior, chains: Sequence[int], one: Scaled) -> tuple[Tensor, Tensor]:
     """Mean and variance of the held-out targets, in their units, for each draw: ``[chains, draws, n]``."""
     free = posterior.target.unconstrain({name: x[list(chains)] for name, x in posterior.draws.items()})
     lead = next(iter(free.values())).shape[:2]
@@ -203,7 +205,7 @@ def predictions(posterior: Posterior, chains: Iterable[int], one: Scaled) -> tup
     return mean.unflatten(0, lead), variance.unflatten(0, lead)
 
 
-def measure(posterior: Posterior, one: Scaled, chains: Iterable[int], seconds: float) -> Split:
+def measure(posterior: Posterior, one: Scaled, chains: Sequence[int], seconds: float) -> Split:
     """What the chains of one split reached."""
     kept = posterior.info["chain_indices"]
     alive = [kept.index(k) for k in chains if k in kept]

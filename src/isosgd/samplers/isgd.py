@@ -24,7 +24,7 @@ from isosgd.errors import SamplingWarning
 from isosgd.noise import AlphaStable, MovingAverage, Summary, join
 from isosgd.samplers.base import Move, Sampler, slow_rise
 from isosgd.samplers.groups import Group, ParamsLike
-from isosgd.samplers.shaped import Rule, Shaped
+from isosgd.samplers.shaped import EXCESS, Rule, Shaped
 from isosgd.samplers.steppers import Number, allowed_rate_curvature
 from isosgd.samplers.structure import Correction, Structure, diagonal_scale
 from isosgd.samplers.structures import StructureName, choose, make_structure
@@ -286,7 +286,13 @@ class ISGD(Sampler):
         stretch = torch.minimum(stretch.to(shaped.stretch).clamp_min(LEAST_STRETCH), shaped.stretch)
         shaped.slow((rule.factor(stretch) / rule.factor(shaped.stretch)).clamp_min(1.0 / MOST_RELAXED))
         shaped.stretch = stretch
-        self._report_rates(shaped)
+        self.cool()
+
+    def cool(self) -> None:
+        """Slow down where noise that the shape does not express would raise the temperature."""
+        assert self.shaped is not None
+        self.shaped.slow((self.shaped.excess() / EXCESS).clamp_min(1.0))
+        self._report_rates(self.shaped)
 
     def _report_rates(self, shaped: Shaped) -> None:
         rule = self.rule()

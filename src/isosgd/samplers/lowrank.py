@@ -41,6 +41,7 @@ LARGE = 1_000_000  # parameters from which S is kept in bfloat16 on an accelerat
 SMALLEST = 0.01  # injected variance over that of Lambda, in the diagonal part
 ROOM = 0.25  # strength that a direction has at the least, since its noise may be found larger later on
 NEGLIGIBLE = 0.01  # variance over that of the diagonal part that may be injected in excess
+SPILL = 0.1  # share of the noise along the directions that is reckoned with beside them: they turn as a chain moves
 
 
 class LowRank(Shaped):
@@ -179,7 +180,8 @@ class LowRank(Shaped):
         """Lambda from the noise along the directions found and beside them."""
         outside = self._worst() if self.looks else None
         psi, shared = split(search.rows, torch.ones_like(search.unit), search.left, search.spread)
-        curvature = self._damped(rule.batch_size * psi / search.unit.square() + prior.to(self.dtype))
+        spilt = SPILL * explained(search.rows, shared.to(self.dtype)).clamp_min(0.0)
+        curvature = self._damped(rule.batch_size * (psi + spilt) / search.unit.square() + prior.to(self.dtype))
         self.factor, self.scale = rule.factor(self.stretch), rule.scale
         lam = self.factor.unsqueeze(-1) * curvature.clamp_min(torch.finfo(self.dtype).tiny)
         self.lam = torch.maximum(lam, self.lam / rise) if self.known else lam

@@ -1,0 +1,259 @@
+"""The UCI experiment on a tiny set: what it measures, in which units, what it refuses, chains that were dropped."""
+
+import math
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from isosgd import DataSets, Posterior, SamplingWarning, sample
+from isosgd.data import uci as read
+from isosgd.experiments import uci
+from isosgd.metrics import mixture_mnll, rmse
+
+pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # so few steps cannot settle
+
+ROWS, TRAIN, HIDDEN = 60, 50, 4
+TINY = uci.Setting("tiny", chains=2, draws=6, warmup=200, keep_every=5, options={"compile": False})
+
+
+def write_set(root, name="mine", shift=0.0, scale=1.0, train=(TRAIN, TRAIN)):
+    """A set with three features, of which the second never changes, and as many splits as ``train`` has sizes."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(ROWS, 3))
+    x[:, 1] = 7.0
+    y = x[:, 0] - 0.5 * x[:, 2] + 0.3 * rng.normal(size=ROWS)
+    y = np.round(64 * y) / 64  # so that shift and scale are exact
+    folder = root / "uci" / name
+    folder.mkdir(parents=True)
+    np.savetxt(folder / "data.txt", np.column_stack([x, shift + scale * y]))
+    (folder / "index_features.txt").write_text("0\n1\n2\n")
+    (folder / "index_target.txt").write_text("3\n")
+    for k, size in enumerate(train):
+        order = rng.permutation(ROWS)
+        np.savetxt(folder / f"index_train_{k}.txt", order[:size], fmt="%d")
+        np.savetxt(folder / f"index_test_{k}.txt", order[size:], fmt="%d")
+    return root
+
+
+def run(root, name="mine", setting=TINY, **more):
+    return uci.run(name, setting, root=root, hidden=HIDDEN, progress=False, **more)
+
+
+def untimed(result):
+    return [replace(split, seconds=None) for split in result.splits]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return write_set(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def result(root):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SamplingWarning)
+        return run(root, command="made so")
+
+
+@pytest.fixture(scope="module")
+def posterior(root):
+    """Two chains on the first split of the set."""
+    target = uci.make_target(3, HIDDEN, TINY)
+    data = DataSets([t.unsqueeze(0) for t in uci.Scaled(read("mine", root), 0).train])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SamplingWarning)
+        return sample(
+            target,
+            data,
+            init=lambda chain: uci.fresh_start(target, 3, HIDDEN, 0, chain),
+            draws=6,
+            chains=2,
+            batch_size=TRAIN,
+            warmup=200,
+            keep_every=5,
+            progress=False,
+            compile=False,
+        )
+
+
+def test_every_split_is_measured(result):
+    assert [split.split for split in result.splits] == [0, 1]
+    for split in result.splits:
+        assert math.isfinite(split.rmse) and split.rmse > 0
+        assert math.isfinite(split.mnll)
+        assert 0 <= split.coverage <= 1
+        assert split.crps > 0
+        assert split.rhat is not None and split.ess > 0
+        assert split.gradients == TINY.chains * (TINY.warmup + TINY.draws * TINY.keep_every)
+        assert split.seconds > 0
+        assert split.dropped == ()
+    # The spread of the target is near 1.16 and its noise 0.3: a network that learnt nothing is well above 0.8.
+    assert result.mean_and_error("rmse")[0] < 0.8
+
+
+def test_a_result_says_how_it_was_made(result):
+    assert (result.set, result.method, result.label, result.command) == ("mine", "isgd", "tiny", "made so")
+    expected = {"chains": 2, "draws": 6, "warmup": 200, "keep_every": 5, "hidden": HIDDEN, "seed": 0, "compile": False}
+    assert expected.items() <= result.settings.items()
+    assert result.settings["engine"] == "together"
+    assert result.settings["batch_size"] == TRAIN  # no more than there are rows
+    assert "torch" in result.versions and result.hardware
+
+
+def test_same_seed_same_result(root, result):
+    assert untimed(run(root)) == untimed(result)
+
+
+def test_another_seed_another_result(root, result):
+    assert run(root, seed=1).values("rmse") != result.values("rmse")
+
+
+def test_one_chain_has_no_rhat(root):
+    (split,) = run(root, setting=replace(TINY, chains=1), splits=[1]).splits
+    assert split.split == 1
+    assert split.rhat is None
+    assert math.isfinite(split.rmse)
+
+
+def test_the_papers_prior_runs_too(root):
+    (split,) = run(root, setting=replace(TINY, hierarchical=False), splits=[0]).splits
+    assert math.isfinite(split.mnll)
+    names = uci.make_target(3, HIDDEN, replace(TINY, hierarchical=False)).initial()
+    assert not any("prior" in name for name in names)
+
+
+def test_errors_are_in_the_units_of_the_target(tmp_path, result):
+    root = write_set(tmp_path, shift=1000.0, scale=50.0)
+    ours = run(root)
+    for before, after in zip(result.splits, ours.splits, strict=True):
+        # The standardised sets differ by rounding only, and a short chain does not blow that up.
+        assert after.rmse == pytest.approx(50 * before.rmse, rel=1e-3)
+        assert after.crps == pytest.approx(50 * before.crps, rel=1e-3)
+        assert after.mnll == pytest.approx(before.mnll + math.log(50), abs=1e-3)
+        assert after.coverage == before.coverage
+        assert after.rhat == pytest.approx(before.rhat, rel=1e-2)
+
+
+def test_the_standardised_split_does_not_depend_on_units(root, tmp_path):
+    plain = uci.Scaled(read("mine", root), 1)
+    other = uci.Scaled(read("mine", write_set(tmp_path, shift=1000.0, scale=50.0)), 1)
+    torch.testing.assert_close(other.train, plain.train)
+    torch.testing.assert_close(other.x, plain.x)
+    torch.testing.assert_close(other.y, 1000 + 50 * plain.y)
+    assert float(other.mean) == pytest.approx(1000 + 50 * float(plain.mean))
+    assert float(other.scale) == pytest.approx(50 * float(plain.scale))
+
+
+def test_a_split_is_scaled_by_its_training_part_only(root):
+    table = read("mine", root)
+    one = uci.Scaled(table, 0)
+    x, y = one.train
+    assert (x.shape, y.shape, one.x.shape) == ((TRAIN, 3), (TRAIN, 1), (ROWS - TRAIN, 3))
+    torch.testing.assert_close(x.mean(0), torch.zeros(3), atol=1e-6, rtol=0)
+    torch.testing.assert_close(x.std(0, correction=0), torch.tensor([1.0, 0.0, 1.0]))
+    torch.testing.assert_close(y.std(correction=0), torch.tensor(1.0))
+    assert (x[:, 1] == 0).all() and (one.x[:, 1] == 0).all()  # the column that never changes
+    rows, held_out = table.splits[0]
+    expected = (table.x[held_out, 0] - table.x[rows, 0].mean()) / table.x[rows, 0].std(correction=0)
+    torch.testing.assert_close(one.x[:, 0], expected.float())
+
+
+@pytest.mark.parametrize("split", [2, -1])
+def test_a_split_that_is_not_there_is_refused(root, split):
+    with pytest.raises(ValueError, match=f"split {split} is not there: 'mine' has 2"):
+        run(root, splits=[0, split])
+
+
+@pytest.mark.parametrize("splits", [[], [1, 0, 1]])
+def test_no_split_and_a_split_twice_are_refused(root, splits):
+    with pytest.raises(ValueError, match="at least one, and each once"):
+        run(root, splits=splits)
+
+
+def test_an_unknown_set_is_refused(root):
+    with pytest.raises(ValueError, match=r"no set 'yours' .*\['mine'\]"):
+        run(root, "yours")
+
+
+def test_unequal_training_parts_are_refused(tmp_path):
+    write_set(tmp_path, train=(50, 45))
+    with pytest.raises(ValueError, match=r"'mine' have \[45, 50\] rows"):
+        run(tmp_path)
+
+
+def test_each_chain_starts_at_weights_of_its_own():
+    target = uci.make_target(3, HIDDEN, TINY)
+    starts = [uci.fresh_start(target, 3, HIDDEN, seed, chain) for seed, chain in ((0, 0), (0, 1), (1, 0))]
+    weights = [start["0.weight"] for start in starts]
+    for i in range(3):
+        assert starts[i].keys() <= target.initial().keys()
+        for j in range(i):
+            assert not torch.isclose(weights[i], weights[j]).any()
+    again = uci.fresh_start(target, 3, HIDDEN, 0, 1)
+    assert all(torch.equal(again[name], x) for name, x in starts[1].items())
+    assert not any(x.requires_grad for x in again.values())
+
+
+def test_a_fresh_start_leaves_global_random_numbers_alone():
+    target = uci.make_target(3, HIDDEN, TINY)
+    before, numpys = torch.get_rng_state(), np.random.get_state()[1].copy()
+    uci.fresh_start(target, 3, HIDDEN, 0, 0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (np.random.get_state()[1] == numpys).all()
+
+
+def looped(posterior, chain, one):
+    """Predictions of one chain, a draw at a time."""
+    found = []
+    for d in range(posterior.num_draws):
+        natural = {name: x[chain, d] for name, x in posterior.draws.items()}
+        found.append(posterior.target.predictive(posterior.target.unconstrain(natural), one.x))
+    mean = torch.stack([one.mean + one.scale * f["mean"].reshape(-1).double() for f in found])
+    variance = torch.stack([one.scale**2 * f["variance"].double().reshape(-1).expand(len(one.x)) for f in found])
+    return mean, variance
+
+
+@pytest.mark.parametrize("chunk", [1, uci.CHUNK], ids=["one at a time", "all at once"])
+def test_predictions_agree_with_a_plain_loop(root, posterior, chunk, monkeypatch):
+    monkeypatch.setattr(uci, "CHUNK", chunk)
+    one = uci.Scaled(read("mine", root), 0)
+    mean, variance = uci.predictions(posterior, [1, 0], one)
+    assert mean.shape == variance.shape == (2, 6, ROWS - TRAIN)
+    for i, chain in enumerate([1, 0]):
+        expected_mean, expected_variance = looped(posterior, chain, one)
+        torch.testing.assert_close(mean[i], expected_mean, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(variance[i], expected_variance, rtol=1e-5, atol=1e-5)
+
+
+def test_a_dropped_chain_is_reported_and_the_others_are_used(root, posterior):
+    """Chains 4 to 6 belong to the split; chain 5 was dropped, and 4 and 6 are left."""
+    one = uci.Scaled(read("mine", root), 0)
+    info = posterior.info | {"chain_indices": [4, 6], "dropped": {5: "the loss became nan"}, "gradients": 300}
+    found = uci.measure(Posterior(posterior.target, posterior.draws, info), one, range(4, 7), 2.0)
+    assert found.dropped == ("chain 5: the loss became nan",)
+    assert (found.gradients, found.seconds) == (300, 2.0)
+    assert found.rhat is not None
+    parts = [looped(posterior, chain, one) for chain in (0, 1)]
+    mean, variance = (torch.cat([part[i] for part in parts]) for i in (0, 1))
+    assert found.rmse == pytest.approx(float(rmse(mean.mean(0), one.y)), rel=1e-5)
+    assert found.mnll == pytest.approx(float(mixture_mnll(mean, variance, one.y)), rel=1e-5)
+
+
+def test_chains_of_other_splits_are_not_used(root, posterior):
+    one = uci.Scaled(read("mine", root), 0)
+    info = posterior.info | {"chain_indices": [0, 3], "dropped": {1: "diverged", 2: "diverged too"}, "gradients": 400}
+    found = uci.measure(Posterior(posterior.target, posterior.draws, info), one, range(2, 4), 1.0)
+    assert found.dropped == ("chain 2: diverged too",)
+    assert found.gradients == 200  # half of the four chains
+    assert found.rhat is None  # one chain is left
+    assert found.rmse == pytest.approx(float(rmse(looped(posterior, 1, one)[0].mean(0), one.y)), rel=1e-5)
+
+
+def test_a_split_that_lost_all_chains_has_no_numbers(root, posterior):
+    one = uci.Scaled(read("mine", root), 1)
+    info = posterior.info | {"chain_indices": [0, 1], "dropped": {2: "nan", 3: "inf"}, "gradients": 400}
+    found = uci.measure(Posterior(posterior.target, posterior.draws, info), one, range(2, 4), 1.0)
+    assert found == uci.Split(1, gradients=200, seconds=1.0, dropped=("chain 2: nan", "chain 3: inf"))
