@@ -30,6 +30,7 @@ from torch import Tensor
 import isosgd
 from isosgd.models import resnet18
 from isosgd.samplers.kronecker import Kronecker
+from isosgd.samplers.lowrank import LowRank
 from isosgd.samplers.structures import STRUCTURES
 
 CYCLE = 50  # steps between two looks at the noise, the samplers' default
@@ -150,7 +151,7 @@ def main() -> None:
         parser.error(f"threads = {args.threads} must be at least 1")
     torch.set_num_threads(args.threads)
     device = torch.device(args.device)
-    wanted: dict[str, Any] = {name: name for name in args.structures}
+    wanted: dict[str, Any] = {name: LowRank(10) if name == "lowrank" else name for name in args.structures}
     wanted |= {f"kronecker, {k} leading": Kronecker(leading=k) for k in args.leading}
     candidates = {name: make(structure, device) for name, structure in wanted.items()}
     gc.collect()

@@ -71,7 +71,7 @@ class LowRank(Shaped):
         *("left", "spread", "residual", "shared", "top", "most", "looks"),
     )
 
-    def __init__(self, rank: int = 10, damping: float = 0.1, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, rank: int = 20, damping: float = 0.1, dtype: torch.dtype | None = None) -> None:
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             raise ValueError(f"rank = {rank!r} must be an integer of at least 1; for none use structure='diagonal'")
         if not damping >= 0:
