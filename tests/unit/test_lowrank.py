@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import isosgd
 from isosgd.samplers import rows
-from isosgd.samplers.lowrank import ROOM, LowRank
+from isosgd.samplers.lowrank import ROOM, SPILL, LowRank
 from isosgd.samplers.shaped import EXCESS, Rule
 
 F64 = torch.float64
@@ -149,7 +149,10 @@ def test_noise_found_larger_than_the_directions_have_room_for_is_taken_out_exact
 
 @pytest.mark.parametrize("scale", [1.0, 0.0], ids=["directions", "none"])
 def test_lambda_is_the_rule_along_what_it_knows(scale: float, generator: torch.Generator) -> None:
-    """Lambda = q (n Var + prior) with the noise as the structure splits it; a weak direction has room for more."""
+    """Lambda = q (n Var + prior) with the noise as the structure splits it.
+
+    A weak direction has room for more, and a share of what the directions have is reckoned with beside them.
+    """
     structure = bound(LowRank(4, damping=0.0), 12)
     feed(structure, scale * spiked(200, 12, 3, generator)[0] + torch.randn(200, 12, generator=generator, dtype=F64))
     settle(structure)
@@ -158,6 +161,8 @@ def test_lambda_is_the_rule_along_what_it_knows(scale: float, generator: torch.G
     along = q * RULE.batch_size * structure.shared[0].diagonal()
     assert bool((along < ROOM).any()) == (scale == 0.0)
     expected += dense(structure, torch.diag((ROOM - along).clamp_min(0.0)), torch.zeros(12))
+    shared = dense(structure, structure.shared[0], torch.zeros(12))
+    expected += q * RULE.batch_size * SPILL * torch.diag(shared.diagonal())
     torch.testing.assert_close(lam_of(structure), expected)
     torch.testing.assert_close(structure.factor, RULE.factor(structure.stretch))
 
@@ -409,7 +414,7 @@ def make_sampler(**settings: Any) -> tuple[nn.Linear, isosgd.ISGD]:
     sampler = isosgd.ISGD(
         net.named_parameters(), num_data=100, batch_size=10, structure="lowrank", generator=generator, **settings
     )
-    for _ in range(60):
+    for _ in range(sampler.shaped.least):
         sampler.observe([torch.randn_like(p) for p in net.parameters()])
     sampler.adapt([1.0] * len(sampler.param_groups), prior=[torch.ones_like(p) for p in net.parameters()])
     return net, sampler
