@@ -445,3 +445,12 @@ def test_a_sampler_takes_it_by_name_and_resumes() -> None:
 def test_bad_settings_are_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         LowRank(**options)
+
+
+@pytest.mark.parametrize("size", [1, 2, 14])
+def test_as_many_directions_as_parameters_are_a_full_matrix(size: int, generator: torch.Generator) -> None:
+    structure = bound(LowRank(20), size)
+    feed(structure, torch.randn(200, size, generator=generator, dtype=F64))
+    settle(structure)
+    assert bool(torch.isfinite(lam_of(structure)).all()) and bool((structure.rates() > 0).all())
+    assert float(torch.linalg.eigvalsh(2 * lam_of(structure) - noise_of(structure)).min()) > 0

@@ -144,8 +144,8 @@ def split(rows: Tensor, unit: Tensor, left: Tensor, spread: Tensor) -> tuple[Ten
         psi, not negative, and ``shared``, positive semi-definite: together they explain ``left`` and ``spread``.
     """
     psi = left.clone()
-    # With many more coordinates than rows, psi is all but ``left``.
-    if rows.shape[1] > CONVERGED * rows.shape[2]:
+    # With many more coordinates than rows, psi is all but ``left``; rows that span everything leave rounding alone.
+    if CONVERGED * rows.shape[2] < rows.shape[1] < rows.shape[2]:
         _fit(rows.to(left.dtype) * unit.unsqueeze(1), psi)
     values, vectors = symmetric_eigen(spread - gram(rows, psi * unit.square()))
     return psi, ((vectors * values.clamp_min(0.0).unsqueeze(-2)) @ vectors.mT).to(spread)
