@@ -132,10 +132,10 @@ def methods() -> list[dict[str, Any]]:
     """Every method with its family, what it targets, where it departs from its paper, and its settings and defaults.
 
     Example:
-        >>> [row["name"] for row in methods()][:3]
-        ['isgd', 'isgd-momentum', 'vsgd']
-        >>> next(row["settings"]["alpha"] for row in methods() if row["name"] == "psgld")
-        0.99
+        >>> psgld = next(row for row in methods() if row["name"] == "psgld")
+        >>> settings = psgld["settings"]
+        >>> psgld["family"], settings["alpha"]
+        ('langevin', 0.99)
     """
     return [
         {
