@@ -20,7 +20,6 @@ from isosgd import ISGD, Target, priors
 from isosgd.chain.autocorrelation import integrated_time
 from isosgd.experiments import posteriordb
 from isosgd.experiments.toy import Toy, compare, gaussian_w2
-from isosgd.samplers.full import Full
 from isosgd.samplers.innovations import Source
 from isosgd.samplers.shaped import Shaped
 from isosgd.samplers.steppers import variance_inflation
@@ -124,11 +123,11 @@ class Run:
 
 def maps(shaped: Shaped) -> tuple[Tensor, Tensor]:
     """The linear maps from gradients and from innovations to displacements, ``[chains, d, d]``."""
-    zero, tensors = torch.zeros(CHAINS, DIM), shaped.tensors()
-    units = [e.expand(CHAINS, -1) for e in torch.eye(DIM)]
-    pull = torch.stack([shaped.displace(tensors, e, zero).double() for e in units], -1)
-    push = torch.stack([shaped.displace(tensors, zero, e).double() for e in units], -1)
-    return pull, push
+    tensors, drawn = shaped.tensors(), DIM + shaped.extra
+    nothing, silence = torch.zeros(CHAINS, DIM), torch.zeros(CHAINS, drawn)
+    pull = [shaped.displace(tensors, e.expand(CHAINS, -1), silence).double() for e in torch.eye(DIM)]
+    push = [shaped.displace(tensors, nothing, e.expand(CHAINS, -1)).double() for e in torch.eye(drawn)]
+    return torch.stack(pull, -1), torch.stack(push, -1)
 
 
 def stationary(a: Tensor, gradient: Tensor, injected: Tensor, averaged: bool) -> Tensor:
@@ -142,7 +141,7 @@ def stationary(a: Tensor, gradient: Tensor, injected: Tensor, averaged: bool) ->
 
 # ------------------------------------------------------------------------------------------------ exact
 
-SHAPES = {"diagonal": (DIM,), "kronecker": (2, 3), "full": (DIM,)}
+SHAPES = {"diagonal": (DIM,), "kronecker": (2, 3), "full": (DIM,), "lowrank": (DIM,)}
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.1])
@@ -154,6 +153,8 @@ SHAPES = {"diagonal": (DIM,), "kronecker": (2, 3), "full": (DIM,)}
         ("full", "half"),
         ("diagonal", "independent"),
         ("kronecker", "independent"),
+        ("lowrank", "independent"),
+        ("lowrank", "correlated"),
     ],
 )
 def test_variance_is_that_of_the_temperature(gaussian_posterior, structure, noise, temperature):
@@ -175,9 +176,10 @@ def noise_left_in(monkeypatch):
     original = ISGD.step
 
     def forgetful(self, *args, **kwargs):
-        known = self.shaped.cov if isinstance(self.shaped, Full) else self.shaped.v
-        if bool(known.any()):
-            known.zero_()
+        names = {"full": ["cov"], "lowrank": ["residual", "shared"]}.get(self.shaped.name, ["v"])
+        known = [getattr(self.shaped, name) for name in names]
+        if any(bool(x.any()) for x in known):
+            torch._foreach_zero_(known)
             self.shaped.slow(self.shaped.full(1.0))  # works out anew what is injected
         return original(self, *args, **kwargs)
 

@@ -328,3 +328,9 @@ def test_a_step_without_lambda_or_gradient_is_refused() -> None:
     params["a.bias"].grad = None
     with pytest.raises(RuntimeError, match="a parameter has no gradient"):
         sampler.step()
+
+
+@pytest.mark.parametrize("sets", [0, 2, 1.5])
+def test_chains_must_share_out_among_data_sets(sets: Any) -> None:
+    with pytest.raises(ValueError, match=f"sets = {sets} must divide the number of chains, 3"):
+        make("full", leaves(3), chains=3, sets=sets)

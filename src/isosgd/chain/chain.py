@@ -86,7 +86,8 @@ class Chains:
         temperature = self.sampler.param_groups[0]["temperature"]
         self.curvature = Curvature(flat, self.slots, temperature, num_data, seed + 1)
         self.stiffness = Stiffness(flat, seed + 2)
-        self.scaled = Curvature(flat, self.slots, temperature, num_data, seed + 3)  # in the sampler's metric
+        self.scaled = self.curvature  # until `enter_metric`
+        self._seed = seed
         self.gradients = self.probes = 0  # of each chain
         self.loss = torch.full((self.count,), torch.nan, device=device)
         self.alive = torch.ones(self.count, dtype=torch.bool, device=device)
@@ -186,6 +187,9 @@ class Chains:
         """From now on, where the sampler has a metric. It must have seen noise."""
         if isinstance(self.sampler, Preconditioned):
             self.sampler.in_metric = True
+            group = self.sampler.param_groups[0]
+            like = self.flat(self.leaves)
+            self.scaled = Curvature(like, self.slots, group["temperature"], self.num_data, self._seed + 3)
         return self.in_metric
 
     def whiten(self, x: Tensor, power: float = 0.5) -> Tensor:

@@ -109,7 +109,7 @@ def sample(
     kept: dict[int, Params] = {}
     reports: list[WarmupReport] = []
     failures: dict[int, DivergedError] = {}
-    gradients = 0
+    gradients, engine = 0, team.engine
     for first, run in team.runs(make_sampler):
         run.say(bar.note)
         with fastest_products(run.alive.device):
@@ -124,7 +124,7 @@ def sample(
                 kept[first + k] = own
                 reports.append(found[k])
         gradients += run.gradients * run.count
-        team.engine += run.compiled
+        engine += run.compiled
     bar.close()
     if not kept:
         raise next(iter(failures.values()))
@@ -140,7 +140,7 @@ def sample(
         "chains": len(kept),
         "chain_indices": list(kept),
         "sets": team.sets,
-        "engine": team.engine,
+        "engine": engine,
         "keep_every": [report.keep_every or spacing for report in reports],
         "seed": seed,
         "warmup": [report.as_dict() for report in reports],

@@ -127,6 +127,9 @@ class ISGD(Sampler):
             raise ValueError(f"lam = {lam} must be positive; leave it out to have it estimated")
         if warmup < 0:
             raise ValueError(f"warmup = {warmup} must not be negative")
+        chains = settings.get("chains") or 1
+        if isinstance(sets, bool) or not isinstance(sets, int) or sets < 1 or chains % sets:
+            raise ValueError(f"sets = {sets!r} must divide the number of chains, {chains}; leave it to isosgd.sample")
         self.scheme, self.summary, self.given = scheme, summary, lam is not None
         self.warmup, self.batch_size, self.sets = warmup, batch_size, sets
         super().__init__(
