@@ -11,11 +11,12 @@ tensor([[1.]])
 """
 
 from isosgd import noise
-from isosgd.chain import DataSets, GroupReport, WarmupReport, sample
+from isosgd.chain import DataSets, GroupReport, WarmupReport
 from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.potential import Target, likelihoods, priors
 from isosgd.predictive import Posterior, Prediction
 from isosgd.samplers import ISGD, METHODS, PRESETS, SGHMC, SGLD, VSGD, Sampler, methods
+from isosgd.sampling import sample
 
 __version__ = "0.1.0"
 

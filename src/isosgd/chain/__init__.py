@@ -1,7 +1,6 @@
 """The loop: minibatches, warm-up, draws."""
 
 from isosgd.chain.batches import DataSets
-from isosgd.chain.sample import sample
 from isosgd.chain.warmup import GroupReport, WarmupReport
 
-__all__ = ["DataSets", "GroupReport", "WarmupReport", "sample"]
+__all__ = ["DataSets", "GroupReport", "WarmupReport"]
