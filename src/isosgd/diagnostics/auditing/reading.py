@@ -1,0 +1,130 @@
+"""What an optimizer says of itself: the fields of a `Loop` that can be read from its parameter groups and its state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from isosgd.diagnostics.auditing.breaches import Breach
+from isosgd.samplers import ISGD, VSGD, Sampler
+from isosgd.samplers.cyclical import Cyclical
+from isosgd.samplers.full_sgfs import FullSGFS
+from isosgd.samplers.groups import Group
+from isosgd.samplers.preconditioned import Preconditioned
+from isosgd.samplers.sgfs import Scoring
+
+CLIPPED = 0.05  # share of the noise above lambda that is let pass
+UNSET = 1e-6  # stands in for a rate that a warm-up has yet to set; temperatures do not depend on it
+
+
+def read(optimizer: Optimizer) -> tuple[list[dict[str, Any]], list[Breach]]:
+    """Fields of a `Loop` for each parameter group, and breaches that only the optimizer itself shows."""
+    if isinstance(optimizer, Sampler):
+        return [_sampler(optimizer, group) for group in optimizer.param_groups], _of_sampler(optimizer)
+    if isinstance(optimizer, SGD):
+        return [_sgd(group) for group in optimizer.param_groups], []
+    fields = [_others(group) for group in optimizer.param_groups]
+    return fields, _of_others(optimizer)
+
+
+def _sgd(group: Group) -> dict[str, Any]:
+    """Torch's SGD: ``buf = m buf + (1 - dampening) g``, ``theta -= lr buf``, so that v = -lr buf."""
+    # Nesterov looks one kick ahead, which moves no farther in all: it is the same to leading order in the rate.
+    undamped = 1.0 - (float(group["dampening"]) if group["momentum"] else 0.0)
+    common = {"momentum": float(group["momentum"]), "weight_decay": float(group["weight_decay"])}
+    return {"lr": float(group["lr"]) * undamped, "noise": 0.0, **common}
+
+
+def _others(group: Group) -> dict[str, Any]:
+    found: dict[str, Any] = {"noise": None}
+    for name in ("lr", "momentum", "weight_decay"):
+        value = group.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            found[name] = float(value)
+    return found
+
+
+def _of_others(optimizer: Optimizer) -> list[Breach]:
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return []
+    return [
+        Breach(
+            "preconditioner from gradients",
+            f"{type(optimizer).__name__} scales each step by the gradients it has seen: Theorem 1 then asks for noise "
+            "scaled alike and for the divergence of that scale, and neither is there; no tempered posterior is known",
+            "plain SGD with noise, or a sampler with a metric: isosgd.methods()",
+        )
+    ]
+
+
+def _sampler(sampler: Sampler, group: Group) -> dict[str, Any]:
+    """A sampler of ours: the noise is that of its next step, so that a setting changed by hand shows."""
+    told, temperature, friction = int(group["num_data"]), float(group["temperature"]), sampler.friction
+    known = group.get("rate") is not None
+    rate = _number(sampler.rate(group)) if known else UNSET
+    if known and isinstance(sampler, Cyclical):  # the rate of the stage that counts
+        rate = _number(group["rate"])
+    # What Theorems 1 and 2 ask for, gradient noise included.
+    composite = rate * (2.0 * friction * temperature / (told * rate)) ** 0.5
+    corrected = bool(getattr(sampler, "corrected", False)) or isinstance(sampler, ISGD)
+    if isinstance(sampler, VSGD):
+        composite = 0.0
+    elif isinstance(sampler, ISGD):
+        composite = rate * (2.0 * _number(group["lam"])) ** 0.5 if known else composite
+    elif known and not isinstance(sampler, Cyclical):
+        params = [p for p in group["params"] if p.requires_grad]
+        move = sampler._move(group, params)
+        corrected = corrected or isinstance(sampler, Scoring) or move.scale is not None or move.outer is not None
+        if not corrected and _number(move.amplitude):
+            composite = _number(move.rate) * _number(move.amplitude)
+    metric = _mean_metric(sampler, group) if known else 1.0
+    return {
+        "lr": rate * metric,
+        "noise": composite * metric**0.5,
+        "temperature": temperature,
+        "momentum": 1.0 - friction,
+        "told_num_data": told,
+        "corrected": corrected,
+        "averaged": bool(getattr(sampler, "averaged", False)),
+        "gradient_noise": _gradient_noise(sampler, group),
+    }
+
+
+def _mean_metric(sampler: Sampler, group: Group) -> float:
+    """How much larger than its rate a sampler's steps are: by P, its noise by the root of P."""
+    if isinstance(sampler, Preconditioned):
+        metrics = [sampler._metric(p).double().flatten() for p in group["params"]]
+        return float(torch.cat(metrics).mean())
+    if isinstance(sampler, FullSGFS):
+        return 0.5 / _number(sampler.noise_summary(group, "mean"))  # P is the inverse of Var(g)
+    return 1.0
+
+
+def _gradient_noise(sampler: Sampler, group: Group) -> float | None:
+    """Mean Var(g) over a group's parameters, where it was seen; a metric has units of its own."""
+    if isinstance(sampler, Preconditioned | FullSGFS) or sampler.group_noise(group) is None:
+        return None
+    return 2.0 * _number(sampler.noise_summary(group, "mean"))
+
+
+def _of_sampler(sampler: Sampler) -> list[Breach]:
+    if not isinstance(sampler, ISGD):
+        return []
+    clipped = max(_number(sampler.clipped_share(group)) for group in sampler.param_groups)
+    if clipped <= CLIPPED:
+        return []
+    return [
+        Breach(
+            "gradient noise above lambda",
+            f"{clipped:.0%} of the gradient noise exceeds lambda, and is left in: too hot along it",
+            "warm up again where the chain now is (scheme='windowed'), or a larger lambda",
+        )
+    ]
+
+
+def _number(value: float | Tensor) -> float:
+    """Of chains, the first."""
+    return float(torch.as_tensor(value).flatten()[0])

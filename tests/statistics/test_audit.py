@@ -1,0 +1,356 @@
+"""An audit's verdicts against what loops do: faults of published code, rewritten small, run on a known posterior.
+
+Each faulty rule stands here twice: as an optimizer of our own writing, and as the description that a user would give.
+"""
+
+import math
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+import isosgd
+from isosgd.diagnostics.audit import audit
+from isosgd.diagnostics.auditing.conjugate import Conjugate, measure
+from isosgd.diagnostics.auditing.described import Described
+from isosgd.diagnostics.auditing.loop import Loop
+
+
+class Langevin(Optimizer):
+    """SGLD as it should be, for a mean loss; the faults below change one thing each."""
+
+    def __init__(self, params, lr, num_data):
+        super().__init__(params, {"lr": lr})
+        self.num_data = num_data
+
+    def sigma(self):
+        return math.sqrt(2 * self.defaults["lr"] / self.num_data)
+
+    def draw(self, p):
+        return torch.randn_like(p)
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.sub_(self.defaults["lr"] * p.grad)
+            p.add_(self.sigma() * self.draw(p))
+
+
+class WithoutN(Langevin):
+    """The noise knows nothing of the data."""
+
+    def sigma(self):
+        return math.sqrt(2 * self.defaults["lr"])
+
+
+class Momentum(Optimizer):
+    """SGHMC with N in the noise, at a temperature that the script sets to 1/N."""
+
+    def __init__(self, params, lr, num_data, friction, weight_decay):
+        super().__init__(params, {"lr": lr, "momentum": 1 - friction, "weight_decay": weight_decay})
+        self.variance = 2 * lr * friction * (1 / num_data) / num_data
+
+    @torch.no_grad()
+    def step(self):
+        group = self.param_groups[0]
+        for p in group["params"]:
+            v = self.state[p].setdefault("v", torch.zeros_like(p))
+            v.mul_(group["momentum"]).sub_(group["lr"] * (p.grad + group["weight_decay"] * p))
+            v.add_(self.variance**0.5 * torch.randn_like(p))
+            p.add_(v)
+
+
+class Refreshing(Optimizer):
+    """Trajectories of ten steps that move, then kick; each starts from a velocity of unit variance, whatever T is."""
+
+    def __init__(self, params, lr, friction, temperature, length):
+        super().__init__(params, {"lr": lr, "momentum": 1 - friction, "count": 0})
+        self.sigma, self.length = math.sqrt(2 * lr * friction * temperature), length
+
+    @torch.no_grad()
+    def step(self):
+        group = self.param_groups[0]
+        group["count"] += 1
+        for p in group["params"]:
+            v = self.state[p].setdefault("v", torch.zeros_like(p))
+            v.mul_(group["momentum"]).sub_(group["lr"] * p.grad).add_(self.sigma * torch.randn_like(p))
+            if group["count"] % self.length == 0:
+                v.copy_(math.sqrt(group["lr"]) * torch.randn_like(p))
+            p.add_(v)
+
+
+class CountsTensors(Langevin):
+    """Noise sets in after the burn-in, which is counted in the loop over tensors and kept out of the state."""
+
+    def __init__(self, params, lr, num_data, burn_in):
+        super().__init__(params, lr, num_data)
+        self.count, self.burn_in = 0, burn_in
+
+    def draw(self, p):
+        self.count += 1
+        return torch.randn_like(p) if self.count > self.burn_in else torch.zeros_like(p)
+
+
+class KeyTwice(Langevin):
+    """A key is made every other step."""
+
+    def __init__(self, params, lr, num_data):
+        super().__init__(params, lr, num_data)
+        self.param_groups[0]["count"] = 0
+        self.seed = int(torch.randint(2**40, ()))
+
+    def step(self):
+        count = self.param_groups[0]["count"]
+        self.key = torch.Generator().manual_seed(self.seed + count // 2)
+        self.param_groups[0]["count"] = count + 1
+        super().step()
+
+    def draw(self, p):
+        return torch.randn(p.shape, generator=self.key, dtype=p.dtype)
+
+
+class KeyForAll(KeyTwice):
+    """A key for each step, used for every tensor."""
+
+    def draw(self, p):
+        count = self.param_groups[0]["count"]
+        return torch.randn(p.shape, generator=torch.Generator().manual_seed(self.seed + count), dtype=p.dtype)
+
+
+class SeededAlike(Langevin):
+    """Every chain makes its generator from the same seed."""
+
+    def __init__(self, params, lr, num_data):
+        super().__init__(params, lr, num_data)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def draw(self, p):
+        return torch.randn(p.shape, generator=self.generator, dtype=p.dtype)
+
+
+N = 2000
+SGLD = {"num_data": N, "noise": "sqrt(2*lr/N)", "prior": "1/N"}
+# Optimizer, description, the temperature that it amounts to, the fault's name.
+FAULTS = {
+    "noise without N": (
+        lambda p: WithoutN(p, 1e-3, N),
+        {**SGLD, "noise": "sqrt(2*lr)"},
+        N,
+        "N missing in noise",
+    ),
+    "T and N twice": (
+        lambda p: Momentum(p, 1e-2, N, 0.2, 1e-3),
+        {"num_data": N, "noise": "sqrt(2*a*lr*T/N)", "temperature": "1/N"},
+        1 / N,
+        "N applied twice",
+    ),
+    "momentum at unit variance": (
+        lambda p: Refreshing(p, 1e-5, 0.1, 0.01, 10),
+        {
+            "num_data": 100,
+            "noise": "sqrt(2*a*lr*T)",
+            "temperature": 0.01,
+            "loss_reduction": "full",
+            "momentum_noise": "sqrt(lr)",
+            "refresh_every": 10,
+            "order": "move",
+            "prior": 1,
+        },
+        0.613,
+        "momentum refreshed at the wrong variance",
+    ),
+    "counter": (
+        lambda p: CountsTensors(p, 1e-3, N, 300),
+        {**SGLD, "burn_in": 300, "counter": "tensor", "num_tensors": 8, "counter_saved": False},
+        1.0,
+        "counter advanced once per tensor",
+    ),
+    "key twice": (
+        lambda p: KeyTwice(p, 1e-3, N),
+        {**SGLD, "shared_noise": "steps"},
+        2.0,
+        "one random key used twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_stated_temperature_is_the_one_measured(fault):
+    """Within 5% of what the optimizer shows, gradient noise and discretisation included or not, and within errors."""
+    make, description, temperature, name = FAULTS[fault]
+    found = audit(make, **description).measure()
+    seen = found.measured
+    assert found.temperature == pytest.approx(temperature, rel=2e-3)
+    assert name in [b.name for b in found.breaches]
+    assert seen.error < 0.02 * seen.temperature  # so that 5% can be told
+    assert abs(seen.temperature / found.temperature - 1) < 0.05
+    assert seen.agrees(errors=4), seen
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_target_has_the_gradients_it_says(reduction):
+    loop = Loop(num_data=N, lr=1e-3, noise=0, gradient_noise=0.3, batch_size=16, loss_reduction=reduction)
+    target = Conjugate(loop, torch.Generator().manual_seed(0))
+    theta = torch.full((target.dimension,), 0.2, dtype=torch.float64)
+    pairs = [target.gradient(theta) for _ in range(2000)]
+    g, noise = (torch.stack(found) / loop.scale for found in zip(*pairs, strict=True))
+    wanted = target.likelihood * (theta - target.data.mean(0))
+    error = math.sqrt(0.3 / len(g))
+    assert float(((g.mean(0) - wanted) / error).square().mean()) == pytest.approx(1.0, abs=0.3)
+    for found in (g.var(0), noise.square().mean(0)):  # the noise vector has the variance of the gradient
+        assert abs(found.mean() - 0.3) < 4 * found.std() / math.sqrt(len(found))
+
+
+@pytest.mark.parametrize("fault", ["noise without N", "momentum at unit variance"])
+def test_the_description_alone_runs_alike(fault):
+    make, description, *_ = FAULTS[fault]
+    lr = make([torch.zeros(1)]).defaults["lr"]
+    momentum = make([torch.zeros(1)]).defaults.get("momentum", 0.0)
+    found = audit(lr=lr, momentum=momentum, **description).measure(seed=3)
+    assert found.measured.agrees(errors=4), found.measured
+
+
+def test_the_measured_prior_is_the_stated_one():
+    make, description, *_ = FAULTS["T and N twice"]
+    found = audit(make, **description).measure()
+    assert found.prior_precision == pytest.approx(N * 1e-3)
+    assert abs(found.measured.prior_precision - found.prior_precision) < 4 * found.measured.prior_error
+    assert found.measured.prior_error < 0.01
+
+
+OTHERS = {
+    "summed": {
+        "loss_reduction": "sum",
+        "batch_size": 32,
+        "noise": "sqrt(2*lr*T/N)",
+        "prior": 1,
+        "prior_precision": 2.0,
+    },
+    "noise on parameters": {"noise": "sqrt(2*lr*T/N)", "noise_on": "parameters", "momentum": 0.8},
+    "decoupled decay": {"noise": "sqrt(2*a*lr*T/N)", "momentum": 0.8, "weight_decay": 1e-2, "decoupled": True},
+    "loud gradients": {"noise": "sqrt(2*lr*T/N)", "gradient_noise": 0.4, "batch_size": 50},
+    "epochs": {"noise": 0, "gradient_noise": 1.0, "batch_size": 100, "minibatches": "epoch"},
+    "replicas": {"noise": "sqrt(2*lr*T/N)", "replicas": 4},
+    "corrected": {"noise": "sqrt(2*lr*T/N)", "corrected": True, "gradient_noise": 0.5},
+    "averaged": {"noise": "sqrt(2*lr*T/N)", "averaged": True, "gradient_noise": 0.3, "curvature": 300.0},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_descriptions_do_what_is_stated(name):
+    """Each at its own seed: the tests are independent."""
+    found = audit(num_data=N, lr=1e-3, **OTHERS[name]).measure(seed=sorted(OTHERS).index(name))
+    seen = found.measured
+    assert seen.agrees(errors=4), seen
+    if seen.prior_precision is not None:
+        assert abs(seen.prior_precision - found.prior_precision) < 4 * seen.prior_error
+
+
+def test_a_wrong_description_does_not_agree():
+    """These tests can fail: friction forgotten, noise halved, a prior that is not there."""
+    right = {"num_data": N, "lr": 1e-3, "momentum": 0.8, "noise": "sqrt(2*a*lr*T/N)"}
+    halved = Loop(**right | {"noise": "0.5*sqrt(2*a*lr*T/N)"})
+    seen = measure(Loop(**right), lambda p: Described(p, halved, torch.Generator().manual_seed(0)))
+    assert not seen.agrees() and abs(seen.temperature - seen.expected) > 10 * seen.error
+    without = Loop(**right)
+    told = Loop(**right, weight_decay=1e-2)
+    seen = measure(told, lambda p: Described(p, without, torch.Generator().manual_seed(0)))
+    assert abs(seen.prior_precision - told.precision) > 10 * seen.prior_error
+
+
+def test_chains_that_share_noise_become_one():
+    """Started apart, on minibatches of their own, they are correlated by the share of the injected noise."""
+    loop = Loop(num_data=N, lr=1e-3, noise="sqrt(2*lr/N)", gradient_noise=0.2, shared_noise="chains")
+    h, kept = 20.0, []
+    chains = [torch.full((512,), start, dtype=torch.float64).requires_grad_() for start in (-1.0, 1.0)]
+    optimizers = [Described([c], loop, torch.Generator().manual_seed(0)) for c in chains]
+    for step in range(1500):
+        for chain, optimizer in zip(chains, optimizers, strict=True):
+            chain.grad = h * chain.detach() + math.sqrt(loop.gradient_noise) * torch.randn_like(chain)
+            optimizer.step()
+        if step >= 500 and step % 50 == 0:
+            kept.append(torch.corrcoef(torch.stack([c.detach() for c in chains]))[0, 1])
+    found = torch.stack(kept)
+    share = loop.noise_temperature() / (loop.noise_temperature() + loop.gradient_temperature())
+    assert abs(found.mean() - share) < 4 * found.std() / math.sqrt(len(found))
+    assert share > 0.8
+
+
+# -- faults found by running ------------------------------------------------------------------------------------------
+
+
+def checked(make, **description):
+    return audit(make, check=True, num_data=N, prior="1/N", **description)
+
+
+def names(found):
+    return {breach.name for breach in found.breaches}
+
+
+def test_a_right_optimizer_passes_the_check():
+    found = checked(lambda p: Langevin(p, 1e-3, N))
+    assert found.clean, found
+    assert found.temperature is None  # the optimizer does not say what its noise is ...
+    assert abs(found.measured.temperature - 1) < 0.05  # ... but shows it
+
+
+@pytest.mark.parametrize(
+    ("make", "description", "wanted"),
+    [
+        (lambda p: WithoutN(p, 1e-3, N), {}, {"N missing in noise"}),
+        (lambda p: WithoutN(p, 1e-3, N), {"noise": "sqrt(2*lr/N)"}, {"not as described"}),
+        (
+            lambda p: CountsTensors(p, 1e-3, N, 30),
+            {"burn_in": 30},
+            {"counter advanced once per tensor", "counter not saved"},
+        ),
+        (lambda p: KeyTwice(p, 1e-3, N), {"noise": "sqrt(2*lr/N)"}, {"one random key used twice", "state not saved"}),
+        (lambda p: KeyForAll(p, 1e-3, N), {}, {"noise shared between tensors", "state not saved"}),
+        (lambda p: SeededAlike(p, 1e-3, N), {}, {"noise shared between chains", "state not saved"}),
+    ],
+    ids=["without N", "not as described", "counter", "key twice", "key for all", "seeded alike"],
+)
+def test_running_finds_the_fault(make, description, wanted):
+    found = checked(make, **description)
+    assert names(found) == wanted, found
+
+
+def test_noise_found_twice_goes_into_the_temperature():
+    found = checked(lambda p: KeyTwice(p, 1e-3, N), noise="sqrt(2*lr/N)")
+    assert found.temperature == pytest.approx(2.0)
+    assert found.measured.agrees(errors=4)
+
+
+def test_the_burn_in_ends_when_the_audit_says():
+    description = {**FAULTS["counter"][1], "lr": 1e-3}
+    said = audit(**description).breaches[0].explanation
+    tensors = [torch.zeros(50, requires_grad=True) for _ in range(8)]
+    optimizer, quiet = CountsTensors(tensors, 1e-3, N, 300), 0
+    for t in tensors:
+        t.grad = torch.zeros_like(t)
+    while not any(bool(t.detach().any()) for t in tensors):
+        optimizer.step()
+        quiet += 1
+    assert f"ends after {quiet} steps" in said
+
+
+SAMPLERS = {
+    "sgld": lambda p: isosgd.SGLD(p, num_data=N, lr=1e-3),
+    "sghmc": lambda p: isosgd.SGHMC(p, num_data=N, lr=1e-3, temperature=0.3, friction=0.4),
+    "isgd": lambda p: isosgd.ISGD(p, num_data=N),
+    "isgd diagonal": lambda p: isosgd.ISGD(p, num_data=N, structure="diagonal", batch_size=64),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_our_samplers_pass_the_check(name):
+    found = audit(SAMPLERS[name], check=True)
+    assert found.clean, found
+    assert found.measured.agrees(errors=4), found.measured
+
+
+def test_a_wrong_n_shows_in_the_draws():
+    found = audit(SAMPLERS["sgld"], num_data=10 * N, check=True)
+    assert names(found) == {"wrong N"}
+    assert found.temperature == pytest.approx(10.0)
+    assert abs(found.measured.temperature / 10.0 - 1) < 0.05
