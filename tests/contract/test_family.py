@@ -1,9 +1,10 @@
-"""The registry of samplers, and what is particular to some of them.
+"""The registry of methods, and what is particular to some samplers.
 
 The contract that they share is in test_samplers.py; a new method is one file, one line in the registry and one case.
 """
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from isosgd.samplers.full_sgfs import FullSGFS
 from isosgd.samplers.momentum_isgd import MomentumISGD
 from isosgd.samplers.preconditioned import Preconditioned
 from isosgd.samplers.psgld import PSGLD
-from isosgd.samplers.registry import REGISTRY, Method, methods
+from isosgd.samplers.registry import REGISTRY, Method
 from isosgd.samplers.sgfs import SGFS
 from isosgd.samplers.sgnht import SGNHT
 from isosgd.samplers.sgrhmc import SGRHMC
@@ -27,7 +28,7 @@ from isosgd.samplers.sgrld import SGRLD, Field
 
 ASKED_FOR = {
     "isgd", "isgd-momentum", "vsgd", "sgld", "psgld", "sgfs", "sgrld", "sghmc", "sgrhmc", "adaptive-sghmc", "sgnht",
-    "csgld", "csghmc",
+    "csgld", "csghmc", "mcdropout", "swag", "ensemble", "snapshots",
 }  # fmt: skip
 every_method = pytest.mark.parametrize("method", REGISTRY.values(), ids=REGISTRY)
 
@@ -82,12 +83,12 @@ class Loop:
 
 
 def test_every_method_that_was_asked_for_is_there() -> None:
-    assert set(REGISTRY) >= ASKED_FOR
+    assert {row["name"] for row in isosgd.methods()} >= ASKED_FOR
     assert {name: REGISTRY[name].kind for name in METHODS if name in REGISTRY}.items() <= METHODS.items()
 
 
 def test_methods_lists_them_all_with_their_settings() -> None:
-    rows = {row["name"]: row for row in methods()}
+    rows = {row["name"]: row for row in isosgd.methods() if row["family"] != "baseline"}
     assert list(rows) == list(REGISTRY)
     for row in rows.values():
         assert row["family"] in ("langevin", "hamiltonian")
@@ -137,6 +138,58 @@ def test_it_runs_through_sample_with_nothing_given(name: str, monkeypatch: pytes
     posterior = isosgd.sample(target, data, method=name, draws=20, keep_every=10, warmup=600, progress=False)
     weight = posterior.draws["weight"].flatten(0, 1)
     assert bool((weight.mean(0) - torch.tensor([1.0, -1.0])).abs().max() < 0.3)
+
+
+@every_method
+def test_a_compiled_training_step_is_the_same(method: Method) -> None:
+    """Loss, gradients and the sampler's step in one compiled function; the compiler may leave the step as it is."""
+
+    def made() -> tuple[Any, Any]:
+        loop = Loop(method.kind, **method.options).look()
+        loop.sampler.freeze()
+        scale = torch.ones(())
+
+        def step(x: Tensor) -> Tensor:
+            for p in loop.params.values():
+                p.grad = None
+            a = torch.tanh(x @ loop.params["a.weight"].T + loop.params["a.bias"])
+            loss = (a[:, :2] @ loop.params["b.weight"]).square().mean() * scale
+            loss.backward()
+            loop.sampler.step()
+            return loss.detach()
+
+        return loop, step
+
+    (plain, step), (compiled, other) = made(), made()
+    torch._dynamo.reset()
+    fast = torch.compile(other, backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own
+        for k in range(4):
+            x = torch.randn(5, 2, generator=seeded(k))
+            torch.testing.assert_close(step(x), fast(x))
+    for p, q in zip(plain.params.values(), compiled.params.values(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@every_method
+def test_a_frozen_parameter_is_left_alone_by_sample(method: Method) -> None:
+    """What the target freezes is neither moved nor drawn, by any method."""
+    name = next(key for key, value in REGISTRY.items() if value is method)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    before = {key: x.clone() for key, x in model.state_dict().items()}
+    target = isosgd.Target.from_module(model, isosgd.likelihoods.Gaussian(scale=0.5))
+    x = torch.randn(60, 2, generator=seeded())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", isosgd.SamplingWarning)  # the warm-up is short
+        short = {"cycle": 10} if issubclass(method.kind, Cyclical) else {}
+        given = {"draws": 2, "keep_every": 2, "warmup": 200, "progress": False, **short}
+        draws = isosgd.sample(target, (x, x[:, :1]), method=name, **given).draws
+    assert list(draws) == ["2.weight", "2.bias"]
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert not torch.equal(draws["2.weight"][0, -1], before["2.weight"])
 
 
 # ------------------------------------------------------------------------------------------------ cycles

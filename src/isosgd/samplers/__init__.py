@@ -3,7 +3,7 @@
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import layer_groups
 from isosgd.samplers.isgd import ISGD, PRESETS
-from isosgd.samplers.registry import REGISTRY, Method, methods
+from isosgd.samplers.registry import REGISTRY, Method
 from isosgd.samplers.sghmc import SGHMC
 from isosgd.samplers.sgld import SGLD
 from isosgd.samplers.structure import Layer, Single, Structure
@@ -25,5 +25,4 @@ __all__ = [
     "Single",
     "Structure",
     "layer_groups",
-    "methods",
 ]

@@ -207,8 +207,10 @@ class Sampler(NoiseFollower):
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
+    # Not compiled: a step is host work and random numbers, with buffers that change places.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
-    def step(  # type: ignore[override]
+    def step(
         self, closure: Callable[[], Tensor] | None = None, *, noise: Sequence[Tensor] | None = None
     ) -> Tensor | None:
         """One step of the chain.

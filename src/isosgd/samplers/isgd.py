@@ -429,7 +429,7 @@ class ISGD(Sampler):
         self, closure: Callable[[], Tensor] | None = None, *, noise: Sequence[Tensor] | None = None
     ) -> Tensor | None:
         was_warming = self.warming
-        loss = super().step(closure, noise=noise)
+        loss: Tensor | None = super().step(closure, noise=noise)
         if was_warming and not self.warming:
             self.freeze()
             self.refresh()  # from training or estimating to sampling

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any
 
 from isosgd.samplers.adaptive_sghmc import AdaptiveSGHMC
-from isosgd.samplers.base import Sampler
 from isosgd.samplers.cyclical import CSGHMC, CSGLD
 from isosgd.samplers.full_sgfs import FullSGFS
 from isosgd.samplers.isgd import ISGD
@@ -31,15 +30,15 @@ class Method:
     """A method that can be asked for by name.
 
     Attributes:
-        kind: the class.
-        family: ``langevin`` (Theorem 1), ``hamiltonian`` (Theorem 2), or what others call theirs.
+        kind: the class, with what it ``targets``.
+        family: ``langevin`` (Theorem 1), ``hamiltonian`` (Theorem 2), or ``baseline``.
         paper: where it comes from.
         departures: where our code departs from it, in a line; the docstring of ``kind`` says more.
         options: settings that differ from the defaults of ``kind``.
         fixed: settings of its bases that it decides itself.
     """
 
-    kind: type[Sampler]
+    kind: type[Any]
     family: str
     paper: str
     departures: str
@@ -49,18 +48,35 @@ class Method:
     @property
     def targets(self) -> str:
         """The density it draws from, and the condition."""
-        return self.kind.targets
+        return str(self.kind.targets)
 
     @property
     def settings(self) -> dict[str, Any]:
         """Names and defaults of all that can be set, its own first."""
         found: dict[str, Any] = {}
         for kind in self.kind.__mro__:
-            if "__init__" in vars(kind) and issubclass(kind, Sampler):
-                for name, parameter in inspect.signature(kind.__init__).parameters.items():
+            if "__init__" in vars(kind) and hasattr(kind, "targets"):
+                for name, parameter in inspect.signature(vars(kind)["__init__"]).parameters.items():
                     if parameter.kind is parameter.KEYWORD_ONLY and name not in NOT_SETTINGS | self.fixed:
                         found.setdefault(name, parameter.default)
         return {**found, **self.options}
+
+    def row(self, name: str) -> dict[str, Any]:
+        """All that is known of it, for a table.
+
+        Example:
+            >>> psgld = REGISTRY["psgld"].row("psgld")
+            >>> psgld["family"], psgld["settings"]["alpha"]
+            ('langevin', 0.99)
+        """
+        return {
+            "name": name,
+            "family": self.family,
+            "paper": self.paper,
+            "targets": self.targets,
+            "departures": self.departures,
+            "settings": self.settings,
+        }
 
 
 REGISTRY: Mapping[str, Method] = MappingProxyType(
@@ -126,25 +142,3 @@ REGISTRY: Mapping[str, Method] = MappingProxyType(
         ),
     }
 )  # fmt: skip
-
-
-def methods() -> list[dict[str, Any]]:
-    """Every method with its family, what it targets, where it departs from its paper, and its settings and defaults.
-
-    Example:
-        >>> psgld = next(row for row in methods() if row["name"] == "psgld")
-        >>> settings = psgld["settings"]
-        >>> psgld["family"], settings["alpha"]
-        ('langevin', 0.99)
-    """
-    return [
-        {
-            "name": name,
-            "family": method.family,
-            "paper": method.paper,
-            "targets": method.targets,
-            "departures": method.departures,
-            "settings": method.settings,
-        }
-        for name, method in REGISTRY.items()
-    ]

@@ -1,0 +1,72 @@
+"""Deep ensembles (Lakshminarayanan, Pritzel, Blundell 2017): networks trained from starts of their own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from isosgd.baselines.base import Baseline, Plan, Start, Training, module_of
+from isosgd.potential import Params, Target
+
+
+class Ensemble(Baseline):
+    """Networks trained one by one: every draw is a training of its own.
+
+    Targets no posterior: each draw is a mode, the prior included, and how often a mode comes up is the optimizer's
+    affair. Where there is one mode only, as in a convex problem, all members agree, up to what is left of SGD's noise,
+    however little the data say.
+
+    Departures from the paper: Adam's rate falls along a cosine; no adversarial examples; the noise scale of a
+    regression is what the target says it is. Layers that can (``reset_parameters``) are given new first weights, other
+    tensors have their entries shuffled; a target that is no module starts where it always does, so that only the
+    minibatches differ: pass ``init=``, a function from the number of a member to start values, for starts of your own.
+
+    Args:
+        train_lr: the highest rate of Adam.
+    """
+
+    targets = "modes, one for each training"
+
+    def members(self, draws: int) -> int:
+        return draws
+
+    def starts(self, target: Target, seed: int) -> Start | None:
+        module = module_of(target)
+        if module is None:
+            return None
+        names = {name for name, _ in module.named_parameters()}
+        return _Fresh(module, {name: x for name, x in target.initial().items() if name in names}, seed)
+
+    def run(self, training: Training, plan: Plan) -> list[Params]:
+        training.train(plan.training, self.train_lr)
+        return [training.chains.natural()]
+
+
+class _Fresh:
+    """First weights of each member, the same again for the same number."""
+
+    def __init__(self, module: nn.Module, values: Params, seed: int) -> None:
+        self._module, self._seed = copy.deepcopy(module), seed
+        self._first = {name: x.detach() for name, x in values.items()}
+
+    def __call__(self, member: int) -> Params:
+        word = int(np.random.SeedSequence((self._seed, member)).generate_state(1, np.uint32)[0])
+        devices = {p.device for p in self._first.values() if p.device.type == "cuda"}
+        with torch.random.fork_rng(devices=list(devices)), torch.no_grad():
+            torch.manual_seed(word)
+            found = {name: _shuffled(value) for name, value in self._first.items()}
+            for prefix, layer in self._module.named_modules():
+                reset: Callable[[], None] | None = getattr(layer, "reset_parameters", None)
+                if callable(reset) and any(True for _ in layer.parameters(recurse=False)):
+                    reset()
+                    own = layer.named_parameters(prefix, recurse=False)
+                    found.update({name: p.detach().clone() for name, p in own if name in found})
+        return found
+
+
+def _shuffled(x: Tensor) -> Tensor:
+    return x.flatten()[torch.randperm(x.numel(), device=x.device)].view_as(x)
