@@ -216,9 +216,7 @@ def looped(posterior, chain, one):
     return mean, variance
 
 
-@pytest.mark.parametrize("chunk", [1, uci.CHUNK], ids=["one at a time", "all at once"])
-def test_predictions_agree_with_a_plain_loop(root, posterior, chunk, monkeypatch):
-    monkeypatch.setattr(uci, "CHUNK", chunk)
+def test_predictions_agree_with_a_plain_loop(root, posterior):
     one = uci.Scaled(read("mine", root), 0)
     mean, variance = uci.predictions(posterior, [1, 0], one)
     assert mean.shape == variance.shape == (2, 6, ROWS - TRAIN)

@@ -1,6 +1,22 @@
-"""Whether to believe the draws: R-hat, effective numbers of draws, Monte-Carlo errors."""
+"""Whether to believe the draws: convergence of predictions, the temperature meter, and the verdict in words."""
 
 from isosgd.diagnostics.convergence import Convergence, Summary, summarise
+from isosgd.diagnostics.logging import Log
+from isosgd.diagnostics.meter import Reading
+from isosgd.diagnostics.summary import PosteriorSummary, SummaryRow
 from isosgd.diagnostics.traces import ess, integrated_time, rhat
+from isosgd.diagnostics.verdict import Verdict
 
-__all__ = ["Convergence", "Summary", "ess", "integrated_time", "rhat", "summarise"]
+__all__ = [
+    "Convergence",
+    "Log",
+    "PosteriorSummary",
+    "Reading",
+    "Summary",
+    "SummaryRow",
+    "Verdict",
+    "ess",
+    "integrated_time",
+    "rhat",
+    "summarise",
+]

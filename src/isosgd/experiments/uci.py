@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from isosgd import DataSets, Posterior, Target, priors, sample
 from isosgd.data.uci import UCISet
@@ -30,7 +29,6 @@ from isosgd.models import mlp
 
 HIDDEN = 50
 TRACED = 64  # held-out predictions whose R-hat is taken
-CHUNK = 1 << 22  # numbers of a hidden layer at once, when predicting
 
 
 @dataclass(frozen=True)
@@ -195,14 +193,10 @@ def fresh_start(target: Target, features: int, hidden: int, seed: int, chain: in
 @torch.no_grad()
 def predictions(posterior: Posterior, chains: Sequence[int], one: Scaled) -> tuple[Tensor, Tensor]:
     """Mean and variance of the held-out targets, in their units, for each draw: ``[chains, draws, n]``."""
-    free = posterior.target.unconstrain({name: x[list(chains)] for name, x in posterior.draws.items()})
-    lead = next(iter(free.values())).shape[:2]
-    flat = {name: x.flatten(0, 1) for name, x in free.items()}
-    at_once = max(1, CHUNK // (len(one.x) * HIDDEN))
-    found = vmap(lambda p: posterior.target.predictive(p, one.x), chunk_size=at_once)(flat)
-    mean = found["mean"].squeeze(-1).double() * one.scale + one.mean
-    variance = found["variance"].squeeze(-1).double().expand_as(mean) * one.scale**2
-    return mean.unflatten(0, lead), variance.unflatten(0, lead)
+    found = posterior.select(chains=chains).predict(one.x, return_draws=True)
+    assert found.draws is not None and found.draw_variances is not None  # asked for, and the likelihood is Gaussian
+    mean = found.draws.squeeze(-1).double() * one.scale + one.mean
+    return mean, found.draw_variances.squeeze(-1).double().expand_as(mean) * one.scale**2
 
 
 def measure(posterior: Posterior, one: Scaled, chains: Sequence[int], seconds: float) -> Split:

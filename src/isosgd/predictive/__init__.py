@@ -1,5 +1,6 @@
-"""Predictions from draws."""
+"""Draws, what they predict, and whether to believe them."""
 
-from isosgd.predictive.posterior import Posterior, Prediction
+from isosgd.predictive.posterior import Posterior
+from isosgd.predictive.prediction import Prediction, central
 
-__all__ = ["Posterior", "Prediction"]
+__all__ = ["Posterior", "Prediction", "central"]

@@ -1,0 +1,77 @@
+"""Loss and rates of a run as it goes, for TensorBoard."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from isosgd.diagnostics.traces import as_array
+
+
+class Log:
+    """Writes what TensorBoard shows: ``tensorboard --logdir FOLDER``, by ``pip install "isosgd[tensorboard]"``.
+
+    The folder is made at the first entry.
+
+    Args:
+        folder: where its files go.
+
+    Raises:
+        ImportError: tensorboard is not installed.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._make = _writer_class()
+        self._writer: Any = None
+
+    def step(self, step: int, loss: Any, rates: Mapping[str, Any] | None = None, first_chain: int = 0) -> None:
+        """Note where chains are.
+
+        Args:
+            step: gradients of each chain so far.
+            loss: of the minibatch, a number or one for each chain.
+            rates: learning rate of each layer, a number or one for each chain; the mean over chains is noted.
+            first_chain: number of the first of these chains.
+        """
+        for k, value in enumerate(as_array(loss).reshape(-1).tolist()):
+            self._scalar(f"loss/chain {first_chain + k}", value, step)
+        for layer, rate in (rates or {}).items():
+            self._scalar(f"rate/{layer}", float(as_array(rate).mean()), step)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Note numbers by name, such as scores on held-out data."""
+        for name, value in values.items():
+            self._scalar(name, float(value), step)
+
+    def close(self) -> None:
+        """Write what is left; a later entry opens the folder again."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _scalar(self, name: str, value: float, step: int) -> None:
+        if not math.isfinite(value):  # of a chain that was given up
+            return
+        if self._writer is None:
+            self._writer = self._make(str(self.folder))
+        self._writer.add_scalar(name, value, step)
+
+
+def _writer_class() -> Any:
+    try:
+        return importlib.import_module("torch.utils.tensorboard").SummaryWriter
+    except ImportError as error:
+        raise ImportError('logging for TensorBoard needs it: pip install "isosgd[tensorboard]"') from error

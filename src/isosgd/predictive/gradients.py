@@ -1,0 +1,162 @@
+"""Gradients of the potential at draws: of all data where that is affordable, of fresh examples where not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import grad
+
+from isosgd.potential import Params
+from isosgd.predictive.mapped import Mapped, at_once, rows_of
+
+if TYPE_CHECKING:
+    from isosgd.predictive.posterior import Posterior
+
+CHUNK = 2048  # examples worked on at once
+AFFORDABLE = 1e11  # parameters x examples x draws: a minute or so on a core
+LEAST_ROWS = 64
+HELD = 1 << 21  # entries of gradients, and as many of draws, at once
+
+
+class DrawGradients:
+    """``grad f`` at each draw in free parameters, f being the negative log joint density.
+
+    Args:
+        posterior: the draws.
+        data: all training data: tensors or batches.
+        rows: examples in each gradient; all of them, or as many as are affordable, when None.
+        seed: of the examples.
+
+    Attributes:
+        sizes: number of entries of each parameter.
+        example: one draw, in free parameters.
+        rows: examples in each gradient.
+    """
+
+    def __init__(self, posterior: Posterior, data: Any, rows: int | None, seed: int) -> None:
+        self.posterior, self.view = posterior, posterior.view
+        self.target = self.view.target
+        self.tensors = _tensors(data)
+        self.data = data if self.tensors is None else self.tensors
+        self.num_data = self._num_data()
+        self.example = self.target.unconstrain(posterior.draw(0, 0))
+        self.sizes = {name: x.numel() for name, x in self.example.items()}
+        total = sum(self.sizes.values())
+        most = int(AFFORDABLE / (total * len(posterior)))
+        self.rows = min(self.num_data, max(LEAST_ROWS, most)) if rows is None else rows
+        if isinstance(self.rows, bool) or not 1 <= self.rows <= self.num_data:
+            raise ValueError(f"rows = {rows!r} must lie between 1 and the {self.num_data} examples")
+        self._generator = torch.Generator().manual_seed(seed)
+        self._full = self.rows == self.num_data
+        # Fresh examples are each draw's own; all data, and batches of a loader, are shared by the draws of a block.
+        shared = self._full or self.tensors is None
+        self._mapped = Mapped(self._one, (0, None if shared else 0))
+        self._scores = Mapped(self.target.prior_score, ())
+        self._batches: Iterator[Any] = iter(())
+
+    def _num_data(self) -> int:
+        """N as it was when sampling."""
+        said = self.posterior.info.get("num_data")
+        return int(said) if said else self.target.resolve_num_data(self.data)
+
+    def free_blocks(self) -> Iterator[tuple[int, Tensor]]:
+        """Number of the first draw of a block, and free parameters ``[block, d]``."""
+        first = 0
+        for block in self.posterior.blocks(None):
+            free = self.target.unconstrain({name: block[name] for name in self.sizes})
+            yield first, self._flat(free)
+            first += len(next(iter(block.values())))
+
+    def blocks(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """The same with gradients ``[block, d]``, both on the CPU."""
+        size = at_once([tuple(x.shape) for x in self.example.values()], self._few())
+        size = max(1, min(size, HELD // sum(self.sizes.values())))
+        first = 0
+        for block in self.posterior.blocks(self._few(), size):
+            natural = {name: block[name] for name in self.sizes}
+            buffers = {name: x for name, x in block.items() if name not in natural}
+            free = self.target.unconstrain(natural)
+            count = len(next(iter(free.values())))
+            total: Params = {name: torch.zeros_like(x) for name, x in free.items()}
+            examples = 0
+            for batch, rows in self._parts(count):
+                found = self._mapped(free, buffers, batch)
+                assert isinstance(found, dict)
+                total = {name: total[name] + found[name] for name in total}
+                examples += rows
+            scores = self._scores(free)
+            assert isinstance(scores, dict)
+            scale = self.num_data / examples
+            slope = {name: total[name] * scale - scores[name] for name in total}
+            yield first, self._flat(free), self._flat(slope)
+            first += count
+
+    def _one(self, free: Params, buffers: Params, batch: Any) -> Params:
+        """Gradient of the negative log likelihood of a batch, summed over examples, at one draw."""
+
+        def loss(leaves: Params) -> Tensor:
+            return -self.view.log_likelihood(self.target.constrain(leaves) | buffers, batch).sum()
+
+        if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in free.values()):
+            found: Params = grad(loss)(free)
+            return found
+        leaves = {name: x.detach().requires_grad_() for name, x in free.items()}
+        with torch.enable_grad():
+            value = loss(leaves)
+            if not value.requires_grad:
+                return {name: torch.zeros_like(x) for name, x in free.items()}
+            parts = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
+        return dict(zip(free, parts, strict=True))
+
+    def _parts(self, draws: int) -> Iterator[tuple[Any, int]]:
+        """Batches for some draws, and the examples in each."""
+        if self.tensors is None:
+            yield from self._loaded()
+        elif self._full:
+            for first in range(0, len(self.tensors[0]), CHUNK):
+                part = tuple(t[first : first + CHUNK] for t in self.tensors)
+                yield part, len(part[0])
+        else:
+            for first in range(0, self.rows, CHUNK):
+                rows = min(CHUNK, self.rows - first)
+                index = torch.randint(len(self.tensors[0]), (draws, rows), generator=self._generator)
+                yield tuple(t[index.to(t.device)] for t in self.tensors), rows
+
+    def _loaded(self) -> Iterator[tuple[Any, int]]:
+        """Batches of a loader: all of them, or as many as are affordable, going on where the last block ended."""
+        if self._full:
+            self._batches = iter(self.data)
+        seen, started = 0, False
+        while seen < self.rows:
+            batch = next(self._batches, None)
+            if batch is None:
+                if seen and self._full:
+                    return
+                if started:
+                    raise ValueError("data yields no batches: it is empty, or an iterator gone through already")
+                self._batches, started = iter(self.data), True
+                continue
+            rows = rows_of(batch) or 1
+            seen, started = seen + rows, False
+            yield batch, rows
+
+    def _few(self) -> Any:
+        """Examples like those that a draw is evaluated with at once."""
+        if self.tensors is not None:
+            return tuple(t[: min(CHUNK, self.rows)] for t in self.tensors)
+        return next(iter(self.data), None)
+
+    def _flat(self, params: Params) -> Tensor:
+        return torch.cat([x.detach().reshape(len(x), -1).cpu() for x in (params[name] for name in self.sizes)], 1)
+
+
+def _tensors(data: Any) -> tuple[Tensor, ...] | None:
+    """The tensors that data consist of, or None when they come in batches."""
+    items = (data,) if isinstance(data, Tensor | np.ndarray) else data
+    if isinstance(items, tuple) and items and all(isinstance(x, Tensor | np.ndarray) for x in items):
+        return tuple(torch.as_tensor(x) for x in items)
+    return None
