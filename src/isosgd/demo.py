@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from isosgd import __version__
+from isosgd import Target, __version__, priors, sample
 from isosgd.experiments.demo_figures import draw_digits, draw_toy
 from isosgd.experiments.demo_jobs import ISGD, MAP, QUICK, Found, Sizes, diabetes_job, digits_job, toy_job
-from isosgd.experiments.toy import Toy, compare
+from isosgd.experiments.toy import NOISE_VARIANCE, NUM_FEATURES, Toy, compare, features
+from isosgd.report import Subject, report_html
 
 METHODS = {"isgd": "I-SGD", "sgld": "SGLD", "vsgd": "V-SGD", "sghmc": "SGHMC"}
 EXTRAS = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
@@ -85,6 +86,7 @@ def run(out: Path, *, seed: int = 0, quick: bool = False, jobs: int = 2, say: Ca
         digits = pool.submit(run_job, digits_job, seed, sizes)
         toys = {method: pool.submit(run_job, toy_job, method, seed, sizes) for method in METHODS}
         diabetes = pool.submit(run_job, diabetes_job, seed, sizes)
+        page = pool.submit(run_job, report_job, seed, sizes)
 
         say("1. A posterior known exactly: 200 data, 20 weights, minibatches of 32. No rate is given to any method.")
         toy = {method: future.result() for method, future in toys.items()}
@@ -110,6 +112,7 @@ def run(out: Path, *, seed: int = 0, quick: bool = False, jobs: int = 2, say: Ca
     labels = {METHODS[m]: (results["toy"][m], found.arrays) for m, found in toy.items()}
     draw_toy(labels, out / "toy.png")
     draw_digits(digits.result().arrays, out / "digits.png", hide=MAP)
+    (out / "report.html").write_text(page.result().arrays["html"], encoding="utf-8")
     results["seconds"] = round(time.monotonic() - started, 1)
     (out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     say(f"\nDone in {results['seconds']:.0f} s. Written: " + ", ".join(str(p) for p in written(out)))
@@ -118,7 +121,45 @@ def run(out: Path, *, seed: int = 0, quick: bool = False, jobs: int = 2, say: Ca
 
 def written(out: Path) -> list[Path]:
     """The files that a run leaves in its folder."""
-    return [out / name for name in ("toy.png", "digits.png", "results.json")]
+    return [out / name for name in ("toy.png", "digits.png", "report.html", "results.json")]
+
+
+def report_job(seed: int, sizes: Sizes) -> Found:
+    """Sample the toy once more, with four chains, and write a report of the draws."""
+    toy, other, chains = Toy.make(seed), Toy.make(seed + 1), 4
+
+    def log_likelihood(params: Any, batch: Any) -> torch.Tensor:
+        residual = batch[1] - features(batch[0]) @ params["w"]
+        found: torch.Tensor = -0.5 * residual.square() / NOISE_VARIANCE
+        return found
+
+    def predict(params: Any, x: torch.Tensor) -> Any:
+        mean = features(x) @ params["w"]
+        return {"mean": mean, "variance": torch.full_like(mean, NOISE_VARIANCE)}
+
+    target = Target(log_likelihood, priors.Normal(1.0), init={"w": torch.zeros(NUM_FEATURES)}, predict=predict)
+    data = toy.x.float(), toy.data[1]
+    new = features(other.x) @ toy.weights + NOISE_VARIANCE**0.5 * torch.randn(len(other.x), dtype=torch.float64)
+    length = sizes.toy
+    posterior = sample(
+        target,
+        data,
+        chains=chains,
+        draws=max(length.draws // chains, 20),
+        keep_every=length.keep_every,
+        warmup=length.warmup,
+        batch_size=32,
+        seed=seed,
+        progress=False,
+    )
+    subject = Subject(
+        "A regression whose posterior is known exactly",
+        inputs=["x"],
+        network="a curve, y = w · cos(ωx − π/4) + noise, ω = 1 to 20,",
+        commands=["isosgd demo" if seed == 0 else f"isosgd demo --seed {seed}"],
+    )
+    html = report_html(posterior, data=data, heldout=(other.x.float(), new.float()), subject=subject)
+    return Found({}, {"html": html})
 
 
 def _toy_table(toy: dict[str, dict[str, Any]]) -> str:

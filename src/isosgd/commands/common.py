@@ -1,0 +1,113 @@
+"""What commands share: where words go, strict JSON, warnings as plain lines, threads and device."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from isosgd.errors import SamplingWarning
+
+STOPPED = 130  # what a shell says of a program that Ctrl-C ended
+
+
+def add_json(parser: argparse.ArgumentParser, what: str) -> None:
+    """``--json``: results on standard output as JSON, words on standard error."""
+    parser.add_argument("--json", action="store_true", help=f"print {what} as JSON; all other words go to stderr")
+
+
+def add_machine(parser: argparse.ArgumentParser, threads: int | None = None) -> None:
+    """``--device`` and ``--threads``, with how many threads to take by default."""
+    parser.add_argument("--device", help="where to sample (default: the CPU)")
+    usual = "as torch chooses" if threads is None else threads
+    parser.add_argument("--threads", type=int, default=threads, help=f"threads of torch (default: {usual})")
+
+
+def say(args: argparse.Namespace, *lines: str) -> None:
+    """Words for people: on standard output, or on standard error where that is taken by JSON or CSV."""
+    quiet = getattr(args, "json", False) or getattr(args, "to_stdout", False)
+    for line in lines:
+        print(line, file=sys.stderr if quiet else sys.stdout, flush=True)
+
+
+def print_json(value: Any) -> None:
+    """Strict JSON: what is not a finite number is null.
+
+    Example:
+        >>> print_json({"rhat": float("nan"), "draws": 4})
+        {
+         "rhat": null,
+         "draws": 4
+        }
+    """
+    print(json.dumps(plain(value), indent=1, allow_nan=False), flush=True)
+
+
+def plain(value: Any) -> Any:
+    """Values that strict JSON holds; of others their text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, str | int | bool | None) else str(value)
+
+
+def use_machine(threads: int | None, device: str | None) -> None:
+    """Set the number of threads and see that the device is there, before anything is read."""
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"--threads {threads} must be at least 1")
+        torch.set_num_threads(threads)
+    if device is not None:
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch raises each of them
+            raise ValueError(f"--device {device} cannot be used: {str(error).splitlines()[0]}") from error
+
+
+def check_method(name: str) -> None:
+    """Refuse a method that `isosgd.sample` does not know, before anything is read or written."""
+    from isosgd import methods
+
+    known = [row["name"] for row in methods()]
+    if name not in known:
+        raise ValueError(f"--method {name} is not known; choose one of {', '.join(known)}")
+
+
+@contextmanager
+def gathered_warnings() -> Iterator[list[str]]:
+    """Gather what the sampler warns of, as sentences; other warnings pass as they are."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", SamplingWarning)
+        try:
+            yield found
+        finally:
+            ours = [w for w in caught if issubclass(w.category, SamplingWarning)]
+            found += dict.fromkeys(str(w.message) for w in ours)
+    for other in caught:
+        if other not in ours:
+            warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
+
+
+def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    r"""Lines of a table, the first column flush left.
+
+    Example:
+        >>> print("\n".join(columns(["name", "R-hat"], [["mu", "1.01"]])))
+        name  R-hat
+        mu     1.01
+    """
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    pads = [str.ljust] + [str.rjust] * (len(head) - 1)
+    lines = ["  ".join(p(c, w) for p, c, w in zip(pads, row, widths, strict=True)) for row in (head, *rows)]
+    return [line.rstrip() for line in lines]

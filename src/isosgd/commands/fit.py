@@ -1,0 +1,219 @@
+"""Sample the posterior of a network on a CSV or Parquet table."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from isosgd.commands.common import (
+    STOPPED,
+    add_json,
+    add_machine,
+    check_method,
+    gathered_warnings,
+    print_json,
+    say,
+    use_machine,
+)
+
+WARMUP, KEEP_EVERY = 5_000, 50  # steps at effort 1: about a minute on two cores
+LEAST_ROWS = 20
+USUAL = {"task": None, "holdout": 0.1, "chains": 4, "draws": 100, "hidden": 50, "method": "isgd", "seed": 0}
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the arguments of this command."""
+    parser.description = (
+        "Sample the posterior of a network with one hidden layer on a table. Numbers are standardised, categories "
+        "become indicators, missing values are filled and marked, dates become days; nothing needs to be tuned. A "
+        "tenth of the rows is held out, so that the report can say how good the predictions are. RUN then holds "
+        "the draws, the rules by which columns were read, the rows in standard units, and report.html."
+    )
+    parser.epilog = "example: isosgd fit houses.csv --target price --out runs/houses"
+    parser.add_argument("table", metavar="TABLE", type=Path, help="CSV or Parquet file")
+    parser.add_argument("--target", required=True, metavar="COLUMN", help="the column to predict")
+    parser.add_argument("--out", metavar="RUN", type=Path, help="folder of the run (default: runs/TABLE-COLUMN)")
+    parser.add_argument(
+        "--task", choices=("regression", "classification"),
+        help="what COLUMN is (default: numbers are regressed on; text, and at most 10 whole numbers, are classes)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--holdout", type=float, default=USUAL["holdout"], metavar="SHARE",
+        help="share of the rows that is held out for the report; 0 for none (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--effort", type=float, default=1.0, help="times the usual number of steps (%(default)g)")
+    parser.add_argument("--chains", type=int, default=USUAL["chains"], help="(%(default)s)")
+    parser.add_argument("--draws", type=int, default=USUAL["draws"], help="of each chain (%(default)s)")
+    parser.add_argument("--hidden", type=int, default=USUAL["hidden"], help="units of the hidden layer (%(default)s)")
+    parser.add_argument("--method", default=USUAL["method"], help="one of `isosgd methods` (%(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=USUAL["seed"], help="of the held-out rows and of the chains (%(default)s)"
+    )
+    parser.add_argument("--no-report", dest="report", action="store_false", help="do not write report.html")
+    add_machine(parser, threads=1)  # so small a network gains nothing from more
+    add_json(parser, "scores and verdict")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read the table, sample, judge, report."""
+    import isosgd
+    from isosgd.commands.network import Network
+    from isosgd.commands.runs import save_tabular
+
+    _check(args)
+    use_machine(args.threads, args.device)
+    folder = args.out or Path("runs") / f"{args.table.stem}-{args.target}".replace("/", "-").replace(" ", "-")
+    table, train, heldout, counts = _read(args)
+    network = Network(len(table.inputs), len(table.classes) or 1, args.hidden, args.seed)
+    found = save_tabular(
+        folder, table, network, train, heldout, source=args.table.name, command=args.line, longer=_longer(args, folder)
+    )
+    say(args, f"{counts['rows']:,} rows: {counts['train']:,} to train on, {counts['heldout']:,} held out" + (
+        f", {counts['dropped']:,} without a target left aside" if counts["dropped"] else ""
+    ))  # fmt: skip
+    say(args, *(f"  {line}" for line in table.describe()))
+    say(args, f"sampling {args.chains} chains into {folder} (Ctrl-C keeps what has been drawn)")
+    try:
+        with gathered_warnings() as warned:
+            isosgd.sample(
+                found.target,
+                found.data,
+                init=found.init,
+                method=args.method,
+                draws=args.draws,
+                chains=args.chains,
+                warmup=math.ceil(WARMUP * args.effort),
+                keep_every=math.ceil(KEEP_EVERY * args.effort),
+                seed=args.seed,
+                device=args.device,
+                store=folder,
+            )
+    except KeyboardInterrupt:
+        stopped(args, folder)
+        return STOPPED
+    finish(args, found, warned, counts)
+    return 0
+
+
+def finish(args: argparse.Namespace, found: Any, warned: list[str], counts: dict[str, int] | None = None) -> None:
+    """Say how good the draws are, and write the report."""
+    from isosgd.commands.judgement import scores_of, verdict_of
+
+    posterior = found.posterior()
+    scores = scores_of(found, posterior)
+    verdict = verdict_of(found, posterior)
+    page = found.report() if getattr(args, "report", True) else None
+    if args.json:
+        print_json({
+            "run": found.folder,
+            "report": page,
+            "counts": counts,
+            "what_was_done": found.table.describe() if found.table is not None else [],
+            "draws": posterior.num_draws,
+            "chains": posterior.num_chains,
+            "seconds": posterior.info.get("seconds"),
+            "scores": scores,
+            "verdict": verdict.as_dict() if verdict is not None else None,
+            "warnings": warned,
+        })  # fmt: skip
+        return
+    seconds = posterior.info.get("seconds")
+    say(args, f"{len(posterior):,} draws" + (f" in {seconds:.0f} s" if seconds else ""))
+    if scores:
+        words = "held-out rows" if found.heldout is not None else "training rows (no rows were held out)"
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in scores.items() if isinstance(value, float))
+        say(args, f"{words}: {shown}")
+    if verdict is not None:
+        say(args, found.subject.named(str(verdict)))
+        if found.subject.longer and verdict.words == "run longer":
+            say(args, f"to run longer: {found.subject.longer}")
+    if page is not None:
+        say(args, f"report: {page}")
+    if found.table is not None:
+        say(args, f"next: isosgd predict {found.folder} NEW.csv")
+
+
+def stopped(args: argparse.Namespace, folder: Path) -> None:
+    """Say what is kept after Ctrl-C."""
+    import sys
+
+    import isosgd
+
+    try:
+        kept = isosgd.load(folder)
+        words = f"{kept.num_draws} draws of {kept.num_chains} chains are kept"
+    except ValueError:
+        words = "nothing had been drawn yet"
+    print(f"\nstopped; {words}. Go on with: isosgd resume {folder}", file=sys.stderr)
+
+
+def _longer(args: argparse.Namespace, folder: Path) -> str:
+    """The command of the same run with four times the effort, into another folder."""
+    words = ["isosgd", "fit", str(args.table), "--target", args.target]
+    for name, usual in USUAL.items():
+        if (value := getattr(args, name)) != usual:
+            words += [f"--{name}", str(value)]
+    return shlex.join([*words, "--effort", f"{4 * args.effort:g}", "--out", f"{folder}-longer"])
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not 0 <= args.holdout < 1:
+        raise ValueError(f"--holdout {args.holdout:g} must be at least 0 and below 1")
+    if not (math.isfinite(args.effort) and args.effort > 0):
+        raise ValueError(f"--effort {args.effort:g} must be positive")
+    for name in ("chains", "draws", "hidden"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
+    check_method(args.method)
+    if args.seed < 0:
+        raise ValueError(f"--seed {args.seed} must not be negative")
+
+
+def _read(args: argparse.Namespace) -> Any:
+    """The table's rules, training and held-out tensors, and counts of rows."""
+    import numpy as np
+
+    from isosgd.data.columns import read_columns
+    from isosgd.data.tables import learn_table
+
+    columns = read_columns(args.table)
+    whole = learn_table(columns, args.target, args.task)  # for the task, and which rows have a target
+    y, there = whole.encode_target(columns)
+    rows = np.flatnonzero(there)
+    if len(rows) < LEAST_ROWS:
+        raise ValueError(f"{len(rows)} rows of {args.table} have a target; {LEAST_ROWS} at least are needed")
+    out = _heldout(y.numpy(), args.holdout, bool(whole.classes), np.random.default_rng(args.seed))
+    parts = []
+    table = None
+    for chosen in (rows[~out], rows[out]):
+        part = {name: [values[k] for k in chosen] for name, values in columns.items()}
+        # Everything is learnt from the rows that are trained on; only what there is to predict is known before.
+        if table is None:
+            table = learn_table(part, args.target, whole.task)
+            told = [remark for remark in whole.remarks if repr(args.target) in remark and remark not in table.remarks]
+            table = replace(table, remarks=(*told, *table.remarks))
+        x, _ = table.encode(part)
+        parts.append((x, table.encode_target(part)[0]))
+    counts = {
+        "rows": len(there),
+        "train": len(parts[0][0]),
+        "heldout": len(parts[1][0]),
+        "dropped": int((~there).sum()),
+    }
+    return table, parts[0], parts[1] if out.any() else None, counts
+
+
+def _heldout(y: Any, share: float, classes: bool, rng: Any) -> Any:
+    """Which rows to hold out: so many of each class, of every class at most all but one."""
+    import numpy as np
+
+    out = np.zeros(len(y), bool)
+    groups = [np.flatnonzero(y == k) for k in np.unique(y)] if classes else [np.arange(len(y))]
+    for group in groups:
+        count = min(round(share * len(group)), len(group) - 1)
+        out[rng.permutation(group)[:count]] = True
+    return out

@@ -1,0 +1,72 @@
+"""The network that ``isosgd fit`` samples: one hidden layer, noise and prior scales sampled too.
+
+It is the model of the UCI experiment: nothing in it depends on the table but the numbers of inputs and outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from isosgd import Target, priors
+from isosgd.models import mlp
+
+
+@dataclass(frozen=True)
+class Network:
+    """What is needed to make the target again.
+
+    Attributes:
+        inputs: of the network.
+        outputs: 1 for a regression, else the number of classes.
+        hidden: units of the hidden layer.
+        seed: of the weights that chains start at.
+    """
+
+    inputs: int
+    outputs: int
+    hidden: int = 50
+    seed: int = 0
+
+    @classmethod
+    def from_dict(cls, given: Any) -> Network:
+        """From what `as_dict` gave; anything else is refused."""
+        if not isinstance(given, Mapping) or set(given) != set(cls.__dataclass_fields__):
+            raise ValueError(f"a network is described by {', '.join(cls.__dataclass_fields__)}; got {given!r:.80}")
+        for name, value in given.items():
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31:
+                raise ValueError(f"the network's {name} is {value!r:.40}")
+        return cls(**given)
+
+    def as_dict(self) -> dict[str, int]:
+        """Plain values."""
+        return asdict(self)
+
+    def target(self) -> Target:
+        """The posterior of the network."""
+        likelihood = "gaussian" if self.outputs == 1 else "categorical"
+        return Target.from_module(self._made(0), likelihood, priors.HierarchicalNormal())
+
+    def start(self, chain: int) -> dict[str, Tensor]:
+        """Weights of a new network for each chain; everything else starts where the target says."""
+        return {name: p.detach() for name, p in self._made(chain).named_parameters()}
+
+    def describe(self) -> str:
+        """In words."""
+        return f"a network with one hidden layer of {self.hidden} ReLU units"
+
+    def layers(self) -> dict[str, str]:
+        """What to call its layers."""
+        linear = [name for name, part in self._made(0).named_modules() if isinstance(part, nn.Linear)]
+        named = dict(zip(linear, ("hidden layer", "output layer"), strict=True))
+        return {**named, "likelihood.scale": "noise scale", "prior.scale": "prior scales"}
+
+    def _made(self, chain: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(np.random.SeedSequence((self.seed, chain, 1)).generate_state(1)[0]))
+            return mlp(self.inputs, self.hidden, self.outputs)

@@ -1,0 +1,204 @@
+"""Plots as SVG text: small, sharp at any size, and coloured by the page's own style, in dark mode and print too.
+
+Colours are classes (``a`` to ``f`` for series, ``grey``); the page's style sheet says what they look like.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isosgd.report.numbers import Limits, decades, ticks, widened
+
+Array = NDArray[np.float64]
+SERIES = "abcdef"
+CHARACTER = 6.1  # width of a digit of a tick label
+
+
+class Plot:
+    """One pair of axes.
+
+    Args:
+        x: limits of the x axis.
+        y: limits of the y axis.
+        xlabel: what x is.
+        ylabel: what y is.
+        xticks: places and labels, where numbers would not do.
+        yticks: the same for y.
+        log_y: a logarithmic y axis.
+        width: in the units of the drawing, about pixels.
+        height: of the drawing.
+        grid: whether faint lines go across at the ticks of y.
+
+    Example:
+        >>> plot = Plot((0, 1), (0, 10), xlabel="time", ylabel="speed")
+        >>> plot.line([0, 1], [0, 10], "a", label="run 1")
+        >>> text = plot.svg("Speed rises with time.")
+        >>> text.startswith("<svg"), "run 1" in text
+        (True, True)
+    """
+
+    def __init__(
+        self,
+        x: Limits,
+        y: Limits,
+        *,
+        xlabel: str = "",
+        ylabel: str = "",
+        xticks: Sequence[tuple[float, str]] | None = None,
+        yticks: Sequence[tuple[float, str]] | None = None,
+        log_y: bool = False,
+        width: int = 440,
+        height: int = 290,
+        grid: bool = True,
+    ) -> None:
+        self.log_y, self.grid = log_y, grid
+        self.x, self.y = widened(x), widened((math.log10(y[0]), math.log10(y[1])) if log_y else y)
+        self.xlabel, self.ylabel, self.width, self.height = xlabel, ylabel, width, height
+        self.xticks = list(xticks) if xticks is not None else ticks(*self.x, count=width / 75)
+        if yticks is None:
+            yticks = decades(*self.y) if log_y else ticks(*self.y, count=height / 48)
+        self.yticks = list(yticks)
+        self.left = 14 + CHARACTER * max([len(label) for _, label in self.yticks] + [1]) + (16 if ylabel else 0)
+        self.right, self.top, self.bottom = width - 14.0, 12.0, height - (42.0 if xlabel else 26.0)
+        self._parts: list[str] = []
+        self._legend: dict[str, tuple[str, str]] = {}
+
+    # ---------------------------------------------------------------- marks
+
+    def line(self, x: Any, y: Any, colour: str, *, label: str = "", style: str = "") -> None:
+        """A line through points; ``style`` adds classes such as ``thin`` or ``dashed``."""
+        xs, ys = self._places(x, y)
+        if len(xs):
+            points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(xs, ys, strict=True))
+            self._add(f'<polyline class="line {colour} {style}" points="{points}"/>', label, colour, f"line {style}")
+
+    def band(self, x: Any, low: Any, high: Any, colour: str, *, label: str = "", style: str = "") -> None:
+        """The area between two lines."""
+        xs, lows = self._places(x, low)
+        _, highs = self._places(x, high)
+        if len(xs):
+            path = [*zip(xs, lows, strict=True), *zip(xs[::-1], highs[::-1], strict=True)]
+            points = " ".join(f"{a:.1f},{b:.1f}" for a, b in path)
+            self._add(f'<polygon class="band {colour} {style}" points="{points}"/>', label, colour, f"band {style}")
+
+    def dots(self, x: Any, y: Any, colour: str, *, label: str = "", radius: float = 2.6, style: str = "") -> None:
+        """A dot at each point."""
+        xs, ys = self._places(x, y)
+        dots = "".join(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="{radius:g}"/>' for a, b in zip(xs, ys, strict=True))
+        self._add(f'<g class="dot {colour} {style}">{dots}</g>', label, colour, f"dot {style}")
+
+    def rods(self, x: Any, low: Any, high: Any, colour: str, *, label: str = "") -> None:
+        """An upright line from low to high at each x, such as an interval."""
+        xs, lows = self._places(x, low)
+        _, highs = self._places(x, high)
+        path = " ".join(f"M{a:.1f} {b:.1f}V{c:.1f}" for a, b, c in zip(xs, lows, highs, strict=True))
+        self._add(f'<path class="rod {colour}" d="{path}"/>', label, colour, "line")
+
+    def bars(self, edges: Any, heights: Any, colour: str, *, label: str = "", style: str = "") -> None:
+        """A histogram: bars between edges, from zero."""
+        lefts, tops = self._places(np.asarray(edges)[:-1], heights)
+        rights, floor = self._places(
+            np.asarray(edges)[1:], np.full(len(lefts), 0.0 if not self.log_y else 10 ** self.y[0])
+        )
+        parts = "".join(
+            f'<rect x="{a:.1f}" y="{t:.1f}" width="{max(b - a - 1, 0.5):.1f}" height="{max(f - t, 0):.1f}"/>'
+            for a, b, t, f in zip(lefts, rights, tops, floor, strict=True)
+        )
+        self._add(f'<g class="bar {colour} {style}">{parts}</g>', label, colour, f"bar {style}")
+
+    def words(self, x: float, y: float, text: str, *, anchor: str = "start", style: str = "") -> None:
+        """Text at a point."""
+        (a,), (b,) = self._places([x], [y])
+        self._parts.append(_text(a, b, text, style, anchor))
+
+    def cell(self, x: float, y: float, strength: float, text: str) -> None:
+        """A square of size 1 around a point, the more coloured the greater its strength in [0, 1]."""
+        (left, right), (low, high) = self._places([x - 0.5, x + 0.5], [y - 0.5, y + 0.5])
+        box = f'x="{left + 1:.1f}" y="{high + 1:.1f}" width="{right - left - 2:.1f}" height="{low - high - 2:.1f}"'
+        self._parts.append(f'<rect class="cell" {box} rx="3" fill-opacity="{0.06 + 0.84 * strength:.3f}"/>')
+        light = "light" if strength > 0.55 else ""
+        self._parts.append(_text((left + right) / 2, (low + high) / 2 + 4, text, light))
+
+    # ---------------------------------------------------------------- the whole
+
+    def svg(self, alt: str) -> str:
+        """The drawing; ``alt`` says what it shows to those who cannot see it."""
+        rows = self._legend_rows()
+        extra = 20 * len(rows)
+        return (
+            f'<svg viewBox="0 0 {self.width} {self.height + extra}" role="img" aria-label="{escape(alt)}">'
+            f"{''.join(self._legend_text(k, row) for k, row in enumerate(rows))}"
+            f'<g transform="translate(0 {extra})">{self._axes()}{"".join(self._parts)}</g></svg>'
+        )
+
+    def _add(self, part: str, label: str, colour: str, kind: str) -> None:
+        self._parts.append(part)
+        if label:
+            self._legend.setdefault(label, (colour, kind))
+
+    def _places(self, x: Any, y: Any) -> tuple[Array, Array]:
+        xs, ys = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+        if self.log_y:
+            ys = np.log10(np.maximum(ys, 1e-300))
+        # What lies far outside is held at a little beyond the frame, where it is cut off.
+        across = np.clip((xs - self.x[0]) / (self.x[1] - self.x[0]), -0.01, 1.01)
+        up = np.clip((ys - self.y[0]) / (self.y[1] - self.y[0]), -0.02, 1.02)
+        return self.left + across * (self.right - self.left), self.bottom - up * (self.bottom - self.top)
+
+    def _axes(self) -> str:
+        parts = []
+        for value, label in self.yticks:
+            _, (at,) = self._places([self.x[0]], [10**value if self.log_y else value])
+            if self.grid:
+                parts.append(f'<path class="grid" d="M{self.left:.1f} {at:.1f}H{self.right:.1f}"/>')
+            parts.append(_text(self.left - 7, at + 3.8, label, "tick", "end"))
+        for value, label in self.xticks:
+            (at,), _ = self._places([value], [1.0])
+            parts.append(f'<path class="axis" d="M{at:.1f} {self.bottom:.1f}v4"/>')
+            parts.append(_text(at, self.bottom + 17, label, "tick"))
+        parts.append(f'<path class="axis" d="M{self.left:.1f} {self.bottom:.1f}H{self.right:.1f}"/>')
+        if self.xlabel:
+            parts.append(_text((self.left + self.right) / 2, self.height - 6, self.xlabel, "label"))
+        if self.ylabel:
+            middle = (self.top + self.bottom) / 2
+            parts.append(
+                f'<text class="label" transform="translate(12 {middle:.1f}) rotate(-90)" text-anchor="middle">'
+                f"{escape(self.ylabel)}</text>"
+            )
+        return "".join(parts)
+
+    def _legend_rows(self) -> list[list[tuple[str, str, str, float]]]:
+        rows: list[list[tuple[str, str, str, float]]] = []
+        room = self.width
+        place = float(room)
+        for label, (colour, kind) in self._legend.items():
+            wide = 30 + 6.2 * len(label)
+            if place + wide > room:
+                rows.append([])
+                place = 6.0
+            rows[-1].append((label, colour, kind, place))
+            place += wide + 8
+        return rows
+
+    def _legend_text(self, row: int, entries: Iterable[tuple[str, str, str, float]]) -> str:
+        parts, at = [], 20 * row + 10
+        for label, colour, kind, x in entries:
+            if kind.startswith("line"):
+                mark = f'<path class="{kind} {colour}" d="M{x:.1f} {at}h18"/>'
+            elif kind.startswith("dot"):
+                mark = f'<g class="{kind} {colour}"><circle cx="{x + 9:.1f}" cy="{at}" r="3.4"/></g>'
+            else:
+                box = f'x="{x:.1f}" y="{at - 5}" width="18" height="10"'
+                mark = f'<g class="{kind} {colour}"><rect class="{kind} {colour}" {box}/></g>'
+            parts.append(mark + _text(x + 24, at + 4, label, "legend", "start"))
+        return "".join(parts)
+
+
+def _text(x: float, y: float, words: str, style: str, anchor: str = "middle") -> str:
+    return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'

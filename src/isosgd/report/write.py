@@ -1,0 +1,290 @@
+"""From a posterior to the page of its report."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isosgd.diagnostics.summary import PosteriorSummary
+from isosgd.diagnostics.verdict import RHAT, Verdict
+from isosgd.predictive import Posterior
+from isosgd.report import chains, classification, page, regression
+from isosgd.report.numbers import number
+from isosgd.report.subject import Subject, Tile
+
+MOST_ROWS = 2_000  # of held-out data that are predicted
+MOST_LISTED = 9  # rows of a table
+LABELS = {
+    "num_data": "rows of data", "batch_size": "rows of a minibatch", "draws": "draws of each chain",
+    "keep_every": "steps between draws", "engine": "chains ran", "gradients": "gradients of all chains",
+}  # fmt: skip
+METHODS = {"isgd": "I-SGD", "sgld": "SGLD", "sghmc": "SGHMC"}  # where capitals are usual
+
+
+def write_report(posterior: Posterior, path: str | os.PathLike[str], **options: Any) -> Path:
+    """Write `report_html` to a file; a file that is there is replaced, whole or not at all.
+
+    Args:
+        posterior: the draws, with their target.
+        path: of the HTML file.
+        options: see `report_html`.
+    """
+    path = Path(path)
+    text = report_html(posterior, **options)
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    return part.replace(path)
+
+
+def report_html(
+    posterior: Posterior, *, data: Any = None, heldout: Any = None, outside: Any = None, subject: Subject | None = None
+) -> str:
+    """The report of a posterior as one HTML page.
+
+    Args:
+        posterior: the draws, with their target.
+        data: the training data, a tuple of tensors that ends with the targets; those of the posterior by default. From
+            them the temperature is read, without which there is no verdict.
+        heldout: rows that were not trained on, in the same form. Without them the training rows are shown.
+        outside: inputs unlike the training data, to compare entropies with; for classifications.
+        subject: names and units.
+
+    Example:
+        >>> from isosgd import Target
+        >>> x = torch.linspace(-1, 1, 60).unsqueeze(1)
+        >>> target = Target.from_module(torch.nn.Linear(1, 1), "gaussian")
+        >>> draws = {name: torch.rand(2, 20, *value.shape) for name, value in target.initial().items()}
+        >>> html = report_html(Posterior(target, draws, {}), data=(x, 0.5 + 0.5 * x), subject=Subject("A line"))
+        >>> html.startswith("<!doctype html>"), "<script" in html
+        (True, False)
+    """
+    subject = subject or Subject()
+    data = posterior.data if data is None else data
+    rows = _some(heldout if heldout is not None else data)
+    seen = "held-out rows" if heldout is not None else "training rows"
+    found = _evaluated(posterior, rows, outside, subject)
+    verdict, why_not = _judged(posterior, data, rows, subject)
+    summary = _summarised(posterior, rows)
+    band = None
+    if isinstance(found, regression.Regression) or (found is None and _is_pair(rows)):
+        band = regression.bands(posterior, _some(data) if _is_pair(data) else rows, subject, "data")
+    log_likelihood = None
+    if rows is not None and posterior.target is not None:
+        log_likelihood = posterior.log_likelihood(rows).double().mean(-1).cpu().numpy()
+    traced = found.traces.cpu().numpy() if found is not None else None
+    if traced is None and log_likelihood is not None:
+        traced = posterior.log_likelihood(rows).double().cpu().numpy()
+    overview, followed = chains.agreement(traced, log_likelihood) if traced is not None else (None, [])
+    info = posterior.info
+    about_rows = (
+        f"{len(rows[-1]):,} rows that the sampler never saw."
+        if heldout is not None
+        else "No held-out rows were given: these are training rows, which flatter every score."
+    )
+    reports = [r for r in info.get("warmup", []) if isinstance(r, Mapping)]
+    body = [
+        page.header(subject.title, _lead(posterior, subject)),
+        page.verdict_card(verdict, why_not, subject.longer),
+        page.tiles([*(found.tiles() if found is not None else []), *_chain_tiles(verdict, summary, info)]),
+        page.section(
+            f"Predictions on {seen}" if rows is not None else "Predictions",
+            about_rows if rows is not None else "",
+            page.figures([band, *(found.figures(subject) if found is not None else [])]),
+        ),
+        page.section(
+            "Do the chains agree?",
+            "Judged on functions of the draws: weights of a network may differ and still compute the same.",
+            page.figures([overview], _summary_table(summary)),
+            page.figures(followed),
+        ),
+        page.section(
+            "Temperature, rates and noise",
+            "Whether the draws are as spread out as the posterior is, and the rates that the warm-up found.",
+            page.figures([chains.temperatures(verdict, subject) if verdict else None, *chains.rates(reports, subject)]),
+            _layer_table(reports, subject),
+        ),
+        page.section("How the data were read", "", page.notes(list(subject.notes))),
+        page.section(
+            "Settings and versions",
+            "The same seed and settings give the same draws on the same machine.",
+            page.facts(_settings(info)),
+        ),
+        page.section("Do it again", "Commands that made the draws and this page.", page.code(list(subject.commands))),
+        _footer(info),
+    ]
+    return page.page(subject.title, [part for part in body if part])
+
+
+Found = regression.Regression | classification.Classification | None
+
+
+def _evaluated(posterior: Posterior, rows: Any, outside: Any, subject: Subject) -> Found:
+    if posterior.target is None or not _has_targets(rows):
+        return None
+    try:
+        return classification.evaluate(posterior, rows, outside, subject) or regression.evaluate(
+            posterior, rows, subject
+        )
+    except (ValueError, TypeError, KeyError, IndexError, RuntimeError, NotImplementedError):
+        return (
+            None  # a target of the user's own, whose data are not inputs and targets: traces are shown in their place
+        )
+
+
+def _judged(posterior: Posterior, data: Any, rows: Any, subject: Subject) -> tuple[Verdict | None, str]:
+    if posterior.target is None:
+        return None, "The draws came without their target."
+    if data is None:
+        return None, "The training data were not given, from which the temperature is read."
+    try:
+        found = posterior.trust(data, held_out=rows)
+        reasons, remarks = (tuple(subject.named(text) for text in words) for words in (found.reasons, found.remarks))
+        return replace(found, reasons=reasons, remarks=remarks), ""
+    except ValueError as error:
+        return None, f"{error}."
+
+
+def _summarised(posterior: Posterior, rows: Any) -> PosteriorSummary | None:
+    try:
+        return posterior.summary(rows)
+    except ValueError:  # too few draws, or nothing to follow
+        return None
+
+
+def _has_targets(rows: Any) -> bool:
+    return isinstance(rows, tuple) and len(rows) > 1 and all(isinstance(x, Tensor) for x in rows)
+
+
+def _is_pair(rows: Any) -> bool:
+    return _has_targets(rows) and len(rows) == 2
+
+
+def _some(rows: Any) -> Any:
+    """At most so many rows, evenly spaced."""
+    if not isinstance(rows, tuple | list) or not all(isinstance(x, Tensor) and x.ndim for x in rows) or not rows:
+        return None
+    count = len(rows[0])
+    if count <= MOST_ROWS:
+        return tuple(rows)
+    at = torch.linspace(0, count - 1, MOST_ROWS).round().long()
+    return tuple(x[at.to(x.device)] for x in rows)
+
+
+def _lead(posterior: Posterior, subject: Subject) -> str:
+    info = posterior.info
+    size = sum(math.prod(shape) for shape in posterior.shapes.values())
+    target = info.get("target") or {}
+    likelihood = target.get("likelihood")
+    named = likelihood.get("name") if isinstance(likelihood, Mapping) else None
+    what = subject.network or (target.get("model") if isinstance(target.get("model"), str) else None) or "a model"
+    words = [f"{len(posterior):,} draws from {_count(posterior.num_chains, 'chain')} of the posterior of {what}"]
+    words.append(f" with {size:,} parameters" + (f" and a {named} likelihood" if named and not subject.network else ""))
+    if info.get("num_data"):
+        words.append(f", given {info['num_data']:,} rows")
+    if info.get("method"):
+        words.append(f"; by {METHODS.get(info['method'], info['method'])}")
+    if info.get("temperature") is not None:
+        words.append(f" at temperature {info['temperature']:g}")
+    if info.get("seconds"):
+        words.append(f", in {_duration(info['seconds'])}")
+    return "".join(words) + "."
+
+
+def _chain_tiles(verdict: Verdict | None, summary: PosteriorSummary | None, info: Mapping[str, Any]) -> list[Tile]:
+    found = []
+    judged = summary.of("prediction", "log likelihood") if summary is not None else None
+    if judged is not None and math.isfinite(judged.rhat):
+        found.append(Tile("largest R-hat", f"{judged.rhat:.3f}", f"{RHAT:g} or less is believed"))
+        found.append(Tile("least effective draws", number(judged.ess_bulk, 2), "of any prediction"))
+    if verdict is not None and verdict.readings:
+        whole = verdict.readings[0]
+        note = f"± {number(whole.error, 2)}, asked for {verdict.temperature:g}"
+        found.append(Tile("temperature", number(whole.temperature), note))
+    if info.get("gradients"):
+        found.append(Tile("gradients", f"{info['gradients']:,}", f"in {_duration(info.get('seconds') or 0)}"))
+    return found
+
+
+def _summary_table(summary: PosteriorSummary | None) -> str:
+    if summary is None:
+        return ""
+    ordered = sorted(summary.rows, key=lambda r: (math.isnan(r.rhat), -r.rhat))[:MOST_LISTED]
+    rows = [[r.name, number(r.mean), number(r.sd), number(r.rhat, 4), number(r.ess_bulk, 2)] for r in ordered]
+    caption = f"The {len(rows)} of {len(summary.rows)} quantities that chains agree on least, in the model's units"
+    return page.table(["quantity", "mean", "sd", "R-hat", "effective draws"], rows, caption)
+
+
+def _layer_table(reports: list[Mapping[str, Any]], subject: Subject) -> str:
+    if not reports:
+        return ""
+    columns = {"rate": "rate", "lambda": "lam", "curvature": "curvature", "predicted bias": "predicted_bias",
+               "clipped noise": "clipped_share", "tail index": "tail_index"}  # fmt: skip
+    rows = []
+    for k, group in enumerate(reports[0].get("groups", ())[:MOST_LISTED]):
+        cells = [subject.layer(str(group["name"]))]
+        for label, key in columns.items():
+            values = [r["groups"][k].get(key) for r in reports if len(r.get("groups", ())) > k]
+            there = [float(v) for v in values if v is not None and math.isfinite(v)]
+            middle = float(np.median(there)) if there else math.nan
+            percent = label in ("predicted bias", "clipped noise") and math.isfinite(middle)
+            cells.append(f"{100 * middle:.1f}%" if percent else number(middle))
+        rows.append(cells)
+    return page.table(["layer", *columns], rows, "What the warm-up found, the median over chains")
+
+
+def _settings(info: Mapping[str, Any]) -> dict[str, Any]:
+    """What was chosen and what was found to choose, as words."""
+    skipped = {"warmup", "rates", "versions", "target", "dropped", "chain_indices", "sets", "lengths", "store"}
+    found: dict[str, Any] = {}
+    for name, value in info.items():
+        if name in skipped or value is None or value == {}:
+            continue
+        if isinstance(value, Mapping):
+            found |= {f"option {k}": _words(v) for k, v in value.items()}
+        elif isinstance(value, list):
+            same = sorted({str(v) for v in value})
+            found[name] = ", ".join(same) if len(same) <= 6 else f"{same[0]} to {same[-1]}"
+        else:
+            found[name] = number(value) if isinstance(value, float) else value
+    target = info.get("target") or {}
+    for part in ("likelihood", "prior"):
+        if target.get(part):
+            found[part] = _words(target[part])
+    if dropped := info.get("dropped"):
+        found["dropped chains"] = "; ".join(f"{k}: {why}" for k, why in dropped.items())
+    found["versions"] = ", ".join(f"{k} {v}" for k, v in (info.get("versions") or {}).items())
+    return {LABELS.get(k, str(k).replace("_", " ")): f"{v:,}" if type(v) is int else v for k, v in found.items()}
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, Mapping):
+        name = value.get("name", "")
+        rest = ", ".join(f"{k} {_words(v)}" for k, v in value.items() if k not in ("name", "callable"))
+        return f"{name} ({rest})" if rest and name else str(name or rest)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_words, value))
+    return number(value) if isinstance(value, float) else str(value)
+
+
+def _footer(info: Mapping[str, Any]) -> str:
+    made = escape(str((info.get("versions") or {}).get("isosgd", "")))
+    return f"<footer>Written by isosgd {made}. This page holds everything it shows and fetches nothing.</footer>"
+
+
+def _count(number_of: int, what: str) -> str:
+    return f"{number_of:,} {what}{'s' if number_of != 1 else ''}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

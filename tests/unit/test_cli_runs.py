@@ -1,0 +1,366 @@
+"""Runs by the command line: fit, predict, diagnose, report, sample, resume; and Ctrl-C."""
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import isosgd
+from isosgd.cli import main
+from isosgd.commands.fit import _heldout
+from isosgd.commands.runs import open_run
+from isosgd.data.columns import read_columns
+
+pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # so few steps cannot settle
+
+PENGUINS = Path(__file__).parents[1] / "data" / "penguins.csv"
+SHORT = ["--effort", "0.04", "--draws", "12", "--chains", "2", "--hidden", "8"]
+SCRIPT = """
+import torch
+from isosgd import Target, priors
+
+x = torch.linspace(-1, 1, 80).unsqueeze(1)
+rows = (x, 2 * x + 0.2 * torch.randn(80, 1))
+target = Target.from_module(torch.nn.Linear(1, 1), "gaussian")
+heldout = (x[::4], 2 * x[::4])
+
+def data():
+    return rows
+
+def made():
+    return Target.from_module(torch.nn.Linear(1, 1), "gaussian", priors.Normal(1.0))
+"""
+
+
+def strict(text):
+    """JSON as the standard has it."""
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def run(argv, capsys, code=0):
+    capsys.readouterr()
+    assert main([str(word) for word in argv]) == code
+    return capsys.readouterr()
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    """A short run on real measures, and what it printed as JSON."""
+    folder = tmp_path_factory.mktemp("runs") / "penguins"
+    with pytest.MonkeyPatch.context() as patch:
+        printed = []
+        patch.setattr("isosgd.commands.fit.print_json", printed.append)
+        assert main(["fit", str(PENGUINS), "--target", "body_mass_g", "--out", str(folder), "--json", *SHORT]) == 0
+    return folder, printed[0]
+
+
+@pytest.fixture(scope="module")
+def classified(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "species"
+    assert main(["fit", str(PENGUINS), "--target", "species", "--out", str(folder), *SHORT]) == 0
+    return folder
+
+
+def test_fit_says_what_it_did_and_leaves_a_whole_run(fitted):
+    folder, told = fitted
+    assert told["counts"] == {"rows": 344, "train": 308, "heldout": 34, "dropped": 2}
+    assert {"rmse", "mnll", "coverage95", "rows"} == set(told["scores"])
+    assert told["verdict"]["words"] in ("trust it", "run longer", "it samples something else")
+    assert (told["draws"], told["chains"]) == (12, 2)
+    for name in ("manifest.json", "table.json", "data.safetensors", "report.html"):
+        assert (folder / name).is_file()
+    posterior = open_run(folder).posterior()
+    assert posterior.info["complete"] and len(posterior) == 24
+    strict((folder / "table.json").read_text())
+
+
+def test_fit_prints_words(tmp_path, capsys):
+    printed = run(["fit", PENGUINS, "--target", "island", "--out", tmp_path / "run", "--no-report", *SHORT], capsys).out
+    assert "3 classes of 'island'" in printed and "held-out rows: accuracy" in printed
+    assert f"isosgd predict {tmp_path / 'run'} NEW.csv" in printed
+    assert not (tmp_path / "run" / "report.html").exists()
+
+
+def test_held_out_rows_were_not_learnt_from(fitted):
+    run_ = open_run(fitted[0])
+    assert run_.data[0].mean(0).abs().max() < 1e-5, "training rows are centred"
+    assert run_.heldout[0].mean(0).abs().max() > 1e-3, "held-out rows are not: they were not looked at"
+
+
+def test_classes_are_held_out_in_proportion():
+    import numpy as np
+
+    y = np.array([0] * 100 + [1] * 50 + [2])
+    out = _heldout(y, 0.1, True, np.random.default_rng(0))
+    assert [int(out[y == k].sum()) for k in range(3)] == [10, 5, 0]
+    assert not _heldout(y, 0.0, True, np.random.default_rng(0)).any()
+
+
+def test_without_held_out_rows(tmp_path, capsys):
+    argv = ["fit", PENGUINS, "--target", "body_mass_g", "--out", tmp_path / "run", "--holdout", "0", *SHORT]
+    assert "training rows (no rows were held out)" in run(argv, capsys).out
+    assert "flatter every score" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_predictions_match_the_posterior(fitted, tmp_path, capsys):
+    folder, _ = fitted
+    out = tmp_path / "predictions.csv"
+    printed = run(["predict", folder, PENGUINS, "--out", out, "--keep", "species", "--level", "0.8"], capsys)
+    assert "344 predictions in" in printed.out
+    rows = list(csv.DictReader(out.read_text().splitlines()))
+    assert list(rows[0]) == ["row", "species", "mean", "sd", "model_sd", "low", "high", "unlike", "why"]
+    assert [row["species"] for row in rows] == read_columns(PENGUINS)["species"]
+    found = open_run(folder)
+    x, _ = found.table.encode(read_columns(PENGUINS))
+    expected = found.posterior().predict(x).mean.flatten() * found.table.y_scale + found.table.y_mean
+    assert torch.allclose(torch.tensor([float(row["mean"]) for row in rows]), expected.float(), rtol=1e-4)
+    assert all(
+        float(r["low"]) < float(r["mean"]) < float(r["high"]) and 0 < float(r["model_sd"]) < float(r["sd"])
+        for r in rows
+    )
+
+
+def test_what_is_unlike_is_flagged_with_the_reason(fitted, tmp_path, capsys):
+    head, first = PENGUINS.read_text().splitlines()[:2]
+    assert head.split(",")[:4] == ["species", "island", "bill_length_mm", "bill_depth_mm"]
+    lines = [
+        first,
+        first.replace("Torgersen", "Bouvet"),
+        first.replace("39.1", "391"),
+        first.replace("39.1", "NA").replace("18.7", "25"),
+    ]
+    new = tmp_path / "new.csv"
+    new.write_text("\n".join([head, *lines]))
+    rows = strict(run(["predict", fitted[0], new, "--json"], capsys).out)
+    assert [row["unlike"] for row in rows] == [False, True, True, True]
+    assert "island 'Bouvet' is new" in rows[1]["why"]
+    assert "bill_length_mm 391 is outside" in rows[2]["why"] and "far from all training rows" in rows[2]["why"]
+    assert "bill_length_mm is missing" in rows[3]["why"] and "bill_depth_mm 25 is outside" in rows[3]["why"]
+
+
+def test_probabilities_of_classes(classified, capsys):
+    printed = run(["predict", classified, PENGUINS], capsys)
+    rows = list(csv.DictReader(printed.out.splitlines()))
+    assert "rows are unlike" in printed.err, "standard output holds nothing but the table"
+    names = ["p(Adelie)", "p(Chinstrap)", "p(Gentoo)"]
+    assert all(abs(sum(float(row[n]) for n in names) - 1) < 1e-4 for row in rows)
+    for row in rows[:50]:
+        assert row["predicted"] == max(names, key=lambda n: float(row[n]))[2:-1]
+    assert (classified / "report.html").read_text().count("columns shuffled") > 0
+
+
+def test_diagnose_and_report(fitted, tmp_path, capsys):
+    folder, told = fitted
+    found = strict(run(["diagnose", folder, "--json"], capsys).out)
+    assert found["complete"] and found["verdict"]["words"] == told["verdict"]["words"]
+    assert found["summary"]["chains"] == 2
+    words = run(["diagnose", folder], capsys).out
+    assert words.startswith(told["verdict"]["words"].capitalize()) and "R-hat" in words
+    trusted = told["verdict"]["words"] == "trust it"
+    assert main(["diagnose", str(folder), "--check"]) == (0 if trusted else 1)
+    page = tmp_path / "page.html"
+    assert str(page) in run(["report", folder, "--out", page], capsys).out
+    text = page.read_text()
+    assert "body_mass_g, predicted from penguins.csv" in text and "hidden layer" in text
+    assert "isosgd fit" in text, "it says how to do it again"
+    assert strict(run(["report", folder, "--json"], capsys).out)["report"] == str(folder / "report.html")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["fit", "none.csv", "--target", "y"], "none.csv"),
+        (["fit", PENGUINS, "--target", "weight"], "no column 'weight'"),
+        (["fit", PENGUINS, "--target", "species", "--task", "regression"], "are no numbers"),
+        (["fit", PENGUINS, "--target", "species", "--holdout", "1"], "--holdout 1"),
+        (["fit", PENGUINS, "--target", "species", "--effort", "0"], "--effort 0"),
+        (["fit", PENGUINS, "--target", "species", "--chains", "0"], "--chains 0"),
+        (["fit", PENGUINS, "--target", "species", "--seed", "-1"], "--seed -1"),
+        (["fit", PENGUINS, "--target", "species", "--method", "magic"], "magic"),
+        (["predict", "none", PENGUINS], "no folder of a run"),
+        (["predict", "RUN", PENGUINS, "--level", "1"], "--level 1"),
+        (["predict", "RUN", PENGUINS, "--keep", "age"], "--keep age"),
+        (["predict", "RUN", "other.csv"], "lacks the column"),
+        (["diagnose", "none"], "no folder of a run"),
+        (["report", "."], "--script"),
+        (["resume", "none"], "no folder of a run"),
+        (["sample", "none.py:target"], "no script none.py"),
+    ],
+    ids=lambda value: " ".join(map(str, value)).replace(str(PENGUINS), "CSV") if isinstance(value, list) else "",
+)
+def test_what_goes_wrong_is_named_and_ends_with_1(fitted, tmp_path, capsys, monkeypatch, argv, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    printed = run([fitted[0] if word == "RUN" else word for word in argv], capsys, code=1)
+    assert printed.err.startswith("isosgd: ") and words in printed.err and printed.out == ""
+
+
+def test_a_folder_with_a_run_is_not_written_over(fitted, capsys):
+    folder, _ = fitted
+    before = (folder / "table.json").read_bytes()
+    printed = run(["fit", PENGUINS, "--target", "species", "--out", folder, *SHORT], capsys, code=1)
+    assert "holds a run already" in printed.err and f"isosgd resume {folder}" in printed.err
+    assert (folder / "table.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("part", ["network", "unlike", "table"])
+def test_a_table_of_another_model_is_refused(fitted, tmp_path, capsys, part):
+    folder, _ = fitted
+    for name in ("table.json", "data.safetensors"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    found = json.loads((tmp_path / "table.json").read_text())
+    found[part] = {"network": {"inputs": 3, "outputs": 1, "hidden": 8, "seed": 0}, "unlike": {}, "table": 3}[part]
+    (tmp_path / "table.json").write_text(json.dumps(found))
+    assert "table.json" in run(["predict", tmp_path, PENGUINS], capsys, code=1).err
+    (tmp_path / "table.json").write_bytes((folder / "table.json").read_bytes())
+    (tmp_path / "data.safetensors").write_bytes(b"not tensors")
+    assert "data.safetensors" in run(["predict", tmp_path, PENGUINS], capsys, code=1).err
+
+
+# Scripts
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "line.py").write_text(SCRIPT)
+    return tmp_path / "line.py"
+
+
+def test_a_script_is_sampled_diagnosed_and_reported(script, tmp_path, capsys):
+    argv = [
+        "sample",
+        f"{script}:target",
+        "--out",
+        tmp_path / "run",
+        "--draws",
+        "20",
+        "--chains",
+        "2",
+        "--warmup",
+        "300",
+    ]
+    argv += ["--keep-every", "2", "--option", "structure=layer", "--json"]
+    told = strict(run(argv, capsys).out)
+    assert (told["draws"], told["chains"]) == (20, 2)
+    text = (tmp_path / "run" / "report.html").read_text()
+    assert "target of line.py" in text and "Prediction of y over x" in text and "20 rows that the sampler" in text
+    assert isosgd.load(tmp_path / "run").info["options"] == {"structure": "layer"}
+    assert strict(run(["diagnose", tmp_path / "run", "--json"], capsys).out)["verdict"]["temperature"] == 1.0
+    assert "is complete" in run(["resume", tmp_path / "run", "--no-report"], capsys).out
+    assert "--out" in run(argv, capsys, code=1).err, "it is not sampled over"
+
+
+def test_a_function_may_make_the_target(script, tmp_path, capsys):
+    argv = ["sample", f"{script}:made", "--out", tmp_path / "run", "--draws", "10", "--chains", "1"]
+    run([*argv, "--warmup", "300", "--keep-every", "2", "--no-report"], capsys)
+    script.rename(tmp_path / "moved.py")
+    assert "no script" in run(["report", tmp_path / "run"], capsys, code=1).err
+    run(["report", tmp_path / "run", "--script", f"{tmp_path / 'moved.py'}:made"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "words"),
+    [
+        ("data = 3", "target", "no isosgd.Target named 'target'"),
+        (SCRIPT, "goal", "it has target"),
+        (SCRIPT.replace("def data", "def rows_of"), "target", "nothing named 'data'"),
+    ],
+)
+def test_scripts_without_what_is_needed_are_told(tmp_path, capsys, text, name, words):
+    (tmp_path / "s.py").write_text(text)
+    assert words in run(["sample", f"{tmp_path / 's.py'}:{name}", "--out", tmp_path / "run"], capsys, code=1).err
+
+
+def test_an_option_must_have_a_value(script, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["sample", f"{script}:target", "--option", "structure"])
+    assert ended.value.code == 2 and "NAME=VALUE" in capsys.readouterr().err
+
+
+# Ctrl-C
+
+
+def start(*argv):
+    """The command line in a process of its own, as a shell starts it."""
+    words = [sys.executable, "-W", "ignore", "-m", "isosgd", *map(str, argv)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+
+def stop_at(process, ready):
+    """Ctrl-C once something is there; what was said."""
+    deadline = time.monotonic() + 200
+    try:
+        while not ready():
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 130, (out, err)
+    assert "Traceback" not in err
+    return err
+
+
+def test_ctrl_c_keeps_what_was_drawn_and_resume_goes_on(tmp_path, capsys):
+    """With more draws than anyone waits for, so that it is stopped on the way on any machine."""
+    folder = tmp_path / "run"
+    argv = ["--draws", 10**6, "--effort", 0.02, "--chains", 2, "--hidden", 4]
+    first = start("fit", PENGUINS, "--target", "body_mass_g", "--out", folder, *argv)
+    err = stop_at(first, lambda: list(folder.glob("draws-*")))
+    kept = int(re.search(r"stopped; (\d+) draws of 2 chains are kept", err)[1])
+    assert 0 < kept < 10**6 and f"isosgd resume {folder}" in err
+    posterior = open_run(folder).posterior()
+    assert (posterior.num_draws, posterior.info["complete"]) == (kept, False)
+    assert "the run is not complete" in run(["predict", folder, PENGUINS, "--json"], capsys).err
+    err = stop_at(start("resume", folder), lambda: isosgd.load(folder).num_draws > kept)
+    assert int(re.search(r"stopped; (\d+) draws", err)[1]) > kept
+
+
+def test_a_run_that_was_stopped_is_resumed_to_its_end(tmp_path, capsys, monkeypatch):
+    from isosgd.chain.progress import Progress
+
+    folder, steps = tmp_path / "run", []
+
+    def advance(self, stage, count=1):
+        steps.append(stage)
+        if steps.count("sampling") == 9:  # the warm-up is done, and four draws
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "advance", advance)
+        argv = ["fit", PENGUINS, "--target", "body_mass_g", "--out", folder, *SHORT]
+        err = run(argv, capsys, code=130).err
+    assert f"Go on with: isosgd resume {folder}" in err
+    told = strict(run(["resume", folder, "--json"], capsys).out)
+    assert told["draws"] == 12 and (folder / "report.html").exists()
+    assert open_run(folder).posterior().info["complete"]
+
+
+# The whole thing, as a user has it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_a_real_table_in_two_minutes_with_honest_intervals(tmp_path, capsys, seed):
+    """No argument but the target; a third is held out here, so that the share in the intervals is known well."""
+    started = time.process_time()
+    argv = ["fit", PENGUINS, "--target", "body_mass_g", "--out", tmp_path / "run", "--holdout", "0.33", "--seed", seed]
+    told = strict(run([*argv, "--json"], capsys).out)
+    assert time.process_time() - started < 120
+    # 113 rows: a true coverage of 95% is found below 90% with a probability of one in a hundred.
+    assert 0.88 <= told["scores"]["coverage95"] <= 0.99
+    assert told["scores"]["rmse"] < 400, "the standard deviation of the masses is 802"
