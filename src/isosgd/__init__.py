@@ -12,11 +12,12 @@ tensor([[1.]])
 
 from isosgd import noise
 from isosgd.chain import DataSets, GroupReport, WarmupReport
+from isosgd.diagnostics.audit import audit
 from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.potential import Target, likelihoods, priors
 from isosgd.predictive import Posterior, Prediction
-from isosgd.samplers import ISGD, METHODS, PRESETS, SGHMC, SGLD, VSGD, Sampler, methods
-from isosgd.sampling import sample
+from isosgd.samplers import ISGD, METHODS, PRESETS, SGHMC, SGLD, VSGD, Sampler
+from isosgd.sampling import Interrupted, load, methods, resume, sample
 
 __version__ = "0.1.0"
 
@@ -30,15 +31,19 @@ __all__ = [
     "DataSets",
     "DivergedError",
     "GroupReport",
+    "Interrupted",
     "Posterior",
     "Prediction",
     "Sampler",
     "SamplingWarning",
     "Target",
     "WarmupReport",
+    "audit",
     "likelihoods",
+    "load",
     "methods",
     "noise",
     "priors",
+    "resume",
     "sample",
 ]

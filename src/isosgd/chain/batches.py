@@ -98,13 +98,26 @@ class TensorBatches:
         index = self.indices()[0]
         return self.at(index[0] if self.chains is None else index)
 
+    def state(self) -> dict[str, Any]:
+        """What is needed to go on with the same batches."""
+        return {"generator": self.generator.get_state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self.generator.set_state(state["generator"].cpu())
+
 
 class IterableBatches:
-    """Batches from a DataLoader or any iterable that can be gone through again and again."""
+    """Batches from a DataLoader or any iterable that can be gone through again and again.
+
+    To go on where a run was stopped, the pass through the data is begun again with torch's generators as they were, and
+    as many batches are skipped as had been taken. That is exact for iterables whose order and contents follow from
+    torch's generators or from nothing at all; numpy's and Python's own generators are not looked after.
+    """
 
     def __init__(self, source: Iterable[Batch], device: torch.device | None) -> None:
         self.source, self.device = source, device
-        self._iterator: Iterator[Batch] = iter(source)
+        self._begin()
         sampler = getattr(source, "sampler", None)
         if hasattr(sampler, "weights"):
             raise ValueError(
@@ -114,12 +127,41 @@ class IterableBatches:
             )
         self.independent = bool(getattr(sampler, "replacement", False))
 
+    def _begin(self) -> None:
+        """Begin a pass through the data."""
+        self._before, self._taken = [generator.get_state() for generator in self._generators()], 0
+        self._iterator: Iterator[Batch] = iter(self.source)
+
+    def _generators(self) -> list[torch.Generator]:
+        """Torch's own, and those that a DataLoader and its samplers were given."""
+        places = [self.source, getattr(self.source, "sampler", None), getattr(self.source, "batch_sampler", None)]
+        places.append(getattr(places[-1], "sampler", None))
+        found = [generator for place in places if (generator := getattr(place, "generator", None)) is not None]
+        return [torch.default_generator, *{id(g): g for g in found if isinstance(g, torch.Generator)}.values()]
+
+    def state(self) -> dict[str, Any]:
+        """What is needed to go on with the same batches, where that is possible at all."""
+        return {"before": self._before, "taken": self._taken}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave: begin that pass again and skip what was taken from it."""
+        for generator, before in zip(self._generators(), state["before"], strict=True):
+            generator.set_state(before.cpu())
+        self._begin()
+        for _ in range(state["taken"]):
+            self._take()
+
+    def _take(self) -> Batch | None:
+        batch = next(self._iterator, None)
+        self._taken += 1
+        return batch
+
     def next(self) -> Batch:
         """The next batch; the iterable is started again when it ends."""
-        batch = next(self._iterator, None)
+        batch = self._take()
         if batch is None:
-            self._iterator = iter(self.source)
-            batch = next(self._iterator, None)
+            self._begin()
+            batch = self._take()
         if batch is None:
             raise ValueError(
                 "data yields no batches: it is empty, or an iterator that can be gone through only once; "

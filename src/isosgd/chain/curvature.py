@@ -114,13 +114,13 @@ class Curvature:
             signs = 2 * torch.randint(2, (len(self.slots),), generator=self.generator, device=theta.device) - 1
             move = signs * self._steps(theta)
             image = change(self.own * self._spread(move / self.own_values()))
-            self.own.lerp_(image / self._spread(move), weight)
+            self.own.lerp_((image / self._spread(move)).to(self.own.dtype), weight)
         else:
             # The same over all groups at once, in coordinates where each group's own top curvature is 1.
             roots = self.own_values().sqrt()
             move = (self._steps(theta) * roots).amin(-1, keepdim=True)
             image = change(self.joint * self._spread(move / (self._together().unsqueeze(-1) * roots)))
-            self.joint.lerp_(image / self._spread(move * roots), weight)
+            self.joint.lerp_((image / self._spread(move * roots)).to(self.joint.dtype), weight)
         self.probes += 1
 
     def _steps(self, theta: Tensor) -> Tensor:

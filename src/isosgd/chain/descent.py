@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -34,25 +34,41 @@ class Descent:
         chains: they are moved.
         limit: gradients to spend at most.
         count: told of every gradient.
+        mark: called between windows, where `state` is all that is needed to go on.
     """
 
-    def __init__(self, chains: Chains, limit: int, count: Callable[[], None]) -> None:
-        self.chains, self.limit, self.count = chains, limit, count
+    def __init__(
+        self, chains: Chains, limit: int, count: Callable[[], None], mark: Callable[[], None] = lambda: None
+    ) -> None:
+        self.chains, self.limit, self.count, self.mark = chains, limit, count, mark
         self.window = max(min(WINDOW, limit // 8), 5)
         held = set(chains.target.extras(chains.params))
         named = zip(chains.layout.shapes, chains.layout.sizes, strict=True)
         free = torch.cat([torch.full((size,), name not in held) for name, size in named])
         self.free = free.to(chains.alive.device)
         self.spent = 0
+        self.factor = np.full(chains.count, RATE)
+        self.best: Array | None = None
+        self.doubt: Array | None = None
+
+    def state(self) -> dict[str, Any]:
+        """What is needed to go on, beside the chains."""
+        return {name: getattr(self, name) for name in ("spent", "factor", "best", "doubt")}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        for name, value in state.items():
+            setattr(self, name, value)
 
     def run(self) -> int:
         """Go down; returns the gradients spent on each chain."""
-        chains = self.chains
-        factor = np.full(chains.count, RATE)
+        chains, factor = self.chains, self.factor
         smallest = FRICTION * allowed_rate_curvature(chains.sampler.bias)
-        best, doubt = self._mean_loss(max(self.window // 5, 2))
+        if self.best is None or self.doubt is None:
+            self.best, self.doubt = self._mean_loss(max(self.window // 5, 2))
         while (factor > smallest).any() and self.spent + self.window <= self.limit:
-            saved = chains.snapshot()
+            self.mark()
+            saved, best, doubt = chains.snapshot(), self.best, self.doubt
             losses = self._go_down(np.where(factor > smallest, factor, 0.0))
             now, error = self._summary(losses[len(losses) // 2 :])
             # At these rates gradient noise alone drives a chain far out along flat directions, which the loss hardly
@@ -60,7 +76,7 @@ class Descent:
             lower = now < best - np.maximum(np.hypot(error, doubt), 1e-3 * np.abs(best))
             chains.restore(saved, torch.as_tensor(~lower, device=chains.alive.device))
             factor[~lower] /= 4.0
-            best, doubt = np.where(lower, now, best), np.where(lower, error, doubt)
+            self.best, self.doubt = np.where(lower, now, best), np.where(lower, error, doubt)
         self._fit_scales()
         return self.spent
 

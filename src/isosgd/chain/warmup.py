@@ -15,6 +15,7 @@ The paper's schemes a, b and c are driven by the sampler itself for a fixed numb
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -51,9 +52,12 @@ MOST_DESCENT_SHARE = 0.5
 TRACES, TRACE_LENGTH = 16, 400
 CHECK_SHARE, MOST_CHECKED = 0.05, 400  # of the budget, for trying the last rates
 ENOUGH = 0.75  # share of the chains that must have settled: of many, one is always unsettled by chance
+MARK_EVERY = 100  # steps of the paper's schemes, which have no windows
 DRAWS_A_TIME = 2  # draws in an autocorrelation time: one would lose a quarter of what the chain knows, two lose 7%
 
 Array = NDArray[np.float64]
+State = dict[str, Any]
+Mark = Callable[[Callable[[], State]], None]
 
 
 @dataclass
@@ -98,7 +102,14 @@ class WarmupReport:
         return asdict(self)
 
 
-def warm_up(chains: Chains, steps: int | None, progress: Progress, measure_spacing: bool) -> list[WarmupReport]:
+def warm_up(
+    chains: Chains,
+    steps: int | None,
+    progress: Progress,
+    measure_spacing: bool,
+    mark: Mark = lambda state: None,
+    saved: State | None = None,
+) -> list[WarmupReport]:
     """Run the warm-up of chains and freeze their rates.
 
     Args:
@@ -106,16 +117,22 @@ def warm_up(chains: Chains, steps: int | None, progress: Progress, measure_spaci
         steps: gradients to spend on each; None for as many as it takes, up to a limit.
         progress: told of every step.
         measure_spacing: whether to measure how far apart draws should be.
+        mark: called between windows, with what gives the state of the warm-up there, beside that of the chains.
+        saved: such a state, from which to go on. The chains must have been brought to where they were.
 
     Returns:
         One report for each chain.
     """
-    return _Warmup(chains, steps, progress).run(measure_spacing)
+    warmup = _Warmup(chains, steps, progress, mark)
+    if saved is not None:
+        warmup.load_state(saved)
+    return warmup.run(measure_spacing)
 
 
 class _Warmup:
-    def __init__(self, chains: Chains, steps: int | None, progress: Progress) -> None:
-        self.chains, self.progress = chains, progress
+    def __init__(self, chains: Chains, steps: int | None, progress: Progress, mark: Mark) -> None:
+        self.chains, self.progress, self.mark = chains, progress, mark
+        self.stage = "start"  # then "descent", then "windows"; or "scheme"
         self.budget = self.asked = MOST_STEPS if steps is None else steps
         self.exact = steps is not None
         self.spent = 0
@@ -127,6 +144,25 @@ class _Warmup:
         self.seen_curvatures: list[Array] = []
         self.curvatures: Array | None = None
         self.loss: tuple[Array, Array] | None = None
+        limit = int(MOST_DESCENT_SHARE * self.budget)
+        self.descent = Descent(chains, limit, lambda: self._count("descending"), lambda: self.mark(self.state))
+        self.length, self.settled_before, self.reasons = FIRST_WINDOW, False, [""] * chains.count
+
+    kept = ("stage", "spent", "traces", "trace_stride", "examples", "curvatures", "loss",
+            "length", "settled_before", "reasons")  # fmt: skip
+
+    def state(self) -> State:
+        """What is needed to go on from between two windows, beside the chains."""
+        found = {name: getattr(self, name) for name in self.kept}
+        return {**found, "descent": self.descent.state(), "tails": [dict(vars(meter)) for meter in self.tails]}
+
+    def load_state(self, state: State) -> None:
+        """Go on from what `state` gave."""
+        for name in self.kept:
+            setattr(self, name, state[name])
+        self.descent.load_state(state["descent"])
+        for meter, saved in zip(self.tails, state["tails"], strict=True):
+            vars(meter).update(saved)
 
     def run(self, measure_spacing: bool) -> list[WarmupReport]:
         sampler = self.chains.sampler
@@ -137,13 +173,16 @@ class _Warmup:
                 f"warmup = {self.budget} is too short to measure anything: give at least {2 * FIRST_WINDOW} "
                 f"({8 * FIRST_WINDOW} or more to settle), 'auto', or 0 with a rate of your own"
             )
-        self.chains.evaluate()
-        self._count("starting")
-        for _ in range(2 * PROBE_EVERY):
-            self._probe("starting")
-        descent = Descent(self.chains, int(MOST_DESCENT_SHARE * self.budget), lambda: self._count("descending")).run()
-        check = 0 if self.chains.shaped is None else min(int(CHECK_SHARE * self.budget), MOST_CHECKED)
-        self.budget -= check
+        if self.stage == "start":
+            self.chains.evaluate()
+            self._count("starting")
+            for _ in range(2 * PROBE_EVERY):
+                self._probe("starting")
+            self.stage = "descent"
+        if self.stage == "descent":
+            self.descent.run()
+        check = 0 if self.chains.shaped is None else min(int(CHECK_SHARE * self.asked), MOST_CHECKED)
+        self.budget = self.asked - check
         reasons = self._windows()
         self._check(self.spent + check)
         keep = self._spacing() if measure_spacing else None
@@ -154,7 +193,7 @@ class _Warmup:
                 not reason,
                 reason,
                 self.spent,
-                descent,
+                self.descent.spent,
                 keep,
                 groups[k],
                 None if self.loss is None else (float(self.loss[0][k]), float(self.loss[1][k])),
@@ -164,8 +203,8 @@ class _Warmup:
 
     # -- sample in windows until settled ------------------------------------------------------------------------------
 
-    def _windows(self) -> list[str]:
-        """Why each chain has not settled; empty for those that have."""
+    def _first_look(self) -> None:
+        """Noise and curvature where the descent ended, and the first rates."""
         chains, length = self.chains, FIRST_WINDOW
         if chains.shaped is not None:
             length, axes = chains.shaped.least, 4 * chains.shaped.axes
@@ -189,14 +228,22 @@ class _Warmup:
             for _ in range(4 * chains.shaped.axes):
                 self._probe("measuring curvature")
             chains.adapt(chains.curvatures())
-        settled_before, reasons = False, [""] * chains.count
+        self.length = length
+
+    def _windows(self) -> list[str]:
+        """Why each chain has not settled; empty for those that have."""
+        chains = self.chains
+        if self.stage == "descent":
+            self._first_look()
+            self.stage = "windows"
         while True:
+            self.mark(self.state)
             left = self.budget - self.spent
             # A remainder too short for another doubled window is spent in this one.
-            length = left if self.exact and left < 3 * length else min(length, left)
+            length = left if self.exact and left < 3 * self.length else min(self.length, left)
             if length < 2:
                 short = f"{self.asked} steps are too few: give warmup at least {8 * FIRST_WINDOW}"
-                return [reason or short for reason in reasons]
+                return [reason or short for reason in self.reasons]
             old = self._rates()
             losses = self._window(length)
             # One probe is noisy: the upper quartile over the window's second half bounds the curvature of most places.
@@ -209,16 +256,16 @@ class _Warmup:
                 self.curvatures = chains.curvatures().cpu().numpy()
             with np.errstate(invalid="ignore"):  # the loss of a chain that was given up is infinite
                 self.loss = losses.mean(0), losses.std(0)
-            reasons = self._unsettled(old, losses)
+            self.reasons = reasons = self._unsettled(old, losses)
             if self.exact and self.spent >= self.budget:
                 return reasons
             settled = self._settled(reasons)
-            if not self.exact and settled and settled_before and length >= self._least_last_window():
+            if not self.exact and settled and self.settled_before and length >= self._least_last_window():
                 return reasons
             if self.budget - self.spent < length:
                 return reasons
-            settled_before = settled
-            length *= 2
+            self.settled_before = settled
+            self.length = 2 * length
 
     def _check(self, end: int) -> None:
         """Try the last rates, which no window has used: until ``end`` they may only fall."""
@@ -337,9 +384,10 @@ class _Warmup:
         steps = self.budget if self.exact else PAPER_STEPS
         sampler.warmup = steps
         chains = self.chains
-        self.tails = [TailMeter() for _ in sampler.param_groups]
-        self.trace_stride = max(1, steps // TRACE_LENGTH)
-        for i in range(steps):
+        self.stage, self.trace_stride = "scheme", max(1, steps // TRACE_LENGTH)
+        for i in range(self.spent, steps):
+            if i % MARK_EVERY == 0:
+                self.mark(self.state)
             noise = chains.evaluate(split=sampler.estimator.centred)
             self._feed_tails(noise if noise is not None else [leaf.grad for leaf in chains.leaves])
             if i % self.trace_stride == 0:

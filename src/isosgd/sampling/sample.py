@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import math
-import platform
-import time
 import warnings
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
-from isosgd.chain.alarms import warn_of
+from isosgd.baselines import BASELINES, Run
 from isosgd.chain.backend import fastest_products
 from isosgd.chain.batches import as_data
-from isosgd.chain.chain import Chains, MakeSampler
-from isosgd.chain.compiled import COMPILE_AFTER
 from isosgd.chain.progress import Progress
-from isosgd.chain.team import Start, Team, start_of
-from isosgd.chain.warmup import MOST_STEPS, WarmupReport, warm_up
-from isosgd.errors import DivergedError, SamplingWarning
-from isosgd.potential import Params, Target
+from isosgd.chain.team import Start, Team
+from isosgd.chain.warmup import MOST_STEPS
+from isosgd.errors import SamplingWarning
+from isosgd.potential import Target
 from isosgd.predictive import Posterior
-from isosgd.samplers import ISGD, METHODS, PRESETS, REGISTRY, Sampler
-
-NOISE_EVERY = 8  # in sampling the noise is followed, not found: every so many steps are split in halves
-OURS = {"batch_size", "warmup", "budget", "sets"}  # settings that `sample` gives
-GUESSED_SPACING = 100  # for the progress bar, until the spacing is known
+from isosgd.samplers import ISGD, METHODS
+from isosgd.sampling.identity import described
+from isosgd.sampling.keepers import InMemory, OnDisk, keep_at_once
+from isosgd.sampling.loop import Outcome, Plan, draw_from
+from isosgd.sampling.settings import check_settings, compile_after, noise_every, sampler_factory, versions
+from isosgd.sampling.stored import Asked, load
 
 
 def sample(
@@ -45,6 +41,9 @@ def sample(
     seed: int = 0,
     device: torch.device | str | None = None,
     progress: bool = True,
+    store: str | Path | None = None,
+    resume: bool = False,
+    store_dtype: Literal["float32", "bfloat16"] | None = None,
     **options: Any,
 ) -> Posterior:
     """Draw from a posterior with stochastic gradients. Nothing needs to be tuned.
@@ -66,6 +65,11 @@ def sample(
         seed: same seed and settings, same draws.
         device: where to sample; where the parameters are by default.
         progress: show a progress line on a terminal.
+        store: a folder to write draws to as they come, so that memory does not grow with them and a crash takes none;
+            `isosgd.load` reads it.
+        resume: go on with the run in ``store`` where it was stopped. On a CPU its draws are bit for bit those of a run
+            that was never stopped. A changed model, data or setting is refused. Where there is no run, one is begun.
+        store_dtype: dtype in which draws are written; their own by default.
         options: settings of the method (for instance ``noise``, ``scheme``, ``structure``, ``bias``, ``lr``),
             ``preset`` for a row of the paper (``alpha-a``, ``alpha-c``, ``G-b``, ``G-c``, each also ``-slr``), and
             ``noise_every``.
@@ -75,6 +79,7 @@ def sample(
 
     Raises:
         DivergedError: when every chain met a loss or gradient that is not finite.
+        isosgd.Interrupted: on Ctrl-C, a `KeyboardInterrupt` with the draws so far in ``.posterior``.
 
     Example:
         >>> from isosgd import Target, priors, sample
@@ -86,183 +91,93 @@ def sample(
         >>> bool(abs(posterior.draws["mu"].mean() - y.mean()) < 0.2)
         True
     """
-    started = time.monotonic()
-    _check_settings(method, draws, chains, keep_every, warmup, temperature)
+    check_settings(method, draws, chains, keep_every, warmup, temperature)
     if not isinstance(target, Target):
         raise TypeError(
             f"target of type {type(target).__name__}: pass an isosgd.Target; Target.from_module makes one from a model"
         )
     place = torch.device(device) if device is not None else None
     data = as_data(data, batch_size, place)
+    settings = {
+        "method": method,
+        "draws": draws,
+        "chains": chains,
+        "batch_size": batch_size,
+        "keep_every": keep_every,
+        "warmup": warmup,
+        "temperature": temperature,
+        "seed": seed,
+    }
+    asked = Asked(target, data, init, place, settings, options, store, resume, store_dtype)
     given = dict(options)
-    noise_every = given.pop("noise_every", NOISE_EVERY)
-    if isinstance(noise_every, bool) or not isinstance(noise_every, int) or noise_every < 1:
-        raise ValueError(f"noise_every = {noise_every!r} must be an integer of at least 1")
-    team = Team(target, data, init, chains, batch_size, seed, place, _compile_after(given))
+    after = compile_after(given)
+    if method in BASELINES:
+        about = {"method": method, "options": {name: described(value) for name, value in options.items()}, "seed": seed}
+        about |= {"temperature": temperature, "target": target.describe(), "versions": versions()}
+        baseline = Run(
+            method, target, data, init, draws, chains, batch_size, keep_every, warmup, temperature, seed, place,
+            after, progress, given,
+        )  # fmt: skip
+        return keep_at_once(asked, about, lambda: baseline.posterior(about))
+    team = Team(target, data, init, chains, batch_size, seed, place, after)
+    plan = Plan(draws, keep_every, warmup, noise_every(given), team.count)
     if METHODS[method] is ISGD:
         given.setdefault("budget", None if warmup == "auto" else warmup)
-    make_sampler = _sampler_factory(method, team.num_data, temperature, team.batch_size, team.together_sets, given)
+    make_sampler = sampler_factory(method, team.num_data, temperature, team.batch_size, team.together_sets, given)
+    known = partial(_info, asked, team, plan)
+    keeper: InMemory | OnDisk
+    if store is None:
+        keeper = InMemory(asked, known)
+    else:
+        writer = asked.open(known([]))
+        if writer is None:  # nothing is left to do
+            return load(store, target, data=asked.tensors)
+        keeper = OnDisk(asked, known, writer)
 
-    spacing = GUESSED_SPACING if keep_every == "auto" else keep_every
-    expected_warmup = MOST_STEPS // 5 if warmup == "auto" else warmup
-    bar = Progress(team.count * (expected_warmup + draws * spacing), progress)
-    kept: dict[int, Params] = {}
-    reports: list[WarmupReport] = []
-    failures: dict[int, DivergedError] = {}
-    gradients, engine = 0, team.engine
-    for first, run in team.runs(make_sampler):
-        run.say(bar.note)
-        with fastest_products(run.alive.device):
-            found, stored, lengths = _run(run, draws, keep_every, warmup, noise_every, bar, first, team.count)
-        for k in range(run.count):
-            mine = stored[: lengths.get(k, len(stored))]
-            own = {name: torch.stack([draw[name][k] for draw in mine]) for name in mine[0]} if mine else {}
-            if k in run.failures:
-                failures[first + k] = run.failures[k]
-                failures[first + k].draws = own
-            else:
-                kept[first + k] = own
-                reports.append(found[k])
-        gradients += run.gradients * run.count
-        engine += run.compiled
-    bar.close()
-    if not kept:
-        raise next(iter(failures.values()))
-    for index, failure in failures.items():
-        warnings.warn(f"chain {index} was dropped: {failure}", SamplingWarning, stacklevel=2)
-    info = {
-        "method": method,
-        "options": {name: _plain(value) for name, value in options.items()},
-        "temperature": temperature,
+    bar = Progress(team.count * ((MOST_STEPS // 5 if warmup == "auto" else warmup) + draws * plan.spacing), progress)
+    try:
+        for first, run in team.runs(make_sampler):
+            if keeper.has(first, run):
+                continue
+            run.say(bar.note)
+            with fastest_products(run.alive.device):
+                outcome = draw_from(run, first, plan, bar, keeper, keeper.saved)
+            keeper.finished(outcome, last=first + run.count == team.count)
+        failures = keeper.failures()
+        if len(failures) == team.count:
+            raise next(iter(failures.values()))
+        for index, failure in failures.items():
+            warnings.warn(f"chain {index} was dropped: {failure}", SamplingWarning, stacklevel=2)
+        return keeper.posterior()
+    except KeyboardInterrupt:
+        raise keeper.interrupted() from None
+    finally:
+        bar.close()
+        keeper.close()
+
+
+def _info(asked: Asked, team: Team, plan: Plan, outcomes: list[Outcome]) -> dict[str, Any]:
+    """How the draws came about, as far as it is known."""
+    kept = [(o, k) for o in outcomes for k in range(o.count) if k not in o.failures and k not in o.lengths]
+    reports = [o.reports[k] for o, k in kept]
+    return {
+        "method": asked.settings["method"],
+        "options": {name: described(value) for name, value in asked.options.items()},
+        "temperature": asked.settings["temperature"],
         "num_data": team.num_data,
         "batch_size": team.batch_size if team.tensors is not None else None,
-        "draws": draws,
+        "draws": plan.draws,
         "chains": len(kept),
-        "chain_indices": list(kept),
+        "chain_indices": [o.first + k for o, k in kept],
         "sets": team.sets,
-        "engine": engine,
-        "keep_every": [report.keep_every or spacing for report in reports],
-        "seed": seed,
+        "engine": team.engine + "".join(o.compiled for o in outcomes),
+        "keep_every": [report.keep_every or plan.spacing for report in reports],
+        "seed": asked.settings["seed"],
         "warmup": [report.as_dict() for report in reports],
         "rates": [{group.name: group.rate for group in report.groups} for report in reports],
-        "dropped": {index: str(failure) for index, failure in failures.items()},
-        "gradients": gradients,
-        "seconds": time.monotonic() - started,
-        "target": target.describe(),
-        "versions": _versions(),
+        "dropped": {o.first + k: str(failure) for o in outcomes for k, failure in o.failures.items()},
+        "gradients": sum(o.gradients * o.count for o in outcomes),
+        "target": asked.target.describe(),
+        "versions": versions(),
+        "threads": torch.get_num_threads(),
     }
-    ordered = list(target.initial(start_of(init, 0)))
-    return Posterior(target, {name: torch.stack([k[name] for k in kept.values()]) for name in ordered}, info)
-
-
-def _run(
-    run: Chains,
-    draws: int,
-    keep_every: int | Literal["auto"],
-    warmup: int | Literal["auto"],
-    noise_every: int,
-    bar: Progress,
-    first: int,
-    total: int,
-) -> tuple[list[WarmupReport], list[Params], dict[int, int]]:
-    """Warm up chains and draw from them.
-
-    Returns:
-        The report of each chain; the draws ``[chains, *shape]``, one after the other; and how many of them are good for
-        the chains that were given up before the end (see ``run.failures``).
-    """
-    label = f"chain {first + 1}/{total} " if run.many is None and total > 1 else ""
-    stored: list[Params] = []
-    lengths: dict[int, int] = {}
-    reports: list[WarmupReport] = []
-    try:
-        reports = _find_rates(run, warmup, bar, keep_every == "auto")
-        gap = reports[0].keep_every or (GUESSED_SPACING if keep_every == "auto" else keep_every)
-        bar.total = total * (reports[0].steps + draws * gap)
-        done, late = 0, []
-        for number in range(draws):
-            left = gap
-            while left:
-                run.step(split=run.sampler.estimator.centred and done % noise_every == 0)
-                done += 1
-                left -= run.sampler.sampling
-                bar.advance(label + "sampling", run.count)
-            if number >= draws // 2:
-                late.append(run.loss)
-            stored.append({name: value.cpu() for name, value in run.natural().items()})
-            for k in run.failures:  # draws of a chain end where it was given up
-                lengths.setdefault(k, number)
-        warn_of(run, reports, late, first)
-    except DivergedError:
-        pass  # every chain has
-    return reports, stored, lengths
-
-
-def _compile_after(options: dict[str, Any]) -> int | None:
-    chosen = options.pop("compile", "auto")
-    if chosen not in ("auto", True, False):
-        raise ValueError(f"compile = {chosen!r} is unknown; choose 'auto', True or False")
-    return COMPILE_AFTER if chosen == "auto" else (0 if chosen else None)
-
-
-def _find_rates(run: Chains, warmup: int | str, bar: Progress, measure_spacing: bool) -> list[WarmupReport]:
-    if warmup == 0:
-        if any(group["rate"] is None for group in run.sampler.param_groups):
-            raise ValueError("warmup = 0 leaves no rate: give lr (or lam) to the method, or let warmup be 'auto'")
-        if measure_spacing:
-            raise ValueError("keep_every='auto' is measured in the warm-up: give a number, or let warmup be 'auto'")
-        return [WarmupReport(True, "", 0, 0, None) for _ in range(run.count)]
-    return warm_up(run, None if warmup == "auto" else int(warmup), bar, measure_spacing)
-
-
-def _sampler_factory(
-    method: str, num_data: int, temperature: float, batch_size: int, sets: int, options: dict[str, Any]
-) -> MakeSampler:
-    kind = METHODS[method]
-    preset = options.pop("preset", None)
-    if preset is not None:
-        if method != "isgd" or preset not in PRESETS:
-            raise ValueError(f"preset = {preset!r} is not one of the I-SGD rows {sorted(PRESETS)}")
-        options = {**PRESETS[preset], **options}
-    known = REGISTRY[method].settings
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        names = [name for name in known if name not in OURS]
-        raise TypeError(f"method {method!r} has no option {unknown[0]!r}; it takes {', '.join(names)}")
-    ours = {"batch_size": batch_size, "structure": "auto", "sets": sets}
-    options = {**{name: value for name, value in ours.items() if name in known}, **REGISTRY[method].options, **options}
-
-    def make(groups: list[dict[str, Any]], generator: torch.Generator, chains: int | None) -> Sampler:
-        return kind(groups, num_data=num_data, temperature=temperature, generator=generator, chains=chains, **options)
-
-    return make
-
-
-def _check_settings(method: str, draws: int, chains: int, keep_every: Any, warmup: Any, temperature: float) -> None:
-    if method not in METHODS:
-        raise ValueError(f"method = {method!r} is unknown; choose one of {sorted(METHODS)}")
-    for name, value, least in (
-        ("draws", draws, 1),
-        ("chains", chains, 1),
-        ("keep_every", keep_every, 1),
-        ("warmup", warmup, 0),
-    ):
-        if value == "auto" and name in ("keep_every", "warmup"):
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            auto = " or 'auto'" if name in ("keep_every", "warmup") else ""
-            raise ValueError(f"{name} = {value!r} must be an integer of at least {least}{auto}")
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(f"temperature = {temperature} must be positive and finite; 1 is the Bayesian posterior")
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | bool | None) else repr(value)
-
-
-def _versions() -> dict[str, str]:
-    try:
-        ours = version("isosgd")
-    except PackageNotFoundError:
-        ours = "not installed (run from its sources)"
-    return {"isosgd": ours, "torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()}

@@ -1,0 +1,253 @@
+"""Where draws go as they come: into memory, or onto the disk."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from isosgd.chain.chain import Chains
+from isosgd.errors import DivergedError, SamplingWarning
+from isosgd.potential import Params
+from isosgd.predictive import Posterior
+from isosgd.sampling.loop import Outcome, State
+from isosgd.sampling.stored import Asked, load
+from isosgd.store import Shards, StoredDraws, Writer, rectangle
+from isosgd.store.manifest import Spec
+from isosgd.store.shards import dtype_name
+from isosgd.store.writer import specs_of
+
+Info = dict[str, Any]
+About = Callable[[list[Outcome]], Info]
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C while draws were taken. What had been drawn is not lost.
+
+    Attributes:
+        posterior: the draws so far; None when there were none.
+    """
+
+    def __init__(self, message: str, posterior: Posterior | None) -> None:
+        super().__init__(message)
+        self.posterior = posterior
+
+
+class _Keeper:
+    """What both have in common.
+
+    Args:
+        asked: what is drawn from.
+        about: says how the draws come about, from what has been found out so far.
+    """
+
+    def __init__(self, asked: Asked, about: About) -> None:
+        self.asked, self.about, self.buffers = asked, about, asked.buffers
+        self.outcomes: list[Outcome] = []
+        self.saved: State | None = None  # from where the next chains go on
+        self.started = time.monotonic()
+
+    def has(self, first: int, run: Chains) -> bool:
+        """Whether these chains have come to their end already."""
+        done = next((outcome for outcome in self.outcomes if outcome.first == first), None)
+        if done is not None:  # what follows takes its data from where they ended
+            run.batches.load_state(done.batches)
+        return done is not None
+
+    def failures(self) -> dict[int, DivergedError]:
+        """Why chains were given up, with the draws they had."""
+        found = {}
+        for outcome in self.outcomes:
+            for k, error in outcome.failures.items():
+                error.draws = self.draws_of(outcome, k)
+                found[outcome.first + k] = error
+        return found
+
+    def draws_of(self, outcome: Outcome, k: int) -> Params:
+        """The good draws of a chain that was given up, ``[draws, *shape]``."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+class InMemory(_Keeper):
+    """Keeps draws in memory."""
+
+    def __init__(self, asked: Asked, about: About) -> None:
+        super().__init__(asked, about)
+        self._draws: dict[int, list[Params]] = {}
+        self._with: dict[int, list[Params]] = {}
+        self._changing: list[str] | None = None  # names of buffers
+        self._current: Outcome | None = None
+
+    def keep(self, run: Chains, first: int, number: int) -> None:
+        """Take a draw, and the buffers that go with it."""
+        if self._changing is None:
+            self._changing = self.buffers.changed() if run.many is None else []
+        now = self.buffers.now() if self._changing else {}
+        self._with.setdefault(first, []).append({name: now[name].unsqueeze(0) for name in self._changing})
+        self._draws.setdefault(first, []).append({name: x.cpu() for name, x in run.natural().items()})
+
+    def warmed(self, outcome: Outcome) -> None:
+        """These chains are being drawn from."""
+        self._current = outcome
+
+    def mark(self, state: Callable[[], State]) -> None:
+        """Nothing is done."""
+
+    def finished(self, outcome: Outcome, last: bool) -> None:
+        """These chains have come to their end."""
+        self.outcomes.append(outcome)
+        self._current = None
+
+    def draws_of(self, outcome: Outcome, k: int) -> Params:
+        return _chain(self._draws.get(outcome.first, [])[: outcome.lengths[k]], k)
+
+    def posterior(self) -> Posterior:
+        """What was drawn. Of chains that were stopped at different lengths, as much as makes a rectangle."""
+        every = [*self.outcomes, *([] if self._current is None else [self._current])]
+        place = {o.first + k: (o.first, k) for o in every for k in range(o.count) if k not in o.lengths}
+        lengths = {chain: len(self._draws.get(first, [])) for chain, (first, _) in place.items()}
+        chains, length = rectangle(lengths)
+        parts = []
+        for source in (self._draws, self._with):
+            own = [_chain(source[place[c][0]][:length], place[c][1]) for c in chains]
+            parts.append({name: torch.stack([part[name] for part in own]) for name in own[0]})
+        ordered = {name: parts[0][name] for name in self.asked.target.describe()["parameters"]}
+        info = {
+            **self.about(every),
+            "chains": len(chains),
+            "chain_indices": chains,
+            "complete": self._current is None,
+            "seconds": time.monotonic() - self.started,
+        }
+        return Posterior(self.asked.target, ordered, info, self.asked.tensors, parts[1])
+
+    def interrupted(self) -> Interrupted:
+        """What to raise on Ctrl-C."""
+        found = self.posterior() if any(self._draws.values()) else None
+        drawn = "nothing had been drawn yet" if found is None else f"{len(found)} draws are in .posterior of this error"
+        return Interrupted(f"sampling was stopped; {drawn}", found)
+
+
+def _chain(draws: list[Params], k: int) -> Params:
+    return {name: torch.stack([draw[name][k] for draw in draws]) for name in draws[0]} if draws else {}
+
+
+class OnDisk(_Keeper):
+    """Writes draws to a store as they come, and checkpoints.
+
+    Args:
+        asked: what is drawn from.
+        about: says how the draws come about, from what has been found out so far.
+        writer: of the store.
+    """
+
+    def __init__(self, asked: Asked, about: About, writer: Writer) -> None:
+        super().__init__(asked, about)
+        self.writer = writer
+        with writer.closed_on_error():
+            saved = writer.checkpoint()
+            if saved is not None:
+                self.outcomes = [Outcome.from_state(state) for state in saved["outcomes"]]
+                self.saved = saved["current"]
+                self.buffers.load(saved["buffers"])
+        self._agrees = True  # what comes again with what is stored
+
+    def keep(self, run: Chains, first: int, number: int) -> None:
+        """Take a draw. One that is on the disk already, since it came after the last checkpoint, is compared."""
+        manifest, draw = self.writer.manifest, run.natural()
+        if run.many is None and not manifest.buffers and not manifest.shards and not self.writer.stored(first):
+            now = self.buffers.now()
+            manifest.buffers = specs_of({name: now[name] for name in self.buffers.changed()})
+        now = self.buffers.now() if manifest.buffers else {}
+        buffers = {name: now[name].unsqueeze(0) for name in manifest.buffers}
+        for k in run.failures:
+            manifest.lost.setdefault(first + k, number)
+        if number >= self.writer.stored(first):
+            self.writer.add(first, {name: draw[name] for name in manifest.tensors}, buffers, run.gradients)
+        elif self._agrees and (name := self.writer.differs(first, number, draw, buffers)):
+            self._agrees = False
+            warnings.warn(
+                f"draw {number} did not come out as it is stored ({name!r} differs): another machine, device or "
+                "version rounds otherwise. What is stored is kept, and the run goes on; its draws are as good, but "
+                "not bit for bit those of a run that was never stopped",
+                SamplingWarning,
+                stacklevel=4,
+            )
+
+    def warmed(self, outcome: Outcome) -> None:
+        """Say in the manifest what the warm-up found."""
+        self.writer.manifest.info = self.about([*self.outcomes, outcome])
+
+    def mark(self, state: Callable[[], State]) -> None:
+        """Write a checkpoint if one is due."""
+        self.writer.mark(lambda: self._state(state()))
+
+    def finished(self, outcome: Outcome, last: bool) -> None:
+        """These chains have come to their end: so much need not be done again."""
+        self.outcomes.append(outcome)
+        self.saved = None
+        self.writer.manifest.lost |= {outcome.first + k: n for k, n in outcome.lengths.items()}
+        self.writer.manifest.info = self.about(self.outcomes)
+        if not last:
+            self.writer.mark(lambda: self._state(None), now=True)
+
+    def _state(self, current: State | None) -> State:
+        return {
+            "outcomes": [outcome.state() for outcome in self.outcomes],
+            "current": current,
+            "buffers": self.buffers.now(),
+        }
+
+    def draws_of(self, outcome: Outcome, k: int) -> Params:
+        if not outcome.lengths[k]:
+            return {}
+        self.writer.flush()
+        found = StoredDraws(Shards(self.writer.folder, self.writer.manifest), [outcome.first + k])
+        return {name: found[name][0] for name in found}
+
+    def posterior(self) -> Posterior:
+        """What was drawn, as it is on the disk; the run is complete."""
+        self.writer.finish(self.about(self.outcomes))
+        return self._load()
+
+    def _load(self) -> Posterior:
+        return load(self.writer.folder, self.asked.target, data=self.asked.tensors)
+
+    def interrupted(self) -> Interrupted:
+        """What to raise on Ctrl-C; what is gathered is written."""
+        self.writer.flush()
+        found = self._load() if self.writer.manifest.shards else None
+        return Interrupted(f"sampling was stopped; go on with store={str(self.asked.store)!r}, resume=True", found)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def keep_at_once(asked: Asked, about: Info, draw: Callable[[], Posterior]) -> Posterior:
+    """Draws that come all at once, in memory or as a run on the disk, which is begun again if it was stopped."""
+    if asked.store is None:
+        found = draw()
+        return Posterior(found.target, found.draws, {**found.info, "complete": True}, asked.tensors, found.buffers)
+    writer = asked.open(about)
+    if writer is not None:
+        try:
+            found, manifest = draw(), writer.manifest
+            stored = {name: spec.stored for name, spec in manifest.tensors.items()}
+            manifest.tensors = {
+                name: Spec(tuple(x.shape[2:]), dtype_name(x.dtype), stored.get(name, dtype_name(x.dtype)))
+                for name, x in found.draws.items()
+            }
+            manifest.buffers = specs_of({name: x[0, 0] for name, x in found.buffers.items()})
+            for index in range(found.num_draws):
+                now = [{name: x[:, index] for name, x in part.items()} for part in (found.draws, found.buffers)]
+                writer.add(0, now[0], now[1], 0)
+            writer.finish(found.info)
+        finally:
+            writer.close()
+    return load(asked.store, asked.target, data=asked.tensors)

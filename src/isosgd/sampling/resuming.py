@@ -1,0 +1,63 @@
+"""`resume`: go on with a run, with the settings it was begun with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isosgd.chain.team import Start
+from isosgd.potential import Target
+from isosgd.predictive import Posterior
+from isosgd.sampling.sample import sample
+from isosgd.sampling.stored import settings_of
+
+
+def resume(
+    path: str | Path,
+    target: Target,
+    data: Any,
+    *,
+    init: Start = None,
+    device: torch.device | str | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> Posterior:
+    """Go on with a run where it was stopped. The settings are those of its manifest.
+
+    Args:
+        path: folder of the run, the ``store`` of `sample`.
+        target: what is sampled, made as it was then.
+        data: as they were then.
+        init: as it was then, if it was given.
+        device: where to sample; the kind must be the same.
+        progress: show a progress line on a terminal.
+        options: settings of the method that were objects, not numbers or text; a manifest does not hold those.
+
+    Returns:
+        The draws, as `sample` gives them; at once when the run is complete.
+
+    Example:
+        >>> import tempfile
+        >>> from isosgd import Target, priors, resume, sample
+        >>> y = torch.randn(200, generator=torch.Generator().manual_seed(0))
+        >>> target = Target(lambda p, b: -0.5 * (b[0] - p["mu"]) ** 2, priors.Normal(10.0), init={"mu": 0.0})
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> _ = sample(target, (y,), draws=20, keep_every=5, warmup=1000, progress=False, store=folder.name)
+        >>> len(resume(folder.name, target, (y,)))
+        20
+        >>> folder.cleanup()
+    """
+    settings, opaque = settings_of(path)
+    given = settings.pop("options")
+    missing = [name for name in opaque if name not in options]
+    if missing:
+        raise ValueError(
+            f"the run was begun with {missing[0]}={given[missing[0]]}, an object that a manifest cannot hold: pass "
+            f"{missing[0]}= as it was"
+        )
+    return sample(
+        target, data, init=init, device=device, progress=progress, store=path, resume=True,
+        **settings, **{**given, **options},
+    )  # fmt: skip

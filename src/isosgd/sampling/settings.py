@@ -1,0 +1,87 @@
+"""Settings of `sample`, checked, and what follows from them."""
+
+from __future__ import annotations
+
+import math
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+import torch
+
+from isosgd.chain.chain import MakeSampler
+from isosgd.chain.compiled import COMPILE_AFTER
+from isosgd.samplers import METHODS, PRESETS, REGISTRY, Sampler
+from isosgd.sampling.methods import EVERY
+
+NOISE_EVERY = 8  # in sampling the noise is followed, not found: every so many steps are split in halves
+OURS = {"batch_size", "warmup", "budget", "sets"}  # settings that `sample` gives
+
+
+def compile_after(options: dict[str, Any]) -> int | None:
+    """Gradients after which the rest is compiled; the option is taken out."""
+    chosen = options.pop("compile", "auto")
+    if chosen not in ("auto", True, False):
+        raise ValueError(f"compile = {chosen!r} is unknown; choose 'auto', True or False")
+    return COMPILE_AFTER if chosen == "auto" else (0 if chosen else None)
+
+
+def noise_every(options: dict[str, Any]) -> int:
+    """How often the noise is measured while draws are taken; the option is taken out."""
+    found = options.pop("noise_every", NOISE_EVERY)
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise ValueError(f"noise_every = {found!r} must be an integer of at least 1")
+    return found
+
+
+def sampler_factory(
+    method: str, num_data: int, temperature: float, batch_size: int, sets: int, options: dict[str, Any]
+) -> MakeSampler:
+    """What makes the sampler of chains, with all options checked."""
+    kind = METHODS[method]
+    preset = options.pop("preset", None)
+    if preset is not None:
+        if method != "isgd" or preset not in PRESETS:
+            raise ValueError(f"preset = {preset!r} is not one of the I-SGD rows {sorted(PRESETS)}")
+        options = {**PRESETS[preset], **options}
+    known = REGISTRY[method].settings
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        names = [name for name in known if name not in OURS]
+        raise TypeError(f"method {method!r} has no option {unknown[0]!r}; it takes {', '.join(names)}")
+    ours = {"batch_size": batch_size, "structure": "auto", "sets": sets}
+    options = {**{name: value for name, value in ours.items() if name in known}, **REGISTRY[method].options, **options}
+
+    def make(groups: list[dict[str, Any]], generator: torch.Generator, chains: int | None) -> Sampler:
+        return kind(groups, num_data=num_data, temperature=temperature, generator=generator, chains=chains, **options)
+
+    return make
+
+
+def check_settings(method: str, draws: int, chains: int, keep_every: Any, warmup: Any, temperature: float) -> None:
+    """Refuse settings that cannot be meant."""
+    if method not in EVERY:
+        raise ValueError(f"method = {method!r} is unknown; choose one of {sorted(EVERY)}")
+    for name, value, least in (
+        ("draws", draws, 1),
+        ("chains", chains, 1),
+        ("keep_every", keep_every, 1),
+        ("warmup", warmup, 0),
+    ):
+        if value == "auto" and name in ("keep_every", "warmup"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            auto = " or 'auto'" if name in ("keep_every", "warmup") else ""
+            raise ValueError(f"{name} = {value!r} must be an integer of at least {least}{auto}")
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(f"temperature = {temperature} must be positive and finite; 1 is the Bayesian posterior")
+
+
+def versions() -> dict[str, str]:
+    """Of what draws depend on."""
+    try:
+        ours = version("isosgd")
+    except PackageNotFoundError:
+        ours = "not installed (run from its sources)"
+    return {"isosgd": ours, "torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()}

@@ -1,0 +1,240 @@
+"""Draws on the disk, read as they are needed."""
+
+from __future__ import annotations
+
+import operator
+import os
+import warnings
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from isosgd.errors import SamplingWarning
+from isosgd.store.errors import DamagedError
+from isosgd.store.files import sha256_of
+from isosgd.store.manifest import BUFFER, DTYPE_NAMES, File, Manifest, Shard, Spec
+from isosgd.store.shards import Entry, read_header
+
+OPEN_BYTES = 1 << 26  # of shards that are kept open: pages of open files count as memory of the process
+
+Damaged = Literal["refuse", "drop"]
+
+
+def rectangle(lengths: Mapping[int, int]) -> tuple[list[int], int]:
+    """Chains and a number of draws that each of them has, so that most draws are in: an array must be a rectangle.
+
+    Args:
+        lengths: draws of each chain.
+
+    Example:
+        >>> rectangle({0: 100, 1: 100, 2: 30})
+        ([0, 1], 100)
+    """
+    best: tuple[int, int, list[int]] = (0, 0, [])
+    for length in {n for n in lengths.values() if n}:
+        chains = [chain for chain, n in lengths.items() if n >= length]
+        best = max(best, (length * len(chains), len(chains), chains))
+    return best[2], best[0] // max(best[1], 1)
+
+
+class Shards:
+    """The shards of a run: each is checked when it is first used, and mapped into memory while it is.
+
+    Args:
+        folder: of the run.
+        manifest: of the run.
+        damaged: ``refuse`` raises `DamagedError` when a shard that is not as it was written is met; ``drop`` looks at
+            all of them at once, warns of those that are not, and does without them.
+        verify: look at all of them at once.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, damaged: Damaged = "refuse", verify: bool = False) -> None:
+        self.folder, self.manifest = folder, manifest
+        self._checked: set[str] = set()
+        self._open: OrderedDict[str, tuple[Any, int]] = OrderedDict()
+        self.good: list[Shard] = []
+        for shard in manifest.shards:
+            try:
+                self._look(shard)
+                if verify or damaged == "drop":
+                    self.check(shard)
+            except DamagedError as error:
+                if damaged == "refuse":
+                    raise
+                number = (shard.stop - shard.start) * shard.count
+                warnings.warn(f"{number} draws are left out: {error}", SamplingWarning, stacklevel=5)
+            else:
+                self.good.append(shard)
+
+    def _look(self, shard: File) -> None:
+        """Whether the file is there, by its length."""
+        try:
+            found = os.lstat(self.folder / shard.file).st_size
+        except OSError as error:
+            raise DamagedError(shard.file, f"it cannot be opened ({error.strerror})") from error
+        if found != shard.bytes:
+            raise DamagedError(shard.file, f"it has {found:,} bytes, {shard.bytes:,} were written")
+
+    def check(self, shard: Shard) -> None:
+        """Compare the SHA-256 and the header with the manifest."""
+        if shard.file in self._checked:
+            return
+        path = self.folder / shard.file
+        check_file(path, shard)
+        header, _ = read_header(path)
+        lead = (shard.stop - shard.start, shard.count)
+        if header != {name: Entry(DTYPE_NAMES[s.stored], (*lead, *s.shape)) for name, s in self.specs.items()}:
+            raise DamagedError(shard.file, "it holds other tensors than the manifest says")
+        self._checked.add(shard.file)
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """All tensors of a shard, by their name in it."""
+        buffers = {BUFFER + name: spec for name, spec in self.manifest.buffers.items()}
+        return {**self.manifest.tensors, **buffers}
+
+    def read(self, shard: Shard, names: Iterable[str], place: Any) -> dict[str, Tensor]:
+        """Parts of tensors of a shard, by their name in it, in the dtype in which they were drawn."""
+        file = self._opened(shard)
+        found = {}
+        for name in names:
+            spec = self.specs[name]
+            part = file.get_slice(name)[place]
+            found[name] = part if spec.stored == spec.dtype else part.to(DTYPE_NAMES[spec.dtype])
+        return found
+
+    def _opened(self, shard: Shard) -> Any:
+        self.check(shard)
+        if shard.file in self._open:
+            self._open.move_to_end(shard.file)
+        else:
+            self._open[shard.file] = safe_open(str(self.folder / shard.file), "pt"), shard.bytes
+            while len(self._open) > 1 and sum(size for _, size in self._open.values()) > OPEN_BYTES:
+                self._open.popitem(last=False)
+        return self._open[shard.file][0]
+
+
+def check_file(path: Path, about: File) -> None:
+    """Compare a file's SHA-256 with what was written."""
+    found = sha256_of(path)
+    if found != about.sha256:
+        raise DamagedError(about.file, f"its SHA-256 is {found[:12]}..., {about.sha256[:12]}... was written")
+
+
+class StoredDraws(Mapping[str, Tensor]):
+    """Tensors ``[chains, draws, *shape]`` by name, on the disk.
+
+    ``draws[name]`` reads all of one; ``draws.draw(chain, index)`` reads one draw, from mapped memory.
+
+    Args:
+        shards: the files.
+        chains: numbers of the chains to show; by default those that have not been given up, with the number of draws
+            that makes for most draws in all (chains that run in turn may have been stopped at different lengths).
+        buffers: show the buffers that go with the draws, not the draws.
+
+    Attributes:
+        chains: their numbers in the run.
+        num_draws: draws of each.
+        lengths: draws of each chain of the run that has any, whether shown or not.
+    """
+
+    def __init__(self, shards: Shards, chains: Sequence[int] | None = None, buffers: bool = False) -> None:
+        manifest = shards.manifest
+        self._shards = shards
+        self._prefix = BUFFER if buffers else ""
+        self._specs = manifest.buffers if buffers else manifest.tensors
+        self._runs: dict[int, list[Shard]] = {}  # by the first of the chains that run side by side
+        for shard in shards.good:
+            self._runs.setdefault(shard.first, []).append(shard)
+        self._ends = {first: _ends(run) for first, run in self._runs.items()}
+        self._first = {c: first for first, run in sorted(self._runs.items()) for c in _chains_of(run[0])}
+        self.lengths = {
+            chain: min(self._ends[first][-1], manifest.lost.get(chain, 1 << 48)) for chain, first in self._first.items()
+        }
+        living = {chain: n for chain, n in self.lengths.items() if chain not in manifest.lost}
+        if chains is not None:
+            unknown = [chain for chain in chains if chain not in self.lengths]
+            if unknown or not chains:
+                raise ValueError(f"chains = {list(chains)!r} must name some of those with draws: {list(self.lengths)}")
+            self.chains = list(chains)
+            self.num_draws = min(self.lengths[chain] for chain in chains)
+        else:
+            self.chains, self.num_draws = rectangle(living)
+
+    @property
+    def num_chains(self) -> int:
+        """Number of chains."""
+        return len(self.chains)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of ``draws[name]``, without reading it."""
+        return (self.num_chains, self.num_draws, *self._specs[name].shape)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._specs
+
+    def __repr__(self) -> str:
+        names = ", ".join(f"{name} {list(spec.shape)}" for name, spec in self._specs.items())
+        return f"StoredDraws({self.num_chains} chains x {self.num_draws} draws of {names})"
+
+    def __getitem__(self, name: str) -> Tensor:
+        spec = self._specs[name]
+        for shard in self._shards.good:
+            self._shards.check(shard)  # before memory is asked for
+        out = torch.empty(self.shape(name), dtype=DTYPE_NAMES[spec.dtype])
+        inner = self._prefix + name
+        rows = {chain: row for row, chain in enumerate(self.chains)}
+        filled = [0] * self.num_chains
+        for shard in self._shards.good:
+            for chain in _chains_of(shard):
+                row = rows.get(chain)
+                take = 0 if row is None else min(shard.stop - shard.start, self.num_draws - filled[row])
+                if row is not None and take:
+                    place = (slice(0, take), chain - shard.first)
+                    out[row, filled[row] : filled[row] + take] = self._shards.read(shard, [inner], place)[inner]
+                    filled[row] += take
+        return out
+
+    def draw(self, chain: int, index: int) -> dict[str, Tensor]:
+        """One draw, by its place among those shown; negative numbers count from the end."""
+        chain, index = _place("chain", chain, self.num_chains), _place("draw", index, self.num_draws)
+        number = self.chains[chain]
+        first = self._first[number]
+        ends = self._ends[first]
+        at = bisect_right(ends, index)
+        row = index - (ends[at - 1] if at else 0)
+        names = [self._prefix + name for name in self._specs]
+        found = self._shards.read(self._runs[first][at], names, (row, number - first))
+        return {name: found[self._prefix + name] for name in self._specs}
+
+
+def _chains_of(shard: Shard) -> range:
+    return range(shard.first, shard.first + shard.count)
+
+
+def _ends(shards: list[Shard]) -> list[int]:
+    """Where each shard's draws end, when bad ones are left out."""
+    ends, end = [], 0
+    for shard in shards:
+        end += shard.stop - shard.start
+        ends.append(end)
+    return ends
+
+
+def _place(what: str, index: int, count: int) -> int:
+    index = operator.index(index)
+    if not -count <= index < count:
+        raise IndexError(f"{what} {index} of {count}")
+    return index % count

@@ -1,0 +1,272 @@
+"""Writes a run to the disk as it goes.
+
+Draws are gathered and written a shard at a time; a checkpoint, from which the chains can go on, from time to time. Both
+are there once the manifest says so. What a crash takes is what was gathered and what came after the last checkpoint,
+and that can be had again, bit for bit, from the checkpoint.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from isosgd.store.draws import Shards, check_file
+from isosgd.store.errors import StoreError
+from isosgd.store.files import HALF_WRITTEN, from_json, to_json
+from isosgd.store.manifest import BUFFER, DTYPE_NAMES, FILE_NAME, FROZEN, NAME, File, Manifest, Shard, Spec
+from isosgd.store.shards import dtype_name, raw, read_header, write_tensors
+from isosgd.store.tree import pack, unpack
+from isosgd.store.waiting import Waiting, lock
+
+SHARD_BYTES = 1 << 25  # draws gathered at most
+LEAST_WAIT = 1.0  # seconds between two shards, at the least, unless so much is gathered; five times that, checkpoints
+STORED = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+Params = Mapping[str, Tensor]
+
+
+def specs_of(tensors: Params, stored: torch.dtype | None = None) -> dict[str, Spec]:
+    """What tensors are; floating-point ones are to be written in dtype ``stored``."""
+    return {
+        name: Spec(
+            tuple(x.shape), dtype_name(x.dtype), dtype_name(stored if stored and x.is_floating_point() else x.dtype)
+        )
+        for name, x in tensors.items()
+    }
+
+
+class Writer:
+    """Writes one run.
+
+    Args:
+        folder: where; there must be no run in it unless it is this one.
+        manifest: what is known of the run.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self._gathered: list[Params] = []
+        self._about = (0, 0, 0)  # first, count and start of what is gathered
+        self._bytes = self._step = 0
+        self._pool: ThreadPoolExecutor | None = None
+        self._pending: Future[float] | None = None
+        self._reached: dict[int, int] = {}  # draws of the chains from a first one on, pending and gathered ones too
+        for shard in manifest.shards:
+            self._reached[shard.first] = shard.stop
+        self._shards = Shards(folder, manifest)
+        self._lock = lock(folder)
+        self._flushes, self._checkpoints = Waiting(LEAST_WAIT), Waiting(5.0 * LEAST_WAIT)
+        self._before, self._began = manifest.seconds, time.monotonic()
+
+    @classmethod
+    def create(cls, folder: Path, manifest: Manifest, frozen: Params) -> Writer:
+        """Begin a run."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise type(error)(error.errno, f"store = {str(folder)!r} cannot be made: {error.strerror}") from error
+        if (folder / NAME).exists():
+            raise FileExistsError(
+                f"{folder} already holds a run: pass resume=True to go on with it, or another folder; "
+                "isosgd.load reads it"
+            )
+        writer = cls(folder, manifest)
+        with writer.closed_on_error():
+            if frozen:
+                manifest.frozen = writer._file(FROZEN, lambda path: write_tensors(path, frozen))
+            writer._write_manifest(manifest)
+        return writer
+
+    @classmethod
+    def reopen(cls, folder: Path, manifest: Manifest) -> Writer:
+        """Go on with a run, whose manifest this is; what a crash left behind is removed."""
+        writer = cls(folder, manifest)
+        with writer.closed_on_error():
+            writer._clean()
+        return writer
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Let go of the folder when something goes wrong."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the folder; draws that are gathered and not flushed are dropped."""
+        if self._pool is not None:
+            self._pool.shutdown()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    # -- draws --------------------------------------------------------------------------------------------------------
+
+    def stored(self, first: int) -> int:
+        """How many draws of the chains from ``first`` on are on the disk, or will be."""
+        return self._reached.get(first, 0)
+
+    def add(self, first: int, draw: Params, buffers: Params, step: int) -> None:
+        """Take the next draw of the chains from ``first`` on, tensors ``[chains, *shape]`` that are no longer changed.
+
+        It is written with others, in a thread of its own, while the chains go on.
+        """
+        parts = self._as_stored(draw, buffers)
+        if self._gathered and self._about[0] != first:
+            self._send()
+        if not self._gathered:
+            self._about = (first, len(next(iter(draw.values()))), self.stored(first))
+        self._gathered.append(parts)
+        self._step, self._reached[first] = step, self._about[2] + len(self._gathered)
+        self._bytes += sum(x.numel() * x.element_size() for x in parts.values())
+        if self._bytes >= SHARD_BYTES or self._flushes.due():
+            self._send()
+
+    def _as_stored(self, draw: Params, buffers: Params) -> dict[str, Tensor]:
+        every = {**draw, **{BUFFER + name: x for name, x in buffers.items()}}
+        specs = self._shards.specs
+        if every.keys() != specs.keys():
+            raise StoreError(f"a draw has the tensors {list(every)}, this run has {list(specs)}")
+        return {name: x.detach().cpu().to(DTYPE_NAMES[specs[name].stored]) for name, x in every.items()}
+
+    def differs(self, first: int, index: int, draw: Params, buffers: Params) -> str:
+        """The name of a tensor in which a draw is not the one that is stored; empty when it is, bit for bit."""
+        shard = next(s for s in self.manifest.shards if s.first == first and s.start <= index < s.stop)
+        specs, parts = self._shards.specs, self._as_stored(draw, buffers)
+        found = self._shards.read(shard, specs, index - shard.start)
+        same = {name: torch.equal(raw(found[name].to(x.dtype)), raw(x)) for name, x in parts.items()}
+        return next((name for name, equal in same.items() if not equal), "")
+
+    def flush(self) -> None:
+        """Write what is gathered, and the manifest, before anything else happens."""
+        self._send()
+        self._join()
+
+    def _send(self) -> None:
+        """Have what is gathered written. At most one shard is being written at a time, so that memory is bounded."""
+        self._join()
+        if not self._gathered:
+            return
+        gathered, self._gathered, self._bytes = self._gathered, [], 0
+        # The manifest goes along as it is now, since it may change meanwhile.
+        manifest = replace(self.manifest, lost=dict(self.manifest.lost))
+        self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="isosgd-store")
+        self._pending = self._pool.submit(self._write_shard, manifest, gathered, *self._about, self._step)
+
+    def _join(self) -> None:
+        """Wait for the shard that is being written; what went wrong with it is raised here."""
+        if self._pending is not None:
+            self._flushes.done(self._pending.result())
+            self._pending = None
+
+    def _write_shard(
+        self, manifest: Manifest, gathered: list[Params], first: int, count: int, start: int, step: int
+    ) -> float:
+        """Write a shard and a manifest that names it; returns the seconds it took.
+
+        It is the thread that says that a shard is there, so that Ctrl-C in the other one cannot make it forget one.
+        """
+        began, shards = time.monotonic(), self.manifest.shards
+        tensors = {key: [draw[key] for draw in gathered] for key in gathered[0]}
+        about = {"first": str(first), "start": str(start)}
+        name = f"draws-{len(shards):06d}.safetensors"
+        file = self._file(name, lambda path: write_tensors(path, tensors, about))
+        shard = Shard(file.file, file.sha256, file.bytes, first, count, start, start + len(gathered), step)
+        self._write_manifest(replace(manifest, shards=[*shards, shard]))
+        self._shards.good.append(shard)
+        shards.append(shard)
+        return time.monotonic() - began
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def mark(self, state: Callable[[], Any], now: bool = False) -> None:
+        """Write a checkpoint if one is due: everything that is needed to go on from here.
+
+        Args:
+            state: gives a nested state of tensors and plain values (see `isosgd.store.tree`).
+            now: write it in any case.
+        """
+        if not (now or self._checkpoints.due()):
+            return
+        self.flush()
+        began = time.monotonic()
+        plain, tensors = pack(state())
+        name = f"checkpoint-{self.manifest.number:06d}.safetensors"
+        metadata = {"state": to_json(plain).decode()}
+        new = self._file(name, lambda path: write_tensors(path, tensors, metadata))
+        old, self.manifest.checkpoint = self.manifest.checkpoint, new
+        self.manifest.number += 1
+        self._write_manifest(self.manifest)
+        if old is not None:
+            (self.folder / old.file).unlink(missing_ok=True)
+        self._checkpoints.done(time.monotonic() - began)
+
+    def checkpoint(self) -> Any:
+        """The state of the last checkpoint, in memory; None when there is none."""
+        about = self.manifest.checkpoint
+        return None if about is None else read_state(self.folder, about)
+
+    # -- the manifest -------------------------------------------------------------------------------------------------
+
+    def finish(self, info: Mapping[str, Any]) -> None:
+        """All draws are there: write the rest, and drop the checkpoint, which nothing needs any more."""
+        self.flush()
+        old, self.manifest.checkpoint = self.manifest.checkpoint, None
+        self.manifest.complete = True
+        self.manifest.info = dict(info)
+        self._write_manifest(self.manifest)
+        if old is not None:
+            (self.folder / old.file).unlink(missing_ok=True)
+
+    def _clean(self) -> None:
+        """Remove what a crash left behind: files of ours that the manifest does not name, and half-written ones."""
+        manifest = self.manifest
+        named = {file.file for file in (*manifest.shards, manifest.frozen, manifest.checkpoint) if file is not None}
+        for path in self.folder.iterdir():
+            half = path.name.startswith(".") and path.name.endswith(HALF_WRITTEN)
+            if half or (FILE_NAME.fullmatch(path.name) and path.name not in named):
+                path.unlink(missing_ok=True)
+
+    def _write_manifest(self, manifest: Manifest) -> None:
+        manifest.seconds = self._before + time.monotonic() - self._began
+        try:
+            manifest.write(self.folder)
+        except OSError as error:
+            raise self._failed(NAME, error) from error
+
+    def _file(self, name: str, write: Callable[[Path], tuple[str, int]]) -> File:
+        try:
+            return File(name, *write(self.folder / name))
+        except OSError as error:
+            raise self._failed(name, error) from error
+
+    def _failed(self, name: str, error: OSError) -> OSError:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        why = "the disk is full" if full else f"{error.strerror or error}"
+        return type(error)(
+            error.errno,
+            f"{self.folder / name} cannot be written: {why}. What the manifest names is safe and isosgd.load reads it; "
+            "make room, then go on with resume=True",
+        )
+
+
+def read_state(folder: Path, about: File) -> Any:
+    """The nested state of a checkpoint, copied into memory."""
+    path = folder / about.file
+    check_file(path, about)
+    _, metadata = read_header(path)
+    tensors = {name: x.clone() for name, x in load_file(path).items()}
+    return unpack(from_json(metadata.get("state", "").encode(), about.file), tensors)
