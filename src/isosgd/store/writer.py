@@ -165,11 +165,12 @@ class Writer:
         manifest = replace(self.manifest, lost=dict(self.manifest.lost))
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="isosgd-store")
         self._pending = self._pool.submit(self._write_shard, manifest, gathered, *self._about, self._step)
+        self._flushes.done(self._flushes.cost)  # as far as waiting goes; what it costs is known later
 
     def _join(self) -> None:
         """Wait for the shard that is being written; what went wrong with it is raised here."""
         if self._pending is not None:
-            self._flushes.done(self._pending.result())
+            self._flushes.cost = self._pending.result()
             self._pending = None
 
     def _write_shard(
