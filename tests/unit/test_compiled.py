@@ -184,3 +184,21 @@ def test_sampling_puts_the_flag_back_after_an_error(flag: None, monkeypatch: pyt
     with pytest.raises(KeyError, match="of the user's own"):
         sample(target, (torch.randn(20),), warmup=200, progress=False)
     assert seen[-1] is False and torch.backends.mkldnn.enabled
+
+
+class Doubler:
+    def __init__(self) -> None:
+        self.evaluate = Compiled(self.twice, 0)
+
+    def twice(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def test_methods_of_different_objects_are_different_code_to_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler gives up on a piece of code after eight versions; every run has a version of its own."""
+    seen: list[Any] = []
+    monkeypatch.setattr(compiled.torch, "compile", lambda function, **_: seen.append(function) or function)
+    doublers = [Doubler(), Doubler()]
+    assert [float(d.evaluate(torch.tensor(3.0))) for d in doublers] == [6.0, 6.0]
+    first, second = (function.__func__.__code__ for function in seen)
+    assert first is not second and all(f.__self__ is d for f, d in zip(seen, doublers, strict=True))

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from isosgd import METHODS, PRESETS, DivergedError, Posterior, SamplingWarning, Target, priors, sample
 from isosgd.chain.warmup import DRAWS_A_TIME
 from isosgd.potential import Params
+from isosgd.samplers.full import Full
 
 # Short warm-ups are the rule here, and mostly beside the point; where they are the point they are caught.
 pytestmark = pytest.mark.filterwarnings("ignore:.*did not settle:isosgd.errors.SamplingWarning")
@@ -308,3 +309,31 @@ def test_any_iterable_of_batches_will_do_once_the_number_of_data_is_known(data: 
     with pytest.warns(SamplingWarning, match="not drawn independently"):
         posterior = sample(make_target(num_data=N), batches, **QUICK)
     assert posterior.info["num_data"] == N
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_noise_scales_do_not_leap_where_gradients_say_little(seed: int) -> None:
+    """Fifty rows and a scale that starts ten times too large: the warm-up lost chains here."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(50, 6, generator=generator)
+    y = x.sum(1, keepdim=True) + 0.1 * torch.randn(50, 1, generator=generator)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        target = Target.from_module(torch.nn.Linear(6, 1), "gaussian")
+    posterior = sample(target, (x, y), chains=4, draws=20, warmup=3000, keep_every=20, progress=False, seed=seed)
+    assert posterior.info["dropped"] == {}
+    scale = posterior.draws["likelihood.scale"].mean(1)
+    assert bool(((scale > 0.07) & (scale < 0.16)).all())  # sqrt(50 / 43) * 0.1 and 4.5 standard errors of a tenth
+
+
+def test_a_lost_chain_does_not_spoil_what_the_others_share() -> None:
+    shaped = Full()
+    shaped.bind([{"params": [torch.zeros(2, 3)]}], chains=2)
+    shaped.alive = torch.tensor([True, False])
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        noise = torch.randn(2, 3, generator=generator)
+        noise[1] = torch.nan
+        shaped.observe([noise])
+    assert bool(torch.isfinite(shaped.cov).all())
+    assert float((shaped.cov[0].diagonal() - 1).abs().max()) < 4.5 * math.sqrt(2 / 50)

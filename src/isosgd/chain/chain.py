@@ -18,6 +18,8 @@ from isosgd.samplers import ISGD, Sampler
 from isosgd.samplers.preconditioned import Preconditioned
 from isosgd.samplers.shaped import Shaped
 
+SCALE = 0.5  # information of an example about the logarithm of a noise scale, at the least
+
 
 class MakeSampler(Protocol):
     """Builds the sampler of chains from their groups of parameters."""
@@ -222,12 +224,22 @@ class Chains:
         columns = curvatures.to(self.leaves[0].device, torch.float32)
         numbers = list((columns if self.many is not None else columns[0]).unbind(-1))
         if isinstance(self.sampler, ISGD) and self.shaped is not None:
-            prior = self.target.prior_curvature(self.params, self.many is not None) if rise > 1.0 else None
+            prior = self._known_curvature() if rise > 1.0 else None
             self.sampler.adapt(numbers, rise, prior)
             if rise > 1.0 and self.stiffness.probes:
                 self.sampler.relax(self.stiffness.value(self.shaped) / self.shaped.unit_rate)
         else:
             self.sampler.adapt(numbers, rise)
+
+    def _known_curvature(self) -> list[Tensor]:
+        """What is known of the curvature of f without looking: that of the prior, and that of noise scales.
+
+        The logarithm of a scale has an information of about 2 for each example where it fits. Where it is far too large
+        gradients say that there is none, and a chain would leap.
+        """
+        found = self.target.prior_curvature(self.params, self.many is not None)
+        scales = set(self.target.noise_scales())
+        return [h + SCALE * self.num_data if name in scales else h for name, h in zip(self.params, found, strict=True)]
 
     # -- what chains are ----------------------------------------------------------------------------------------------
 

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 
 COMPILE_AFTER = 500  # calls: compiling takes about as long as a few thousand do
+
+
+def _own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with code of its own: the compiler gives up on code that was compiled for too many runs."""
+    if not isinstance(function, MethodType):
+        return function
+    inner = function.__func__
+    code = inner.__code__.replace()
+    copy = FunctionType(code, inner.__globals__, inner.__name__, inner.__defaults__, inner.__closure__)
+    return MethodType(copy, function.__self__)
 
 
 class Compiled:
@@ -39,7 +50,7 @@ class Compiled:
         if self._fast is None:
             if self.say is not None:
                 self.say("compiling the gradient of all chains; the first time takes some seconds")
-            self._fast = torch.compile(self.function, fullgraph=True, dynamic=False)
+            self._fast = torch.compile(_own(self.function), fullgraph=True, dynamic=False)
         try:
             with warnings.catch_warnings():
                 if not self._ready:  # the compiler's own, of its innards

@@ -48,8 +48,9 @@ class Full(Shaped):
     def _shared(self, x: Tensor) -> Tensor:
         """The mean over the chains of each data set, for each of them."""
         each = x.view(self.sets, -1, *x.shape[1:])
-        weight = self.alive.to(x.dtype).view(self.sets, -1, *([1] * (x.dim() - 1)))
-        mean = (weight * each).sum(1, keepdim=True) / weight.sum(1, keepdim=True).clamp_min(1.0)
+        alive = self.alive.view(self.sets, -1, *([1] * (x.dim() - 1)))
+        weight, each = alive.to(x.dtype), torch.where(alive, each, 0.0)  # what a lost chain says may not be finite
+        mean = each.sum(1, keepdim=True) / weight.sum(1, keepdim=True).clamp_min(1.0)
         return mean.expand_as(each).reshape(x.shape)
 
     def take(self, noise: Tensor) -> None:
