@@ -4,6 +4,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -320,7 +321,9 @@ def test_noise_scales_do_not_leap_where_gradients_say_little(seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         target = Target.from_module(torch.nn.Linear(6, 1), "gaussian")
-    posterior = sample(target, (x, y), chains=4, draws=20, warmup=3000, keep_every=20, progress=False, seed=seed)
+    posterior = sample(
+        target, (x, y), chains=4, draws=20, warmup=3000, keep_every=20, progress=False, seed=seed, compile=False
+    )
     assert posterior.info["dropped"] == {}
     scale = posterior.draws["likelihood.scale"].mean(1)
     assert bool(((scale > 0.07) & (scale < 0.16)).all())  # sqrt(50 / 43) * 0.1 and 4.5 standard errors of a tenth
@@ -337,3 +340,28 @@ def test_a_lost_chain_does_not_spoil_what_the_others_share() -> None:
         shaped.observe([noise])
     assert bool(torch.isfinite(shaped.cov).all())
     assert float((shaped.cov[0].diagonal() - 1).abs().max()) < 4.5 * math.sqrt(2 / 50)
+
+
+def test_loss_and_rates_are_logged_at_every_draw(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    noted: list[tuple[str, float, int]] = []
+
+    class Writer:
+        def __init__(self, folder: str) -> None:
+            assert folder == str(tmp_path)
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            noted.append((name, value, step))
+
+        def close(self) -> None:
+            noted.append(("closed", 0.0, 0))
+
+    monkeypatch.setattr("isosgd.diagnostics.logging._writer_class", lambda: Writer)
+    y = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
+    settings = {"draws": 3, "keep_every": 5, "warmup": 200, "structure": "layer", "progress": False}
+    posterior = sample(make_target(), (y,), chains=2, log=tmp_path, **settings)
+    steps = sorted({step for name, _, step in noted if name.startswith("loss")})
+    assert steps == [200 + 5, 200 + 10, 200 + 15]
+    assert [name for name, _, step in noted if step == steps[0]] == ["loss/chain 0", "loss/chain 1", "rate/mu"]
+    mean = sum(rates["mu"] for rates in posterior.info["rates"]) / 2
+    assert all(value == pytest.approx(mean) for name, value, _ in noted if name == "rate/mu")
+    assert noted[-1][0] == "closed"

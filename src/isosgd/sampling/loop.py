@@ -105,7 +105,13 @@ class Keeper(Protocol):
 
 
 def draw_from(
-    run: Chains, first: int, plan: Plan, bar: Progress, keeper: Keeper, saved: State | None = None
+    run: Chains,
+    first: int,
+    plan: Plan,
+    bar: Progress,
+    keeper: Keeper,
+    saved: State | None = None,
+    note: Callable[[int, Tensor, dict[str, Any], int], None] | None = None,
 ) -> Outcome:
     """Warm up chains and draw from them.
 
@@ -116,6 +122,7 @@ def draw_from(
         bar: told of every step.
         keeper: where draws go.
         saved: a state that `keeper` was told of, from which to go on.
+        note: told of gradients, loss and rates at every draw, and of the first chain's index.
     """
     label = f"chain {first + 1}/{plan.total} " if run.many is None and plan.total > 1 else ""
     outcome = Outcome(first, run.count)
@@ -161,6 +168,8 @@ def draw_from(
             if drawn >= plan.draws // 2:
                 late.append(run.loss)
             keeper.keep(run, first, drawn)
+            if note is not None:
+                note(run.gradients, run.loss, {g["name"]: g["rate"] for g in run.sampler.param_groups}, first)
             for k in run.failures:  # draws of a chain end where it was given up
                 outcome.lengths.setdefault(k, drawn)
             drawn += 1

@@ -15,6 +15,7 @@ from isosgd.chain.batches import as_data
 from isosgd.chain.progress import Progress
 from isosgd.chain.team import Start, Team
 from isosgd.chain.warmup import MOST_STEPS
+from isosgd.diagnostics import Log
 from isosgd.errors import SamplingWarning
 from isosgd.potential import Target
 from isosgd.predictive import Posterior
@@ -44,6 +45,7 @@ def sample(
     store: str | Path | None = None,
     resume: bool = False,
     store_dtype: Literal["float32", "bfloat16"] | None = None,
+    log: str | Path | None = None,
     **options: Any,
 ) -> Posterior:
     """Draw from a posterior with stochastic gradients. Nothing needs to be tuned.
@@ -70,6 +72,7 @@ def sample(
         resume: go on with the run in ``store`` where it was stopped. On a CPU its draws are bit for bit those of a run
             that was never stopped. A changed model, data or setting is refused. Where there is no run, one is begun.
         store_dtype: dtype in which draws are written; their own by default.
+        log: a folder for TensorBoard, which shows loss and rates at every draw (needs the extra ``tensorboard``).
         options: settings of the method (for instance ``noise``, ``scheme``, ``structure``, ``bias``, ``lr``),
             ``preset`` for a row of the paper (``alpha-a``, ``alpha-c``, ``G-b``, ``G-c``, each also ``-slr``), and
             ``noise_every``.
@@ -134,6 +137,7 @@ def sample(
             return load(store, target, data=asked.tensors)
         keeper = OnDisk(asked, known, writer)
 
+    board = None if log is None else Log(log)
     bar = Progress(team.count * ((MOST_STEPS // 5 if warmup == "auto" else warmup) + draws * plan.spacing), progress)
     try:
         for first, run in team.runs(make_sampler):
@@ -141,7 +145,7 @@ def sample(
                 continue
             run.say(bar.note)
             with fastest_products(run.alive.device):
-                outcome = draw_from(run, first, plan, bar, keeper, keeper.saved)
+                outcome = draw_from(run, first, plan, bar, keeper, keeper.saved, None if board is None else board.step)
             keeper.finished(outcome, last=first + run.count == team.count)
         failures = keeper.failures()
         if len(failures) == team.count:
@@ -154,6 +158,8 @@ def sample(
     finally:
         bar.close()
         keeper.close()
+        if board is not None:
+            board.close()
 
 
 def _info(asked: Asked, team: Team, plan: Plan, outcomes: list[Outcome]) -> dict[str, Any]:
