@@ -322,7 +322,7 @@ def test_noise_scales_do_not_leap_where_gradients_say_little(seed: int) -> None:
         torch.manual_seed(seed)
         target = Target.from_module(torch.nn.Linear(6, 1), "gaussian")
     posterior = sample(
-        target, (x, y), chains=4, draws=20, warmup=3000, keep_every=20, progress=False, seed=seed, compile=False
+        target, (x, y), chains=4, draws=10, warmup=1500, keep_every=20, progress=False, seed=seed, compile=False
     )
     assert posterior.info["dropped"] == {}
     scale = posterior.draws["likelihood.scale"].mean(1)
