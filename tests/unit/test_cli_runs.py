@@ -364,3 +364,16 @@ def test_a_real_table_in_two_minutes_with_honest_intervals(tmp_path, capsys, see
     # 113 rows: a true coverage of 95% is found below 90% with a probability of one in a hundred.
     assert 0.88 <= told["scores"]["coverage95"] <= 0.99
     assert told["scores"]["rmse"] < 400, "the standard deviation of the masses is 802"
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in the run's folder", "by a relative name"])
+def test_a_script_that_a_folder_brings_along_is_not_run(tmp_path: Path, inside: bool) -> None:
+    """A run may come from someone else: what its note names is code."""
+    script = tmp_path / "run" / "evil.py"
+    script.parent.mkdir()
+    script.write_text(f"from pathlib import Path\nPath({str(tmp_path / 'was-run')!r}).touch()\n")
+    named = str(script) if inside else "run/evil.py"
+    (tmp_path / "run" / "script.json").write_text(json.dumps({"script": named, "target": "target"}))
+    with pytest.raises(ValueError, match=r"pass --script .* if you trust it"):
+        open_run(tmp_path / "run")
+    assert not (tmp_path / "was-run").exists()

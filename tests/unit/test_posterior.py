@@ -103,3 +103,13 @@ def test_a_module_predicts_the_average_over_draws(outputs: int, generator: torch
     else:
         each = outs.log_softmax(-1)[:, torch.arange(5), y]
     torch.testing.assert_close(posterior.log_predictive((x, y)), each.exp().mean(0).log())
+
+
+def test_chains_of_a_data_set_are_known_after_a_selection() -> None:
+    """Two data sets of four chains: of the first four none belongs to the second."""
+    info = {"sets": 2, "chains_per_set": 4, "chain_indices": list(range(8)), "chains": 8}
+    first = Posterior(None, {"w": torch.arange(8.0).view(8, 1)}, info).select(chains=[0, 1, 2, 3])
+    assert first.info["chains"] == 4
+    with pytest.raises(ValueError, match="data set 1"):
+        first.of_set(1)
+    assert first.of_set(0).draws["w"].flatten().tolist() == [0.0, 1.0, 2.0, 3.0]

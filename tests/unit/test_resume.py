@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from isosgd.chain.chain import Chains
 from isosgd.noise import MovingAverage
 from isosgd.potential import Params
 from isosgd.store import files, writer
+from isosgd.store.manifest import Manifest
 
 pytestmark = [
     # Short warm-ups are the rule here and beside the point. That a draw comes again as it was is the point.
@@ -543,3 +545,50 @@ def test_chains_in_turn_are_stopped_at_different_lengths(tmp_path: Path) -> None
         load(tmp_path, chains=[5])
     again = sample(make_target(num_data=ROWS), data, chains=3, store=tmp_path, resume=True, **BARE)
     assert equal(again, wanted)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_setting_that_is_refused_does_not_block_the_folder(tmp_path: Path, resume: bool) -> None:
+    with pytest.raises(ValueError, match="warmup = 0 leaves no rate"):
+        sample(make_target(), (X, Y), store=tmp_path, draws=2, warmup=0, keep_every=5, progress=False)
+    assert sample(make_target(), (X, Y), store=tmp_path, resume=resume, **BARE).info["complete"]
+    with pytest.raises(FileExistsError, match="already holds a run"):
+        sample(make_target(), (X, Y), store=tmp_path, **BARE)
+
+
+def test_what_another_process_wrote_while_a_resume_waited_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is being stopped may write its last shard after the manifest was read for the identity check."""
+    whole = sample(make_target(), (X, Y), store=tmp_path / "whole", **BARE)
+    sample(make_target(), (X, Y), store=tmp_path / "run", **BARE)
+    real, finished = Manifest.read, Manifest.read(tmp_path / "run")
+    stale = replace(finished, shards=[], checkpoint=None, complete=False)
+    calls: list[int] = []
+
+    def read(folder: Path) -> Manifest:
+        calls.append(1)
+        return stale if len(calls) <= 3 else real(folder)  # until the lock is held
+
+    monkeypatch.setattr(Manifest, "read", staticmethod(read))
+    monkeypatch.setattr(Manifest, "begun", staticmethod(lambda folder: True))
+    again = sample(make_target(), (X, Y), store=tmp_path / "run", resume=True, **BARE)
+    for name, x in whole.draws.items():
+        assert torch.equal(again.draws[name], x)
+
+
+def test_a_baseline_that_was_stopped_has_every_draw_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"method": "swag", "draws": 6, "warmup": 200, "progress": False}
+    whole = sample(make_target(), (X, Y), **settings)
+    with monkeypatch.context() as patch:
+
+        def stopped(self: writer.Writer, info: Any) -> None:
+            self.flush()
+            raise Crash
+
+        patch.setattr(writer.Writer, "finish", stopped)
+        with pytest.raises(Crash):
+            sample(make_target(), (X, Y), store=tmp_path, **settings)
+    again = sample(make_target(), (X, Y), store=tmp_path, resume=True, **settings)
+    for name, x in whole.draws.items():
+        assert torch.equal(again.draws[name], x)

@@ -349,3 +349,9 @@ def test_the_same_rows_and_limit_give_the_same_distances(generator):
 def test_single_rows_are_refused():
     with pytest.raises(ValueError, match=r"\[1, 3\]"):
         Familiar.learn(torch.zeros(1, 3))
+
+
+def test_large_class_labels_stay_apart() -> None:
+    columns = {"x": [str(k * k) for k in range(40)], "y": ["1234567", "1234568"] * 20}
+    table = learn_table(columns, "y", "classification")
+    assert table.classes == ("1234567", "1234568")

@@ -186,6 +186,9 @@ def _read(args: argparse.Namespace) -> Any:
     rows = np.flatnonzero(there)
     if len(rows) < LEAST_ROWS:
         raise ValueError(f"{len(rows)} rows of {args.table} have a target; {LEAST_ROWS} at least are needed")
+    # Row numbers are known by having no gaps, which the training rows alone have.
+    numbered = {name: why for name, why in whole.dropped.items() if why == "it numbers the rows"}
+    columns = {name: values for name, values in columns.items() if name not in numbered}
     out = _heldout(y.numpy(), args.holdout, bool(whole.classes), np.random.default_rng(args.seed))
     parts = []
     table = None
@@ -195,7 +198,7 @@ def _read(args: argparse.Namespace) -> Any:
         if table is None:
             table = learn_table(part, args.target, whole.task)
             told = [remark for remark in whole.remarks if repr(args.target) in remark and remark not in table.remarks]
-            table = replace(table, remarks=(*told, *table.remarks))
+            table = replace(table, remarks=(*told, *table.remarks), dropped={**numbered, **table.dropped})
         x, _ = table.encode(part)
         parts.append((x, table.encode_target(part)[0]))
     counts = {

@@ -18,6 +18,7 @@ from isosgd.commands.network import Network
 from isosgd.data.tables import Table, load_table
 from isosgd.data.unlike import Familiar
 from isosgd.report import Subject
+from isosgd.store.manifest import Manifest
 
 MANIFEST, TABLE, DATA, REPORT = "manifest.json", "table.json", "data.safetensors", "report.html"
 SHUFFLE_SEED = 0
@@ -118,7 +119,7 @@ def save_tabular(
         words: for the report: ``source``, the name of the table's file; ``command``; and ``longer``, one that runs
             longer.
     """
-    if (folder / MANIFEST).exists():
+    if Manifest.begun(folder):
         raise ValueError(
             f"{folder} holds a run already: `isosgd resume {folder}` goes on with it; or choose another --out"
         )

@@ -15,7 +15,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Give a parser the arguments of this command."""
     parser.description = (
         "Run a Python script and sample the isosgd.Target of that name in it, or that a function of that name "
-        "returns. The  script's `data` (a tuple of tensors, a DataLoader, or a function that makes one) is sampled "
+        "returns. The script's `data` (a tuple of tensors, a DataLoader, or a function that makes one) is sampled "
         "with; `heldout`, in the same form, is for the report, and `init` is where chains start. torch is seeded "
         "before the script runs, so that a network it makes is the same when the run is resumed."
     )
@@ -42,14 +42,15 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Sample."""
     import isosgd
-    from isosgd.commands.runs import MANIFEST, open_run
+    from isosgd.commands.runs import open_run
     from isosgd.commands.scripts import load_script
+    from isosgd.store.manifest import Manifest
 
     check_method(args.method)
     use_machine(args.threads, args.device)
     script = load_script(args.script)
     folder = args.out or Path("runs") / script.path.stem
-    if (folder / MANIFEST).exists():
+    if Manifest.begun(folder):
         raise ValueError(
             f"{folder} holds a run already: `isosgd resume {folder}` goes on with it; or choose another --out"
         )

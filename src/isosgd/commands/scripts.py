@@ -56,6 +56,11 @@ def read_note(folder: Path) -> str:
             raise TypeError("it does not name a script and a target")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} is not a note that isosgd wrote: {error or type(error).__name__}") from error
+    place = Path(script)
+    if not place.is_absolute() or place.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(
+            f"{path} names the script {script}, which would be run: pass --script {script}:{target} if you trust it"
+        )
     return f"{script}:{target}"
 
 

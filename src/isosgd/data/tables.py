@@ -224,7 +224,10 @@ def _learn_target(values: Values, name: str, task: Task | None) -> tuple[Task, t
 def _label(value: str) -> str:
     """The name of a class; 1, 1.0 and 01 are the same."""
     found, bad = numbers([value])
-    return f"{found[0]:g}" if not bad and np.isfinite(found[0]) else value
+    if bad or not np.isfinite(found[0]):
+        return value
+    number = float(found[0])
+    return str(int(number)) if number.is_integer() else repr(number)
 
 
 def _from_dict(given: Mapping[str, Any]) -> Table:

@@ -112,7 +112,7 @@ class Posterior:
         info = {
             key: [value[k] for k in kept] if key in by_chain and len(value) == self.num_chains else value
             for key, value in self.info.items()
-        }
+        } | {"chains": len(kept)}
         parts = (part_of(source, kept, which) for source in (self.draws, self.buffers))
         return Posterior(self.target, next(parts), info, self.data, next(parts))
 
@@ -122,7 +122,8 @@ class Posterior:
         if not 0 <= index < sets:
             raise ValueError(f"there is no data set {index!r}; there are {sets}, counted from 0")
         numbers = self.info.get("chain_indices") or range(self.num_chains)
-        each = (self.num_chains + len(self.info.get("dropped", ()))) // sets
+        # Of draws that were not selected the number of chains tells how many each set has.
+        each = self.info.get("chains_per_set") or (self.num_chains + len(self.info.get("dropped", ()))) // sets
         mine = [k for k, number in enumerate(numbers) if number // each == index]
         if not mine:
             raise ValueError(f"all chains of data set {index} diverged, so that none is left")

@@ -113,6 +113,8 @@ class InMemory(_Keeper):
         place = {o.first + k: (o.first, k) for o in every for k in range(o.count) if k not in o.lengths}
         lengths = {chain: len(self._draws.get(first, [])) for chain, (first, _) in place.items()}
         chains, length = rectangle(lengths)
+        if not chains:
+            raise ValueError("no chain has draws")
         parts = []
         for source in (self._draws, self._with):
             own = [_chain(source[place[c][0]][:length], place[c][1]) for c in chains]
@@ -129,7 +131,10 @@ class InMemory(_Keeper):
 
     def interrupted(self) -> Interrupted:
         """What to raise on Ctrl-C."""
-        found = self.posterior() if any(self._draws.values()) else None
+        try:
+            found = self.posterior()
+        except ValueError:
+            found = None
         drawn = "nothing had been drawn yet" if found is None else f"{len(found)} draws are in .posterior of this error"
         return Interrupted(f"sampling was stopped; {drawn}", found)
 
@@ -231,6 +236,13 @@ class OnDisk(_Keeper):
 
 def keep_at_once(asked: Asked, about: Info, draw: Callable[[], Posterior]) -> Posterior:
     """Draws that come all at once, in memory or as a run on the disk, which is begun again if it was stopped."""
+    try:
+        return _at_once(asked, about, draw)
+    except KeyboardInterrupt:
+        raise Interrupted("stopped; baselines draw at the end, so that nothing had been drawn", None) from None
+
+
+def _at_once(asked: Asked, about: Info, draw: Callable[[], Posterior]) -> Posterior:
     if asked.store is None:
         found = draw()
         return Posterior(found.target, found.draws, {**found.info, "complete": True}, asked.tensors, found.buffers)
@@ -244,7 +256,7 @@ def keep_at_once(asked: Asked, about: Info, draw: Callable[[], Posterior]) -> Po
                 for name, x in found.draws.items()
             }
             manifest.buffers = specs_of({name: x[0, 0] for name, x in found.buffers.items()})
-            for index in range(found.num_draws):
+            for index in range(writer.stored(0), found.num_draws):  # those of a run that was stopped are the same
                 now = [{name: x[:, index] for name, x in part.items()} for part in (found.draws, found.buffers)]
                 writer.add(0, now[0], now[1], 0)
             writer.finish(found.info)

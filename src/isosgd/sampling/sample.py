@@ -128,6 +128,7 @@ def sample(
         given.setdefault("budget", None if warmup == "auto" else warmup)
     make_sampler = sampler_factory(method, team.num_data, temperature, team.batch_size, team.together_sets, given)
     known = partial(_info, asked, team, plan)
+    board = None if log is None else Log(log)  # before a folder is taken: TensorBoard may not be there
     keeper: InMemory | OnDisk
     if store is None:
         keeper = InMemory(asked, known)
@@ -137,7 +138,6 @@ def sample(
             return load(store, target, data=asked.tensors)
         keeper = OnDisk(asked, known, writer)
 
-    board = None if log is None else Log(log)
     bar = Progress(team.count * ((MOST_STEPS // 5 if warmup == "auto" else warmup) + draws * plan.spacing), progress)
     try:
         for first, run in team.runs(make_sampler):
@@ -176,6 +176,7 @@ def _info(asked: Asked, team: Team, plan: Plan, outcomes: list[Outcome]) -> dict
         "chains": len(kept),
         "chain_indices": [o.first + k for o, k in kept],
         "sets": team.sets,
+        "chains_per_set": team.chains,
         "engine": team.engine + "".join(o.compiled for o in outcomes),
         "keep_every": [report.keep_every or plan.spacing for report in reports],
         "seed": asked.settings["seed"],

@@ -22,7 +22,6 @@ from isosgd.sampling.identity import PLAIN, data_identity, described, difference
 from isosgd.sampling.settings import versions
 from isosgd.store import Manifest, Shards, StoredDraws, StoreError, Writer
 from isosgd.store.draws import Damaged, check_file
-from isosgd.store.manifest import NAME
 from isosgd.store.shards import read_header
 from isosgd.store.tree import plain, unpack
 from isosgd.store.writer import STORED, specs_of
@@ -173,7 +172,7 @@ class Asked:
         """
         assert self.store is not None
         folder, identity, buffers = Path(self.store), self.identity(), self.buffers
-        if not self.resume or not (folder / NAME).exists():
+        if not self.resume or not Manifest.begun(folder):
             natural = self.target.constrain(self.target.initial(start_of(self.init, 0)))
             tensors = specs_of(natural, STORED[self.store_dtype])
             return Writer.create(folder, Manifest(info, identity, tensors), {**buffers.frozen(), **buffers.start})
@@ -186,7 +185,7 @@ class Asked:
                 "store="
             )
         if manifest.complete:
-            Writer.reopen(folder, manifest).close()
+            Writer.reopen(folder).close()
             return None
         then = {**manifest.info.get("versions", {}), "threads": manifest.info.get("threads")}
         changed = list(differences(then, {**versions(), "threads": torch.get_num_threads()}))
@@ -199,7 +198,11 @@ class Asked:
             )
         if manifest.checkpoint is None:
             buffers.load({k: x for k, x in frozen_tensors(folder, manifest).items() if k in buffers.start})
-        return Writer.reopen(folder, manifest)
+        writer = Writer.reopen(folder)
+        if writer.manifest.complete:  # by another process, meanwhile
+            writer.close()
+            return None
+        return writer
 
 
 def settings_of(path: str | Path) -> tuple[Info, list[str]]:

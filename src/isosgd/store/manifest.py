@@ -117,6 +117,14 @@ class Manifest:
         write_file(folder / NAME, [b'{"sha256":"', _digest(body).encode(), b'",\n', _lines(body)[1:], b"\n"])
 
     @staticmethod
+    def begun(folder: Path) -> bool:
+        """Whether a folder holds a run that would be lost: one with draws, or with a checkpoint."""
+        if not (folder / NAME).exists():
+            return False
+        found = Manifest.read(folder)
+        return bool(found.shards or found.checkpoint or found.complete)
+
+    @staticmethod
     def read(folder: Path) -> Manifest:
         """The manifest of a folder, checked."""
         path = folder / NAME

@@ -55,18 +55,23 @@ class Writer:
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder, self.manifest = folder, manifest
+        self.folder = folder
         self._gathered: list[Params] = []
         self._about = (0, 0, 0)  # first, count and start of what is gathered
         self._bytes = self._step = 0
         self._pool: ThreadPoolExecutor | None = None
         self._pending: Future[float] | None = None
+        self._lock = lock(folder)
+        self._flushes, self._checkpoints = Waiting(LEAST_WAIT), Waiting(5.0 * LEAST_WAIT)
+        self._adopt(manifest)
+
+    def _adopt(self, manifest: Manifest) -> None:
+        """Take a manifest for that of the run."""
+        self.manifest = manifest
         self._reached: dict[int, int] = {}  # draws of the chains from a first one on, pending and gathered ones too
         for shard in manifest.shards:
             self._reached[shard.first] = shard.stop
-        self._shards = Shards(folder, manifest)
-        self._lock = lock(folder)
-        self._flushes, self._checkpoints = Waiting(LEAST_WAIT), Waiting(5.0 * LEAST_WAIT)
+        self._shards = Shards(self.folder, manifest)
         self._before, self._began = manifest.seconds, time.monotonic()
 
     @classmethod
@@ -76,23 +81,25 @@ class Writer:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise type(error)(error.errno, f"store = {str(folder)!r} cannot be made: {error.strerror}") from error
-        if (folder / NAME).exists():
-            raise FileExistsError(
-                f"{folder} already holds a run: pass resume=True to go on with it, or another folder; "
-                "isosgd.load reads it"
-            )
         writer = cls(folder, manifest)
         with writer.closed_on_error():
+            if Manifest.begun(folder):  # looked at behind the lock: another process may just have begun it
+                raise FileExistsError(
+                    f"{folder} already holds a run: pass resume=True to go on with it, or another folder; "
+                    "isosgd.load reads it"
+                )
             if frozen:
                 manifest.frozen = writer._file(FROZEN, lambda path: write_tensors(path, frozen))
             writer._write_manifest(manifest)
         return writer
 
     @classmethod
-    def reopen(cls, folder: Path, manifest: Manifest) -> Writer:
-        """Go on with a run, whose manifest this is; what a crash left behind is removed."""
-        writer = cls(folder, manifest)
+    def reopen(cls, folder: Path) -> Writer:
+        """Go on with a run; what a crash left behind is removed."""
+        writer = cls(folder, Manifest.read(folder))
         with writer.closed_on_error():
+            # Read behind the lock: a process that was still ending may have written more meanwhile.
+            writer._adopt(Manifest.read(folder))
             writer._clean()
         return writer
 
