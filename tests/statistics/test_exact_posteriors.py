@@ -14,13 +14,14 @@ from isosgd.experiments.toy import Toy, compare
 
 
 @pytest.mark.timeout(900)
-def test_the_toy_is_exact_under_minibatch_noise():
-    """N = 200, n = 32, 50,000 gradients in all, no rate given, four seeds.
+@pytest.mark.parametrize("seeds", [(0, 1), pytest.param((2, 3), marks=pytest.mark.slow)], ids=str)
+def test_the_toy_is_exact_under_minibatch_noise(seeds):
+    """N = 200, n = 32, 50,000 gradients in all, no rate given.
 
     Peers at rates chosen by an oracle reach 2-Wasserstein distances of 0.0140 to 0.0147; 1,000 exact draws give 0.0115.
     """
     found = []
-    for seed in range(4):
+    for seed in seeds:
         toy = Toy.make(seed)
         posterior = isosgd.sample(
             toy.target, toy.data, batch_size=32, draws=4_700, keep_every=10, warmup=2_500, seed=seed, progress=False
