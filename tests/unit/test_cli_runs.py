@@ -16,6 +16,7 @@ import torch
 import isosgd
 from isosgd.cli import main
 from isosgd.commands.fit import _heldout
+from isosgd.commands.network import Network
 from isosgd.commands.runs import open_run
 from isosgd.data.columns import read_columns
 
@@ -377,3 +378,9 @@ def test_a_script_that_a_folder_brings_along_is_not_run(tmp_path: Path, inside: 
     with pytest.raises(ValueError, match=r"pass --script .* if you trust it"):
         open_run(tmp_path / "run")
     assert not (tmp_path / "was-run").exists()
+
+
+def test_a_folder_cannot_ask_for_a_network_of_any_size() -> None:
+    assert Network.from_dict({"inputs": 10, "outputs": 1, "hidden": 50, "seed": 0}).hidden == 50
+    with pytest.raises(ValueError, match="more than isosgd fit would ever make"):
+        Network.from_dict({"inputs": 10, "outputs": 1, "hidden": 2**31 - 1, "seed": 0})

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from isosgd import Target, priors
 from isosgd.models import mlp
 
+LARGEST = 1 << 27  # numbers in a network that a folder may ask for
+
 
 @dataclass(frozen=True)
 class Network:
@@ -41,7 +43,10 @@ class Network:
         for name, value in given.items():
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31:
                 raise ValueError(f"the network's {name} is {value!r:.40}")
-        return cls(**given)
+        found = cls(**given)
+        if found.hidden * (found.inputs + found.outputs + 1) > LARGEST:
+            raise ValueError(f"the network's {found.hidden:,} hidden units are more than isosgd fit would ever make")
+        return found
 
     def as_dict(self) -> dict[str, int]:
         """Plain values."""

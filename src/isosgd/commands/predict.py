@@ -48,6 +48,9 @@ def run(args: argparse.Namespace) -> int:
     columns = read_columns(args.table)
     if absent := [name for name in args.keep if name not in columns]:
         raise ValueError(f"--keep {absent[0]}: {args.table} has no such column")
+    taken = sorted({"row", "mean", "sd", "model_sd", "low", "high", "unlike", "why"} & set(args.keep))
+    if taken:
+        raise ValueError(f"--keep {taken[0]}: a column of the predictions has that name; rename it in {args.table}")
     x, unusual = found.table.encode(columns)
     posterior = found.posterior()
     if not posterior.info.get("complete", True):

@@ -61,7 +61,9 @@ class Run:
 
         data = self.data if isinstance(self.data, tuple) else None
         outside = None
-        if self.table is not None and self.table.classes and self.heldout is not None:
+        # Of a single column shuffling leaves the distribution as it is.
+        several = self.table is not None and len(self.table.columns) > 1
+        if self.table is not None and several and self.table.classes and self.heldout is not None:
             outside = shuffled_columns(self.heldout[0])
         return write_report(
             self.posterior(), path or self.folder / REPORT, data=data, heldout=self.heldout, outside=outside,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from isosgd.predictive.examine import chosen
-from isosgd.predictive.prediction import by_chain
 
 if TYPE_CHECKING:
     from isosgd.predictive.posterior import Posterior
@@ -23,13 +22,7 @@ def to_arviz(posterior: Posterior, data: Any, parameters: Sequence[str] | None) 
     except ImportError as error:
         raise ImportError('to_arviz needs arviz-base: pip install "isosgd[arviz]"') from error
     names = list(posterior.shapes) if parameters is None else chosen(posterior, parameters)
-    whole = torch.is_tensor(next(iter(posterior.draws.values())))
-    draws = (
-        {name: posterior.draws[name] for name in names}
-        if whole
-        else {name: by_chain(torch.stack([draw[name] for draw in posterior]), posterior.num_chains) for name in names}
-    )
-    groups = {"posterior": {name: _array(x) for name, x in draws.items()}}
+    groups = {"posterior": {name: _array(posterior.draws[name]) for name in names}}
     if data is not None:
         groups["log_likelihood"] = {"y": _array(posterior.log_likelihood(data))}
     # Attributes must be plain for files of ArviZ: what is nested goes as JSON.

@@ -16,7 +16,6 @@ from isosgd.diagnostics.verdict import Verdict, judge
 from isosgd.potential.params import match
 from isosgd.predictive.gradients import DrawGradients
 from isosgd.predictive.mapped import rows_of, tree_map
-from isosgd.predictive.prediction import by_chain
 from isosgd.predictive.view import inputs_of
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def summary(
     _check_sets(posterior)
     traces = function_traces(posterior, data, inputs, examples)
     for name in chosen(posterior, parameters):
-        traces[name] = ("parameter", by_chain(torch.stack([draw[name] for draw in posterior]), posterior.num_chains))
+        traces[name] = ("parameter", posterior.draws[name])
     return summary_of(traces)
 
 

@@ -74,7 +74,8 @@ def evaluate(posterior: Posterior, data: Any, subject: Subject) -> Regression | 
     found = posterior.predict(x, return_draws=True)
     if found.draws is None or found.draw_variances is None or not found.normal:
         return None
-    means, variances = found.draws, found.draw_variances.expand_as(found.draws)
+    y = y.cpu()
+    means, variances = found.draws.cpu(), found.draw_variances.expand_as(found.draws).cpu()
     if means.ndim == 4 and means.shape[-1] == 1:
         means, variances = means.squeeze(-1), variances.squeeze(-1)
     if means.ndim != 3 or y.numel() != means.shape[-1]:
