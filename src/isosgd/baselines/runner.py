@@ -136,6 +136,7 @@ class Run:
             "chains": len(found.draws),
             "chain_indices": list(found.draws),
             "sets": found.sets,
+            "chains_per_set": self.chains,
             "engine": found.engine,
             "keep_every": [found.keep_every] * len(found.draws),
             "warmup": [report.as_dict() for report in found.reports],
