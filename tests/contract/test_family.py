@@ -127,6 +127,19 @@ def test_it_runs_with_nothing_given(method: Method, chains: int | None) -> None:
     assert all(bool((torch.as_tensor(group["rate"]) > 0).all()) for group in loop.sampler.param_groups)
 
 
+@every_method
+def test_chains_of_a_single_number(method: Method) -> None:
+    """A scalar parameter, such as a noise scale, has no dimension but that of the chains."""
+    p, g = torch.ones(3, requires_grad=True), seeded(1)
+    sampler = method.kind([("scale", p)], num_data=100, chains=3, generator=seeded(), **method.options)
+    for _ in range(30):
+        p.grad = p.detach() + 0.3 * torch.randn(3, generator=g)
+        sampler.observe([0.3 * torch.randn(3, generator=g)])
+    sampler.adapt([1.0])
+    sampler.step(noise=[0.3 * torch.randn(3, generator=g)])
+    assert bool(torch.isfinite(p).all()) and len(set(p.tolist())) == 3
+
+
 @pytest.mark.parametrize("name", REGISTRY)
 @pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # the warm-up is short
 def test_it_runs_through_sample_with_nothing_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-import isosgd.samplers.base as base
-from isosgd.samplers import ISGD, SGHMC, SGLD
+from isosgd.samplers import ISGD, SGHMC, SGLD, Sampler, planning
 from isosgd.samplers.innovations import Source
 
 # Samplers that do not correct gradient noise drown it, so they need small rates; a lower noise level keeps runs short.
@@ -57,7 +56,7 @@ def _doubled_noise(monkeypatch):
 
 
 def _dropped_num_data(monkeypatch):
-    adapt = base.Sampler.freeze  # called once the rates are set
+    adapt = Sampler.freeze  # called once the rates are set
 
     def without(self):
         adapt(self)
@@ -66,12 +65,12 @@ def _dropped_num_data(monkeypatch):
             if "lam" in group:  # I-SGD injects by lambda; its N stands in the rate
                 group["rate"] = group["temperature"] / group["lam"]
 
-    monkeypatch.setattr(base.Sampler, "freeze", without)
+    monkeypatch.setattr(Sampler, "freeze", without)
     return {}
 
 
 def _ignored_temperature(monkeypatch):
-    adapt = base.Sampler.freeze
+    adapt = Sampler.freeze
 
     def without(self):
         adapt(self)
@@ -80,7 +79,7 @@ def _ignored_temperature(monkeypatch):
             if "lam" in group:
                 group["rate"] = 1.0 / (group["num_data"] * group["lam"])
 
-    monkeypatch.setattr(base.Sampler, "freeze", without)
+    monkeypatch.setattr(Sampler, "freeze", without)
     return {}
 
 
@@ -96,7 +95,7 @@ def test_these_tests_fail_when_the_sampler_is_wrong(gaussian_posterior, monkeypa
 
 def test_gradient_noise_that_is_not_taken_out_shows(gaussian_posterior, monkeypatch):
     """The correction itself is under test: without it I-SGD is too hot."""
-    monkeypatch.setattr(base, "take_out_", lambda *a: None)
+    monkeypatch.setattr(planning, "take_out_", lambda *a: None)
     result = gaussian_posterior("independent").run(ISGD, temperature=0.1)
     assert result.z() > 5
 

@@ -31,6 +31,8 @@ FORBIDDEN = {
 HARD_DEPENDENCIES = {"torch", "numpy", "safetensors"}
 CORE = ORDER[: ORDER.index("isosgd") + 1]
 
+LONGEST_SAMPLER = 200  # lines
+
 PICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 LOCAL_PATH = re.compile(r"(?<![\w.~)}\]-])/(?:work|tmp|home|root|opt|mnt|Users)\b(?:/[\w.-]+)*")
 
@@ -112,6 +114,12 @@ def pickle_loads(source: str) -> list[str]:
     return found
 
 
+def too_long(source: str, most: int) -> list[str]:
+    """A complaint about a file of more lines than it may have."""
+    lines = len(source.splitlines())
+    return [f"{lines} lines, more than {most}: split it along a seam of its own"] if lines > most else []
+
+
 def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
@@ -144,6 +152,11 @@ def test_arrows(path: Path) -> None:
 @pytest.mark.parametrize("path", [p for p in modules() if part_of(p) in CORE], ids=dotted)
 def test_core_needs_only_hard_dependencies(path: Path) -> None:
     assert soft_imports(path.read_text(), dotted(path), path.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "samplers").glob("*.py")), ids=dotted)
+def test_sampler_files_are_short(path: Path) -> None:
+    assert too_long(path.read_text(), LONGEST_SAMPLER) == []
 
 
 def test_declared_dependencies_are_the_hard_ones() -> None:
@@ -238,6 +251,11 @@ def test_a_soft_import_is_found_only_at_module_level() -> None:
     assert len(soft_imports("try:\n    import scipy\nexcept ImportError:\n    pass", "isosgd.chain")) == 1
     assert soft_imports("import math\nimport torch\nfrom . import x", "isosgd.chain.loop") == []
     assert soft_imports("def draw():\n    import matplotlib", "isosgd.chain") == []
+
+
+def test_a_long_file_is_found() -> None:
+    assert too_long("x\n" * 200, 200) == []
+    assert len(too_long("x\n" * 201, 200)) == 1
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ from isosgd.chain.curvature import Curvature, Stiffness
 from isosgd.potential import Params, Target, priors
 from isosgd.samplers import SGLD
 from isosgd.samplers.full import Full
-from isosgd.samplers.shaped import Diagonal, Rule, Shaped
+from isosgd.samplers.rotated import Diagonal
+from isosgd.samplers.rule import Rule
+from isosgd.samplers.shaped import Shaped
 
 F64 = torch.float64
 

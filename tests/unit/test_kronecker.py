@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from isosgd.models import lenet5, resnet18
-from isosgd.samplers import kronecker
-from isosgd.samplers.kronecker import Kronecker, lay_out, rotation_work
+from isosgd.samplers.kronecker import Kronecker
+from isosgd.samplers.matrices import LEADING, lay_out, rotation_work
 from isosgd.samplers.rows import diagonal
-from isosgd.samplers.shaped import Rule
+from isosgd.samplers.rule import Rule
 from isosgd.samplers.sides import Leading, Side, Whole, orthonormal_rows
 
 F64 = torch.float64
@@ -285,7 +285,7 @@ def test_large_matrices_get_leading_axes_of_their_inputs() -> None:
     assert sides((9, 5), (4, 4), longest=4) == [("Side", "Leading"), ("Whole", "Whole")]
     assert sides((9, 5), (4, 4), longest=4, leading=0) == [("Whole", "Whole")]
     axes = {m.right.axes for m in lay_out([(512, 512, 3, 3), (256, 256, 3, 3)]) if isinstance(m.right, Leading)}
-    assert axes == {kronecker.LEADING, kronecker.LEADING // 2}
+    assert axes == {LEADING, LEADING // 2}
 
 
 def test_parameters_without_matrices_are_a_diagonal() -> None:
@@ -302,7 +302,7 @@ def test_parameters_without_matrices_are_a_diagonal() -> None:
 def test_work_is_that_of_the_products() -> None:
     assert rotation_work([(7,), ()]) == 0
     assert rotation_work([(50, 13)]) == 2 * 50 * 13 * (50 + 13)
-    assert rotation_work([(256, 256, 3, 3)]) == 2 * 256 * 2304 * 2 * kronecker.LEADING
+    assert rotation_work([(256, 256, 3, 3)]) == 2 * 256 * 2304 * 2 * LEADING
     shapes = [tuple(p.shape) for p in resnet18().parameters()]
     assert rotation_work(shapes) < 32 * sum(math.prod(shape) for shape in shapes)
     assert Side().work == 0 and Whole(5).work == 5

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import isosgd
 from isosgd.samplers import rows
 from isosgd.samplers.lowrank import ROOM, SPILL, LowRank
-from isosgd.samplers.shaped import EXCESS, Rule
+from isosgd.samplers.rule import Rule
+from isosgd.samplers.shaped import EXCESS
 
 F64 = torch.float64
 RULE = Rule(num_data=1000, batch_size=10, temperature=1.0, bias=0.02, averaged=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.linalg import solve_discrete_lyapunov
 
-from isosgd.samplers.shaped import HIGHEST, Rule
+from isosgd.samplers.rule import HIGHEST, Rule
 from isosgd.samplers.steppers import allowed_rate_curvature, variance_inflation
 
 BATCH = 10

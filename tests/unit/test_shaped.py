@@ -10,7 +10,9 @@ from torch import Tensor
 
 from isosgd.samplers.full import Full
 from isosgd.samplers.kronecker import Kronecker
-from isosgd.samplers.shaped import EXCESS, HIGHEST, Diagonal, Rotated, Rule, Shaped
+from isosgd.samplers.rotated import Diagonal, Rotated
+from isosgd.samplers.rule import HIGHEST, Rule
+from isosgd.samplers.shaped import EXCESS, Shaped
 from isosgd.samplers.steppers import variance_inflation
 
 F64 = torch.float64

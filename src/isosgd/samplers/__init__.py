@@ -2,7 +2,8 @@
 
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import layer_groups
-from isosgd.samplers.isgd import ISGD, PRESETS
+from isosgd.samplers.isgd import ISGD
+from isosgd.samplers.presets import PRESETS
 from isosgd.samplers.registry import REGISTRY, Method
 from isosgd.samplers.sghmc import SGHMC
 from isosgd.samplers.sgld import SGLD

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from isosgd.noise import join
 from isosgd.noise.estimators import state_dtype
-from isosgd.samplers.base import Move
 from isosgd.samplers.groups import Group, ParamsLike
-from isosgd.samplers.preconditioned import Preconditioned
+from isosgd.samplers.planning import Move
+from isosgd.samplers.preconditioned import Preconditioned, rms_metric
 from isosgd.samplers.sghmc import SGHMC
 from isosgd.samplers.steppers import Number
 from isosgd.samplers.structure import diagonal_scale
@@ -119,8 +119,7 @@ class AdaptiveSGHMC(Preconditioned, SGHMC):
         self.refresh()  # the injected noise depends on V
 
     def _metric(self, p: Tensor) -> Tensor:
-        square: Tensor = self._scales(p)["square"]
-        return 1.0 / (self.eps + square.sqrt())
+        return rms_metric(self._scales(p)["square"], self.eps)
 
     def _noise(self, params: list[Tensor]) -> list[Tensor]:
         """``2 B^`` in the metric."""
@@ -145,6 +144,5 @@ class AdaptiveSGHMC(Preconditioned, SGHMC):
     def _move(self, group: Group, params: list[Tensor]) -> Move:
         if not self.corrected:
             return super()._move(group, params)
-        rate = self.rate(group)
-        sigma = self.friction * group["temperature"] / (group["num_data"] * rate)  # what Theorem 2 asks for
-        return Move(rate, 1.0, scale=diagonal_scale(sigma, join(self._noise(params), self.batched)))
+        scale = diagonal_scale(self.composite(group), join(self._noise(params), self.batched))
+        return Move(self.rate(group), 1.0, scale=scale)

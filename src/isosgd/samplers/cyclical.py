@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isosgd.samplers.base import Move, Sampler
+from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
+from isosgd.samplers.planning import Move
 from isosgd.samplers.sghmc import SGHMC
 from isosgd.samplers.sgld import SGLD
 from isosgd.samplers.steppers import Number

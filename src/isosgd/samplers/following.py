@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,21 +16,13 @@ from torch.optim import Optimizer
 
 from isosgd.noise import NoiseEstimator, Summary, flat, join, power_step, summarise, top_eigenvalue
 from isosgd.samplers.groups import Group
+from isosgd.samplers.last_vectors import LastVectors
 from isosgd.samplers.structure import ring_spectrum
 
 CLIPPED = 0.01  # share of noise vectors that may be longer than lambda covers
 LENGTHS_KEPT = 256  # recent lengths of each group's noise, of which the noise bound takes a quantile
 MOST_VECTORS = 16  # noise vectors kept for a group ...
 VECTOR_MEMORY = 1 << 15  # ... as long as a chain's hold at most so many numbers, so that large groups keep one
-
-
-class Rows(NamedTuple):
-    """Where the vectors of groups that keep a single one lie, so that all are renewed at once."""
-
-    groups: list[Group]
-    parts: list[tuple[int, Tensor]]  # index of a parameter, and its part of a ring
-    rings: list[Tensor]
-    longest: list[Tensor]
 
 
 class NoiseFollower(Optimizer, ABC):
@@ -40,7 +32,7 @@ class NoiseFollower(Optimizer, ABC):
     generator: torch.Generator
     batched: bool
     _spectra: dict[int, tuple[Tensor, Tensor]]  # of each group's ring, by the identity of the group
-    _rows: Rows | None = None
+    _last_vectors: LastVectors | None = None
 
     @abstractmethod
     def _noise_changed(self) -> None:
@@ -52,7 +44,8 @@ class NoiseFollower(Optimizer, ABC):
         if noise is not None:
             self._check_noise(noise)
         given = iter(noise if noise is not None else [p.grad for group in self.param_groups for p in group["params"]])
-        done = self._renew_rows(noise) if noise is not None else set()
+        done = {} if noise is None else self._renew_last(noise)
+        self._spectra.update(done)
         followed: dict[int, list[tuple[dict[str, Any], Tensor]]] = {}  # by the number of vectors seen before
         for group in self.param_groups:
             seen_now = [(p, d) for p, d in zip(group["params"], given, strict=False) if d is not None]
@@ -79,7 +72,7 @@ class NoiseFollower(Optimizer, ABC):
         """Rates stay as they are from now on; only the noise that a step depends on is still followed."""
         for group in self.param_groups:
             group["frozen"] = True
-        self._rows = None
+        self._last_vectors = None
 
     def _check_noise(self, noise: Sequence[Tensor | None]) -> None:
         wanted = [tuple(p.shape) for group in self.param_groups for p in group["params"]]
@@ -118,39 +111,18 @@ class NoiseFollower(Optimizer, ABC):
         index = max(group["seen"] - slots, 0) % LENGTHS_KEPT
         state["longest"][index] = spectrum[0].amax(-1) / min(group["vectors"], slots)
 
-    def _renew_rows(self, noise: Sequence[Tensor | None]) -> set[int]:
+    def _renew_last(self, noise: Sequence[Tensor | None]) -> dict[int, tuple[Tensor, Tensor]]:
         """`observe` in few calls for large groups, of which only the last vector is followed.
 
         Returns:
-            The identities of the groups that were served.
+            The spectra of their rings, by the identities of the groups that were served.
         """
         if self.batched or self._follows != (False, True) or any(d is None for d in noise):
-            return set()
-        if self._rows is None:
-            self._rows = Rows([], [], [], [])
-            position = 0
-            for group in self.param_groups:
-                sizes = [p.numel() for p in group["params"]]
-                state = self.group_noise(group)
-                if group["frozen"] and state is not None and tuple(state["ring"].shape) == (1, sum(sizes)):
-                    parts = zip(group["params"], torch.split(state["ring"][0], sizes), strict=True)
-                    self._rows.parts.extend((position + i, part.view(p.shape)) for i, (p, part) in enumerate(parts))
-                    self._rows.groups.append(group)
-                    self._rows.rings.append(state["ring"])
-                    self._rows.longest.append(state["longest"])
-                position += len(sizes)
-        rows = self._rows
-        if not rows.groups:
-            return set()
-        torch._foreach_copy_([part for _, part in rows.parts], [cast(Tensor, noise[i]) for i, _ in rows.parts])
-        squares = torch.stack(torch._foreach_norm(rows.rings)).square()
-        one = squares.new_ones((1, 1))
-        for group, square, kept in zip(rows.groups, squares.view(-1, 1).unbind(), rows.longest, strict=True):
-            self._spectra[id(group)] = square, one
-            kept[max(group["seen"] - 1, 0) % LENGTHS_KEPT] = square[0]
-            group["seen"] += 1
-            group["vectors"] += 1
-        return {id(group) for group in rows.groups}
+            return {}
+        if self._last_vectors is None:
+            frozen = [(group, self.group_noise(group) if group["frozen"] else None) for group in self.param_groups]
+            self._last_vectors = LastVectors(frozen)
+        return self._last_vectors.renew(cast(Sequence[Tensor], noise))
 
     @staticmethod
     def _lengths(group: Group, slots: int) -> int:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from isosgd.samplers.shaped import Rule, Shaped
+from isosgd.samplers.rule import Rule
+from isosgd.samplers.shaped import Shaped
 
 SINGULAR = 1e-12  # eigenvalues of H, scaled to a unit diagonal, below which the noise says nothing of a direction
 BELIEVED = 3.0  # ratio of curvature and Fisher information that is put down to the direction; less may be chance

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from isosgd.noise import Summary, join
 from isosgd.noise.estimators import state_dtype
-from isosgd.samplers.base import Move
 from isosgd.samplers.groups import Group, ParamsLike
+from isosgd.samplers.planning import Move
 from isosgd.samplers.sgfs import TINY, Scoring
 from isosgd.samplers.steppers import Number, langevin_
 from isosgd.samplers.structure import diagonal_scale
@@ -124,9 +124,8 @@ class FullSGFS(Scoring):
         if not group["behind"]:
             self._renew()
         self._make_plan()
-        sigma = group["temperature"] / (group["num_data"] * self.rate(group))
         inverse, share = self._kept["inverse"], self._kept["share"]
-        scale = diagonal_scale(sigma, self._taken(group) * share) * inverse.sqrt()
+        scale = diagonal_scale(self.composite(group), self._taken(group) * share) * inverse.sqrt()
         self._source.out.copy_(_times(self._kept["basis"], scale * self._source.fill()))
         drift = self._apply(1.0, join([p.grad for p in params], self.batched).to(inverse.dtype))  # type: ignore[misc]
         parts = iter(torch.split(drift, [p.numel() // (self.chains or 1) for p in params], dim=-1))

@@ -49,3 +49,32 @@ def check_units(num_data: int, temperature: float) -> None:
         raise ValueError(f"num_data = {num_data!r} must be the number of examples, an integer of at least 1")
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"temperature = {temperature} must be finite and not negative; 1 is the Bayesian posterior")
+
+
+def check_groups(groups: list[Group], chains: int | None) -> None:
+    """Refuse groups that cannot be sampled: bad units, integers, or tensors without the dimension of their chains."""
+    for group in groups:
+        check_units(group["num_data"], group["temperature"])
+        for p in group["params"]:
+            if not p.is_floating_point():
+                raise ValueError(
+                    f"group {group['name']!r} holds a tensor of dtype {p.dtype}: only real floating-point parameters "
+                    "can be sampled; leave the others out of params"
+                )
+            if chains is not None and (p.dim() == 0 or p.shape[0] != chains):
+                raise ValueError(
+                    f"chains = {chains}, but a parameter of group {group['name']!r} has shape {tuple(p.shape)}"
+                )
+
+
+def trained_groups(groups: list[Group]) -> list[Group]:
+    """Leave out parameters without gradients, so that a frozen layer needs no noise, no rate and no step.
+
+    A model that is frozen altogether stays as it is.
+    """
+    trained = [[p for p in group["params"] if p.requires_grad] for group in groups]
+    if not any(trained):
+        return groups
+    for group, params in zip(groups, trained, strict=True):
+        group["params"] = params
+    return [group for group in groups if group["params"]]

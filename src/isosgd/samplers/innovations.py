@@ -28,6 +28,15 @@ BITS_FROM = 1 << 14  # elements; below it normals cost less than the rest of the
 UNIT = 0.5**0.5  # eight bits, less their mean of four, have variance two
 
 
+def make_generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
+    """The generator given, if it fits the device; made from torch's seed when there is none."""
+    if generator is None:
+        generator = torch.Generator(device=device).manual_seed(int(torch.randint(2**62, ())))
+    if generator.device.type != device.type:
+        raise ValueError(f"the generator lives on {generator.device}, the parameters on {device}; make it there")
+    return generator
+
+
 def _as_bits(out: Tensor, kind: Innovations) -> bool:
     return out.device.type == "cpu" and (kind == "bits" or (kind == "auto" and out.numel() >= BITS_FROM))
 

@@ -9,54 +9,32 @@ Departures from the paper, each an option: noise is centred by default (``noise=
 correlated gradient noise too (``correction="outer"``); lambda also obeys a curvature guard, ``lam >= T h / (N
 delta)``, that bounds the discretisation bias; and it is estimated in windows where the chain now is
 (``scheme="windowed"``). `PRESETS` names the paper's own rows.
+
+What a step does is in `isosgd.samplers.lambdas` for one lambda a layer, as in the paper, and in
+`isosgd.samplers.shaping` for a Lambda that knows directions.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from isosgd.errors import SamplingWarning
-from isosgd.noise import AlphaStable, MovingAverage, Summary, join
-from isosgd.samplers.base import Move, Sampler, slow_rise
-from isosgd.samplers.groups import Group, ParamsLike
-from isosgd.samplers.shaped import EXCESS, Rule, Shaped
-from isosgd.samplers.steppers import Number, allowed_rate_curvature
-from isosgd.samplers.structure import Correction, Structure, diagonal_scale
+from isosgd.noise import AlphaStable, Summary
+from isosgd.samplers.groups import ParamsLike
+from isosgd.samplers.lambdas import Scheme
+from isosgd.samplers.presets import PRESETS
+from isosgd.samplers.shaped import Shaped
+from isosgd.samplers.shaping import ShapedLambda
+from isosgd.samplers.structure import Correction, Structure
 from isosgd.samplers.structures import StructureName, choose, make_structure
 
-Scheme = Literal["a", "b", "c", "windowed"]
-FIRST_WINDOW = 50
-LEAST_STRETCH = 0.25  # true curvature over Fisher information, at the least that is believed
-SLACK = 1.2
-MOST_RELAXED = 10.0
 HOT = 1e-2  # schemes that estimate at a mode were seen to diverge from this temperature on
 
 
-def _paper(noise: str, scheme: str, structure: str) -> dict[str, Any]:
-    common = {"scheme": scheme, "structure": structure, "correction": "diagonal", "track_every": 1}
-    if noise == "alpha":
-        return {"noise": AlphaStable(momentum=0.5, centred=False), "summary": "max", **common}
-    return {"noise": MovingAverage(0.9, centred=False), "summary": "sum", **common}
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    name + suffix: _paper(noise, scheme, structure)
-    for name, noise, scheme in (
-        ("alpha-a", "alpha", "a"),
-        ("alpha-c", "alpha", "c"),
-        ("G-b", "G", "b"),
-        ("G-c", "G", "c"),
-    )
-    for suffix, structure in (("", "layer"), ("-slr", "single"))
-}
-
-
-class ISGD(Sampler):
+class ISGD(ShapedLambda):
     """Isotropic SGD: posterior draws at a rate it finds itself.
 
     Targets ``exp(-f / T)``, f the negative log joint density, when lambda is constant and at least the top eigenvalue
@@ -168,269 +146,9 @@ class ISGD(Sampler):
         lead = 1 if self.batched else 0
         return [tuple(p.shape[lead:]) for group in self.param_groups for p in group["params"]]
 
-    def _bind(self, shaped: Shaped, paired: bool, lam: float | None) -> None:
-        if lam is not None:
-            raise ValueError(f"lam = {lam} is one number, structure {shaped.name!r} has many: leave one of them out")
-        if not paired or self.scheme != "windowed":
-            raise ValueError(
-                f"structure {shaped.name!r} is estimated from centred noise in windows: it needs noise='paired' and "
-                f"scheme='windowed', not {type(self.estimator).__name__} and {self.scheme!r}"
-            )
-        if self.batch_size is None or self.batch_size < 2:
-            raise ValueError(
-                f"structure {shaped.name!r} takes the curvature from n Var(g): pass batch_size=n, not {self.batch_size}"
-            )
-        for name in ("temperature", "num_data"):
-            found = {group[name] for group in self.param_groups}
-            if len(found) > 1:
-                raise ValueError(f"groups with {name} = {sorted(found)}: structure {shaped.name!r} needs one for all")
-        shaped.bind(self.param_groups, self.chains, self.sets)
-        self._last: Tensor | None = None
-
     @classmethod
     def preset(cls, name: str, params: ParamsLike, *, num_data: int, **settings: Any) -> ISGD:
         """The paper's rows by name: ``alpha-a``, ``alpha-c``, ``G-b``, ``G-c``, each also with ``-slr``."""
         if name not in PRESETS:
             raise ValueError(f"preset = {name!r} is unknown; choose one of {sorted(PRESETS)}")
         return cls(params, num_data=num_data, **{**PRESETS[name], **settings})
-
-    # -- lambda -------------------------------------------------------------------------------------------------------
-
-    def noise_bound(self, group: Group) -> Tensor:
-        """The smallest lambda that leaves a non-negative covariance to inject."""
-        if self.correction == "diagonal":
-            return self.noise_summary(group, self.summary)
-        return self.longest_noise(group)
-
-    def adapt(
-        self,
-        curvature: Sequence[Number] | None = None,
-        rise: float = 2.0,
-        prior: Sequence[Tensor] | None = None,
-    ) -> None:
-        """Lambda from the noise seen and the curvature; it grows at once and shrinks by at most ``rise``.
-
-        Args:
-            curvature: the top curvature of ``f / N`` in each group.
-            rise: how much rates may rise. With 1 a shape only slows down where the curvature asks for it.
-            prior: curvature of the negative log prior for each parameter, which shapes need.
-        """
-        if self.given:
-            return
-        if self.shaped is not None:
-            self._adapt_shape(self.shaped, curvature, rise, prior)
-            return
-        noise = [self.noise_bound(group) for group in self.param_groups]
-        if curvature is None and self.batch_size is not None:
-            curvature = [2.0 * self.batch_size * self.noise_summary(group, "top") for group in self.param_groups]
-        delta = allowed_rate_curvature(self.bias)
-        guard = [torch.zeros_like(b) for b in noise]
-        if curvature is not None:
-            guard = [
-                torch.as_tensor(
-                    g["temperature"] * h / (g["num_data"] * delta), dtype=b.dtype, device=b.device
-                ).expand_as(b)
-                for g, h, b in zip(self.param_groups, curvature, noise, strict=True)
-            ]
-        lams = self.structure.solve(noise, guard)
-        self._set([slow_rise(group["lam"], lam, rise) for group, lam in zip(self.param_groups, lams, strict=True)])
-
-    def rule(self) -> Rule:
-        """How large a shape must be."""
-        group = self.param_groups[0]
-        assert self.batch_size is not None and self.shaped is not None
-        n, t = self.batch_size, group["temperature"]
-        return Rule(group["num_data"], n, t, self.bias, self.averaged, self.shaped.kappa)
-
-    def _adapt_shape(
-        self,
-        shaped: Shaped,
-        curvature: Sequence[Number] | None,
-        rise: float,
-        prior: Sequence[Tensor] | None,
-    ) -> None:
-        rule = self.rule()
-        if not shaped.known and shaped.seen < shaped.least:
-            raise RuntimeError(
-                f"structure {shaped.name!r} has seen {shaped.seen} noise vectors and needs {shaped.least} for a first "
-                "Lambda: pass more to observe() before adapt()"
-            )
-        if curvature is not None:
-            found = torch.stack([torch.as_tensor(h).to(shaped.factor).expand_as(shaped.factor) for h in curvature], -1)
-            if shaped.known:
-                # How much larger the curvature is than the Fisher information says, in the worst direction.
-                stretch = (found * shaped.group_rates().to(found)).amax(-1) / shaped.unit_rate
-                stretch = torch.where(shaped.unit_rate > 0, stretch, shaped.stretch)
-                if rise > 1.0:
-                    shaped.stretch = stretch.clamp_min(LEAST_STRETCH)
-                if rise == 1.0 or shaped.seen < shaped.least:
-                    wanted = rule.factor(stretch)
-                    late = wanted > SLACK * shaped.factor
-                    shaped.stretch = torch.where(late, stretch, shaped.stretch)
-                    if bool(late.any()):
-                        shaped.slow(torch.where(late, wanted / shaped.factor, 1.0))
-            else:
-                for i, slot in enumerate(shaped.slots):
-                    shaped.fallback[:, slot] = found[:, i : i + 1]
-        if rise > 1.0 and shaped.seen >= shaped.least:
-            parts = None if prior is None else shaped.flatten(prior)
-            zero = torch.zeros_like(shaped.fallback)
-            shaped.settle(rule, zero if parts is None else parts / rule.num_data, rise)
-        self._report_rates(shaped)
-
-    def relax(self, stretch: Tensor) -> None:
-        """Take back what a new Lambda was stretched too much: it was measured against the old one.
-
-        Args:
-            stretch: the true curvature over the new H in the direction where the old one was too small by most.
-        """
-        shaped, rule = self.shaped, self.rule()
-        assert shaped is not None
-        stretch = torch.minimum(stretch.to(shaped.stretch).clamp_min(LEAST_STRETCH), shaped.stretch)
-        shaped.slow((rule.factor(stretch) / rule.factor(shaped.stretch)).clamp_min(1.0 / MOST_RELAXED))
-        shaped.stretch = stretch
-        self.cool()
-
-    def cool(self) -> None:
-        """Slow down where noise that the shape does not express would raise the temperature."""
-        assert self.shaped is not None
-        self.shaped.slow((self.shaped.excess() / EXCESS).clamp_min(1.0))
-        self._report_rates(self.shaped)
-
-    def _report_rates(self, shaped: Shaped) -> None:
-        rule = self.rule()
-        for group, rate in zip(self.param_groups, shaped.group_rates().unbind(-1), strict=True):
-            group["rate"] = self.number(rate if self.batched else rate.squeeze(0))
-            # Without a temperature nothing moves: whatever Lambda is, its rate is zero, and its inverse infinite.
-            group["lam"] = self.number(rule.scale / torch.as_tensor(group["rate"]))
-
-    def _set(self, lams: Sequence[Tensor]) -> None:
-        tiny = torch.finfo(torch.float32).tiny  # a group without any noise or curvature has no rate of its own
-        for group, lam in zip(self.param_groups, lams, strict=True):
-            group["lam"] = self.number(lam.clamp_min(tiny))
-            group["rate"] = self.structure.rate(group["lam"], group["temperature"], group["num_data"])
-        self.refresh()
-
-    def clipped_share(self, group: Group) -> Tensor:
-        """Share of the noise that exceeds lambda, so that it could not be made isotropic: a scalar, or ``[chains]``."""
-        if self.shaped is not None:
-            clipped = self.shaped.clipped()
-            return clipped if self.batched else clipped.squeeze(0)
-        if group["lam"] is None or self.group_noise(group) is None:
-            return torch.zeros(self.chains or ())
-        if self.correction == "outer":
-            over: Tensor = self.recent_lengths(group) > 2.0 * group["lam"]
-            return over.float().mean(0)
-        scale = diagonal_scale(group["lam"], join(self._variances(group), self.batched))
-        return (scale == 0).float().mean(-1)
-
-    @property
-    def _follows(self) -> tuple[bool, bool]:
-        if self.shaped is not None:
-            return False, False
-        return self.correction == "diagonal", self.correction == "outer"
-
-    # -- the step -----------------------------------------------------------------------------------------------------
-
-    @property
-    def _extra(self) -> int:
-        return 0 if self.shaped is None else self.shaped.extra
-
-    @property
-    def warming(self) -> bool:
-        """Whether the optimizer's own warm-up is still on."""
-        return bool(self.param_groups[0]["step"] < self.warmup)
-
-    def _takes_gradient(self) -> bool:
-        return super()._takes_gradient() or (self.warming and not self.estimator.centred)
-
-    def forget_noise(self) -> None:
-        super().forget_noise()
-        if self.shaped is not None:
-            self.shaped.forget()
-
-    @torch.no_grad()
-    def observe(self, noise: Sequence[Tensor] | None = None) -> None:
-        if self.shaped is None:
-            super().observe(noise)
-        elif noise is not None:  # what the base keeps, number by number, a shape knows better
-            self._check_noise(noise)
-            self.shaped.observe(noise)
-            for group in self.param_groups:
-                group["seen"] += 1
-        if self.given or not (self.warming and self.noise_ready()):
-            return
-        step = self.param_groups[0]["step"]
-        if self.scheme != "windowed":  # the running summary, with no guard, as in the paper
-            bounds = [self.noise_bound(group) for group in self.param_groups]
-            self._set(self.structure.solve(bounds, [torch.zeros_like(b) for b in bounds]))
-        elif self.shaped is not None and self.shaped.seen < self.shaped.least:
-            return
-        elif step % FIRST_WINDOW == 0 and (step // FIRST_WINDOW).bit_count() == 1:  # 50, 100, 200, 400, ...
-            self.adapt()
-            self.forget_noise()
-
-    def _move(self, group: Group, params: list[Tensor]) -> Move:
-        lam = group["lam"]
-        if self.warming and (self.scheme == "c" or lam is None):
-            return Move(0.0, 0.0)  # no estimate, no step; and scheme c estimates at a frozen model
-        if lam is None:
-            raise RuntimeError(
-                f"group {group['name']!r} has no lambda: let the optimizer warm up (warmup=), call adapt(), or give "
-                "lam="
-            )
-        if self.warming and self.scheme != "windowed":
-            # Training goes on, at the Bayesian rate whatever temperature is sampled later.
-            return Move(1.0 / (group["num_data"] * lam), 0.0)
-        rate = self.rate(group)
-        return self._outer(lam, rate) if self.correction == "outer" else self._diagonal(params, lam, rate)
-
-    def _update(self) -> None:
-        if self.shaped is None:
-            super()._update()
-            return
-        if not self.shaped.known and self.warming:
-            return  # no estimate, no step
-        if not self.shaped.known:
-            raise RuntimeError("Lambda is not known yet: let isosgd.sample warm up, or call adapt() after observe()")
-        params = [p for laid in self._laid for p in laid.params]
-        if len(params) != sum(len(group["params"]) for group in self.param_groups):
-            raise RuntimeError("a parameter has no gradient: shapes of Lambda that know the geometry need all of them")
-        xi = self._source.fill()
-        if self.averaged:
-            last = xi.clone() if self._last is None else self._last  # the first step has no other
-            if self.capturable:  # a captured step knows tensors by their place
-                mean = torch.lerp(last, xi, 0.5)
-                self._last, xi = last.copy_(xi), mean
-            else:  # they change places, so that nothing is copied
-                self._last, self._source.out = xi, last
-                xi = last.lerp_(xi, 0.5)
-        gradient = self.shaped.flatten([p.grad for p in params])  # type: ignore[misc]
-        moved = self.shaped.displace(self.shaped.tensors(), gradient, xi.view(self.shaped.chains, -1))
-        parts = torch.split(moved.to(xi.dtype), self.shaped.sizes, -1)
-        torch._foreach_sub_(params, [part.reshape(p.shape) for part, p in zip(parts, params, strict=True)])
-
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        if self.shaped is not None:
-            state["structure"] = {"name": self.shaped.name, "shape": self.shaped.state(), "last": self._last}
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved = state_dict.get("structure")
-        if (saved or {}).get("name") != (self.shaped.name if self.shaped is not None else None):
-            raise ValueError("the state was saved with another structure: make the sampler with the same one")
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != "structure"})
-        if self.shaped is not None and saved is not None:
-            self.shaped.load(saved["shape"])
-            self._last = None if saved["last"] is None else saved["last"].clone()
-
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], Tensor] | None = None, *, noise: Sequence[Tensor] | None = None
-    ) -> Tensor | None:
-        was_warming = self.warming
-        loss: Tensor | None = super().step(closure, noise=noise)
-        if was_warming and not self.warming:
-            self.freeze()
-            self.refresh()  # from training or estimating to sampling
-        return loss

@@ -1,28 +1,23 @@
 """Lambda as a diagonal and a few directions more: the strongest that the noise of different parameters shares.
 
-With a diagonal matrix D and k directions, the rows of S,
-
-    Lambda = D + D S^T diag(strength) S D,    U = S D^1/2 with orthonormal rows,
-
-so that a step takes two products with S, O(d k): Lambda^-1 is diagonal plus ``S^T (k x k) S``.
-
-*The noise* is split in the same form: the diagonal is only what the directions leave (`isosgd.samplers.rows.split`), so
-that the rule ``Lambda = q H`` holds along U and beside it, each by its own noise. What ``C = Lambda - Var(g) / 2`` has
-along the directions is injected by k innovations of their own (`LowRank.extra`).
-
 *The directions* are found in the warm-up, see `isosgd.samplers.directions`.
+
+*The noise* is split into a diagonal and what the directions share: the diagonal is only what they leave
+(`isosgd.samplers.rows.split`), so that the rule ``Lambda = q H`` holds along the directions and beside them, each by
+its own noise.
+
+*The step*, and the form of Lambda, are in `isosgd.samplers.lowrank_step`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isosgd.noise import dot
 from isosgd.samplers.directions import Directions
+from isosgd.samplers.lowrank_step import LowRankStep
 from isosgd.samplers.rows import (
     explained,
     gram,
@@ -33,18 +28,16 @@ from isosgd.samplers.rows import (
     split,
     spread_out_,
     symmetric_eigen,
-    times,
 )
-from isosgd.samplers.shaped import EXCESS, Rule, Shaped
+from isosgd.samplers.rule import Rule, damped
+from isosgd.samplers.shaped import EXCESS
 
 LARGE = 1_000_000  # parameters from which S is kept in bfloat16 on an accelerator
-SMALLEST = 0.01  # injected variance over that of Lambda, in the diagonal part
 ROOM = 0.25  # strength that a direction has at the least, since its noise may be found larger later on
-NEGLIGIBLE = 0.01  # variance over that of the diagonal part that may be injected in excess
 SPILL = 0.1  # share of the noise along the directions that is reckoned with beside them: they turn as a chain moves
 
 
-class LowRank(Shaped):
+class LowRank(LowRankStep):
     """A rate for each parameter, and one for each of a few directions that cross all of them.
 
     Args:
@@ -65,11 +58,7 @@ class LowRank(Shaped):
     """
 
     name = "lowrank"
-    kept = (
-        *Shaped.kept,
-        *("lam", "pace", "ratio", "basis", "strength", "inner", "back", "add", "undo", "reach"),
-        *("left", "spread", "residual", "shared", "top", "most", "looks"),
-    )
+    kept = (*LowRankStep.kept, "left", "spread")
 
     def __init__(self, rank: int = 20, damping: float = 0.1, dtype: torch.dtype | None = None) -> None:
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
@@ -84,23 +73,13 @@ class LowRank(Shaped):
         small = self.device.type == "cpu" or self.total <= LARGE
         self.short = self.stored_as or (self.dtype if small else torch.bfloat16)
         self.k = min(self.rank, self.total)
-        none = self.full(0.0, 0)
-        # Set by `settle`: vectors, S and the small matrices, and what is known of the noise.
-        self.lam = self.pace = self.ratio = self.basis = self.strength = self.inner = self.back = self.add = none
-        self.undo = self.reach = none  # empty unless more noise has to be taken out than Lambda has along a direction
-        self.left = self.spread = self.residual = self.shared = none
-        self.top = none  # an image of the direction with most noise for its Lambda, and how much that is
-        self.most, self.looks = self.full(0.0), 0
+        super().prepare()
+        self.left = self.spread = self.full(0.0, 0)  # noise beside the directions and along them
         generator = torch.Generator(self.device).manual_seed(0)  # of the start only its span matters
         start = torch.empty(self.k, self.total, dtype=self.dtype, device=self.device).normal_(generator=generator)
         orthonormal_(start.unsqueeze(0))
         # Until Lambda is settled, and again from `forget` on.
         self.search: Directions | None = Directions(start.repeat(self.chains, 1, 1), damped=self._damped)
-
-    @property
-    def extra(self) -> int:
-        """Innovations that a step takes besides one for each parameter."""
-        return self.k
 
     @property
     def least(self) -> int:
@@ -124,10 +103,7 @@ class LowRank(Shaped):
             self._inject()
 
     def _damped(self, h: Tensor) -> Tensor:
-        out = h.clone()
-        for slot in self.slots:
-            out[:, slot] += self.damping * h[:, slot].mean(-1, keepdim=True)
-        return out
+        return damped(h, self.damping, self.slots)
 
     def forget(self) -> None:
         """At the start of a window look for directions anew, from those that Lambda has on."""
@@ -137,32 +113,6 @@ class LowRank(Shaped):
             self.search = Directions(rows, *known, damped=self._damped)
         self.looks = min(self.looks, 1)
         super().forget()
-
-    def _look_outside(self, noise: Tensor) -> None:
-        """Power iteration on ``Lambda^-1 B``, measured along a direction before the vector is taken into it."""
-        if not self.looks:
-            self.top = noise.clone()
-        else:
-            along = dot(noise, self._worst())
-            self.most = torch.lerp(self.most, 0.5 * along.square(), max(1.0 / self.looks, 0.01))
-            self.top.lerp_(noise * along.unsqueeze(-1), max(1.0 / (self.looks + 1), 0.01))
-        self.looks += 1
-
-    def _worst(self) -> Tensor:
-        """The direction t of most noise known, ``t . Lambda t = 1``."""
-        t = self._solve(self.top)
-        return t / dot(self.top, t).clamp_min(torch.finfo(self.dtype).tiny).sqrt().unsqueeze(-1)
-
-    def excess(self) -> Tensor:
-        if self.looks < 2:
-            return torch.zeros_like(self.most)
-        return self.most - 0.5 * self._along(self._worst(), self.residual, self.shared)
-
-    def _along(self, t: Tensor, beside: Tensor | float, core: Tensor) -> Tensor:
-        """``t . (D^1/2 (diag(beside) + U^T core U) D^1/2) t``."""
-        image = self.lam * t
-        along = project(self.basis, image)
-        return dot(image * beside, t) + dot(along, times(core, along))
 
     # -- Lambda -------------------------------------------------------------------------------------------------------
 
@@ -212,52 +162,6 @@ class LowRank(Shaped):
         self.basis = self.basis.mul_(matrix.rsqrt())
         self._inject()
 
-    def _inject(self) -> None:
-        """What a step takes; exact for any S, so that rounding it to bfloat16 does no harm."""
-        one = torch.eye(self.k, dtype=torch.float64, device=self.device)
-        products, strength = gram(self.basis, self.lam).double(), torch.diag_embed(self.strength.double())
-        # Woodbury: Lambda^-1 = D^-1 + S^T inner S
-        half = strength.sqrt()
-        inner = -half @ torch.linalg.solve(one + half @ products @ half, half)
-        # 2 C = D^1/2 (A^2 + U^T missing U) D^1/2: what is positive of `missing` is injected along the directions ...
-        square = (2.0 - self.residual).clamp_min(2.0 * SMALLEST)
-        missing, axes = symmetric_eigen(2.0 * strength - self.shared.double())
-        along = self.scale * (one + inner @ products)
-        self.add = (along @ (axes * missing.clamp_min(0.0).sqrt().unsqueeze(-2))).to(self.dtype)
-        self.inner, self.back = inner.to(self.dtype), (self.scale * inner).to(self.dtype)
-        self.pace, self.ratio = self.scale / self.lam, (square * self.lam).sqrt_()
-        # ... and what is negative is taken out of the innovations of the parameters.
-        self.undo = self.reach = self.full(0.0, 0)
-        if bool((missing < -NEGLIGIBLE).any()):
-            core = _root(gram(self.basis, self.lam / square), (axes * missing.clamp_max(0.0).unsqueeze(-2)) @ axes.mT)
-            self.undo, self.reach = (along @ core).to(self.dtype), self.lam / self.ratio
-
-    # -- the step -----------------------------------------------------------------------------------------------------
-
-    def _solve(self, x: Tensor) -> Tensor:
-        """``Lambda^-1 x``."""
-        return spread_out_(self.basis, times(self.inner, project(self.basis, x)), x / self.lam)
-
-    def direction(self, gradient: Tensor) -> Tensor:
-        return self._solve(gradient.to(self.dtype)).mul_(self.scale)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        exact = (self.undo, self.reach) if self.undo.numel() else ()
-        return self.basis, self.back, self.add, self.pace, self.ratio, *exact
-
-    def displace(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
-        basis, back, add, pace, ratio, *exact = tensors
-        own, shared = xi[:, : self.total], xi[:, self.total :]
-        force = torch.addcmul(gradient, ratio, own)
-        along = times(back, project(basis, force)) + times(add, shared)
-        if exact:
-            undo, reach = exact
-            along = along + times(undo, project(basis, reach * own))
-        return spread_out_(basis, along, force.mul_(pace))
-
-    def rates(self) -> Tensor:
-        return self.pace + explained(self.basis, self.back)
-
     def clipped(self) -> Tensor:
         if not self.known:
             return torch.zeros_like(self.most)
@@ -275,12 +179,3 @@ class LowRank(Shaped):
         self.search = Directions(self.full(0.0, self.k, self.total), damped=self._damped) if saved else None
         if self.search is not None:
             self.search.load(saved)
-
-
-def _root(inverse: Tensor, missing: Tensor) -> Tensor:
-    """The core of a root ``A + U^T core U A^-1`` of ``A^2 + U^T missing U``, from ``U A^-2 U^T``."""
-    values, vectors = symmetric_eigen(inverse)
-    values = values.clamp_min(torch.finfo(torch.float32).tiny).sqrt().unsqueeze(-2)
-    up, down = (vectors * values) @ vectors.mT, (vectors / values) @ vectors.mT
-    sizes, axes = symmetric_eigen(up @ missing @ up)
-    return down @ (axes * ((1.0 + sizes).clamp_min(0.0).sqrt() - 1.0).unsqueeze(-2)) @ axes.mT @ down

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from isosgd.noise import AlphaStable
-from isosgd.samplers.base import Move
 from isosgd.samplers.groups import Group, ParamsLike
+from isosgd.samplers.planning import Move
 from isosgd.samplers.sghmc import SGHMC
 from isosgd.samplers.steppers import Number
 
@@ -61,10 +61,7 @@ class MomentumISGD(SGHMC):
 
     def lam(self, group: Group) -> Number:
         """The composite noise of a group."""
-        if self._lam is not None:
-            return self._lam
-        lam: Number = self.friction * group["temperature"] / (group["num_data"] * self.rate(group))
-        return lam
+        return self.composite(group) if self._lam is None else self._lam
 
     def clipped_share(self, group: Group) -> float:
         """Share of the noise that exceeds lambda, so that it could not be made isotropic."""

@@ -23,6 +23,11 @@ from isosgd.samplers.groups import Group
 from isosgd.samplers.steppers import Number
 
 
+def rms_metric(square: Tensor, eps: float) -> Tensor:
+    """The diagonal of P that RMSprop has, ``1 / (eps + sqrt(V))``, from a running mean V of squared gradients."""
+    return 1.0 / (eps + square.sqrt())
+
+
 class Preconditioned(Sampler):
     """A layer over `SGLD` or `SGHMC` (which stands behind it in the list of bases) that gives their steps a metric."""
 

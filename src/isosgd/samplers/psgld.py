@@ -16,7 +16,7 @@ from torch import Tensor
 from isosgd.noise import MovingAverage
 from isosgd.noise.estimators import state_dtype
 from isosgd.samplers.groups import Group, ParamsLike
-from isosgd.samplers.preconditioned import Preconditioned
+from isosgd.samplers.preconditioned import Preconditioned, rms_metric
 from isosgd.samplers.sgld import SGLD
 
 
@@ -83,4 +83,4 @@ class PSGLD(Preconditioned, SGLD):
         return square
 
     def _metric(self, p: Tensor) -> Tensor:
-        return 1.0 / (self.eps + self._square(p).sqrt())
+        return rms_metric(self._square(p), self.eps)

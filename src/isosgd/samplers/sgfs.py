@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from isosgd.noise import join
-from isosgd.samplers.base import Move
 from isosgd.samplers.groups import Group, ParamsLike
+from isosgd.samplers.planning import Move
 from isosgd.samplers.preconditioned import Preconditioned
 from isosgd.samplers.sgld import SGLD
 from isosgd.samplers.steppers import Number
@@ -83,8 +83,8 @@ class SGFS(Preconditioned, Scoring):
 
     def _metric(self, p: Tensor) -> Tensor:
         v = self._variance(p)
-        least = self.floor * (v.flatten(1).mean(1).view(-1, *([1] * (v.dim() - 1))) if self.batched else v.mean())
-        return 1.0 / torch.maximum(v, least).clamp_min(TINY)
+        mean = v.reshape(len(v), -1).mean(1).view(-1, *([1] * (v.dim() - 1))) if self.batched else v.mean()
+        return 1.0 / torch.maximum(v, self.floor * mean).clamp_min(TINY)
 
     def adapt(self, curvature: Sequence[Number] | None = None, rise: float = 2.0) -> None:
         if self.given or curvature is None:
@@ -97,7 +97,5 @@ class SGFS(Preconditioned, Scoring):
             self._fit_rate(group, h * self.stretch(group), taken + left, rise)
 
     def _move(self, group: Group, params: list[Tensor]) -> Move:
-        rate = self.rate(group)
         noise = join([self._metric(p) * self._variance(p) for p in params], self.batched)
-        sigma = group["temperature"] / (group["num_data"] * rate)  # what Theorem 1 asks for
-        return Move(rate, 1.0, scale=diagonal_scale(sigma, self._taken(group) * noise))
+        return Move(self.rate(group), 1.0, scale=diagonal_scale(self.composite(group), self._taken(group) * noise))

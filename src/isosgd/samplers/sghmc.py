@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isosgd.samplers.base import Move, Sampler
+from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
+from isosgd.samplers.planning import Move
 from isosgd.samplers.steppers import Number, hamiltonian_
 from isosgd.samplers.structure import root
 
@@ -76,8 +77,7 @@ class SGHMC(Sampler):
         return False, self.corrected
 
     def _move(self, group: Group, params: list[Tensor]) -> Move:
-        rate = self.rate(group)
-        sigma = self.friction * group["temperature"] / (group["num_data"] * rate)  # what Theorem 2 asks for
+        rate, sigma = self.rate(group), self.composite(group)
         return self._outer(sigma, rate) if self.corrected else Move(rate, root(2.0 * sigma))
 
     def _velocity(self, p: Tensor) -> Tensor:

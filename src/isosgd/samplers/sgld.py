@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from isosgd.samplers.base import Move, Sampler
+from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
+from isosgd.samplers.planning import Move
 from isosgd.samplers.steppers import Number
 from isosgd.samplers.structure import root
 
@@ -80,8 +81,7 @@ class SGLD(Sampler):
             self._fit_rate(group, h, self.noise_summary(group, "top") / self.bias, rise)
 
     def _move(self, group: Group, params: list[Tensor]) -> Move:
-        rate = self.rate(group)
-        return Move(rate, root(2.0 * group["temperature"] / (group["num_data"] * rate)))
+        return Move(self.rate(group), root(2.0 * self.composite(group)))
 
     def rate(self, group: Group) -> Number:
         return super().rate(group) * float((1.0 + group["step"] / group["offset"]) ** -group["decay"])

@@ -9,7 +9,7 @@ from typing import Literal
 from isosgd.samplers.full import Full
 from isosgd.samplers.kronecker import Kronecker
 from isosgd.samplers.lowrank import LowRank
-from isosgd.samplers.shaped import Diagonal
+from isosgd.samplers.rotated import Diagonal
 from isosgd.samplers.structure import Layer, Single, Structure
 
 StructureName = Literal["auto", "layer", "single", "diagonal", "lowrank", "kronecker", "full"]

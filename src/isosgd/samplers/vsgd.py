@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isosgd.samplers.base import Move, Sampler, slow_rise
+from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
+from isosgd.samplers.planning import Move
+from isosgd.samplers.rates import slow_rise
 from isosgd.samplers.steppers import Number
 
 

@@ -1,0 +1,135 @@
+"""A Lambda that is a diagonal and a few directions more, and its step; `isosgd.samplers.lowrank` finds it.
+
+With a diagonal matrix D and k directions, the rows of S,
+
+    Lambda = D + D S^T diag(strength) S D,    U = S D^1/2 with orthonormal rows,
+
+so that a step takes two products with S, O(d k): Lambda^-1 is diagonal plus ``S^T (k x k) S``. The noise is known in
+the same form, ``Var(g) = D^1/2 (diag(residual) + U^T shared U) D^1/2``. What ``C = Lambda - Var(g) / 2`` has along the
+directions is injected by k innovations of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from isosgd.noise import dot
+from isosgd.samplers.rows import explained, gram, project, spread_out_, symmetric_eigen, times
+from isosgd.samplers.shaped import Shaped
+
+SMALLEST = 0.01  # injected variance over that of Lambda, in the diagonal part
+NEGLIGIBLE = 0.01  # variance over that of the diagonal part that may be injected in excess
+
+
+class LowRankStep(Shaped):
+    """A Lambda with a diagonal part and k directions, and what a step makes of it.
+
+    A subclass sets D (``lam``), S (``basis``), ``strength``, ``residual`` and ``shared``, then calls `_inject`.
+    """
+
+    kept = (
+        *Shaped.kept,
+        *("lam", "basis", "strength", "residual", "shared"),
+        *("pace", "ratio", "inner", "back", "add", "undo", "reach"),
+        *("top", "most", "looks"),
+    )
+    k: int  # directions
+
+    def prepare(self) -> None:
+        none = self.full(0.0, 0)
+        self.lam = self.basis = self.strength = self.residual = self.shared = none
+        self.pace = self.ratio = self.inner = self.back = self.add = none  # vectors and the small matrices of a step
+        self.undo = self.reach = none  # empty unless more noise has to be taken out than Lambda has along a direction
+        self.top = none  # an image of the direction with most noise for its Lambda, and how much that is
+        self.most, self.looks = self.full(0.0), 0
+
+    @property
+    def extra(self) -> int:
+        """Innovations that a step takes besides one for each parameter."""
+        return self.k
+
+    def _inject(self) -> None:
+        """What a step takes; exact for any S, so that rounding it to bfloat16 does no harm."""
+        one = torch.eye(self.k, dtype=torch.float64, device=self.device)
+        products, strength = gram(self.basis, self.lam).double(), torch.diag_embed(self.strength.double())
+        # Woodbury: Lambda^-1 = D^-1 + S^T inner S
+        half = strength.sqrt()
+        inner = -half @ torch.linalg.solve(one + half @ products @ half, half)
+        # 2 C = D^1/2 (A^2 + U^T missing U) D^1/2: what is positive of `missing` is injected along the directions ...
+        square = (2.0 - self.residual).clamp_min(2.0 * SMALLEST)
+        missing, axes = symmetric_eigen(2.0 * strength - self.shared.double())
+        along = self.scale * (one + inner @ products)
+        self.add = (along @ (axes * missing.clamp_min(0.0).sqrt().unsqueeze(-2))).to(self.dtype)
+        self.inner, self.back = inner.to(self.dtype), (self.scale * inner).to(self.dtype)
+        self.pace, self.ratio = self.scale / self.lam, (square * self.lam).sqrt_()
+        # ... and what is negative is taken out of the innovations of the parameters.
+        self.undo = self.reach = self.full(0.0, 0)
+        if bool((missing < -NEGLIGIBLE).any()):
+            core = _root(gram(self.basis, self.lam / square), (axes * missing.clamp_max(0.0).unsqueeze(-2)) @ axes.mT)
+            self.undo, self.reach = (along @ core).to(self.dtype), self.lam / self.ratio
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def _solve(self, x: Tensor) -> Tensor:
+        """``Lambda^-1 x``."""
+        return spread_out_(self.basis, times(self.inner, project(self.basis, x)), x / self.lam)
+
+    def direction(self, gradient: Tensor) -> Tensor:
+        return self._solve(gradient.to(self.dtype)).mul_(self.scale)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        exact = (self.undo, self.reach) if self.undo.numel() else ()
+        return self.basis, self.back, self.add, self.pace, self.ratio, *exact
+
+    def displace(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
+        basis, back, add, pace, ratio, *exact = tensors
+        own, shared = xi[:, : self.total], xi[:, self.total :]
+        force = torch.addcmul(gradient, ratio, own)
+        along = times(back, project(basis, force)) + times(add, shared)
+        if exact:
+            undo, reach = exact
+            along = along + times(undo, project(basis, reach * own))
+        return spread_out_(basis, along, force.mul_(pace))
+
+    def rates(self) -> Tensor:
+        return self.pace + explained(self.basis, self.back)
+
+    # -- noise that it does not express -------------------------------------------------------------------------------
+
+    def _look_outside(self, noise: Tensor) -> None:
+        """Power iteration on ``Lambda^-1 B``, measured along a direction before the vector is taken into it."""
+        if not self.looks:
+            self.top = noise.clone()
+        else:
+            along = dot(noise, self._worst())
+            self.most = torch.lerp(self.most, 0.5 * along.square(), max(1.0 / self.looks, 0.01))
+            self.top.lerp_(noise * along.unsqueeze(-1), max(1.0 / (self.looks + 1), 0.01))
+        self.looks += 1
+
+    def _worst(self) -> Tensor:
+        """The direction t of most noise known, ``t . Lambda t = 1``."""
+        t = self._solve(self.top)
+        return t / dot(self.top, t).clamp_min(torch.finfo(self.dtype).tiny).sqrt().unsqueeze(-1)
+
+    def excess(self) -> Tensor:
+        if self.looks < 2:
+            return torch.zeros_like(self.most)
+        return self.most - 0.5 * self._along(self._worst(), self.residual, self.shared)
+
+    def _along(self, t: Tensor, beside: Tensor | float, core: Tensor) -> Tensor:
+        """``t . (D^1/2 (diag(beside) + U^T core U) D^1/2) t``."""
+        image = self.lam * t
+        along = project(self.basis, image)
+        return dot(image * beside, t) + dot(along, times(core, along))
+
+
+def _root(inverse: Tensor, missing: Tensor) -> Tensor:
+    """The core of a root ``A + U^T core U A^-1`` of ``A^2 + U^T missing U``, from ``U A^-2 U^T``."""
+    values, vectors = symmetric_eigen(inverse)
+    values = values.clamp_min(torch.finfo(torch.float32).tiny).sqrt().unsqueeze(-2)
+    up, down = (vectors * values) @ vectors.mT, (vectors / values) @ vectors.mT
+    sizes, axes = symmetric_eigen(up @ missing @ up)
+    return down @ (axes * ((1.0 + sizes).clamp_min(0.0).sqrt() - 1.0).unsqueeze(-2)) @ axes.mT @ down

@@ -1,0 +1,73 @@
+"""How large a Lambda that knows directions must be: the rule that all shapes of `isosgd.samplers.shaped` follow.
+
+The Fisher information of one example, ``F = n Var(g)``, is the curvature of the log likelihood where the model fits.
+With the prior's, ``H = n Var(g) + (prior Hessian) / N`` is the curvature of ``f / N``, and
+
+    Lambda = q H,    q = max(what noise asks for, what the allowed bias asks for)
+
+makes ``rate * curvature = T / (N q)`` the same in *every* direction, so that none is left unmixed, and leaves ``C =
+Lambda - Var(g) / 2`` positive by construction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isosgd.samplers.steppers import allowed_rate_curvature
+
+HIGHEST = 0.2  # rate * curvature of averaged innovations, whatever bias is predicted
+CHANGE = 1.7  # of gradient noise, relative to it, over a unit of sqrt(T / N); half of what a sampled scale shows
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How large Lambda must be, as a multiple of H.
+
+    Args:
+        num_data: N.
+        batch_size: n.
+        temperature: T.
+        bias: the relative error of the posterior variance that the step size may cause.
+        averaged: whether innovations are averaged over two steps, which leaves only the bias of the gradient noise.
+        kappa: Lambda over the gradient noise B, at the least.
+    """
+
+    num_data: int
+    batch_size: int
+    temperature: float
+    bias: float
+    averaged: bool
+    kappa: float = 2.0
+
+    @property
+    def scale(self) -> float:
+        """``T / N``: rates are this over Lambda, posterior variances this over the curvature."""
+        return self.temperature / self.num_data
+
+    def factor(self, stretch: Tensor) -> Tensor:
+        """q, where the true curvature is up to ``stretch`` times H."""
+        # Noise that is not the same over the posterior, whose width is sqrt(T / N), must be a small share of Lambda.
+        change = CHANGE * math.sqrt(self.scale) / self.bias
+        noise = max(self.kappa, change) / (2.0 * self.batch_size)
+        heat = self.scale * stretch
+        if not self.averaged:
+            return (heat / allowed_rate_curvature(self.bias)).clamp_min(noise)
+        # Gradient noise has the share s = 1 / (2 n q) of Lambda and inflates variances by s a / 2, a = heat / q.
+        return torch.maximum(heat / HIGHEST, (heat / (4.0 * self.batch_size * self.bias)).sqrt()).clamp_min(noise)
+
+    def rate_curvature(self, stretch: Tensor) -> Tensor:
+        """The top of ``rate * curvature`` that this gives."""
+        return self.scale * stretch / self.factor(stretch)
+
+
+def damped(h: Tensor, damping: float, slots: Sequence[slice]) -> Tensor:
+    """Curvatures ``[chains, d]`` with a share of each layer's mean added, so that none is nearly zero."""
+    out = h.clone()
+    for slot in slots:
+        out[:, slot] += damping * h[:, slot].mean(-1, keepdim=True)
+    return out
