@@ -12,7 +12,7 @@ from isosgd import ISGD, SGLD, SamplingWarning, Target, priors, sample
 from isosgd.chain.alarms import CLIPPED_ALARM, EXCESS_ALARM, RISE_ALARM, warn_of
 from isosgd.chain.batches import IterableBatches, TensorBatches
 from isosgd.chain.chain import Chains
-from isosgd.chain.warmup import GroupReport, WarmupReport
+from isosgd.chain.reports import GroupReport, WarmupReport
 from isosgd.errors import DivergedError
 from isosgd.potential import Params
 

@@ -145,6 +145,12 @@ def test_every_method(tmp_path: Path, method: str) -> None:
     crash_and_resume(tmp_path, lambda **store: sample(make_target(), (X, Y), **settings, **store), *IN_WARMUP_AND_DRAWS)
 
 
+@pytest.mark.parametrize("chains", [1, 2])
+def test_trajectories_on_all_data(tmp_path: Path, chains: int) -> None:
+    settings = {**QUICK, "batch_size": "all", "structure": "diagonal", "warmup": 600, "chains": chains}
+    crash_and_resume(tmp_path, lambda **store: sample(make_target(), (X, Y), **settings, **store), *IN_WARMUP_AND_DRAWS)
+
+
 @pytest.mark.parametrize("preset", ["G-b", pytest.param("alpha-a", marks=pytest.mark.slow)])
 def test_the_papers_schemes(tmp_path: Path, preset: str) -> None:
     settings = {**QUICK, "preset": preset, "temperature": 1e-3, "warmup": 150}

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from isosgd import METHODS, PRESETS, DivergedError, Posterior, SamplingWarning, Target, priors, sample
-from isosgd.chain.warmup import DRAWS_A_TIME
+from isosgd.chain.spacing import DRAWS_A_TIME
 from isosgd.potential import Params
 from isosgd.samplers.full import Full
 

@@ -19,8 +19,8 @@ from isosgd.baselines.registry import BASELINES
 from isosgd.chain.backend import fastest_products
 from isosgd.chain.batches import Data, DataSets, as_tensors, make_batches
 from isosgd.chain.progress import Progress
+from isosgd.chain.reports import WarmupReport
 from isosgd.chain.team import Start, Team, start_of
-from isosgd.chain.warmup import WarmupReport
 from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.potential import Params, Target
 from isosgd.predictive import Posterior

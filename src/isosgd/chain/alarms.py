@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isosgd.chain.chain import Chains
-from isosgd.chain.warmup import WarmupReport
+from isosgd.chain.reports import WarmupReport
 from isosgd.errors import SamplingWarning
 from isosgd.samplers import ISGD, Sampler
 from isosgd.samplers.momentum_isgd import MomentumISGD

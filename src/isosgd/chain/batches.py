@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 Batch = Any
+ALL = "all"
+Size = int | Literal["all"] | None
 
 
 def tree_map(function: Any, batch: Batch) -> Batch:
@@ -56,7 +58,8 @@ class TensorBatches:
 
     Args:
         tensors: the data.
-        batch_size: n; a default by the number of examples when None.
+        batch_size: n; a default by the number of examples when None; or ``all`` of them, each once: the gradient of
+            such a batch has no noise.
         seed: of the indices.
         chains: how many chains draw side by side, each its own batch ``[chains, n, ...]``; None for one chain alone.
         rows: the rows that each chain draws from, ``[chains, N]``; all of them when not given.
@@ -67,14 +70,15 @@ class TensorBatches:
     def __init__(
         self,
         tensors: Sequence[Tensor],
-        batch_size: int | None,
+        batch_size: Size,
         seed: int,
         chains: int | None = None,
         rows: Tensor | None = None,
     ) -> None:
         self.tensors, self.chains, self.rows = tuple(tensors), chains, rows
         self.num_data = int(self.tensors[0].shape[0] if rows is None else rows.shape[1])
-        self.batch_size = default_batch_size(self.num_data) if batch_size is None else batch_size
+        self.whole = batch_size == ALL
+        self.batch_size = size_of(batch_size, self.num_data)
         if self.batch_size > self.num_data:
             raise ValueError(
                 f"batch_size = {self.batch_size} is larger than the {self.num_data} examples; choose at "
@@ -82,6 +86,7 @@ class TensorBatches:
             )
         self.device = self.tensors[0].device
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
+        self._all: Batch = None
 
     def indices(self, steps: int = 1) -> Tensor:
         """Rows of the next minibatches, ``[steps, chains, n]``."""
@@ -93,10 +98,26 @@ class TensorBatches:
         """The examples of some rows, a tuple of tensors."""
         return tuple(t.index_select(0, index.reshape(-1)).view(*index.shape, *t.shape[1:]) for t in self.tensors)
 
-    def next(self) -> Batch:
-        """The next minibatch of each chain, a tuple of tensors."""
+    def next(self, mixed: bool = False) -> Batch:
+        """The next minibatch of each chain, a tuple of tensors.
+
+        Args:
+            mixed: where a batch is all of the data, put it into an order of its own, so that its halves are random.
+        """
+        if self.whole:
+            return self._everything(mixed)
         index = self.indices()[0]
         return self.at(index[0] if self.chains is None else index)
+
+    def _everything(self, mixed: bool) -> Batch:
+        if self._all is None:
+            every = torch.arange(self.num_data, device=self.device) if self.rows is None else self.rows
+            every = every.expand(self.chains, -1) if self.chains is not None and self.rows is None else every
+            self._all = self.at(every)
+        if not mixed:
+            return self._all
+        order = torch.randperm(self.num_data, generator=self.generator, device=self.device)
+        return tuple(t.index_select(0 if self.chains is None else 1, order) for t in self._all)
 
     def state(self) -> dict[str, Any]:
         """What is needed to go on with the same batches."""
@@ -114,6 +135,8 @@ class IterableBatches:
     as many batches are skipped as had been taken. That is exact for iterables whose order and contents follow from
     torch's generators or from nothing at all; numpy's and Python's own generators are not looked after.
     """
+
+    whole = False  # nobody knows
 
     def __init__(self, source: Iterable[Batch], device: torch.device | None) -> None:
         self.source, self.device = source, device
@@ -156,7 +179,7 @@ class IterableBatches:
         self._taken += 1
         return batch
 
-    def next(self) -> Batch:
+    def next(self, mixed: bool = False) -> Batch:
         """The next batch; the iterable is started again when it ends."""
         batch = self._take()
         if batch is None:
@@ -171,6 +194,13 @@ class IterableBatches:
 
 
 Batches = TensorBatches | IterableBatches
+
+
+def size_of(batch_size: Size, num_data: int) -> int:
+    """N."""
+    if batch_size is None:
+        return default_batch_size(num_data)
+    return num_data if isinstance(batch_size, str) else batch_size
 
 
 def default_batch_size(num_data: int) -> int:
@@ -242,10 +272,11 @@ class DataSets:
 Data = tuple[Tensor, ...] | DataSets | Iterable[Batch]
 
 
-def as_data(data: Any, batch_size: int | None, device: torch.device | None) -> Data:
+def as_data(data: Any, batch_size: Size, device: torch.device | None) -> Data:
     """What a user gave as data, checked and moved to where it is sampled."""
-    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 2):
-        raise ValueError(f"batch_size = {batch_size!r} must be an integer of at least 2")
+    wrong = isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 2
+    if batch_size is not None and batch_size != ALL and wrong:
+        raise ValueError(f"batch_size = {batch_size!r} must be an integer of at least 2, or 'all'")
     if isinstance(data, DataSets):
         return data if device is None else data.to(device)
     tensors = as_tensors(data)
@@ -258,11 +289,14 @@ def as_data(data: Any, batch_size: int | None, device: torch.device | None) -> D
             "batches such as a DataLoader"
         )
     if batch_size is not None:
-        raise ValueError(f"batch_size = {batch_size} has no effect on an iterable of batches: set it in the DataLoader")
+        raise ValueError(
+            f"batch_size = {batch_size!r} has no effect on an iterable of batches: "
+            "set it in the DataLoader, or pass tensors"
+        )
     return data
 
 
-def make_batches(data: Data, batch_size: int | None, seed: int, device: torch.device | None) -> Batches:
+def make_batches(data: Data, batch_size: Size, seed: int, device: torch.device | None) -> Batches:
     """Batches of one chain, from checked tensors or from an iterable."""
     assert not isinstance(data, DataSets)
     return TensorBatches(data, batch_size, seed) if as_tensors(data) is not None else IterableBatches(data, device)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from isosgd.chain.gradients import Layout, Many, Single, stacked
 from isosgd.errors import DivergedError
 from isosgd.potential import Params, Target
 from isosgd.samplers import ISGD, Sampler
+from isosgd.samplers.gliding import Gliding
 from isosgd.samplers.preconditioned import Preconditioned
 from isosgd.samplers.shaped import Shaped
 
@@ -119,14 +121,16 @@ class Chains:
 
     # -- gradients and steps ------------------------------------------------------------------------------------------
 
-    def evaluate(self, split: bool = False, forgiving: bool = False) -> list[Tensor] | None:
+    def evaluate(self, split: bool = False, forgiving: bool | None = None) -> list[Tensor] | None:
         """Gradients on the next minibatch, left in ``.grad``; with ``split`` the noise vector of its halves too.
 
         Args:
             split: whether to measure the noise.
             forgiving: do not give up a chain whose gradient is not finite: its loss is infinite, its gradient zero.
+                By default where trajectories are taken: such a one is refused, and the chain is where it was.
         """
-        self.batch = self.batches.next()
+        self.batch = self.batches.next(mixed=split)
+        forgiving = self.gliding is not None if forgiving is None else forgiving
         loss, gradients, noise = self.differentiate(self.params, self.batch, split)
         finite = self._finite(loss, gradients)
         if not bool(finite.all()):
@@ -148,6 +152,8 @@ class Chains:
     def advance(self, noise: list[Tensor] | None) -> None:
         """One step of the sampler, from the gradients just evaluated."""
         saved = self.snapshot() if self.failures else None
+        if self.gliding is not None:
+            self.gliding.energy = self.energy()
         self.sampler.step(noise=noise)
         if saved is not None:  # chains that were given up stay where they were
             self.restore(saved, ~self.alive)
@@ -205,6 +211,37 @@ class Chains:
         """The sampler's Lambda, where it knows directions."""
         return self.sampler.shaped if isinstance(self.sampler, ISGD) else None
 
+    @property
+    def gliding(self) -> Gliding | None:
+        """The sampler, where it takes trajectories on all of the data."""
+        return self.sampler if isinstance(self.sampler, Gliding) else None
+
+    @property
+    def follows(self) -> bool:
+        """Whether there is gradient noise for the sampler to follow."""
+        return self.sampler.estimator.centred and self.gliding is None
+
+    def energy(self) -> Tensor:
+        """``f / T`` of each chain from the last loss, which must be that of all data."""
+        temperature: float = self.sampler.param_groups[0]["temperature"]
+        return (self.num_data * self.loss - self.log_prior()) / temperature
+
+    @property
+    def level(self) -> Tensor:
+        """The loss of each chain: of the last minibatch, or of all data where the last trajectory ended."""
+        if self.gliding is None or self.gliding.home is None:
+            return self.loss
+        temperature: float = self.sampler.param_groups[0]["temperature"]
+        return temperature * self.gliding.home_energy / self.num_data
+
+    @property
+    def current(self) -> Params:
+        """The parameters that count: where the last trajectory ended, while the next one is under way."""
+        home = None if self.gliding is None else self.gliding.home
+        if home is None:
+            return self.params
+        return self.layout.views(home.to(self.leaves[0].dtype) if self.many is not None else home[0])
+
     def each(self, number: Any) -> Tensor:
         """A group's number as one for each chain."""
         return torch.as_tensor(number, device=self.alive.device).double().expand(self.count)
@@ -231,6 +268,11 @@ class Chains:
         else:
             self.sampler.adapt(numbers, rise)
 
+    def shape(self) -> None:
+        """Shape Lambda by the noise seen alone; how large it is does not matter to trajectories."""
+        assert isinstance(self.sampler, ISGD)
+        self.sampler.adapt(rise=math.inf, prior=self._known_curvature())
+
     def _known_curvature(self) -> list[Tensor]:
         """What is known of the curvature of f without looking: that of the prior, and that of noise scales.
 
@@ -247,8 +289,8 @@ class Chains:
     def log_likelihood(self, batch: Any) -> Tensor:
         """Log likelihood of the examples of a batch, ``[chains, n]``."""
         if self.many is None:
-            return self.target.log_likelihood(self.params, batch).unsqueeze(0)
-        return vmap(self.target.log_likelihood)(self.params, batch)
+            return self.target.log_likelihood(self.current, batch).unsqueeze(0)
+        return vmap(self.target.log_likelihood)(self.current, batch)
 
     @torch.no_grad()
     def log_prior(self) -> Tensor:
@@ -260,7 +302,7 @@ class Chains:
     @torch.no_grad()
     def natural(self) -> Params:
         """The parameters as users see them, ``[chains, *shape]``, copies."""
-        found = self.target.constrain(self.params)
+        found = self.target.constrain(self.current)
         return {name: x.detach().clone().view((self.count, *self.layout.shapes[name])) for name, x in found.items()}
 
     def snapshot(self) -> list[Tensor]:
@@ -271,8 +313,12 @@ class Chains:
     def restore(self, saved: Sequence[Tensor], chains: Tensor | None = None) -> None:
         """Send chains back to a `snapshot`: all of them, or those of a mask."""
         if chains is not None:
-            saved = [torch.where(self._wide(chains, leaf), s, leaf) for s, leaf in zip(saved, self.leaves, strict=True)]
+            saved = [torch.where(self.wide(chains, leaf), s, leaf) for s, leaf in zip(saved, self.leaves, strict=True)]
         torch._foreach_copy_(self.leaves, list(saved))
+
+    def merged(self, here: Sequence[Tensor], there: Sequence[Tensor], chains: Tensor) -> list[Tensor]:
+        """A snapshot that is ``there`` for the chains of a mask, and ``here`` for the others."""
+        return [torch.where(self.wide(chains, b), b, a) for a, b in zip(here, there, strict=True)]
 
     @torch.no_grad()
     def shift(self, move: Tensor) -> None:
@@ -282,11 +328,12 @@ class Chains:
 
     # -- failures -----------------------------------------------------------------------------------------------------
 
-    def _wide(self, mask: Tensor, like: Tensor) -> Tensor:
+    def wide(self, mask: Tensor, like: Tensor) -> Tensor:
+        """A number of each chain in the form that broadcasts against a parameter."""
         return mask.view(-1, *([1] * (like.dim() - 1))) if self.many is not None else mask.view(())
 
     def _mask(self, tensors: Sequence[Tensor], chains: Tensor) -> list[Tensor]:
-        return [torch.where(self._wide(chains, t), t, 0.0) for t in tensors]
+        return [torch.where(self.wide(chains, t), t, 0.0) for t in tensors]
 
     def _finite(self, loss: Tensor, gradients: Sequence[Tensor]) -> Tensor:
         """Which chains have a finite loss and gradient."""

@@ -9,7 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from isosgd.chain.batches import Batches, Data, DataSets, TensorBatches, as_tensors, batch_length, make_batches
+from isosgd.chain.batches import (
+    ALL,
+    Batches,
+    Data,
+    DataSets,
+    Size,
+    TensorBatches,
+    as_tensors,
+    batch_length,
+    make_batches,
+)
 from isosgd.chain.chain import Chains, MakeSampler
 from isosgd.chain.gradients import batchable
 from isosgd.errors import SamplingWarning
@@ -35,7 +45,7 @@ class Team:
         data: checked, where it is sampled.
         init: start values in natural parameters, or a function from the number of a chain to them.
         chains: chains of each data set.
-        batch_size: n; a default by the number of examples when None.
+        batch_size: n; a default by the number of examples when None; or ``all``.
         seed: of everything.
         device: where to sample.
         compile_after: gradients of chains that run together after which the rest is compiled; None for never.
@@ -50,7 +60,7 @@ class Team:
         data: Data,
         init: Start,
         chains: int,
-        batch_size: int | None,
+        batch_size: Size,
         seed: int,
         device: torch.device | None,
         compile_after: int | None,
@@ -67,7 +77,7 @@ class Team:
         else:
             self.num_data = target.resolve_num_data(data)
         probe = self._batches(0, 0, batch_size)
-        self.given_size = batch_size
+        self.given_size, self.whole = batch_size, batch_size == ALL
         batch = probe.next()
         self.batch_size = _check_size(probe, batch, self.num_data)
         self.engine = self._why_in_turn(batch) or TOGETHER
@@ -93,7 +103,7 @@ class Team:
             return f"in turn: {why}"
         return ""
 
-    def _batches(self, index: int, seed: int, batch_size: int | None) -> Batches:
+    def _batches(self, index: int, seed: int, batch_size: Size) -> Batches:
         """Minibatches of one chain."""
         data = self.data.set(index // self.chains) if isinstance(self.data, DataSets) else self.data
         return make_batches(data, batch_size, seed, self.device)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,11 +23,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from isosgd.chain.autocorrelation import integrated_time
-from isosgd.chain.batches import tree_map
 from isosgd.chain.chain import Chains
 from isosgd.chain.descent import Descent
 from isosgd.chain.progress import Progress
+from isosgd.chain.reports import GroupReport, WarmupReport, drifting
+from isosgd.chain.spacing import LENGTH, Traces
+from isosgd.chain.trajectories import Trajectories
 from isosgd.noise import dot
 from isosgd.noise.stable import TailMeter
 from isosgd.samplers import ISGD
@@ -49,57 +49,13 @@ RELAXATIONS = 5.0
 MOST_STEPS = 20_000
 PAPER_STEPS = 2_000  # the paper's warm-up on its regressions
 MOST_DESCENT_SHARE = 0.5
-TRACES, TRACE_LENGTH = 16, 400
 CHECK_SHARE, MOST_CHECKED = 0.05, 400  # of the budget, for trying the last rates
 ENOUGH = 0.75  # share of the chains that must have settled: of many, one is always unsettled by chance
 MARK_EVERY = 100  # steps of the paper's schemes, which have no windows
-DRAWS_A_TIME = 2  # draws in an autocorrelation time: one would lose a quarter of what the chain knows, two lose 7%
 
 Array = NDArray[np.float64]
 State = dict[str, Any]
 Mark = Callable[[Callable[[], State]], None]
-
-
-@dataclass
-class GroupReport:
-    """What the warm-up found for one group (layer)."""
-
-    name: str
-    rate: float
-    lam: float
-    curvature: float
-    rate_curvature: float
-    predicted_bias: float
-    tail_index: float
-    noise_share: float
-    clipped_share: float
-
-
-@dataclass
-class WarmupReport:
-    """Outcome of a warm-up.
-
-    Attributes:
-        settled: whether rates and loss stopped changing.
-        reason: why not, and what would help; empty when settled.
-        steps: gradients spent.
-        descent: of them in the descent.
-        keep_every: spacing of draws measured from the autocorrelation of predictions (None when not measured).
-        loss: mean and standard deviation of the minibatches' loss in the last window (None when not measured).
-        groups: one report for each layer.
-    """
-
-    settled: bool
-    reason: str
-    steps: int
-    descent: int
-    keep_every: int | None
-    groups: list[GroupReport] = field(default_factory=list)
-    loss: tuple[float, float] | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
 
 
 def warm_up(
@@ -123,7 +79,11 @@ def warm_up(
     Returns:
         One report for each chain.
     """
-    warmup = _Warmup(chains, steps, progress, mark)
+    warmup: _Warmup | Trajectories
+    if chains.gliding is None:
+        warmup = _Warmup(chains, steps, progress, mark)
+    else:
+        warmup = Trajectories(chains, steps, MOST_STEPS, progress, mark)
     if saved is not None:
         warmup.load_state(saved)
     return warmup.run(measure_spacing)
@@ -137,9 +97,7 @@ class _Warmup:
         self.exact = steps is not None
         self.spent = 0
         self.tails = [TailMeter() for _ in chains.sampler.param_groups]
-        self.traces: list[Array] = []
-        self.trace_stride = 1
-        self.examples: Any = None
+        self.traces = Traces(chains)
         self.signal: list[Array] = []  # [chains, groups]
         self.seen_curvatures: list[Array] = []
         self.curvatures: Array | None = None
@@ -148,18 +106,23 @@ class _Warmup:
         self.descent = Descent(chains, limit, lambda: self._count("descending"), lambda: self.mark(self.state))
         self.length, self.settled_before, self.reasons = FIRST_WINDOW, False, [""] * chains.count
 
-    kept = ("stage", "spent", "traces", "trace_stride", "examples", "curvatures", "loss",
-            "length", "settled_before", "reasons")  # fmt: skip
+    kept = ("stage", "spent", "curvatures", "loss", "length", "settled_before", "reasons")  # fmt: skip
 
     def state(self) -> State:
         """What is needed to go on from between two windows, beside the chains."""
         found = {name: getattr(self, name) for name in self.kept}
-        return {**found, "descent": self.descent.state(), "tails": [dict(vars(meter)) for meter in self.tails]}
+        return {
+            **found,
+            "traces": self.traces.state(),
+            "descent": self.descent.state(),
+            "tails": [dict(vars(meter)) for meter in self.tails],
+        }
 
     def load_state(self, state: State) -> None:
         """Go on from what `state` gave."""
         for name in self.kept:
             setattr(self, name, state[name])
+        self.traces.load_state(state["traces"])
         self.descent.load_state(state["descent"])
         for meter, saved in zip(self.tails, state["tails"], strict=True):
             vars(meter).update(saved)
@@ -299,7 +262,7 @@ class _Warmup:
         chains.stiffness.forget()
         self.tails = [TailMeter() for _ in chains.sampler.param_groups]
         self.signal, self.seen_curvatures = [], []
-        self.traces, self.trace_stride = [], max(1, length // TRACE_LENGTH)
+        self.traces.begin(length)
         losses: list[Tensor] = []
         end = self.spent + length
         while self.spent < end:
@@ -313,8 +276,7 @@ class _Warmup:
             if noise is not None:
                 self._feed_tails(noise)
                 self._feed_signal(noise)
-            if i % self.trace_stride == 0:
-                self._trace()
+            self.traces.take(i)
             chains.advance(noise if chains.sampler.estimator.centred else None)
             if i % ADAPT_EVERY == ADAPT_EVERY - 1:  # within a window rates may only fall
                 chains.adapt(chains.curvatures(), rise=1.0)
@@ -366,17 +328,7 @@ class _Warmup:
                 "direction: a longer "
                 "warmup=, a larger batch_size= or a higher temperature would help"
             )
-        parts = np.array([part.mean() for part in np.array_split(losses, 10)])
-        first, second = parts[:5], parts[5:]
-        drift = float(second.mean() - first.mean())
-        deviation = math.sqrt(float(first.var(ddof=1) + second.var(ddof=1)) / 5.0)
-        if abs(drift) > 4.0 * deviation:
-            return (
-                f"the mean loss still drifts (by {drift:+.3g}, {abs(drift) / deviation:.0f} standard errors, "
-                "in the last window "
-                f"of {len(losses)} steps): a longer warmup= or a start closer to a mode (init=) would help"
-            )
-        return ""
+        return drifting(losses)
 
     # -- the paper's schemes ------------------------------------------------------------------------------------------
 
@@ -384,14 +336,12 @@ class _Warmup:
         steps = self.budget if self.exact else PAPER_STEPS
         sampler.warmup = steps
         chains = self.chains
-        self.stage, self.trace_stride = "scheme", max(1, steps // TRACE_LENGTH)
+        self.stage = "scheme"
         for i in range(self.spent, steps):
             if i % MARK_EVERY == 0:
                 self.mark(self.state)
             noise = chains.evaluate(split=sampler.estimator.centred)
             self._feed_tails(noise if noise is not None else [leaf.grad for leaf in chains.leaves])
-            if i % self.trace_stride == 0:
-                self._trace()
             chains.advance(noise)
             self._count(f"scheme {sampler.scheme}")
         if sampler.param_groups[0]["lam"] is None:
@@ -401,11 +351,11 @@ class _Warmup:
             chains.probe_curvature()
         sampler.freeze()
         keep = None
-        if measure_spacing:  # the traces so far are of training, or of a frozen model
-            self.traces, self.trace_stride = [], 1
-            for _ in range(TRACE_LENGTH):
+        if measure_spacing:
+            self.traces.begin(LENGTH)
+            for i in range(LENGTH):
                 chains.step(split=sampler.estimator.centred)
-                self._trace()
+                self.traces.take(i)
                 self._count("measuring")
             keep = self._spacing()
         return [WarmupReport(True, "", self.spent, 0, keep, groups) for groups in self._groups()]
@@ -442,26 +392,13 @@ class _Warmup:
             signal = torch.stack([squares[:, slot].sum(-1) for slot in chains.slots], dim=-1)
         self.signal.append(signal.double().cpu().numpy())
 
-    def _trace(self) -> None:
-        """Log likelihoods of a few fixed examples: functions mix even where weights do not."""
-        many = self.chains.many is not None
-        if self.examples is None:
-            cut = (slice(None), slice(TRACES)) if many else (slice(TRACES),)
-            self.examples = tree_map(lambda t: t[cut] if t.dim() >= len(cut) else t, self.chains.batch)
-        self.traces.append(self.chains.log_likelihood(self.examples).double().cpu().numpy())
-
     def _spacing(self) -> int:
-        """Steps between draws: half of the integrated autocorrelation time of the slowest traced example.
-
-        Of many chains, which have the same or similar posteriors, the median: each one's is a noisy estimate.
-        """
-        if not self.traces:
+        found = self.traces.spacing()
+        if found is None:
             raise ValueError(
                 f"warmup = {self.asked} ends before anything was measured: give at least {8 * FIRST_WINDOW}"
             )
-        traces = np.stack(self.traces, axis=-1)  # [chains, examples, steps]
-        slowest = [max(integrated_time(trace) for trace in chain) for chain in traces]
-        return max(1, math.ceil(float(np.median(slowest)) * self.trace_stride / DRAWS_A_TIME))
+        return found
 
     def _groups(self) -> list[list[GroupReport]]:
         """What was found for each chain and group."""

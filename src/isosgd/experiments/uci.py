@@ -13,7 +13,7 @@ import platform
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ class Setting:
         draws: of each chain.
         warmup: gradients of each chain before its first draw.
         keep_every: steps between draws.
-        batch_size: n, less where a set has fewer rows.
+        batch_size: n, less where a set has fewer rows; or ``all``.
         options: of the method.
         hierarchical: whether the prior's scales are sampled; else they are those of `isosgd.priors.FanInNormal`.
     """
@@ -53,7 +53,7 @@ class Setting:
     draws: int = 100
     warmup: int = 10_000
     keep_every: int = 100
-    batch_size: int = 128
+    batch_size: int | Literal["all"] = 128
     options: dict[str, Any] = field(default_factory=dict)
     hierarchical: bool = True
 
@@ -117,7 +117,7 @@ def run(
         method=setting.method,
         draws=setting.draws,
         chains=setting.chains,
-        batch_size=min(setting.batch_size, sets.num_data // 2 * 2),
+        batch_size="all" if setting.batch_size == "all" else min(setting.batch_size, sets.num_data // 2 * 2),
         warmup=setting.warmup,
         keep_every=setting.keep_every,
         seed=seed,

@@ -106,7 +106,7 @@ class Full(Shaped):
         """The matrices of a step. In coordinates ``R^-1 theta`` Lambda is q I, and noise is nearly so."""
         noise = self.root.mT @ self.cov @ self.root
         lam = torch.diag_embed(2.0 * self.factor.double().unsqueeze(-1).expand(-1, self.total))
-        values, vectors = torch.linalg.eigh(lam - noise)
+        values, vectors = torch.linalg.eigh(lam - self.weight * noise)
         self.share = (values < 0).to(self.dtype).mean(-1)
         missing = (vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)) @ vectors.mT
         rate = self.unit_rate.double().view(-1, 1, 1)

@@ -165,8 +165,8 @@ class LowRank(LowRankStep):
     def clipped(self) -> Tensor:
         if not self.known:
             return torch.zeros_like(self.most)
-        left = 2.0 * (gram(self.basis, self.lam) + torch.diag_embed(self.strength)) - self.spread
-        over = (self.residual > 2.0).sum(-1) + (symmetric_eigen(left)[0] < 0).sum(-1)
+        left = 2.0 * (gram(self.basis, self.lam) + torch.diag_embed(self.strength)) - self.weight * self.spread
+        over = (self.weight * self.residual > 2.0).sum(-1) + (symmetric_eigen(left)[0] < 0).sum(-1)
         return over.to(self.dtype) / (self.total + self.k)
 
     def state(self) -> dict[str, Any]:

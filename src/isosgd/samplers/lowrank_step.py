@@ -59,8 +59,8 @@ class LowRankStep(Shaped):
         half = strength.sqrt()
         inner = -half @ torch.linalg.solve(one + half @ products @ half, half)
         # 2 C = D^1/2 (A^2 + U^T missing U) D^1/2: what is positive of `missing` is injected along the directions ...
-        square = (2.0 - self.residual).clamp_min(2.0 * SMALLEST)
-        missing, axes = symmetric_eigen(2.0 * strength - self.shared.double())
+        square = (2.0 - self.weight * self.residual).clamp_min(2.0 * SMALLEST)
+        missing, axes = symmetric_eigen(2.0 * strength - self.weight * self.shared.double())
         along = self.scale * (one + inner @ products)
         self.add = (along @ (axes * missing.clamp_min(0.0).sqrt().unsqueeze(-2))).to(self.dtype)
         self.inner, self.back = inner.to(self.dtype), (self.scale * inner).to(self.dtype)
@@ -117,7 +117,7 @@ class LowRankStep(Shaped):
     def excess(self) -> Tensor:
         if self.looks < 2:
             return torch.zeros_like(self.most)
-        return self.most - 0.5 * self._along(self._worst(), self.residual, self.shared)
+        return self.weight * (self.most - 0.5 * self._along(self._worst(), self.residual, self.shared))
 
     def _along(self, t: Tensor, beside: Tensor | float, core: Tensor) -> Tensor:
         """``t . (D^1/2 (diag(beside) + U^T core U) D^1/2) t``."""

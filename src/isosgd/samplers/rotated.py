@@ -93,7 +93,7 @@ class Rotated(Shaped):
         """Work out rates and the scale of injected noise."""
         if self.known:
             self.speed = self.scale / self.lam
-            self.amplitude = self.speed * (2.0 * self.lam - self.v).clamp_min(0.0).sqrt()
+            self.amplitude = self.speed * (2.0 * self.lam - self.weight * self.v).clamp_min(0.0).sqrt()
 
     def direction(self, gradient: Tensor) -> Tensor:
         return self.back(self.speed * self.turn(gradient))
@@ -111,10 +111,11 @@ class Rotated(Shaped):
     def excess(self) -> Tensor:
         if self.looks < 2:
             return torch.zeros_like(self.heat)
-        return self.heat - dot(self.top.square(), self.v / (2.0 * self.lam)) / self._length()
+        return self.weight * (self.heat - dot(self.top.square(), self.v / (2.0 * self.lam)) / self._length())
 
     def clipped(self) -> Tensor:
-        return (self.v > 2.0 * self.lam).to(self.dtype).mean(-1) if self.known else torch.zeros_like(self.heat)
+        over = self.weight * self.v > 2.0 * self.lam
+        return over.to(self.dtype).mean(-1) if self.known else torch.zeros_like(self.heat)
 
 
 class Diagonal(Rotated):

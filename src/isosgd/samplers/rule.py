@@ -35,6 +35,7 @@ class Rule:
         bias: the relative error of the posterior variance that the step size may cause.
         averaged: whether innovations are averaged over two steps, which leaves only the bias of the gradient noise.
         kappa: Lambda over the gradient noise B, at the least.
+        whole: whether a batch is all of the data. Its gradient has no noise, and the size of a step is set otherwise.
     """
 
     num_data: int
@@ -43,6 +44,7 @@ class Rule:
     bias: float
     averaged: bool
     kappa: float = 2.0
+    whole: bool = False
 
     @property
     def scale(self) -> float:
@@ -51,6 +53,8 @@ class Rule:
 
     def factor(self, stretch: Tensor) -> Tensor:
         """q, where the true curvature is up to ``stretch`` times H."""
+        if self.whole:  # so that a step is 1 where the curvature is H
+            return torch.full_like(stretch, 2.0 * self.scale)
         # Noise that is not the same over the posterior, whose width is sqrt(T / N), must be a small share of Lambda.
         change = CHANGE * math.sqrt(self.scale) / self.bias
         noise = max(self.kappa, change) / (2.0 * self.batch_size)

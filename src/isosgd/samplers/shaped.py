@@ -40,7 +40,7 @@ class Shaped(Structure):
 
     name: ClassVar[str]
     kappa: ClassVar[float] = 2.0  # room for noise that is larger elsewhere than where it was measured
-    kept: ClassVar[tuple[str, ...]] = ("alive", "seen", "stretch", "known", "factor", "scale", "fallback")
+    kept: ClassVar[tuple[str, ...]] = ("alive", "seen", "stretch", "known", "factor", "scale", "weight", "fallback")
 
     def bind(self, groups: Sequence[dict[str, Any]], chains: int | None = None, sets: int = 1) -> None:
         """Learn the shapes of the parameters; called once, by the sampler.
@@ -69,6 +69,7 @@ class Shaped(Structure):
         self.known = False  # whether there is a Lambda
         self.stretch = self.full(CAUTION)
         self.factor, self.scale = self.full(math.nan), math.nan  # q and T / N
+        self.weight = 1.0  # of gradient noise in what is injected; 0 where a batch is all of the data, and has none
         self.fallback = self.full(1.0, self.total)  # curvature where none is known
         self.prepare()
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from isosgd.chain.alarms import warn_of
 from isosgd.chain.chain import Chains
 from isosgd.chain.progress import Progress
+from isosgd.chain.reports import GroupReport, WarmupReport
 from isosgd.chain.state import failure_from, failure_state, load_state, moved, state_of
-from isosgd.chain.warmup import GroupReport, Mark, WarmupReport, warm_up
+from isosgd.chain.warmup import Mark, warm_up
 from isosgd.errors import DivergedError
 
 GUESSED_SPACING = 100  # for the progress bar, until the spacing is known
@@ -161,15 +162,15 @@ def draw_from(
         while drawn < plan.draws:
             left = gap
             while left:
-                run.step(split=run.sampler.estimator.centred and done % plan.noise_every == 0)
+                run.step(split=run.follows and done % plan.noise_every == 0)
                 done += 1
                 left -= run.sampler.sampling
                 bar.advance(label + "sampling", run.count)
             if drawn >= plan.draws // 2:
-                late.append(run.loss)
+                late.append(run.level)
             keeper.keep(run, first, drawn)
             if note is not None:
-                note(run.gradients, run.loss, {g["name"]: g["rate"] for g in run.sampler.param_groups}, first)
+                note(run.gradients, run.level, {g["name"]: g["rate"] for g in run.sampler.param_groups}, first)
             for k in run.failures:  # draws of a chain end where it was given up
                 outcome.lengths.setdefault(k, drawn)
             drawn += 1

@@ -35,7 +35,7 @@ def sample(
     method: str = "isgd",
     draws: int = 100,
     chains: int = 1,
-    batch_size: int | None = None,
+    batch_size: int | Literal["all"] | None = None,
     keep_every: int | Literal["auto"] = "auto",
     warmup: int | Literal["auto"] = "auto",
     temperature: float = 1.0,
@@ -60,7 +60,9 @@ def sample(
         draws: draws to keep from each chain.
         chains: independent chains, of each data set. They run in one batched computation where the model allows it
             (``info["engine"]`` says so, or why not).
-        batch_size: examples in a minibatch; half of the data, between 8 and 128, by default.
+        batch_size: examples in a minibatch; half of the data, between 8 and 128, by default. ``all`` takes all of them
+            for every gradient: trajectories are then accepted or refused, so that no bias is left (see
+            `isosgd.samplers.gliding`). It pays up to some thousand examples, above all for networks.
         keep_every: steps between draws; ``auto`` measures the autocorrelation of predictions in the warm-up.
         warmup: gradients to spend before the first draw; ``auto`` goes on until the chain has settled.
         temperature: T; the target is ``exp(-f / T)``, so that 1 is the posterior.
@@ -115,6 +117,8 @@ def sample(
     given = dict(options)
     after = compile_after(given)
     if method in BASELINES:
+        if isinstance(batch_size, str):
+            raise ValueError(f"batch_size = {batch_size!r} goes with method='isgd': give {method} a number")
         about = {"method": method, "options": {name: described(value) for name, value in options.items()}, "seed": seed}
         about |= {"temperature": temperature, "target": target.describe(), "versions": versions()}
         baseline = Run(
@@ -126,7 +130,9 @@ def sample(
     plan = Plan(draws, keep_every, warmup, noise_every(given), team.count)
     if METHODS[method] is ISGD:
         given.setdefault("budget", None if warmup == "auto" else warmup)
-    make_sampler = sampler_factory(method, team.num_data, temperature, team.batch_size, team.together_sets, given)
+    make_sampler = sampler_factory(
+        method, team.num_data, temperature, team.batch_size, team.together_sets, team.whole, given
+    )
     known = partial(_info, asked, team, plan)
     board = None if log is None else Log(log)  # before a folder is taken: TensorBoard may not be there
     keeper: InMemory | OnDisk

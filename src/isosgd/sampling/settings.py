@@ -12,7 +12,8 @@ import torch
 
 from isosgd.chain.chain import MakeSampler
 from isosgd.chain.compiled import COMPILE_AFTER
-from isosgd.samplers import METHODS, PRESETS, REGISTRY, Sampler
+from isosgd.samplers import ISGD, METHODS, PRESETS, REGISTRY, Sampler
+from isosgd.samplers.gliding import Gliding
 from isosgd.sampling.methods import EVERY
 
 NOISE_EVERY = 8  # in sampling the noise is followed, not found: every so many steps are split in halves
@@ -36,10 +37,10 @@ def noise_every(options: dict[str, Any]) -> int:
 
 
 def sampler_factory(
-    method: str, num_data: int, temperature: float, batch_size: int, sets: int, options: dict[str, Any]
+    method: str, num_data: int, temperature: float, batch_size: int, sets: int, whole: bool, options: dict[str, Any]
 ) -> MakeSampler:
     """What makes the sampler of chains, with all options checked."""
-    kind = METHODS[method]
+    kind: type[Sampler] = METHODS[method]
     preset = options.pop("preset", None)
     if preset is not None:
         if method != "isgd" or preset not in PRESETS:
@@ -52,6 +53,14 @@ def sampler_factory(
         raise TypeError(f"method {method!r} has no option {unknown[0]!r}; it takes {', '.join(names)}")
     ours = {"batch_size": batch_size, "structure": "auto", "sets": sets}
     options = {**{name: value for name, value in ours.items() if name in known}, **REGISTRY[method].options, **options}
+
+    if whole:
+        if kind is not ISGD or preset is not None or options.get("structure") in ("layer", "single"):
+            raise ValueError(
+                "batch_size = 'all' leaves no gradient noise, on which other samplers and structures live: use it with "
+                "method='isgd' and structure 'auto', 'diagonal', 'lowrank', 'kronecker' or 'full', or give a number"
+            )
+        kind, options = Gliding, {**options, "budget": None}  # a shape is needed, whatever it takes to find it
 
     def make(groups: list[dict[str, Any]], generator: torch.Generator, chains: int | None) -> Sampler:
         return kind(groups, num_data=num_data, temperature=temperature, generator=generator, chains=chains, **options)

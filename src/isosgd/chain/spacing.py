@@ -1,0 +1,66 @@
+"""How far apart draws should be: by the autocorrelation of what the model says of a few examples."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isosgd.chain.autocorrelation import integrated_time
+from isosgd.chain.batches import tree_map
+from isosgd.chain.chain import Chains
+
+EXAMPLES, LENGTH = 16, 400
+DRAWS_A_TIME = 2  # draws in an autocorrelation time: one would lose a quarter of what the chain knows, two lose 7%
+
+
+class Traces:
+    """Log likelihoods of a few fixed examples, step by step: functions mix even where weights do not.
+
+    Args:
+        chains: that are traced.
+    """
+
+    kept = ("found", "stride", "examples")
+
+    def __init__(self, chains: Chains) -> None:
+        self.chains = chains
+        self.found: list[NDArray[np.float64]] = []
+        self.stride = 1
+        self.examples: Any = None
+
+    def begin(self, steps: int) -> None:
+        """Trace anew, at every so many of the steps to come that it does not get too long."""
+        self.found, self.stride = [], max(1, steps // LENGTH)
+
+    def take(self, step: int) -> None:
+        """Look at the chains before a step, counted from 0, if it is time."""
+        if step % self.stride:
+            return
+        if self.examples is None:
+            cut = (slice(EXAMPLES),) if self.chains.many is None else (slice(None), slice(EXAMPLES))
+            self.examples = tree_map(lambda t: t[cut] if t.dim() >= len(cut) else t, self.chains.batch)
+        self.found.append(self.chains.log_likelihood(self.examples).double().cpu().numpy())
+
+    def spacing(self) -> int | None:
+        """Steps between draws: half of the integrated autocorrelation time of the slowest traced example.
+
+        Of many chains, which have the same or similar posteriors, the median: each one's is a noisy estimate.
+        None when nothing was traced.
+        """
+        if not self.found:
+            return None
+        traces = np.stack(self.found, axis=-1)  # [chains, examples, steps]
+        slowest = [max(integrated_time(trace) for trace in chain) for chain in traces]
+        return max(1, math.ceil(float(np.median(slowest)) * self.stride / DRAWS_A_TIME))
+
+    def state(self) -> dict[str, Any]:
+        """What is needed to go on."""
+        return {name: getattr(self, name) for name in self.kept}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        for name in self.kept:
+            setattr(self, name, state[name])

@@ -1,0 +1,272 @@
+"""The warm-up where a batch is all of the data: go down, then find the metric and the pace of trajectories.
+
+1. *Go down* by Adam's steps on all of the data, and keep the lowest place found.
+2. *Glide* in windows that double. In each, differences of gradients between random halves of the data say how Lambda
+   should be shaped, and each chain's pace is set so that a chosen share of its trajectories is accepted.
+3. In a *last* window Lambda is fixed and only paces are set; then they are frozen too.
+
+Trajectories are accepted or refused from the first on, so that nothing here can drive a chain astray.
+
+References:
+    Hoffman, Gelman (2014), The No-U-Turn sampler (dual averaging). Kingma, Ba (2015), Adam.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from isosgd.chain.chain import Chains
+from isosgd.chain.progress import Progress
+from isosgd.chain.reports import GroupReport, WarmupReport, drifting
+from isosgd.chain.spacing import Traces
+from isosgd.samplers.gliding import Gliding
+
+FIRST_WINDOW = 100
+LAST_SHARE = 0.4  # of what is left after the descent, for the last window
+DESCENT_SHARE, MOST_DESCENT = 0.15, 1_500
+RATE = 0.1  # of the size of a group's parameters, in a step of the descent
+SIZE = 0.2  # of parameters that start at zero
+MEMORY = 0.9, 0.99  # of the gradient and its square, in the descent
+ACCEPTED = 0.75  # share of trajectories that paces aim at
+LEAST_ACCEPTED = 0.3  # below which a chain has not found its pace
+REACH = 2.0  # length of a trajectory, in standard deviations of a direction in which the curvature is H
+MOST_LENGTH = 64  # steps of a trajectory
+TRAJECTORIES = 20  # in a window, at the least: paces are learned from them
+STRAYED = 10.0  # energy over T that a trajectory may have gained where noise is looked at
+ENOUGH = 1_600  # steps of the last window, unless a number was given
+
+Array = NDArray[np.float64]
+State = dict[str, Any]
+Mark = Callable[[Callable[[], State]], None]
+
+
+class Averaging:
+    """Step sizes whose acceptance comes to a chosen share, one for each chain (dual averaging).
+
+    Args:
+        start: step sizes.
+        share: of trajectories to be accepted.
+    """
+
+    def __init__(self, start: Tensor, share: float = ACCEPTED) -> None:
+        self.share, self.count = share, 0
+        self.centre = (2.0 * start).log()
+        self.error, self.log_mean = torch.zeros_like(start), start.log()
+        self.value = start
+
+    def take(self, acceptance: Tensor) -> None:
+        """Learn from the probabilities with which the last trajectories were accepted."""
+        self.count += 1
+        self.error = torch.lerp(self.error, self.share - acceptance, 1.0 / (self.count + 10.0))
+        log = self.centre - math.sqrt(self.count) / 0.05 * self.error
+        self.log_mean = torch.lerp(self.log_mean, log, self.count**-0.75)
+        self.value = log.exp()
+
+    @property
+    def mean(self) -> Tensor:
+        """The step sizes to go on with."""
+        return self.log_mean.exp()
+
+
+class Trajectories:
+    """The warm-up of chains whose sampler is `Gliding`; see `isosgd.chain.warmup.warm_up` for the arguments."""
+
+    kept = ("stage", "spent", "fallen", "length", "reasons", "loss", "last")
+
+    def __init__(self, chains: Chains, steps: int | None, most: int, progress: Progress, mark: Mark) -> None:
+        self.chains, self.progress, self.mark = chains, progress, mark
+        self.budget, self.exact = steps or most, steps is not None
+        self.stage, self.spent, self.fallen, self.length = "start", 0, 0, FIRST_WINDOW
+        self.traces = Traces(chains)
+        self.reasons = [""] * chains.count
+        self.last: list[Tensor] | None = None  # noise
+        self.loss: tuple[Array, Array] | None = None
+
+    @property
+    def sampler(self) -> Gliding:
+        return cast(Gliding, self.chains.sampler)
+
+    def state(self) -> State:
+        """What is needed to go on from between two windows, beside the chains."""
+        return {**{name: getattr(self, name) for name in self.kept}, "traces": self.traces.state()}
+
+    def load_state(self, state: State) -> None:
+        """Go on from what `state` gave."""
+        for name in self.kept:
+            setattr(self, name, state[name])
+        self.traces.load_state(state["traces"])
+
+    def run(self, measure_spacing: bool) -> list[WarmupReport]:
+        """All of it."""
+        shaped = self.sampler.shaped
+        assert shaped is not None
+        needed = shaped.least + 5 * FIRST_WINDOW
+        if self.budget < needed:
+            raise ValueError(
+                f"warmup = {self.budget} is too short for trajectories on all data: give at least {needed}"
+            )
+        if self.stage == "start":
+            self.chains.evaluate(forgiving=False)
+            self._descend(min(int(DESCENT_SHARE * self.budget), MOST_DESCENT))
+            for _ in range(shaped.least):
+                self.last = self.chains.evaluate(split=True)
+                self.sampler.observe(self.last)
+                self._count("measuring noise")
+            self.chains.shape()
+            self.stage = "windows"
+        while self.stage == "windows":
+            self.mark(self.state)
+            self._window(self.length, fixed=False)
+            self.sampler.restart()  # first: the prior's part of Lambda is that of where the chains are
+            self.chains.shape()
+            left = self.budget - self.spent
+            done = 2 * self.length > (1.0 - LAST_SHARE) * left or not (self.exact or any(self.reasons))
+            self.stage, self.length = ("last", self.length) if done else ("windows", 2 * self.length)
+        self.mark(self.state)
+        left = self.budget - self.spent
+        self._window(left if self.exact else min(left, max(2 * self.length, ENOUGH)), fixed=True)
+        self.sampler.freeze()
+        return self._reports(self.traces.spacing() if measure_spacing else None)
+
+    # -- the way down -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _descend(self, steps: int) -> None:
+        """Adam's steps, smaller and smaller in the second half. Scales of the prior are held.
+
+        A hierarchical density has its mode where a scale of the prior is zero, far from all its mass.
+        """
+        chains = self.chains
+        noise, extras = set(chains.target.noise_scales()), chains.target.extras(chains.params)
+        held = {name for name in extras if name not in noise}
+        rates = self._sizes(held)
+        mean = [torch.zeros_like(leaf) for leaf in chains.leaves]
+        square = [torch.zeros_like(leaf) for leaf in chains.leaves]
+        best, saved = chains.energy(), chains.snapshot()
+        for i in range(1, steps + 1):
+            grads = [cast(Tensor, leaf.grad) for leaf in chains.leaves]
+            torch._foreach_lerp_(mean, grads, 1.0 - MEMORY[0])
+            torch._foreach_lerp_(square, torch._foreach_mul(grads, grads), 1.0 - MEMORY[1])
+            share = min(1.0, 2.0 * (1.0 - i / (steps + 1.0))) / (1.0 - MEMORY[0] ** i)
+            for leaf, rate, m, s in zip(chains.leaves, rates, mean, square, strict=True):
+                leaf.sub_(share * rate * m / ((s / (1.0 - MEMORY[1] ** i)).sqrt() + 1e-20))
+            chains.evaluate()
+            self._count("descending")
+            energy = chains.energy()
+            lower = energy < best
+            best = torch.where(lower, energy, best)
+            saved = chains.merged(saved, chains.snapshot(), lower)
+        chains.restore(saved)
+        self.fallen = self.spent
+
+    def _sizes(self, held: set[str]) -> list[Tensor]:
+        """How far a step goes for each parameter: in proportion to the size of its group's, which has the unit."""
+        chains, found = self.chains, []
+        flat = chains.flat(chains.leaves)
+        for slot in chains.slots:
+            size = flat[:, slot].square().mean(-1).sqrt()
+            found.append(RATE * torch.where(size > 0, size, SIZE))
+        by_group = iter(found)
+        rates: list[Tensor] = []
+        for group in chains.sampler.param_groups:
+            rate = next(by_group)
+            rates += [chains.wide(rate, p) for p in group["params"]]
+        return [
+            torch.zeros_like(rate) if name in held else rate for name, rate in zip(chains.params, rates, strict=True)
+        ]
+
+    # -- windows ------------------------------------------------------------------------------------------------------
+
+    def _window(self, steps: int, fixed: bool) -> None:
+        """Trajectories that set the pace; and the noise that shapes Lambda, unless it is fixed."""
+        chains, sampler = self.chains, self.sampler
+        sampler.forget_noise()
+        self.traces.begin(steps)
+        paces = Averaging(sampler.pace.sqrt())
+        self._choose_length(steps)
+        energies: list[Tensor] = []
+        levels: list[Tensor] = []
+        accepted: list[Tensor] = []
+        for i in range(steps):
+            noise = chains.evaluate(split=not fixed)
+            self._count("trying the pace" if fixed else "warming up")
+            self.traces.take(i)
+            chains.advance(None)
+            if noise is not None:
+                sampler.observe(self._seen(noise))
+            energies.append(sampler.home_energy)
+            levels.append(chains.level)
+            if sampler.ended:
+                accepted.append(sampler.acceptance)
+                paces.take(sampler.acceptance)
+                sampler.pace = paces.value.square()
+                if fixed and i < steps // 4:  # paces are about right, so that lengths are too
+                    self._choose_length(steps)
+        sampler.pace = paces.mean.square()
+        found = _array(levels)
+        self.loss = found.mean(0), found.std(0)
+        shares = _array(accepted[len(accepted) // 2 :]).mean(0)
+        self.reasons = [self._unsettled(k, shares[k], _array(energies)[:, k]) for k in range(chains.count)]
+
+    def _seen(self, noise: list[Tensor]) -> list[Tensor]:
+        """The noise of chains that are where the posterior has its mass; of others that which was seen last."""
+        good = self.sampler.error.abs() < STRAYED
+        if self.last is not None:
+            noise = self.chains.merged(self.last, noise, good)
+        self.last = noise
+        return noise
+
+    def _choose_length(self, steps: int) -> None:
+        """A trajectory's, by the median pace: chains take their steps together."""
+        reach = REACH / float(self.sampler.pace.sqrt().median())
+        self.sampler.length = max(1, min(math.ceil(reach), MOST_LENGTH, steps // TRAJECTORIES))
+
+    def _unsettled(self, k: int, accepted: float, energies: Array) -> str:
+        if not bool(self.chains.alive[k]):
+            return "the chain has diverged"
+        if accepted < LEAST_ACCEPTED:
+            return (
+                f"{100 * accepted:.0f}% of the trajectories were accepted in the last window of {len(energies)} steps: "
+                "a longer warmup= would help"
+            )
+        return drifting(energies, "the energy")
+
+    def _count(self, stage: str) -> None:
+        self.spent += 1
+        self.progress.advance(stage, self.chains.count)
+
+    def _reports(self, keep: int | None) -> list[WarmupReport]:
+        sampler, shaped = self.sampler, self.sampler.shaped
+        assert shaped is not None and self.loss is not None
+        sampler.report_pace()
+        rates, paces = self.chains.rates().cpu().numpy(), sampler.pace.double().cpu().numpy()
+        reports = []
+        for k, reason in enumerate(self.reasons):
+            groups = [
+                GroupReport(
+                    name=group["name"],
+                    rate=float(rate),
+                    lam=shaped.scale / float(rate),
+                    curvature=0.5 * float(paces[k]) / float(rate),  # H
+                    rate_curvature=0.5 * float(paces[k]),
+                    predicted_bias=0.0,
+                    tail_index=math.nan,
+                    noise_share=0.0,
+                    clipped_share=0.0,
+                )
+                for group, rate in zip(sampler.param_groups, rates[k], strict=True)
+            ]
+            loss = float(self.loss[0][k]), float(self.loss[1][k])
+            reports.append(WarmupReport(not reason, reason, self.spent, self.fallen, keep, groups, loss))
+        return reports
+
+
+def _array(numbers: list[Tensor]) -> Array:
+    return torch.stack(numbers).double().cpu().numpy()

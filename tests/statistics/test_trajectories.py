@@ -1,0 +1,117 @@
+"""Trajectories on all data: posteriors that are known exactly come out without a bias, at every pace."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from isosgd import Posterior, Target, priors, sample
+from isosgd.diagnostics import traces
+from isosgd.samplers.gliding import Gliding
+
+N, SIGMA, PRIOR = 60, 0.5, 2.0
+pytestmark = pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")  # warm-ups are short
+
+
+def regression(columns: int = 4) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(N, columns, generator=g)
+    x[:, 1] = x[:, 0] + 0.1 * x[:, 1]  # nearly the same: a badly conditioned posterior
+    return x, x @ torch.linspace(-1, 1, columns) + SIGMA * torch.randn(N, generator=g)
+
+
+def linear(columns: int = 4) -> Target:
+    def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
+        x, y = batch
+        return -0.5 * ((y - x @ params["w"].reshape(-1)) / SIGMA) ** 2
+
+    return Target(log_likelihood, priors.Normal(PRIOR), init={"w": torch.zeros(2, columns // 2)})
+
+
+def exact(temperature: float) -> tuple[Tensor, Tensor]:
+    """Mean and covariance."""
+    x, y = (t.double() for t in regression())
+    precision = x.T @ x / SIGMA**2 + torch.eye(4).double() / PRIOR**2
+    covariance = torch.linalg.inv(precision)
+    return covariance @ x.T @ y / SIGMA**2, temperature * covariance
+
+
+def z_scores(draws: Tensor, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """Standard errors of means and of variances along the principal axes, from the chains' own autocorrelation."""
+    values, vectors = torch.linalg.eigh(covariance)
+    u = ((draws.double() - mean) @ vectors / values.sqrt()).numpy()  # [chains, draws, d], N(0, I) if all is well
+    squares = u**2
+    means = u.mean((0, 1)) * np.sqrt(traces.ess(u))
+    spread = (squares.mean((0, 1)) - 1.0) / (math.sqrt(2.0) / np.sqrt(traces.ess(squares)))
+    return torch.as_tensor(means), torch.as_tensor(spread)
+
+
+def run(structure: str, temperature: float = 1.0, **settings: Any) -> Posterior:
+    settings = {"draws": 300, "chains": 8, "warmup": 1200, "keep_every": 6, "compile": False, **settings}
+    return sample(
+        linear(), regression(), batch_size="all", structure=structure, temperature=temperature, progress=False,
+        **settings,
+    )  # fmt: skip
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("diagonal", "kronecker")]
+
+
+@pytest.mark.parametrize("structure", ["full", "lowrank", *SLOW])
+def test_a_badly_conditioned_regression_is_exact(structure: str) -> None:
+    mean, covariance = exact(1.0)
+    means, spread = z_scores(run(structure).draws["w"].flatten(2), mean, covariance)
+    assert means.abs().max() < 4.5
+    assert spread.abs().max() < 4.5
+
+
+def test_temperature_is_kept() -> None:
+    mean, covariance = exact(0.1)
+    means, spread = z_scores(run("full", 0.1).draws["w"].flatten(2), mean, covariance)
+    assert means.abs().max() < 4.5
+    assert spread.abs().max() < 4.5
+
+
+def test_without_refusals_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above would see a sampler that never refuses: at these paces steps have a bias."""
+
+    def accept_all(self: Gliding, here: Tensor, gradient: Tensor, energy: Tensor) -> Any:
+        self.acceptance = (-self.error).exp().clamp_max(1.0)
+        self.place, self.ended = 0, True
+        kept = self.error < 50.0  # or nothing would be finite
+        return (
+            torch.where(kept.unsqueeze(-1), here, self.home),
+            torch.where(kept.unsqueeze(-1), gradient, self.home_gradient),
+            torch.where(kept, energy, self.home_energy),
+        )
+
+    monkeypatch.setattr(Gliding, "_decide", accept_all)
+    mean, covariance = exact(1.0)
+    _, spread = z_scores(run("full").draws["w"].flatten(2), mean, covariance)
+    assert spread.abs().max() > 8
+
+
+def test_a_sampled_noise_scale_is_exact() -> None:
+    """The posterior of a scale is skewed: the chain must be right where curvature changes from place to place."""
+    y = torch.randn(12, generator=torch.Generator().manual_seed(5))
+    y = (y - y.mean()) / y.std() + 0.0
+
+    def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
+        return -0.5 * (batch[0] / params["s"]) ** 2 - params["s"].log()
+
+    target = Target(log_likelihood, {"s": priors.LogNormal(0.0, 2.0)}, positive=["s"], init={"s": torch.tensor(1.0)})
+    found = sample(target, (y,), batch_size="all", draws=400, chains=8, warmup=1200, keep_every=6, progress=False)
+    u = found.draws["s"].log().double().numpy()
+    grid = torch.linspace(-3, 3, 20001).double()
+    log_density = -0.5 * y.double().square().sum() * (-2 * grid).exp() - len(y) * grid - 0.5 * (grid / 2.0) ** 2
+    weights = (log_density - log_density.max()).exp()
+    mean = float((weights * grid).sum() / weights.sum())
+    variance = float((weights * (grid - mean) ** 2).sum() / weights.sum())
+    assert abs(u.mean() - mean) < 4.5 * math.sqrt(variance / float(traces.ess(u)))
+    off = (u - mean) ** 2
+    assert abs(off.mean() - variance) < 4.5 * off.std() / math.sqrt(float(traces.ess(off)))

@@ -1,0 +1,219 @@
+"""Trajectories where a batch is all of the data: their mechanics, and what surrounds them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import isosgd
+from isosgd import DataSets, Target, priors, sample
+from isosgd.chain.batches import TensorBatches
+from isosgd.chain.chain import Chains
+from isosgd.chain.trajectories import Averaging
+from isosgd.samplers.gliding import Gliding
+
+G = torch.Generator().manual_seed(0)
+X = torch.randn(40, 3, generator=G)
+Y = X.sum(1, keepdim=True) + 0.1 * torch.randn(40, 1, generator=G)
+pytestmark = pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")  # short warm-ups
+QUICK: dict[str, Any] = {
+    "batch_size": "all", "draws": 3, "keep_every": 7, "warmup": 700, "compile": False, "progress": False
+}  # fmt: skip
+
+
+def target(scales: bool = True) -> Target:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    return Target.from_module(model, "gaussian", priors.HierarchicalNormal() if scales else priors.FanInNormal())
+
+
+def chains(count: int = 2, structure: str = "lowrank", temperature: float = 1.0) -> Chains:
+    """Chains whose Lambda is known."""
+
+    def make(groups: list[dict[str, Any]], generator: torch.Generator, chains: int | None) -> Gliding:
+        return Gliding(
+            groups, num_data=40, temperature=temperature, generator=generator, chains=chains, batch_size=40,
+            structure=structure,
+        )  # fmt: skip
+
+    posterior = target()
+    posterior.check(posterior.initial(), (X, Y))
+    batches = TensorBatches((X, Y), "all", 0, count)
+    run = Chains(posterior, [posterior.initial() for _ in range(count)], batches, 40, make, 0, together=True)
+    for _ in range(run.shaped.least):  # type: ignore[union-attr]
+        run.sampler.observe(run.evaluate(split=True))
+    run.shape()
+    return run
+
+
+def errors(pace: float, structure: str = "lowrank", temperature: float = 1.0) -> Tensor:
+    """Energy that trajectories of one length gain on their way, at some pace."""
+    run = chains(structure=structure, temperature=temperature)
+    sampler = run.gliding
+    assert sampler is not None
+    sampler.pace = torch.full_like(sampler.pace, pace)
+    sampler.length = round(0.3 / pace**0.5)
+    for _ in range(sampler.length + 1):
+        run.step()
+    assert sampler.ended
+    return sampler.error
+
+
+@pytest.mark.parametrize("structure", ["lowrank", "full", "diagonal"])
+@pytest.mark.parametrize("temperature", [1.0, 0.1])
+def test_energy_is_kept_the_better_the_shorter_the_steps(structure: str, temperature: float) -> None:
+    """Leapfrog steps: the error falls with the square of the step."""
+    long, short = errors(4e-3, structure, temperature), errors(2.5e-4, structure, temperature)
+    assert (short.abs() < 0.02).all()
+    assert (short.abs() < long.abs() / 6 + 2e-3).all()  # 16 but for rounding
+
+
+def test_work_is_the_change_of_kinetic_energy() -> None:
+    """``v . M v / 2`` with ``M = (2 (T / N) tau P)^-1``, worked out with the matrix P itself."""
+    run = chains(1, "full")
+    sampler, shaped = run.gliding, run.shaped
+    assert sampler is not None and shaped is not None
+    run.step()
+    d = shaped.total
+    p = torch.stack([shaped.direction(row.unsqueeze(0))[0] for row in torch.eye(d)]).double()
+    mass = torch.linalg.inv(2.0 * shaped.scale * float(sampler.own[0]) * p)
+    run.evaluate()
+    g = run.flat([leaf.grad for leaf in run.leaves])
+    before, gained = sampler.velocity[0].double(), sampler.gained.clone()
+    sampler._kick(shaped, g)
+    after = sampler.velocity[0].double()
+    wanted = 0.5 * (after @ mass @ after - before @ mass @ before)
+    assert float(sampler.gained[0] - gained[0]) == pytest.approx(float(wanted), rel=1e-3, abs=1e-3)
+
+
+def test_a_trajectory_that_is_refused_leaves_the_chain_where_it_was() -> None:
+    run = chains()
+    sampler = run.gliding
+    assert sampler is not None
+    sampler.pace, sampler.length = torch.full_like(sampler.pace, 1e6), 2
+    start = {name: x.detach().clone() for name, x in run.params.items()}
+    for _ in range(9):
+        run.step()
+    assert not run.failures  # far out losses are not finite, and no chain is lost
+    natural, wanted = run.natural(), run.target.constrain(start)
+    for name, x in wanted.items():
+        torch.testing.assert_close(natural[name], x.view(natural[name].shape))
+
+
+def test_draws_are_ends_of_trajectories_not_places_on_the_way() -> None:
+    run = chains()
+    sampler = run.gliding
+    assert sampler is not None
+    sampler.pace, sampler.length = torch.full_like(sampler.pace, 1e-4), 5
+    run.step()
+    first = run.natural()
+    for _ in range(3):
+        run.step()
+        assert all(torch.equal(first[name], x) for name, x in run.natural().items())
+    run.step()
+    run.step()
+    assert sampler.place == 1 and not torch.equal(first["0.weight"], run.natural()["0.weight"])
+
+
+def test_a_batch_of_all_has_every_row_once() -> None:
+    rows = torch.stack([torch.arange(0, 30), torch.arange(10, 40)])
+    batches = TensorBatches((X, Y), "all", 0, 2, rows)
+    x, _ = batches.next()
+    torch.testing.assert_close(x, X[rows])
+    mixed, also = batches.next(mixed=True)
+    assert not torch.equal(mixed, x)
+    for k in range(2):
+        torch.testing.assert_close(mixed[k].sort(0).values, X[rows[k]].sort(0).values)
+        torch.testing.assert_close(also[k].sort(0).values, Y[rows[k]].sort(0).values)
+    one = TensorBatches((X,), "all", 0)
+    torch.testing.assert_close(one.next()[0], X)
+    assert one.next(mixed=True)[0].shape == X.shape
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_sample(count: int) -> None:
+    posterior = sample(target(), (X, Y), chains=count, seed=3, **QUICK)
+    assert posterior.draws["0.weight"].shape == (count, 3, 4, 3)
+    assert posterior.info["batch_size"] == 40
+    again = sample(target(), (X, Y), chains=count, seed=3, **QUICK)
+    assert all(torch.equal(x, again.draws[name]) for name, x in posterior.draws.items())
+    assert all(report["groups"][0]["rate"] > 0 for report in posterior.info["warmup"])
+
+
+def test_data_sets_and_a_measured_spacing() -> None:
+    rows = torch.stack([torch.arange(0, 30), torch.arange(10, 40)])
+    settings = {**QUICK, "keep_every": "auto", "warmup": 900}
+    posterior = sample(target(), DataSets((X, Y), rows), chains=2, **settings)
+    assert posterior.draws["0.weight"].shape[0] == 4
+    assert posterior.info["keep_every"][0] >= 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"method": "sgld"}, "no gradient noise"),
+        ({"structure": "layer"}, "no gradient noise"),
+        ({"preset": "alpha-a"}, "no gradient noise"),
+        ({"batch_size": "most"}, "'most'"),
+        ({"warmup": 100}, "too short"),
+        ({"method": "swag"}, "give swag a number"),
+    ],
+)
+def test_settings_that_do_not_go_together(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        sample(target(), (X, Y), **{**QUICK, **settings})
+
+
+def test_a_loader_cannot_give_all() -> None:
+    with pytest.raises(ValueError, match="pass tensors"):
+        sample(target(), [(X, Y)], **QUICK)
+
+
+def test_a_start_that_is_not_finite_is_named() -> None:
+    def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
+        return -0.5 * (batch[0][:, 0] - params["m"]).square() / torch.where(params["m"] < 1e3, 1.0, 0.0)
+
+    bad = Target(log_likelihood, priors.Normal(1e4), init={"m": torch.tensor(2e3)})
+    with pytest.raises(isosgd.DivergedError, match="init"):
+        sample(bad, (X,), **QUICK)
+
+
+def test_the_optimizer_alone_says_what_it_needs() -> None:
+    run = chains()
+    sampler = run.gliding
+    assert sampler is not None
+    sampler.energy = None
+    run.evaluate()
+    with pytest.raises(RuntimeError, match="energy"):
+        sampler.step()
+
+
+def test_the_middle_of_a_trajectory_is_saved() -> None:
+    run = chains()
+    sampler = run.gliding
+    assert sampler is not None
+    sampler.pace, sampler.length = torch.full_like(sampler.pace, 1e-3), 6
+    for _ in range(3):
+        run.step()
+    state, here = copy.deepcopy(sampler.state_dict()), run.snapshot()
+    wanted = []
+    for _ in range(12):
+        run.step()
+        wanted.append(run.snapshot())
+    sampler.load_state_dict(state)
+    run.restore(here)
+    for snapshot in wanted:
+        run.step()
+        assert all(torch.equal(a, b) for a, b in zip(run.snapshot(), snapshot, strict=True))
+
+
+def test_paces_come_to_the_share_that_is_asked_for() -> None:
+    """Where the chance of acceptance is exp(-step), half of the trajectories are accepted at a step of log 2."""
+    paces = Averaging(torch.tensor([0.01, 5.0]), share=0.5)
+    for _ in range(400):
+        paces.take((-paces.value).exp())
+    torch.testing.assert_close(paces.mean, torch.full((2,), 0.693), rtol=0.1, atol=0.0)
