@@ -13,6 +13,7 @@ from torch import Tensor
 from isosgd import Posterior, Target, priors, sample
 from isosgd.diagnostics import traces
 from isosgd.samplers.gliding import Gliding
+from isosgd.samplers.innovations import Source
 
 N, SIGMA, PRIOR = 60, 0.5, 2.0
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")  # warm-ups are short
@@ -77,23 +78,28 @@ def test_temperature_is_kept() -> None:
     assert spread.abs().max() < 4.5
 
 
-def test_without_refusals_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above would see a sampler that never refuses: at these paces steps have a bias."""
+def without_kinetic_energy(monkeypatch: pytest.MonkeyPatch) -> None:
+    kick = Gliding._kick
 
-    def accept_all(self: Gliding, here: Tensor, gradient: Tensor, energy: Tensor) -> Any:
-        self.acceptance = (-self.error).exp().clamp_max(1.0)
-        self.place, self.ended = 0, True
-        kept = self.error < 50.0  # or nothing would be finite
-        return (
-            torch.where(kept.unsqueeze(-1), here, self.home),
-            torch.where(kept.unsqueeze(-1), gradient, self.home_gradient),
-            torch.where(kept, energy, self.home_energy),
-        )
+    def forgetful(self: Gliding, *args: Any) -> None:
+        kick(self, *args)
+        self.gained = torch.zeros_like(self.gained)
 
-    monkeypatch.setattr(Gliding, "_decide", accept_all)
+    monkeypatch.setattr(Gliding, "_kick", forgetful)
+
+
+def too_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = Source.fill
+    monkeypatch.setattr(Source, "fill", lambda self: fill(self).mul_(1.3))
+
+
+@pytest.mark.parametrize("fault", [without_kinetic_energy, too_fast])
+def test_faults_show(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above would see a sampler that reckons its energy wrongly, or is stirred too much."""
+    fault(monkeypatch)
     mean, covariance = exact(1.0)
     _, spread = z_scores(run("full").draws["w"].flatten(2), mean, covariance)
-    assert spread.abs().max() > 8
+    assert spread.square().sum() > 60  # of 4, where all is well
 
 
 def test_a_sampled_noise_scale_is_exact() -> None:
@@ -104,7 +110,7 @@ def test_a_sampled_noise_scale_is_exact() -> None:
     def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
         return -0.5 * (batch[0] / params["s"]) ** 2 - params["s"].log()
 
-    target = Target(log_likelihood, {"s": priors.LogNormal(0.0, 2.0)}, positive=["s"], init={"s": torch.tensor(1.0)})
+    target = Target(log_likelihood, {"s": priors.LogNormal(1.0, 2.0)}, positive=["s"], init={"s": torch.tensor(1.0)})
     found = sample(target, (y,), batch_size="all", draws=400, chains=8, warmup=1200, keep_every=6, progress=False)
     u = found.draws["s"].log().double().numpy()
     grid = torch.linspace(-3, 3, 20001).double()
