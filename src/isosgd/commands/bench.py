@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from isosgd.commands.common import add_json, add_machine, plain, use_machine
+from isosgd.commands.common import add_json, add_machine, plain, print_json, say, use_machine
 
 SHOWN = ("rmse", "mnll", "coverage", "crps", "rhat", "seconds")
 
@@ -23,7 +24,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     uci.add_argument("--method", default="isgd", help="isgd, isgd-paper (the paper's setting), or one of `methods`")
     uci.add_argument("--sets", nargs="+", help="names of sets (default: all under the data root)")
-    uci.add_argument("--splits", type=int, help="only so many of the first splits")
+    uci.add_argument("--splits", help="only so many of the first splits, or a range of them such as 10:20")
     uci.add_argument("--data-root", type=Path, help="folder with uci/ (default: ISOSGD_DATA)")
     uci.add_argument("--hidden", type=int, default=50, help="units of the hidden layer (%(default)s)")
     uci.add_argument("--chains", type=int, help="of each split")
@@ -35,10 +36,104 @@ def add(parser: argparse.ArgumentParser) -> None:
     uci.add_argument("--out", type=Path, default=Path("results/uci"), help="folder for results (%(default)s)")
     add_machine(uci)
     add_json(uci, "scores")
+    for name, models, example in (
+        ("mnist", ("lenet5",), "isosgd bench mnist --data-root data --device cuda"),
+        ("cifar10", ("resnet18", "resnet56", "vgg16"), "isosgd bench cifar10 --model resnet18 --device cuda"),
+    ):
+        add_images(experiments, name, models, example)
+
+
+def add_images(experiments: Any, name: str, models: tuple[str, ...], example: str) -> None:
+    """Give a parser the classification of a set of images."""
+    one = experiments.add_parser(
+        name,
+        help=f"classification of {name} by every method of the paper's tables",
+        description="Starting models are trained, or read from CACHE; results go to OUT/SET-MODEL.json.",
+        epilog=f"example: {example}",
+    )
+    one.add_argument("--model", choices=models, default=models[0], help="(%(default)s)")
+    one.add_argument("--rows", nargs="+", help="names of rows (default: all; a wrong name lists them)")
+    one.add_argument("--once", nargs="+", default=[], help="names of rows that are run for the first seed only")
+    one.add_argument("--seeds", type=int, default=5, help="how many (%(default)s)")
+    one.add_argument("--chains", type=int, default=5, help="of our setting, members of the ensemble (%(default)s)")
+    one.add_argument("--epochs", type=int, help="of the training of a starting model")
+    one.add_argument("--warmup", type=int, help="steps before the first draw in our settings")
+    one.add_argument("--keep-every", type=int, help="steps between draws in our settings")
+    one.add_argument("--ladder", type=float, nargs="+", help="temperatures to choose from, for all methods")
+    one.add_argument("--paper-keep", type=int, help="at most so many steps between draws in the paper's settings")
+    one.add_argument("--limit", type=int, help="take only so many images of each set, for a quick look")
+    one.add_argument("--data-root", type=Path, help="folder with the data (default: ISOSGD_DATA)")
+    one.add_argument("--cache", type=Path, help="folder to keep trained models in (default: none is kept)")
+    one.add_argument("--out", type=Path, default=Path("results/classification"), help="for results (%(default)s)")
+    add_machine(one)
+    add_json(one, "scores")
+
+
+def chosen_splits(text: str) -> range:
+    """``5`` as the first five, ``10:20`` as those from 10 up to 20.
+
+    Example:
+        >>> chosen_splits("5"), chosen_splits("10:20")
+        (range(0, 5), range(10, 20))
+    """
+    begin, _, end = text.rpartition(":")
+    if not (end.isdecimal() and (begin or "0").isdecimal() and int(begin or 0) < int(end)):
+        raise ValueError(f"--splits {text} is neither a number of splits, at least 1, nor a range such as 10:20")
+    return range(int(begin or 0), int(end))
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the experiment."""
+    return run_uci(args) if args.experiment == "uci" else run_images(args)
+
+
+def run_images(args: argparse.Namespace) -> int:
+    """The classification tables."""
+    import torch
+
+    from isosgd.experiments import classifiers, image_tables
+    from isosgd.experiments.classification import Bench
+
+    use_machine(args.threads, args.device)
+    own = ("epochs", "warmup", "keep_every")
+    for name in ("seeds", "limit", *own):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    torch.backends.cudnn.benchmark = True  # shapes never change: let it try which algorithm is the fastest
+    recipe = classifiers.RECIPES[args.model]
+    changes = {name: getattr(args, name) for name in own if getattr(args, name) is not None}
+    task, pilot = classifiers.read(
+        args.model,
+        args.data_root,
+        args.device or "cpu",
+        recipe=replace(recipe, **changes),
+        limit=args.limit,
+        cache=args.cache,
+    )
+    path = args.out / f"{args.experiment}-{args.model}.json"
+    bench = Bench(
+        task,
+        pilot,
+        chains=args.chains,
+        paper_keep=args.paper_keep,
+        ladder=args.ladder,
+        command=args.line,
+        say=lambda words: say(args, words),
+        save=lambda result: image_tables.write(result, path),
+    )
+    result = bench.run(args.seeds, args.rows, args.once)
+    if args.json:
+        print_json(
+            {
+                row.row: {m: list(row.mean_and_deviation(m)) for m in ("accuracy", "mnll", "ece", "brier", "auroc")}
+                for row in result.rows
+            }
+        )
+    return 0
+
+
+def run_uci(args: argparse.Namespace) -> int:
+    """The regressions."""
     import json
 
     import isosgd
@@ -53,14 +148,12 @@ def run(args: argparse.Namespace) -> int:
         if args.method not in known:
             every = ", ".join(sorted({*uci.SETTINGS, *known}))
             raise ValueError(f"--method {args.method} is not known; choose one of {every}")
-        setting = replace(uci.SETTINGS["isgd"], label=args.method, method=args.method)
+        setting = replace(uci.SETTINGS["isgd-minibatch"], label=args.method, method=args.method)
     changes = {name: getattr(args, name) for name in ("chains", "draws", "warmup", "keep_every")}
     setting = replace(setting, **{name: value for name, value in changes.items() if value is not None})
     if args.structure:
         setting = replace(setting, options=setting.options | {"structure": args.structure})
-    if args.splits is not None and args.splits < 1:
-        raise ValueError(f"--splits {args.splits} must be at least 1")
-    splits = None if args.splits is None else range(args.splits)
+    splits = None if args.splits is None else chosen_splits(args.splits)
     chosen = args.sets or names(args.data_root)
     if not chosen:
         raise ValueError(f"there is no set in {data_root(args.data_root)}; name the folder with uci/ by --data-root")

@@ -4,7 +4,7 @@ Every reader takes a ``root`` folder: the argument, else the environment variabl
 user's cache. Image sets come as uint8; `normalise` makes floats of a minibatch, so that a whole set fits a GPU.
 """
 
-from isosgd.data.augment import crop_flip, minibatch, normalise
+from isosgd.data.augment import crop_flip, jitter, minibatch, normalise
 from isosgd.data.cifar import CIFAR10_MEAN, CIFAR10_STD, cifar10
 from isosgd.data.download import fetch
 from isosgd.data.idx import read_idx
@@ -27,6 +27,7 @@ __all__ = [
     "data_root",
     "fashion_mnist",
     "fetch",
+    "jitter",
     "minibatch",
     "mnist",
     "normalise",

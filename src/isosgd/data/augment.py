@@ -70,6 +70,41 @@ def crop_flip(images: Tensor, generator: torch.Generator | None, padding: int = 
     ]
 
 
+def jitter(
+    images: Tensor, generator: torch.Generator | None, degrees: float = 10.0, shift: float = 2.0, scale: float = 0.1
+) -> Tensor:
+    """Turn, move and stretch every image a little, each by its own amounts: for digits, which must not be mirrored.
+
+    Values between pixels are interpolated; outside is zero, so give images whose background is zero.
+
+    Args:
+        images: floating-point, ``[n, C, H, W]``.
+        generator: source of randomness on the images' device; None for torch's own.
+        degrees: the largest turn, either way.
+        shift: the largest move in pixels, either way.
+        scale: the largest change of width and height, as a share, each on its own.
+
+    Example:
+        >>> jitter(torch.ones(5, 1, 28, 28), torch.Generator().manual_seed(0)).shape
+        torch.Size([5, 1, 28, 28])
+    """
+    if images.dim() != 4 or not images.is_floating_point():
+        raise ValueError(f"images are {images.dtype}, {tuple(images.shape)}; expected floats [n, C, H, W]")
+    for name, value in (("degrees", degrees), ("shift", shift), ("scale", scale)):
+        if not (math.isfinite(value) and value >= 0) or (name == "scale" and value >= 1):
+            raise ValueError(f"{name} = {value!r} must not be negative{', and below 1' if name == 'scale' else ''}")
+    n, _, height, width = images.shape
+    u = torch.rand(5, n, generator=generator, device=images.device, dtype=images.dtype) * 2 - 1
+    turn = u[0] * math.radians(degrees)
+    wide, high = 1 + scale * u[1], 1 + scale * u[2]
+    # Rows of the map from a pixel's place in the result to its place in the image, both from -1 to 1.
+    right = u[3] * (2 * shift / width)
+    down = u[4] * (2 * shift / height)
+    theta = torch.stack([wide * turn.cos(), -high * turn.sin(), right, wide * turn.sin(), high * turn.cos(), down], 1)
+    grid = torch.nn.functional.affine_grid(theta.view(n, 2, 3), list(images.shape), align_corners=False)
+    return torch.nn.functional.grid_sample(images, grid, align_corners=False)
+
+
 def normalise(
     images: Tensor,
     mean: float | Sequence[float],

@@ -1,0 +1,237 @@
+"""The classification tables: LeNet-5 on MNIST, residual networks and VGG-16 on CIFAR-10, every method from one command.
+
+Temperatures are chosen once, on a tenth of the training set that a model of its own has not seen (the *pilot*); all
+other models see the whole training set, and the test set is looked at when everything is fixed.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+import isosgd
+from isosgd.experiments import image_rivals as rivals
+from isosgd.experiments.classifiers import PILOT, Task
+from isosgd.experiments.image_jobs import Job, Method, Outcome
+from isosgd.experiments.image_methods import isgd, windowed
+from isosgd.experiments.image_tables import Result, Score
+from isosgd.metrics import accuracy, auroc, brier, categorical_mnll, ece, fpr95, predictive_entropy
+
+PAPER_T = 1e-5
+DRAWS = 30
+BINS = 40  # of histograms of entropies, from 0 to the logarithm of the number of classes
+VARIANTS = ("alpha-c", "alpha-c-slr", "G-b", "G-b-slr", "G-c", "G-c-slr")
+SAMPLERS: dict[str, Method] = {
+    **{name: isgd(name) for name in VARIANTS},
+    "windowed": windowed,
+    "vsgd": rivals.vsgd,
+    "sghmc": rivals.sghmc,
+    "csghmc": rivals.csghmc,
+}
+LADDERS: dict[str, dict[str, tuple[float, ...]]] = {
+    "mnist": {
+        "alpha-c": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1),
+        "windowed": (3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0),
+        "sghmc": (1e-3, 1e-2, 0.1, 1.0),
+        "csghmc": (1e-3, 1e-2, 0.1, 1.0),
+    },
+    "cifar10": {
+        "alpha-c": (3e-4, 1e-3, 3e-3, 1e-2),
+        "windowed": (1e-2, 3e-2, 0.1),
+        "sghmc": (1e-2, 0.1),
+        "csghmc": (1e-2, 0.1),
+    },
+}
+TEMPERED = ("alpha-c", "windowed", "sghmc", "csghmc")
+OURS = ("alpha-c", "windowed")  # one of them is our setting, by the held-out tenth
+PAPER = " paper"  # behind the name of a row: the paper's temperature, warm-up and spacing
+ROWS = (
+    "single", *(name + PAPER for name in (*VARIANTS, "vsgd")), *TEMPERED, "swag", "mcdropout", "ensemble", "ours",
+)  # fmt: skip
+
+
+class Bench:
+    """A table in the making.
+
+    Args:
+        task: the network on all training images.
+        pilot: the same with a tenth held out.
+        chains: of our own setting and members of the ensemble, each from a start of its own.
+        paper_keep: at most so many steps between draws in the paper's settings, to save time.
+        ladder: temperatures to choose from, in place of each method's own.
+        command: that makes the result, to be kept with it.
+        say: told of every row as it comes.
+        save: given the result whenever it has grown.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        pilot: Task,
+        *,
+        chains: int = 5,
+        paper_keep: int | None = None,
+        ladder: Sequence[float] | None = None,
+        command: str = "",
+        say: Callable[[str], None] = print,
+        save: Callable[[Result], None] = lambda result: None,
+    ) -> None:
+        if chains < 1 or (paper_keep is not None and paper_keep < 1):
+            raise ValueError(f"chains = {chains} and paper_keep = {paper_keep} must be at least 1")
+        if ladder is not None and not (ladder and all(math.isfinite(t) and t > 0 for t in ladder)):
+            raise ValueError(f"ladder = {ladder}: temperatures must be positive numbers, at least one")
+        own = LADDERS[task.recipe.data]
+        self.ladders = own if ladder is None else {name: tuple(ladder) for name in own}
+        self.task, self.pilot, self.chains, self.paper_keep, self.say, self.save = (
+            task, pilot, chains, paper_keep, say, save,
+        )  # fmt: skip
+        device = task.train.device
+        self.result = Result(
+            task.recipe.data,
+            task.model,
+            settings={**asdict(task.recipe), "draws": DRAWS, "chains": chains, "paper_keep": paper_keep},
+            command=command,
+            versions={
+                "isosgd": isosgd.__version__,
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+            },
+            hardware=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        )
+
+    def run(self, seeds: int = 5, rows: Sequence[str] | None = None, once: Sequence[str] = ()) -> Result:
+        """All rows, each for all seeds, which have starts and chains of their own.
+
+        Args:
+            seeds: how many.
+            rows: names of rows (see `ROWS`); all by default.
+            once: names of further rows, for the first seed only.
+        """
+        rows = [row for row in ROWS if row not in once] if rows is None else list(rows)
+        if unknown := [row for row in (*rows, *once) if row not in ROWS]:
+            raise ValueError(f"rows {unknown} are not known; choose from {', '.join(ROWS)}")
+        self.train(seeds, [*rows, *once])
+        for name in TEMPERED:
+            if name in (*rows, *once) or ("ours" in rows and name in OURS):
+                self.climb(name)
+        for seed in range(seeds):
+            for row in [*rows, *(once if seed == 0 else ())]:
+                outcome, temperature = self.make(row, seed)
+                score = measure(outcome, self.task, seed)
+                self.result.add(row, temperature, score)
+                self.say(f"seed {seed}, {row}, T = {temperature}: {score.words()}")
+                self.save(self.result)
+                clear()
+        return self.result
+
+    def train(self, seeds: int, rows: Sequence[str]) -> None:
+        """Have all starts ready that the rows need."""
+        began = time.monotonic()
+        several = self.chains if {"ours", "ensemble"} & set(rows) else 1
+        if set(TEMPERED) & set(rows) or "ours" in rows:
+            self.pilot.prepare([PILOT])
+        self.task.prepare([self.chains * seed + k for seed in range(seeds) for k in range(several)])
+        if "mcdropout" in rows:
+            self.task.prepare([self.chains * seed for seed in range(seeds)], self.task.recipe.dropout)
+        clear()
+        self.result.settings["training seconds"] = time.monotonic() - began
+        self.say(f"trained in {self.result.settings['training seconds']:.1f} s")
+
+    def climb(self, name: str) -> None:
+        """Run a ladder of temperatures from the pilot's start, and choose by the held-out MNLL."""
+        pilot, recipe = self.pilot, self.pilot.recipe
+        state, labels = pilot.start(PILOT), pilot.sets["held-out"].labels
+        if "single" not in self.result.ladder:
+            alone = rivals.single(Job(pilot, state, 0, 0.0, 1, 0, 0))
+            self.result.ladder["single"] = {"0": finite_mnll(alone.mean("held-out"), labels)}
+            self.say(f"pilot alone: {self.result.ladder['single']}")
+        found = self.result.ladder.setdefault(name, {})
+        for temperature in self.ladders[name]:
+            job = Job(pilot, state, 1, temperature, DRAWS // 4, recipe.warmup, recipe.keep_every)
+            outcome = SAMPLERS[name](job)
+            found[f"{temperature:g}"] = finite_mnll(outcome.mean("held-out"), labels)
+            self.say(f"ladder, {name}, T = {temperature:g}: {found[f'{temperature:g}']} ({outcome.seconds:.1f} s)")
+            self.save(self.result)
+            clear()
+
+    def chosen(self, name: str) -> tuple[float, float]:
+        """The best held-out MNLL of a method's ladder, and its temperature; of equals (all astray) the coldest."""
+        found = {float(t): math.inf if m is None else m for t, m in self.result.ladder[name].items()}
+        temperature = min(found, key=lambda t: (found[t], t))
+        return found[temperature], temperature
+
+    def make(self, row: str, seed: int) -> tuple[Outcome, float | None]:
+        """One row for one seed, and its temperature."""
+        recipe, own = self.task.recipe, (self.task.recipe.warmup, self.task.recipe.keep_every)
+
+        def job(number: int, temperature: float, draws: int, times: tuple[int, int], dropout: float = 0.0) -> Job:
+            start = self.task.start(self.chains * seed + number, dropout)
+            return Job(self.task, start, 7919 * seed + number + 1, temperature, draws, *times)
+
+        if row.endswith(PAPER):
+            name = row.removesuffix(PAPER)
+            warmup, keep = recipe.gauss if name.startswith("G") else recipe.alpha
+            return SAMPLERS[name](job(0, PAPER_T, DRAWS, (warmup, min(keep, self.paper_keep or keep)))), PAPER_T
+        if row == "ours":
+            (_, temperature), best = min((self.chosen(name), name) for name in OURS)
+            self.result.settings["ours"] = best
+            parts = [DRAWS // self.chains + (k < DRAWS % self.chains) for k in range(self.chains)]
+            made = [SAMPLERS[best](job(k, temperature, n, own)) for k, n in enumerate(parts) if n]
+            return Outcome.join(made), temperature
+        if row == "ensemble":
+            return Outcome.join([rivals.single(job(k, 0.0, 1, (0, 0))) for k in range(self.chains)]), None
+        if row == "mcdropout":
+            return rivals.dropout(job(0, 0.0, DRAWS, (0, 0), recipe.dropout)), None
+        if row in ("single", "swag"):
+            method = rivals.single if row == "single" else rivals.swag
+            return method(job(0, 0.0, DRAWS, (0, 0))), None
+        _, temperature = self.chosen(row)
+        return SAMPLERS[row](job(0, temperature, DRAWS, own)), temperature
+
+
+def measure(outcome: Outcome, task: Task, seed: int) -> Score:
+    """Scores of averaged predictions."""
+    p, labels = outcome.mean("test"), task.sets["test"].labels
+    about = {"gradients": outcome.gradients, "seconds": outcome.seconds, "notes": outcome.notes}
+    if not bool(p.isfinite().all()):
+        return Score(seed, diverged=True, **about)  # type: ignore[arg-type]
+    found = Score(
+        seed,
+        accuracy=100 * float(accuracy(p, labels)),
+        mnll=finite_mnll(p, labels),
+        ece=float(ece(p, labels)),
+        brier=float(brier(p, labels)),
+        **about,  # type: ignore[arg-type]
+    )
+    if "mirrored" in task.sets:  # training mirrors half of the images: the average over both is the model's, too
+        both = (p + outcome.mean("mirrored")) / 2
+        found.mirrored = {"accuracy": 100 * float(accuracy(both, labels)), "mnll": finite_mnll(both, labels)}
+    if "outside" in task.sets:
+        inside, outside = predictive_entropy(p), predictive_entropy(outcome.mean("outside"))
+        found.auroc, found.fpr95 = float(auroc(inside, outside)), float(fpr95(inside, outside))
+        found.entropies = {"test": histogram(inside, p.shape[1]), "outside": histogram(outside, p.shape[1])}
+    return found
+
+
+def histogram(entropies: Tensor, classes: int) -> list[int]:
+    """How many predictions have which entropy, from none to the most there can be."""
+    return [int(n) for n in torch.histc(entropies.float().cpu(), BINS, 0.0, math.log(classes))]
+
+
+def finite_mnll(p: Tensor, labels: Tensor) -> float | None:
+    """Mean negative log likelihood; None where predictions are not finite. A probability is at least 1e-12."""
+    return float(categorical_mnll(p.clamp_min(1e-12), labels)) if bool(p.isfinite().all()) else None
+
+
+def clear() -> None:
+    """Give back the memory of captured steps."""
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -1,0 +1,206 @@
+"""The classification tables on a tiny network and made-up images: every row, the file, the page, the command."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from isosgd.cli import main
+from isosgd.experiments import classification, classifiers
+from isosgd.experiments.classification import ROWS, Bench, finite_mnll
+from isosgd.experiments.classifiers import Recipe, Task
+from isosgd.experiments.image_figures import draw_entropies
+from isosgd.experiments.image_jobs import Job, Outcome, start_chain
+from isosgd.experiments.image_methods import Watch, isgd
+from isosgd.experiments.image_rivals import single
+from isosgd.experiments.image_tables import Result, Row, Score, markdown, read, write
+from isosgd.experiments.images import Images
+from isosgd.noise import MovingAverage
+
+RECIPE = Recipe("mnist", 3, 32, 0.02, 1e-3, 32, (100, 2), (10, 2), 100, 2, (1, 0.01), 0.2, augment="none")
+
+
+def tiny(dropout=0.0):
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Dropout(dropout),
+        nn.Flatten(),
+        nn.Linear(256, 4),
+    )
+
+
+def images(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(4, (count,), generator=generator)
+    pixels = torch.randint(60, (count, 8, 8), generator=generator, dtype=torch.uint8)
+    pixels[torch.arange(count), :, labels] = 255
+    wrong = torch.rand(count, generator=generator) < 0.15  # without them there would be no noise at a mode
+    labels = torch.where(wrong, torch.randint(4, (count,), generator=generator), labels)
+    return Images.make(pixels, labels, 0.2, 0.3)
+
+
+@pytest.fixture
+def tasks(monkeypatch, tmp_path):
+    monkeypatch.setitem(classifiers._MAKERS, "tiny", tiny)
+    train, test = images(300, 0), images(100, 1)
+    outside = Images.make(
+        torch.randint(256, (50, 8, 8), dtype=torch.uint8), torch.zeros(50, dtype=torch.long), 0.2, 0.3
+    )
+    part, held_out = train.split(0.1, 0)
+    task = Task("tiny", RECIPE, train, {"test": test, "outside": outside}, tmp_path)
+    return task, Task("tiny", RECIPE, part, {"held-out": held_out}, tmp_path)
+
+
+def test_every_row_is_made_for_every_seed_and_read_back(tasks, tmp_path, monkeypatch):
+    monkeypatch.setattr(classification, "DRAWS", 4)
+    path, said = tmp_path / "results" / "tiny.json", []
+    bench = Bench(*tasks, chains=2, ladder=[1e-3, 1e-2], say=said.append, save=lambda r: write(r, path))
+    rows = ["single", "G-b-slr paper", "ours"]
+    once = [row for row in ROWS if row not in rows]
+    result = bench.run(2, rows, once)
+    assert [row.row for row in result.rows] == [*rows, *once]
+    assert [len(row.scores) for row in result.rows] == [2] * len(rows) + [1] * len(once)
+    for row in result.rows:
+        for score in row.scores:
+            # In scheme b training goes on at the rate 1 / (N lam), too much for so few images.
+            assert row.row.startswith("G-b") or score.accuracy > 60, (row.row, score)
+            assert score.diverged or sum(score.entropies["outside"]) == 50
+    assert {row.row: row.temperature for row in result.rows}["G-c paper"] == 1e-5
+    assert set(result.ladder) == {"single", "alpha-c", "windowed", "sghmc", "csghmc"}
+    ours = next(row for row in result.rows if row.row == "ours")
+    best = result.settings["ours"]
+    held = {float(t): m for t, m in result.ladder[best].items()}
+    assert held[ours.temperature] == min(held.values())
+    again = read(path)
+    assert (again.rows, again.ladder, again.versions) == (result.rows, result.ladder, result.versions)
+    text = markdown([again])
+    assert "I-SGD, ours" in text and "held-out tenth" in text and "2 seed(s)" in text
+    assert len([line for line in said if line.startswith("seed 0")]) == len(ROWS)
+
+
+def test_starts_come_from_the_cache_and_only_if_they_are_the_same(tasks, tmp_path):
+    task, _ = tasks
+    state = task.start(0)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+    fresh = replace(task, known={})
+    for name, value in fresh.start(0).items():
+        assert torch.equal(value, state[name])
+    other = replace(task, known={}, recipe=replace(RECIPE, epochs=1))
+    assert any(not torch.equal(value, state[name]) for name, value in other.start(0).items())
+    both = replace(task, known={}, cache=None)
+    both.prepare([0, 1])
+    assert set(both.known) == {(0, 0.0), (1, 0.0)}
+    assert not torch.equal(both.known[0, 0.0]["0.weight"], both.known[1, 0.0]["0.weight"])
+
+
+def test_draws_of_chains_are_averaged_over_all():
+    a = Outcome({"test": torch.tensor([[2.0, 0.0]])}, 2, 10, 1.0)
+    b = Outcome({"test": torch.tensor([[0.0, 1.0]])}, 1, 5, 2.0)
+    joined = Outcome.join([a, b])
+    torch.testing.assert_close(joined.mean("test"), torch.tensor([[2 / 3, 1 / 3]]))
+    assert (joined.draws, joined.gradients, joined.seconds) == (3, 15, 3.0)
+
+
+def test_the_noise_watched_is_that_of_minibatches(tasks):
+    """At a frozen network, differences of successive gradients have the variance of minibatch gradients."""
+    task, _ = tasks
+    chain = start_chain(Job(task, task.start(0), 3, 1.0, 1, 1, 1))
+    chain.update.pace.zero_()
+    watch = Watch(chain, MovingAverage(0.999, centred=True))
+    every = []
+    for _ in range(300):
+        chain.step()
+        watch.look()
+        every.append(chain.flat_gradient(torch.zeros_like(chain.flat.values)))
+    variance = torch.stack(every).var(0)
+    ratio = float(torch.cat(chain.flat.parts(watch.variance, [0, 4])).sum()) / float(
+        torch.cat(chain.flat.parts(variance, [0, 4])).sum()
+    )
+    # Of m values the mean square difference of neighbours over their variance has a standard error of 1 / sqrt(m), if
+    # all gradients go together, less if they do not.
+    assert abs(ratio - 1) < 4.5 / 300**0.5
+    assert watch.seen == 299
+    (first, *_), total = watch.bounds("max"), watch.bounds("sum")
+    assert float(first) <= float(total[0])
+
+
+def test_rates_are_those_of_the_rule(tasks):
+    task, _ = tasks
+    job = Job(task, task.start(0), 1, 1e-5, 1, 10, 1)
+    found = {}
+    for preset in ("G-c", "G-c-slr"):
+        outcome = isgd(preset)(job)
+        found[preset] = outcome.notes
+        assert outcome.gradients == 11
+    assert found["G-c-slr"]["least rate"] == pytest.approx(found["G-c-slr"]["largest rate"])
+    # One lambda for all is the sum of the layers': its inverse rate is the sum of theirs, so that it is the least.
+    assert found["G-c-slr"]["least rate"] < found["G-c"]["least rate"]
+
+
+def test_a_chain_that_diverges_is_said_to(tasks):
+    task, pilot = tasks
+    bench = Bench(task, pilot, chains=1, say=lambda words: None)
+    outcome = single(Job(task, task.start(0), 1, 0.0, 1, 0, 0))
+    outcome.sums["test"][0, 0] = math.nan
+    bench.make = lambda row, seed: (outcome, None)
+    result = bench.run(1, ["single"])
+    assert result.rows[0].scores[0].diverged and "diverged" in result.rows[0].scores[0].words()
+    assert "(1 diverged)" in markdown([result])
+    assert finite_mnll(outcome.sums["test"], task.sets["test"].labels) is None
+
+
+def test_bad_settings_are_refused(tasks, tmp_path):
+    task, pilot = tasks
+    with pytest.raises(ValueError, match="chains = 0"):
+        Bench(task, pilot, chains=0)
+    with pytest.raises(ValueError, match="temperatures must be positive"):
+        Bench(task, pilot, ladder=[0.0])
+    with pytest.raises(ValueError, match="not known; choose from single"):
+        Bench(task, pilot).run(1, ["nonsense"])
+    with pytest.raises(ValueError, match="warmup = 99 is too short for alpha-c"):
+        isgd("alpha-c")(Job(task, task.start(0), 1, 1e-5, 1, 99, 1))
+    with pytest.raises(ValueError, match="unknown; choose one of"):
+        classifiers.read("nonsense", tmp_path, "cpu")
+    (tmp_path / "old.json").write_text(json.dumps({"format": 0}))
+    with pytest.raises(ValueError, match="no result of this format"):
+        read(tmp_path / "old.json")
+
+
+def test_what_is_not_there_is_left_out_of_the_page():
+    result = Result("cifar10", "resnet18", rows=[Row("ours", 0.01, [Score(0, 95.0, 0.15, 0.01, 0.08)])])
+    text = markdown([result])
+    assert "| I-SGD, ours | 0.01 | 95.00 | 0.1500 |" in text and "AUROC" not in text
+    printed = Result("cifar10", "resnet18", rows=[Row("alpha-c paper", 1e-5, [Score(0, 95.0, 0.15, 0.01, 0.08)])])
+    assert "95.38 ± 0.12, 0.1794 ± 0.0044" in markdown([printed])
+
+
+def test_the_page_is_made_from_the_results():
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "classification.md").read_text()
+    files = sorted((root / "results" / "classification").glob("*.json"))
+    assert files
+    for path in files:
+        assert markdown([read(path)]).rstrip() in page, f"run benchmarks/classification_tables.py: {path.name} is newer"
+
+
+def test_entropies_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    score = Score(0, 99.0, 0.03, auroc=0.9, entropies={"test": [9, 1, 0], "outside": [1, 4, 5]})
+    rows = [Row("single", None, [score]), Row("ours", 0.01, [score, score])]
+    draw_entropies(Result("mnist", "lenet5", rows=rows), tmp_path / "entropies.png")
+    assert (tmp_path / "entropies.png").stat().st_size > 5000
+    with pytest.raises(ValueError, match="no histograms"):
+        draw_entropies(Result("mnist", "lenet5"), tmp_path / "nothing.png")
+
+
+def test_the_command_says_what_is_wrong(tmp_path, capsys):
+    assert main(["bench", "mnist", "--seeds", "0"]) != 0
+    assert "--seeds 0" in capsys.readouterr().err
+    assert main(["bench", "mnist", "--data-root", str(tmp_path)]) != 0
+    assert "is not there" in capsys.readouterr().err
