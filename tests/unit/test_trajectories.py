@@ -84,7 +84,7 @@ def test_work_is_the_change_of_kinetic_energy() -> None:
     run.evaluate()
     g = run.flat([leaf.grad for leaf in run.leaves])
     before, gained = sampler.velocity[0].double(), sampler.gained.clone()
-    sampler._kick(shaped, g)
+    sampler._kick(shaped, g, shaped.direction(g).to(g))
     after = sampler.velocity[0].double()
     wanted = 0.5 * (after @ mass @ after - before @ mass @ before)
     assert float(sampler.gained[0] - gained[0]) == pytest.approx(float(wanted), rel=1e-3, abs=1e-3)

@@ -40,6 +40,7 @@ REACH = 2.0  # length of a trajectory, in standard deviations of a direction in 
 MOST_LENGTH = 64  # steps of a trajectory
 TRAJECTORIES = 20  # in a window, at the least: paces are learned from them
 STRAYED = 10.0  # energy over T that a trajectory may have gained where noise is looked at
+VECTORS = 4  # of noise in a window, over the least that tell a Lambda's shape; more are not worth their time
 ENOUGH = 1_600  # steps of the last window, unless a number was given
 
 Array = NDArray[np.float64]
@@ -194,8 +195,10 @@ class Trajectories:
         energies: list[Tensor] = []
         levels: list[Tensor] = []
         accepted: list[Tensor] = []
+        assert sampler.shaped is not None
+        every = max(1, steps // (VECTORS * sampler.shaped.least))
         for i in range(steps):
-            noise = chains.evaluate(split=not fixed)
+            noise = chains.evaluate(split=not fixed and i % every == 0)
             self._count("trying the pace" if fixed else "warming up")
             self.traces.take(i)
             chains.advance(None)

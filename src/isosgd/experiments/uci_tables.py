@@ -22,7 +22,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,14 @@ def write(result: Result, path: str | os.PathLike[str]) -> None:
     half = path.with_name(path.name + ".part")
     half.write_text(text + "\n", encoding="utf-8")
     half.replace(path)  # a reader never sees half a file
+
+
+def joined(parts: Sequence[Result]) -> Result:
+    """One result from runs of one method on different splits of one set."""
+    if len({(part.set, part.method) for part in parts}) != 1:
+        raise ValueError(f"parts of {sorted({(p.set, p.method) for p in parts})}: give those of one set and one method")
+    splits = sorted((split for part in parts for split in part.splits), key=lambda split: split.split)
+    return replace(parts[0], splits=splits, command="\n".join(part.command for part in parts))
 
 
 def read(path: str | os.PathLike[str]) -> Result:

@@ -30,7 +30,10 @@ from isosgd.samplers.shaped import Shaped
 
 JITTER = 0.3  # paces differ from trajectory to trajectory, so that none returns to its start for every direction
 FIRST_PACE = 1e-3
-KEPT = ("pace", "own", "velocity", "home", "home_gradient", "home_energy", "gained", "acceptance", "place", "length")
+KEPT = (
+    *("pace", "own", "velocity", "home", "home_gradient", "home_pull", "home_energy"),
+    *("gained", "acceptance", "place", "length"),
+)
 
 
 class Gliding(ISGD):
@@ -56,7 +59,7 @@ class Gliding(ISGD):
         self.length, self.place, self.ended = 1, 0, False
         self.error = self.own = self.velocity = self.gained = self.acceptance = self.home_energy = shaped.full(0.0)
         self.home: Tensor | None = None
-        self.home_gradient = self.home_energy
+        self.home_gradient = self.home_pull = self.home_energy
 
     def rule(self) -> Rule:
         """How large a shape must be: whatever is wanted is done by the pace."""
@@ -87,34 +90,41 @@ class Gliding(ISGD):
         params = [p for laid in self._laid for p in laid.params]
         here = shaped.flatten([p.detach() for p in params])
         gradient = shaped.flatten([p.grad for p in params])  # type: ignore[misc]
+        pull = shaped.direction(gradient).to(shaped.dtype)
         energy, self.ended = energy.to(shaped.dtype), False
         self.error = torch.zeros_like(energy)
         if self.place:
-            self._kick(shaped, gradient)
+            self._kick(shaped, gradient, pull)
             self.error = torch.nan_to_num(energy - self.home_energy + self.gained, nan=torch.inf, neginf=torch.inf)
         if self.place == self.length:
-            here, gradient, energy = self._decide(here, gradient, energy)
+            here, gradient, pull, energy = self._decide(here, gradient, pull, energy)
         if self.place == 0:
-            self.home, self.home_gradient, self.home_energy = here.clone(), gradient.clone(), energy.clone()
-            xi = self._source.fill().view(shaped.chains, -1)
-            stir = torch.rand(shaped.chains, generator=self.generator, device=shaped.device, dtype=shaped.dtype)
-            self.own = self.pace * (1.0 + JITTER * (2.0 * stir - 1.0)).square()
-            fresh = shaped.displace(shaped.tensors(), torch.zeros_like(gradient), xi)
-            self.velocity = self.own.sqrt().unsqueeze(-1) * fresh.to(shaped.dtype)
-            self.gained = torch.zeros_like(energy)
-        self._kick(shaped, gradient)
+            self._begin(shaped, here, gradient, pull, energy)
+        self._kick(shaped, gradient, pull)
         self._put(shaped, here + self.velocity)
         self.place += 1
 
-    def _kick(self, shaped: Shaped, gradient: Tensor) -> None:
+    def _begin(self, shaped: Shaped, here: Tensor, gradient: Tensor, pull: Tensor, energy: Tensor) -> None:
+        """Begin a trajectory: a fresh velocity, and a pace of its own."""
+        self.home, self.home_gradient, self.home_pull, self.home_energy = here, gradient, pull, energy
+        xi = self._source.fill().view(shaped.chains, -1)
+        stir = torch.rand(shaped.chains, generator=self.generator, device=shaped.device, dtype=shaped.dtype)
+        self.own = self.pace * (1.0 + JITTER * (2.0 * stir - 1.0)).square()
+        fresh = shaped.displace(shaped.tensors(), torch.zeros_like(gradient), xi)
+        self.velocity = self.own.sqrt().unsqueeze(-1) * fresh.to(shaped.dtype)
+        self.gained = torch.zeros_like(energy)
+
+    def _kick(self, shaped: Shaped, gradient: Tensor, pull: Tensor) -> None:
         """Half a kick, and what it does to the kinetic energy."""
-        pull = self.own.unsqueeze(-1) * shaped.direction(gradient).to(shaped.dtype)
+        pull = self.own.unsqueeze(-1) * pull
         work = 0.5 * dot(gradient, pull) - dot(gradient, self.velocity)
         self.gained = self.gained + work / (2.0 * shaped.scale)
         self.velocity = self.velocity - pull
 
-    def _decide(self, here: Tensor, gradient: Tensor, energy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Accept or refuse the trajectory; returns where the chains are then."""
+    def _decide(
+        self, here: Tensor, gradient: Tensor, pull: Tensor, energy: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Accept or refuse the trajectory; returns where the chains are then, and what is known there."""
         assert self.home is not None
         self.acceptance = (-self.error).exp().clamp_max(1.0)
         drawn = torch.rand(len(energy), generator=self.generator, device=energy.device, dtype=energy.dtype)
@@ -124,6 +134,7 @@ class Gliding(ISGD):
         return (
             torch.where(wide, here, self.home),
             torch.where(wide, gradient, self.home_gradient),
+            torch.where(wide, pull, self.home_pull),
             torch.where(accepted, energy, self.home_energy),
         )
 
