@@ -59,10 +59,10 @@ class Setting:
 
 
 SETTINGS = {
-    "isgd": Setting(
-        "I-SGD, ours", chains=4, warmup=6_000, keep_every=50, batch_size="all", options={"compile": True}
+    "isgd": Setting("I-SGD, ours, minibatches", options={"compile": True}),
+    "isgd-all": Setting(
+        "I-SGD, ours, all data", chains=4, warmup=6_000, keep_every=50, batch_size="all", options={"compile": True}
     ),
-    "isgd-minibatch": Setting("I-SGD, ours, minibatches of 128", options={"compile": True}),
     "isgd-paper": Setting(
         "I-SGD, the paper's setting",
         chains=1,

@@ -136,7 +136,7 @@ def joined(parts: Sequence[Result]) -> Result:
     if len({(part.set, part.method) for part in parts}) != 1:
         raise ValueError(f"parts of {sorted({(p.set, p.method) for p in parts})}: give those of one set and one method")
     splits = sorted((split for part in parts for split in part.splits), key=lambda split: split.split)
-    return replace(parts[0], splits=splits, command="\n".join(part.command for part in parts))
+    return replace(parts[0], splits=splits, command=" && ".join(dict.fromkeys(part.command for part in parts)))
 
 
 def read(path: str | os.PathLike[str]) -> Result:
