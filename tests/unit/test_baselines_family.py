@@ -1,7 +1,8 @@
 """The benchmark of all methods, and the logistic regressions that it runs on."""
 
-import importlib.util
+import importlib
 import json
+import math
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,23 +12,33 @@ import numpy as np
 import pytest
 import torch
 
+import isosgd
 from isosgd.experiments import logistic, suite
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def family() -> Any:
-    """The script; it imports its neighbour, as it does when it is run."""
+def benchmarks() -> Any:
+    """The folder of the scripts, which import their neighbours as they do when they are run."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    spec = importlib.util.spec_from_file_location("family_benchmark", ROOT / "benchmarks" / "family.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+    yield
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture(scope="module")
+def family(benchmarks: None) -> ModuleType:
+    return importlib.import_module("family")
+
+
+@pytest.fixture(scope="module")
+def runs(benchmarks: None) -> ModuleType:
+    return importlib.import_module("family_runs")
+
+
+@pytest.fixture(scope="module")
+def tables(benchmarks: None) -> ModuleType:
+    return importlib.import_module("family_tables")
 
 
 # ------------------------------------------------------------------------------------------------ logistic regressions
@@ -91,62 +102,173 @@ def test_the_wine_data_are_read(data_root: Path) -> None:
     assert found[0].shape == (1599, 11) and 0.5 < found[1].mean() < 0.6
 
 
-# ------------------------------------------------------------------------------------------------ the script
+# ------------------------------------------------------------------------------------------------ one run
+
+
+def job(
+    runs: ModuleType, method: str, gradients: int, name: str | None = None, *values: float, repeats: int = 1
+) -> Any:
+    return runs.Job("toy-well-200", method, name, values, repeats, gradients, ("", None))
 
 
 @pytest.mark.parametrize(
     ("method", "budget"), [("mcdropout", 1600), ("swag", 3200), ("ensemble", 1600), ("snapshots", 8000)]
 )
-def test_a_baseline_keeps_to_the_budget(family: ModuleType, method: str, budget: int) -> None:
-    problem = suite.make("toy-well-200")
-    posterior = family.draw(problem, method, {}, budget, seed=0)
+def test_a_baseline_keeps_to_the_budget(runs: ModuleType, method: str, budget: int) -> None:
+    posterior = runs.draw(suite.make("toy-well-200"), job(runs, method, budget))
     assert 0.8 * budget < posterior.info["gradients"] <= budget
-    assert posterior.num_chains == family.CHAINS
+    assert posterior.num_chains == runs.CHAINS
+
+
+@pytest.mark.parametrize(
+    ("steps", "sampling"), [(0, 0), (4000, 0), (4001, 1), (5000, 1000), (8999, 1000), (9500, 1500)]
+)
+def test_exploration_counts_against_the_budget(runs: ModuleType, steps: int, sampling: int) -> None:
+    """Of cycles of 5000 steps 4000 explore."""
+    assert runs.sampling_steps(5000, steps) == sampling
+    assert runs.sampling_steps(0, steps) == steps
+
+
+@pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # the warm-up is short
+@pytest.mark.parametrize("method", ["csgld", "csghmc"])
+def test_cyclical_methods_keep_to_the_budget(runs: ModuleType, method: str) -> None:
+    """One cycle of 500 steps, of which 100 sample, after a warm-up of as many."""
+    for own in ((), ("lr", 1e-4)):
+        row = runs.run(job(runs, method, 8000, *own))[0]
+        assert 8000 - 8 * 2 * runs.MARGIN <= row["gradients"] <= 8000, row
+        assert row["draws"] == 8 * (100 - runs.MARGIN)
+
+
+@pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
+def test_a_warm_up_is_counted_and_cut(runs: ModuleType) -> None:
+    problem = suite.make("toy-well-200")
+    given = {"chains": 1, "batch_size": 32, "progress": False, "compile": False, "method": "vsgd", "keep_every": 5}
+    cost = runs.warmup_cost(problem, given, 20_000)
+    assert cost == isosgd.sample(problem.target, problem.data, draws=1, **given).info["warmup"][0]["steps"]
+    assert runs.warmup_cost(problem, given, 300) is None
+
+
+@pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
+def test_every_block_has_its_own_rate_and_one_that_diverges_stops_no_other(runs: ModuleType) -> None:
+    rows = runs.run(job(runs, "sgld", 4000, "lr", 1e-3, 1e-2, 1e3, repeats=2))
+    assert [(row["options"]["lr"], row["repeat"]) for row in rows] == [
+        (lr, repeat) for lr in (1e-3, 1e-2, 1e3) for repeat in (0, 1)
+    ]
+    assert [row.get("rate") for row in rows[:4]] == pytest.approx([1e-3, 1e-3, 1e-2, 1e-2], rel=1e-4)
+    assert all("diverged" in row["failed"] for row in rows[4:])
+    assert all(3900 < row["gradients"] <= 4000 and math.isfinite(row["w2"]) for row in rows[:4])
+    alone = runs.run(job(runs, "isgd-momentum", 4000, "lam", 0.2, 0.1))
+    assert [row["rate"] for row in alone] == pytest.approx([0.1 / (200 * 0.2), 0.1 / (200 * 0.1)], rel=1e-4)
+
+
+def test_whatever_goes_wrong_is_a_row(runs: ModuleType) -> None:
+    row = runs.run(job(runs, "sgld", 8000, "nonesuch", 1.0))[0]
+    assert row["failed"].startswith("TypeError: method 'sgld' has no option 'nonesuch'")
+
+
+# ------------------------------------------------------------------------------------------------ the script
 
 
 def test_what_the_oracle_tries(family: ModuleType) -> None:
-    rows = [{"rates": [0.1, 0.4], "num_data": 50}, {"rates": [0.2], "num_data": 50}]
-    values = [options["lr"] for options in family.grid("sgld", rows, 5)]
-    assert values[0] == pytest.approx(0.1 / 8) and values[-1] == pytest.approx(0.4 * 8)
-    lams = [options["lam"] for options in family.grid("isgd-momentum", rows, 3)]
-    assert lams[0] == pytest.approx(1 / (50 * 0.1 / 8))
-    assert (
-        family.grid("isgd", rows, 5) == [] and family.grid("vsgd", rows, 5) == [] and family.grid("sgld", [], 5) == []
-    )
-    assert [list(o) for o in family.grid("mcdropout", [], 2)] == [["p"]] * 2
-    assert [o["train_lr"] for o in family.grid("ensemble", [{}], 3)][1] == pytest.approx(0.01)
+    rows = [{"rate": 0.1}, {"rate": 0.4}, {"failed": "diverged"}]
+    values = family.grid("sgld", rows, 5)
+    assert values == pytest.approx([0.2 * 10.0**k for k in (-2, -1, 0, 1, 2)])
+    assert family.grid("isgd", rows, 5) == [] and len(family.grid("sgld", [], 5)) == 5
+    assert family.grid("mcdropout", [], 2) == pytest.approx([0.5e-4, 0.5])
+    assert family.grid("ensemble", [{}], 3)[1] == pytest.approx(0.01) and len(family.grid("swag", rows, 9)) == 5
+
+
+@pytest.fixture
+def found(
+    family: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[Path, Any]:
+    """Results and what was printed. Runs are made up, so that the oracle's best is known, and some fail."""
+
+    def run(job: Any) -> list[dict[str, Any]]:
+        scores = {key: 1.0 for key in ("mean_error", "covariance_error", "min_ess", "ess_per_1000", "gradients")}
+        rows = []
+        for block in job.blocks:
+            value = next(iter(block["options"].values()), 0.25)
+            good = {"w2": abs(math.log(value)), "rate": 0.1, "num_data": 200, **scores}
+            bad = job.method == "snapshots" and block["repeat"] == 1
+            rows.append(block | {"seconds": 1.0} | ({"failed": "diverged"} if bad else good))
+        return rows
+
+    monkeypatch.setattr(family, "run", run)
+    arguments = ["--problems", "toy*", "--methods", "isgd", "sgld", "snapshots", "--rates", "5"]
+    family.main([*arguments, "--out", str(tmp_path / "found"), "--data-root", str(tmp_path)])
+    return tmp_path / "found", capsys.readouterr()
 
 
 def test_it_runs_shows_and_writes(
-    family: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    found: tuple[Path, Any], tables: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The whole script; runs are made up, so that the oracle's best is known, and one fails."""
-
-    def run(job: Any) -> dict[str, Any]:
-        row = {"problem": job.problem, "method": job.method, "options": job.options, "seed": job.seed, "seconds": 1.0}
-        if job.method == "snapshots" and job.seed == 1:
-            return row | {"failed": "diverged"}
-        rate = job.options.get("lr", 0.5)
-        scores = {key: 1.0 for key in ("mean_error", "covariance_error", "min_ess", "ess_per_1000", "gradients")}
-        return row | scores | {"w2": abs(np.log(rate)), "rates": [0.5], "num_data": 200}
-
-    monkeypatch.setattr(family, "run", run)
-    file = tmp_path / "found.json"
-    arguments = ["--problems", "toy*", "--methods", "isgd", "sgld", "snapshots", "--rates", "4", "--out", str(file)]
-    family.main([*arguments, "--data-root", str(tmp_path)])
-    printed = capsys.readouterr()
-    rows = json.loads(file.read_text())["results"]
-    assert len(rows) == 2 * (3 + 2 * 4)
+    folder, printed = found
+    whole = json.loads((folder / "toy-well-200.json").read_text())
+    assert len(whole["results"]) == 2 * (3 + 2 * 5)
+    assert str(folder) not in whole["command"] and "--out DIR" in whole["command"]
     lines = printed.out.splitlines()
     assert [line.split()[0] for line in lines if line and line.split()[0] in ("isgd", "sgld", "snapshots")] == [
-        "isgd", "sgld", "sgld", "snapshots",
+        "sgld", "sgld", "isgd", "snapshots",
     ]  # fmt: skip
-    best = next(line for line in lines if line.startswith("sgld") and "lr" in line)
-    assert "lr 1" in best  # of 1/16, 1/4, 1, 4
+    assert "lr 1 " in next(line for line in lines if line.startswith("sgld") and "lr" in line)  # of .001 to 10
     assert "1 of 2 failed" in next(line for line in lines if line.startswith("snapshots"))
-    assert "22/22" in printed.err and "0:00 left" in printed.err
-    family.main(["--show", str(file)])
+    assert "I-SGD at its defaults is 1.3863 away, farther than" in printed.out
+    assert "9 runs in 0:00, 0 wait" in printed.err
+    tables.main([str(folder)])
     assert capsys.readouterr().out == printed.out
+
+
+def test_it_goes_on_where_it_was_stopped(
+    found: tuple[Path, Any], family: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that stopped is done again, and so is one that failed for no fault of its rates; the others are not."""
+    file = found[0] / "toy-well-200.json"
+    whole = json.loads(file.read_text())
+    first, *rest = [row for row in whole["results"] if row["options"] == {} or row["method"] == "sgld"]
+    whole["results"] = [first | {"failed": "TypeError: a bug"}, *rest]
+    file.write_text(json.dumps(whole))
+    asked: list[Any] = []
+    run = family.run
+    monkeypatch.setattr(family, "run", lambda job: asked.append(job) or run(job))
+    arguments = ["--problems", "toy*", "--methods", "isgd", "sgld", "snapshots", "--rates", "5"]
+    family.main([*arguments, "--out", str(found[0]), "--data-root", str(tmp_path)])
+    assert [(job.method, len(job.values)) for job in asked] == [(first["method"], 0), *[("snapshots", 1)] * 5]
+    with pytest.raises(ValueError, match="has repeats = 2, not 3: choose another --out"):
+        family.main([*arguments, "--repeats", "3", "--out", str(found[0]), "--data-root", str(tmp_path)])
+
+
+def test_the_page_gets_its_tables(found: tuple[Path, Any], tables: ModuleType, tmp_path: Path) -> None:
+    folder, _ = found
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{tables.BEGIN}old\n{tables.END}\nafter\n")
+    tables.main([str(folder), "--docs", str(page)])
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith(tables.END + "\nafter\n") and "old" not in text
+    assert "| `sgld` | 1.000 |" in text and "| lr 1 |" in text and "`snapshots` (1 of 2 failed)" in text
+    page.write_text("no marks")
+    with pytest.raises(ValueError, match="no place for tables"):
+        tables.main([str(folder), "--docs", str(page)])
+    with pytest.raises(ValueError, match="holds no results"):
+        tables.main([str(tmp_path / "nowhere")])
+
+
+def test_the_documentation_shows_the_results_there_are(tables: ModuleType) -> None:
+    try:
+        parts = tables.read(ROOT / "results" / "family")
+    except ValueError as error:
+        pytest.skip(str(error))
+    page = (ROOT / "docs" / "methods.md").read_text()
+    mend = "run python benchmarks/family_tables.py results/family --docs docs/methods.md"
+    assert tables.renewed(page, parts) == page, mend
+
+
+def test_no_run_is_started_when_time_is_up(
+    family: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(family, "run", lambda job: pytest.fail("started"))
+    family.main(["--problems", "toy*", "--methods", "sgld", "--limit", "-1", "--data-root", str(tmp_path)])
+    assert "1 runs were not started" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -154,7 +276,7 @@ def test_it_runs_shows_and_writes(
     [
         (["--methods", "nonesuch"], "method 'nonesuch' is unknown"),
         (["--problems", "nonesuch"], "no problem fits"),
-        (["--seeds", "0"], "--seeds 0 must be at least 1"),
+        (["--repeats", "0"], "--repeats 0 must be at least 1"),
         (["--gradients", "10"], "--gradients 10 must be at least 8000"),
         (["--jobs", "0"], "--jobs 0 must be at least 1"),
     ],

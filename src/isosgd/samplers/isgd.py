@@ -40,6 +40,9 @@ class ISGD(ShapedLambda):
     Targets ``exp(-f / T)``, f the negative log joint density, when lambda is constant and at least the top eigenvalue
     of B, up to the discretisation bias ``rate h / 2`` (bounded by ``bias`` where the curvature h is known).
 
+    Departures from the paper, each an option: centred noise, a correction of correlated noise, a curvature guard,
+    lambda estimated in windows while sampling (see the top of this module), and shapes of Lambda that know directions.
+
     Args:
         params: named parameters (one group a layer), or groups.
         num_data: N.

@@ -28,6 +28,9 @@ class SGHMC(Sampler):
     Targets ``exp(-f / T)`` up to the discretisation bias ``rate h / (2 (2 - a))``, and without the correction as the
     rate tends to zero only: gradient noise then heats it by ``rate N b / (a T)``.
 
+    Departures from the paper: B^ is measured, correlations included, where theirs is the user's; the velocity is never
+    drawn anew; `adapt` sets the rate where none is given; there is a temperature.
+
     Args:
         params: named parameters (one group a layer), or groups.
         num_data: N.

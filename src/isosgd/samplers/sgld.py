@@ -26,6 +26,9 @@ class SGLD(Sampler):
     Targets ``exp(-f / T)`` as ``lr -> 0``. At a fixed rate the variance is too large by ``rate h / 2``
     (discretisation) and by ``rate N b / T`` (gradient noise, which it ignores); `adapt` keeps each below ``bias``.
 
+    Departures from the paper: the rate is fixed unless ``decay`` says otherwise, and `adapt` sets it where none is
+    given; there is a temperature.
+
     Args:
         params: named parameters (one group a layer), or groups.
         num_data: N.

@@ -28,6 +28,9 @@ class VSGD(Sampler):
     covariance S solves ``H S + S H = rate Var(g)`` (to first order in the rate), which is the posterior's only when
     ``Var(g)`` is a multiple of H or isotropic in the right way.
 
+    Departures from the paper: none, but for a temperature, and for gradient noise that is measured on halves of a
+    minibatch.
+
     Args:
         params: named parameters (one group a layer), or groups.
         num_data: N.
