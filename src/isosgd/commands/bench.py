@@ -22,7 +22,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         description="All splits and chains of a set run together. Results go to OUT/SET-METHOD.json, one file a set.",
         epilog="example: isosgd bench uci --sets yacht boston --data-root data",
     )
-    uci.add_argument("--method", default="isgd", help="isgd, isgd-all (all data in a batch), isgd-paper (the paper's setting), or one of `methods`")
+    uci.add_argument(
+        "--method",
+        default="isgd",
+        help="isgd, isgd-all (all data in a batch), isgd-paper (the paper's setting), or one of `methods`",
+    )
     uci.add_argument("--sets", nargs="+", help="names of sets (default: all under the data root)")
     uci.add_argument("--splits", help="only so many of the first splits, or a range of them such as 10:20")
     uci.add_argument("--data-root", type=Path, help="folder with uci/ (default: ISOSGD_DATA)")
