@@ -303,6 +303,25 @@ def test_the_badly_conditioned_toy_is_found(seed):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("half_width", [math.pi, math.pi / 2])
+def test_every_direction_forgets_within_two_epochs(half_width):
+    """The toy at N = 2000, n = 32, well and badly conditioned: the slowest direction decorrelates in 125 steps.
+
+    Correlations fall like ``exp(-t / relaxation)``, so that the integrated time is twice the relaxation. Of twenty
+    directions the largest estimate is chance: the mean over four chains has a relative error of about a tenth.
+    """
+    toy = Toy.make(0, num_data=2000, half_width=half_width)
+    posterior = isosgd.sample(
+        toy.target, toy.data, batch_size=32, chains=4, draws=3_000, keep_every=5, warmup=6_000, progress=False
+    )
+    _, axes = torch.linalg.eigh(toy.covariance)
+    along = ((posterior.draws["w"].double() - toy.mean) @ axes).numpy()
+    times = [sum(5 * integrated_time(chain[:, i]) for chain in along) / 4 for i in range(along.shape[-1])]
+    epoch = 2000 / 32
+    assert max(times) / 2.0 <= 2.0 * epoch * 1.1
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["kidiq-kidscore_momiq", "mesquite-logmesquite"])
 def test_regressions_have_the_posterior_of_the_reference(name):
