@@ -2,18 +2,19 @@
 PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
+PEERS  := .venv-peers
 # Two workers with one thread each: tiny tensors gain nothing from more threads, and lose much when they compete.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # two installs into one environment must not meet
-.PHONY: help demo test test-all lint format docs bench clean
+.PHONY: help demo test test-all lint format docs bench bench-peers clean
 
 help: ## Show this list
 	@echo "usage: make TARGET [PYTHON=python3.12]"
 	@echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.installed-demo ## Sample posteriors that are known exactly, and two real data sets; figures in demo-output/
 	$(PY) -m isosgd.demo --out demo-output
@@ -39,13 +40,22 @@ docs: $(VENV)/.installed-docs ## Build the documentation into site/; any warning
 bench: $(VENV)/.installed-dev ## Time one update of each sampler against torch.optim
 	$(PY) benchmarks/step.py
 
+bench-peers: $(PEERS)/.installed ## Chain-steps per second against blackjax and posteriors, on one core
+	$(PEERS)/bin/python -W ignore benchmarks/chains.py
+
 clean: ## Remove the environment and everything built (demo-output/ too)
-	rm -rf $(VENV) site dist build demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) site dist build demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # One stamp for each extra. The constraints keep pip from choosing another torch than the one tested.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/.created
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@
+
+# The peers are no dependencies: they live in an environment of their own, with the torch that we test.
+$(PEERS)/.installed: pyproject.toml constraints.txt | $(VENV)/.created
+	$(VENV)/bin/python -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . blackjax posteriors
 	@touch $@
 
 $(VENV)/.created:

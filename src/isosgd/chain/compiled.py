@@ -31,12 +31,19 @@ class Compiled:
         function: of tensors.
         after: calls before it is compiled; None for never, 0 for at once.
         say: takes a line for the user.
+        what: is compiled, in words.
+        options: of the compiler.
     """
 
     def __init__(
-        self, function: Callable[..., Any], after: int | None, say: Callable[[str], None] | None = None
+        self,
+        function: Callable[..., Any],
+        after: int | None,
+        say: Callable[[str], None] | None = None,
+        what: str = "the gradient of all chains",
+        options: dict[str, Any] | None = None,
     ) -> None:
-        self.function, self.after, self.say = function, after, say
+        self.function, self.after, self.say, self.what, self.options = function, after, say, what, options
         self.calls = 0
         self.why_not = ""
         self._fast: Callable[..., Any] | None = None
@@ -47,17 +54,19 @@ class Compiled:
         self.calls += 1
         if self.after is None or self.why_not or self.calls <= self.after:
             return self.function(*args)
-        if self._fast is None:
-            if self.say is not None:
-                self.say("compiling the gradient of all chains; the first time takes some seconds")
-            self._fast = torch.compile(_own(self.function), fullgraph=True, dynamic=False)
         try:
-            with warnings.catch_warnings():
-                if not self._ready:  # the compiler's own, of its innards
-                    warnings.simplefilter("ignore")
-                value = self._fast(*args)
-                self._ready = True
-                return value
-        except Exception as error:  # whatever the compiler may raise
+            return self._fast(*args) if self._fast is not None and self._ready else self._first(*args)
+        except Exception as error:  # whatever the compiler may raise; it may also be called upon later
             self.why_not = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
             return self.function(*args)
+
+    def _first(self, *args: Any) -> Any:
+        """Compile it, and call it for the first time."""
+        if self.say is not None:
+            self.say(f"compiling {self.what}; the first time takes some seconds")
+        self._fast = torch.compile(_own(self.function), fullgraph=True, dynamic=False, options=self.options)
+        with warnings.catch_warnings():  # the compiler's own, of its innards
+            warnings.simplefilter("ignore")
+            value = self._fast(*args)
+        self._ready = True
+        return value

@@ -107,7 +107,7 @@ class Many:
                 (g1, g2), (loss1, loss2) = (x.unbind(1) for x in vmap(vmap(each, (None, 0)))(theta, both))
             (gradient,), (noise,) = join_halves([g1], [g2], sizes)
             loss = (sizes[0] * loss1 + sizes[1] * loss2) / n
-        return loss, gradient - vmap(self._score)(theta) / self.num_data, noise
+        return loss, gradient - vmap(self._score)(theta) * (1.0 / self.num_data), noise
 
     def _loss(self, theta: Tensor, batch: Batch) -> Tensor:
         return -self.target.log_likelihood(self.layout.views(theta), batch).mean()

@@ -14,10 +14,16 @@ from isosgd.chain.chain import Chains
 from isosgd.chain.progress import Progress
 from isosgd.chain.reports import GroupReport, WarmupReport
 from isosgd.chain.state import failure_from, failure_state, load_state, moved, state_of
+from isosgd.chain.stride import Stride, why_not
 from isosgd.chain.warmup import Mark, warm_up
 from isosgd.errors import DivergedError
+from isosgd.sampling.stopping import Watch
 
 GUESSED_SPACING = 100  # for the progress bar, until the spacing is known
+NOISE_EVERY = 16  # in sampling the noise is followed, not found: every so many steps one is split in halves ...
+SHAPED_EVERY = 128  # ... and fewer where a shape of Lambda averages all that it has seen
+STRIDES_FROM = 4_000  # steps, for which it pays to compile several in a call ...
+ALONE = 5  # ... and so many times more for one chain, whose single steps take less time
 
 State = dict[str, Any]
 Auto = Literal["auto"]
@@ -28,23 +34,35 @@ class Plan:
     """What is asked for.
 
     Attributes:
-        draws: of each chain.
+        draws: of each chain; at most, where they are ``auto``.
         keep_every: steps between draws.
         warmup: gradients of the warm-up.
-        noise_every: how often the noise is measured while draws are taken.
+        noise_every: how often the noise is measured while draws are taken, where that is said.
         total: chains in all.
+        compile_after: gradients after which it pays to compile; None for never, 0 for at once.
+        auto: whether draws end when predictions have converged.
+        chains_per_set: chains of one data set, where they run side by side.
+        held_out: inputs at which predictions are watched.
     """
 
     draws: int
     keep_every: int | Auto
     warmup: int | Auto
-    noise_every: int
+    noise_every: int | None
     total: int
+    compile_after: int | None = None
+    auto: bool = False
+    chains_per_set: int = 1
+    held_out: Any = None
 
     @property
     def spacing(self) -> int:
         """Steps between draws, before they are known."""
         return GUESSED_SPACING if self.keep_every == "auto" else self.keep_every
+
+    def follow(self, run: Chains) -> int:
+        """Of how many steps one measures the noise."""
+        return self.noise_every or (NOISE_EVERY if run.shaped is None else SHAPED_EVERY)
 
 
 @dataclass
@@ -60,6 +78,8 @@ class Outcome:
         gradients: spent on each.
         compiled: whether gradients came to be compiled, in words.
         batches: where in the data they ended.
+        drawn: how many draws were taken of each.
+        stopped: why no more, where that was not said before.
     """
 
     first: int
@@ -70,6 +90,8 @@ class Outcome:
     gradients: int = 0
     compiled: str = ""
     batches: State = field(default_factory=dict)
+    drawn: int = 0
+    stopped: str = ""
 
     def state(self) -> State:
         """As nested tensors and plain values."""
@@ -128,6 +150,8 @@ def draw_from(
     label = f"chain {first + 1}/{plan.total} " if run.many is None and plan.total > 1 else ""
     outcome = Outcome(first, run.count)
     done, drawn, late = 0, 0, list[Tensor]()
+    stride: Stride | None = None
+    watch: Watch | None = None
     if saved is not None:
         saved = moved(saved, run.alive.device)
         load_state(run, saved["chains"])
@@ -156,17 +180,29 @@ def draw_from(
                 "done": done,
                 "drawn": drawn,
                 "late": torch.stack(late) if late else torch.empty(0),
+                **({} if watch is None else {"traces": torch.stack(watch.traces) if watch.traces else torch.empty(0)}),
             }
 
+        def tick(steps: int) -> None:
+            nonlocal done
+            done += steps
+            bar.advance(label + "sampling", steps * run.count)
+
+        stride, every = _stride(run, plan, gap, bar), plan.follow(run)
+        if plan.auto:
+            traces = None if saved is None or saved["stage"] == "warmup" else saved["traces"].cpu()
+            watch = Watch(run, plan.chains_per_set if run.many is not None else 1, plan.held_out, traces)
+            outcome.stopped = watch.verdict(plan.draws) if drawn else ""
         keeper.mark(state)
-        while drawn < plan.draws:
-            left = gap
+        while drawn < plan.draws and not outcome.stopped:
+            if stride is not None:
+                stride.go(done, gap, tick)
+            left = 0 if stride is not None else gap
             while left:
-                run.step(split=run.follows and done % plan.noise_every == 0)
-                done += 1
+                run.step(split=run.follows and done % every == 0)
                 left -= run.sampler.sampling
-                bar.advance(label + "sampling", run.count)
-            if drawn >= plan.draws // 2:
+                tick(1)
+            if plan.auto or drawn >= plan.draws // 2:
                 late.append(run.level)
             keeper.keep(run, first, drawn)
             if note is not None:
@@ -174,15 +210,31 @@ def draw_from(
             for k in run.failures:  # draws of a chain end where it was given up
                 outcome.lengths.setdefault(k, drawn)
             drawn += 1
+            outcome.drawn = drawn
+            if watch is not None:
+                watch.take()
+                outcome.stopped = watch.verdict(plan.draws)
             keeper.mark(state)
-        warn_of(run, outcome.reports, late, first)
+        if outcome.stopped:
+            bar.note(label + outcome.stopped)
+        warn_of(run, outcome.reports, late[drawn // 2 :] if plan.auto else late, first)
     except DivergedError:
         pass  # every chain has
     for k in run.failures:
         outcome.lengths.setdefault(k, drawn)
-    outcome.failures, outcome.gradients, outcome.compiled = run.failures, run.gradients, run.compiled
+    outcome.failures, outcome.gradients, outcome.drawn = run.failures, run.gradients, drawn
+    outcome.compiled = run.compiled if stride is None else ", several steps a call"
     outcome.batches = run.batches.state()
     return outcome
+
+
+def _stride(run: Chains, plan: Plan, gap: int, bar: Progress) -> Stride | None:
+    """What takes several steps in a call, where that can be done and pays. It follows from the settings alone."""
+    least = STRIDES_FROM * (1 if run.many is not None else ALONE)
+    if plan.compile_after is None or (plan.compile_after and plan.draws * gap < least) or why_not(run):
+        return None
+    stride = Stride(run, plan.follow(run), say=bar.note)
+    return None if stride.failed else stride
 
 
 def _find_rates(run: Chains, plan: Plan, bar: Progress, mark: Mark, saved: State | None) -> list[WarmupReport]:

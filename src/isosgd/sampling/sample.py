@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from isosgd.samplers import ISGD, METHODS
 from isosgd.sampling.identity import described
 from isosgd.sampling.keepers import InMemory, OnDisk, keep_at_once
 from isosgd.sampling.loop import Outcome, Plan, draw_from
-from isosgd.sampling.settings import check_settings, compile_after, noise_every, sampler_factory, versions
+from isosgd.sampling.settings import check_settings, compile_after, most_draws, noise_every, sampler_factory, versions
 from isosgd.sampling.stored import Asked, load
 
 
@@ -33,7 +34,7 @@ def sample(
     *,
     init: Start = None,
     method: str = "isgd",
-    draws: int = 100,
+    draws: int | Literal["auto"] = 100,
     chains: int = 1,
     batch_size: int | Literal["all"] | None = None,
     keep_every: int | Literal["auto"] = "auto",
@@ -46,6 +47,8 @@ def sample(
     resume: bool = False,
     store_dtype: Literal["float32", "bfloat16"] | None = None,
     log: str | Path | None = None,
+    budget: int | None = None,
+    held_out: Any = None,
     **options: Any,
 ) -> Posterior:
     """Draw from a posterior with stochastic gradients. Nothing needs to be tuned.
@@ -57,7 +60,8 @@ def sample(
         init: start values in natural parameters; where the target says by default. A function from the number of a
             chain to such values gives each chain a start of its own.
         method: a name of `isosgd.methods`: ``isgd``, ``sgld``, ``sghmc`` and so on.
-        draws: draws to keep from each chain.
+        draws: draws to keep from each chain; ``auto`` goes on until predictions have converged (R-hat of at most 1.01
+            and 400 effective draws, over all chains) or the ``budget`` ends; ``info["stopped"]`` says which.
         chains: independent chains, of each data set. They run in one batched computation where the model allows it
             (``info["engine"]`` says so, or why not).
         batch_size: examples in a minibatch; half of the data, between 8 and 128, by default. ``all`` takes all of them
@@ -75,6 +79,8 @@ def sample(
             that was never stopped. A changed model, data or setting is refused. Where there is no run, one is begun.
         store_dtype: dtype in which draws are written; their own by default.
         log: a folder for TensorBoard, which shows loss and rates at every draw (needs the extra ``tensorboard``).
+        budget: with ``draws="auto"``, draws of each chain at most; 2,000 by default.
+        held_out: with ``draws="auto"``, inputs at which predictions are watched; some of the training data by default.
         options: settings of the method (for instance ``noise``, ``scheme``, ``structure``, ``bias``, ``lr``),
             ``preset`` for a row of the paper (``alpha-a``, ``alpha-c``, ``G-b``, ``G-c``, each also ``-slr``), and
             ``noise_every``.
@@ -101,6 +107,7 @@ def sample(
         raise TypeError(
             f"target of type {type(target).__name__}: pass an isosgd.Target; Target.from_module makes one from a model"
         )
+    most = most_draws(draws, budget, held_out, method)
     place = torch.device(device) if device is not None else None
     data = as_data(data, batch_size, place)
     settings = {
@@ -112,6 +119,7 @@ def sample(
         "warmup": warmup,
         "temperature": temperature,
         "seed": seed,
+        **({"budget": budget} if draws == "auto" else {}),
     }
     asked = Asked(target, data, init, place, settings, options, store, resume, store_dtype)
     given = dict(options)
@@ -122,12 +130,14 @@ def sample(
         about = {"method": method, "options": {name: described(value) for name, value in options.items()}, "seed": seed}
         about |= {"temperature": temperature, "target": target.describe(), "versions": versions()}
         baseline = Run(
-            method, target, data, init, draws, chains, batch_size, keep_every, warmup, temperature, seed, place,
+            method, target, data, init, most, chains, batch_size, keep_every, warmup, temperature, seed, place,
             after, progress, given,
         )  # fmt: skip
         return keep_at_once(asked, about, lambda: baseline.posterior(about))
     team = Team(target, data, init, chains, batch_size, seed, place, after)
-    plan = Plan(draws, keep_every, warmup, noise_every(given), team.count)
+    plan = Plan(
+        most, keep_every, warmup, noise_every(given), team.count, after, draws == "auto", team.chains, held_out
+    )  # fmt: skip
     if METHODS[method] is ISGD:
         given.setdefault("budget", None if warmup == "auto" else warmup)
     make_sampler = sampler_factory(
@@ -144,12 +154,14 @@ def sample(
             return load(store, target, data=asked.tensors)
         keeper = OnDisk(asked, known, writer)
 
-    bar = Progress(team.count * ((MOST_STEPS // 5 if warmup == "auto" else warmup) + draws * plan.spacing), progress)
+    bar = Progress(team.count * ((MOST_STEPS // 5 if warmup == "auto" else warmup) + most * plan.spacing), progress)
     try:
         for first, run in team.runs(make_sampler):
             if keeper.has(first, run):
                 continue
             run.say(bar.note)
+            if plan.auto and keeper.outcomes:  # chains that run in turn: the first says how many draws
+                plan = replace(plan, draws=keeper.outcomes[0].drawn, auto=False)
             with fastest_products(run.alive.device):
                 outcome = draw_from(run, first, plan, bar, keeper, keeper.saved, None if board is None else board.step)
             keeper.finished(outcome, last=first + run.count == team.count)
@@ -158,6 +170,8 @@ def sample(
             raise next(iter(failures.values()))
         for index, failure in failures.items():
             warnings.warn(f"chain {index} was dropped: {failure}", SamplingWarning, stacklevel=2)
+        if draws == "auto" and not keeper.outcomes[0].stopped.startswith("converged"):
+            warnings.warn(f"draws = 'auto': {keeper.outcomes[0].stopped}", SamplingWarning, stacklevel=2)
         return keeper.posterior()
     except KeyboardInterrupt:
         raise keeper.interrupted() from None
@@ -178,7 +192,8 @@ def _info(asked: Asked, team: Team, plan: Plan, outcomes: list[Outcome]) -> dict
         "temperature": asked.settings["temperature"],
         "num_data": team.num_data,
         "batch_size": team.batch_size if team.tensors is not None else None,
-        "draws": plan.draws,
+        "draws": max((o.drawn for o in outcomes), default=0) if plan.auto else plan.draws,
+        **({"stopped": outcomes[0].stopped if outcomes else ""} if plan.auto else {}),
         "chains": len(kept),
         "chain_indices": [o.first + k for o, k in kept],
         "sets": team.sets,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,8 +15,8 @@ from isosgd.chain.compiled import COMPILE_AFTER
 from isosgd.samplers import ISGD, METHODS, PRESETS, REGISTRY, Sampler
 from isosgd.samplers.gliding import Gliding
 from isosgd.sampling.methods import EVERY
+from isosgd.sampling.stopping import MOST_DRAWS
 
-NOISE_EVERY = 8  # in sampling the noise is followed, not found: every so many steps are split in halves
 OURS = {"batch_size", "warmup", "budget", "sets"}  # settings that `sample` gives
 
 
@@ -28,10 +28,10 @@ def compile_after(options: dict[str, Any]) -> int | None:
     return COMPILE_AFTER if chosen == "auto" else (0 if chosen else None)
 
 
-def noise_every(options: dict[str, Any]) -> int:
-    """How often the noise is measured while draws are taken; the option is taken out."""
-    found = options.pop("noise_every", NOISE_EVERY)
-    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+def noise_every(options: dict[str, Any]) -> int | None:
+    """How often the noise is measured while draws are taken, where that is said; the option is taken out."""
+    found: int | None = options.pop("noise_every", None)
+    if found is not None and (isinstance(found, bool) or not isinstance(found, int) or found < 1):
         raise ValueError(f"noise_every = {found!r} must be an integer of at least 1")
     return found
 
@@ -68,7 +68,7 @@ def sampler_factory(
     return make
 
 
-def check_settings(method: str, draws: int, chains: int, keep_every: Any, warmup: Any, temperature: float) -> None:
+def check_settings(method: str, draws: Any, chains: int, keep_every: Any, warmup: Any, temperature: float) -> None:
     """Refuse settings that cannot be meant."""
     if method not in EVERY:
         raise ValueError(f"method = {method!r} is unknown; choose one of {sorted(EVERY)}")
@@ -78,13 +78,27 @@ def check_settings(method: str, draws: int, chains: int, keep_every: Any, warmup
         ("keep_every", keep_every, 1),
         ("warmup", warmup, 0),
     ):
-        if value == "auto" and name in ("keep_every", "warmup"):
+        if value == "auto" and name != "chains":
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            auto = " or 'auto'" if name in ("keep_every", "warmup") else ""
+            auto = " or 'auto'" if name != "chains" else ""
             raise ValueError(f"{name} = {value!r} must be an integer of at least {least}{auto}")
     if not (math.isfinite(temperature) and temperature > 0):
         raise ValueError(f"temperature = {temperature} must be positive and finite; 1 is the Bayesian posterior")
+
+
+def most_draws(draws: int | Literal["auto"], budget: int | None, held_out: Any, method: str) -> int:
+    """Draws of each chain, at most."""
+    if draws != "auto":
+        if budget is not None or held_out is not None:
+            name = "budget" if budget is not None else "held_out"
+            raise ValueError(f"{name}= goes with draws='auto', which may end before it; draws = {draws} says how many")
+        return draws
+    if method not in METHODS:
+        raise ValueError(f"draws = 'auto' asks whether chains have converged; {method} has none: give it a number")
+    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
+        raise ValueError(f"budget = {budget!r} must be an integer of at least 1: draws of each chain, at most")
+    return MOST_DRAWS if budget is None else budget
 
 
 def versions() -> dict[str, str]:

@@ -1,0 +1,169 @@
+"""A step, repeated: in a loop of compiled code, or as a CUDA graph. Functions of tensors, whose shapes stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.while_loop import while_loop
+
+from isosgd.chain.compiled import Compiled
+
+Tensors = tuple[Tensor, ...]
+Found = tuple[Tensor, Tensor, Tensor]  # parameters, losses of the last step, and sums of losses over all
+WHAT = "the steps of all chains"
+CACHE = 3 << 18  # bytes, of a core's own
+# Shapes are fixed and tensors are ours, so that nothing has to be checked at every call.
+UNCHECKED: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+
+
+class Kth(Protocol):
+    """Step k: from parameters, and from minibatches and innovations of all steps, to new parameters and losses."""
+
+    def __call__(
+        self, k: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors, /
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class Repeated:
+    """Calls a step so many times.
+
+    Args:
+        step: what is repeated.
+        most: how often at most.
+        after: None for not compiled, 0 for compiled.
+        say: takes a line for the user.
+    """
+
+    def __init__(self, step: Kth, most: int, after: int | None, say: Callable[[str], None] | None = None) -> None:
+        self.step, self.most, self.compiled = step, most, after is not None
+        self.why_not = ""
+
+    def __call__(self, count: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
+        """What ``count`` steps lead to."""
+        return self.plain(count, theta, batch, xi, tensors)
+
+    def plain(self, count: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
+        """The same, step by step."""
+        loss = total = torch.zeros_like(theta[:, 0])
+        for k in range(count):
+            theta, loss = self.step(k, theta, batch, xi, tensors)
+            total = total + loss
+        return theta, loss, total
+
+
+class Looped(Repeated):
+    """The loop is in the compiled code, so that it is compiled as fast as a single step, and called as one."""
+
+    def __init__(self, step: Kth, most: int, after: int | None, say: Callable[[str], None] | None = None) -> None:
+        super().__init__(step, most, after, say)
+        self.loop = Compiled(self._loop, after, say, WHAT, {**UNCHECKED, "cpp_wrapper": True})
+        self._padded: tuple[Tensors, Tensor] | None = None
+
+    def __call__(self, count: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
+        if not self.compiled or self.why_not:
+            return self.plain(count, theta, batch, xi, tensors)
+        if len(batch[0]) < self.most:  # the compiled code knows one shape
+            batch, xi = self._pad(batch, xi)
+        number, size = torch.tensor(count), self._block(theta, tensors)
+        found: list[Found] = []
+        for a in range(0, len(theta), size):
+            b = a + size
+            own = tuple(t[a:b] for t in tensors)
+            found.append(self.loop(number, theta[a:b], tuple(t[:, a:b] for t in batch), xi[:, a:b], own))
+        self.why_not = self.loop.why_not
+        theta, loss, total = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
+        return theta, loss, total
+
+    @staticmethod
+    def _block(theta: Tensor, tensors: Tensors) -> int:
+        """Chains that take their steps one after the other, so that what they read every time stays in the cache."""
+        count = len(theta)
+        each = sum(t.numel() * t.element_size() for t in (theta, *tensors)) // count
+        return next(size for size in range(count, 0, -1) if count % size == 0 and (size * each <= CACHE or size == 1))
+
+    def _pad(self, batch: Tensors, xi: Tensor) -> tuple[Tensors, Tensor]:
+        steps = len(batch[0])
+        if self._padded is None:
+            every = tuple(t.new_zeros((self.most, *t.shape[1:])) for t in batch)
+            self._padded = every, xi.new_zeros((self.most + len(xi) - steps, *xi.shape[1:]))
+        every, wide = self._padded
+        for into, t in zip((*every, wide), (*batch, xi), strict=True):
+            into[: len(t)].copy_(t)
+        return every, wide
+
+    def _loop(self, count: Tensor, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
+        if not torch.compiler.is_compiling():
+            return self.plain(int(count), theta, batch, xi, tensors)
+        zero = torch.zeros_like(theta[:, 0])
+
+        def goes_on(i: Tensor, theta: Tensor, loss: Tensor, total: Tensor) -> Tensor:
+            return i < count
+
+        def body(i: Tensor, theta: Tensor, loss: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            k = i.item()
+            torch._check(k >= 0)  # type: ignore[no-untyped-call]
+            torch._check(k < self.most)  # type: ignore[no-untyped-call]
+            # Views, lest the compiler take two transposes of one of them for tensors of their own, from outside.
+            own = tuple(t.view(t.shape) for t in tensors)
+            theta, loss = self.step(k, theta, batch, xi, own)  # type: ignore[arg-type]
+            return i + 1, theta, loss, total + loss
+
+        start = (torch.zeros((), dtype=torch.int64), theta, zero, zero.clone())
+        _, theta, loss, total = while_loop(goes_on, body, start)  # type: ignore[no-untyped-call]
+        return theta, loss, total
+
+
+class Captured(Repeated):
+    """Full calls are one CUDA graph: no work of the host between its steps. Shorter ones go step by step."""
+
+    def __init__(self, step: Kth, most: int, after: int | None, say: Callable[[str], None] | None = None) -> None:
+        super().__init__(step, most, after, say)
+        self.single = Compiled(self._single, after, say, WHAT)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.inputs: list[Tensor] = []
+        self.outputs: Found | None = None
+
+    def _single(self, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        return self.step(0, theta, batch, xi, tensors)
+
+    def plain(self, count: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
+        loss = total = torch.zeros_like(theta[:, 0])
+        ahead = len(xi) - len(batch[0]) + 1
+        for k in range(count):
+            part = tuple(t[k : k + 1] for t in batch)
+            theta, loss = self.single(theta, part, xi[k : k + ahead], tensors)
+            total = total + loss
+        return theta, loss, total
+
+    def __call__(self, count: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
+        if not self.compiled or self.why_not or count < self.most:
+            return self.plain(count, theta, batch, xi, tensors)
+        given = [theta, *batch, xi, *tensors]
+        if self.graph is None:
+            try:
+                self._capture(given, len(batch))
+            except Exception as error:  # whatever a capture may raise
+                self.why_not = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+                return self.plain(count, theta, batch, xi, tensors)
+        assert self.graph is not None and self.outputs is not None
+        torch._foreach_copy_(self.inputs, given)
+        self.graph.replay()
+        theta, loss, total = self.outputs
+        return theta.clone(), loss.clone(), total.clone()
+
+    def _capture(self, given: list[Tensor], parts: int) -> None:
+        self.inputs = [t.clone() for t in given]
+        theta, *rest = self.inputs
+        args = self.most, theta, tuple(rest[:parts]), rest[parts], tuple(rest[parts + 1 :])
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.plain(*args)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.outputs = self.plain(*args)
+        self.graph = graph

@@ -1,0 +1,292 @@
+"""Several steps of chains in one call: while draws are taken, rates stay as they are and only the chains move.
+
+One step of a small network is less work than to call it. So minibatches and innovations of up to `MOST` steps are drawn
+at once, outside, and the steps themselves, gradients and updates, are one compiled function of flat tensors: a loop
+inside of the compiled code on a CPU, a CUDA graph on a GPU.
+
+It is the algorithm of `isosgd.chain.chain.Chains.step`; only the order in which random numbers are drawn differs. Where
+a sampler follows the gradient noise, every so many steps one is taken from two halves of its minibatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isosgd.chain.batches import TensorBatches
+from isosgd.chain.chain import Chains
+from isosgd.chain.compiled import Compiled
+from isosgd.chain.gradients import Many, batchable
+from isosgd.chain.innovations import as_bits, innovations
+from isosgd.chain.repeated import UNCHECKED, Captured, Looped, Repeated, Tensors
+from isosgd.samplers import ISGD, SGLD
+from isosgd.samplers.structure import outer_factor
+
+MOST = 64  # steps of a call
+BYTES = 1 << 25  # of minibatches and innovations that are drawn at once, at most
+LARGE = 1 << 20  # parameters of a chain from which a step is more work than to call it
+
+
+def why_not(run: Chains) -> str:
+    """Why chains cannot take several steps in a call; empty when they can."""
+    sampler, batches = run.sampler, run.batches
+    if run.gliding is not None:
+        return "trajectories are accepted or refused step by step"
+    if type(sampler) not in (ISGD, SGLD) or any(group.get("decay") for group in sampler.param_groups):
+        return "the sampler takes its steps one by one"
+    if _follows(run) and not sampler.estimator.centred:
+        return "the noise is followed by single gradients"
+    if not isinstance(batches, TensorBatches) or batches.whole:
+        return "minibatches are not drawn from tensors"
+    if sum(run.layout.sizes) > LARGE or _steps(run) < 2:
+        return "a single step is work enough"
+    if len({x.dtype for x in run.leaves}) > 1:
+        return "parameters have several dtypes"
+    if run.many is None:
+        return batchable(run.target, run.params, batches.at(torch.arange(batches.batch_size)), run.num_data)
+    return ""
+
+
+def _follows(run: Chains) -> bool:
+    """Whether steps depend on the gradient noise."""
+    return run.shaped is not None or any(run.sampler._follows)
+
+
+def _steps(run: Chains) -> int:
+    """Steps of a call at most: a matter of memory."""
+    batches = run.batches
+    assert isinstance(batches, TensorBatches)
+    row = sum(t[0].numel() * t.element_size() for t in batches.tensors)
+    each = run.count * (batches.batch_size * row + sum(run.layout.sizes) * run.leaves[0].element_size())
+    return max(1, min(MOST, BYTES // each))
+
+
+class Stride:
+    """Takes steps of chains, several in a call.
+
+    Args:
+        run: the chains; `why_not` must have nothing to say.
+        noise_every: where the noise is followed, every so many steps one is split in halves.
+        compiled: whether to compile.
+        say: takes a line for the user.
+
+    Attributes:
+        failed: why the steps could not be compiled.
+    """
+
+    def __init__(
+        self, run: Chains, noise_every: int, compiled: bool = True, say: Callable[[str], None] | None = None
+    ) -> None:
+        self.run, self.compiled, self.say = run, compiled, say
+        self.most, self.noise_every = _steps(run), noise_every
+        self.follows = _follows(run)
+        self.width = sum(run.layout.sizes) + run.sampler._extra
+        self.averaged = isinstance(run.sampler, ISGD) and run.sampler.averaged
+        self.dtype = torch.promote_types(torch.float32, run.leaves[0].dtype)
+        device = run.leaves[0].device
+        self.bits = as_bits(run.sampler.innovations, self.most * run.count * self.width, device)
+        self.gradient = Many(run.target, run.num_data, run.layout)
+        # The compiled functions know shapes of tensors by heart; those of Lambda may change in number.
+        self.known: dict[tuple[Any, ...], tuple[Repeated, Compiled]] = {}
+        self._turned: tuple[Tensor, int, Tensor] | None = None
+        for leaf in run.leaves:  # the sampler lays out parameters that have gradients
+            leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        run.sampler._lay_out()
+        run.sampler._source.prepare()  # what was drawn ahead is drawn again, here
+        run.sampler.refresh()
+        self.failed = self._try()
+
+    def _try(self) -> str:
+        """Compile, with nothing moved and nothing drawn."""
+        if not self.compiled:
+            return ""
+        theta, tensors = self._theta(), self._tensors()
+        batches = self.run.batches
+        assert isinstance(batches, TensorBatches)
+        index = torch.zeros(self.most, self.run.count, batches.batch_size, dtype=torch.int64, device=batches.device)
+        xi = theta.new_zeros(self.most + self.averaged, self.run.count, self.width, dtype=self.dtype)
+        loop, split = self._functions(tensors)
+        with torch.no_grad():
+            loop(self.most, theta, batches.at(index), xi, tensors)
+            if self.follows:
+                split(theta, self._at(batches.at(index), 0), self._innovation(xi, 0), tensors)
+        return loop.why_not or split.why_not
+
+    # -- the step, of tensors alone -----------------------------------------------------------------------------------
+
+    def step(self, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        """Where one step leads to from flat parameters ``[chains, d]``, and the losses."""
+        loss, gradient, _ = self.gradient.flat(theta, batch, False)
+        return self._moved(theta, gradient, xi, tensors), loss
+
+    def split(self, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+        """The same with a noise vector, from halves of the minibatch."""
+        loss, gradient, noise = self.gradient.flat(theta, batch, True)
+        assert noise is not None
+        return self._moved(theta, gradient, xi, tensors), loss, noise
+
+    def _moved(self, theta: Tensor, gradient: Tensor, xi: Tensor, tensors: Tensors) -> Tensor:
+        shaped = self.run.shaped
+        if shaped is None:  # innovations are kicks already
+            return (theta - tensors[0] * gradient - xi).to(theta.dtype)
+        return theta - shaped.displace(tensors, gradient.to(shaped.dtype), xi).to(theta.dtype)
+
+    def _innovation(self, xi: Tensor, k: int) -> Tensor:
+        """Of step k; averaged over two steps where the sampler does that."""
+        return 0.5 * (xi.select(0, k) + xi.select(0, k + 1)) if self.averaged else xi.select(0, k)
+
+    @staticmethod
+    def _at(batch: Tensors, k: int) -> Tensors:
+        return tuple(t.select(0, k) for t in batch)
+
+    def _kth(self, k: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        """Step k of a call."""
+        return self.step(theta, self._at(batch, k), self._innovation(xi, k), tensors)
+
+    def _functions(self, tensors: Tensors) -> tuple[Repeated, Compiled]:
+        """The loop over steps and the split step, for tensors of such shapes."""
+        key = tuple((t.shape, t.dtype) for t in tensors)
+        if key not in self.known:
+            kind = Captured if self.run.leaves[0].is_cuda else Looped
+            after = 0 if self.compiled else None
+            split = Compiled(self.split, after, self.say, "steps that follow the noise", UNCHECKED)
+            self.known[key] = kind(self._kth, self.most, after, self.say), split
+        return self.known[key]
+
+    # -- what goes in -------------------------------------------------------------------------------------------------
+
+    def _theta(self) -> Tensor:
+        return self.run.flat(self.run.leaves)
+
+    def _tensors(self) -> Tensors:
+        """What a step takes besides: the shape of Lambda, or the rate of each parameter."""
+        run, sampler = self.run, self.run.sampler
+        if run.shaped is not None:
+            return tuple(self._by_columns(t) for t in run.shaped.tensors())
+        sampler._make_plan()
+        rates = [torch.as_tensor(move.rate).to(laid.flat) for laid, move in sampler._moves]
+        wide = [
+            (rate.unsqueeze(-1) if rate.dim() else rate).expand_as(laid.flat)
+            for rate, (laid, _) in zip(rates, sampler._moves, strict=True)
+        ]
+        return (torch.cat(wide, dim=-1).view(run.count, -1),)
+
+    def _by_columns(self, t: Tensor) -> Tensor:
+        """A few long rows of each chain laid out column by column: so compiled code reads them in one go, both ways."""
+        if t.dim() != 3 or t.is_cuda or t.shape[1] >= t.shape[2]:
+            return t
+        of, version, turned = self._turned or (None, 0, t)
+        if of is not t or version != t._version:
+            turned = t.mT.contiguous().mT
+            self._turned = t, t._version, turned
+        return turned
+
+    def _draw(self, steps: int) -> Tensor:
+        """Innovations of the next steps, ``[steps, chains, width]``; one more in front where they are averaged."""
+        run, sampler = self.run, self.run.sampler
+        xi = run.leaves[0].new_empty(steps + self.averaged, run.count, self.width, dtype=self.dtype)
+        fresh = xi[1:] if self.averaged else xi
+        scale = None if run.shaped is not None else sampler._scale.view(run.count, -1)
+        innovations(fresh, sampler.generator, self.bits, scale)
+        if self.averaged:
+            assert isinstance(sampler, ISGD)
+            xi[0] = xi[1] if sampler._last is None else sampler._last.view(run.count, -1)
+            sampler._last = xi[-1].clone().view(sampler._source.out.shape)
+        if run.shaped is None:
+            self._take_out(fresh)
+        return xi
+
+    def _take_out(self, kicks: Tensor) -> None:
+        """Noise vectors out of the kicks, as `isosgd.samplers.structure.take_out_` does for one step."""
+        sampler, begin = self.run.sampler, 0
+        for laid, move in sampler._moves:
+            end = begin + laid.flat.shape[-1]
+            if move.outer is not None:
+                ring, *spectrum, count = sampler.spectrum(laid.group)
+                factor = outer_factor(ring, (spectrum[0], spectrum[1]), move.outer, count)
+                factor = factor if isinstance(factor, Tensor) else factor * ring
+                ring, factor = (t.view(self.run.count, *t.shape[-2:]).to(kicks.dtype) for t in (ring, factor))
+                part = kicks[..., begin:end].transpose(0, 1)  # [chains, steps, d]
+                part.sub_((part @ ring.mT) @ factor)
+            begin = end
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def go(self, done: int, steps: int, tick: Callable[[int], None]) -> None:
+        """Take so many steps.
+
+        Args:
+            done: steps that were taken before, since the warm-up.
+            steps: to take.
+            tick: told how many were taken.
+        """
+        theta, end = self._theta(), done + steps
+        while done < end:
+            until = min(end, done + self.most)
+            if self.follows:  # a step that is split is the last of its call
+                until = min(until, (done // self.noise_every + 1) * self.noise_every)
+            theta = self._call(theta, until - done, self.follows and until % self.noise_every == 0)
+            tick(until - done)
+            done = until
+        self._leave(theta)
+
+    def _leave(self, theta: Tensor) -> None:
+        """Bring the chains to flat parameters."""
+        parts = self.run.layout.views(theta if self.run.many is not None else theta[0])
+        self.run.restore([parts[name] for name in self.run.params])
+
+    def _call(self, theta: Tensor, steps: int, split: bool) -> Tensor:
+        run, batches = self.run, self.run.batches
+        assert isinstance(batches, TensorBatches)
+        tensors = self._tensors()
+        batch, xi = batches.at(batches.indices(steps)), self._draw(steps)
+        loop, halves = self._functions(tensors)
+        after, loss, total = loop(steps - split, theta, batch, xi, tensors)
+        noise = None
+        if split:
+            last = steps - 1
+            after, loss, noise = halves(after, self._at(batch, last), self._innovation(xi, last), tensors)
+            total = total + loss
+        finite = torch.isfinite(total + after.sum(-1))
+        good = bool((finite | ~run.alive).all())
+        if not good:
+            self._give_up(theta, steps, batch, xi, tensors, ~finite)
+        if run.failures:  # chains that were given up stay where they were
+            finite = finite & run.alive
+            after = torch.where(run.alive.unsqueeze(-1), after, theta)
+            loss = torch.where(run.alive, loss, torch.inf)
+        run.loss = loss
+        run.gradients += steps
+        for group in run.sampler.param_groups:
+            group["step"] += steps
+        if noise is not None:
+            noise = torch.where(finite.unsqueeze(-1), noise, 0.0) if run.failures else noise
+            parts = run.layout.views(noise if run.many is not None else noise[0])
+            run.sampler.observe([parts[name] for name in run.params])
+        return after
+
+    def _give_up(self, theta: Tensor, steps: int, batch: Tensors, xi: Tensor, tensors: Tensors, bad: Tensor) -> None:
+        """Find the step at which chains met what is not finite, one by one, and leave them out there."""
+        run, before = self.run, self.run.gradients
+        loss = gradient = theta
+        for k in range(steps):
+            loss, gradient, _ = self.gradient.flat(theta, self._at(batch, k), False)
+            last = torch.full_like(bad, k == steps - 1)  # rounding may hide what compiled code met
+            new = bad & run.alive & (last | ~torch.isfinite(loss + gradient.sum(-1)))
+            if bool(new.any()):
+                self._leave(theta)
+                run.gradients = before + k
+                try:
+                    run._give_up(new, loss, self._parts(gradient))
+                finally:
+                    run.gradients = before
+            moved = self._moved(theta, gradient, self._innovation(xi, k), tensors)
+            theta = torch.where(run.alive.unsqueeze(-1), moved, theta)
+
+    def _parts(self, gradient: Tensor) -> Sequence[Tensor]:
+        parts = self.run.layout.views(gradient if self.run.many is not None else gradient[0])
+        return [parts[name] for name in self.run.params]

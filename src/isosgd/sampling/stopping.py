@@ -1,0 +1,123 @@
+"""`draws="auto"`: go on until predictions have converged, or the budget ends.
+
+Weights of a network do not mix, predictions may. So R-hat and effective draws (see `isosgd.diagnostics.Convergence`)
+are those of predictions at a few inputs, and of the mean log likelihood of some of the data. Both are taken at every
+draw and looked at whenever there are a quarter more draws than the last time; chains of different data sets are not
+compared.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from isosgd.chain.batches import TensorBatches
+from isosgd.chain.chain import Chains
+from isosgd.diagnostics import Convergence
+
+MOST_DRAWS = 2_000  # of each chain, where no budget is given
+FIRST_LOOK = 20  # draws
+INPUTS, TRACES, ROWS = 32, 64, 256  # inputs that are predicted, numbers of them at most, and rows of data
+
+
+def looked_at(drawn: int) -> bool:
+    """Whether convergence is judged after so many draws: 20, 25, 32, 40, 50 and so on.
+
+    Example:
+        >>> [n for n in range(1, 60) if looked_at(n)]
+        [20, 25, 32, 40, 50]
+    """
+    look = FIRST_LOOK
+    while look < drawn:
+        look = math.ceil(1.25 * look)
+    return look == drawn
+
+
+class Watch:
+    """Judges draws as they arrive.
+
+    Args:
+        run: the chains.
+        chains_per_set: how many chains are of one data set.
+        held_out: inputs at which to predict; some of the training data when None.
+        traces: those of draws that were taken before, ``[draws, chains, traces]``.
+    """
+
+    def __init__(self, run: Chains, chains_per_set: int, held_out: Any = None, traces: Tensor | None = None) -> None:
+        self.run = run
+        self.groups = Convergence([k // chains_per_set for k in range(run.count)])
+        self.examples = self._some_data()
+        if held_out is None and self.examples is None:
+            raise ValueError(
+                "draws = 'auto' looks at predictions, and the data come from a loader: pass held_out= inputs"
+            )
+        self.inputs = self._inputs(held_out)
+        self.traces: list[Tensor] = []
+        for row in () if traces is None else traces.unbind():
+            self._append(row)
+
+    def _some_data(self) -> Any:
+        """Rows of the data of each chain, evenly spread."""
+        batches = self.run.batches
+        if not isinstance(batches, TensorBatches):
+            return None
+        every = torch.linspace(0, batches.num_data - 1, min(ROWS, batches.num_data), device=batches.device).long()
+        if batches.rows is not None:
+            return batches.at(batches.rows[:, every])
+        return batches.at(every.expand(self.run.count, -1) if self.run.many is not None else every)
+
+    def _inputs(self, held_out: Any) -> Any:
+        """Where to predict, for each chain; None where the target cannot."""
+        if self.run.target._predict is None:
+            if held_out is not None:
+                raise ValueError("held_out are inputs, but the target cannot predict: pass predict= to Target")
+            return None
+        if held_out is None:
+            assert self.examples is not None
+            own = tuple(t[:, :INPUTS] if self.run.many is not None else t[:INPUTS] for t in self.examples[:-1])
+            return own if len(own) != 1 else own[0]
+        device = self.run.alive.device
+        given = held_out if isinstance(held_out, tuple | list) else (held_out,)
+        own = tuple(torch.as_tensor(t, device=device)[:INPUTS] for t in given)
+        if self.run.many is not None:
+            own = tuple(t.expand(self.run.count, *t.shape) for t in own)
+        return own if len(own) != 1 else own[0]
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Take in where the chains are now."""
+        run, parts = self.run, []
+        if self.inputs is not None:
+            predict = run.target.predictive
+            found = (
+                vmap(predict)(run.current, self.inputs) if run.many is not None else predict(run.current, self.inputs)
+            )
+            found = found.get("mean", next(iter(found.values()))) if isinstance(found, dict) else found
+            flat = found.reshape(run.count, -1)
+            parts.append(flat[:, :: -(-flat.shape[1] // TRACES)])
+        if self.examples is not None:
+            likely = run.log_likelihood(self.examples)
+            if self.inputs is None:
+                parts.append(likely[:, :INPUTS])
+            parts.append(likely.mean(-1, keepdim=True))
+        self._append(torch.cat([part.double() for part in parts], -1).cpu())
+
+    def _append(self, row: Tensor) -> None:
+        self.traces.append(row)
+        lost = self.run.failures
+        good = torch.where(torch.tensor([k in lost for k in range(len(row))]).unsqueeze(-1), 0.0, row)
+        self.groups.append(np.nan_to_num(good.numpy()))
+        for k in lost:
+            self.groups.drop(k)
+
+    def verdict(self, budget: int) -> str:
+        """Why to stop now; empty to go on."""
+        drawn = self.groups.draws
+        if looked_at(drawn) and self.groups.converged():
+            return f"converged: {self.groups}"
+        return f"not converged when the budget of {budget:,} draws ended: {self.groups}" if drawn >= budget else ""

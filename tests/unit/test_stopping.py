@@ -1,0 +1,128 @@
+"""draws="auto": until predictions have converged or the budget ends, and it is said which."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from isosgd import DataSets, Interrupted, Posterior, Target, priors, resume, sample
+from isosgd.sampling import keepers
+from isosgd.sampling.stopping import looked_at
+
+Y = torch.randn(80, generator=torch.Generator().manual_seed(0))
+SETTINGS: dict[str, Any] = {"method": "sgld", "lr": 0.3, "warmup": 0, "batch_size": 40, "compile": False}
+NOT_CONVERGED = "ignore:draws = 'auto'. not converged:isosgd.errors.SamplingWarning"
+
+
+def target(predict: bool = False) -> Target:
+    def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
+        return -0.5 * (batch[0] - params["mu"]) ** 2
+
+    own = (lambda params, x: params["mu"] + 0.0 * x) if predict else None
+    return Target(log_likelihood, priors.Normal(10.0), init={"mu": 0.0}, predict=own)
+
+
+def auto(data: Any = (Y,), **options: Any) -> Posterior:
+    settings = {"draws": "auto", "chains": 4, "keep_every": 4, "progress": False, **SETTINGS}
+    return sample(options.pop("target", target()), data, **{**settings, **options})
+
+
+def test_it_ends_when_predictions_have_converged() -> None:
+    found = auto()
+    assert found.info["stopped"].startswith("converged: ") and "R-hat" in found.info["stopped"]
+    assert found.info["draws"] == found.num_draws < 2000 and looked_at(found.num_draws)
+    assert found.num_draws * 4 >= 300  # draws that alternate may count for more than they are
+
+
+def test_it_ends_when_the_budget_does_and_warns() -> None:
+    with pytest.warns(UserWarning, match="not converged when the budget of 30 draws ended.*R-hat"):
+        found = auto(lr=0.001, keep_every=1, budget=30)
+    assert found.num_draws == found.info["draws"] == 30 and "budget of 30 draws" in found.info["stopped"]
+
+
+def test_a_line_is_left_for_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("isosgd.chain.progress.Progress.note", lambda self, text: said.append(text))
+    auto()
+    assert any(text.startswith("converged: ") for text in said)
+
+
+@pytest.mark.filterwarnings(NOT_CONVERGED)
+@pytest.mark.parametrize(("chains", "budget"), [(1, 70), (4, None)])
+def test_a_run_that_was_stopped_ends_where_it_would_have(
+    chains: int, budget: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = auto(chains=chains, budget=budget)
+    keep, count = keepers.OnDisk.keep, [0]
+
+    def stop(self: Any, *args: Any) -> None:
+        count[0] += 1
+        if count[0] == 60:
+            raise KeyboardInterrupt
+        keep(self, *args)
+
+    monkeypatch.setattr(keepers.OnDisk, "keep", stop)
+    with pytest.raises(Interrupted):
+        auto(chains=chains, budget=budget, store=tmp_path / "run")
+    again = resume(tmp_path / "run", target(), (Y,), progress=False)
+    assert again.num_draws == whole.num_draws and again.info["stopped"] == whole.info["stopped"]
+    assert torch.equal(whole.draws["mu"], again.draws["mu"])
+    assert resume(tmp_path / "run", target(), (Y,)).info["stopped"] == whole.info["stopped"]
+
+
+@pytest.mark.filterwarnings(NOT_CONVERGED)
+def test_held_out_predictions_are_what_counts() -> None:
+    found = auto(target=target(predict=True), held_out=torch.zeros(3), budget=40)
+    assert found.num_draws == 40
+    with pytest.raises(ValueError, match="the target cannot predict"):
+        auto(held_out=torch.zeros(3))
+
+
+@pytest.mark.filterwarnings(NOT_CONVERGED)
+def test_chains_of_other_data_sets_are_not_compared() -> None:
+    """The two posteriors lie far apart: together they could never converge."""
+    data = DataSets((torch.stack([Y, Y + 50.0]),))
+    found = auto(data, chains=4, init=lambda k: {"mu": 0.0 if k < 4 else 50.0})
+    assert found.info["stopped"].startswith("converged") and found.info["chains"] == 8
+
+
+@pytest.mark.filterwarnings(NOT_CONVERGED)
+@pytest.mark.filterwarnings("ignore:.*not drawn independently")
+def test_chains_in_turn_take_as_many_as_the_first() -> None:
+    loader = DataLoader(TensorDataset(Y), batch_size=40, shuffle=True)
+    options = {"batch_size": None, "chains": 2, "keep_every": 2, "budget": 25}
+    with pytest.raises(ValueError, match="held_out="):
+        auto(loader, target=target(predict=True), **options)
+    found = auto(loader, target=target(predict=True), held_out=torch.zeros(2), **options)
+    assert found.num_draws == 25 and found.info["chains"] == 2
+
+
+@pytest.mark.filterwarnings(NOT_CONVERGED)
+@pytest.mark.filterwarnings("ignore:.*did not settle:isosgd.errors.SamplingWarning")
+@pytest.mark.parametrize("chains", [1, 2])
+def test_networks_are_judged_by_what_they_predict(chains: int) -> None:
+    x = torch.randn(60, 2, generator=torch.Generator().manual_seed(1))
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    found = sample(
+        Target.from_module(net, "gaussian"), (x, x.sum(1)), draws="auto", budget=22, chains=chains, warmup=300,
+        keep_every=2, compile=False, progress=False, held_out=torch.randn(5, 2),
+    )  # fmt: skip
+    assert found.num_draws == 22 and "22 draws" in found.info["stopped"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"draws": "many"}, "draws = 'many' must be an integer of at least 1 or 'auto'"),
+        ({"draws": 10, "budget": 20}, "budget= goes with draws='auto'"),
+        ({"draws": 10, "held_out": Y}, "held_out= goes with draws='auto'"),
+        ({"budget": 0}, "budget = 0 must be an integer of at least 1"),
+        ({"method": "swag", "lr": 0.1}, "swag has none: give it a number"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        auto(**options)

@@ -1,0 +1,246 @@
+"""Several steps a call: the same algorithm, the same draws however a run is stopped, and a failing chain is found."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from isosgd import DataSets, Interrupted, Posterior, Target, priors, sample
+from isosgd.chain import compiled
+from isosgd.chain.batches import TensorBatches
+from isosgd.chain.chain import Chains
+from isosgd.chain.innovations import innovations
+from isosgd.chain.progress import Progress
+from isosgd.chain.stride import Stride, why_not
+from isosgd.chain.team import Team
+from isosgd.chain.warmup import warm_up
+from isosgd.sampling import keepers
+from isosgd.sampling.settings import sampler_factory
+
+pytestmark = pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")
+
+ROWS = 60
+X = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(0))
+Y = X.sum(1) + 0.1 * torch.randn(ROWS, generator=torch.Generator().manual_seed(1))
+FOLDS = torch.stack([torch.randperm(ROWS, generator=torch.Generator().manual_seed(i))[:40] for i in range(2)])
+STRUCTURES = ["layer", "single", "diagonal", "lowrank", "kronecker", "full"]
+KINDS: list[dict[str, Any]] = [{"method": "sgld", "lr": 1e-3}, *({"structure": name} for name in STRUCTURES)]
+
+
+def make_target() -> Target:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1))
+    generator = torch.Generator().manual_seed(2)
+    for p in model.parameters():
+        p.data.normal_(0.0, 0.3, generator=generator)
+    return Target.from_module(model, "gaussian")
+
+
+def make_chains(chains: int, options: dict[str, Any], data: Any = (X, Y)) -> Chains:
+    given = dict(options)
+    method = given.pop("method", "isgd")
+    team = Team(make_target(), data, None, chains, 10, 0, None, None)
+    _, run = next(iter(team.runs(sampler_factory(method, team.num_data, 1.0, 10, team.together_sets, False, given))))
+    if method != "sgld":
+        warm_up(run, 300, Progress(1, show=False), measure_spacing=False)
+    return run
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that leaves functions as they are."""
+    monkeypatch.setattr(compiled.torch, "compile", lambda function, **settings: function)
+
+
+def quick(data: Any = (X, Y), **options: Any) -> Posterior:
+    settings = {"draws": 5, "keep_every": 7, "warmup": 300, "batch_size": 10, "chains": 3, "progress": False}
+    return sample(make_target(), data, compile=True, **{**settings, **options})
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+@pytest.mark.parametrize("chains", [1, 3])
+def test_the_steps_are_those_of_the_sampler(options: dict[str, Any], chains: int) -> None:
+    """One by one, from the same minibatches and innovations, by the sampler's own step."""
+    run, other = make_chains(chains, options), make_chains(chains, options)
+    assert why_not(run) == ""
+    stride = Stride(run, noise_every=1000, compiled=False)
+    batches = other.batches
+    assert isinstance(batches, TensorBatches)
+    steps = 9
+    index = batches.indices(steps)
+    width = stride.width
+    for leaf in other.leaves:
+        leaf.grad = torch.zeros_like(leaf)
+    other.sampler._lay_out()
+    other.sampler._source.prepare()
+    xi = innovations(torch.empty(steps, chains, width), other.sampler.generator, stride.bits)
+    stride.go(0, steps, lambda count: None)
+    other.sampler.refresh()
+    for k in range(steps):
+        batch = batches.at(index[k] if other.many is not None else index[k, 0])
+        found = other.differentiate(other.params, batch)
+        for leaf, gradient in zip(other.leaves, found.gradients, strict=True):
+            leaf.grad = gradient
+        drawn = xi[k] if other.many is not None else xi[k, 0]
+        other.sampler._source._draw = lambda out, drawn=drawn: out.copy_(drawn)  # type: ignore[method-assign]
+        other.sampler.step()
+    for a, b in zip(run.leaves, other.leaves, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(run.loss, found.loss, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_calls_may_be_cut_anywhere_between_draws_that_are_the_same(options: dict[str, Any], eager: None) -> None:
+    a, b = (quick(**({"warmup": 0} if "lr" in options else {}), **options) for _ in range(2))
+    assert a.info["engine"] == "together, several steps a call"
+    assert all(torch.equal(a.draws[name], b.draws[name]) for name in a.draws)
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+@pytest.mark.parametrize("chains", [1, 3])
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(
+    options: dict[str, Any], chains: int, eager: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"chains": chains, "noise_every": 5, **({"warmup": 0} if "lr" in options else {}), **options}
+    whole = quick(**settings)
+    keep, count = keepers.OnDisk.keep, [0]
+
+    def stop(self: Any, *args: Any) -> None:
+        count[0] += 1
+        if count[0] == 4:
+            raise KeyboardInterrupt
+        keep(self, *args)
+
+    monkeypatch.setattr(keepers.OnDisk, "keep", stop)
+    monkeypatch.setattr("isosgd.store.writer.CHECKPOINT_SECONDS", 0.0, raising=False)
+    with pytest.raises(Interrupted):
+        quick(store=tmp_path / "run", **settings)
+    again = quick(store=tmp_path / "run", resume=True, **settings)
+    assert all(torch.equal(whole.draws[name], again.draws[name]) for name in whole.draws)
+
+
+def test_data_sets_keep_to_their_own_rows(eager: None) -> None:
+    both = quick(DataSets((X, Y), rows=FOLDS), chains=2, structure="diagonal")
+    assert both.info["engine"].endswith("several steps a call") and both.info["chains"] == 4
+    run = make_chains(2, {"structure": "diagonal"}, DataSets((X, Y), rows=FOLDS))
+    assert isinstance(run.batches, TensorBatches)
+    index = run.batches.indices(5)
+    for k in range(4):
+        assert set(index[:, k].flatten().tolist()) <= set(FOLDS[k // 2].tolist())
+
+
+def test_noise_is_followed_in_every_so_many_steps() -> None:
+    run = make_chains(2, {"structure": "diagonal"})
+    assert run.shaped is not None
+    stride, seen = Stride(run, noise_every=4, compiled=False), run.shaped.seen
+    stride.go(0, 3, lambda count: None)
+    assert run.shaped.seen == seen
+    stride.go(3, 10, lambda count: None)
+    assert run.shaped.seen == seen + 3  # after steps 4, 8 and 12
+
+
+def test_sgld_does_not_ask_for_noise_that_it_has_no_use_for() -> None:
+    assert not Stride(make_chains(2, {"method": "sgld", "lr": 1e-3}), 4, compiled=False).follows
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"method": "sghmc", "lr": 1e-3}, "one by one"),
+        ({"method": "sgld", "lr": 1e-3, "decay": 0.5}, "one by one"),
+        ({"noise": "gaussian", "correction": "diagonal", "lam": 1.0}, "single gradients"),
+    ],
+)
+def test_others_take_single_steps(options: dict[str, Any], reason: str) -> None:
+    given = dict(options)
+    team = Team(make_target(), (X, Y), None, 2, 10, 0, None, None)
+    _, run = next(iter(team.runs(sampler_factory(given.pop("method", "isgd"), ROWS, 1.0, 10, 1, False, given))))
+    assert reason in why_not(run)
+
+
+def cliff(threshold: float) -> Target:
+    """Beyond a threshold the log likelihood is not a number."""
+
+    def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
+        mu = params["mu"]
+        return -0.5 * (batch[0] - mu) ** 2 * torch.where(mu > threshold, torch.nan, 1.0)
+
+    return Target(log_likelihood, priors.Normal(1e3), init={"mu": 0.0})
+
+
+@pytest.mark.filterwarnings("ignore:chain 1 was dropped")
+def test_a_chain_that_diverges_is_dropped_with_its_number_and_cause(eager: None) -> None:
+    y = torch.full((20,), 9.0)
+    settings = {"method": "sgld", "lr": 0.05, "warmup": 0, "keep_every": 3, "draws": 40, "progress": False}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = sample(
+            cliff(10.5), (y,), chains=3, init=lambda k: {"mu": 10.49 if k == 1 else 8.0},
+            temperature=1e-6, batch_size=4, compile=True, **{**settings, "lr": 1e-4},
+        )  # fmt: skip
+    assert found.info["engine"].endswith("several steps a call")
+    assert found.info["chain_indices"] in ([0, 2], [0, 1, 2])  # by chance it may stay below
+    if 1 in found.info["dropped"]:
+        assert "gradient of group 'mu' is not finite" in found.info["dropped"][1]
+        assert any("chain 1 was dropped" in str(w.message) for w in caught)
+
+
+def test_the_place_of_failure_is_found_exactly() -> None:
+    """The step, and the state before it, are those at which the gradient was not finite."""
+    y = torch.full((20,), 20.0)
+    team = Team(cliff(10.0), (y,), lambda k: {"mu": 0.0 if k else 9.5}, 2, 4, 0, None, None)
+    make = sampler_factory("sgld", 20, 1e-12, 4, 1, False, {"lr": 0.01})
+    _, run = next(iter(team.runs(make)))
+    stride = Stride(run, 100, compiled=False)
+    stride.go(0, 20, lambda count: None)  # 9.5 + 0.01 * 10.5 a step: beyond 10 after five
+    assert list(run.failures) == [0] and run.alive.tolist() == [False, True]
+    error = run.failures[0]
+    assert error.step == 5 and error.group == "mu" and 10.0 < float(error.state["mu"]) < 10.2
+    before = run.params["mu"].clone()
+    stride.go(20, 10, lambda count: None)
+    assert run.params["mu"][0] == before[0] and run.params["mu"][1] != before[1]
+    assert list(run.failures) == [0] and run.gradients == 30
+
+
+def test_where_nothing_can_be_compiled_steps_are_taken_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(function: Any, **settings: Any) -> Any:
+        def fail(*args: Any) -> Any:
+            raise RuntimeError("no compiler found")
+
+        return fail
+
+    monkeypatch.setattr(compiled.torch, "compile", broken)
+    settings = {"method": "sgld", "lr": 1e-3, "warmup": 0}
+    a = quick(**settings)
+    assert a.info["engine"].startswith("together, not compiled (RuntimeError: no compiler found")
+    b = sample(
+        make_target(), (X, Y), draws=5, keep_every=7, batch_size=10, chains=3, compile=False, progress=False, **settings
+    )
+    assert all(torch.equal(a.draws[name], b.draws[name]) for name in a.draws)
+
+
+@pytest.mark.parametrize("bits", [True, False])
+def test_innovations_have_mean_zero_and_unit_variance(bits: bool) -> None:
+    out = innovations(torch.empty(100, 20, 100), torch.Generator().manual_seed(0), bits)
+    count = out.numel()
+    assert abs(float(out.double().mean())) < 5 / count**0.5
+    assert abs(float(out.double().square().mean()) - 1.0) < 5 * (2 / count) ** 0.5
+    scale = torch.rand(20, 100)
+    again = innovations(torch.empty(100, 20, 100), torch.Generator().manual_seed(0), bits, scale)
+    torch.testing.assert_close(again, out * scale)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", KINDS, ids=str)
+@pytest.mark.parametrize("chains", [1, 4])
+def test_compiled_steps_lead_to_the_same_place(options: dict[str, Any], chains: int) -> None:
+    runs = [make_chains(chains, options) for _ in range(2)]
+    fast, plain = Stride(runs[0], 5), Stride(runs[1], 5, compiled=False)
+    if fast.failed:
+        pytest.skip(f"nothing can be compiled here: {fast.failed}")
+    for stride in (fast, plain):
+        stride.go(0, 17, lambda count: None)
+    for a, b in zip(runs[0].leaves, runs[1].leaves, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
