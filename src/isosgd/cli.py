@@ -6,6 +6,7 @@ Exit codes: 0 when it went well, 1 when it did not, 2 when it was asked wrongly,
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import shlex
 import sys
@@ -13,8 +14,10 @@ from collections.abc import Sequence
 
 import isosgd
 from isosgd.commands import audit, bench, diagnose, fit, methods, predict, report, resume, sample
-from isosgd.commands.common import STOPPED
+from isosgd.commands.common import STOPPED, said
+from isosgd.store import DamagedError
 
+TRACEBACK = "ISOSGD_TRACEBACK"
 COMMANDS = {
     "fit": fit,
     "predict": predict,
@@ -31,6 +34,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
+    args = argparse.Namespace()
     try:
         if given[:1] == ["demo"]:  # it has a parser of its own
             from isosgd.demo import main as demo
@@ -45,9 +49,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `isosgd predict ... | head`: the reader has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ValueError, TypeError, OSError, ModuleNotFoundError, isosgd.DivergedError) as error:
-        print(f"isosgd: {error}", file=sys.stderr)
+    except (ValueError, TypeError, OSError, ModuleNotFoundError, RuntimeError) as error:
+        if os.environ.get(TRACEBACK):
+            raise
+        print(f"isosgd: {_words(error, args)}", file=sys.stderr)
         return 1
+
+
+def _words(error: Exception, args: argparse.Namespace) -> str:
+    """What went wrong, in a line or two, and what would mend it where that is known."""
+    if isinstance(error, DamagedError) and hasattr(args, "run"):
+        mend = "--drop-damaged does without its draws" if hasattr(args, "drop_damaged") else "put back a copy of it"
+        return f"{args.run}: {error}; {mend}"
+    if isinstance(error, OSError) and error.strerror:
+        kinds = {
+            errno.ENOENT: "there is no such file or folder",
+            errno.EISDIR: "that is a folder; name a file",
+            errno.EEXIST: "that is a file; name a folder",
+            errno.ENOTDIR: "a part of that is a file, not a folder",
+        }
+        words = kinds.get(error.errno or 0, error.strerror) if error.filename else error.strerror
+        return f"{error.filename}: {words}" if error.filename else words
+    if isinstance(error, RuntimeError) and not isinstance(error, isosgd.DivergedError):  # of torch, mostly
+        return f"{said(error)} ({TRACEBACK}=1 in the environment shows where)"
+    return str(error)
 
 
 def parser() -> argparse.ArgumentParser:

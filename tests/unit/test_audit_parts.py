@@ -189,6 +189,15 @@ def test_the_command_ends_with_2_when_asked_wrongly(capsys):
     assert ended.value.code == 2
 
 
+def test_a_temperature_that_is_a_number_is_the_one_that_is_meant(capsys):
+    """One that is worked out from N is what a script does; 0.01 is not."""
+    argv = ["--num-data", "100", "--lr", "1e-5", "--noise", "sqrt(2*a*lr*T)", "--temperature", "0.01", "--loss", "full"]
+    argv += ["--momentum", "0.9", "--prior", "1", "--momentum-noise", "sqrt(lr)", "--refresh-every", "10"]
+    assert run(*argv, "--order", "move", "--json") == 3
+    found = strict(capsys.readouterr().out)
+    assert [breach["name"] for breach in found["breaches"]] == ["momentum refreshed at the wrong variance"]
+
+
 def test_every_flag_reaches_the_description(capsys):
     argv = ["--noise", "0.1", "--loss", "sum", "--batch-size", "10", "--temperature", "0.5", "--decoupled"]
     argv += ["--prior", "1/N", "--prior-precision", "2", "--momentum", "0.5", "--noise-on", "parameters"]

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def fitted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "penguins"
     with pytest.MonkeyPatch.context() as patch:
         printed = []
-        patch.setattr("isosgd.commands.fit.print_json", printed.append)
+        patch.setattr("isosgd.commands.drawing.print_json", printed.append)
         assert main(["fit", str(PENGUINS), "--target", "body_mass_g", "--out", str(folder), "--json", *SHORT]) == 0
     return folder, printed[0]
 
@@ -98,6 +99,70 @@ def test_held_out_rows_were_not_learnt_from(fitted):
     run_ = open_run(fitted[0])
     assert run_.data[0].mean(0).abs().max() < 1e-5, "training rows are centred"
     assert run_.heldout[0].mean(0).abs().max() > 1e-3, "held-out rows are not: they were not looked at"
+
+
+@pytest.mark.parametrize("kind", ["fitted", "classified"])
+def test_scores_do_not_depend_on_how_many_rows_are_predicted_at_once(kind, request, monkeypatch):
+    """And are those of all rows together, by the functions that users have."""
+    from isosgd import metrics
+    from isosgd.commands import judgement
+
+    found = request.getfixturevalue(kind)
+    run_ = open_run(found[0] if kind == "fitted" else found)
+    posterior, y = run_.posterior(), run_.heldout[1]
+    whole = judgement.scores_of(run_, posterior)
+    sizes = []
+    real = judgement.batches_of
+    monkeypatch.setattr(judgement, "batches_of", lambda rows, size: sizes.append(size) or real(rows, size))
+    monkeypatch.setattr(judgement, "HELD", 7 * len(posterior))
+    assert judgement.scores_of(run_, posterior) == pytest.approx(whole, rel=1e-6)
+    assert sizes == [7]
+    if kind == "classified":
+        mean = posterior.predict(run_.heldout[0]).mean
+        wanted = {"accuracy": metrics.accuracy, "mnll": metrics.categorical_mnll, "ece": metrics.ece}
+        wanted |= {"brier": metrics.brier}
+        wanted = {name: float(score(mean, y)) for name, score in wanted.items()}
+    else:
+        predicted = posterior.predict(run_.heldout[0], return_draws=True)
+        mean, variance = (x.flatten(0, 1).squeeze(-1).double() for x in (predicted.draws, predicted.draw_variances))
+        scale, y = run_.table.y_scale, y.flatten().double()
+        wanted = {
+            "rmse": scale * float(metrics.rmse(mean.mean(0), y)),
+            "coverage95": float(metrics.mixture_coverage(mean, variance, y)),
+            "mnll": float(metrics.mixture_mnll(scale * mean, scale**2 * variance, scale * y)),
+        }
+    assert whole == pytest.approx({"rows": len(y), **wanted}, rel=1e-4)
+
+
+BIG = """
+import resource, sys, torch, warnings
+from dataclasses import replace
+from pathlib import Path
+from isosgd.commands.judgement import scores_of
+from isosgd.commands.runs import open_run
+
+torch.set_num_threads(1)
+run = open_run(Path(sys.argv[1]))
+posterior, (x, y) = run.posterior(), run.heldout
+scores_of(run, posterior)
+few = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+many = int(sys.argv[2])
+run = replace(run, heldout=(x.repeat(many, 1), y.repeat(many)))
+whole = scores_of(run, posterior)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - few) // 1024, whole["rows"])
+"""
+
+
+def test_memory_does_not_grow_with_the_rows_that_are_scored(classified, tmp_path):
+    """Of each row some numbers are kept; all predictions at once took 350 MB."""
+    folder = shutil.copytree(classified, tmp_path / "run")
+    many = 7500
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BIG, str(folder), str(many)], capture_output=True, text=True, check=True
+    )
+    grown, rows = map(int, found.stdout.split())
+    assert rows == 34 * many
+    assert grown < 200
 
 
 def test_classes_are_held_out_in_proportion():
@@ -263,6 +328,28 @@ def test_a_script_is_sampled_diagnosed_and_reported(script, tmp_path, capsys):
     assert "--out" in run(argv, capsys, code=1).err, "it is not sampled over"
 
 
+def test_a_script_s_report_says_how_to_do_it_again_and_not_where_it_lay(script, tmp_path, capsys):
+    settings = ["--draws", "10", "--chains", "1", "--warmup", "300", "--keep-every", "2", "--seed", "3"]
+    settings += ["--store-dtype", "bfloat16", "--option", "structure=layer", "--option", "bias=0.05"]
+    run(["sample", f"{script}:target", "--out", tmp_path / "run", *settings], capsys)
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert str(tmp_path) not in page
+    again = re.search(r"isosgd sample line.py:target --out run [^<\n]*", page)[0].replace("&#x27;", "'")
+    assert set(settings) <= set(again.split()) and again.count("--option") == 2
+    monkeyed = again.split()
+    monkeyed[2], monkeyed[4] = f"{script}:target", str(tmp_path / "again")
+    run(monkeyed[1:], capsys)
+    for name, x in isosgd.load(tmp_path / "run").draws.items():
+        assert torch.equal(x, isosgd.load(tmp_path / "again").draws[name])
+
+
+def test_a_table_s_report_names_no_folders_of_this_machine(fitted, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    run(["report", fitted[0], "--out", page], capsys)
+    assert f"isosgd fit {PENGUINS.name} --target body_mass_g --out {fitted[0].name}" in page.read_text()
+    assert str(PENGUINS.parent) not in page.read_text() and str(fitted[0].parent) not in page.read_text()
+
+
 def test_a_function_may_make_the_target(script, tmp_path, capsys):
     argv = ["sample", f"{script}:made", "--out", tmp_path / "run", "--draws", "10", "--chains", "1"]
     run([*argv, "--warmup", "300", "--keep-every", "2", "--no-report"], capsys)
@@ -296,7 +383,7 @@ def test_an_option_must_have_a_value(script, capsys):
 def start(*argv):
     """The command line in a process of its own, as a shell starts it."""
     words = [sys.executable, "-W", "ignore", "-m", "isosgd", *map(str, argv)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}  # to compile takes longer than all else
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
@@ -382,5 +469,5 @@ def test_a_script_that_a_folder_brings_along_is_not_run(tmp_path: Path, inside: 
 
 def test_a_folder_cannot_ask_for_a_network_of_any_size() -> None:
     assert Network.from_dict({"inputs": 10, "outputs": 1, "hidden": 50, "seed": 0}).hidden == 50
-    with pytest.raises(ValueError, match="more than isosgd fit would ever make"):
+    with pytest.raises(ValueError, match="hidden units are more than isosgd fit makes"):
         Network.from_dict({"inputs": 10, "outputs": 1, "hidden": 2**31 - 1, "seed": 0})

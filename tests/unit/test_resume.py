@@ -21,6 +21,7 @@ from isosgd.chain import compiled
 from isosgd.chain.chain import Chains
 from isosgd.noise import MovingAverage
 from isosgd.potential import Params
+from isosgd.sampling.stored import Asked
 from isosgd.store import files, writer
 from isosgd.store.manifest import Manifest
 
@@ -182,6 +183,21 @@ def test_every_way_to_run(tmp_path: Path, way: str) -> None:
         torch.manual_seed(0)
         crash_and_resume(tmp_path, lambda **store: sample(make_target(model), data, **settings, **store), *crashes)
     assert way != "turn" or load(tmp_path).info["engine"].startswith("in turn")
+
+
+@pytest.mark.parametrize("warmup", [0, 150])
+def test_buffers_of_a_single_chain(tmp_path: Path, warmup: int) -> None:
+    """The first look at a batch, which a target takes once, passes through the network and changes its buffers."""
+    settings = {**(QUICK if warmup else BARE), "warmup": warmup}
+
+    def run(**store: Any) -> Posterior:
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        model.load_state_dict(normed)
+        return sample(make_target(model), (X, Y), **settings, **store)
+
+    normed = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).state_dict()
+    crash_and_resume(tmp_path, run, *((0.6, 2) if warmup else (0.1, 2)))
+    assert "1.running_mean" in load(tmp_path).buffers
 
 
 def test_compiled_gradients_begin_when_they_would_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,6 +495,26 @@ def test_options_that_a_manifest_cannot_hold_are_asked_for(tmp_path: Path) -> No
         resume(tmp_path, make_target(), (X, Y))
     wanted = sample(make_target(), (X, Y), **settings)
     assert equal(resume(tmp_path, make_target(), (X, Y), progress=False, noise=MovingAverage(0.5)), wanted)
+
+
+def test_options_that_are_lists_or_dicts_come_from_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"sizes": [1, (2.5, None)], "named": {"a": [True], "b": "text"}, "made": MovingAverage(0.5)}
+    with counted(8), pytest.raises(Crash):
+        sample(make_target(), (X, Y), store=tmp_path, **BARE)
+    manifest = Manifest.read(tmp_path)
+    names = ("method", "draws", "keep_every", "warmup")
+    settings = {name: BARE[name] for name in names} | {"batch_size": None, "chains": 1, "temperature": 1.0, "seed": 0}
+    asked = Asked(make_target(), (X, Y), None, None, settings, options, tmp_path, True, None)
+    manifest.identity["settings"] = asked.identity()["settings"]
+    manifest.write(tmp_path)
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("isosgd.sampling.resuming.sample", lambda *args, **rest: given.update(rest))
+    with pytest.raises(ValueError, match="pass made= as it was"):
+        resume(tmp_path, make_target(), (X, Y))
+    resume(tmp_path, make_target(), (X, Y), made=options["made"])
+    assert {name: given[name] for name in options} == options
 
 
 def test_where_there_is_no_run_one_is_begun(tmp_path: Path) -> None:

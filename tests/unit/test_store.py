@@ -483,14 +483,17 @@ def test_writes_are_spaced_by_what_they_cost(monkeypatch: pytest.MonkeyPatch) ->
     assert not waiting.due()
     now[0] += 1.0
     assert waiting.due()
-    waiting.done(0.3)  # so that it takes 3% of the time
-    now[0] += 9.9
+    waiting.sent()
+    with waiting.timed():
+        now[0] += 0.3  # so that it takes 3% of the time
+    now[0] += 9.6
     assert not waiting.due()
     now[0] += 0.2
     assert waiting.due()
-    waiting.done(0.0)
+    with waiting.timed():
+        pass
     now[0] += 1000.0
-    waiting.done(0.0)
+    waiting.sent()
     now[0] += 19.0
     assert not waiting.due()  # a long run writes less often
     now[0] += 3.0

@@ -55,7 +55,8 @@ def test_quotes_byte_order_marks_empty_lines_and_missing_values(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "first line is empty"),
+        ("", "it is empty; the first line must name the columns"),
+        ("\n1,2\n", "first line is empty"),
         ("a,b\n", "no rows"),
         ("a\n1\n", "single column 'a'"),
         ("a,b\n1\n", "line 2: 1 values for 2 columns"),
@@ -76,7 +77,7 @@ def test_other_encodings_and_folders_are_refused(tmp_path):
         read_columns(tmp_path / "latin.csv")
     with pytest.raises(ValueError, match="is a folder"):
         read_columns(tmp_path)
-    with pytest.raises(OSError, match="none"):
+    with pytest.raises(OSError, match=r"none\.csv is not there; name a CSV"):
         read_columns(tmp_path / "none.csv")
 
 
@@ -115,6 +116,14 @@ def test_every_finite_number_is_read_back(value):
 def test_any_text_is_a_number_or_counted_as_none(text):
     found, bad = numbers([text])
     assert bad == int(not np.isfinite(found[0]))
+
+
+def test_times_of_one_instant_are_one_whatever_their_offset():
+    texts = ["2024-03-10T12:00Z", "2024-03-10 14:00+02:00", "2024-03-10T06:30:00-05:30", "2024-03-10 13:00+01"]
+    texts += ["2024-03-10T12:00", "2024-03-11 01:00:00.000+1300"]
+    found, bad = days(texts)
+    assert bad == 0 and len(set(found.tolist())) == 1
+    assert days(["0001-01-01T00:00+06:00"])[1] == 0, "before all that a calendar of UTC has"
 
 
 def test_dates_that_do_not_exist_are_none():

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isosgd.potential import Target, likelihoods, priors
+from isosgd.potential import Params, Target, likelihoods, priors
+from isosgd.potential.elementwise import Extra
 
 F64 = torch.float64
 
@@ -205,3 +206,45 @@ def test_check_looks_at_every_target() -> None:
     target = Target.from_module(mlp(), "bernoulli")
     with pytest.raises(ValueError, match="got 2"):
         target.check(target.initial(), (torch.zeros(500, 3), y))
+
+
+class Heavy(likelihoods.StudentT):
+    """Student-t noise whose degrees of freedom are sampled, as a user may write it."""
+
+    def extra(self) -> dict[str, Extra]:
+        return {**super().extra(), "likelihood.df": Extra(torch.tensor(4.0), priors.HalfNormal(10.0))}
+
+    def log_prob(self, output: Tensor, y: Tensor, params: Params) -> Tensor:
+        df = params["likelihood.df"]
+        z = (y - output).squeeze(-1) / params["likelihood.scale"]
+        return torch.distributions.StudentT(df).log_prob(z) - params["likelihood.scale"].log()
+
+
+@pytest.mark.parametrize("name", ["gaussian", "student_t"])
+def test_the_scale_of_the_noise_is_known_as_one(name: str) -> None:
+    target = Target.from_module(nn.Linear(2, 1), name, priors.HierarchicalNormal())
+    free = target.initial()
+    assert target.noise_scales() == ["likelihood.scale"]
+    assert target.prior_scales(free) == ["prior.scale"] and set(target.extras(free)) == {
+        "likelihood.scale",
+        "prior.scale",
+    }
+
+
+def test_what_is_no_scale_of_the_noise_has_no_curvature_that_is_known_before() -> None:
+    """Each example tells of the logarithm of a scale, not of degrees of freedom."""
+    from isosgd.chain.batches import TensorBatches
+    from isosgd.chain.chain import Chains
+    from isosgd.samplers import SGLD
+
+    target = Target.from_module(nn.Linear(2, 1), Heavy(), num_data=1000)
+    assert target.noise_scales() == ["likelihood.scale"] and target.prior_scales(target.initial()) == []
+    data = (torch.randn(1000, 2), torch.randn(1000, 1))
+    chains = Chains(
+        target, [target.initial()], TensorBatches(data, 10, 0), 1000,
+        lambda groups, generator, many: SGLD(groups, num_data=1000, lr=1e-3, generator=generator), 0,
+    )  # fmt: skip
+    alone = dict(zip(chains.params, target.prior_curvature(chains.params), strict=True))
+    known = dict(zip(chains.params, chains._known_curvature(), strict=True))
+    more = {name: float((known[name] - alone[name]).max()) for name in known}
+    assert more["likelihood.scale"] > 100 and all(more[n] == 0 for n in more if n != "likelihood.scale")

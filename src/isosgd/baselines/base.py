@@ -103,7 +103,7 @@ class Training:
     def __init__(self, chains: Chains, bar: Progress, label: str = "") -> None:
         self.chains, self.bar, self.label = chains, bar, label
         target = chains.target
-        held = set(target.extras(chains.params)) - set(target.noise_scales())
+        held = target.prior_scales(chains.params)
         self._held = [leaf for name, leaf in chains.params.items() if name in held]
         self.losses: list[Tensor] = []  # of the last steps of the training
         self.rates: Tensor | None = None  # of plain SGD, where there is any

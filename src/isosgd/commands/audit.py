@@ -24,7 +24,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     whole: dict[str, Any] = {"type": int, "metavar": "COUNT"}
     real: dict[str, Any] = {"type": float, "metavar": "NUMBER"}
-    rule: dict[str, Any] = {"metavar": "RULE"}
+    rule: dict[str, Any] = {"type": _rule, "metavar": "RULE"}
     add = parser.add_argument
     add("--num-data", required=True, **whole, help="N, examples in the data set")
     add("--lr", required=True, **real, help="learning rate")
@@ -57,6 +57,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     add("--curvature", **real, help="h of f/N, to reckon with the error of discrete steps")
     parser.add_argument("--measure", action="store_true", help="run the rule on a known posterior as well")
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
+
+
+def _rule(text: str) -> float | str:
+    """A number where it is one: a temperature of 0.01 is meant, one of 1/N is what a script works out."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,6 +62,16 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, str | int | bool | None) else str(value)
 
 
+def said(error: BaseException) -> str:
+    """The first line of an error, with its kind.
+
+    Example:
+        >>> said(KeyError("colour"))
+        "KeyError: 'colour'"
+    """
+    return f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
+
+
 def use_machine(threads: int | None, device: str | None) -> None:
     """Set the number of threads and see that the device is there, before anything is read."""
     if threads is not None:
@@ -81,6 +92,26 @@ def check_method(name: str) -> None:
     known = [row["name"] for row in methods()]
     if name not in known:
         raise ValueError(f"--method {name} is not known; choose one of {', '.join(known)}")
+
+
+def check_seed(seed: int) -> None:
+    """Refuse a seed that no generator takes."""
+    if seed < 0:
+        raise ValueError(f"--seed {seed} must not be negative")
+
+
+def check_folder(path: Path) -> None:
+    """Refuse an ``--out`` that cannot be the folder of a run, before anything is read."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"--out {path} is a file; name a folder for the run")
+
+
+def check_file(path: Path | None) -> None:
+    """Refuse an ``--out`` that cannot be written, before anything is computed."""
+    if path is not None and path.is_dir():
+        raise ValueError(f"--out {path} is a folder; name a file")
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"--out {path}: there is no folder {path.parent}; make it first")
 
 
 @contextmanager

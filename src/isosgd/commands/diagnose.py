@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from isosgd.commands.common import add_json, print_json, say
-from isosgd.commands.runs import add_run
+from isosgd.commands.runs import add_damaged, add_run
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +17,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "example: isosgd diagnose runs/houses --json"
     add_run(parser)
+    add_damaged(parser)
     parser.add_argument(
         "--check", action="store_true", help="end with 1 unless the verdict is to trust it, for use in scripts"
     )
@@ -27,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     """Judge."""
     from isosgd.commands.runs import open_run
 
-    found = open_run(args.run, args.script)
+    found = open_run(args.run, args.script, args.drop_damaged)
     posterior = found.posterior()
     summary = posterior.summary(found.heldout if found.heldout is not None else found.data)
     verdict = posterior.trust(found.data, held_out=found.heldout)

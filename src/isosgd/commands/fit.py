@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from isosgd.commands.common import (
-    STOPPED,
     add_json,
     add_machine,
+    check_folder,
     check_method,
-    gathered_warnings,
-    print_json,
+    check_seed,
     say,
     use_machine,
 )
@@ -61,12 +60,14 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read the table, sample, judge, report."""
     import isosgd
+    from isosgd.commands.drawing import draw_and_judge
     from isosgd.commands.network import Network
     from isosgd.commands.runs import save_tabular
 
     _check(args)
     use_machine(args.threads, args.device)
     folder = args.out or Path("runs") / f"{args.table.stem}-{args.target}".replace("/", "-").replace(" ", "-")
+    check_folder(folder)
     table, train, heldout, counts = _read(args)
     network = Network(len(table.inputs), len(table.classes) or 1, args.hidden, args.seed)
     found = save_tabular(
@@ -77,78 +78,23 @@ def run(args: argparse.Namespace) -> int:
     ))  # fmt: skip
     say(args, *(f"  {line}" for line in table.describe()))
     say(args, f"sampling {args.chains} chains into {folder} (Ctrl-C keeps what has been drawn)")
-    try:
-        with gathered_warnings() as warned:
-            isosgd.sample(
-                found.target,
-                found.data,
-                init=found.init,
-                method=args.method,
-                draws=args.draws,
-                chains=args.chains,
-                warmup=math.ceil(WARMUP * args.effort),
-                keep_every=math.ceil(KEEP_EVERY * args.effort),
-                seed=args.seed,
-                device=args.device,
-                store=folder,
-            )
-    except KeyboardInterrupt:
-        stopped(args, folder)
-        return STOPPED
-    finish(args, found, warned, counts)
-    return 0
 
+    def draw() -> None:
+        isosgd.sample(
+            found.target,
+            found.data,
+            init=found.init,
+            method=args.method,
+            draws=args.draws,
+            chains=args.chains,
+            warmup=math.ceil(WARMUP * args.effort),
+            keep_every=math.ceil(KEEP_EVERY * args.effort),
+            seed=args.seed,
+            device=args.device,
+            store=folder,
+        )
 
-def finish(args: argparse.Namespace, found: Any, warned: list[str], counts: dict[str, int] | None = None) -> None:
-    """Say how good the draws are, and write the report."""
-    from isosgd.commands.judgement import scores_of, verdict_of
-
-    posterior = found.posterior()
-    scores = scores_of(found, posterior)
-    verdict = verdict_of(found, posterior)
-    page = found.report() if getattr(args, "report", True) else None
-    if args.json:
-        print_json({
-            "run": found.folder,
-            "report": page,
-            "counts": counts,
-            "what_was_done": found.table.describe() if found.table is not None else [],
-            "draws": posterior.num_draws,
-            "chains": posterior.num_chains,
-            "seconds": posterior.info.get("seconds"),
-            "scores": scores,
-            "verdict": verdict.as_dict() if verdict is not None else None,
-            "warnings": warned,
-        })  # fmt: skip
-        return
-    seconds = posterior.info.get("seconds")
-    say(args, f"{len(posterior):,} draws" + (f" in {seconds:.0f} s" if seconds else ""))
-    if scores:
-        words = "held-out rows" if found.heldout is not None else "training rows (no rows were held out)"
-        shown = ", ".join(f"{name} {value:.4g}" for name, value in scores.items() if isinstance(value, float))
-        say(args, f"{words}: {shown}")
-    if verdict is not None:
-        say(args, found.subject.named(str(verdict)))
-        if found.subject.longer and verdict.words == "run longer":
-            say(args, f"to run longer: {found.subject.longer}")
-    if page is not None:
-        say(args, f"report: {page}")
-    if found.table is not None:
-        say(args, f"next: isosgd predict {found.folder} NEW.csv")
-
-
-def stopped(args: argparse.Namespace, folder: Path) -> None:
-    """Say what is kept after Ctrl-C."""
-    import sys
-
-    import isosgd
-
-    try:
-        kept = isosgd.load(folder)
-        words = f"{kept.num_draws} draws of {kept.num_chains} chains are kept"
-    except ValueError:
-        words = "nothing had been drawn yet"
-    print(f"\nstopped; {words}. Go on with: isosgd resume {folder}", file=sys.stderr)
+    return draw_and_judge(args, found, draw, counts)
 
 
 def _longer(args: argparse.Namespace, folder: Path) -> str:
@@ -169,8 +115,7 @@ def _check(args: argparse.Namespace) -> None:
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
     check_method(args.method)
-    if args.seed < 0:
-        raise ValueError(f"--seed {args.seed} must not be negative")
+    check_seed(args.seed)
 
 
 def _read(args: argparse.Namespace) -> Any:
@@ -181,6 +126,8 @@ def _read(args: argparse.Namespace) -> Any:
     from isosgd.data.tables import learn_table
 
     columns = read_columns(args.table)
+    if (count := len(next(iter(columns.values())))) < LEAST_ROWS:
+        raise ValueError(f"{args.table} has too few rows, {count}: {LEAST_ROWS} at least are needed")
     whole = learn_table(columns, args.target, args.task)  # for the task, and which rows have a target
     y, there = whole.encode_target(columns)
     rows = np.flatnonzero(there)

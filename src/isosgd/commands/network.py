@@ -43,10 +43,12 @@ class Network:
         for name, value in given.items():
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31:
                 raise ValueError(f"the network's {name} is {value!r:.40}")
-        found = cls(**given)
-        if found.hidden * (found.inputs + found.outputs + 1) > LARGEST:
-            raise ValueError(f"the network's {found.hidden:,} hidden units are more than isosgd fit would ever make")
-        return found
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        most = LARGEST // (self.inputs + self.outputs + 1)
+        if self.hidden > most:
+            raise ValueError(f"{self.hidden:,} hidden units are more than isosgd fit makes; {most:,} at most")
 
     def as_dict(self) -> dict[str, int]:
         """Plain values."""

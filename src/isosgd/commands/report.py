@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from isosgd.commands.common import add_json, print_json, say
-from isosgd.commands.runs import add_run
+from isosgd.commands.common import add_json, check_file, print_json, say
+from isosgd.commands.runs import add_damaged, add_run
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +17,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "example: isosgd report runs/houses --out houses.html"
     add_run(parser)
+    add_damaged(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="HTML file to write (default: RUN/report.html)")
     add_json(parser, "where it is and the verdict")
 
@@ -26,7 +27,8 @@ def run(args: argparse.Namespace) -> int:
     from isosgd.commands.judgement import verdict_of
     from isosgd.commands.runs import open_run
 
-    found = open_run(args.run, args.script)
+    check_file(args.out)
+    found = open_run(args.run, args.script, args.drop_damaged)
     page = found.report(args.out)
     if args.json:
         verdict = verdict_of(found, found.posterior())

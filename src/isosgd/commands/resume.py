@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from isosgd.commands.common import STOPPED, add_json, add_machine, gathered_warnings, say, use_machine
-from isosgd.commands.fit import finish, stopped
+from isosgd.commands.common import add_json, add_machine, say, use_machine
 from isosgd.commands.runs import add_run
 
 
@@ -25,6 +24,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Go on."""
     import isosgd
+    from isosgd.commands.drawing import draw_and_judge
     from isosgd.commands.runs import MANIFEST, open_run
 
     found = open_run(args.run, args.script)
@@ -34,11 +34,8 @@ def run(args: argparse.Namespace) -> int:
     use_machine(args.threads or info.get("threads"), args.device)  # other threads may round otherwise
     if info["complete"]:
         say(args, f"{args.run} is complete")
-    try:
-        with gathered_warnings() as warned:
-            isosgd.resume(args.run, found.target, found.data, init=found.init, device=args.device)
-    except KeyboardInterrupt:
-        stopped(args, args.run)
-        return STOPPED
-    finish(args, found, warned)
-    return 0
+
+    def draw() -> None:
+        isosgd.resume(args.run, found.target, found.data, init=found.init, device=args.device)
+
+    return draw_and_judge(args, found, draw)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
+import shlex
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from torch import Tensor
 from isosgd import Posterior, Target, load
 from isosgd.commands import scripts
 from isosgd.commands.network import Network
+from isosgd.commands.scripts import command_of
 from isosgd.data.tables import Table, load_table
 from isosgd.data.unlike import Familiar
 from isosgd.report import Subject
+from isosgd.store.draws import Damaged
 from isosgd.store.manifest import Manifest
 
 MANIFEST, TABLE, DATA, REPORT = "manifest.json", "table.json", "data.safetensors", "report.html"
@@ -37,6 +40,9 @@ class Run:
         subject: names and units for the report.
         table: how columns become inputs; None for runs of scripts.
         familiar: tells inputs that are unlike the training data; None for runs of scripts.
+        command: that made the run of a table.
+        place: ``SCRIPT.py:target`` of the run of a script.
+        damaged: what to do with damaged files of draws, as `isosgd.load` takes it.
     """
 
     folder: Path
@@ -47,12 +53,17 @@ class Run:
     subject: Subject = field(default_factory=Subject)
     table: Table | None = None
     familiar: Familiar | None = None
+    command: str = ""
+    place: str = ""
+    damaged: Damaged = "refuse"
 
     def posterior(self) -> Posterior:
         """The draws that are there."""
-        found = load(self.folder, self.target, data=self.data if isinstance(self.data, tuple) else None)
+        data = self.data if isinstance(self.data, tuple) else None
+        found = load(self.folder, self.target, data=data, damaged=self.damaged)
         if not len(found):
-            raise ValueError(f"{self.folder} has no draws yet; `isosgd resume {self.folder}` goes on")
+            none = "has no draws yet" if self.damaged == "refuse" else "has no draws that are whole"
+            raise ValueError(f"{self.folder} {none}; `isosgd resume {self.folder}` goes on")
         return found
 
     def report(self, path: Path | None = None) -> Path:
@@ -62,13 +73,18 @@ class Run:
         data = self.data if isinstance(self.data, tuple) else None
         outside = None
         # Of a single column shuffling leaves the distribution as it is.
-        several = self.table is not None and len(self.table.columns) > 1
-        if self.table is not None and several and self.table.classes and self.heldout is not None:
+        if self.table is not None and self.table.classes and len(self.table.columns) > 1 and self.heldout is not None:
             outside = shuffled_columns(self.heldout[0])
+        commands = [shown(line) for line in (*self.commands(), f"isosgd report {shlex.quote(str(self.folder))}")]
         return write_report(
             self.posterior(), path or self.folder / REPORT, data=data, heldout=self.heldout, outside=outside,
-            subject=self.subject,
+            subject=replace(self.subject, commands=commands, longer=shown(self.subject.longer)),
         )  # fmt: skip
+
+    def commands(self) -> list[str]:
+        """What to run to have the draws again; empty where a command line cannot say it."""
+        line = self.command or (command_of(self.place, self.folder) if self.place else "")
+        return [line] if line else []
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
@@ -80,26 +96,39 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def open_run(folder: Path, script: str | None = None) -> Run:
+def add_damaged(parser: argparse.ArgumentParser) -> None:
+    """The option to do without files that are not as they were written."""
+    parser.add_argument("--drop-damaged", action="store_true", help="do without draws in damaged files, and say so")
+
+
+def open_run(folder: Path, script: str | None = None, drop_damaged: bool = False) -> Run:
     """The run in a folder.
 
     Args:
         folder: that ``fit`` or ``sample`` wrote, or `isosgd.sample` with ``store=``.
         script: ``SCRIPT.py:target`` that makes target and data, for runs that were begun from Python.
+        drop_damaged: do without draws in damaged files.
     """
+    found = _opened(folder, script)
+    return replace(found, damaged="drop") if drop_damaged else found
+
+
+def _opened(folder: Path, script: str | None) -> Run:
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder of a run; `isosgd fit` and `isosgd sample` make one")
     if script is None and (folder / TABLE).exists():
         return _tabular(folder)
     if script is None and not (folder / scripts.FILE).exists():
         raise ValueError(f"{folder} does not say what was sampled; name the script: --script SCRIPT.py:target")
-    found = scripts.load_script(script or scripts.read_note(folder))
-    place = f"{found.path}:{found.name}"
-    subject = Subject(
-        title=f"{found.name} of {found.path.name}",
-        commands=[f"isosgd sample {place} --out {folder}", f"isosgd report {folder}"],
-    )
-    return Run(folder, found.target, found.data, found.heldout, found.init, subject)
+    return of_script(folder, scripts.load_script(script or scripts.read_note(folder)))
+
+
+def of_script(folder: Path, found: scripts.Script) -> Run:
+    """The run in a folder, of what a script holds."""
+    return Run(
+        folder, found.target, found.data, found.heldout, found.init, Subject(f"{found.name} of {found.path.name}"),
+        place=f"{found.path}:{found.name}",
+    )  # fmt: skip
 
 
 def save_tabular(
@@ -142,7 +171,7 @@ def _tabular(folder: Path) -> Run:
         raise ValueError(f"{folder / TABLE}: the network has not as many inputs and outputs as the table")
     try:
         tensors = load_file(folder / DATA)
-    except (SafetensorError, FileNotFoundError) as error:
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"{folder / DATA} cannot be read ({error}); fit the table again") from error
     for part in ("", "heldout_"):
         x, y = tensors.get(f"{part}x"), tensors.get(f"{part}y")
@@ -167,15 +196,28 @@ def _tabular(folder: Path) -> Run:
         layers=network.layers(),
         network=network.describe(),
         notes=table.describe(),
-        commands=[command, f"isosgd report {folder}"],
         outside="columns shuffled",
         longer=str(more.get("longer", "")),
     )
     heldout = (tensors["heldout_x"], tensors["heldout_y"]) if "heldout_x" in tensors else None
     return Run(
         folder, network.target(), (tensors["x"], tensors["y"]), heldout, network.start, subject, table,
-        Familiar.among(tensors["x"], limit),
+        Familiar.among(tensors["x"], limit), command,
     )  # fmt: skip
+
+
+def shown(command: str) -> str:
+    """A command for others to read: of files and folders that are named from the root on, the last name alone.
+
+    Example:
+        >>> shown("isosgd fit /data/houses.csv --target price --out=/data/runs/houses")
+        'isosgd fit houses.csv --target price --out=houses'
+    """
+    words = []
+    for word in shlex.split(command):
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        words.append(option + equals + (Path(value).name if Path(value).is_absolute() else value))
+    return shlex.join(words)
 
 
 def shuffled_columns(x: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from isosgd.commands.common import STOPPED, add_json, add_machine, check_method, gathered_warnings, use_machine
-from isosgd.commands.fit import finish, stopped
+from isosgd.commands.common import add_json, add_machine, check_folder, check_method, check_seed, use_machine
+from isosgd.commands.scripts import USUAL
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -22,14 +22,20 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: isosgd sample model.py:target --out runs/model --chains 4"
     parser.add_argument("script", metavar="SCRIPT.py:target", help="a script, and the name of the target in it")
     parser.add_argument("--out", metavar="RUN", type=Path, help="folder of the run (default: runs/SCRIPT)")
-    parser.add_argument("--method", default="isgd", help="one of `isosgd methods` (%(default)s)")
-    parser.add_argument("--chains", type=int, default=4, help="(%(default)s)")
-    parser.add_argument("--draws", type=int, default=100, help="of each chain (%(default)s)")
-    parser.add_argument("--batch-size", type=int, help="examples of a minibatch (default: by the number of data)")
-    parser.add_argument("--warmup", type=_steps, default="auto", help="gradients before the first draw (%(default)s)")
-    parser.add_argument("--keep-every", type=_steps, default="auto", help="steps between draws (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="(%(default)g)")
-    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    parser.add_argument("--method", help="one of `isosgd methods` (%(default)s)")
+    parser.add_argument("--chains", type=int, help="(%(default)s)")
+    parser.add_argument("--draws", type=int, help="of each chain (%(default)s)")
+    parser.add_argument(
+        "--batch-size", type=_rows, help="examples of a minibatch, or `all` of them (default: by the number of data)"
+    )
+    parser.add_argument("--warmup", type=_steps, help="gradients before the first draw (%(default)s)")
+    parser.add_argument("--keep-every", type=_steps, help="steps between draws (%(default)s)")
+    parser.add_argument("--temperature", type=float, help="(%(default)g)")
+    parser.add_argument("--seed", type=int, help="(%(default)s)")
+    parser.add_argument(
+        "--store-dtype", choices=("float32", "bfloat16"), help="dtype in which draws are written (default: their own)"
+    )
+    parser.set_defaults(**USUAL)
     parser.add_argument(
         "--option", action="append", default=[], type=_option, metavar="NAME=VALUE",
         help="a setting of the method, such as structure=layer; may be given again",
@@ -42,43 +48,36 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Sample."""
     import isosgd
-    from isosgd.commands.runs import open_run
+    from isosgd.commands.drawing import draw_and_judge
+    from isosgd.commands.runs import of_script
     from isosgd.commands.scripts import load_script
     from isosgd.store.manifest import Manifest
 
     check_method(args.method)
+    check_seed(args.seed)
     use_machine(args.threads, args.device)
     script = load_script(args.script)
     folder = args.out or Path("runs") / script.path.stem
+    check_folder(folder)
     if Manifest.begun(folder):
         raise ValueError(
             f"{folder} holds a run already: `isosgd resume {folder}` goes on with it; or choose another --out"
         )
     folder.mkdir(parents=True, exist_ok=True)
     script.save(folder)
-    try:
-        with gathered_warnings() as warned:
-            isosgd.sample(
-                script.target,
-                script.data,
-                init=script.init,
-                method=args.method,
-                draws=args.draws,
-                chains=args.chains,
-                batch_size=args.batch_size,
-                keep_every=args.keep_every,
-                warmup=args.warmup,
-                temperature=args.temperature,
-                seed=args.seed,
-                device=args.device,
-                store=folder,
-                **dict(args.option),
-            )
-    except KeyboardInterrupt:
-        stopped(args, folder)
-        return STOPPED
-    finish(args, open_run(folder), warned)
-    return 0
+
+    def draw() -> None:
+        settings = {name: getattr(args, name) for name in USUAL}
+        isosgd.sample(
+            script.target, script.data, init=script.init, device=args.device, store=folder,
+            **settings, **dict(args.option),
+        )  # fmt: skip
+
+    return draw_and_judge(args, of_script(folder, script), draw)
+
+
+def _rows(text: str) -> int | str:
+    return text if text == "all" else int(text)
 
 
 def _steps(text: str) -> int | str:

@@ -6,10 +6,11 @@ CSV is read with the standard library; Parquet needs pyarrow. What a column mean
 from __future__ import annotations
 
 import csv
+import difflib
 import os
 import re
-from collections.abc import Sequence
-from datetime import date, datetime, time
+from collections.abc import Iterable, Sequence
+from datetime import date, datetime, time, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ MISSING = {"", "?", "na", "n/a", "nan", "nat", "null", "none", "#n/a"}
 SEPARATORS = ",;\t|"
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 _COMMA_NUMBER = re.compile(r"([+-]?\d*),(\d+)")
-_DATE = re.compile(r"\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d{1,6})?)?)?(?:Z|[+-]\d\d:?\d\d)?")
+_DATE = re.compile(r"\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d{1,6})?)?)?(?:Z|[+-]\d\d(?::?\d\d)?)?")
 _DAY = 86_400.0
 
 
@@ -50,9 +51,11 @@ def read_columns(path: str | os.PathLike[str]) -> Columns:
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a CSV or Parquet file")
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is not there; name a CSV or Parquet file")
     columns = _read_parquet(path) if path.suffix.lower() in (".parquet", ".pq") else _read_csv(path)
     if not next(iter(columns.values())):
-        raise ValueError(f"{path} has a head but no rows")
+        raise ValueError(f"{path} has names of columns in its first line, but no rows below it")
     return columns
 
 
@@ -61,7 +64,8 @@ def _read_csv(path: Path) -> Columns:
         with path.open(newline="", encoding="utf-8-sig") as file:
             first = file.readline()
             if not first.strip():
-                raise ValueError(f"{path}: the first line is empty; it must name the columns")
+                empty = "it" if not path.stat().st_size else "the first line"
+                raise ValueError(f"{path}: {empty} is empty; the first line must name the columns")
             separator = max(SEPARATORS, key=first.count)
             file.seek(0)
             reader = csv.reader(file, delimiter=separator, skipinitialspace=True, strict=True)
@@ -79,7 +83,8 @@ def _read_csv(path: Path) -> Columns:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason}); save it as CSV in UTF-8") from error
     except csv.Error as error:
-        raise ValueError(f"{path}, line {reader.line_num}: {error}") from error
+        why = "a double quote is opened and not closed" if "end of data" in str(error) else error
+        raise ValueError(f"{path}, line {reader.line_num}: {why}") from error
     comma = separator == ";"
     return {name: [_clean(row[k], comma) for row in rows] for k, name in enumerate(names)}
 
@@ -128,6 +133,18 @@ def _as_text(value: Any) -> str | None:
     return None if value is None else _clean(str(value), comma=False)
 
 
+def near(name: str, names: Iterable[str]) -> str:
+    """Words that ask whether a name that is not there was meant to be one that is; empty where none is like it.
+
+    Example:
+        >>> near("Prise", ["price", "town"])
+        "; did you mean 'price'?"
+    """
+    lower = {other.lower(): other for other in names}
+    found = difflib.get_close_matches(name.lower(), lower, n=1)
+    return f"; did you mean {lower[found[0]]!r}?" if found else ""
+
+
 def numbers(values: Sequence[str | None]) -> tuple[NDArray[np.float64], int]:
     """Values as numbers, NaN where there is none, and how many of these are text that is no number.
 
@@ -143,9 +160,11 @@ def numbers(values: Sequence[str | None]) -> tuple[NDArray[np.float64], int]:
 def days(values: Sequence[str | None]) -> tuple[NDArray[np.float64], int]:
     """ISO dates, with or without a time, as days since the start of 1970; and how many are none.
 
+    A time with an offset is brought to UTC; one without is taken as it stands.
+
     Example:
-        >>> days(["1970-01-02", "1970-01-01 12:00", None, "soon"])
-        (array([1. , 0.5, nan, nan]), 1)
+        >>> days(["1970-01-02", "1970-01-01 12:00", "1970-01-01T12:00+06:00", None, "soon"])
+        (array([1.  , 0.5 , 0.25,  nan,  nan]), 1)
     """
     found = np.array([_days(v) for v in values])
     return found, sum(v is not None for v in values) - int(np.isfinite(found).sum())
@@ -158,4 +177,5 @@ def _days(text: str | None) -> float:
         when = datetime.fromisoformat(text)
     except ValueError:  # 2024-02-31
         return np.nan
-    return (when.replace(tzinfo=None) - datetime(1970, 1, 1)).total_seconds() / _DAY
+    offset = when.utcoffset() or timedelta()
+    return (when.replace(tzinfo=None) - datetime(1970, 1, 1) - offset).total_seconds() / _DAY

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from isosgd.data.columns import Columns, days, numbers
+from isosgd.data.columns import Columns, days, near, numbers
 from isosgd.data.encoding import MOSTLY, Column, Kind, Values, learn_column
 from isosgd.data.scaling import standardise
 
@@ -76,7 +76,9 @@ class Table:
         Columns that are not used may be absent; one that is used may not.
         """
         if absent := [c.name for c in self.columns if c.name not in columns]:
-            raise ValueError(f"the table lacks the column {absent[0]!r}; the model was fitted with it")
+            which = f"the columns {_listed(absent)}" if len(absent) > 1 else f"the column {absent[0]!r}"
+            hint = near(absent[0], set(columns) - {c.name for c in self.columns})
+            raise ValueError(f"the table lacks {which}, with which the model was fitted{hint}")
         found, words = zip(*(c.encode(columns[c.name]) for c in self.columns), strict=True)
         x = (np.concatenate(found, 1) - np.array(self.x_mean)) / np.array(self.x_scale)
         return torch.as_tensor(x, dtype=torch.float32), [[w for w in row if w] for row in zip(*words, strict=True)]
@@ -129,7 +131,8 @@ def load_table(path: str | os.PathLike[str]) -> tuple[Table, dict[str, Any]]:
             raise ValueError(f"it is not of version {VERSION}")
         table = _from_dict(found["table"])
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"{path} is not a table that isosgd wrote: {error or type(error).__name__}") from error
+        why = f"{error or type(error).__name__}; fit the table again"
+        raise ValueError(f"{path} is not a table that isosgd wrote: {why}") from error
     return table, {k: v for k, v in found.items() if k not in ("version", "table")}
 
 
@@ -152,7 +155,8 @@ def learn_table(columns: Columns, target: str, task: Task | None = None) -> Tabl
         [[], ['age 99 is outside 31 to 52', "town 'Paris' is new"]]
     """
     if target not in columns:
-        raise ValueError(f"there is no column {target!r} to predict; the table has {_listed(columns)}")
+        hint = near(target, columns) or f"; the table has {_listed(columns)}"
+        raise ValueError(f"there is no column {target!r} to predict{hint}")
     if task is not None and task not in get_args(Task):
         raise ValueError(f"task = {task!r} is not known; choose one of {', '.join(get_args(Task))}")
     chosen, classes, remarks = _learn_target(columns[target], target, task)
@@ -169,11 +173,11 @@ def learn_table(columns: Columns, target: str, task: Task | None = None) -> Tabl
                 remarks += [remark] * bool(remark)
     if not used:
         why = "; ".join(f"{name!r}: {reason}" for name, reason in dropped.items())
-        raise ValueError(f"no column is left to predict {target!r} from ({why})")
+        raise ValueError(f"no column is left to predict {target!r} from ({why}); add others")
     x = np.concatenate([c.encode([columns[c.name][k] for k in rows])[0] for c in used], 1)
     number, _ = numbers([columns[target][k] for k in rows]) if chosen == "regression" else (np.zeros(len(rows)), 0)
     if chosen == "regression" and number.min() == number.max():
-        raise ValueError(f"the target {target!r} is always {number[0]:g}; there is nothing to predict")
+        raise ValueError(f"the target {target!r} is always {number[0]:g}; choose another column to predict")
     scaler = standardise(torch.as_tensor(x), torch.as_tensor(number))
     # A 0-1 input gets the scale of a balanced one, whatever its share: else a rare level would lie far from all others.
     indicator = torch.tensor([flag for c in used for flag in c.indicators])
@@ -193,7 +197,7 @@ def learn_table(columns: Columns, target: str, task: Task | None = None) -> Tabl
 def _learn_target(values: Values, name: str, task: Task | None) -> tuple[Task, tuple[str, ...], list[str]]:
     there = [v for v in values if v is not None]
     if not there:
-        raise ValueError(f"the target {name!r} has no value in any row")
+        raise ValueError(f"the target {name!r} has no value in any row; choose another column to predict")
     number, bad = numbers(there)
     numeric = bad <= (1 - MOSTLY) * len(there)
     remarks = [f"{bad} values of {name!r} are no numbers; these rows are left aside"] if numeric and bad else []
@@ -212,10 +216,11 @@ def _learn_target(values: Values, name: str, task: Task | None) -> tuple[Task, t
     if task == "regression":
         return task, (), remarks
     if len(different) < 2:
-        raise ValueError(f"the target {name!r} is always {there[0]!r}; there is nothing to predict")
+        raise ValueError(f"the target {name!r} is always {there[0]!r}; choose another column to predict")
     if len(different) > MOST_CLASSES:
         raise ValueError(
-            f"the target {name!r} has {len(different)} different values, too many for classes (at most {MOST_CLASSES})"
+            f"the target {name!r} has {len(different)} different values, too many for classes ({MOST_CLASSES} at most)"
+            "; take rare ones together, or choose another column"
         )
     by_number = not numbers(list(different))[1]
     return task, tuple(sorted(different, key=(lambda v: (float(v), v)) if by_number else None)), remarks

@@ -27,10 +27,18 @@ LOG_2PI = math.log(2 * math.pi)
 
 @dataclass(frozen=True)
 class Extra:
-    """A sampled parameter that a likelihood or a prior brings along: its start value and its own prior."""
+    """A positive parameter that a likelihood or a prior brings along and that is sampled, by its logarithm.
+
+    Attributes:
+        value: its start value.
+        prior: its own prior.
+        noise_scale: whether it is what the noise of ``y`` is multiplied by. Of the logarithm of such a scale every
+            example is known to tell something; of other parameters, such as degrees of freedom, nothing is known.
+    """
 
     value: Tensor
     prior: PositivePrior
+    noise_scale: bool = False
 
 
 def check_positive(what: str, value: object) -> float:

@@ -169,7 +169,7 @@ class _Located(Likelihood):
 
     def extra(self) -> dict[str, Extra]:
         if isinstance(self.scale, PositivePrior):
-            return {SCALE: Extra(torch.tensor(self.scale.median), self.scale)}
+            return {SCALE: Extra(torch.tensor(self.scale.median), self.scale, noise_scale=True)}
         return {}
 
     def _scale(self, params: Params) -> Tensor | float:

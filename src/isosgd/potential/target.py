@@ -176,8 +176,12 @@ class Target:
         return list(self._bound(free).extras)
 
     def noise_scales(self) -> list[str]:
-        """Names of those that the likelihood brings along."""
-        return list(self._own)
+        """Names of those of the likelihood that are scales of the noise."""
+        return [name for name, extra in self._own.items() if extra.noise_scale]
+
+    def prior_scales(self, free: Params) -> list[str]:
+        """Names of those that the prior brings along."""
+        return [name for name in self._bound(free).extras if name not in self._own]
 
     def _make_space(self, params: Params) -> Space:
         return Space(params, self._prior, self._own, self._patterns)

@@ -71,6 +71,8 @@ def report_html(
     data = posterior.data if data is None else data
     rows = _some(heldout if heldout is not None else data)
     seen = "held-out rows" if heldout is not None else "training rows"
+    if isinstance(outside, Tensor) and outside.ndim:
+        (outside,) = _some((outside,))
     found = _evaluated(posterior, rows, outside, subject)
     verdict, why_not = _judged(posterior, data, rows, subject)
     summary = _summarised(posterior, rows)

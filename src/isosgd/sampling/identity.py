@@ -21,9 +21,23 @@ PROBED = 64  # rows at which the loss is compared
 PLAIN = str | int | float | bool | None
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a manifest holds a value as it is: text and numbers, and lists and dicts of them.
+
+    Example:
+        >>> is_plain({"rates": [0.1, None]}), is_plain([object()])
+        (True, False)
+    """
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str | int) and is_plain(item) for key, item in value.items())
+    return isinstance(value, PLAIN)
+
+
 def described(value: Any) -> Any:
-    """A setting as something that JSON holds: itself, or its text without addresses of this process."""
-    if isinstance(value, PLAIN):
+    """A setting as something that a manifest holds: itself, or its text without addresses of this process."""
+    if is_plain(value):
         return value
     name = getattr(value, "__qualname__", None)
     if callable(value) and name:

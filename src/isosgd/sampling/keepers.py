@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,11 +15,10 @@ from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.potential import Params
 from isosgd.predictive import Posterior
 from isosgd.sampling.loop import Outcome, State
-from isosgd.sampling.stored import Asked, load
+from isosgd.sampling.stored import Asked, info_of, load
 from isosgd.store import Shards, StoredDraws, Writer, rectangle
-from isosgd.store.manifest import Spec
+from isosgd.store.manifest import Spec, specs_of
 from isosgd.store.shards import dtype_name
-from isosgd.store.writer import specs_of
 
 Info = dict[str, Any]
 About = Callable[[list[Outcome]], Info]
@@ -107,23 +107,25 @@ class InMemory(_Keeper):
     def draws_of(self, outcome: Outcome, k: int) -> Params:
         return _chain(self._draws.get(outcome.first, [])[: outcome.lengths[k]], k)
 
+    def _every(self) -> list[Outcome]:
+        return [*self.outcomes, *([] if self._current is None else [self._current])]
+
+    def _places(self) -> dict[int, tuple[int, int]]:
+        """Where the draws of each living chain that has any are: the first of its run, and its place in it."""
+        living = {o.first + k: (o.first, k) for o in self._every() for k in range(o.count) if k not in o.lengths}
+        return {chain: place for chain, place in living.items() if self._draws.get(place[0])}
+
     def posterior(self) -> Posterior:
         """What was drawn. Of chains that were stopped at different lengths, as much as makes a rectangle."""
-        every = [*self.outcomes, *([] if self._current is None else [self._current])]
-        place = {o.first + k: (o.first, k) for o in every for k in range(o.count) if k not in o.lengths}
-        lengths = {chain: len(self._draws.get(first, [])) for chain, (first, _) in place.items()}
-        chains, length = rectangle(lengths)
-        if not chains:
-            raise ValueError("no chain has draws")
+        place = self._places()
+        chains, length = rectangle({chain: len(self._draws[first]) for chain, (first, _) in place.items()})
         parts = []
         for source in (self._draws, self._with):
             own = [_chain(source[place[c][0]][:length], place[c][1]) for c in chains]
             parts.append({name: torch.stack([part[name] for part in own]) for name in own[0]})
         ordered = {name: parts[0][name] for name in self.asked.target.describe()["parameters"]}
         info = {
-            **self.about(every),
-            "chains": len(chains),
-            "chain_indices": chains,
+            **info_of(self.about(self._every()), chains),
             "complete": self._current is None,
             "seconds": time.monotonic() - self.started,
         }
@@ -131,10 +133,7 @@ class InMemory(_Keeper):
 
     def interrupted(self) -> Interrupted:
         """What to raise on Ctrl-C."""
-        try:
-            found = self.posterior()
-        except ValueError:
-            found = None
+        found = self.posterior() if self._places() else None
         drawn = "nothing had been drawn yet" if found is None else f"{len(found)} draws are in .posterior of this error"
         return Interrupted(f"sampling was stopped; {drawn}", found)
 
@@ -161,6 +160,8 @@ class OnDisk(_Keeper):
                 self.outcomes = [Outcome.from_state(state) for state in saved["outcomes"]]
                 self.saved = saved["current"]
                 self.buffers.load(saved["buffers"])
+                # A first look at a batch passes through the network once more, which changes its buffers.
+                asked.target._checked = saved["checked"]
         self._agrees = True  # what comes again with what is stored
 
     def keep(self, run: Chains, first: int, number: int) -> None:
@@ -175,15 +176,8 @@ class OnDisk(_Keeper):
             manifest.lost.setdefault(first + k, number)
         if number >= self.writer.stored(first):
             self.writer.add(first, {name: draw[name] for name in manifest.tensors}, buffers, run.gradients)
-        elif self._agrees and (name := self.writer.differs(first, number, draw, buffers)):
-            self._agrees = False
-            warnings.warn(
-                f"draw {number} did not come out as it is stored ({name!r} differs): another machine, device or "
-                "version rounds otherwise. What is stored is kept, and the run goes on; its draws are as good, but "
-                "not bit for bit those of a run that was never stopped",
-                SamplingWarning,
-                stacklevel=4,
-            )
+        elif self._agrees:
+            self._agrees = comes_again(self.writer, first, number, draw, buffers)
 
     def warmed(self, outcome: Outcome) -> None:
         """Say in the manifest what the warm-up found."""
@@ -207,6 +201,7 @@ class OnDisk(_Keeper):
             "outcomes": [outcome.state() for outcome in self.outcomes],
             "current": current,
             "buffers": self.buffers.now(),
+            "checked": self.asked.target._checked,
         }
 
     def draws_of(self, outcome: Outcome, k: int) -> Params:
@@ -234,6 +229,20 @@ class OnDisk(_Keeper):
         self.writer.close()
 
 
+def comes_again(writer: Writer, first: int, number: int, draw: Params, buffers: Params) -> bool:
+    """Whether a draw is the one that is stored, bit for bit; warns when it is not."""
+    name = writer.differs(first, number, draw, buffers)
+    if name:
+        warnings.warn(
+            f"draw {number} did not come out as it is stored ({name!r} differs): another machine, device or version "
+            "rounds otherwise. What is stored is kept, and the run goes on; its draws are as good, but not bit for bit "
+            "those of a run that was never stopped",
+            SamplingWarning,
+            stacklevel=5,
+        )
+    return not name
+
+
 def keep_at_once(asked: Asked, about: Info, draw: Callable[[], Posterior]) -> Posterior:
     """Draws that come all at once, in memory or as a run on the disk, which is begun again if it was stopped."""
     try:
@@ -242,24 +251,38 @@ def keep_at_once(asked: Asked, about: Info, draw: Callable[[], Posterior]) -> Po
         raise Interrupted("stopped; baselines draw at the end, so that nothing had been drawn", None) from None
 
 
-def _at_once(asked: Asked, about: Info, draw: Callable[[], Posterior]) -> Posterior:
+def _at_once(asked: Asked, about: Info, make: Callable[[], Posterior]) -> Posterior:
     if asked.store is None:
-        found = draw()
+        found = make()
         return Posterior(found.target, found.draws, {**found.info, "complete": True}, asked.tensors, found.buffers)
-    writer = asked.open(about)
+    writer = asked.open({**about, "threads": torch.get_num_threads()})
     if writer is not None:
         try:
-            found, manifest = draw(), writer.manifest
-            stored = {name: spec.stored for name, spec in manifest.tensors.items()}
+            found, manifest = make(), writer.manifest
+            dtypes = {name: spec.stored for name, spec in manifest.tensors.items()}
             manifest.tensors = {
-                name: Spec(tuple(x.shape[2:]), dtype_name(x.dtype), stored.get(name, dtype_name(x.dtype)))
+                name: Spec(tuple(x.shape[2:]), dtype_name(x.dtype), dtypes.get(name, dtype_name(x.dtype)))
                 for name, x in found.draws.items()
             }
             manifest.buffers = specs_of({name: x[0, 0] for name, x in found.buffers.items()})
-            for index in range(writer.stored(0), found.num_draws):  # those of a run that was stopped are the same
-                now = [{name: x[:, index] for name, x in part.items()} for part in (found.draws, found.buffers)]
-                writer.add(0, now[0], now[1], 0)
+            _write_all(writer, found)
             writer.finish(found.info)
         finally:
             writer.close()
     return load(asked.store, asked.target, data=asked.tensors)
+
+
+def _write_all(writer: Writer, found: Posterior) -> None:
+    """Write draws, those that a run which was stopped has written already apart: they are compared."""
+    numbers, agrees = found.info["chain_indices"], True
+    # Chains that were dropped leave gaps; those that follow one another are written side by side.
+    for _, together in groupby(range(len(numbers)), lambda place: numbers[place] - place):
+        places = list(together)
+        first, chains = numbers[places[0]], slice(places[0], places[-1] + 1)
+        stored = writer.stored(first)
+        for index in range(found.num_draws):
+            draw, buffers = ({k: x[chains, index] for k, x in part.items()} for part in (found.draws, found.buffers))
+            if index >= stored:
+                writer.add(first, draw, buffers, 0)
+            elif agrees:
+                agrees = comes_again(writer, first, index, draw, buffers)

@@ -18,13 +18,14 @@ from isosgd.errors import SamplingWarning
 from isosgd.potential import Params, Target
 from isosgd.predictive import Posterior
 from isosgd.sampling.buffers import Buffers
-from isosgd.sampling.identity import PLAIN, data_identity, described, differences, fingerprint, target_identity
+from isosgd.sampling.identity import data_identity, described, differences, fingerprint, is_plain, target_identity
 from isosgd.sampling.settings import versions
 from isosgd.store import Manifest, Shards, StoredDraws, StoreError, Writer
 from isosgd.store.draws import Damaged, check_file
+from isosgd.store.manifest import specs_of
 from isosgd.store.shards import read_header
 from isosgd.store.tree import plain, unpack
-from isosgd.store.writer import STORED, specs_of
+from isosgd.store.writer import STORED
 
 Info = dict[str, Any]
 
@@ -80,15 +81,30 @@ def load(
     if target is not None:
         _check_target(folder, manifest, target)
     info = {
-        **manifest.info,
-        "chains": draws.num_chains,
-        "chain_indices": draws.chains,
+        **info_of(manifest.info, draws.chains),
         "complete": manifest.complete,
         "lengths": draws.lengths,
         "seconds": manifest.seconds,
         "store": str(path),
     }
     return Posterior(target, draws, info, data, StoredDraws(shards, draws.chains or None, buffers=True))
+
+
+BY_CHAIN = ("keep_every", "warmup", "rates")
+"""Lists in ``info`` with an item for each of its ``chain_indices``."""
+
+
+def info_of(info: Info, chains: Sequence[int]) -> Info:
+    """The info of a run as that of some of its chains. Of chains that were given up there are no such items.
+
+    Example:
+        >>> info_of({"chain_indices": [0, 1, 3], "rates": [{"w": 0.1}, {"w": 0.2}, {"w": 0.3}]}, [3, 0])
+        {'chain_indices': [3, 0], 'rates': [{'w': 0.3}, {'w': 0.1}], 'chains': 2}
+    """
+    at = {number: place for place, number in enumerate(info.get("chain_indices", ()))}
+    lists = {name: info[name] for name in BY_CHAIN if isinstance(info.get(name), list) and len(info[name]) == len(at)}
+    chosen = {name: [items[at[number]] for number in chains if number in at] for name, items in lists.items()}
+    return {**info, **chosen, "chains": len(chains), "chain_indices": list(chains)}
 
 
 def _check_target(folder: Path, manifest: Manifest, target: Target) -> None:
@@ -139,6 +155,9 @@ class Asked:
             raise ValueError(f"store_dtype = {self.store_dtype!r} is unknown; choose 'float32', 'bfloat16' or None")
         if self.store is None and (self.resume or self.store_dtype is not None):
             raise ValueError("resume and store_dtype go with store=, the folder of a run: give that too")
+        seed = self.settings["seed"]
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise ValueError(f"seed = {seed!r} must be an integer of at least 0")
         if self.store is not None and not isinstance(self.store, str | Path):
             raise TypeError(f"store = {self.store!r} must be the path of a folder")
         self.buffers = Buffers(self.target)
@@ -157,7 +176,7 @@ class Asked:
                 **self.settings,
                 "store_dtype": self.store_dtype,
                 "options": {name: described(value) for name, value in self.options.items()},
-                "opaque": [name for name, value in self.options.items() if not isinstance(value, PLAIN)],
+                "opaque": [name for name, value in self.options.items() if not is_plain(value)],
             },
             "data": data_identity(self.data),
             "target": target_identity(self.target, self.data, starts, self.buffers),

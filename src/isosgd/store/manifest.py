@@ -9,11 +9,14 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
 
 from isosgd.store.errors import StoreError
 from isosgd.store.files import read_json, to_json, write_file
@@ -27,6 +30,7 @@ FILE_NAME = re.compile(r"(?:draws|checkpoint)-[0-9]{6,9}\.safetensors|frozen\.sa
 DIGEST = re.compile(r"[0-9a-f]{64}")
 DTYPE_NAMES = {dtype_name(dtype): dtype for dtype in DTYPES.values()}
 MOST_CHAINS = 1_000_000
+MEND = "put back a copy of it, or begin another run"
 BUFFER = "buffer:"
 """What the name of a buffer in a shard begins with."""
 
@@ -66,6 +70,16 @@ class Spec:
     def bytes(self) -> int:
         """Of one of them."""
         return math.prod(self.shape) * DTYPE_NAMES[self.stored].itemsize
+
+
+def specs_of(tensors: Mapping[str, Tensor], stored: torch.dtype | None = None) -> dict[str, Spec]:
+    """What tensors are; floating-point ones are to be written in dtype ``stored``."""
+    return {
+        name: Spec(
+            tuple(x.shape), dtype_name(x.dtype), dtype_name(stored if stored and x.is_floating_point() else x.dtype)
+        )
+        for name, x in tensors.items()
+    }
 
 
 @dataclass
@@ -129,9 +143,13 @@ class Manifest:
         """The manifest of a folder, checked."""
         path = folder / NAME
         if not path.exists():
-            raise StoreError(f"{folder} holds no run: there is no {NAME} in it")
+            raise StoreError(f"{folder} holds no run: there is no {NAME} in it; sample(..., store=...) writes one")
         try:
-            return _parse(read_json(path))
+            found = read_json(path)
+        except StoreError as error:
+            raise StoreError(f"{path} cannot be used: {error}; {MEND}") from error
+        try:
+            return _parse(found)
         except StoreError as error:
             raise StoreError(f"{path} cannot be used: {error}") from error
 
@@ -152,7 +170,7 @@ def _digest(body: dict[str, Any]) -> str:
 
 
 def _wrong(what: str) -> NoReturn:
-    raise StoreError(f"it is damaged or was not written by isosgd ({what})")
+    raise StoreError(f"it is damaged or was not written by isosgd ({what}); {MEND}")
 
 
 def _want(good: bool, what: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from isosgd.store.errors import StoreError
@@ -31,9 +33,16 @@ class Waiting:
         wait = min(max(self.least, WAIT_SHARE * (now - self.started)), MOST_WAIT)
         return not self.least or now - self.last >= max(wait, self.cost / COST_SHARE)
 
-    def done(self, cost: float) -> None:
-        """A write has been made, and took so many seconds."""
-        self.last, self.cost = time.monotonic(), cost
+    def sent(self) -> None:
+        """A write is being made; what it costs is known later."""
+        self.last = time.monotonic()
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Around a write, wherever it is made: how long it takes is what it costs."""
+        began = time.monotonic()
+        yield
+        self.cost = time.monotonic() - began
 
 
 def lock(folder: Path) -> int | None:

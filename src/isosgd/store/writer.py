@@ -3,6 +3,10 @@
 Draws are gathered and written a shard at a time; a checkpoint, from which the chains can go on, from time to time. Both
 are there once the manifest says so. What a crash takes is what was gathered and what came after the last checkpoint,
 and that can be had again, bit for bit, from the checkpoint.
+
+All is written by one thread, in the order in which it came, while the chains go on: a checkpoint never comes before the
+draws that it follows on. While that thread has work, what belongs to the disk (the manifest's shards, checkpoint and
+number) is its own; all else in the manifest is the chains'.
 """
 
 from __future__ import annotations
@@ -11,7 +15,6 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,29 +24,22 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from isosgd.store.background import Background
 from isosgd.store.draws import Shards, check_file
 from isosgd.store.errors import StoreError
 from isosgd.store.files import HALF_WRITTEN, from_json, to_json
-from isosgd.store.manifest import BUFFER, DTYPE_NAMES, FILE_NAME, FROZEN, NAME, File, Manifest, Shard, Spec
-from isosgd.store.shards import dtype_name, raw, read_header, write_tensors
+from isosgd.store.manifest import BUFFER, DTYPE_NAMES, FILE_NAME, FROZEN, NAME, File, Manifest, Shard
+from isosgd.store.shards import raw, read_header, write_tensors
 from isosgd.store.tree import pack, unpack
 from isosgd.store.waiting import Waiting, lock
 
 SHARD_BYTES = 1 << 25  # draws gathered at most
+MOST_WAITING = 2 * SHARD_BYTES  # gathered and not yet written
+MOST_COPIED = 8 * SHARD_BYTES  # of a checkpoint; chains wait for a larger one, so that it need not be copied
 LEAST_WAIT = 1.0  # seconds between two shards, at the least, unless so much is gathered; five times that, checkpoints
 STORED = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 Params = Mapping[str, Tensor]
-
-
-def specs_of(tensors: Params, stored: torch.dtype | None = None) -> dict[str, Spec]:
-    """What tensors are; floating-point ones are to be written in dtype ``stored``."""
-    return {
-        name: Spec(
-            tuple(x.shape), dtype_name(x.dtype), dtype_name(stored if stored and x.is_floating_point() else x.dtype)
-        )
-        for name, x in tensors.items()
-    }
 
 
 class Writer:
@@ -56,11 +52,11 @@ class Writer:
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
-        self._gathered: list[Params] = []
+        self._gathered: list[dict[str, Tensor]] = []
+        self._free: list[dict[str, Tensor]] = []  # memory of draws that are written, for those to come
         self._about = (0, 0, 0)  # first, count and start of what is gathered
         self._bytes = self._step = 0
-        self._pool: ThreadPoolExecutor | None = None
-        self._pending: Future[float] | None = None
+        self._background = Background(MOST_WAITING)
         self._lock = lock(folder)
         self._flushes, self._checkpoints = Waiting(LEAST_WAIT), Waiting(5.0 * LEAST_WAIT)
         self._adopt(manifest)
@@ -114,8 +110,7 @@ class Writer:
 
     def close(self) -> None:
         """Let go of the folder; draws that are gathered and not flushed are dropped."""
-        if self._pool is not None:
-            self._pool.shutdown()
+        self._background.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -127,11 +122,11 @@ class Writer:
         return self._reached.get(first, 0)
 
     def add(self, first: int, draw: Params, buffers: Params, step: int) -> None:
-        """Take the next draw of the chains from ``first`` on, tensors ``[chains, *shape]`` that are no longer changed.
+        """Take the next draw of the chains from ``first`` on, tensors ``[chains, *shape]``.
 
         It is written with others, in a thread of its own, while the chains go on.
         """
-        parts = self._as_stored(draw, buffers)
+        parts = self._copied(self._named(draw, buffers))
         if self._gathered and self._about[0] != first:
             self._send()
         if not self._gathered:
@@ -142,61 +137,73 @@ class Writer:
         if self._bytes >= SHARD_BYTES or self._flushes.due():
             self._send()
 
-    def _as_stored(self, draw: Params, buffers: Params) -> dict[str, Tensor]:
+    def _named(self, draw: Params, buffers: Params) -> Params:
+        """All tensors of a draw, by their name in a shard."""
         every = {**draw, **{BUFFER + name: x for name, x in buffers.items()}}
+        if every.keys() != self._shards.specs.keys():
+            raise StoreError(f"a draw has the tensors {list(every)}, this run has {list(self._shards.specs)}")
+        return every
+
+    @torch.no_grad()
+    def _copied(self, every: Params) -> dict[str, Tensor]:
+        """A copy on the CPU, as it is stored. Memory that was used before is there already; new one is given slowly."""
+        try:
+            held = self._free.pop()
+        except IndexError:
+            held = {}
         specs = self._shards.specs
-        if every.keys() != specs.keys():
-            raise StoreError(f"a draw has the tensors {list(every)}, this run has {list(specs)}")
-        return {name: x.detach().cpu().to(DTYPE_NAMES[specs[name].stored]) for name, x in every.items()}
+        for name, x in every.items():
+            if name not in held or held[name].shape != x.shape:
+                held[name] = torch.empty(x.shape, dtype=DTYPE_NAMES[specs[name].stored])
+            held[name].copy_(x)
+        return held
 
     def differs(self, first: int, index: int, draw: Params, buffers: Params) -> str:
         """The name of a tensor in which a draw is not the one that is stored; empty when it is, bit for bit."""
         shard = next(s for s in self.manifest.shards if s.first == first and s.start <= index < s.stop)
-        specs, parts = self._shards.specs, self._as_stored(draw, buffers)
-        found = self._shards.read(shard, specs, index - shard.start)
+        parts = self._copied(self._named(draw, buffers))
+        found = self._shards.read(shard, parts, index - shard.start)
         same = {name: torch.equal(raw(found[name].to(x.dtype)), raw(x)) for name, x in parts.items()}
+        self._free.append(parts)
         return next((name for name, equal in same.items() if not equal), "")
 
     def flush(self) -> None:
         """Write what is gathered, and the manifest, before anything else happens."""
         self._send()
-        self._join()
+        self._background.wait()
 
     def _send(self) -> None:
-        """Have what is gathered written. At most one shard is being written at a time, so that memory is bounded."""
-        self._join()
+        """Have what is gathered written."""
         if not self._gathered:
             return
-        gathered, self._gathered, self._bytes = self._gathered, [], 0
-        # The manifest goes along as it is now, since it may change meanwhile.
-        manifest = replace(self.manifest, lost=dict(self.manifest.lost))
-        self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="isosgd-store")
-        self._pending = self._pool.submit(self._write_shard, manifest, gathered, *self._about, self._step)
-        self._flushes.done(self._flushes.cost)  # as far as waiting goes; what it costs is known later
+        self._background.make_room(self._bytes)  # before anything is taken: Ctrl-C may come while it waits
+        gathered, self._gathered = self._gathered, []
+        size, self._bytes = self._bytes, 0
+        about, manifest = (*self._about, self._step), self._as_it_is()
+        self._background.give(lambda: self._write_shard(manifest, gathered, *about), size)
+        self._flushes.sent()
 
-    def _join(self) -> None:
-        """Wait for the shard that is being written; what went wrong with it is raised here."""
-        if self._pending is not None:
-            self._flushes.cost = self._pending.result()
-            self._pending = None
+    def _as_it_is(self) -> Manifest:
+        """A copy of the manifest, which may change before it is written."""
+        return replace(self.manifest, lost=dict(self.manifest.lost))
 
     def _write_shard(
-        self, manifest: Manifest, gathered: list[Params], first: int, count: int, start: int, step: int
-    ) -> float:
-        """Write a shard and a manifest that names it; returns the seconds it took.
+        self, manifest: Manifest, gathered: list[dict[str, Tensor]], first: int, count: int, start: int, step: int
+    ) -> None:
+        """Write a shard and a manifest that names it.
 
         It is the thread that says that a shard is there, so that Ctrl-C in the other one cannot make it forget one.
         """
-        began, shards = time.monotonic(), self.manifest.shards
-        tensors = {key: [draw[key] for draw in gathered] for key in gathered[0]}
-        about = {"first": str(first), "start": str(start)}
-        name = f"draws-{len(shards):06d}.safetensors"
-        file = self._file(name, lambda path: write_tensors(path, tensors, about))
-        shard = Shard(file.file, file.sha256, file.bytes, first, count, start, start + len(gathered), step)
-        self._write_manifest(replace(manifest, shards=[*shards, shard]))
-        self._shards.good.append(shard)
-        shards.append(shard)
-        return time.monotonic() - began
+        with self._flushes.timed():
+            tensors = {key: [draw[key] for draw in gathered] for key in gathered[0]}
+            about = {"first": str(first), "start": str(start)}
+            name = f"draws-{len(self.manifest.shards):06d}.safetensors"
+            file = self._file(name, lambda path: write_tensors(path, tensors, about))
+            shard = Shard(file.file, file.sha256, file.bytes, first, count, start, start + len(gathered), step)
+            self._write_named(manifest, [*self.manifest.shards, shard], self.manifest.checkpoint)
+            self._shards.good.append(shard)
+            self.manifest.shards.append(shard)
+            self._free += gathered
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -209,18 +216,29 @@ class Writer:
         """
         if not (now or self._checkpoints.due()):
             return
-        self.flush()
-        began = time.monotonic()
-        plain, tensors = pack(state())
-        name = f"checkpoint-{self.manifest.number:06d}.safetensors"
-        metadata = {"state": to_json(plain).decode()}
-        new = self._file(name, lambda path: write_tensors(path, tensors, metadata))
-        old, self.manifest.checkpoint = self.manifest.checkpoint, new
-        self.manifest.number += 1
-        self._write_manifest(self.manifest)
-        if old is not None:
-            (self.folder / old.file).unlink(missing_ok=True)
-        self._checkpoints.done(time.monotonic() - began)
+        self._send()
+        packed, tensors = pack(state())
+        size = sum(x.numel() * x.element_size() for x in tensors.values())
+        self._background.make_room(size)
+        if size <= MOST_COPIED:  # the chains go on, and change them
+            tensors = {name: x.to("cpu", copy=True) for name, x in tensors.items()}
+        manifest = self._as_it_is()
+        self._background.give(lambda: self._write_checkpoint(manifest, packed, tensors), size)
+        self._checkpoints.sent()
+        if size > MOST_COPIED:
+            self._background.wait()
+
+    def _write_checkpoint(self, manifest: Manifest, packed: Any, tensors: Params) -> None:
+        """Write a checkpoint and a manifest that names it; then the one before it is gone."""
+        with self._checkpoints.timed():
+            name = f"checkpoint-{self.manifest.number:06d}.safetensors"
+            metadata = {"state": to_json(packed).decode()}
+            new = self._file(name, lambda path: write_tensors(path, tensors, metadata))
+            self.manifest.number += 1
+            self._write_named(manifest, self.manifest.shards, new)
+            old, self.manifest.checkpoint = self.manifest.checkpoint, new
+            if old is not None:
+                (self.folder / old.file).unlink(missing_ok=True)
 
     def checkpoint(self) -> Any:
         """The state of the last checkpoint, in memory; None when there is none."""
@@ -247,6 +265,10 @@ class Writer:
             half = path.name.startswith(".") and path.name.endswith(HALF_WRITTEN)
             if half or (FILE_NAME.fullmatch(path.name) and path.name not in named):
                 path.unlink(missing_ok=True)
+
+    def _write_named(self, manifest: Manifest, shards: list[Shard], checkpoint: File | None) -> None:
+        """Write a manifest as it was, but for what is on the disk now."""
+        self._write_manifest(replace(manifest, shards=shards, checkpoint=checkpoint, number=self.manifest.number))
 
     def _write_manifest(self, manifest: Manifest) -> None:
         manifest.seconds = self._before + time.monotonic() - self._began

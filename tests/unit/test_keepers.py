@@ -1,0 +1,254 @@
+"""Where draws go: what is written in the background, what comes again, and what is said of some of the chains."""
+
+import errno
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from isosgd import Interrupted, Posterior, SamplingWarning, Target, load, priors, sample
+from isosgd.potential import Params
+from isosgd.sampling.keepers import InMemory
+from isosgd.store import writer
+from isosgd.store.background import Background
+from isosgd.store.manifest import Manifest
+from isosgd.store.shards import write_tensors
+
+DATA = (3.0 + torch.randn(60, generator=torch.Generator().manual_seed(0)),)
+QUICK: dict[str, Any] = {
+    "method": "sgld", "lr": 1e-3, "warmup": 0, "keep_every": 2, "draws": 6, "progress": False, "compile": False,
+}  # fmt: skip
+SWAG: dict[str, Any] = {"method": "swag", "draws": 6, "warmup": 200, "progress": False}
+
+
+def make_target(log_likelihood: Callable[[Params, Any], Tensor] | None = None) -> Target:
+    def normal(params: Params, batch: Any) -> Tensor:
+        return -0.5 * (batch[0] - params["mu"]).square()
+
+    return Target(log_likelihood or normal, priors.Normal(10.0), init={"mu": 0.0})
+
+
+def hole(params: Params, batch: Any) -> Tensor:
+    """Chains that come down from afar are lost in a hole."""
+    lost = (params["mu"] > 50) & (params["mu"] < 85)
+    return -0.5 * torch.where(lost, torch.nan, (batch[0] - params["mu"]) ** 2)
+
+
+def middle_from_afar(chain: int) -> dict[str, float]:
+    return {"mu": 86.0 if chain == 1 else 0.0}
+
+
+def same(a: Posterior, b: Posterior) -> bool:
+    return all(torch.equal(a.draws[name], b.draws[name]) for name in a.draws)
+
+
+# ------------------------------------------------------------------------------------------------ Ctrl-C
+
+
+def test_an_error_on_the_way_out_of_ctrl_c_is_not_taken_for_no_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(params: Params, batch: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) == 9:
+            raise KeyboardInterrupt
+        return -0.5 * (batch[0] - params["mu"]).square()
+
+    calls: list[int] = []
+    with pytest.raises(Interrupted) as caught:
+        sample(make_target(stopped), DATA, **QUICK)
+    assert caught.value.posterior is not None and caught.value.posterior.num_draws == 3
+
+    def broken(self: InMemory) -> Posterior:
+        raise ValueError("something else")
+
+    calls.clear()
+    monkeypatch.setattr(InMemory, "posterior", broken)
+    with pytest.raises(ValueError, match="something else"):
+        sample(make_target(stopped), DATA, **QUICK)
+
+
+# ------------------------------------------------------------------------------------------------ draws that come again
+
+
+def stop_before_the_end(monkeypatch: pytest.MonkeyPatch, folder: Path, **settings: Any) -> None:
+    with monkeypatch.context() as patch:
+
+        def stopped(self: writer.Writer, info: Any) -> None:
+            self.flush()
+            raise InterruptedError
+
+        patch.setattr(writer.Writer, "finish", stopped)
+        with pytest.raises(InterruptedError):
+            sample(make_target(), DATA, store=folder, **settings)
+
+
+def test_a_baseline_that_comes_out_otherwise_says_so_and_keeps_what_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = sample(make_target(), DATA, **SWAG)
+    stop_before_the_end(monkeypatch, tmp_path, **SWAG)
+    with monkeypatch.context() as patch:
+        differs = writer.Writer.differs
+        seen = []
+
+        def other(self: writer.Writer, first: int, index: int, draw: Params, buffers: Params) -> str:
+            seen.append(index)
+            moved = {name: x + 1 for name, x in draw.items()} if index == 2 else draw
+            return differs(self, first, index, moved, buffers)
+
+        patch.setattr(writer.Writer, "differs", other)
+        with pytest.warns(SamplingWarning, match=r"draw 2 did not come out as it is stored \('mu' differs\)"):
+            again = sample(make_target(), DATA, store=tmp_path, resume=True, **SWAG)
+    assert seen == [0, 1, 2], "it is said once"
+    assert same(again, whole)
+
+
+def test_a_baselines_chains_keep_their_numbers(tmp_path: Path) -> None:
+    settings = {**SWAG, "chains": 3, "init": middle_from_afar, "train_lr": 0.1}
+    with pytest.warns(SamplingWarning, match="chain 1 was dropped"):
+        wanted = sample(make_target(hole), DATA, **settings)
+    with pytest.warns(SamplingWarning, match="chain 1 was dropped"):
+        found = sample(make_target(hole), DATA, store=tmp_path, **settings)
+    assert found.info["chain_indices"] == wanted.info["chain_indices"] == [0, 2]
+    assert same(found, wanted) and found.info["rates"] == wanted.info["rates"] and len(found.info["rates"]) == 2
+
+
+# ------------------------------------------------------------------------------------------------ some of the chains
+
+
+@pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")  # so few steps need not settle
+def test_info_is_that_of_the_chains_that_are_shown(tmp_path: Path) -> None:
+    settings = {**QUICK, "chains": 3, "warmup": 300, "method": "isgd", "structure": "layer"}
+    settings.pop("lr")
+    whole = sample(make_target(), DATA, store=tmp_path, **settings)
+    rates = whole.info["rates"]
+    assert len({tuple(rate.values()) for rate in rates}) == 3
+    some = load(tmp_path, chains=[2, 0])
+    assert some.info["rates"] == [rates[2], rates[0]] and some.info["chains"] == 2
+    assert some.info["warmup"] == [whole.info["warmup"][2], whole.info["warmup"][0]]
+    assert some.info["keep_every"] == [2, 2] and some.info["chain_indices"] == [2, 0]
+
+
+def test_of_a_chain_that_was_given_up_nothing_is_said(tmp_path: Path) -> None:
+    settings = {**QUICK, "lr": 0.01, "chains": 3, "init": middle_from_afar, "draws": 8}
+    with pytest.warns(SamplingWarning, match="chain 1 was dropped"):
+        sample(make_target(hole), DATA, store=tmp_path, **settings)
+    assert load(tmp_path).info["keep_every"] == [2, 2]
+    assert load(tmp_path, chains=[0, 1]).info["keep_every"] == [2]
+
+
+# ------------------------------------------------------------------------------------------------ in the background
+
+
+def test_jobs_are_done_in_order_with_so_many_bytes_at_most() -> None:
+    background, done, most = Background(100), list[int](), 0
+    for number in range(8):
+        background.make_room(40)
+        most = max(most, number + 1 - len(done))
+
+        def job(number: int = number) -> None:
+            time.sleep(0.002)
+            done.append(number)
+
+        background.give(job, 40)
+    background.wait()
+    assert done == list(range(8)) and most <= 3, "one at work may just have ended"
+    background.make_room(1000)  # larger than all that may wait: it is alone
+    background.give(lambda: done.append(8), 1000)
+    background.wait()
+    background.close()
+    assert done[-1] == 8
+
+
+def test_what_follows_a_job_that_failed_is_not_done() -> None:
+    background, done, go_on = Background(100), list[int](), threading.Event()
+
+    def fail() -> None:
+        go_on.wait()
+        raise OSError("no")
+
+    background.give(fail, 1)
+    background.give(lambda: done.append(1), 1)
+    go_on.set()
+    for _ in range(2):  # it is raised as often as one asks
+        with pytest.raises(OSError, match="no"):
+            background.wait()
+    with pytest.raises(OSError, match="no"):
+        background.make_room(1)
+    background.close()
+    assert not done
+
+
+@pytest.mark.parametrize("place", range(3, 9))
+def test_a_disk_that_fails_while_more_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    """Shards and checkpoints wait behind the one that fails; none of them may be there without it."""
+    wanted = sample(make_target(), DATA, **QUICK)
+    calls: list[Path] = []
+
+    def failing(path: Path, *args: Any) -> tuple[str, int]:
+        calls.append(path)
+        time.sleep(0.02)  # so that more is waiting
+        if len(calls) == place:
+            raise OSError(errno.EIO, "Input/output error")
+        return write_tensors(path, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "LEAST_WAIT", 0.0)
+        patch.setattr(writer, "write_tensors", failing)
+        with pytest.raises(OSError, match="Input/output error"):
+            sample(make_target(), DATA, store=tmp_path, **QUICK)
+    assert len(calls) == place
+    manifest = Manifest.read(tmp_path)
+    assert {path.name for path in tmp_path.glob("*.safetensors")} >= {shard.file for shard in manifest.shards}
+    assert manifest.checkpoint is not None and (tmp_path / manifest.checkpoint.file).exists()
+    found = load(tmp_path, verify=True)
+    assert not found.num_draws or torch.equal(found.draws["mu"], wanted.draws["mu"][:, : found.num_draws])
+    assert same(sample(make_target(), DATA, store=tmp_path, resume=True, **QUICK), wanted)
+
+
+def test_a_checkpoint_is_of_the_moment_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chains go on while it is written."""
+    go_on = threading.Event()
+
+    def slow(path: Path, *args: Any) -> tuple[str, int]:
+        go_on.wait()
+        return write_tensors(path, *args)
+
+    one = writer.Writer.create(tmp_path, Manifest({}, {}, {}), {})
+    monkeypatch.setattr(writer, "write_tensors", slow)
+    state = {"place": torch.zeros(3), "numbers": [1, 2]}
+    one.mark(lambda: state, now=True)
+    state["place"] += 1.0
+    state["numbers"].append(3)  # type: ignore[attr-defined]
+    go_on.set()
+    one.flush()
+    found = one.checkpoint()
+    assert torch.equal(found["place"], torch.zeros(3)) and found["numbers"] == [1, 2]
+    monkeypatch.setattr(writer, "MOST_COPIED", 0)  # a large one is not copied: it is written when `mark` returns
+    one.mark(lambda: state, now=True)
+    state["place"] += 1.0
+    assert torch.equal(one.checkpoint()["place"], torch.ones(3))
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 1
+    one.close()
+
+
+def test_memory_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "SHARD_BYTES", 4)
+    monkeypatch.setattr(writer, "MOST_WAITING", 8)
+    places: set[int] = set()
+    copied = writer.Writer._copied
+
+    def watched(self: writer.Writer, every: Params) -> dict[str, Tensor]:
+        found = copied(self, every)
+        places.add(found["mu"].data_ptr())
+        return found
+
+    monkeypatch.setattr(writer.Writer, "_copied", watched)
+    settings = {**QUICK, "draws": 40}
+    found = sample(make_target(), DATA, store=tmp_path, **settings)
+    assert same(found, sample(make_target(), DATA, **settings))
+    assert len(places) <= 4  # one that is gathered, two that wait, one that has just been written
