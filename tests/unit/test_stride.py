@@ -1,6 +1,5 @@
 """Several steps a call: the same algorithm, the same draws however a run is stopped, and a failing chain is found."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isosgd import DataSets, Interrupted, Posterior, Target, priors, sample
+from isosgd import DataSets, Interrupted, Posterior, SamplingWarning, Target, priors, sample
 from isosgd.chain import compiled
 from isosgd.chain.batches import TensorBatches
 from isosgd.chain.chain import Chains
@@ -92,7 +91,7 @@ def test_the_steps_are_those_of_the_sampler(options: dict[str, Any], chains: int
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-def test_calls_may_be_cut_anywhere_between_draws_that_are_the_same(options: dict[str, Any], eager: None) -> None:
+def test_same_seed_same_draws(options: dict[str, Any], eager: None) -> None:
     a, b = (quick(**({"warmup": 0} if "lr" in options else {}), **options) for _ in range(2))
     assert a.info["engine"] == "together, several steps a call"
     assert all(torch.equal(a.draws[name], b.draws[name]) for name in a.draws)
@@ -170,21 +169,18 @@ def cliff(threshold: float) -> Target:
     return Target(log_likelihood, priors.Normal(1e3), init={"mu": 0.0})
 
 
-@pytest.mark.filterwarnings("ignore:chain 1 was dropped")
 def test_a_chain_that_diverges_is_dropped_with_its_number_and_cause(eager: None) -> None:
-    y = torch.full((20,), 9.0)
-    settings = {"method": "sgld", "lr": 0.05, "warmup": 0, "keep_every": 3, "draws": 40, "progress": False}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    """All are drawn upwards, so little stirred that only the one that starts at the cliff comes to it."""
+    y = torch.full((20,), 20.0)
+    settings = {"method": "sgld", "lr": 1e-4, "warmup": 0, "keep_every": 3, "draws": 40, "progress": False}
+    with pytest.warns(SamplingWarning, match="chain 1 was dropped"):
         found = sample(
-            cliff(10.5), (y,), chains=3, init=lambda k: {"mu": 10.49 if k == 1 else 8.0},
-            temperature=1e-6, batch_size=4, compile=True, **{**settings, "lr": 1e-4},
+            cliff(10.0), (y,), chains=3, init=lambda k: {"mu": 9.995 if k == 1 else 8.0},
+            temperature=1e-6, batch_size=4, compile=True, **settings,
         )  # fmt: skip
     assert found.info["engine"].endswith("several steps a call")
-    assert found.info["chain_indices"] in ([0, 2], [0, 1, 2])  # by chance it may stay below
-    if 1 in found.info["dropped"]:
-        assert "gradient of group 'mu' is not finite" in found.info["dropped"][1]
-        assert any("chain 1 was dropped" in str(w.message) for w in caught)
+    assert found.info["chain_indices"] == [0, 2]
+    assert "gradient of group 'mu' is not finite" in found.info["dropped"][1]
 
 
 def test_the_place_of_failure_is_found_exactly() -> None:
