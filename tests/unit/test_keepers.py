@@ -14,6 +14,7 @@ from torch import Tensor
 from isosgd import Interrupted, Posterior, SamplingWarning, Target, load, priors, sample
 from isosgd.potential import Params
 from isosgd.sampling.keepers import InMemory
+from isosgd.sampling.stored import info_of
 from isosgd.store import writer
 from isosgd.store.background import Background
 from isosgd.store.manifest import Manifest
@@ -131,6 +132,12 @@ def test_info_is_that_of_the_chains_that_are_shown(tmp_path: Path) -> None:
     assert some.info["rates"] == [rates[2], rates[0]] and some.info["chains"] == 2
     assert some.info["warmup"] == [whole.info["warmup"][2], whole.info["warmup"][0]]
     assert some.info["keep_every"] == [2, 2] and some.info["chain_indices"] == [2, 0]
+
+
+@pytest.mark.parametrize("known", [[[]], [0, 0], [True], "01", None, 3])
+def test_info_of_anyone_is_no_error(known: Any) -> None:
+    info = {"chain_indices": known, "rates": [1.0], "warmup": {}}
+    assert info_of(info, [0])["chain_indices"] == [0]
 
 
 def test_of_a_chain_that_was_given_up_nothing_is_said(tmp_path: Path) -> None:

@@ -470,7 +470,11 @@ def test_a_draw_that_comes_out_otherwise_is_said_and_what_is_stored_is_kept(
         sample(make_target(), (X, Y), store=tmp_path, **BARE)
     before = {name: x.clone() for name, x in load(tmp_path).draws.items()}
     natural = Chains.natural
-    monkeypatch.setattr(Chains, "natural", lambda self: {k: x * (1 + 1e-6) for k, x in natural(self).items()})
+
+    def off(self: Chains, **options: Any) -> Params:
+        return {name: x * (1 + 1e-6) for name, x in natural(self, **options).items()}
+
+    monkeypatch.setattr(Chains, "natural", off)
     with pytest.warns(SamplingWarning, match="draw 0 did not come out as it is stored"):
         found = sample(make_target(), (X, Y), store=tmp_path, resume=True, **BARE)
     assert found.num_draws == 4

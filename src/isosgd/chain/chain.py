@@ -300,10 +300,11 @@ class Chains:
         return vmap(self.target.log_prior)(self.params)
 
     @torch.no_grad()
-    def natural(self) -> Params:
-        """The parameters as users see them, ``[chains, *shape]``, copies."""
+    def natural(self, copy: bool = True) -> Params:
+        """The parameters as users see them, ``[chains, *shape]``; without ``copy`` good until the next step."""
         found = self.target.constrain(self.current)
-        return {name: x.detach().clone().view((self.count, *self.layout.shapes[name])) for name, x in found.items()}
+        kept = {name: x.detach().clone() if copy else x.detach() for name, x in found.items()}
+        return {name: x.view((self.count, *self.layout.shapes[name])) for name, x in kept.items()}
 
     def snapshot(self) -> list[Tensor]:
         """A copy of where the chains are."""

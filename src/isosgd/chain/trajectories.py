@@ -145,9 +145,7 @@ class Trajectories:
         A hierarchical density has its mode where a scale of the prior is zero, far from all its mass.
         """
         chains = self.chains
-        noise, extras = set(chains.target.noise_scales()), chains.target.extras(chains.params)
-        held = {name for name in extras if name not in noise}
-        rates = self._sizes(held)
+        rates = self._sizes(set(chains.target.prior_scales(chains.params)))
         mean = [torch.zeros_like(leaf) for leaf in chains.leaves]
         square = [torch.zeros_like(leaf) for leaf in chains.leaves]
         best, saved = chains.energy(), chains.snapshot()

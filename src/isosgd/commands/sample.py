@@ -24,7 +24,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="RUN", type=Path, help="folder of the run (default: runs/SCRIPT)")
     parser.add_argument("--method", help="one of `isosgd methods` (%(default)s)")
     parser.add_argument("--chains", type=int, help="(%(default)s)")
-    parser.add_argument("--draws", type=int, help="of each chain (%(default)s)")
+    parser.add_argument("--draws", type=_steps, help="of each chain; `auto` until predictions converge (%(default)s)")
+    parser.add_argument("--budget", type=int, help="draws of each chain, at most, with --draws auto (default: 2000)")
     parser.add_argument(
         "--batch-size", type=_rows, help="examples of a minibatch, or `all` of them (default: by the number of data)"
     )

@@ -21,7 +21,7 @@ FILE = "script.json"
 LARGEST = 1 << 20
 USUAL: dict[str, Any] = {
     "method": "isgd", "draws": 100, "chains": 4, "batch_size": None, "keep_every": "auto", "warmup": "auto",
-    "temperature": 1.0, "seed": 0, "store_dtype": None,
+    "temperature": 1.0, "seed": 0, "store_dtype": None, "budget": None,
 }  # fmt: skip
 """Settings of ``isosgd sample`` where nothing is said."""
 SEED = 0  # of torch when a script is run, so that a network it makes is the same again when its run is resumed

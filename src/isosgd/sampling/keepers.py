@@ -166,7 +166,7 @@ class OnDisk(_Keeper):
 
     def keep(self, run: Chains, first: int, number: int) -> None:
         """Take a draw. One that is on the disk already, since it came after the last checkpoint, is compared."""
-        manifest, draw = self.writer.manifest, run.natural()
+        manifest, draw = self.writer.manifest, run.natural(copy=False)  # the writer copies it
         if run.many is None and not manifest.buffers and not manifest.shards and not self.writer.stored(first):
             now = self.buffers.now()
             manifest.buffers = specs_of({name: now[name] for name in self.buffers.changed()})

@@ -101,8 +101,13 @@ def info_of(info: Info, chains: Sequence[int]) -> Info:
         >>> info_of({"chain_indices": [0, 1, 3], "rates": [{"w": 0.1}, {"w": 0.2}, {"w": 0.3}]}, [3, 0])
         {'chain_indices': [3, 0], 'rates': [{'w': 0.3}, {'w': 0.1}], 'chains': 2}
     """
-    at = {number: place for place, number in enumerate(info.get("chain_indices", ()))}
-    lists = {name: info[name] for name in BY_CHAIN if isinstance(info.get(name), list) and len(info[name]) == len(at)}
+    known = info.get("chain_indices")
+    if not isinstance(known, list) or not all(type(number) is int for number in known):
+        known = []  # a manifest may be anyone's
+    at = {number: place for place, number in enumerate(known)}
+    lists = {
+        name: info[name] for name in BY_CHAIN if isinstance(info.get(name), list) and len(info[name]) == len(known)
+    }
     chosen = {name: [items[at[number]] for number in chains if number in at] for name, items in lists.items()}
     return {**info, **chosen, "chains": len(chains), "chain_indices": list(chains)}
 

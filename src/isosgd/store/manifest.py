@@ -209,6 +209,7 @@ def _parse(found: Any) -> Manifest:
         seconds=float(found["seconds"]),
         number=found["number"],
     )
+    _want(isinstance(manifest.info, dict) and isinstance(manifest.identity, dict), "info or identity")
     _check_draws(manifest)
     return manifest
 
