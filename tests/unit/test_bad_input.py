@@ -144,7 +144,7 @@ def test_bad_data(changes: Callable[[], dict[str, Any]], error: Any, words: str)
         ),
         ({"draws": 0}, ValueError, "draws = 0 must be an integer of at least 1"),
         ({"draws": 2.5}, ValueError, "draws = 2.5 must be an integer of at least 1"),
-        ({"draws": "auto"}, ValueError, "draws = 'auto' must be an integer of at least 1"),
+        ({"draws": "many"}, ValueError, "draws = 'many' must be an integer of at least 1 or 'auto'"),
         ({"chains": 0}, ValueError, "chains = 0 must be an integer of at least 1"),
         ({"keep_every": 0}, ValueError, "keep_every = 0 must be an integer of at least 1 or 'auto'"),
         ({"warmup": -1}, ValueError, "warmup = -1 must be an integer of at least 0 or 'auto'"),
