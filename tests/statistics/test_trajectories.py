@@ -93,7 +93,7 @@ def too_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Source, "fill", lambda self: fill(self).mul_(1.3))
 
 
-@pytest.mark.parametrize("fault", [without_kinetic_energy, too_fast])
+@pytest.mark.parametrize("fault", [without_kinetic_energy, pytest.param(too_fast, marks=pytest.mark.slow)])
 def test_faults_show(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above would see a sampler that reckons its energy wrongly, or is stirred too much."""
     fault(monkeypatch)

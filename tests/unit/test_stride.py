@@ -27,6 +27,11 @@ Y = X.sum(1) + 0.1 * torch.randn(ROWS, generator=torch.Generator().manual_seed(1
 FOLDS = torch.stack([torch.randperm(ROWS, generator=torch.Generator().manual_seed(i))[:40] for i in range(2)])
 STRUCTURES = ["layer", "single", "diagonal", "lowrank", "kronecker", "full"]
 KINDS: list[dict[str, Any]] = [{"method": "sgld", "lr": 1e-3}, *({"structure": name} for name in STRUCTURES)]
+QUICK_ONES = ("lowrank", "sgld")
+SOME = [
+    kind if any(name in str(kind) for name in QUICK_ONES) else pytest.param(kind, marks=pytest.mark.slow)
+    for kind in KINDS
+]
 
 
 def make_target() -> Target:
@@ -90,14 +95,14 @@ def test_the_steps_are_those_of_the_sampler(options: dict[str, Any], chains: int
     torch.testing.assert_close(run.loss, found.loss, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", KINDS, ids=str)
+@pytest.mark.parametrize("options", SOME, ids=str)
 def test_same_seed_same_draws(options: dict[str, Any], eager: None) -> None:
     a, b = (quick(**({"warmup": 0} if "lr" in options else {}), **options) for _ in range(2))
     assert a.info["engine"] == "together, several steps a call"
     assert all(torch.equal(a.draws[name], b.draws[name]) for name in a.draws)
 
 
-@pytest.mark.parametrize("options", KINDS, ids=str)
+@pytest.mark.parametrize("options", SOME, ids=str)
 @pytest.mark.parametrize("chains", [1, 3])
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(
     options: dict[str, Any], chains: int, eager: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
