@@ -1,6 +1,7 @@
 """What all tests share: one thread, no display, fixed generators."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+
+# A run begun in the background of a script ignores Ctrl-C, and so would everything it starts; some tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("MPLBACKEND", "Agg")  # figures are drawn without a display
 torch.set_num_threads(1)  # tiny tensors run faster, and sums come out the same on every machine
