@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from isosgd.cli import main
-from isosgd.experiments import classification, classifiers
+from isosgd.experiments import classification, classifiers, image_methods, image_rivals
 from isosgd.experiments.classification import ROWS, Bench, finite_mnll
 from isosgd.experiments.classifiers import Recipe, Task
 from isosgd.experiments.image_figures import draw_entropies
@@ -105,6 +105,30 @@ def test_draws_of_chains_are_averaged_over_all():
     joined = Outcome.join([a, b])
     torch.testing.assert_close(joined.mean("test"), torch.tensor([[2 / 3, 1 / 3]]))
     assert (joined.draws, joined.gradients, joined.seconds) == (3, 15, 3.0)
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 0.05])
+@pytest.mark.parametrize("name", ["alpha-c", "G-c-slr", "windowed", "sghmc", "csghmc"])
+def test_noise_and_rate_make_up_the_temperature(tasks, monkeypatch, name, temperature):
+    """``(rate sqrt(2 lam))^2 = 2 a rate T / N`` in every group: noise too large, N or T left out would all show."""
+    chains = []
+
+    def spy(*args, **settings):
+        chains.append(start_chain(*args, **settings))
+        return chains[-1]
+
+    monkeypatch.setattr(image_methods, "start_chain", spy)
+    monkeypatch.setattr(image_rivals, "start_chain", spy)
+    monkeypatch.setattr(image_methods, "keep_draws", lambda *args: None)
+    methods = {"windowed": image_methods.windowed, "sghmc": image_rivals.sghmc, "csghmc": image_rivals.csghmc}
+    task, _ = tasks
+    method = methods.get(name) or isgd(name)
+    method(Job(task, task.start(0), 0, temperature, 2, 120, 5))
+    update = chains[0].update
+    rates, kicks = update.rates * update.pace[0], update.kicks * update.pace[1]
+    found = chains[0].num_data * kicks.double().square() / (2.0 * update.friction * rates.double())
+    assert bool((rates > 0).all())
+    torch.testing.assert_close(found, torch.full_like(found, temperature), rtol=1e-4, atol=0.0)
 
 
 def test_the_noise_watched_is_that_of_minibatches(tasks):

@@ -15,6 +15,7 @@ from isosgd.chain.batches import TensorBatches
 from isosgd.chain.chain import Chains
 from isosgd.chain.trajectories import Averaging
 from isosgd.samplers.gliding import Gliding
+from isosgd.samplers.innovations import BITS_FROM
 
 G = torch.Generator().manual_seed(0)
 X = torch.randn(40, 3, generator=G)
@@ -88,6 +89,34 @@ def test_work_is_the_change_of_kinetic_energy() -> None:
     after = sampler.velocity[0].double()
     wanted = 0.5 * (after @ mass @ after - before @ mass @ before)
     assert float(sampler.gained[0] - gained[0]) == pytest.approx(float(wanted), rel=1e-3, abs=1e-3)
+
+
+def test_velocities_are_normal_however_many_there_are() -> None:
+    """Steps of large models on a CPU take counted bits, whose fourth moment is 2.75: no velocity may."""
+    run = chains(BITS_FROM // 20, "diagonal")
+    sampler, shaped = run.gliding, run.shaped
+    assert sampler is not None and shaped is not None
+    white = []
+    for _ in range(10):
+        sampler.restart()
+        run.evaluate()
+        assert run.flat(run.leaves).numel() >= BITS_FROM
+        sampler.energy = run.energy()
+        sampler._lay_out()
+        flat = run.flat([leaf.grad for leaf in run.leaves])
+        sampler._begin(shaped, run.flat(run.leaves), flat, flat, sampler.energy)
+        white.append(sampler.velocity / (2.0 * shaped.scale * sampler.own.unsqueeze(-1) * shaped.rates()).sqrt())
+    z = torch.cat(white).double().flatten()
+    assert abs(float(z.square().mean()) - 1.0) < 5 * (2 / len(z)) ** 0.5
+    assert abs(float(z.pow(4).mean()) - 3.0) < 5 * (96 / len(z)) ** 0.5  # the variance of a normal fourth power
+
+
+def test_a_state_of_minibatches_is_refused() -> None:
+    run = chains()
+    state = run.sampler.state_dict()
+    del state["trajectory"]
+    with pytest.raises(ValueError, match="no trajectory"):
+        run.sampler.load_state_dict(state)
 
 
 def test_a_trajectory_that_is_refused_leaves_the_chain_where_it_was() -> None:

@@ -6,15 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from isosgd.samplers.innovations import BITS_FROM, UNIT, Innovations, count_bits
-
-
-def as_bits(kind: Innovations, size: int, device: torch.device) -> bool:
-    """Whether so many innovations are counted bits rather than normal numbers."""
-    return device.type == "cpu" and (kind == "bits" or (kind == "auto" and size >= BITS_FROM))
+from isosgd.samplers.innovations import UNIT, count_bits, stream
 
 
 def innovations(out: Tensor, generator: torch.Generator, bits: bool, scale: Tensor | None = None) -> Tensor:
@@ -41,13 +35,5 @@ def innovations(out: Tensor, generator: torch.Generator, bits: bool, scale: Tens
         np.multiply(count_bits(words, flat.size).reshape(flat.shape), factor, out=flat, casting="unsafe")
         return out
     # numpy draws normal numbers in half the time that torch takes on one core.
-    _stream(words).standard_normal(flat.shape, flat.dtype.type, flat)
+    stream(words).standard_normal(flat.shape, flat.dtype.type, flat)
     return out if scale is None else out.mul_(scale)
-
-
-def _stream(words: NDArray[np.uint64]) -> np.random.Generator:
-    source = np.random.SFC64(0)
-    state: Any = {"state": np.append(words, np.uint64(1))}
-    source.state = {"bit_generator": "SFC64", "state": state, "has_uint32": 0, "uinteger": 0}
-    source.random_raw(12, output=False)  # until they are mixed
-    return np.random.Generator(source)

@@ -56,7 +56,7 @@ class WarmupReport:
         return asdict(self)
 
 
-def drifting(losses: Array, what: str = "the mean loss") -> str:
+def drifting(losses: Array) -> str:
     """Whether the losses of a window differ from its first to its second half, in words; empty when they do not."""
     parts = np.array([part.mean() for part in np.array_split(losses, PARTS)])
     first, second = parts[: PARTS // 2], parts[PARTS // 2 :]
@@ -65,6 +65,6 @@ def drifting(losses: Array, what: str = "the mean loss") -> str:
     if abs(drift) <= SURE * deviation:
         return ""
     return (
-        f"{what} still drifts (by {drift:+.3g}, {abs(drift) / deviation:.0f} standard errors, in the last window "
-        f"of {len(losses)} steps): a longer warmup= or a start closer to a mode (init=) would help"
+        f"the mean loss still drifts (by {drift:+.3g}, {abs(drift) / deviation:.0f} standard errors, in the last "
+        f"window of {len(losses)} steps): a longer warmup= or a start closer to a mode (init=) would help"
     )

@@ -20,9 +20,10 @@ from isosgd.chain.batches import TensorBatches
 from isosgd.chain.chain import Chains
 from isosgd.chain.compiled import Compiled
 from isosgd.chain.gradients import Many, batchable
-from isosgd.chain.innovations import as_bits, innovations
+from isosgd.chain.innovations import innovations
 from isosgd.chain.repeated import UNCHECKED, Captured, Looped, Repeated, Tensors
 from isosgd.samplers import ISGD, SGLD
+from isosgd.samplers.innovations import as_bits
 from isosgd.samplers.structure import outer_factor
 
 MOST = 64  # steps of a call

@@ -54,11 +54,12 @@ class Averaging:
     Args:
         start: step sizes.
         share: of trajectories to be accepted.
+        bold: how much longer than these the steps are that are tried when all are accepted at first.
     """
 
-    def __init__(self, start: Tensor, share: float = ACCEPTED) -> None:
+    def __init__(self, start: Tensor, share: float = ACCEPTED, bold: float = 2.0) -> None:
         self.share, self.count = share, 0
-        self.centre = (2.0 * start).log()
+        self.centre = (bold * start).log()
         self.error, self.log_mean = torch.zeros_like(start), start.log()
         self.value = start
 
@@ -167,15 +168,11 @@ class Trajectories:
 
     def _sizes(self, held: set[str]) -> list[Tensor]:
         """How far a step goes for each parameter: in proportion to the size of its group's, which has the unit."""
-        chains, found = self.chains, []
+        chains, rates = self.chains, list[Tensor]()
         flat = chains.flat(chains.leaves)
-        for slot in chains.slots:
+        for group, slot in zip(chains.sampler.param_groups, chains.slots, strict=True):
             size = flat[:, slot].square().mean(-1).sqrt()
-            found.append(RATE * torch.where(size > 0, size, SIZE))
-        by_group = iter(found)
-        rates: list[Tensor] = []
-        for group in chains.sampler.param_groups:
-            rate = next(by_group)
+            rate = RATE * torch.where(size > 0, size, SIZE)
             rates += [chains.wide(rate, p) for p in group["params"]]
         return [
             torch.zeros_like(rate) if name in held else rate for name, rate in zip(chains.params, rates, strict=True)
@@ -190,7 +187,6 @@ class Trajectories:
         self.traces.begin(steps)
         paces = Averaging(sampler.pace.sqrt())
         self._choose_length(steps)
-        energies: list[Tensor] = []
         levels: list[Tensor] = []
         accepted: list[Tensor] = []
         assert sampler.shaped is not None
@@ -202,7 +198,6 @@ class Trajectories:
             chains.advance(None)
             if noise is not None:
                 sampler.observe(self._seen(noise))
-            energies.append(sampler.home_energy)
             levels.append(chains.level)
             if sampler.ended:
                 accepted.append(sampler.acceptance)
@@ -211,10 +206,9 @@ class Trajectories:
                 if fixed and i < steps // 4:  # paces are about right, so that lengths are too
                     self._choose_length(steps)
         sampler.pace = paces.mean.square()
-        found = _array(levels)
-        self.loss = found.mean(0), found.std(0)
-        shares = _array(accepted[len(accepted) // 2 :]).mean(0)
-        self.reasons = [self._unsettled(k, shares[k], _array(energies)[:, k]) for k in range(chains.count)]
+        losses, shares = _array(levels), _array(accepted[len(accepted) // 2 :]).mean(0)
+        self.loss = losses.mean(0), losses.std(0)
+        self.reasons = [self._unsettled(k, shares[k], losses[:, k]) for k in range(chains.count)]
 
     def _seen(self, noise: list[Tensor]) -> list[Tensor]:
         """The noise of chains that are where the posterior has its mass; of others that which was seen last."""
@@ -229,15 +223,15 @@ class Trajectories:
         reach = REACH / float(self.sampler.pace.sqrt().median())
         self.sampler.length = max(1, min(math.ceil(reach), MOST_LENGTH, steps // TRAJECTORIES))
 
-    def _unsettled(self, k: int, accepted: float, energies: Array) -> str:
+    def _unsettled(self, k: int, accepted: float, losses: Array) -> str:
         if not bool(self.chains.alive[k]):
             return "the chain has diverged"
         if accepted < LEAST_ACCEPTED:
             return (
-                f"{100 * accepted:.0f}% of the trajectories were accepted in the last window of {len(energies)} steps: "
+                f"{100 * accepted:.0f}% of the trajectories were accepted in the last window of {len(losses)} steps: "
                 "a longer warmup= would help"
             )
-        return drifting(energies, "the energy")
+        return drifting(losses)
 
     def _count(self, stage: str) -> None:
         self.spent += 1

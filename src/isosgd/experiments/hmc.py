@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from isosgd import Target
+from isosgd.chain.trajectories import Averaging
 from isosgd.potential import Params
 
 ACCEPTANCE = 0.8  # share of proposals that the step size aims at
@@ -236,12 +237,13 @@ class _Run:
 
     def _window(self, length: int, mass: bool) -> None:
         self._first_step_size()
-        averaging = _DualAveraging(self.step_size)
+        averaging = Averaging(torch.tensor(self.step_size, dtype=torch.float64), ACCEPTANCE, bold=10.0)
         seen = []
         for _ in range(length):
-            self.step_size = averaging.update(float(self.move().mean()))
+            averaging.take(self.move().mean().double())
+            self.step_size = float(averaging.value)
             seen.append(self.position)
-        self.step_size = averaging.averaged
+        self.step_size = float(averaging.mean)
         if mass:
             variance = torch.cat(seen[length // 3 :]).var(0)
             self.variance = torch.where(variance > 0, variance, self.variance)  # none when nothing was accepted
@@ -257,29 +259,6 @@ class _Run:
                 return
             up = accepted
             self.step_size *= 2.0 if up else 0.5
-
-
-class _DualAveraging:
-    """Step sizes whose mean acceptance tends to `ACCEPTANCE` (Hoffman and Gelman 2014, section 3.2)."""
-
-    def __init__(self, step_size: float) -> None:
-        self.centre = math.log(10 * step_size)
-        self.error, self.log_averaged, self.count = 0.0, math.log(step_size), 0
-
-    def update(self, acceptance: float) -> float:
-        """The next step size to try."""
-        self.count += 1
-        weight = 1 / (self.count + 10)
-        self.error += weight * (ACCEPTANCE - acceptance - self.error)
-        log_step = self.centre - math.sqrt(self.count) / 0.05 * self.error
-        share = self.count**-0.75
-        self.log_averaged += share * (log_step - self.log_averaged)
-        return math.exp(log_step)
-
-    @property
-    def averaged(self) -> float:
-        """The step size to keep."""
-        return math.exp(self.log_averaged)
 
 
 def _check(target: Target, chains: int, draws: int, warmup: int, steps: tuple[int, int], keep_every: int) -> None:

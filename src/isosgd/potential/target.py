@@ -312,6 +312,11 @@ class Target:
             raise ValueError("this target cannot predict: pass predict=, a callable (params, x), to Target")
         return self._predict(self.constrain(free), x)
 
+    @property
+    def predicts(self) -> bool:
+        """Whether it can predict."""
+        return self._predict is not None
+
     def describe(self) -> dict[str, Any]:
         """What is sampled, as plain values that JSON can hold."""
         if isinstance(self._log_likelihood, ModuleLikelihood):

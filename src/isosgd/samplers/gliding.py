@@ -54,6 +54,9 @@ class Gliding(ISGD):
     def _bind(self, shaped: Shaped, paired: bool, lam: float | None) -> None:
         super()._bind(shaped, paired, lam)
         shaped.weight = 0.0
+        # A velocity is kept for a whole trajectory, and its energy is reckoned as that of a normal one: counted bits,
+        # good enough where a chain adds up many small steps, would leave a bias here.
+        self.innovations = "normal"
         self.energy: Tensor | None = None
         self.pace = shaped.full(FIRST_PACE)
         self.length, self.place, self.ended = 1, 0, False
@@ -151,7 +154,9 @@ class Gliding(ISGD):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved = state_dict["trajectory"]
+        saved = state_dict.get("trajectory")
+        if saved is None:
+            raise ValueError("the state has no trajectory: it was saved by a sampler of minibatches")
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "trajectory"})
         for name in KEPT:
             setattr(self, name, saved[name])

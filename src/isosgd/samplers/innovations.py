@@ -37,8 +37,9 @@ def make_generator(generator: torch.Generator | None, device: torch.device) -> t
     return generator
 
 
-def _as_bits(out: Tensor, kind: Innovations) -> bool:
-    return out.device.type == "cpu" and (kind == "bits" or (kind == "auto" and out.numel() >= BITS_FROM))
+def as_bits(kind: Innovations, size: int, device: torch.device) -> bool:
+    """Whether so many innovations are counted bits rather than normal numbers."""
+    return device.type == "cpu" and (kind == "bits" or (kind == "auto" and size >= BITS_FROM))
 
 
 class Source:
@@ -59,7 +60,7 @@ class Source:
 
     def __init__(self, out: Tensor, generator: torch.Generator, kind: Innovations = "auto") -> None:
         self.out, self.generator = out, generator
-        self.bits = _as_bits(out, kind)
+        self.bits = as_bits(kind, out.numel(), out.device)
         self.ahead: Future[None] | None = None
         self._before = generator.get_state()
         self.prepare()
@@ -124,19 +125,24 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="isosgd-innovations")
 
 
-def count_bits(seed: NDArray[np.uint64], count: int) -> NDArray[np.int8]:
-    """``count`` sums of eight random signs, halved: the bits of random bytes, less four.
-
-    Args:
-        seed: three words, the state of an SFC64 generator, which is then run until they are mixed.
-        count: how many.
-    """
+def stream(seed: NDArray[np.uint64]) -> np.random.Generator:
+    """Numpy's generator from three words, the state of an SFC64, which is run until they are mixed."""
     source = np.random.SFC64(0)
     state: Any = {"state": np.append(seed, np.uint64(1))}
     source.state = {"bit_generator": "SFC64", "state": state, "has_uint32": 0, "uinteger": 0}
     source.random_raw(12, output=False)
+    return np.random.Generator(source)
+
+
+def count_bits(seed: NDArray[np.uint64], count: int) -> NDArray[np.int8]:
+    """``count`` sums of eight random signs, halved: the bits of random bytes, less four.
+
+    Args:
+        seed: three words.
+        count: how many.
+    """
     # `integers` over their whole range are the raw words, drawn without holding Python's lock.
-    words = np.random.Generator(source).integers(0, 2**64 - 1, (count + 7) // 8, dtype=np.uint64, endpoint=True)
+    words = stream(seed).integers(0, 2**64 - 1, (count + 7) // 8, dtype=np.uint64, endpoint=True)
     ones = np.bitwise_count(words.view(np.uint8)).view(np.int8)
     ones -= 4
     return ones[:count]

@@ -73,7 +73,7 @@ class Watch:
 
     def _inputs(self, held_out: Any) -> Any:
         """Where to predict, for each chain; None where the target cannot."""
-        if self.run.target._predict is None:
+        if not self.run.target.predicts:
             if held_out is not None:
                 raise ValueError("held_out are inputs, but the target cannot predict: pass predict= to Target")
             return None
