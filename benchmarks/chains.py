@@ -1,7 +1,7 @@
 """Chain-steps per second: ours against blackjax and posteriors, interleaved in one process on one core.
 
     make bench-peers
-    python benchmarks/chains.py [--chains 1 10 100 1000] [--rounds 15] [--core 0] [--json FILE]
+    python benchmarks/chains.py [--chains 1 10 100 1000] [--rounds 15] [--core 0] [--device cuda] [--json FILE]
 
 The posterior is that of an MLP 13-50-1 with Gaussian noise of known scale and a normal prior, minibatches of 128 out
 of 455 rows, all in float32. A step is everything: a minibatch drawn for each chain, its gradient, as many random
@@ -17,7 +17,9 @@ numbers as there are parameters, and the update.
 
 Every round times all of them once, one after the other. The figures are medians over rounds. Ratios of CPU time are
 shown too: they are not disturbed by what else runs on the machine. The faster of the two forms of blackjax is what
-others are held against. The peers are optional: what is not installed is left out.
+others are held against. The peers are optional: what is not installed is left out, and on a GPU all of them are.
+
+Memory is what one run of I-SGD takes beside its imports, in a process of its own; on a GPU, what is allocated there.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -57,7 +60,7 @@ def data() -> tuple[Any, Any]:
     return x, x[:, 0].sin() + NOISE * torch.randn(ROWS, generator=generator)
 
 
-def ours(chains: int, steps: int, method: str, warmup: int, options: dict[str, Any]) -> Call:
+def ours(chains: int, steps: int, method: str, warmup: int, options: dict[str, Any], device: str = "cpu") -> Call:
     """Chains of ours."""
     import torch
 
@@ -72,7 +75,7 @@ def ours(chains: int, steps: int, method: str, warmup: int, options: dict[str, A
 
     torch.manual_seed(0)
     target = Target.from_module(mlp(FEATURES, HIDDEN, 1), likelihoods.Gaussian(NOISE), priors.FanInNormal())
-    team = Team(target, data(), None, chains, BATCH, 0, None, None)
+    team = Team(target, data(), None, chains, BATCH, 0, torch.device(device), None)
     make = sampler_factory(method, team.num_data, 1.0, BATCH, 1, False, dict(options))
     _, run = next(iter(team.runs(make)))
     if warmup:
@@ -88,6 +91,8 @@ def ours(chains: int, steps: int, method: str, warmup: int, options: dict[str, A
         nonlocal done
         stride.go(done, steps, lambda count: None)
         done += steps
+        if device != "cpu":
+            torch.cuda.synchronize()
 
     return call
 
@@ -171,49 +176,78 @@ def posteriors_sgld(chains: int, steps: int) -> Call:
     return call
 
 
-def torch_sgd(steps: int) -> Call:
+def torch_sgd(steps: int, device: str) -> Call:
     """One network, trained by SGD."""
     import torch
 
     from isosgd.models import mlp
 
-    x, y = data()
-    net = mlp(FEATURES, HIDDEN, 1)
+    x, y = (t.to(device) for t in data())
+    net = mlp(FEATURES, HIDDEN, 1).to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
 
     def call() -> None:
         for _ in range(steps):
-            index = torch.randint(ROWS, (BATCH,))
+            index = torch.randint(ROWS, (BATCH,), device=device)
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(net(x[index])[:, 0], y[index]).backward()
             optimizer.step()
+        if device != "cpu":
+            torch.cuda.synchronize()
 
     return call
 
 
-def contenders(chains: int, steps: int) -> dict[str, Call]:
+def contenders(chains: int, steps: int, device: str) -> dict[str, Call]:
     """All that can run here."""
     from importlib.util import find_spec
 
     found = {
-        "isosgd SGLD, normal": ours(chains, steps, "sgld", 0, {"lr": RATE / ROWS, "innovations": "normal"}),
-        "isosgd SGLD": ours(chains, steps, "sgld", 0, {"lr": RATE / ROWS}),
-        "isosgd I-SGD": ours(chains, steps, "isgd", 300 if chains > 100 else 600, {}),
+        "isosgd SGLD, normal": ours(chains, steps, "sgld", 0, {"lr": RATE / ROWS, "innovations": "normal"}, device),
+        "isosgd SGLD": ours(chains, steps, "sgld", 0, {"lr": RATE / ROWS}, device),
+        "isosgd I-SGD": isgd(chains, steps, device),
     }
+    if chains == 1:
+        found["torch SGD"] = torch_sgd(steps, device)
+    if device != "cpu":
+        return found
     if find_spec("blackjax"):
         found["blackjax SGLD"] = blackjax_sgld(chains, steps, estimator=True)
         found["blackjax SGLD, batch loss"] = blackjax_sgld(chains, steps, estimator=False)
     if find_spec("posteriors"):
         found["posteriors SGLD"] = posteriors_sgld(chains, steps)
-    if chains == 1:
-        found["torch SGD"] = torch_sgd(steps)
     return found
 
 
-def measure(chains: int, rounds: int) -> dict[str, dict[str, float]]:
+def isgd(chains: int, steps: int, device: str) -> Call:
+    """Chains of I-SGD after a warm-up."""
+    return ours(chains, steps, "isgd", 300 if chains > 100 else 600, {}, device)
+
+
+def memory(chains: int, device: str) -> float:
+    """Megabytes that so many chains take; only the first call in a process tells."""
+    import resource
+
+    import torch
+
+    import isosgd.chain.warmup  # noqa: F401  (what is loaded is not what chains take)
+
+    def now() -> float:
+        if device != "cpu":
+            return torch.cuda.max_memory_allocated() / 1e6
+        unit = 1e6 if sys.platform == "darwin" else 1e3
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+    before = now()
+    call = isgd(chains, STEPS[100], device)
+    call()
+    return now() - before
+
+
+def measure(chains: int, rounds: int, device: str) -> dict[str, dict[str, float]]:
     """Microseconds for a step of one chain, by the clock and of CPU time."""
-    steps = STEPS.get(chains, max(6, 3200 // chains))
-    calls = contenders(chains, steps)
+    steps = 64 if device != "cpu" else STEPS.get(chains, max(6, 3200 // chains))
+    calls = contenders(chains, steps, device)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for i in range(rounds + 2):
         for name, call in calls.items():
@@ -248,9 +282,12 @@ def main() -> None:
     parser.add_argument("--chains", type=int, nargs="+", default=[1, 10, 100, 1000], help="how many (1 10 100 1000)")
     parser.add_argument("--rounds", type=int, default=15, help="timed calls of each (default 15)")
     parser.add_argument("--core", type=int, default=0, help="the core that everything runs on (default 0)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
+    parser.add_argument("--memory", action="store_true", help="only say how many megabytes the chains take")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     args = parser.parse_args()
-    one_core(args.core)
+    if args.device == "cpu":
+        one_core(args.core)
     here = Path(__file__).resolve().parent
     sys.path = [path for path in sys.path if Path(path).resolve() != here]  # a file beside this one is named posteriors
 
@@ -261,19 +298,27 @@ def main() -> None:
 
     torch.set_num_threads(1)
     result: dict[int, Any] = {}
-    with fastest_products(torch.device("cpu")):
+    megabytes: dict[int, float] = {}
+    with fastest_products(torch.device(args.device)):
         for chains in args.chains:
-            result[chains] = measure(chains, args.rounds)
+            if args.memory:
+                print(memory(chains, args.device))
+                return
+            result[chains] = measure(chains, args.rounds, args.device)
             show(chains, result[chains])
-            sys.stdout.flush()
-    versions = {"torch": torch.__version__, "isosgd": isosgd.__version__, "machine": platform.machine()}
+            own = [sys.executable, __file__, "--memory", "--chains", str(chains), "--device", args.device]
+            megabytes[chains] = float(subprocess.run(own, check=True, stdout=subprocess.PIPE).stdout.split()[-1])
+            print(f"memory of I-SGD: {megabytes[chains]:.0f} MB", flush=True)
+    machine = platform.machine() if args.device == "cpu" else torch.cuda.get_device_name()
+    versions = {"torch": torch.__version__, "isosgd": isosgd.__version__, "machine": machine}
     for peer in ("blackjax", "jax", "posteriors"):
         if peer in sys.modules:
             versions[peer] = getattr(sys.modules[peer], "__version__", "")
     if args.json:
         command = "python benchmarks/chains.py " + " ".join(sys.argv[1:])
         about = {"command": command, "versions": versions, "rounds": args.rounds}
-        args.json.write_text(json.dumps({**about, "microseconds a chain-step": result}, indent=2) + "\n")
+        found = {**about, "microseconds a chain-step": result, "megabytes of I-SGD": megabytes}
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

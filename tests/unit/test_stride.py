@@ -238,6 +238,7 @@ def test_innovations_have_mean_zero_and_unit_variance(bits: bool) -> None:
 @pytest.mark.parametrize("chains", [1, 4])
 def test_compiled_steps_lead_to_the_same_place(options: dict[str, Any], chains: int) -> None:
     runs = [make_chains(chains, options) for _ in range(2)]
+    assert not any(why_not(run) for run in runs)
     fast, plain = Stride(runs[0], 5), Stride(runs[1], 5, compiled=False)
     if fast.failed:
         pytest.skip(f"nothing can be compiled here: {fast.failed}")

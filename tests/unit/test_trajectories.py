@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 import isosgd
 from isosgd import DataSets, Target, priors, sample
+from isosgd.chain import compiled
 from isosgd.chain.batches import TensorBatches
 from isosgd.chain.chain import Chains
+from isosgd.chain.glide import Glide, why_not
 from isosgd.chain.trajectories import Averaging
 from isosgd.samplers.gliding import Gliding
 from isosgd.samplers.innovations import BITS_FROM
@@ -246,3 +248,91 @@ def test_paces_come_to_the_share_that_is_asked_for() -> None:
     for _ in range(400):
         paces.take((-paces.value).exp())
     torch.testing.assert_close(paces.mean, torch.full((2,), 0.693), rtol=0.1, atol=0.0)
+
+
+# -- several steps in a call --
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that leaves functions as they are."""
+    monkeypatch.setattr(compiled.torch, "compile", lambda function, **settings: function)
+
+
+def after(steps: int, how: str, structure: str = "lowrank", count: int = 3, length: int = 5) -> tuple[Any, Any]:
+    """Chains that have taken some steps, one by one or several in a call; and the numbers of steps told."""
+    run = chains(count, structure)
+    run.sampler.length, run.sampler.pace = length, torch.full((count,), 0.01)  # type: ignore[attr-defined]
+    told: list[int] = []
+    if how == "single":
+        for _ in range(steps):
+            run.step()
+    else:
+        assert why_not(run) == ""
+        Glide(run, compiled=how == "compiled").go(0, steps, told.append)
+    return run, told
+
+
+@pytest.mark.parametrize("structure", ["lowrank", "diagonal", "kronecker", "full"])
+@pytest.mark.parametrize("steps", [3, 5, 17])
+def test_the_steps_are_those_of_the_sampler(structure: str, steps: int) -> None:
+    (one, _), (many, told) = after(steps, "single", structure), after(steps, "loop", structure)
+    assert sum(told) == steps and max(told) > 1
+    for a, b in zip(one.leaves, many.leaves, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    for name in ("velocity", "gained", "home", "home_energy", "acceptance"):
+        mine, theirs = getattr(many.sampler, name), getattr(one.sampler, name)
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4, msg=name)
+    assert (many.sampler.place, many.gradients) == (one.sampler.place, one.gradients)
+    assert many.sampler.param_groups[0]["step"] == one.sampler.param_groups[0]["step"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("structure", ["lowrank", "full"])
+def test_so_they_are_when_compiled(structure: str) -> None:
+    (one, _), (many, _) = after(17, "single", structure), after(17, "compiled", structure)
+    for a, b in zip(one.leaves, many.leaves, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_a_place_without_a_gradient_stops_no_chain() -> None:
+    """The gradient is taken as zero there; the end of the trajectory decides."""
+    run, _ = after(6, "loop", length=5)
+    with torch.no_grad():
+        run.leaves[0][1].fill_(float("nan"))
+    other = run.snapshot()
+    Glide(run, compiled=False).go(0, 4, lambda count: None)
+    run.step()
+    assert run.gliding is not None and run.gliding.acceptance[1] == 0
+    assert all(bool(torch.isfinite(run.current[name]).all()) for name in run.params)
+    assert not torch.equal(other[0][0], run.leaves[0][0])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_run_that_was_stopped_goes_on_the_same(count: int, eager: None, tmp_path: Any) -> None:
+    settings = {**QUICK, "compile": True, "draws": 9, "chains": count}
+    whole = sample(target(), (X, Y), **settings)
+    assert "several steps a call" in whole.info["engine"]
+
+    class Stop(Exception):
+        pass
+
+    stops = iter(range(4))
+
+    def stop(*_: Any, **__: Any) -> None:
+        if next(stops, None) is None:
+            raise Stop
+
+    original = Chains.natural
+    with pytest.MonkeyPatch.context() as patch:
+
+        def natural(self: Any, *args: Any, **named: Any) -> Any:
+            stop()
+            return original(self, *args, **named)
+
+        patch.setattr(Chains, "natural", natural)
+        with pytest.raises(Stop):
+            sample(target(), (X, Y), store=tmp_path / "run", **settings)
+    again = sample(target(), (X, Y), store=tmp_path / "run", resume=True, **settings)
+    for name, draws in whole.draws.items():
+        torch.testing.assert_close(again.draws[name], draws, rtol=0, atol=0)

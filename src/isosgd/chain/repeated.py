@@ -19,6 +19,44 @@ CACHE = 3 << 18  # bytes, of a core's own
 UNCHECKED: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
 
 
+def repeat(body: Callable[[int, Tensors], Tensors], count: Tensor, most: int, state: Tensors) -> Tensors:
+    """What ``body(0, .)``, ``body(1, .)``, ... make of a state: a loop, inside of the code where it is compiled.
+
+    Args:
+        body: one step; takes its number.
+        count: of steps, a tensor.
+        most: steps at most.
+        state: tensors, whose shapes stay.
+    """
+    if not torch.compiler.is_compiling():
+        for k in range(int(count)):
+            state = body(k, state)
+        return state
+
+    def goes_on(i: Tensor, *state: Tensor) -> Tensor:
+        return i < count
+
+    def once(i: Tensor, *state: Tensor) -> Tensors:
+        k = i.item()
+        torch._check(k >= 0)  # type: ignore[no-untyped-call]
+        torch._check(k < most)  # type: ignore[no-untyped-call]
+        return i + 1, *body(k, state)  # type: ignore[arg-type]
+
+    found = while_loop(goes_on, once, (torch.zeros((), dtype=torch.int64), *state))  # type: ignore[no-untyped-call]
+    return tuple(found[1:])
+
+
+def block(count: int, tensors: Tensors) -> int:
+    """Chains that take their steps one after the other, so that what they read every time stays in the cache.
+
+    Args:
+        count: of all chains.
+        tensors: that are read, with a leading dimension of chains.
+    """
+    each = sum(t.numel() * t.element_size() for t in tensors) // count
+    return next(size for size in range(count, 0, -1) if count % size == 0 and (size * each <= CACHE or size == 1))
+
+
 class Kth(Protocol):
     """Step k: from parameters, and from minibatches and innovations of all steps, to new parameters and losses."""
 
@@ -67,7 +105,7 @@ class Looped(Repeated):
             return self.plain(count, theta, batch, xi, tensors)
         if len(batch[0]) < self.most:  # the compiled code knows one shape
             batch, xi = self._pad(batch, xi)
-        number, size = torch.tensor(count), self._block(theta, tensors)
+        number, size = torch.tensor(count), block(len(theta), (theta, *tensors))
         found: list[Found] = []
         for a in range(0, len(theta), size):
             b = a + size
@@ -76,13 +114,6 @@ class Looped(Repeated):
         self.why_not = self.loop.why_not
         theta, loss, total = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
         return theta, loss, total
-
-    @staticmethod
-    def _block(theta: Tensor, tensors: Tensors) -> int:
-        """Chains that take their steps one after the other, so that what they read every time stays in the cache."""
-        count = len(theta)
-        each = sum(t.numel() * t.element_size() for t in (theta, *tensors)) // count
-        return next(size for size in range(count, 0, -1) if count % size == 0 and (size * each <= CACHE or size == 1))
 
     def _pad(self, batch: Tensors, xi: Tensor) -> tuple[Tensors, Tensor]:
         steps = len(batch[0])
@@ -95,24 +126,16 @@ class Looped(Repeated):
         return every, wide
 
     def _loop(self, count: Tensor, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
-        if not torch.compiler.is_compiling():
-            return self.plain(int(count), theta, batch, xi, tensors)
         zero = torch.zeros_like(theta[:, 0])
 
-        def goes_on(i: Tensor, theta: Tensor, loss: Tensor, total: Tensor) -> Tensor:
-            return i < count
-
-        def body(i: Tensor, theta: Tensor, loss: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            k = i.item()
-            torch._check(k >= 0)  # type: ignore[no-untyped-call]
-            torch._check(k < self.most)  # type: ignore[no-untyped-call]
+        def body(k: int, state: Tensors) -> Tensors:
+            theta, _, total = state
             # Views, lest the compiler take two transposes of one of them for tensors of their own, from outside.
             own = tuple(t.view(t.shape) for t in tensors)
-            theta, loss = self.step(k, theta, batch, xi, own)  # type: ignore[arg-type]
-            return i + 1, theta, loss, total + loss
+            theta, loss = self.step(k, theta, batch, xi, own)
+            return theta, loss, total + loss
 
-        start = (torch.zeros((), dtype=torch.int64), theta, zero, zero.clone())
-        _, theta, loss, total = while_loop(goes_on, body, start)  # type: ignore[no-untyped-call]
+        theta, loss, total = repeat(body, count, self.most, (theta, zero, zero.clone()))
         return theta, loss, total
 
 

@@ -35,14 +35,20 @@ class Traces:
         """Trace anew, at every so many of the steps to come that it does not get too long."""
         self.found, self.stride = [], max(1, steps // LENGTH)
 
-    def take(self, step: int) -> None:
-        """Look at the chains before a step, counted from 0, if it is time."""
-        if step % self.stride:
+    def take(self, step: int, count: int = 1) -> None:
+        """Look at the chains around a step, counted from 0, if it is time.
+
+        Args:
+            step: its number.
+            count: of steps since the last look, all of which left the chains where they are now.
+        """
+        times = sum((step + k) % self.stride == 0 for k in range(count))
+        if not times:
             return
         if self.examples is None:
             cut = (slice(EXAMPLES),) if self.chains.many is None else (slice(None), slice(EXAMPLES))
             self.examples = tree_map(lambda t: t[cut] if t.dim() >= len(cut) else t, self.chains.batch)
-        self.found.append(self.chains.log_likelihood(self.examples).double().cpu().numpy())
+        self.found += times * [self.chains.log_likelihood(self.examples).double().cpu().numpy()]
 
     def spacing(self) -> int | None:
         """Steps between draws: half of the integrated autocorrelation time of the slowest traced example.

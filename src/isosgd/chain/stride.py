@@ -27,7 +27,7 @@ from isosgd.samplers.innovations import as_bits
 from isosgd.samplers.structure import outer_factor
 
 MOST = 64  # steps of a call
-BYTES = 1 << 25  # of minibatches and innovations that are drawn at once, at most
+BYTES = {"cpu": 1 << 25, "cuda": 1 << 29}  # of minibatches and innovations that are drawn at once, at most
 LARGE = 1 << 20  # parameters of a chain from which a step is more work than to call it
 
 
@@ -62,7 +62,7 @@ def _steps(run: Chains) -> int:
     assert isinstance(batches, TensorBatches)
     row = sum(t[0].numel() * t.element_size() for t in batches.tensors)
     each = run.count * (batches.batch_size * row + sum(run.layout.sizes) * run.leaves[0].element_size())
-    return max(1, min(MOST, BYTES // each))
+    return max(1, min(MOST, BYTES.get(run.leaves[0].device.type, BYTES["cpu"]) // each))
 
 
 class Stride:

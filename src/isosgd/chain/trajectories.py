@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from isosgd.chain.chain import Chains
+from isosgd.chain.glide import Glide
 from isosgd.chain.progress import Progress
 from isosgd.chain.reports import GroupReport, WarmupReport, drifting
 from isosgd.chain.spacing import Traces
@@ -82,8 +83,10 @@ class Trajectories:
 
     kept = ("stage", "spent", "fallen", "length", "reasons", "loss", "last")
 
-    def __init__(self, chains: Chains, steps: int | None, most: int, progress: Progress, mark: Mark) -> None:
-        self.chains, self.progress, self.mark = chains, progress, mark
+    def __init__(
+        self, chains: Chains, steps: int | None, most: int, progress: Progress, mark: Mark, glide: Glide | None = None
+    ) -> None:
+        self.chains, self.progress, self.mark, self.glide = chains, progress, mark, glide
         self.budget, self.exact = steps or most, steps is not None
         self.stage, self.spent, self.fallen, self.length = "start", 0, 0, FIRST_WINDOW
         self.traces = Traces(chains)
@@ -190,20 +193,27 @@ class Trajectories:
         levels: list[Tensor] = []
         accepted: list[Tensor] = []
         assert sampler.shaped is not None
-        every = max(1, steps // (VECTORS * sampler.shaped.least))
-        for i in range(steps):
-            noise = chains.evaluate(split=not fixed and i % every == 0)
-            self._count("trying the pace" if fixed else "warming up")
-            self.traces.take(i)
-            chains.advance(None)
-            if noise is not None:
-                sampler.observe(self._seen(noise))
-            levels.append(chains.level)
-            if sampler.ended:
+        every = steps + 1 if fixed else max(1, steps // (VECTORS * sampler.shaped.least))
+        i = 0
+        while i < steps:
+            looks = not fixed and i % every == 0
+            count = 0 if self.glide is None or looks else min(self.glide.inside, steps - i, every - i % every)
+            if count and self.glide is not None:
+                self.glide.glide(count)
+            else:
+                count, noise = 1, chains.evaluate(split=looks)
+                chains.advance(None)
+                if noise is not None:
+                    sampler.observe(self._seen(noise))
+            self._count("trying the pace" if fixed else "warming up", count)
+            self.traces.take(i, count)
+            levels += [chains.level] * count
+            i += count
+            if count == 1 and sampler.ended:
                 accepted.append(sampler.acceptance)
                 paces.take(sampler.acceptance)
                 sampler.pace = paces.value.square()
-                if fixed and i < steps // 4:  # paces are about right, so that lengths are too
+                if fixed and i <= steps // 4:  # paces are about right, so that lengths are too
                     self._choose_length(steps)
         sampler.pace = paces.mean.square()
         losses, shares = _array(levels), _array(accepted[len(accepted) // 2 :]).mean(0)
@@ -233,9 +243,9 @@ class Trajectories:
             )
         return drifting(losses)
 
-    def _count(self, stage: str) -> None:
-        self.spent += 1
-        self.progress.advance(stage, self.chains.count)
+    def _count(self, stage: str, steps: int = 1) -> None:
+        self.spent += steps
+        self.progress.advance(stage, steps * self.chains.count)
 
     def _reports(self, keep: int | None) -> list[WarmupReport]:
         sampler, shaped = self.sampler, self.sampler.shaped

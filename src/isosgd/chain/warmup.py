@@ -25,6 +25,7 @@ from torch import Tensor
 
 from isosgd.chain.chain import Chains
 from isosgd.chain.descent import Descent
+from isosgd.chain.glide import Glide
 from isosgd.chain.progress import Progress
 from isosgd.chain.reports import GroupReport, WarmupReport, drifting
 from isosgd.chain.spacing import LENGTH, Traces
@@ -65,6 +66,7 @@ def warm_up(
     measure_spacing: bool,
     mark: Mark = lambda state: None,
     saved: State | None = None,
+    glide: Glide | None = None,
 ) -> list[WarmupReport]:
     """Run the warm-up of chains and freeze their rates.
 
@@ -75,6 +77,7 @@ def warm_up(
         measure_spacing: whether to measure how far apart draws should be.
         mark: called between windows, with what gives the state of the warm-up there, beside that of the chains.
         saved: such a state, from which to go on. The chains must have been brought to where they were.
+        glide: takes several steps of trajectories in a call.
 
     Returns:
         One report for each chain.
@@ -83,7 +86,7 @@ def warm_up(
     if chains.gliding is None:
         warmup = _Warmup(chains, steps, progress, mark)
     else:
-        warmup = Trajectories(chains, steps, MOST_STEPS, progress, mark)
+        warmup = Trajectories(chains, steps, MOST_STEPS, progress, mark, glide)
     if saved is not None:
         warmup.load_state(saved)
     return warmup.run(measure_spacing)

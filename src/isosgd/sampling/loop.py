@@ -9,8 +9,10 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from isosgd.chain import glide
 from isosgd.chain.alarms import warn_of
 from isosgd.chain.chain import Chains
+from isosgd.chain.glide import Glide
 from isosgd.chain.progress import Progress
 from isosgd.chain.reports import GroupReport, WarmupReport
 from isosgd.chain.state import failure_from, failure_state, load_state, moved, state_of
@@ -150,7 +152,8 @@ def draw_from(
     label = f"chain {first + 1}/{plan.total} " if run.many is None and plan.total > 1 else ""
     outcome = Outcome(first, run.count)
     done, drawn, late = 0, 0, list[Tensor]()
-    stride: Stride | None = None
+    trajectories = _glide(run, plan, bar)
+    stride: Stride | Glide | None = trajectories
     watch: Watch | None = None
     if saved is not None:
         saved = moved(saved, run.alive.device)
@@ -162,7 +165,9 @@ def draw_from(
             def mark(state: Callable[[], State]) -> None:
                 keeper.mark(lambda: {"stage": "warmup", "chains": state_of(run), "warmup": state()})
 
-            outcome.reports = _find_rates(run, plan, bar, mark, None if saved is None else saved["warmup"])
+            outcome.reports = _find_rates(
+                run, plan, bar, mark, None if saved is None else saved["warmup"], trajectories
+            )
         else:
             outcome.reports = [report_from(report) for report in saved["reports"]]
             done, drawn, late = saved["done"], saved["drawn"], list(saved["late"].unbind())
@@ -188,7 +193,7 @@ def draw_from(
             done += steps
             bar.advance(label + "sampling", steps * run.count)
 
-        stride, every = _stride(run, plan, gap, bar), plan.follow(run)
+        stride, every = stride or _stride(run, plan, gap, bar), plan.follow(run)
         if plan.auto:
             traces = None if saved is None or saved["stage"] == "warmup" else saved["traces"].cpu()
             watch = Watch(run, plan.chains_per_set if run.many is not None else 1, plan.held_out, traces)
@@ -228,16 +233,30 @@ def draw_from(
     return outcome
 
 
+def _glide(run: Chains, plan: Plan, bar: Progress) -> Glide | None:
+    """What takes several steps of trajectories in a call, where that can be done and pays."""
+    if run.gliding is None or not _pays(run, plan, plan.draws * plan.spacing) or glide.why_not(run):
+        return None
+    return Glide(run, say=bar.note)
+
+
 def _stride(run: Chains, plan: Plan, gap: int, bar: Progress) -> Stride | None:
-    """What takes several steps in a call, where that can be done and pays. It follows from the settings alone."""
-    least = STRIDES_FROM * (1 if run.many is not None else ALONE)
-    if plan.compile_after is None or (plan.compile_after and plan.draws * gap < least) or why_not(run):
+    """What takes several steps in a call, where that can be done and pays."""
+    if not _pays(run, plan, plan.draws * gap) or why_not(run):
         return None
     stride = Stride(run, plan.follow(run), say=bar.note)
     return None if stride.failed else stride
 
 
-def _find_rates(run: Chains, plan: Plan, bar: Progress, mark: Mark, saved: State | None) -> list[WarmupReport]:
+def _pays(run: Chains, plan: Plan, steps: int) -> bool:
+    """Whether it pays to compile so many steps. It follows from the settings alone."""
+    least = STRIDES_FROM * (1 if run.many is not None else ALONE)
+    return plan.compile_after is not None and (plan.compile_after == 0 or steps >= least)
+
+
+def _find_rates(
+    run: Chains, plan: Plan, bar: Progress, mark: Mark, saved: State | None, glide: Glide | None
+) -> list[WarmupReport]:
     measure_spacing = plan.keep_every == "auto"
     if plan.warmup == 0:
         if any(group["rate"] is None for group in run.sampler.param_groups):
@@ -245,4 +264,5 @@ def _find_rates(run: Chains, plan: Plan, bar: Progress, mark: Mark, saved: State
         if measure_spacing:
             raise ValueError("keep_every='auto' is measured in the warm-up: give a number, or let warmup be 'auto'")
         return [WarmupReport(True, "", 0, 0, None) for _ in range(run.count)]
-    return warm_up(run, None if plan.warmup == "auto" else int(plan.warmup), bar, measure_spacing, mark, saved)
+    steps = None if plan.warmup == "auto" else int(plan.warmup)
+    return warm_up(run, steps, bar, measure_spacing, mark, saved, glide)

@@ -1,0 +1,134 @@
+"""Several steps of a trajectory on all data in one call: between its ends only gradients and kicks are left to do.
+
+The step that ends a trajectory and begins the next one is that of `isosgd.samplers.gliding.Gliding`. All others are a
+loop in compiled code, a few chains at a time, so that what they read and write stays in the cache. Nothing is drawn in
+it: the trajectories are the same, but for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from isosgd.chain.chain import Chains
+from isosgd.chain.compiled import Compiled
+from isosgd.chain.gradients import Many, batchable
+from isosgd.chain.repeated import UNCHECKED, Tensors, block, repeat
+from isosgd.noise import dot
+from isosgd.samplers.gliding import Gliding
+
+LARGE = 1 << 20  # parameters of a chain from which a step is more work than to call it
+MOST = 1 << 16  # steps of a trajectory
+
+
+def why_not(run: Chains) -> str:
+    """Why trajectories cannot take several steps in a call; empty when they can."""
+    if run.leaves[0].device.type != "cpu":
+        return "the loop is one of a CPU"
+    if sum(run.layout.sizes) > LARGE:
+        return "a single step is work enough"
+    if len({x.dtype for x in run.leaves}) > 1:
+        return "parameters have several dtypes"
+    return "" if run.many is not None else batchable(run.target, run.params, run.batches.next(), run.num_data)
+
+
+class Glide:
+    """Takes steps of trajectories, several in a call.
+
+    Args:
+        run: the chains, of a sampler that glides; `why_not` must have nothing to say.
+        compiled: whether to compile.
+        say: takes a line for the user.
+    """
+
+    def __init__(self, run: Chains, compiled: bool = True, say: Callable[[str], None] | None = None) -> None:
+        assert isinstance(run.sampler, Gliding) and run.shaped is not None
+        self.run, self.sampler, self.shaped, self.compiled, self.say = run, run.sampler, run.shaped, compiled, say
+        self.gradient = Many(run.target, run.num_data, run.layout)
+        self.batch: Tensors = tuple(t if run.many is not None else t.unsqueeze(0) for t in run.batches.next())
+        # A compiled loop knows shapes of tensors by heart; those of Lambda may change in number.
+        self.loops: dict[tuple[torch.Size, ...], Compiled] = {}
+
+    def _activations(self) -> Tensor:
+        """As large as what the layers of a network give, by the shapes of their weights; never written."""
+        wide = sum(shape[0] for shape in self.run.layout.shapes.values() if len(shape) == 2)
+        return torch.empty(self.run.count, self.run.num_data, wide, device="meta")
+
+    @property
+    def inside(self) -> int:
+        """Steps that can be taken before one that ends or begins a trajectory."""
+        return self.sampler.length - self.sampler.place if self.sampler.place else 0
+
+    def go(self, done: int, steps: int, tick: Callable[[int], None]) -> None:
+        """Take so many steps; as `isosgd.chain.stride.Stride.go`."""
+        while steps:
+            count = min(steps, self.inside) or 1
+            if self.inside:
+                self.glide(count)
+            else:
+                self.run.step()
+            tick(count)
+            steps -= count
+
+    @torch.no_grad()
+    def glide(self, count: int) -> None:
+        """Take steps between the ends of a trajectory, at most as many as are `inside`."""
+        run, sampler = self.run, self.sampler
+        theta, sampler.velocity, sampler.gained, run.loss = self._moved(
+            count, run.flat(run.leaves), sampler.velocity, sampler.gained
+        )
+        sampler._put(self.shaped, theta)
+        sampler.place += count
+        run.gradients += count
+        for group in sampler.param_groups:
+            group["step"] += count
+
+    @torch.no_grad()
+    def _moved(self, count: int, theta: Tensor, velocity: Tensor, gained: Tensor) -> Tensors:
+        """Where so many steps lead to: parameters, velocities, gains in kinetic energy, and the last losses."""
+        number, tensors = torch.tensor(count), self.shaped.tensors()
+        own, loop = self.sampler.own.unsqueeze(-1), self._compiled(tensors)
+        size = block(self.run.count, (*self.batch, self._activations(), *tensors))
+        found: list[Tensors] = []
+        for a in range(0, self.run.count, size):
+            part = slice(a, a + size)
+            given = (t[part] for t in (theta, velocity, gained, own))
+            found.append(loop(number, *given, tuple(t[part] for t in self.batch), tuple(t[part] for t in tensors)))
+        return tuple(torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
+
+    def _compiled(self, tensors: Tensors) -> Compiled:
+        key = tuple(t.shape for t in tensors)
+        if key not in self.loops:
+            options = {**UNCHECKED, "cpp_wrapper": True}
+            after = 0 if self.compiled else None
+            self.loops[key] = Compiled(self._loop, after, self.say, "trajectories of all chains", options)
+        return self.loops[key]
+
+    def _loop(
+        self,
+        count: Tensor,
+        theta: Tensor,
+        velocity: Tensor,
+        gained: Tensor,
+        own: Tensor,
+        batch: Tensors,
+        shape: Tensors,
+    ) -> Tensors:
+        shaped, scale = self.shaped, self.shaped.scale
+        still = velocity.new_zeros(len(velocity), shaped.total + shaped.extra)
+
+        def body(k: int, state: Tensors) -> Tensors:
+            theta, velocity, gained, _ = state
+            loss, gradient, _ = self.gradient.flat(theta, batch, False)
+            finite = torch.isfinite(loss + gradient.sum(-1)).unsqueeze(-1)
+            gradient = torch.where(finite, gradient, 0.0).to(velocity.dtype)
+            tensors = tuple(t.view(t.shape) for t in shape)  # as in `isosgd.chain.repeated.Looped`
+            pull = own * shaped.displace(tensors, gradient, still).to(velocity.dtype)
+            # Two half kicks, one that ends a step and one that begins the next (`Gliding._kick`).
+            gained = gained + (dot(gradient, pull) - dot(gradient, velocity)) / scale
+            velocity = velocity - 2.0 * pull
+            return (theta + velocity).to(theta.dtype), velocity, gained, loss
+
+        return repeat(body, count, MOST, (theta, velocity, gained, torch.zeros_like(theta[:, 0])))
