@@ -111,6 +111,14 @@ def test_another_seed_another_result(root, result):
     assert run(root, seed=1).values("rmse") != result.values("rmse")
 
 
+def test_processes_share_the_splits(root):
+    settings = {"root": root, "hidden": HIDDEN, "progress": False, "command": "made so"}
+    shared = uci.side_by_side("mine", TINY, 2, 1, **settings)
+    alone = [uci.run("mine", TINY, splits=[k], **settings) for k in range(2)]
+    assert untimed(shared) == [split for one in alone for split in untimed(one)]
+    assert shared.hardware.endswith("2 processes") and shared.splits[0].seconds == shared.splits[1].seconds > 0
+
+
 def test_one_chain_has_no_rhat(root):
     (split,) = run(root, setting=replace(TINY, chains=1), splits=[1]).splits
     assert split.split == 1

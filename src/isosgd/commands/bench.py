@@ -37,6 +37,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     uci.add_argument("--keep-every", type=int, help="steps between draws")
     uci.add_argument("--structure", help="of I-SGD's Lambda (default: auto)")
     uci.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    uci.add_argument("--jobs", type=int, default=1, help="processes that share the splits (%(default)s)")
     uci.add_argument("--out", type=Path, default=Path("results/uci"), help="folder for results (%(default)s)")
     add_machine(uci)
     add_json(uci, "scores")
@@ -161,17 +162,17 @@ def run_uci(args: argparse.Namespace) -> int:
     chosen = args.sets or names(args.data_root)
     if not chosen:
         raise ValueError(f"there is no set in {data_root(args.data_root)}; name the folder with uci/ by --data-root")
+    if args.jobs < 1:
+        raise ValueError(f"--jobs {args.jobs} must be at least 1")
+    settings: dict[str, Any] = {
+        **{"splits": splits, "hidden": args.hidden, "seed": args.seed, "root": args.data_root},
+        **{"device": args.device, "command": args.line},
+    }
     for name in chosen:
-        result = uci.run(
-            name,
-            setting,
-            splits=splits,
-            hidden=args.hidden,
-            seed=args.seed,
-            root=args.data_root,
-            device=args.device,
-            command=args.line,
-        )
+        if args.jobs == 1:
+            result = uci.run(name, setting, **settings)
+        else:
+            result = uci.side_by_side(name, setting, args.jobs, args.threads or 1, **settings)
         uci_tables.write(result, args.out / f"{result.set}-{args.method}.json")
         if args.json:
             found = {measure: list(result.mean_and_error(measure)) for measure in uci_tables.MEASURES}

@@ -12,7 +12,10 @@ import os
 import platform
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import repeat
+from multiprocessing import get_context
 from typing import Any, Literal
 
 import numpy as np
@@ -23,7 +26,7 @@ from isosgd import DataSets, Posterior, Target, priors, sample
 from isosgd.data.uci import UCISet
 from isosgd.data.uci import uci as read
 from isosgd.diagnostics import traces
-from isosgd.experiments.uci_tables import Result, Split
+from isosgd.experiments.uci_tables import Result, Split, joined
 from isosgd.metrics import mixture_coverage, mixture_crps, mixture_mnll, rmse
 from isosgd.models import mlp
 
@@ -155,6 +158,42 @@ def run(
         f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
         + (f", {torch.cuda.get_device_name()}" if device and device.startswith("cuda") else ""),
     )
+
+
+def side_by_side(name: str, setting: Setting, jobs: int, threads: int, **settings: Any) -> Result:
+    """`run`, with the splits shared out to processes.
+
+    Args:
+        name: of the set.
+        setting: how to sample.
+        jobs: how many processes.
+        threads: of each.
+        settings: as for `run`.
+    """
+    splits = settings.pop("splits", None)
+    chosen = list(range(len(read(name, settings.get("root")).splits)) if splits is None else splits)
+    parts = [chosen[k::jobs] for k in range(min(jobs, len(chosen)))]
+    start = time.monotonic()
+    # Processes that are begun anew: what torch has started in this one does not live on in a copy of it.
+    with ProcessPoolExecutor(len(parts), mp_context=get_context("spawn")) as pool:
+        # One line of progress tells enough: all parts have about the same to do.
+        each = [
+            {**settings, "splits": part, "progress": i == 0 and settings.get("progress", True)}
+            for i, part in enumerate(parts)
+        ]
+        results = list(pool.map(_run_part, repeat(name), repeat(setting), repeat(threads), each))
+    seconds = (time.monotonic() - start) / len(chosen)
+    whole = joined(results)
+    return replace(
+        whole,
+        splits=[replace(split, seconds=seconds) for split in whole.splits],
+        hardware=f"{whole.hardware}, {len(parts)} processes",
+    )
+
+
+def _run_part(name: str, setting: Setting, threads: int, settings: dict[str, Any]) -> Result:
+    torch.set_num_threads(threads)
+    return run(name, setting, **settings)
 
 
 class Scaled:
