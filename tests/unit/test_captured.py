@@ -86,9 +86,9 @@ def test_the_gradient_is_that_of_the_mean_loss_and_the_prior():
     seen = []
     take = Images.take
 
-    def watched(self, index, generator):
+    def watched(self, index, generator, mirror):
         seen.append(index)
-        return take(self, index, generator)
+        return take(self, index, generator, mirror)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Images, "take", watched)
@@ -109,9 +109,9 @@ def test_epochs_see_every_image_once_and_independent_minibatches_do_not():
         chain = Chain(small(), images, 16, decay=0.0, shuffled=shuffled, seed=1)
         seen = []
 
-        def watched(self, index, generator, seen=seen):
+        def watched(self, index, generator, mirror, seen=seen):
             seen.append(index.clone())
-            return take(self, index, generator)
+            return take(self, index, generator, mirror)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Images, "take", watched)
@@ -120,6 +120,35 @@ def test_epochs_see_every_image_once_and_independent_minibatches_do_not():
         once = [len(set(epoch.tolist())) == 64 for epoch in epochs]
         assert once == [shuffled, shuffled]
         assert not torch.equal(epochs[0], epochs[1])
+
+
+def test_training_mirrors_every_image_in_every_second_epoch():
+    images = bright_columns(64, "crop-flip")
+    chain = Chain(small(), images, 16, decay=0.0, shuffled=True, seed=1)
+    take, seen = Images.take, []
+
+    def watched(self, index, generator, mirror):
+        seen.append((index.clone(), mirror[index].clone()))
+        return take(self, index, generator, mirror)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Images, "take", watched)
+        chain.step(12)
+    mirrored = torch.zeros(3, 64, dtype=torch.bool)
+    for i, (index, mirror) in enumerate(seen):
+        mirrored[i // 4, index] = mirror
+    assert torch.equal(mirrored[0], ~mirrored[1]) and torch.equal(mirrored[0], mirrored[2])
+    assert abs(int(mirrored[0].sum()) - 32) < 4.5 * 4  # a coin for each image
+
+
+def test_chains_side_by_side_may_have_rates_of_their_own():
+    images = bright_columns()
+    chains = [Chain(small(), images, 32, decay=1e-4, friction=0.1, noise=False, seed=k) for k in range(2)]
+    descend(chains, [one_cycle(60, 0.02), one_cycle(7, 0.02)])
+    assert [chain.gradients for chain in chains] == [60, 7]
+    alone = Chain(small(), images, 32, decay=1e-4, friction=0.1, noise=False, compiled=True, seed=1)
+    descend([alone], one_cycle(7, 0.02))
+    assert torch.equal(alone.flat.values, chains[1].flat.values)
 
 
 def test_chains_side_by_side_train_and_injected_noise_moves_them():

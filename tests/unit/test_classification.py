@@ -12,9 +12,9 @@ from torch import nn
 from isosgd.cli import main
 from isosgd.experiments import classification, classifiers, image_methods, image_rivals
 from isosgd.experiments.classification import ROWS, Bench, finite_mnll
-from isosgd.experiments.classifiers import Recipe, Task
+from isosgd.experiments.classifiers import Recipe, Task, prepare
 from isosgd.experiments.image_figures import draw_entropies
-from isosgd.experiments.image_jobs import Job, Outcome, start_chain
+from isosgd.experiments.image_jobs import Job, Outcome, start_chain, together
 from isosgd.experiments.image_methods import Watch, isgd
 from isosgd.experiments.image_rivals import single
 from isosgd.experiments.image_tables import Result, Row, Score, markdown, read, write
@@ -65,6 +65,13 @@ def test_every_row_is_made_for_every_seed_and_read_back(tasks, tmp_path, monkeyp
     once = [row for row in ROWS if row not in rows]
     result = bench.run(2, rows, once)
     assert [row.row for row in result.rows] == [*rows, *once]
+    assert set(tasks[0].known) == {
+        (0, 0.0),
+        (1, 0.0),
+        (2, 0.0),
+        (3, 0.0),
+        (0, 0.2),
+    }  # MC-dropout: the first seed's only
     assert [len(row.scores) for row in result.rows] == [2] * len(rows) + [1] * len(once)
     for row in result.rows:
         for score in row.scores:
@@ -99,9 +106,36 @@ def test_starts_come_from_the_cache_and_only_if_they_are_the_same(tasks, tmp_pat
     assert not torch.equal(both.known[0, 0.0]["0.weight"], both.known[1, 0.0]["0.weight"])
 
 
+def test_jobs_side_by_side_come_to_what_they_come_to_alone(tasks):
+    task, _ = tasks
+    jobs = [
+        (isgd("alpha-c"), Job(task, task.start(0), 1, 1e-3, 2, 100, 3)),
+        (single, Job(task, task.start(1), 1, 0.0, 1, 0, 0)),
+        (image_rivals.swag, Job(task, task.start(1), 2, 0.0, 2, 0, 0)),
+        (image_methods.windowed, Job(task, task.start(0), 3, 1e-2, 2, 100, 3)),
+    ]
+    under_way = dict(together(jobs, 3))
+    assert list(under_way) != sorted(under_way)  # the short one is done first
+    for number, (method, job) in enumerate(jobs):
+        alone = method(job)
+        assert torch.equal(alone.mean("test"), under_way[number].mean("test"))
+        assert alone.gradients == under_way[number].gradients
+    with pytest.raises(ValueError, match="width = 0"):
+        next(together(jobs, 0))
+
+
+def test_the_pilot_and_the_network_with_dropout_are_trained_beside_the_others(tasks):
+    task, pilot = tasks
+    prepare([(pilot, 7, 0.0), (task, 0, 0.0), (task, 0, 0.2)], side_by_side=3)
+    beside = task.known[0, 0.0]
+    assert set(pilot.known) == {(7, 0.0)} and set(task.known) == {(0, 0.0), (0, 0.2)}
+    alone = replace(task, known={}, cache=None).start(0)
+    assert all(torch.equal(value, beside[name]) for name, value in alone.items())
+
+
 def test_draws_of_chains_are_averaged_over_all():
-    a = Outcome({"test": torch.tensor([[2.0, 0.0]])}, 2, 10, 1.0)
-    b = Outcome({"test": torch.tensor([[0.0, 1.0]])}, 1, 5, 2.0)
+    a = Outcome({"test": torch.tensor([[2.0, 0.0]])}, 2, 10, (1.0, 2.0))
+    b = Outcome({"test": torch.tensor([[0.0, 1.0]])}, 1, 5, (1.5, 4.0))
     joined = Outcome.join([a, b])
     torch.testing.assert_close(joined.mean("test"), torch.tensor([[2 / 3, 1 / 3]]))
     assert (joined.draws, joined.gradients, joined.seconds) == (3, 15, 3.0)
@@ -119,7 +153,7 @@ def test_noise_and_rate_make_up_the_temperature(tasks, monkeypatch, name, temper
 
     monkeypatch.setattr(image_methods, "start_chain", spy)
     monkeypatch.setattr(image_rivals, "start_chain", spy)
-    monkeypatch.setattr(image_methods, "keep_draws", lambda *args: None)
+    monkeypatch.setattr(image_methods, "keep_draws", lambda *args: iter(()))
     methods = {"windowed": image_methods.windowed, "sghmc": image_rivals.sghmc, "csghmc": image_rivals.csghmc}
     task, _ = tasks
     method = methods.get(name) or isgd(name)
@@ -172,7 +206,7 @@ def test_a_chain_that_diverges_is_said_to(tasks):
     bench = Bench(task, pilot, chains=1, say=lambda words: None)
     outcome = single(Job(task, task.start(0), 1, 0.0, 1, 0, 0))
     outcome.sums["test"][0, 0] = math.nan
-    bench.make = lambda row, seed: (outcome, None)
+    bench.make = lambda wanted: [(wanted[0], None, outcome)]
     result = bench.run(1, ["single"])
     assert result.rows[0].scores[0].diverged and "diverged" in result.rows[0].scores[0].words()
     assert "(1 diverged)" in markdown([result])
@@ -202,6 +236,17 @@ def test_what_is_not_there_is_left_out_of_the_page():
     assert "| I-SGD, ours | 0.01 | 95.00 | 0.1500 |" in text and "AUROC" not in text
     printed = Result("cifar10", "resnet18", rows=[Row("alpha-c paper", 1e-5, [Score(0, 95.0, 0.15, 0.01, 0.08)])])
     assert "95.38 ± 0.12, 0.1794 ± 0.0044" in markdown([printed])
+
+
+def test_scores_of_mirror_images_have_columns_of_their_own():
+    scores = [Score(seed, 95.0, 0.15, 0.01, 0.08, mirrored={"accuracy": 96.0 + seed, "mnll": 0.14}) for seed in (1, 0)]
+    result = Result("cifar10", "vgg16")
+    for score in scores:
+        result.add("single", None, score)
+    text = markdown([result])
+    assert "accuracy, mirrored too" in text and "| 96.50 ± 0.71 | 0.1400 ± 0.0000 |" in text
+    assert [score.seed for score in result.rows[0].scores] == [0, 1]
+    assert Score(0, accuracy=9.0).value("mirrored mnll") is None and Score(0, accuracy=9.0).value("accuracy") == 9.0
 
 
 def test_the_page_is_made_from_the_results():

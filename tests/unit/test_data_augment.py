@@ -49,6 +49,16 @@ def test_images_stay_with_their_index(generator):
     assert torch.equal(found.amax((1, 2, 3)), images[:, 0, 0, 0])
 
 
+def test_images_are_mirrored_that_one_is_told_to(generator):
+    images = torch.randint(256, (6, 3, 8, 8), dtype=torch.uint8, generator=generator)
+    mirror = torch.tensor([True, False, False, True, True, False])
+    found = crop_flip(images, generator, padding=0, mirror=mirror)
+    assert torch.equal(found, torch.where(mirror[:, None, None, None], images.flip(-1), images))
+    for bad in (mirror[:5], mirror.long()):
+        with pytest.raises(ValueError, match=r"expected bool \[6\]"):
+            crop_flip(images, generator, mirror=bad)
+
+
 def test_crop_flip_without_padding_only_flips(generator):
     image = torch.randn(1, 3, 4, 4)
     found = crop_flip(image.expand(20, -1, -1, -1), generator, padding=0)

@@ -37,7 +37,9 @@ def minibatch(tensors: Sequence[Tensor], n: int, generator: torch.Generator | No
     return tuple(t.index_select(0, index) for t in tensors)
 
 
-def crop_flip(images: Tensor, generator: torch.Generator | None, padding: int = 4) -> Tensor:
+def crop_flip(
+    images: Tensor, generator: torch.Generator | None, padding: int = 4, mirror: Tensor | None = None
+) -> Tensor:
     """Shift every image by up to ``padding`` pixels each way, and mirror half of them: CIFAR's usual augmentation.
 
     The same as padding with zeros, a random crop to the old size and a random horizontal flip, each image with its own.
@@ -47,6 +49,7 @@ def crop_flip(images: Tensor, generator: torch.Generator | None, padding: int = 
         images: ``[n, C, H, W]``, any type.
         generator: source of randomness on the images' device; None for torch's own.
         padding: largest shift.
+        mirror: which images to mirror, bool ``[n]``, where chance is not to say so.
 
     Example:
         >>> images = torch.full((5, 3, 32, 32), 9, dtype=torch.uint8)
@@ -58,12 +61,15 @@ def crop_flip(images: Tensor, generator: torch.Generator | None, padding: int = 
     if isinstance(padding, bool) or not isinstance(padding, int) or padding < 0:
         raise ValueError(f"padding = {padding!r} must be an integer of at least 0")
     n, channels, height, width = images.shape
+    if mirror is not None and (mirror.shape != (n,) or mirror.dtype != torch.bool):
+        raise ValueError(f"mirror is {mirror.dtype}, {tuple(mirror.shape)}; expected bool [{n}], one for each image")
     device = images.device
     shift = torch.randint(2 * padding + 1, (2, n, 1), generator=generator, device=device)
-    mirror = torch.randint(2, (n, 1), generator=generator, device=device, dtype=torch.bool)
+    if mirror is None:
+        mirror = torch.randint(2, (n,), generator=generator, device=device, dtype=torch.bool)
     column = torch.arange(width, device=device)
     rows = torch.arange(height, device=device) + shift[0]
-    columns = torch.where(mirror, column.flip(0), column) + shift[1]
+    columns = torch.where(mirror[:, None], column.flip(0), column) + shift[1]
     image, channel = torch.arange(n, device=device), torch.arange(channels, device=device)
     return pad(images, (padding,) * 4)[
         image[:, None, None, None], channel[:, None, None], rows[:, None, :, None], columns[:, None, None, :]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -72,9 +73,14 @@ class Chain:
         decay: precision of the Gaussian prior over N.
         friction: of Theorem 2; 1 for steps without momentum.
         noise: whether steps inject noise.
-        shuffled: whether minibatches are taken in epochs, each image once, which trains a little better; samplers want
-            them independent.
+        shuffled: whether minibatches are taken in epochs, each image once, mirrored in every second epoch, which trains
+            a little better; samplers want them independent.
+        compiled: whether `torch.compile` makes the network's kernels, on a GPU: that takes about a minute, and training
+            is faster then.
         seed: of minibatches, augmentation and noise.
+
+    References:
+        Jordan, 94% on CIFAR-10 in 3.29 seconds on a single GPU, 2024 (mirroring in every second epoch).
     """
 
     def __init__(
@@ -87,11 +93,15 @@ class Chain:
         friction: float = 1.0,
         noise: bool = True,
         shuffled: bool = False,
+        compiled: bool = False,
         seed: int = 0,
     ) -> None:
         if not 1 <= batch_size <= len(images):
             raise ValueError(f"batch_size = {batch_size} must be at least 1 and at most the {len(images)} images")
         self.model, self.images, self.batch_size = model, images, batch_size
+        self._network: Callable[[Tensor], Tensor] = model
+        if compiled and images.device.type == "cuda":
+            self._network = torch.compile(model, dynamic=False)
         names = dict(model.named_parameters())
         numbers = {id(p): i for i, p in enumerate(names.values())}
         self.groups = [[numbers[id(p)] for p in group["params"]] for group in layer_groups(names.items())]
@@ -99,7 +109,12 @@ class Chain:
         self.update = FusedStep(self.flat, self.groups, decay=decay, friction=friction, noise=noise)
         self.generator = torch.Generator(images.device).manual_seed(seed)
         self.loss = torch.zeros((), device=images.device)
-        self._order = self._shuffle() if shuffled else None
+        self._order: Tensor | None = None
+        self._mirror: Tensor | None = None
+        if shuffled:
+            self._order = self._shuffle()
+            coins = torch.randint(2, (len(images),), generator=self.generator, device=images.device)
+            self._mirror = coins.bool()
         self._place = torch.arange(batch_size, device=images.device)
         self.update.pace.zero_()  # nothing moves while it is captured
         model.train()
@@ -131,9 +146,9 @@ class Chain:
         if self._order is not None:
             index = self._order[self._place % len(self._order)]
             self._place += n
-        x, y = self.images.take(index, self.generator)
+        x, y = self.images.take(index, self.generator, self._mirror)
         with autocast(device, torch.bfloat16):
-            logits = self.model(x)
+            logits = self._network(x)
         loss = cross_entropy(logits.float(), y)
         loss.backward()  # type: ignore[no-untyped-call]
         self.loss = loss.detach()
@@ -150,10 +165,15 @@ class Chain:
         """So many steps, at the rates and the pace that are set."""
         for _ in range(count):
             if self._order is not None and self.gradients % (len(self._order) // self.batch_size) == 0:
-                self._order.copy_(self._shuffle())
-                self._place.copy_(torch.arange(self.batch_size))
+                self._new_epoch(self._order)
             self._step()
             self.gradients += 1
+
+    def _new_epoch(self, order: Tensor) -> None:
+        order.copy_(self._shuffle())
+        torch.arange(self.batch_size, out=self._place)
+        if self._mirror is not None:
+            self._mirror.logical_not_()
 
     def _shuffle(self) -> Tensor:
         """The images of an epoch, whole minibatches of them, in a new order."""
@@ -166,28 +186,41 @@ class Chain:
         return self.flat.join(self.grads(), out).add_(self.flat.values, alpha=self.update.decay)
 
 
-def descend(chains: Sequence[Chain], rates: Tensor) -> None:
+def descend(chains: Sequence[Chain], rates: Tensor | Sequence[Tensor]) -> None:
     """Steps of several chains side by side, without injected noise, at each of ``rates`` for all groups, one a step.
 
-    On a GPU each has a stream of its own, so that small networks, which leave most of it idle, share it.
+    On a GPU each has a stream of its own, so that small networks, which leave most of it idle, share it. ``rates`` are
+    those of all chains, or a tensor for each, of a length of its own.
     """
     device = chains[0].images.device
-    paces = torch.stack([rates, torch.zeros_like(rates)], 1).to(device).unbind()
-    streams: list[Any] = [nullcontext()] * len(chains)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        streams = [torch.cuda.stream(torch.cuda.Stream(device)) for _ in chains]  # type: ignore[no-untyped-call]
+    each = [rates] * len(chains) if isinstance(rates, Tensor) else list(rates)
+    paces = [torch.stack([some, torch.zeros_like(some)], 1).to(device).unbind() for some in each]
+    streams = [own_stream(device) for _ in chains]
     for chain in chains:
         chain.update.rates.fill_(1.0)
-    for pace in paces:
-        for chain, stream in zip(chains, streams, strict=True):
-            with stream:
-                chain.update.pace.copy_(pace)
-                chain.step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
+    for turn in zip_longest(*paces):
+        for chain, pace, stream in zip(chains, turn, streams, strict=True):
+            if pace is not None:
+                with stream:
+                    chain.update.pace.copy_(pace)
+                    chain.step()
+    synchronize(device)
     for chain in chains:
         chain.update.pace.fill_(1.0)
+
+
+def own_stream(device: torch.device) -> Any:
+    """A context in which a GPU's work is queued apart from that of others; elsewhere one that does nothing."""
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done all its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
@@ -211,7 +244,7 @@ def one_cycle(steps: int, peak: float, rise: float = 0.2) -> Tensor:
 
 
 @torch.no_grad()
-def refresh_statistics(model: nn.Module, images: Images, generator: torch.Generator, examples: int = 10_000) -> None:
+def refresh_statistics(model: nn.Module, images: Images, generator: torch.Generator, examples: int = 5_000) -> None:
     """New statistics for the BatchNorm layers of a draw: means over minibatches of so many augmented examples.
 
     No more than the set has.

@@ -10,7 +10,7 @@ import gc
 import math
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor
 
 import isosgd
 from isosgd.experiments import image_rivals as rivals
-from isosgd.experiments.classifiers import PILOT, Task
-from isosgd.experiments.image_jobs import Job, Method, Outcome
+from isosgd.experiments.classifiers import PILOT, Task, prepare
+from isosgd.experiments.image_jobs import Job, Method, Outcome, together
 from isosgd.experiments.image_methods import isgd, windowed
 from isosgd.experiments.image_tables import Result, Score
 from isosgd.metrics import accuracy, auroc, brier, categorical_mnll, ece, fpr95, predictive_entropy
@@ -66,6 +66,7 @@ class Bench:
         chains: of our own setting and members of the ensemble, each from a start of its own.
         paper_keep: at most so many steps between draws in the paper's settings, to save time.
         ladder: temperatures to choose from, in place of each method's own.
+        width: jobs that are done side by side.
         command: that makes the result, to be kept with it.
         say: told of every row as it comes.
         save: given the result whenever it has grown.
@@ -79,6 +80,7 @@ class Bench:
         chains: int = 5,
         paper_keep: int | None = None,
         ladder: Sequence[float] | None = None,
+        width: int = 6,
         command: str = "",
         say: Callable[[str], None] = print,
         save: Callable[[Result], None] = lambda result: None,
@@ -89,8 +91,8 @@ class Bench:
             raise ValueError(f"ladder = {ladder}: temperatures must be positive numbers, at least one")
         own = LADDERS[task.recipe.data]
         self.ladders = own if ladder is None else {name: tuple(ladder) for name in own}
-        self.task, self.pilot, self.chains, self.paper_keep, self.say, self.save = (
-            task, pilot, chains, paper_keep, say, save,
+        self.task, self.pilot, self.chains, self.paper_keep, self.width, self.say, self.save = (
+            task, pilot, chains, paper_keep, width, say, save,
         )  # fmt: skip
         device = task.train.device
         self.result = Result(
@@ -117,47 +119,55 @@ class Bench:
         rows = [row for row in ROWS if row not in once] if rows is None else list(rows)
         if unknown := [row for row in (*rows, *once) if row not in ROWS]:
             raise ValueError(f"rows {unknown} are not known; choose from {', '.join(ROWS)}")
-        self.train(seeds, [*rows, *once])
-        for name in TEMPERED:
-            if name in (*rows, *once) or ("ours" in rows and name in OURS):
-                self.climb(name)
-        for seed in range(seeds):
-            for row in [*rows, *(once if seed == 0 else ())]:
-                outcome, temperature = self.make(row, seed)
-                score = measure(outcome, self.task, seed)
-                self.result.add(row, temperature, score)
-                self.say(f"seed {seed}, {row}, T = {temperature}: {score.words()}")
-                self.save(self.result)
-                clear()
+        everything = [*rows, *once]
+        self.train(seeds, rows, once)
+        self.climb([name for name in TEMPERED if name in everything or ("ours" in everything and name in OURS)])
+        wanted = [(seed, row) for seed in range(seeds) for row in rows] + [(0, row) for row in once]
+        began = time.monotonic()
+        for (seed, row), temperature, outcome in self.make(wanted):
+            score = measure(outcome, self.task, seed)
+            self.result.add(row, temperature, score)
+            self.result.rows.sort(key=lambda known: everything.index(known.row))
+            self.result.settings["row seconds"] = time.monotonic() - began
+            self.say(f"seed {seed}, {row}, T = {temperature}: {score.words()}")
+            self.save(self.result)
+            clear()
         return self.result
 
-    def train(self, seeds: int, rows: Sequence[str]) -> None:
+    def train(self, seeds: int, rows: Sequence[str], once: Sequence[str]) -> None:
         """Have all starts ready that the rows need."""
-        began = time.monotonic()
+        began, dropped = time.monotonic(), range(seeds) if "mcdropout" in rows else range("mcdropout" in once)
+        rows = [*rows, *once]
         several = self.chains if {"ours", "ensemble"} & set(rows) else 1
+        starts = [(self.task, self.chains * seed + k, 0.0) for seed in range(seeds) for k in range(several)]
         if set(TEMPERED) & set(rows) or "ours" in rows:
-            self.pilot.prepare([PILOT])
-        self.task.prepare([self.chains * seed + k for seed in range(seeds) for k in range(several)])
-        if "mcdropout" in rows:
-            self.task.prepare([self.chains * seed for seed in range(seeds)], self.task.recipe.dropout)
+            starts.insert(0, (self.pilot, PILOT, 0.0))
+        starts += [(self.task, self.chains * seed, self.task.recipe.dropout) for seed in dropped]
+        prepare(starts)
         clear()
         self.result.settings["training seconds"] = time.monotonic() - began
         self.say(f"trained in {self.result.settings['training seconds']:.1f} s")
 
-    def climb(self, name: str) -> None:
-        """Run a ladder of temperatures from the pilot's start, and choose by the held-out MNLL."""
+    def climb(self, names: Sequence[str]) -> None:
+        """Run ladders of temperatures from the pilot's start, side by side, to choose by the held-out MNLL."""
+        if not names:
+            return
         pilot, recipe = self.pilot, self.pilot.recipe
         state, labels = pilot.start(PILOT), pilot.sets["held-out"].labels
-        if "single" not in self.result.ladder:
-            alone = rivals.single(Job(pilot, state, 0, 0.0, 1, 0, 0))
-            self.result.ladder["single"] = {"0": finite_mnll(alone.mean("held-out"), labels)}
-            self.say(f"pilot alone: {self.result.ladder['single']}")
-        found = self.result.ladder.setdefault(name, {})
-        for temperature in self.ladders[name]:
-            job = Job(pilot, state, 1, temperature, DRAWS // 4, recipe.warmup, recipe.keep_every)
-            outcome = SAMPLERS[name](job)
-            found[f"{temperature:g}"] = finite_mnll(outcome.mean("held-out"), labels)
-            self.say(f"ladder, {name}, T = {temperature:g}: {found[f'{temperature:g}']} ({outcome.seconds:.1f} s)")
+        alone = rivals.single(Job(pilot, state, 0, 0.0, 1, 0, 0))
+        self.result.ladder = {name: {} for name in ("single", *names)}
+        self.result.ladder["single"]["0"] = finite_mnll(alone.mean("held-out"), labels)
+        self.say(f"pilot alone: {self.result.ladder['single']}")
+        rungs = [(name, temperature) for name in names for temperature in self.ladders[name]]
+        jobs = [
+            (SAMPLERS[name], Job(pilot, state, 1, temperature, DRAWS // 4, recipe.warmup, recipe.keep_every))
+            for name, temperature in rungs
+        ]
+        for number, outcome in together(jobs, self.width):
+            name, temperature = rungs[number]
+            found = finite_mnll(outcome.mean("held-out"), labels)
+            self.result.ladder[name][f"{temperature:g}"] = found
+            self.say(f"ladder, {name}, T = {temperature:g}: {found} ({outcome.seconds:.1f} s)")
             self.save(self.result)
             clear()
 
@@ -167,8 +177,23 @@ class Bench:
         temperature = min(found, key=lambda t: (found[t], t))
         return found[temperature], temperature
 
-    def make(self, row: str, seed: int) -> tuple[Outcome, float | None]:
-        """One row for one seed, and its temperature."""
+    def make(self, wanted: Sequence[tuple[int, str]]) -> Iterator[tuple[tuple[int, str], float | None, Outcome]]:
+        """Seeds and rows, side by side: which is done, its temperature and what came out."""
+        jobs: list[tuple[Method, Job]] = []
+        of: list[int] = []
+        temperatures: list[float | None] = []
+        for i, (seed, row) in enumerate(wanted):
+            some, temperature = self.plan(row, seed)
+            jobs, of, temperatures = [*jobs, *some], [*of, *[i] * len(some)], [*temperatures, temperature]
+        done: dict[int, list[Outcome]] = {i: [] for i in range(len(wanted))}
+        for number, outcome in together(jobs, self.width):
+            i = of[number]
+            done[i].append(outcome)
+            if len(done[i]) == of.count(i):
+                yield wanted[i], temperatures[i], Outcome.join(done.pop(i))
+
+    def plan(self, row: str, seed: int) -> tuple[list[tuple[Method, Job]], float | None]:
+        """What is to be done for one row and one seed, the outcomes to be averaged, and the temperature."""
         recipe, own = self.task.recipe, (self.task.recipe.warmup, self.task.recipe.keep_every)
 
         def job(number: int, temperature: float, draws: int, times: tuple[int, int], dropout: float = 0.0) -> Job:
@@ -178,22 +203,21 @@ class Bench:
         if row.endswith(PAPER):
             name = row.removesuffix(PAPER)
             warmup, keep = recipe.gauss if name.startswith("G") else recipe.alpha
-            return SAMPLERS[name](job(0, PAPER_T, DRAWS, (warmup, min(keep, self.paper_keep or keep)))), PAPER_T
+            times = (warmup, min(keep, self.paper_keep or keep))
+            return [(SAMPLERS[name], job(0, PAPER_T, DRAWS, times))], PAPER_T
         if row == "ours":
             (_, temperature), best = min((self.chosen(name), name) for name in OURS)
             self.result.settings["ours"] = best
             parts = [DRAWS // self.chains + (k < DRAWS % self.chains) for k in range(self.chains)]
-            made = [SAMPLERS[best](job(k, temperature, n, own)) for k, n in enumerate(parts) if n]
-            return Outcome.join(made), temperature
+            return [(SAMPLERS[best], job(k, temperature, n, own)) for k, n in enumerate(parts) if n], temperature
         if row == "ensemble":
-            return Outcome.join([rivals.single(job(k, 0.0, 1, (0, 0))) for k in range(self.chains)]), None
+            return [(rivals.single, job(k, 0.0, 1, (0, 0))) for k in range(self.chains)], None
         if row == "mcdropout":
-            return rivals.dropout(job(0, 0.0, DRAWS, (0, 0), recipe.dropout)), None
+            return [(rivals.dropout, job(0, 0.0, DRAWS, (0, 0), recipe.dropout))], None
         if row in ("single", "swag"):
-            method = rivals.single if row == "single" else rivals.swag
-            return method(job(0, 0.0, DRAWS, (0, 0))), None
+            return [(rivals.single if row == "single" else rivals.swag, job(0, 0.0, DRAWS, (0, 0)))], None
         _, temperature = self.chosen(row)
-        return SAMPLERS[row](job(0, temperature, DRAWS, own)), temperature
+        return [(SAMPLERS[row], job(0, temperature, DRAWS, own))], temperature
 
 
 def measure(outcome: Outcome, task: Task, seed: int) -> Score:

@@ -28,6 +28,7 @@ from isosgd.experiments.images import Augment, Images
 from isosgd.models import lenet5, resnet18, resnet56, vgg16_bn
 
 State = dict[str, Tensor]
+SIDE_BY_SIDE = 5  # models that are trained at a time
 PILOT = 1000  # the start whose held-out tenth temperatures are chosen on
 
 
@@ -49,6 +50,7 @@ class Recipe:
         swag: epochs of SGD that SWAG looks at, and their rate.
         dropout: probability of the network of MC-dropout.
         augment: of training and sampling.
+        compiled: whether the network is compiled for its training on a GPU.
     """
 
     data: str
@@ -64,16 +66,17 @@ class Recipe:
     swag: tuple[int, float]
     dropout: float
     augment: Augment = "crop-flip"
+    compiled: bool = False
 
 
-_CIFAR = Recipe("cifar10", 40, 128, 0.1, 5e-4, 64, (800, 4000), (1000, 100), 800, 400, (5, 0.01), 0.1)
+_CIFAR = Recipe("cifar10", 60, 128, 0.2, 5e-4, 64, (800, 4000), (1000, 100), 800, 400, (5, 0.01), 0.1, compiled=True)
 RECIPES: dict[str, Recipe] = {
     "lenet5": Recipe(
         "mnist", 15, 128, 0.05, 5e-4, 128, (100, 100), (100, 100), 2000, 200, (5, 0.01), 0.2, augment="jitter"
     ),
     "resnet18": _CIFAR,
-    "resnet56": replace(_CIFAR, dropout=0.05),
-    "vgg16": replace(_CIFAR, peak=0.05),
+    "resnet56": replace(_CIFAR, peak=0.1, dropout=0.05),
+    "vgg16": replace(_CIFAR, peak=0.1),
 }
 _MAKERS: dict[str, Callable[..., nn.Module]] = {
     "lenet5": lenet5,
@@ -125,24 +128,21 @@ class Task:
         self.prepare([seed], dropout)
         return self.known[seed, dropout]
 
-    def prepare(self, seeds: Sequence[int], dropout: float = 0.0, side_by_side: int = 8) -> None:
-        """Have starts ready; those that are not in the cache are trained, several side by side."""
-        missing = []
-        for seed in seeds:
-            if (seed, dropout) not in self.known:
-                state = self._read(seed, dropout)
-                if state is None:
-                    missing.append(seed)
-                else:
-                    self.known[seed, dropout] = state
-        for first in range(0, len(missing), side_by_side):
-            some = missing[first : first + side_by_side]
-            models = [self.fresh(seed, dropout) for seed in some]
-            train(self, models, some)
-            for seed, model in zip(some, models, strict=True):
-                state = {name: x.detach().contiguous().clone() for name, x in model.state_dict().items()}
-                self.known[seed, dropout] = state
-                self._write(seed, dropout, state)
+    def prepare(self, seeds: Sequence[int], dropout: float = 0.0) -> None:
+        """Have starts ready."""
+        prepare([(self, seed, dropout) for seed in seeds])
+
+    def has(self, seed: int, dropout: float) -> bool:
+        """Whether a start is known, or in the cache, from where it is then read."""
+        if (seed, dropout) not in self.known and (state := self._read(seed, dropout)) is not None:
+            self.known[seed, dropout] = state
+        return (seed, dropout) in self.known
+
+    def keep(self, seed: int, dropout: float, model: nn.Module) -> None:
+        """Take in a trained model."""
+        state = {name: x.detach().contiguous().clone() for name, x in model.state_dict().items()}
+        self.known[seed, dropout] = state
+        self._write(seed, dropout, state)
 
     def _file(self, seed: int, dropout: float) -> tuple[Path | None, str]:
         """Where a start is kept, and what is said of it there."""
@@ -170,17 +170,30 @@ class Task:
             os.replace(half, path)
 
 
-def train(task: Task, models: Sequence[nn.Module], seeds: Sequence[int]) -> None:
+def prepare(starts: Sequence[tuple[Task, int, float]], side_by_side: int = SIDE_BY_SIDE) -> None:
+    """Have starts of tasks ready, by seed and dropout; those that are missing are trained, several side by side."""
+    missing = [(task, seed, dropout) for task, seed, dropout in starts if not task.has(seed, dropout)]
+    for first in range(0, len(missing), side_by_side):
+        some = missing[first : first + side_by_side]
+        models = [task.fresh(seed, dropout) for task, seed, dropout in some]
+        train([task for task, _, _ in some], models, [seed for _, seed, _ in some])
+        for (task, seed, dropout), model in zip(some, models, strict=True):
+            task.keep(seed, dropout, model)
+
+
+def train(tasks: Sequence[Task], models: Sequence[nn.Module], seeds: Sequence[int]) -> None:
     """SGD with momentum .9 in epochs, a rate that rises and falls once."""
-    recipe = task.recipe
-    own: dict[str, Any] = {"decay": recipe.decay, "friction": 0.1, "noise": False, "shuffled": True}
-    chains = [
-        Chain(model, task.train, recipe.train_batch, seed=seed, **own)
-        for model, seed in zip(models, seeds, strict=True)
-    ]
-    descend(chains, one_cycle(task.steps(recipe.epochs, recipe.train_batch), recipe.peak))
+    own: dict[str, Any] = {"friction": 0.1, "noise": False, "shuffled": True}
+    chains, rates = [], []
+    for task, model, seed in zip(tasks, models, seeds, strict=True):
+        recipe = task.recipe
+        alike = not any(isinstance(module, nn.Dropout) for module in model.modules())  # one network is not worth it
+        own |= {"decay": recipe.decay, "compiled": recipe.compiled and alike, "seed": seed}
+        chains.append(Chain(model, task.train, recipe.train_batch, **own))
+        rates.append(one_cycle(task.steps(recipe.epochs, recipe.train_batch), recipe.peak))
+    descend(chains, rates)
     for chain in chains:
-        refresh_statistics(chain.model, task.train, chain.generator)
+        refresh_statistics(chain.model, chain.images, chain.generator)
         detach(chain.model)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from isosgd.experiments.captured import Chain
-from isosgd.experiments.image_jobs import Job, Method, Outcome, keep_draws, start_chain, timed
+from isosgd.experiments.image_jobs import Job, Method, Outcome, Steps, keep_draws, start_chain
 from isosgd.noise import MovingAverage, NoiseEstimator
 from isosgd.noise.summaries import summarise
 from isosgd.samplers.presets import PRESETS
@@ -71,7 +71,7 @@ def isgd(preset: str) -> Method:
     """One of the paper's variants: lambda is estimated at the start (c) or while training goes on (b)."""
     about = PRESETS[preset]
 
-    def run(job: Job, outcome: Outcome) -> Chain:
+    def steps(job: Job, outcome: Outcome) -> Steps:
         chain, structure = start_chain(job), make_structure(about["structure"])
         watch = Watch(chain, about["noise"])
         if not watch.estimator.ready(job.warmup):
@@ -81,6 +81,7 @@ def isgd(preset: str) -> Method:
         for _ in range(job.warmup):
             chain.step()
             watch.look()
+            yield
             if about["scheme"] == "b":  # training goes on at the Bayesian rate, as in `ISGD`
                 lams = _positive(structure.solve(*_unguarded(watch.bounds(about["summary"]))))
                 chain.update.set([torch.as_tensor(structure.rate(lam, 1.0, chain.num_data)) for lam in lams])
@@ -89,10 +90,10 @@ def isgd(preset: str) -> Method:
         rates = [torch.as_tensor(structure.rate(lam, job.temperature, chain.num_data)) for lam in lams]
         chain.update.set(rates, lams, watch.variance)
         chain.update.pace.fill_(1.0)
-        keep_draws(job, chain, outcome)
+        yield from keep_draws(job, chain, outcome)
         return chain
 
-    return timed(run)
+    return Method(steps)
 
 
 def _unguarded(bounds: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -103,8 +104,8 @@ def _positive(lams: Sequence[Tensor]) -> list[Tensor]:
     return [lam.clamp_min(torch.finfo(torch.float32).tiny) for lam in lams]
 
 
-@timed
-def windowed(job: Job, outcome: Outcome) -> Chain:
+@Method
+def windowed(job: Job, outcome: Outcome) -> Steps:
     """Lambda of the places where the chain is: estimated while sampling, in growing windows, then fixed."""
     chain = start_chain(job)
     watch = Watch(chain, MovingAverage(0.99, centred=True))
@@ -118,11 +119,12 @@ def windowed(job: Job, outcome: Outcome) -> Chain:
         for _ in range(size):
             chain.step()
             watch.look()
+            yield
         found = [SAFETY * b for b in watch.bounds("max")]
         old: Sequence[Tensor | None] = lams or [None] * len(found)
         lams = _positive([slow_rise(before, now, 2.0) for before, now in zip(old, found, strict=True)])
         chain.update.set([job.temperature / (chain.num_data * lam) for lam in lams], lams, watch.variance)
         chain.update.pace.fill_(1.0)
         done, window = done + size, 2 * window
-    keep_draws(job, chain, outcome)
+    yield from keep_draws(job, chain, outcome)
     return chain

@@ -29,6 +29,7 @@ import numpy as np
 
 FORMAT = 1
 NONE = "–"
+MIRRORED = "mirrored "  # before the name of a measure
 TITLES = {
     "lenet5": "LeNet-5 on MNIST",
     "resnet18": "ResNet-18 on CIFAR-10",
@@ -103,6 +104,13 @@ class Score:
     notes: dict[str, float] = field(default_factory=dict)
     diverged: bool = False
 
+    def value(self, measure: str) -> float | None:
+        """A measure by its name, ``accuracy``, or that of predictions for both mirror images, ``mirrored accuracy``."""
+        if measure.startswith(MIRRORED):
+            return self.mirrored.get(measure.removeprefix(MIRRORED))
+        found: float | None = getattr(self, measure)
+        return found
+
     def words(self) -> str:
         """For a line on a terminal."""
         if self.diverged or self.accuracy is None:
@@ -124,7 +132,7 @@ class Row:
 
     def mean_and_deviation(self, measure: str) -> tuple[float, float]:
         """Over seeds; NaN where there is none, and for the deviation of one."""
-        values = [v for s in self.scores if (v := getattr(s, measure)) is not None]
+        values = [v for s in self.scores if (v := s.value(measure)) is not None]
         if not values:
             return math.nan, math.nan
         return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
@@ -147,7 +155,7 @@ class Result:
         """Take in a score."""
         for known in self.rows:
             if known.row == row:
-                known.scores.append(score)
+                known.scores = sorted([*known.scores, score], key=lambda s: s.seed)
                 return
         self.rows.append(Row(row, temperature, [score]))
 
@@ -195,7 +203,10 @@ def markdown(results: Iterable[Result]) -> str:
 
 def _scores(result: Result) -> str:
     outside = any(s.auroc is not None for row in result.rows for s in row.scores)
-    head = ["method", "T", "accuracy", "MNLL", "ECE", "Brier", *(["AUROC"] if outside else []), "seconds", "paper"]
+    mirrored = any(s.mirrored for row in result.rows for s in row.scores)
+    more = ["AUROC"] if outside else []
+    more += ["accuracy, mirrored too", "MNLL, mirrored too"] if mirrored else []
+    head = ["method", "T", "accuracy", "MNLL", "ECE", "Brier", *more, "seconds", "paper"]
     lines = []
     for row in result.rows:
         name = row.row.removesuffix(" paper")
@@ -204,6 +215,8 @@ def _scores(result: Result) -> str:
         cells = [label, NONE if row.temperature is None else f"{row.temperature:g}"]
         cells += [_cell(row, "accuracy", 2), *(_cell(row, m, 4) for m in ("mnll", "ece", "brier"))]
         cells += [_cell(row, "auroc", 4)] if outside else []
+        if mirrored:
+            cells += [_cell(row, MIRRORED + "accuracy", 2), _cell(row, MIRRORED + "mnll", 4)]
         cells.append(_cell(row, "seconds", 1))
         printed = PAPER.get(result.model, {}).get(name) if name != row.row or name in RIVALS else None
         cells.append(NONE if printed is None else _printed(printed))

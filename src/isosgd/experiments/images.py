@@ -83,11 +83,19 @@ class Images:
         rest = self.rows(order[:count])
         return self.rows(order[count:]), Images(rest.pixels, rest.labels, rest.factor, rest.term)
 
-    def take(self, index: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """Augmented floats, channels last, and labels of some images. No host work: it can be captured."""
+    def take(
+        self, index: Tensor, generator: torch.Generator | None, mirror: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Augmented floats, channels last, and labels of some images. No host work: it can be captured.
+
+        Args:
+            index: numbers of the images.
+            generator: of the augmentation.
+            mirror: which of all images are mirrored by `crop_flip`, bool ``[N]``; chance says so by default.
+        """
         x = self.pixels.index_select(0, index)
         if self.augment == "crop-flip":
-            x = crop_flip(x, generator)
+            x = crop_flip(x, generator, mirror=None if mirror is None else mirror[index])
         if self.augment == "jitter":  # while the background still is zero
             x = jitter(x.float(), generator)
         x = torch.addcmul(self.term, x, self.factor)
