@@ -27,6 +27,7 @@ REAL = [
     priors.Flat(),
     priors.PerParameter({"a.*": priors.Laplace(2.0), "*.bias": priors.Flat(), "*": priors.StudentT(5.0)}),
     priors.PerParameter({"a.*": priors.HierarchicalNormal(), "b.*": priors.HierarchicalNormal(name="b.scale")}),
+    priors.PerParameter({"a.weight": priors.Relevance(priors.HalfNormal(2.0)), "*": priors.HierarchicalNormal()}),
     *(
         priors.HierarchicalNormal(hyper, per=per, fan_in=fan_in)  # type: ignore[arg-type]
         for hyper, per, fan_in in zip(
@@ -221,6 +222,14 @@ def test_a_bad_scale_is_refused(kind: type, scale: object) -> None:
         kind(scale)
 
 
+def test_relevance_is_a_normal_prior_with_a_scale_for_each_column() -> None:
+    weight, scale = torch.randn(5, 3, dtype=torch.float64), torch.tensor([0.1, 1.0, 3.0], dtype=torch.float64)
+    found = priors.Relevance(priors.Exponential(1.0)).log_prob({"w": weight, "prior.relevance": scale})
+    wanted = torch.distributions.Normal(0.0, scale / 3**0.5).log_prob(weight).sum()
+    wanted += torch.distributions.Exponential(1.0).log_prob(scale).sum()
+    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
@@ -230,6 +239,8 @@ def test_a_bad_scale_is_refused(kind: type, scale: object) -> None:
         (lambda: priors.LogNormal(1.0, sigma=0.0), ValueError, "sigma"),
         (lambda: priors.HierarchicalNormal(priors.Normal()), TypeError, "HalfCauchy"),
         (lambda: priors.HierarchicalNormal(per="module"), ValueError, "'module'"),
+        (lambda: priors.Relevance(priors.Normal()), TypeError, "HalfCauchy"),
+        (lambda: priors.Relevance().log_prob(network()), ValueError, "weight of the first layer"),
         (lambda: priors.PerParameter({}), ValueError, "empty"),
         (lambda: priors.PerParameter({"w": 1.0}), TypeError, "'w'"),
         (lambda: priors.as_prior(3.0), TypeError, r"3\.0"),

@@ -58,8 +58,10 @@ class Glide:
 
     @property
     def inside(self) -> int:
-        """Steps that can be taken before one that ends or begins a trajectory."""
-        return self.sampler.length - self.sampler.place if self.sampler.place else 0
+        """Steps that can be taken before one that ends or begins a trajectory; none where nothing can be compiled."""
+        if not self.sampler.place or any(loop.why_not for loop in self.loops.values()):
+            return 0
+        return self.sampler.length - self.sampler.place
 
     def go(self, done: int, steps: int, tick: Callable[[int], None]) -> None:
         """Take so many steps; as `isosgd.chain.stride.Stride.go`."""

@@ -47,7 +47,8 @@ def why_not(run: Chains) -> str:
     if len({x.dtype for x in run.leaves}) > 1:
         return "parameters have several dtypes"
     if run.many is None:
-        return batchable(run.target, run.params, batches.at(torch.arange(batches.batch_size)), run.num_data)
+        first = torch.arange(batches.batch_size, device=batches.device)
+        return batchable(run.target, run.params, batches.at(first), run.num_data)
     return ""
 
 

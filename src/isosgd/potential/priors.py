@@ -37,6 +37,7 @@ from isosgd.potential.elementwise import (
     total,
 )
 from isosgd.potential.params import Params, match
+from isosgd.potential.relevance import Relevance
 
 __all__ = [
     "Exponential",
@@ -51,6 +52,7 @@ __all__ = [
     "PerParameter",
     "PositivePrior",
     "Prior",
+    "Relevance",
     "StudentT",
 ]
 
