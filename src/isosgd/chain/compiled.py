@@ -64,7 +64,8 @@ class Compiled:
         """Compile it, and call it for the first time."""
         if self.say is not None:
             self.say(f"compiling {self.what}; the first time takes some seconds")
-        self._fast = torch.compile(_own(self.function), fullgraph=True, dynamic=False, options=self.options)
+        options = None if self.options is None else dict(self.options)  # torch takes out what it has read
+        self._fast = torch.compile(_own(self.function), fullgraph=True, dynamic=False, options=options)
         with warnings.catch_warnings():  # the compiler's own, of its innards
             warnings.simplefilter("ignore")
             value = self._fast(*args)

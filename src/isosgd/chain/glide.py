@@ -15,7 +15,7 @@ from torch import Tensor
 from isosgd.chain.chain import Chains
 from isosgd.chain.compiled import Compiled
 from isosgd.chain.gradients import Many, batchable
-from isosgd.chain.repeated import UNCHECKED, Tensors, block, repeat
+from isosgd.chain.repeated import LOOP, Tensors, block, repeat
 from isosgd.noise import dot
 from isosgd.samplers.gliding import Gliding
 
@@ -103,9 +103,8 @@ class Glide:
     def _compiled(self, tensors: Tensors) -> Compiled:
         key = tuple(t.shape for t in tensors)
         if key not in self.loops:
-            options = {**UNCHECKED, "cpp_wrapper": True}
             after = 0 if self.compiled else None
-            self.loops[key] = Compiled(self._loop, after, self.say, "trajectories of all chains", options)
+            self.loops[key] = Compiled(self._loop, after, self.say, "trajectories of all chains", LOOP)
         return self.loops[key]
 
     def _loop(

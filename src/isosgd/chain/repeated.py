@@ -17,6 +17,13 @@ WHAT = "the steps of all chains"
 CACHE = 3 << 18  # bytes, of a core's own
 # Shapes are fixed and tensors are ours, so that nothing has to be checked at every call.
 UNCHECKED: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+# A loop is kept in the compiler's cache, from one process to the next, like all that it holds: torch does so with other
+# functions of functions, but asks to be told for this one.
+LOOP: dict[str, Any] = {
+    **UNCHECKED,
+    "cpp_wrapper": True,
+    "unsafe_marked_cacheable_functions": {"torch.ops.higher_order.while_loop": "1"},
+}
 
 
 def repeat(body: Callable[[int, Tensors], Tensors], count: Tensor, most: int, state: Tensors) -> Tensors:
@@ -97,7 +104,7 @@ class Looped(Repeated):
 
     def __init__(self, step: Kth, most: int, after: int | None, say: Callable[[str], None] | None = None) -> None:
         super().__init__(step, most, after, say)
-        self.loop = Compiled(self._loop, after, say, WHAT, {**UNCHECKED, "cpp_wrapper": True})
+        self.loop = Compiled(self._loop, after, say, WHAT, LOOP)
         self._padded: tuple[Tensors, Tensor] | None = None
 
     def __call__(self, count: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:

@@ -1,8 +1,9 @@
 """The UCI regressions: one network, the published splits, all splits and chains of a set in one run.
 
 The model is the paper's, a hidden layer of 50 ReLU units. The standard deviation of the observations is sampled, and so
-are the prior's scales, one for each layer, under half-Cauchy hyperpriors: nothing is tuned, and all sets have the same
-settings. Features and targets are scaled by each split's training part. Every chain starts at weights of its own.
+are the prior's scales, one for each input and one for each layer, under half-Cauchy hyperpriors: nothing is tuned, and
+all sets have the same settings. Features and targets are scaled by each split's training part. Every chain starts at
+weights of its own.
 """
 
 from __future__ import annotations
@@ -221,8 +222,10 @@ class Scaled:
 
 def make_target(features: int, hidden: int, setting: Setting) -> Target:
     """The posterior of the network."""
-    prior = priors.HierarchicalNormal() if setting.hierarchical else priors.FanInNormal()
-    return Target.from_module(mlp(features, hidden, 1), "gaussian", prior)
+    sampled = {"0.weight": priors.Relevance(), "*": priors.HierarchicalNormal()}
+    return Target.from_module(
+        mlp(features, hidden, 1), "gaussian", sampled if setting.hierarchical else priors.FanInNormal()
+    )
 
 
 def fresh_start(target: Target, features: int, hidden: int, seed: int, chain: int) -> dict[str, Tensor]:
