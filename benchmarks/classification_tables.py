@@ -12,19 +12,10 @@ import argparse
 import json
 from pathlib import Path
 
+from pages import put
+
 from isosgd.experiments.image_figures import draw_entropies
 from isosgd.experiments.image_tables import TITLES, markdown, read
-
-BEGIN, END = "<!-- {}: begin -->\n", "<!-- {}: end -->"
-
-
-def put(text: str, name: str, new: str) -> str:
-    """Replace what stands between the marks of this name."""
-    begin, end = BEGIN.format(name), END.format(name)
-    head, found, rest = text.partition(begin)
-    if not found or end not in rest:
-        raise ValueError(f"the page has no marks {begin.strip()!r} and {end!r}: put them where the tables belong")
-    return head + begin + new.rstrip() + "\n" + end + rest.partition(end)[2]
 
 
 def speed(path: Path) -> str:
