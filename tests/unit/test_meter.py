@@ -267,8 +267,11 @@ def test_remarks_of_the_warm_up() -> None:
         "predicted_bias": 0.3, "clipped_share": 0.2, "noise_share": 0.5, "tail_index": 1.2,
     }  # fmt: skip
     said = " ".join(found.remarks)
-    for words in ("1 of 2 chains did not settle: too short", "20% of the gradient noise", "30% too large", "1.20"):
+    settled = "1 of 2 chains had not settled when draws began; the draws agree all the same"
+    for words in (settled, "20% of the gradient noise", "30% too large", "1.20"):
         assert words in said
+    doubted = posterior.trust(ess=1e6)
+    assert doubted.words == "run longer" and "1 of 2 chains did not settle: too short" in " ".join(doubted.remarks)
 
 
 def test_a_verdict_is_strict_json_and_readable() -> None:
@@ -288,6 +291,16 @@ def test_thresholds() -> None:
     assert off(replace(reading, temperature=0.6), 1.0, 20, 0.1) == -1
     assert off(replace(reading, temperature=0.6, ess=3.0), 1.0, 20, 0.1) == 0  # an error from so few says little
     assert off(replace(reading, temperature=300.0, error=60.0), 1.0, 20, 0.1) == 1  # its error is as large as it is hot
+
+
+def test_errors_that_are_large_at_any_temperature_are_no_heat() -> None:
+    """Along a direction of a network's posterior: readings of chains that are right were 4.2 ± 1 and 14 ± 6.5."""
+    for temperature, error in ((4.16, 1.0), (13.9, 6.5)):
+        reading = Reading("stiff 1, late", 1, temperature, error, 180.0, temperature, temperature)
+        assert off(reading, 1.0, 70, 0.25) == 0
+    hot = Reading("flat 1, late", 1, 4.16, 4.16 * math.sqrt(2 / 180), 180.0, 4.16, 4.16)  # a mean of squares
+    assert off(hot, 1.0, 70, 0.25) == 1
+    assert off(replace(hot, ess=30.0, error=4.16 * math.sqrt(2 / 30), temperature=40.0), 1.0, 70, 0.25) == 1
 
 
 def test_few_draws_or_none_moving_do_not_break_it() -> None:

@@ -94,7 +94,7 @@ def test_several_draws_go_into_a_shard(tmp_path: Path) -> None:
 
 
 def test_shards_are_written_when_enough_is_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "SHARD_BYTES", 24)  # of three numbers a draw
+    monkeypatch.setattr(writer, "SHARD_BYTES", 48)  # of three numbers a draw; the first shards have half of it
     posterior = sample(make_target(), DATA, store=tmp_path / "run", **QUICK)
     assert len(list((tmp_path / "run").glob("draws-*"))) == 3
     assert same(posterior, sample(make_target(), DATA, **QUICK))

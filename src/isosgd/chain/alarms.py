@@ -105,8 +105,8 @@ def _in_order(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
 
 
 def _risen(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
-    """A chain that has left the place where its rates were found."""
-    if report.loss is None or late is None:
+    """A chain that has left the place where its rates were found. Trajectories are right at any rate."""
+    if report.loss is None or late is None or run.gliding is not None:
         return ""
     before, spread = report.loss
     now = float(late[k])

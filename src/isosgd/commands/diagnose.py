@@ -40,5 +40,5 @@ def run(args: argparse.Namespace) -> int:
             "summary": summary.as_dict(),
         })  # fmt: skip
     else:
-        say(args, str(verdict), "", str(summary))
+        say(args, found.subject.named(str(verdict)), "", str(summary))
     return 0 if verdict.trusted or not args.check else 1

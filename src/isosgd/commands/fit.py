@@ -19,7 +19,6 @@ from isosgd.commands.common import (
     use_machine,
 )
 
-WARMUP, KEEP_EVERY = 5_000, 50  # steps at effort 1: about a minute on two cores
 LEAST_ROWS = 20
 USUAL = {"task": None, "holdout": 0.1, "chains": 4, "draws": 100, "hidden": 50, "method": "isgd", "seed": 0}
 
@@ -61,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     """Read the table, sample, judge, report."""
     import isosgd
     from isosgd.commands.drawing import draw_and_judge
+    from isosgd.commands.effort import steps_for
     from isosgd.commands.network import Network
     from isosgd.commands.runs import save_tabular
 
@@ -77,7 +77,9 @@ def run(args: argparse.Namespace) -> int:
         f", {counts['dropped']:,} without a target left aside" if counts["dropped"] else ""
     ))  # fmt: skip
     say(args, *(f"  {line}" for line in table.describe()))
-    say(args, f"sampling {args.chains} chains into {folder} (Ctrl-C keeps what has been drawn)")
+    steps = steps_for(args.method, counts["train"], network.weights, args.effort)
+    how = "all rows for every gradient" if steps["batch_size"] == "all" else "minibatches of rows"
+    say(args, f"sampling {args.chains} chains, {how}, into {folder} (Ctrl-C keeps what has been drawn)")
 
     def draw() -> None:
         isosgd.sample(
@@ -87,11 +89,10 @@ def run(args: argparse.Namespace) -> int:
             method=args.method,
             draws=args.draws,
             chains=args.chains,
-            warmup=math.ceil(WARMUP * args.effort),
-            keep_every=math.ceil(KEEP_EVERY * args.effort),
             seed=args.seed,
             device=args.device,
             store=folder,
+            **steps,
         )
 
     return draw_and_judge(args, found, draw, counts)

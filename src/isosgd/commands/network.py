@@ -1,6 +1,6 @@
-"""The network that ``isosgd fit`` samples: one hidden layer, noise and prior scales sampled too.
+"""The network that ``isosgd fit`` samples: one hidden layer, noise and prior scales, one a layer, sampled too.
 
-It is the model of the UCI experiment: nothing in it depends on the table but the numbers of inputs and outputs.
+Nothing in it depends on the table but the numbers of inputs and outputs.
 """
 
 from __future__ import annotations
@@ -53,6 +53,11 @@ class Network:
     def as_dict(self) -> dict[str, int]:
         """Plain values."""
         return asdict(self)
+
+    @property
+    def weights(self) -> int:
+        """How many there are, biases among them."""
+        return self.hidden * (self.inputs + 1) + self.outputs * (self.hidden + 1)
 
     def target(self) -> Target:
         """The posterior of the network."""

@@ -30,6 +30,7 @@ KNOWN = 0.10  # standard error at which the temperature counts as known
 CHANGING, CHANGED = 3.0, 2.0  # standard errors, or a factor, between earlier and later draws
 LEAST_FREE = 4.0  # effective draws, less one, that a standard error must come from to raise an alarm
 FALSE_ALARMS = 1e-3
+SQUARES = 0.8  # of the most errors that a mean of squares can be above what was asked for
 COUPLED = 0.5  # correlation of two chains, draw by draw
 CLIPPED, BIASED, HEAVY = 0.05, 0.10, 1.5  # what is worth a remark in the warm-up's report
 
@@ -118,7 +119,7 @@ def judge(
         words,
         tuple(reason for reason, _ in reasons),
         tuple(dict.fromkeys(mend for _, mend in reasons if mend)),
-        tuple(_remarks(warmup, reports)),
+        tuple(_remarks(warmup, reports, words == "trust it")),
         temperature,
         tuple(found),
         tuple(along),
@@ -145,8 +146,11 @@ def off(reading: Reading, temperature: float, tests: int, tolerance: float) -> i
     """1 when a reading is hot and -1 when it is cold by more than chance and tolerance allow; else 0."""
     z = threshold(tests, reading.ess)
     ratio, error = reading.temperature / temperature, reading.error / temperature
-    # On the hot side by logarithms, since the error of a large reading is itself large.
-    if ratio > 1.0 and math.log(ratio) > math.log1p(tolerance) + z * error / ratio:
+    # On the hot side by logarithms, since the error of a large reading is itself large; that of squares is, so that
+    # such a reading cannot be more than sqrt(ess / 2) errors above. Where a density is far from normal errors are large
+    # at every temperature, and then it must be many of them above, too.
+    far = ratio - 1.0 - tolerance > min(z, SQUARES * math.sqrt(reading.ess / 2.0)) * error
+    if ratio > 1.0 and far and math.log(ratio) > math.log1p(tolerance) + z * error / ratio:
         return 1
     return -1 if ratio < 1.0 - tolerance - z * error else 0
 
@@ -269,10 +273,15 @@ def _praise(temperature: float, whole: Reading, summary: PosteriorSummary) -> Ca
     )
 
 
-def _remarks(warmup: dict[str, dict[str, float]], reports: Sequence[Mapping[str, Any]]) -> list[str]:
+def _remarks(warmup: dict[str, dict[str, float]], reports: Sequence[Mapping[str, Any]], trusted: bool) -> list[str]:
     remarks = []
     unsettled = [report for report in reports if not report.get("settled", True)]
-    if unsettled:
+    if unsettled and trusted:
+        remarks.append(
+            f"the warm-up of {len(unsettled)} of {len(reports)} chains had not settled when draws began; the draws "
+            "agree all the same"
+        )
+    elif unsettled:
         remarks.append(
             f"the warm-up of {len(unsettled)} of {len(reports)} chains did not settle: {unsettled[0].get('reason', '')}"
         )

@@ -154,7 +154,7 @@ def rates(reports: Sequence[Mapping[str, Any]], subject: Subject) -> list[Figure
             )
         )
     share = each("noise_share")
-    if np.isfinite(share).any():
+    if np.isfinite(share).any() and np.nanmax(share) > 0:  # all data in a batch bring none
         plot = _rows(labels, (0, max(100.0, float(np.nanmax(share)) * 105)), "% of the composite noise")
         _dots_by_chain(plot, 100 * share)
         found.append(

@@ -47,9 +47,15 @@ class Subject:
         return self.layers.get(name, name)
 
     def named(self, text: str) -> str:
-        """A sentence in which quoted names of layers are what to call them."""
+        r"""A text in which names of layers are what to call them, where they are quoted or begin a line.
+
+        Example:
+            >>> print(Subject(layers={"0": "hidden layer"}).named("Temperature 1.\n  0: 1.01 ± 0.02"))
+            Temperature 1.
+              hidden layer: 1.01 ± 0.02
+        """
         for name, word in self.layers.items():
-            text = text.replace(f"{name!r}", f"'{word}'")
+            text = text.replace(f"{name!r}", f"'{word}'").replace(f"\n  {name}: ", f"\n  {word}: ")
         return text
 
 

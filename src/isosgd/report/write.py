@@ -24,7 +24,7 @@ from isosgd.report.subject import Subject, Tile
 MOST_ROWS = 2_000  # of held-out data that are predicted
 MOST_LISTED = 9  # rows of a table
 LABELS = {
-    "num_data": "rows of data", "batch_size": "rows of a minibatch", "draws": "draws of each chain",
+    "num_data": "rows of data", "batch_size": "rows of a batch", "draws": "draws of each chain",
     "keep_every": "steps between draws", "engine": "chains ran", "gradients": "gradients of all chains",
 }  # fmt: skip
 METHODS = {"isgd": "I-SGD", "sgld": "SGLD", "sghmc": "SGHMC"}  # where capitals are usual

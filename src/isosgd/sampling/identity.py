@@ -67,6 +67,11 @@ def data_identity(data: Data) -> dict[str, Any]:
     }
 
 
+def inputs_identity(given: Any) -> list[dict[str, Any]]:
+    """What can be told of inputs: of a tensor, or of several."""
+    return [fingerprint(torch.as_tensor(x)) for x in (given if isinstance(given, tuple | list) else (given,))]
+
+
 def _length(of: Any) -> int | None:
     try:
         return len(of)

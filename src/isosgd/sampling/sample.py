@@ -24,6 +24,7 @@ from isosgd.samplers import ISGD, METHODS
 from isosgd.sampling.identity import described
 from isosgd.sampling.keepers import InMemory, OnDisk, keep_at_once
 from isosgd.sampling.loop import Outcome, Plan, draw_from
+from isosgd.sampling.room import check_room
 from isosgd.sampling.settings import check_settings, compile_after, most_draws, noise_every, sampler_factory, versions
 from isosgd.sampling.stored import Asked, load
 
@@ -121,7 +122,9 @@ def sample(
         "seed": seed,
         **({"budget": budget} if draws == "auto" else {}),
     }
-    asked = Asked(target, data, init, place, settings, options, store, resume, store_dtype)
+    asked = Asked(target, data, init, place, settings, options, store, resume, store_dtype, held_out)
+    in_memory = most if store is None or method in BASELINES else 0
+    check_room(asked.start(0), asked.count, in_memory)
     given = dict(options)
     after = compile_after(given)
     if method in BASELINES:

@@ -18,7 +18,15 @@ from isosgd.errors import SamplingWarning
 from isosgd.potential import Params, Target
 from isosgd.predictive import Posterior
 from isosgd.sampling.buffers import Buffers
-from isosgd.sampling.identity import data_identity, described, differences, fingerprint, is_plain, target_identity
+from isosgd.sampling.identity import (
+    data_identity,
+    described,
+    differences,
+    fingerprint,
+    inputs_identity,
+    is_plain,
+    target_identity,
+)
 from isosgd.sampling.settings import versions
 from isosgd.store import Manifest, Shards, StoredDraws, StoreError, Writer
 from isosgd.store.draws import Damaged, check_file
@@ -154,6 +162,7 @@ class Asked:
     store: str | Path | None
     resume: bool
     store_dtype: str | None
+    held_out: Any = None
 
     def __post_init__(self) -> None:
         if self.store_dtype not in STORED:
@@ -172,10 +181,18 @@ class Asked:
         """The data, where they are tensors of one data set."""
         return None if isinstance(self.data, DataSets) else as_tensors(self.data)
 
+    @property
+    def count(self) -> int:
+        """Chains in all."""
+        return int(self.settings["chains"]) * (self.data.sets if isinstance(self.data, DataSets) else 1)
+
+    def start(self, chain: int) -> Params:
+        """Free parameters at which a chain starts."""
+        return self.target.initial(start_of(self.init, chain), device=self.device)
+
     def identity(self) -> Info:
         """What must be the same when the run is resumed."""
-        count = self.settings["chains"] * (self.data.sets if isinstance(self.data, DataSets) else 1)
-        starts = [self.target.initial(start_of(self.init, k), device=self.device) for k in range(count)]
+        starts = [self.start(k) for k in range(self.count)]
         return {
             "settings": {
                 **self.settings,
@@ -186,6 +203,7 @@ class Asked:
             "data": data_identity(self.data),
             "target": target_identity(self.target, self.data, starts, self.buffers),
             "device": next(iter(starts[0].values())).device.type,
+            **({} if self.held_out is None else {"held_out": inputs_identity(self.held_out)}),
         }
 
     def open(self, info: Info) -> Writer | None:

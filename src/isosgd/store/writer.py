@@ -33,7 +33,8 @@ from isosgd.store.shards import raw, read_header, write_tensors
 from isosgd.store.tree import pack, unpack
 from isosgd.store.waiting import Waiting, lock
 
-SHARD_BYTES = 1 << 25  # draws gathered at most
+SHARD_BYTES = 1 << 25  # draws gathered at most; half of that ...
+EARLY = 256  # ... in so many shards at first: at its end a run waits for the last one
 MOST_WAITING = 2 * SHARD_BYTES  # gathered and not yet written
 MOST_COPIED = 8 * SHARD_BYTES  # of a checkpoint; chains wait for a larger one, so that it need not be copied
 LEAST_WAIT = 1.0  # seconds between two shards, at the least, unless so much is gathered; five times that, checkpoints
@@ -134,7 +135,8 @@ class Writer:
         self._gathered.append(parts)
         self._step, self._reached[first] = step, self._about[2] + len(self._gathered)
         self._bytes += sum(x.numel() * x.element_size() for x in parts.values())
-        if self._bytes >= SHARD_BYTES or self._flushes.due():
+        enough = SHARD_BYTES // (2 if len(self.manifest.shards) < EARLY else 1)
+        if self._bytes >= enough or self._flushes.due():
             self._send()
 
     def _named(self, draw: Params, buffers: Params) -> Params:

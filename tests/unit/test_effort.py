@@ -1,0 +1,99 @@
+"""How many steps `isosgd fit` takes, what does not fit into memory, and inputs that a run watches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import isosgd
+from isosgd import Target, sample
+from isosgd.cli import main
+from isosgd.commands.effort import LEAST_APART, LEAST_WARMUP, MOST_WORK, steps_for
+from isosgd.commands.network import Network
+from isosgd.sampling import room
+
+PENGUINS = Path(__file__).parents[1] / "data" / "penguins.csv"
+X = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
+Y = X.sum(1, keepdim=True)
+QUICK: dict[str, Any] = {"draws": 3, "keep_every": 5, "warmup": 600, "progress": False, "compile": False}
+
+
+def line() -> Target:
+    torch.manual_seed(0)
+    return Target.from_module(nn.Linear(2, 1), "gaussian")
+
+
+def test_small_tables_take_all_rows_and_large_ones_minibatches() -> None:
+    rows = MOST_WORK // 751
+    assert steps_for("isgd", rows, 751, 1.0)["batch_size"] == "all"
+    assert steps_for("isgd", rows + 1, 751, 1.0)["batch_size"] is None
+    assert steps_for("sgld", 100, 751, 1.0)["batch_size"] is None, "only I-SGD has trajectories"
+
+
+def test_effort_is_so_many_times_the_steps() -> None:
+    for rows in (100, 1_000, 100_000):
+        once, four = (steps_for("isgd", rows, 751, effort) for effort in (1.0, 4.0))
+        assert four["keep_every"] == 4 * once["keep_every"] and four["warmup"] == 4 * once["warmup"]
+    least = steps_for("isgd", 100, 751, 1e-6)
+    assert (least["warmup"], least["keep_every"], least["compile"]) == (LEAST_WARMUP, LEAST_APART, False)
+
+
+def test_weights_are_counted() -> None:
+    for network in (Network(13, 1), Network(4, 3, hidden=7)):
+        assert network.weights == sum(x.numel() for x in network.start(0).values())
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["isgd", "swag"])
+@pytest.mark.parametrize("stored", [True, False])
+def test_more_chains_than_fit_are_refused_at_once(method: str, stored: bool, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"store": tmp_path / "run"} if stored else {}
+    with pytest.raises(ValueError, match=r"chains = 1,000,000,000 need .* GiB of memory at least, and this machine"):
+        sample(line(), (X, Y), method=method, chains=10**9, **settings)
+    assert not (tmp_path / "run").exists()
+
+
+def test_more_draws_than_fit_go_to_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(room, "memory", lambda: 10_000)
+    with pytest.raises(ValueError, match=r"draws = 1,000 of 1 chains .* \(store=\)"):
+        sample(line(), (X, Y), **{**QUICK, "draws": 1_000})
+    with pytest.raises(ValueError, match="draws = 1,000"):  # baselines draw all at the end
+        sample(line(), (X, Y), method="swag", store=tmp_path / "swag", **{**QUICK, "draws": 1_000})
+    settings = {**QUICK, "draws": 1_000, "keep_every": 1, "method": "sgld", "lr": 1e-4, "warmup": 0}
+    assert len(sample(line(), (X, Y), store=tmp_path / "run", **settings)) == 1_000
+
+
+def test_where_the_system_does_not_say_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> int:
+        raise ValueError(name)
+
+    monkeypatch.setattr(room.os, "sysconf", unknown)
+    assert room.memory() is None
+    room.check_room({"w": torch.zeros(3)}, 10**12, 10**12)
+
+
+def test_fit_says_it_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["fit", str(PENGUINS), "--target", "body_mass_g", "--out", str(tmp_path / "run"), "--chains", "100000000"]
+    assert main(argv) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("isosgd: chains = 100,000,000 need") and error.count("\n") == 1
+
+
+# -- what is held out --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
+@pytest.mark.parametrize("changed", [X[:3] + 1.0, X[:4], None], ids=["values", "number", "none"])
+def test_other_held_out_inputs_are_refused(changed: Tensor | None, tmp_path: Path) -> None:
+    """They decide when draws="auto" ends."""
+    settings = {**QUICK, "draws": "auto", "budget": 2}
+    sample(line(), (X, Y), store=tmp_path, held_out=X[:3], **settings)
+    with pytest.raises(ValueError, match=r"cannot be resumed: .*held_out"):
+        sample(line(), (X, Y), store=tmp_path, resume=True, held_out=changed, **settings)
+    assert isosgd.resume(tmp_path, line(), (X, Y), held_out=X[:3]).num_draws == 2
