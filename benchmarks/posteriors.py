@@ -1,11 +1,12 @@
 """How near draws come to posteriors that are known, at equal gradients: I-SGD by structure and its rivals.
 
     python benchmarks/posteriors.py [--problems 'toy-*,kidiq-*'] [--methods isgd:layer sgld] [--gradients 100000]
-        [--seeds 2] [--data-root DIR] [--cache DIR] [--oracle] [--json FILE] [--plot FILE.png]
-    python benchmarks/posteriors.py --redraw FILE --plot FILE.png
+        [--seeds 2] [--data-root DIR] [--cache DIR] [--oracle] [--json FILE]
+    python benchmarks/posteriors_tables.py FILE     # tables and plots of what was written
 
 Every method goes through `isosgd.sample` with nothing set but draws, chains and batch size: eight chains, the automatic
-warm-up counted in. A method is a name of `isosgd.METHODS`, for I-SGD with a structure after a colon. With ``--oracle``
+warm-up counted in. A method is a name of `isosgd.METHODS`, for I-SGD with a structure after a colon; ``isgd-all`` is
+I-SGD with ``batch_size="all"``, which ``isgd`` takes too where a minibatch is as large as the data. With ``--oracle``
 the rivals are also run at each rate of a grid around the one they chose themselves, and the rate with the smallest
 2-Wasserstein distance is shown as ``NAME@oracle``: knowledge that nobody has who does not know the posterior.
 
@@ -27,6 +28,7 @@ import shlex
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -40,14 +42,16 @@ from isosgd.samplers.structures import StructureName
 
 CHAINS = 8
 LEAST_DRAWS = 4  # of each chain, even where the budget does not hold them
+WHOLE = "isgd-all"  # I-SGD on all data
 ORACLE_RATES = 7
 CURVE_POINTS = 15
+RIVALS = ("sgld", "sghmc", "adaptive-sghmc", "psgld")
 Row = dict[str, Any]
 
 
 def default_methods() -> list[str]:
-    """I-SGD with every structure it has, and all other methods."""
-    return [*(f"isgd:{name}" for name in get_args(StructureName)), *(name for name in METHODS if name != "isgd")]
+    """I-SGD with every structure it has, on all data, and the rivals."""
+    return [*(f"isgd:{name}" for name in get_args(StructureName)), f"{WHOLE}:auto", *RIVALS]
 
 
 def spend(problem: suite.Problem, method: str, options: dict[str, Any], gradients: int, seed: int) -> isosgd.Posterior:
@@ -57,16 +61,17 @@ def spend(problem: suite.Problem, method: str, options: dict[str, Any], gradient
     does the same again and draws as often as the budget allows. A warm-up that would take more than half of the budget
     is told to take half (``info["capped"]``).
     """
+    whole = method == WHOLE or (method == "isgd" and problem.batch_size >= len(problem.data[0]))
 
     def sample(draws: int, warmup: Any) -> isosgd.Posterior:
         return isosgd.sample(
             problem.target,
             problem.data,
             init=problem.init,
-            method=method,
+            method="isgd" if whole else method,
             draws=draws,
             chains=CHAINS,
-            batch_size=problem.batch_size,
+            batch_size="all" if whole else problem.batch_size,
             warmup=warmup,
             seed=seed,
             progress=False,
@@ -81,7 +86,19 @@ def spend(problem: suite.Problem, method: str, options: dict[str, Any], gradient
     draws = (share - pilot["warmup"][0]["steps"]) // pilot["keep_every"][0]
     posterior = sample(max(LEAST_DRAWS, draws), warmup)
     posterior.info["capped"] = capped
-    return posterior
+    return within(posterior, share)
+
+
+def within(posterior: isosgd.Posterior, share: int) -> isosgd.Posterior:
+    """The draws that so many gradients of each chain bought: a run may space them wider than its pilot did."""
+    info = posterior.info
+    steps, gap = info["warmup"][0]["steps"], info["keep_every"][0]
+    most = max(LEAST_DRAWS, (share - steps) // gap)
+    if most >= posterior.num_draws:
+        return posterior
+    spent = info["gradients"] - sum(info["keep_every"]) * (posterior.num_draws - most)
+    draws = {name: x[:, :most] for name, x in posterior.draws.items()}
+    return isosgd.Posterior(posterior.target, draws, info | {"gradients": spent})
 
 
 def curve(problem: suite.Problem, posterior: isosgd.Posterior) -> list[Row]:
@@ -124,14 +141,17 @@ def measure(problem: suite.Problem, label: str, options: dict[str, Any], gradien
     }  # fmt: skip
 
 
-def oracle(problem: suite.Problem, method: str, found: list[Row], gradients: int, seeds: int) -> list[Row]:
+def oracle(
+    problem: suite.Problem, method: str, options: dict[str, Any], found: list[Row], gradients: int, seeds: int
+) -> list[Row]:
     """Runs at the best rate of a grid that spans the rates a method set for its groups, and four times beyond."""
     rates = [rate for row in found for chain in row.get("rates", []) for rate in chain.values()]
     if not rates:
         return []
     best: list[Row] = []
     for lr in np.geomspace(min(rates) / 4, max(rates) * 4, ORACLE_RATES).tolist():
-        rows = [measure(problem, f"{method}@oracle", {"lr": lr}, gradients, seed) for seed in range(seeds)]
+        given = options | {"lr": lr}
+        rows = [measure(problem, f"{method}@oracle", given, gradients, seed) for seed in range(seeds)]
         if all("w2" in row for row in rows) and (not best or mean(rows, "w2") < mean(best, "w2")):
             best = rows
     return best
@@ -155,36 +175,6 @@ def show(rows: list[Row]) -> None:
     print(f"{name} {mean(rows, 'seconds'):7.1f}", flush=True)
 
 
-def plot(rows: list[Row], file: Path) -> None:
-    """Error against gradients: a panel for each problem, a colour for each method, a line for each seed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.lines import Line2D
-
-    problems = list(dict.fromkeys(row["problem"] for row in rows))
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    across = min(4, len(problems))
-    down = math.ceil(len(problems) / across)
-    figure, axes = plt.subplots(down, across, figsize=(4 * across, 3 * down), squeeze=False, layout="constrained")
-    for axis, problem in zip(axes.flat, problems, strict=False):
-        for row in rows:
-            if row["problem"] == problem and "curve" in row:
-                points = row["curve"]
-                colour = f"C{methods.index(row['method'])}"
-                axis.loglog([p["gradients"] for p in points], [p["w2"] for p in points], color=colour)
-        axis.set_title(problem, fontsize=9)
-    for axis in axes.flat[len(problems) :]:
-        axis.axis("off")
-    lines = [Line2D([], [], color=f"C{i}", label=method) for i, method in enumerate(methods)]
-    figure.legend(handles=lines, loc="outside upper center", ncols=min(6, len(methods)))
-    figure.supxlabel("gradients, warm-up included")
-    figure.supylabel("2-Wasserstein over scale")
-    figure.savefig(file, dpi=90)
-    plt.close(figure)
-
-
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -192,22 +182,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", help=f"default: {' '.join(default_methods())}")
     parser.add_argument("--gradients", type=int, default=100_000, help="in all chains, warm-up included")
     parser.add_argument("--seeds", type=int, default=2, help="runs of each method")
+    parser.add_argument("--batch-size", type=int, help="rows of a minibatch (default: a tenth of the data, or 32)")
     parser.add_argument("--data-root", type=Path, help="folder with posteriordb/ and uci/ (default: ISOSGD_DATA)")
     parser.add_argument("--cache", type=Path, help="folder that keeps the reference moments of the networks")
     parser.add_argument("--oracle", action="store_true", help="also run the rivals at the best of a grid of rates")
+    parser.add_argument("--no-compile", action="store_true", help="faster where runs are few and short")
     parser.add_argument("--threads", type=int, default=1, help="threads torch may use")
     parser.add_argument("--json", type=Path, help="write all results to this file")
-    parser.add_argument("--plot", type=Path, help="draw error against gradients into this file")
-    parser.add_argument("--redraw", type=Path, help="run nothing: draw the results of this file into that of --plot")
     args = parser.parse_args(arguments)
-    if args.redraw and not args.plot:
-        parser.error("--redraw needs --plot FILE.png to draw into")
-    if args.redraw:
-        return args
     args.data_root = args.data_root or posteriordb.default_root()
     args.methods = args.methods or default_methods()
     for label in args.methods:
-        if label.partition(":")[0] not in METHODS:
+        if label.partition(":")[0] not in {*METHODS, WHOLE}:
             parser.error(f"method {label!r} is unknown; choose from {default_methods()}")
     known = suite.names(args.data_root)
     patterns = args.problems.split(",")
@@ -223,10 +209,6 @@ def main(arguments: list[str] | None = None) -> None:
     """Run, print, write."""
     given = sys.argv[1:] if arguments is None else arguments
     args = parse(given)
-    if args.redraw:
-        kept = json.loads(args.redraw.read_text())
-        plot([row for run in (kept if isinstance(kept, list) else [kept]) for row in run["results"]], args.plot)
-        return
     torch.set_num_threads(args.threads)
     about = {
         "command": shlex.join(["python", "benchmarks/posteriors.py", *given]),
@@ -239,6 +221,7 @@ def main(arguments: list[str] | None = None) -> None:
     head = f"{'problem':<42} {'method':<18} {'gradients':>9}  {'mean/sd':>8} {'log sd':>8} {'W2':>8} {'ESS/1k':>8}"
     print(f"{head} {'R-hat':>6} {'seconds':>7}")
     started = time.monotonic()
+    engine: dict[str, Any] = {"compile": False} if args.no_compile else {}
     rows: list[Row] = []
     references: dict[str, Row] = {}
 
@@ -253,15 +236,15 @@ def main(arguments: list[str] | None = None) -> None:
 
     for name in args.problems:
         problem = suite.make(name, args.data_root, args.cache)
+        if args.batch_size:
+            problem = replace(problem, batch_size=min(args.batch_size, len(problem.data[0])))
         known = problem.reference
         references[name] = {"entries": len(known.mean), "ess": known.ess if math.isfinite(known.ess) else None}
         for label in args.methods:
-            found = [measure(problem, label, {}, args.gradients, seed) for seed in range(args.seeds)]
+            found = [measure(problem, label, engine, args.gradients, seed) for seed in range(args.seeds)]
             keep(found)
             if args.oracle and not label.startswith("isgd"):
-                keep(oracle(problem, label, found, args.gradients, args.seeds))
-    if args.plot:
-        plot(rows, args.plot)
+                keep(oracle(problem, label, engine, found, args.gradients, args.seeds))
 
 
 if __name__ == "__main__":

@@ -323,8 +323,10 @@ def test_every_direction_forgets_within_two_epochs(half_width):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["kidiq-kidscore_momiq", "mesquite-logmesquite"])
-def test_regressions_have_the_posterior_of_the_reference(name):
+@pytest.mark.parametrize(
+    "name", ["kidiq-kidscore_momiq", "low_dim_gauss_mix-low_dim_gauss_mix", "mesquite-logmesquite"]
+)
+def test_real_data_have_the_posterior_of_the_reference(name):
     """Real data as they are, against draws of a long Stan run: no option but draws, chains and batch size."""
     root = posteriordb.default_root()
     if root is None or name not in posteriordb.names(root):

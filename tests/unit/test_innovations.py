@@ -112,3 +112,36 @@ def test_auto_takes_bits_for_large_tensors_only(generator: torch.Generator) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_types_are_kept(dtype: torch.dtype, generator: torch.Generator) -> None:
     assert drawn(64, generator, dtype=dtype).dtype == dtype
+
+
+def averaging(generator: torch.Generator, size: int = 1003) -> Source:
+    source = Source(torch.empty(size, dtype=torch.float64), generator, "bits")
+    source.averaged = True
+    return source
+
+
+def test_averaged_bits_are_means_of_two_steps() -> None:
+    plain = Source(torch.empty(1003, dtype=torch.float64), torch.Generator().manual_seed(4), "bits")
+    own = [plain.fill().clone() for _ in range(4)]
+    source = averaging(torch.Generator().manual_seed(4))
+    found = [source.fill().clone() for _ in range(4)]
+    assert source.last is not None
+    torch.testing.assert_close(source.last, own[-1])
+    for k, mean in enumerate(found):
+        torch.testing.assert_close(mean, 0.5 * (own[k] + own[max(k - 1, 0)]))
+
+
+def test_averaged_bits_go_on_from_what_was_saved() -> None:
+    """Also where the next ones were already made ahead, or were to be scaled anew."""
+    source = averaging(torch.Generator().manual_seed(5))
+    for _ in range(3):
+        source.fill()
+        source.go_ahead()
+    state, last = source.state(), source.last
+    source.prepare(torch.full((1003,), 2.0, dtype=torch.float64))
+    expected = source.fill().clone()
+    generator = torch.Generator()
+    generator.set_state(state)
+    other = averaging(generator)
+    other.last = last
+    torch.testing.assert_close(2.0 * other.fill(), expected)

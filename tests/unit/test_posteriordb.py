@@ -102,6 +102,15 @@ def test_priors_are_the_stated_ones(name: str, root: Path) -> None:
     torch.testing.assert_close(target.log_prior(free), torch.as_tensor(expected + jacobian))
 
 
+def test_gradient_of_the_mixtures_prior() -> None:
+    values = {"low": -1.3, "gap": 2.0, "sigma": [0.7, 1.9], "logit": 0.4}
+    params = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+    found, known = posteriordb.MixturePrior().grad(params), torch.func.grad(posteriordb.mixture_log_prior)(params)
+    assert found.keys() == known.keys()
+    for name, value in known.items():
+        torch.testing.assert_close(found[name], value)
+
+
 def test_prior_of_the_mixture_is_the_stated_one(root: Path) -> None:
     """Up to a constant: what is compared is its change over a few reference draws."""
     reference = load(MIXTURE, root)

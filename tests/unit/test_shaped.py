@@ -347,3 +347,28 @@ def test_independent_noise_does_not_slow_a_diagonal_lambda(size: int, generator:
         rates.append(float(shaped.rates().mean()))
     # Heat is a mean over some fifty squares of normals, a fifth off at one standard error: at three, Lambda doubles.
     assert rates[1] > 0.4 * rates[0]
+
+
+def test_a_full_lambda_is_small_where_only_noise_bounds_it() -> None:
+    """Curvature far below the Fisher information in one direction: no bias is to be feared there, only noise."""
+    full = Full()
+    own = rule(num_data=1000, batch_size=100, temperature=1.0, kappa=full.kappa)
+    full.bind([{"params": [torch.zeros(2)]}])
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4000):
+        full.observe([0.1 * torch.randn(2, generator=generator)])  # n Var(g) is the identity
+    full.stretch = full.full(1.0)
+    full.settle(own, torch.zeros(1, 2), 2.0)
+    for i in range(full.axes):
+        full.learn(i, full.axis(i) * torch.tensor([1.0, 0.01]))
+    full.settle(own, torch.zeros(1, 2), 100.0)
+    found = own.scale * torch.linalg.inv(full.pull[0])
+    covariance = full.cov[0]
+    # The first direction is bound by the bias, the second by the noise alone, which Lambda still covers.
+    q = float(own.factor(torch.ones(())))
+    least = full.kappa / 2 * covariance[1, 1]
+    assert q > 1.5 * full.kappa / 200
+    assert float(found[0, 0]) == pytest.approx(q * 100 * float(covariance[0, 0]), rel=0.02)
+    assert float(found[1, 1]) == pytest.approx(float(least), rel=0.02)
+    assert float(torch.linalg.eigvalsh(found - 0.5 * covariance).min()) > 0
+    assert float(full.clipped()) == 0.0

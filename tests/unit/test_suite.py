@@ -1,5 +1,6 @@
 """The suite of posteriors: its problems are what they say, and its scores are right where the answer is known."""
 
+import dataclasses
 import importlib.util
 import math
 from pathlib import Path
@@ -149,13 +150,22 @@ def test_moments_of_one_entry() -> None:
 # ---------------------------------------------------------------- the benchmark
 
 
-@pytest.fixture(scope="module")
-def benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("posteriors_benchmark", ROOT / "benchmarks" / "posteriors.py")
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{name}_script", ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    return script("posteriors")
+
+
+@pytest.fixture(scope="module")
+def tables() -> ModuleType:
+    return script("posteriors_tables")
 
 
 class Fake:
@@ -196,14 +206,18 @@ def test_a_budget_is_kept(
 
 
 def test_the_benchmark_writes_what_it_found(
-    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    benchmark: ModuleType,
+    tables: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     import json
 
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(isosgd, "sample", Fake(1000, 10))
     threads = torch.get_num_threads()
-    files = ["--json", str(tmp_path / "found.json"), "--plot", str(tmp_path / "found.png")]
+    files = ["--json", str(tmp_path / "found.json")]
     settings = ["--problems", "gauss-*", "--methods", "isgd:layer", "sgld", "--oracle", "--gradients", "20000"]
     benchmark.main([*settings, *files, "--threads", str(threads)])
     found = json.loads((tmp_path / "found.json").read_text())
@@ -214,8 +228,60 @@ def test_the_benchmark_writes_what_it_found(
     }
     assert len(found["results"]) == 2 * 3 * 2
     assert all(key in found for key in ("command", "versions", "machine", "seconds"))
-    assert (tmp_path / "found.png").stat().st_size > 0
     assert "sgld@oracle" in capsys.readouterr().out
+    tables.main([str(tmp_path), "--plot", str(tmp_path / "found.png")])
+    assert (tmp_path / "found.png").stat().st_size > 0
+    page = tmp_path / "page.md"
+    page.write_text(f"before {tables.BEGIN}old{tables.END} after")
+    tables.main([str(tmp_path), "--docs", str(page)])
+    assert "| gauss-half |" in page.read_text() and "old" not in page.read_text()
+    assert page.read_text().startswith("before ") and page.read_text().endswith(" after")
+
+
+def test_a_batch_of_all_rows_means_all_data(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, Any]] = []
+    fake = Fake(1000, 10)
+
+    def sample(target: Any, data: Any, *, method: str, batch_size: Any, **settings: Any) -> isosgd.Posterior:
+        asked.append((method, batch_size))
+        return fake(target, data, **settings)
+
+    monkeypatch.setattr(isosgd, "sample", sample)
+    problem = make("gauss-half")
+    whole = dataclasses.replace(problem, batch_size=len(problem.data[0]))
+    for given, method in ((problem, "isgd"), (problem, "isgd-all"), (whole, "isgd"), (whole, "sgld")):
+        benchmark.spend(given, method, {}, 20_000, seed=0)
+    assert asked[::2] == [("isgd", 32), ("isgd", "all"), ("isgd", "all"), ("sgld", 1000)]
+
+
+def made(method: str, *w2: float) -> list[dict[str, Any]]:
+    """Runs of a method with these errors."""
+    common = {"problem": "p", "mean_error": 0.1, "sd_error": 0.1, "ess_per_1000": 1.0}
+    return [{**common, "method": method, "seed": k, "w2": value} for k, value in enumerate(w2)]
+
+
+@pytest.mark.parametrize(
+    ("auto", "verdict"),
+    [((0.20, 0.21), "yes"), ((0.30, 0.31), "no"), ((0.20, 0.30), "within chance")],
+)
+def test_auto_against_the_best_structure(tables: ModuleType, auto: tuple[float, ...], verdict: str) -> None:
+    rows = [*made("isgd:auto", *auto), *made("isgd:layer", 0.20, 0.21), *made("isgd:diagonal", 0.5, 0.6)]
+    rows += made("sgld", 0.1, 0.1)  # not a structure
+    line = tables.never_worse(rows)[-1]
+    assert "`layer`" in line and line.endswith(f"| {verdict} |")
+    failed = [row for row in made("isgd:full", 0.1, 0.1)]
+    del failed[1]["w2"]
+    assert tables.never_worse([*rows, *failed])[-1] == line  # a structure that fails is not the best
+
+
+def test_the_later_of_two_runs_counts(tables: ModuleType, tmp_path: Path) -> None:
+    import json
+
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"results": made("sgld", value)}))
+    assert [row["w2"] for row in tables.read(tmp_path)] == [2.0]
+    with pytest.raises(ValueError, match="holds no results"):
+        tables.read(tmp_path / "nowhere")
 
 
 def test_a_run_that_diverges_is_a_row(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,9 @@ class WarmupReport:
         keep_every: spacing of draws measured from the autocorrelation of predictions (None when not measured).
         loss: mean and standard deviation of the minibatches' loss in the last window (None when not measured).
         groups: one report for each layer.
+        directions: rates along the directions of a Lambda that knows them, and how long they take to forget (see
+            `isosgd.chain.forgetting`); None where it knows none.
+        batch_sizes: what minibatches of other sizes would cost and gain; empty where Lambda knows no directions.
     """
 
     settled: bool
@@ -50,6 +53,8 @@ class WarmupReport:
     keep_every: int | None
     groups: list[GroupReport] = field(default_factory=list)
     loss: tuple[float, float] | None = None
+    directions: dict[str, Any] | None = None
+    batch_sizes: list[dict[str, float]] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from isosgd.chain.chain import Chains
 from isosgd.chain.descent import Descent
+from isosgd.chain.forgetting import batch_sizes, directions
 from isosgd.chain.glide import Glide
 from isosgd.chain.progress import Progress
 from isosgd.chain.reports import GroupReport, WarmupReport, drifting
@@ -152,7 +153,7 @@ class _Warmup:
         reasons = self._windows()
         self._check(self.spent + check)
         keep = self._spacing() if measure_spacing else None
-        groups = self._groups()
+        groups, more = self._groups(), self._directions()
         sampler.freeze()
         return [
             WarmupReport(
@@ -163,6 +164,7 @@ class _Warmup:
                 keep,
                 groups[k],
                 None if self.loss is None else (float(self.loss[0][k]), float(self.loss[1][k])),
+                **more[k],
             )
             for k, reason in enumerate(reasons)
         ]
@@ -402,6 +404,17 @@ class _Warmup:
                 f"warmup = {self.asked} ends before anything was measured: give at least {8 * FIRST_WINDOW}"
             )
         return found
+
+    def _directions(self) -> list[dict[str, Any]]:
+        """What is known of directions, and of other batch sizes, for each chain."""
+        sampler, shaped = self.chains.sampler, self.chains.shaped
+        if shaped is None or not isinstance(sampler, ISGD) or not bool((shaped.unit_rate > 0).all()):
+            return [{} for _ in range(self.chains.count)]
+        rule = sampler.rule()
+        return [
+            {"directions": own, "batch_sizes": batch_sizes(rule, stretch)}
+            for own, stretch in zip(directions(shaped, rule), shaped.stretch, strict=True)
+        ]
 
     def _groups(self) -> list[list[GroupReport]]:
         """What was found for each chain and group."""

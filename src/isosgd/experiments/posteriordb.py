@@ -218,6 +218,18 @@ def mixture_log_prior(params: Params) -> Tensor:
     return -0.5 * squares + weight
 
 
+class MixturePrior(Prior):
+    """`mixture_log_prior`, with its gradient in closed form."""
+
+    def log_prob(self, params: Params) -> Tensor:
+        return mixture_log_prior(params)
+
+    def grad(self, params: Params) -> Params:
+        low, high, logit = params["low"], params["low"] + params["gap"], params["logit"]
+        weight = 5 - 10 * logit.sigmoid()
+        return {"low": -(low + high) / 4, "gap": -high / 4, "sigma": -params["sigma"] / 4, "logit": weight}
+
+
 def _mixture(raw: Raw) -> tuple[Target, tuple[Tensor, ...]]:
     y = _column(raw, "y")
     low, high = y[y < y.mean()], y[y >= y.mean()]
@@ -227,7 +239,7 @@ def _mixture(raw: Raw) -> tuple[Target, tuple[Tensor, ...]]:
         "sigma": torch.stack([low.std(), high.std()]),
         "logit": y.new_zeros(()),
     }
-    return Target(mixture_log_likelihood, mixture_log_prior, positive=["gap", "sigma"], init=start), (y,)
+    return Target(mixture_log_likelihood, MixturePrior(), positive=["gap", "sigma"], init=start), (y,)
 
 
 def _mixture_natural(params: Params) -> Params:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from isosgd.samplers.shaped import Shaped
 
 SINGULAR = 1e-12  # eigenvalues of H, scaled to a unit diagonal, below which the noise says nothing of a direction
 BELIEVED = 3.0  # ratio of curvature and Fisher information that is put down to the direction; less may be chance
+SAFE = 2.0  # times the curvature that was measured in a direction, for its own part of Lambda
 LEAST = 0.01  # curvature over Fisher information, at the least that is believed
 
 
@@ -20,7 +22,8 @@ class Full(Shaped):
 
     The Fisher information is checked against the Hessian, axis by axis of the basis in which H is the identity (see
     `learn`), and gives way to it where they are far apart: gradient noise may lack directions that the posterior has,
-    or have directions of its own. Where it has, Lambda still covers it.
+    or have directions of its own. Where it has, Lambda still covers it, but is no larger than that takes: without
+    curvature there is no bias to fear.
 
     Chains of one data set share what they have seen: so many numbers take many noise vectors to estimate.
 
@@ -92,6 +95,7 @@ class Full(Shaped):
                 found = old.mT @ (0.5 * (self.hessian + self.hessian.mT)) @ old
                 root, inverse = _reshape(root, inverse, found, _believed)
                 root, inverse = _reshape(root, inverse, fisher, _at_least_one)
+                root, inverse = _reshape(root, inverse, found, partial(_soft, rule, self.stretch))
             # Rates fall at once and rise slowly.
             root, inverse = _reshape(root, inverse, old.mT @ old / rise, _at_least_one)
         self.root, self.inverse_root = root, inverse
@@ -130,6 +134,16 @@ class Full(Shaped):
     def rates(self) -> Tensor:
         return self.pull.diagonal(dim1=-2, dim2=-1)
 
+    def principal_rates(self) -> Tensor:
+        rates: Tensor = torch.linalg.eigvalsh(self.pull)
+        return rates
+
+    def rate_curvatures(self) -> Tensor:
+        if not all(self.probed):
+            return super().rate_curvatures()
+        ratios: Tensor = torch.linalg.eigvalsh(0.5 * (self.hessian + self.hessian.mT)).clamp_min(LEAST)
+        return ratios * self.unit_rate.double().unsqueeze(-1)
+
     def clipped(self) -> Tensor:
         return self.share
 
@@ -157,3 +171,9 @@ def _believed(ratio: Tensor) -> Tensor:
     """A ratio far from 1, else 1."""
     near = (ratio < BELIEVED) & (ratio > 1.0 / BELIEVED)
     return torch.where(near, 1.0, ratio.clamp_min(LEAST))
+
+
+def _soft(rule: Rule, stretch: Tensor, ratio: Tensor) -> Tensor:
+    """How much smaller Lambda may be where the curvature is below H, so that noise bounds it rather than the bias."""
+    wanted = torch.minimum(SAFE * ratio.clamp_min(0.0), stretch.to(ratio).unsqueeze(-1))
+    return rule.factor(wanted) / rule.factor(stretch.to(ratio)).unsqueeze(-1)

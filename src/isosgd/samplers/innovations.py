@@ -61,8 +61,11 @@ class Source:
     def __init__(self, out: Tensor, generator: torch.Generator, kind: Innovations = "auto") -> None:
         self.out, self.generator = out, generator
         self.bits = as_bits(kind, out.numel(), out.device)
+        self.averaged = False  # counted bits only: over two steps, while they are bytes and cost next to nothing
         self.ahead: Future[None] | None = None
         self._before = generator.get_state()
+        self._last: NDArray[np.int8] | None = None
+        self._last_before: NDArray[np.int8] | None = None
         self.prepare()
 
     def prepare(self, scale: Tensor | None = None, finish: Callable[[], None] | None = None) -> None:
@@ -76,6 +79,7 @@ class Source:
             self.ahead.result()
             self.ahead = None
             self.generator.set_state(self._before)
+            self._last = self._last_before
         self._scale, self._finish = scale, finish
         if self.bits:
             kind = self.out.numpy().dtype.type
@@ -103,17 +107,32 @@ class Source:
         out.normal_(generator=self.generator)
 
     def _start(self) -> Future[None]:
-        self._before = self.generator.get_state()
+        self._before, self._last_before = self.generator.get_state(), self._last
         words = torch.empty(3, dtype=torch.int64).random_(generator=self.generator)
         return _pool().submit(self._make, words.numpy().view(np.uint64))
 
     @torch.no_grad()
     def _make(self, seed: NDArray[np.uint64]) -> None:
         out = self.out.view(-1).numpy()
+        counts, factor = count_bits(seed, out.size), self._factor
+        if self.averaged:
+            last, self._last = counts if self._last is None else self._last, counts  # the first step has no other
+            counts, factor = counts + last, factor * out.dtype.type(0.5)
         # numpy, not torch: torch would start a second pool of threads here.
-        np.multiply(count_bits(seed, out.size), self._factor, out=out, casting="unsafe")
+        np.multiply(counts, factor, out=out, casting="unsafe")
         if self._finish is not None:
             self._finish()
+
+    @property
+    def last(self) -> Tensor | None:
+        """Of averaged bits: the innovations of the last `fill` alone, of unit variance; None before the first."""
+        counts = self._last if self.ahead is None else self._last_before
+        return None if counts is None else torch.from_numpy(counts).to(self.out.dtype).mul_(UNIT).view(self.out.shape)
+
+    @last.setter
+    def last(self, value: Tensor | None) -> None:
+        self.prepare(self._scale, self._finish)
+        self._last = None if value is None else value.detach().div(UNIT).round_().to(torch.int8).view(-1).numpy()
 
     def state(self) -> Tensor:
         """State of the generator from which the next `fill` follows: what has to be saved."""

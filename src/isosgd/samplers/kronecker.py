@@ -138,11 +138,14 @@ class Kronecker(Rotated):
         return (*super().tensors(), *self.bases)
 
     def displace(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
+        return self.displace_(tensors, gradient.clone(), xi.clone())
+
+    def displace_(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
         speed, amplitude, *every = tensors
-        z = amplitude * xi
+        z = xi.mul_(amplitude)
         for slot in self.rest:
             z[:, slot].addcmul_(speed[:, slot], gradient[:, slot])
         for matrix, bases in self._with(every):
-            matrix.of(z).addcmul_(matrix.of(speed), matrix.turn(gradient, bases))
+            matrix.of(z).addcmul_(matrix.of(speed), matrix.turn_(gradient, bases))
             matrix.back_(z, bases)
         return z

@@ -97,6 +97,11 @@ class LowRankStep(Shaped):
     def rates(self) -> Tensor:
         return self.pace + explained(self.basis, self.back)
 
+    def principal_rates(self) -> Tensor:
+        stiff = self.basis.to(self.dtype) * self.lam.unsqueeze(1)  # the strongest noise, as gradients
+        rates = [dot(g, self.direction(g)) / dot(g, g) for g in stiff.unbind(1)]
+        return torch.cat([self.rates(), torch.stack(rates, -1)], -1)
+
     # -- noise that it does not express -------------------------------------------------------------------------------
 
     def _look_outside(self, noise: Tensor) -> None:

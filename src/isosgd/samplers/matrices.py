@@ -16,7 +16,7 @@ from isosgd.samplers.sides import Basis, Leading, Side, Whole
 
 LONGEST_SIDE = 512  # that gets all axes ...
 MOST_WORK = 1 << 24  # ... if turning it takes no more multiply-adds than these
-LEADING = 8  # axes of the inputs of a larger matrix; half as many ...
+LEADING = 4  # axes of the inputs of a larger matrix; half as many ...
 HUGE = 1 << 20  # ... where it has more entries than these
 
 
@@ -41,6 +41,10 @@ class Matrix(NamedTuple):
     def turn(self, x: Tensor, bases: tuple[Basis, Basis]) -> Tensor:
         """The matrix in a flat tensor as its bases show it."""
         return self.left.turn(self.right.turn(self.of(x), bases[1]), bases[0])
+
+    def turn_(self, x: Tensor, bases: tuple[Basis, Basis]) -> Tensor:
+        """The same; the flat tensor may be written over."""
+        return self.left.turn_(self.right.turn_(self.of(x), bases[1]), bases[0])
 
     def back_(self, x: Tensor, bases: tuple[Basis, Basis]) -> None:
         """Undo `turn`, in place."""

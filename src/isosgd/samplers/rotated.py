@@ -108,6 +108,9 @@ class Rotated(Shaped):
     def rates(self) -> Tensor:
         return self.speed
 
+    def principal_rates(self) -> Tensor:
+        return self.speed
+
     def excess(self) -> Tensor:
         if self.looks < 2:
             return torch.zeros_like(self.heat)

@@ -21,7 +21,8 @@ from torch import Tensor
 from isosgd.samplers.steppers import allowed_rate_curvature
 
 HIGHEST = 0.2  # rate * curvature of averaged innovations, whatever bias is predicted
-CHANGE = 1.7  # of gradient noise, relative to it, over a unit of sqrt(T / N); half of what a sampled scale shows
+CHANGE = 11.5  # bias of variances by noise that changes, over its share of Lambda and T / N: a sampled scale's
+WIDE = 0.15  # sqrt(T / N) above which a posterior is so wide that expansions say too much
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,9 @@ class Rule:
         """q, where the true curvature is up to ``stretch`` times H."""
         if self.whole:  # so that a step is 1 where the curvature is H
             return torch.full_like(stretch, 2.0 * self.scale)
-        # Noise that is not the same over the posterior, whose width is sqrt(T / N), must be a small share of Lambda.
-        change = CHANGE * math.sqrt(self.scale) / self.bias
+        # Noise that is not the same over the posterior must be a small share of Lambda. What is linear in the place
+        # averages out, and what is quadratic has the order of the posterior's squared width, T / N.
+        change = CHANGE * min(self.scale, WIDE * math.sqrt(self.scale)) / self.bias
         noise = max(self.kappa, change) / (2.0 * self.batch_size)
         heat = self.scale * stretch
         if not self.averaged:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any, ClassVar
 
 import torch
@@ -59,14 +60,10 @@ class Shaped(Structure):
         for group in groups:
             start, end = end, end + sum(next(sizes) for _ in group["params"])
             self.slots.append(slice(start, end))
-        self.total = end
-        self.device = params[0].device
-        self.dtype = torch.float32
-        for p in params:
-            self.dtype = torch.promote_types(self.dtype, p.dtype)
+        self.total, self.device = end, params[0].device
+        self.dtype = reduce(torch.promote_types, (p.dtype for p in params), torch.float32)
         self.alive = torch.ones(self.chains, dtype=torch.bool, device=self.device)  # chains that count
-        self.seen = 0
-        self.known = False  # whether there is a Lambda
+        self.seen, self.known = 0, False  # noise vectors, and whether there is a Lambda
         self.stretch = self.full(CAUTION)
         self.factor, self.scale = self.full(math.nan), math.nan  # q and T / N
         self.weight = 1.0  # of gradient noise in what is injected; 0 where a batch is all of the data, and has none
@@ -156,9 +153,21 @@ class Shaped(Structure):
     def displace(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
         """``(T / N) Lambda^-1 (g + w)``, w from the innovations: what a step subtracts."""
 
+    def displace_(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
+        """The same; gradient and innovations may be written over."""
+        return self.displace(tensors, gradient, xi)
+
     @abstractmethod
     def rates(self) -> Tensor:
         """The rate of each parameter alone: the diagonal of ``(T / N) Lambda^-1``."""
+
+    def principal_rates(self) -> Tensor:
+        """Rates along the principal directions of Lambda, or of its parts, ``[chains, directions]`` in any order."""
+        return self.rates()
+
+    def rate_curvatures(self) -> Tensor:
+        """``rate * curvature`` along directions, as far as it is known: by H alone, where no curvature was measured."""
+        return self.unit_rate.unsqueeze(-1)
 
     def excess(self) -> Tensor:
         """By how much noise that the shape does not express raises the temperature in the worst direction."""

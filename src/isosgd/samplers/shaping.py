@@ -25,7 +25,7 @@ class ShapedLambda(GroupLambdas):
     shaped: Shaped | None
     averaged: bool  # whether innovations are averaged over two steps
     sets: int
-    _last: Tensor | None = None  # innovations of the last step
+    _kept: Tensor | None = None  # innovations of the last step, unless the source keeps them
 
     def _bind(self, shaped: Shaped, paired: bool, lam: float | None) -> None:
         """Refuse settings that do not go with a shape, and tell it of the parameters."""
@@ -144,21 +144,41 @@ class ShapedLambda(GroupLambdas):
         params = [p for laid in self._laid for p in laid.params]
         if len(params) != sum(len(group["params"]) for group in self.param_groups):
             raise RuntimeError("a parameter has no gradient: shapes of Lambda that know the geometry need all of them")
-        xi = self._averaged() if self.averaged else self._source.fill()
+        xi = self._averaged() if self.averaged and not self._source.averaged else self._source.fill()
         gradient = self.shaped.flatten([p.grad for p in params])  # type: ignore[misc]
-        moved = self.shaped.displace(self.shaped.tensors(), gradient, xi.view(self.shaped.chains, -1))
+        moved = self.shaped.displace_(self.shaped.tensors(), gradient, xi.view(self.shaped.chains, -1))
         parts = torch.split(moved.to(xi.dtype), self.shaped.sizes, -1)
         torch._foreach_sub_(params, [part.reshape(p.shape) for part, p in zip(parts, params, strict=True)])
+
+    @property
+    def _last(self) -> Tensor | None:
+        """Innovations of the last step."""
+        return self._source.last if self._laid_key is not None and self._source.averaged else self._kept
+
+    @_last.setter
+    def _last(self, value: Tensor | None) -> None:
+        if self._laid_key is not None and self._source.averaged:
+            self._source.last = value
+        else:
+            self._kept = value
+
+    def _lay_out(self) -> None:
+        before, source = self._laid_key, None if self._laid_key is None else self._source
+        super()._lay_out()
+        if self.shaped is not None and self._laid_key != before:
+            last = source.last if source is not None and source.averaged else self._kept
+            self._source.averaged = self._source.bits and self.rule().averaged
+            self._last = last
 
     def _averaged(self) -> Tensor:
         """The mean of fresh innovations and those of the last step."""
         xi = self._source.fill()
-        last = xi.clone() if self._last is None else self._last  # the first step has no other
+        last = xi.clone() if self._kept is None else self._kept  # the first step has no other
         if self.capturable:  # a captured step knows tensors by their place
             mean = torch.lerp(last, xi, 0.5)
-            self._last = last.copy_(xi)
+            self._kept = last.copy_(xi)
             return mean
-        self._last, self._source.out = xi, last  # they change places, so that nothing is copied
+        self._kept, self._source.out = xi, last  # they change places, so that nothing is copied
         return last.lerp_(xi, 0.5)
 
     # -- saving -------------------------------------------------------------------------------------------------------

@@ -36,6 +36,10 @@ class Side:
         """``m B``."""
         return m
 
+    def turn_(self, m: Tensor, basis: Basis) -> Tensor:
+        """``m B``; m may be written over."""
+        return self.turn(m, basis)
+
     def back_(self, m: Tensor, basis: Basis) -> None:
         """``m B^T``, in place."""
 
@@ -124,11 +128,15 @@ class Leading(Side):
 
     def turn(self, m: Tensor, basis: Basis) -> Tensor:
         v, forth, _ = basis
-        return torch.baddbmm(m, m @ v.mT, forth)
+        return torch.baddbmm(m, _along(m, v), forth)
+
+    def turn_(self, m: Tensor, basis: Basis) -> Tensor:
+        v, forth, _ = basis
+        return m.baddbmm_(_along(m, v), forth)
 
     def back_(self, m: Tensor, basis: Basis) -> None:
         v, _, back = basis
-        m.baddbmm_(m @ v.mT, back)
+        m.baddbmm_(_along(m, v), back)
 
     def spread(self, values: Tensor, old: Basis, new: Basis | None) -> Tensor:
         # The matrix between the bases is I + L^T R; what squares of its entries do to the values, without making it.
@@ -139,6 +147,14 @@ class Leading(Side):
             left, right = torch.cat([w, v], 1), torch.cat([torch.baddbmm(back, back @ v.mT, forth), forth], 1)
         pairs = values @ _pairs(right).mT @ _pairs(left)
         return (values * (1.0 + 2.0 * (left * right).sum(1, keepdim=True)) + pairs).clamp_min(0.0)
+
+
+def _along(m: Tensor, v: Tensor) -> Tensor:
+    """``m V^T``, for few rows of V."""
+    if v.shape[1] > 2 or len(m) > 1 or m.is_cuda:
+        return m @ v.mT
+    # Two products with a vector take half as long as one with a matrix of two columns.
+    return torch.stack([torch.mv(m[0], row) for row in v[0].unbind(0)], -1).unsqueeze(0)
 
 
 def _pairs(rows: Tensor) -> Tensor:
