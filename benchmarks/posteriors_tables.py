@@ -91,13 +91,11 @@ def runs_table(rows: list[Row]) -> list[str]:
 
 def methods_table(rows: list[Row]) -> list[str]:
     """2-Wasserstein distance over scale of every method and structure, the mean over runs; the best in bold."""
-    methods = sorted({row["method"] for row in rows}, key=_place)
+    compared = {name: own for name, own in by(rows, "problem").items() if len(by(own, "method")) >= 3}
+    methods = sorted({row["method"] for own in compared.values() for row in own}, key=_place)
     lines = []
-    for name, own in sorted(by(rows, "problem").items()):
-        groups = by(own, "method")
-        means = {method: mean(group) for method, group in groups.items()}
-        if len(means) < 3:
-            continue
+    for name, own in sorted(compared.items()):
+        means = {method: mean(group) for method, group in by(own, "method").items()}
         shown = {method: "failed" if math.isinf(value) else f"{value:.3f}" for method, value in means.items()}
         best = min(means, key=lambda method: means[method])
         shown[best] = f"**{shown[best]}**"

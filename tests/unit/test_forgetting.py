@@ -75,3 +75,19 @@ def test_batch_sizes_stay_within_the_data() -> None:
     few = replace(RULE, num_data=40, batch_size=32)
     assert [row["batch_size"] for row in batch_sizes(few, torch.ones(()))] == [4, 8, 16, 32, 40]
     assert all(math.isfinite(value) for row in batch_sizes(few, torch.ones(())) for value in row.values())
+
+
+def test_a_very_large_model_has_a_last_rate() -> None:
+    """Places in more than 2^24 rates are not numbers of float32."""
+
+    class Huge(Diagonal):
+        def principal_rates(self) -> torch.Tensor:
+            return torch.arange(2**24 + 4, 0, -1, dtype=torch.float64).unsqueeze(0)
+
+    huge = Huge()
+    huge.bind([{"params": [torch.zeros(2)]}])
+    for _ in range(60):
+        huge.observe([torch.randn(2)])
+    huge.settle(RULE, torch.zeros(1, 2), 2.0)
+    (found,) = directions(huge, RULE)
+    assert found["rates"][0] == 2**24 + 4 and found["rates"][-1] == 1.0

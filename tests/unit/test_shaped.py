@@ -372,3 +372,8 @@ def test_a_full_lambda_is_small_where_only_noise_bounds_it() -> None:
     assert float(found[1, 1]) == pytest.approx(float(least), rel=0.02)
     assert float(torch.linalg.eigvalsh(found - 0.5 * covariance).min()) > 0
     assert float(full.clipped()) == 0.0
+    # When Lambda is made smaller as a whole, it still covers the noise.
+    full.slow(torch.tensor([0.2]))
+    found = own.scale * torch.linalg.inv(full.pull[0])
+    assert float(torch.linalg.eigvalsh(found - 0.999 * full.kappa / 2 * covariance).min()) > 0
+    assert float(full.clipped()) == 0.0

@@ -15,7 +15,8 @@ from isosgd.chain import compiled
 from isosgd.chain.batches import TensorBatches
 from isosgd.chain.chain import Chains
 from isosgd.chain.glide import Glide, why_not
-from isosgd.chain.trajectories import Averaging
+from isosgd.chain.progress import Progress
+from isosgd.chain.trajectories import Averaging, Trajectories
 from isosgd.samplers.gliding import Gliding
 from isosgd.samplers.innovations import BITS_FROM
 
@@ -293,6 +294,24 @@ def test_so_they_are_when_compiled(structure: str) -> None:
     (one, _), (many, _) = after(17, "single", structure), after(17, "compiled", structure)
     for a, b in zip(one.leaves, many.leaves, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("steps", [41, 90])
+def test_windows_learn_the_same_paces_either_way(steps: int) -> None:
+    """Whatever the lengths of glides between looks and ends of trajectories, each end counts once."""
+    found = []
+    for gliding in (False, True):
+        run = chains(2)
+        window = Trajectories(
+            run, 700, 700, Progress(1, show=False), lambda state: None, Glide(run, compiled=False) if gliding else None
+        )
+        seen: list[Tensor] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Averaging, "take", lambda self, acceptance, seen=seen: seen.append(acceptance.clone()))
+            run.sampler.pace = torch.full((2,), 0.01)  # type: ignore[attr-defined]
+            window._window(steps, fixed=True)
+        found.append((len(seen), window.spent, run.gradients))
+    assert found[0] == found[1] and found[0][0] > 1
 
 
 def test_a_place_without_a_gradient_stops_no_chain() -> None:

@@ -114,8 +114,10 @@ def test_another_seed_another_result(root, result):
 def test_processes_share_the_splits(root):
     settings = {"root": root, "hidden": HIDDEN, "progress": False, "command": "made so"}
     shared = uci.side_by_side("mine", TINY, 2, 1, **settings)
-    alone = [uci.run("mine", TINY, splits=[k], **settings) for k in range(2)]
+    alone = [uci.run("mine", TINY, splits=[k], seed=k * uci.SEED_APART, **settings) for k in range(2)]
     assert untimed(shared) == [split for one in alone for split in untimed(one)]
+    with pytest.raises(ValueError, match="each once"):
+        uci.side_by_side("mine", TINY, 2, 1, splits=[1, 1], **settings)
     assert shared.hardware.endswith("2 processes") and shared.splits[0].seconds == shared.splits[1].seconds > 0
 
 

@@ -35,7 +35,9 @@ def directions(shaped: Shaped, rule: Rule) -> list[dict[str, Any]]:
     found = []
     for own, pulls in zip(rates.double().cpu(), shares.double().cpu(), strict=True):
         falling = own.sort(descending=True).values
-        picked = falling[torch.linspace(0, len(falling) - 1, min(SHOWN, len(falling))).round().long()]
+        picked = falling[
+            torch.linspace(0, len(falling) - 1, min(SHOWN, len(falling)), dtype=torch.float64).round().long()
+        ]
         ends = (rule.batch_size / (rule.num_data * a) for a in (float(pulls.max()), float(pulls.min())))
         found.append({"count": len(own), "rates": picked.tolist(), "epochs_to_forget": list(ends)})
     return found

@@ -57,11 +57,16 @@ class Glide:
         return torch.empty(self.run.count, self.run.num_data, wide, device="meta")
 
     @property
+    def why_not(self) -> str:
+        """Why nothing could be compiled, so that all goes step by step; empty when it could."""
+        return next((loop.why_not for loop in self.loops.values() if loop.why_not), "")
+
+    @property
     def inside(self) -> int:
         """Steps that can be taken before one that ends or begins a trajectory; none where nothing can be compiled."""
-        if not self.sampler.place or any(loop.why_not for loop in self.loops.values()):
+        if not self.sampler.place or self.why_not:
             return 0
-        return self.sampler.length - self.sampler.place
+        return max(0, self.sampler.length - self.sampler.place)
 
     def go(self, done: int, steps: int, tick: Callable[[int], None]) -> None:
         """Take so many steps; as `isosgd.chain.stride.Stride.go`."""
@@ -83,6 +88,7 @@ class Glide:
         )
         sampler._put(self.shaped, theta)
         sampler.place += count
+        sampler.ended = False
         run.gradients += count
         for group in sampler.param_groups:
             group["step"] += count

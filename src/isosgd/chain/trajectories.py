@@ -39,7 +39,7 @@ ACCEPTED = 0.75  # share of trajectories that paces aim at
 LEAST_ACCEPTED = 0.3  # below which a chain has not found its pace
 REACH = 2.0  # length of a trajectory, in standard deviations of a direction in which the curvature is H
 MOST_LENGTH = 64  # steps of a trajectory
-GAIN = 0.2  # of dual averaging; smaller ones, as are usual for long runs, let paces swing and end too short
+GAIN = 0.2  # of dual averaging; the usual one, .05, lets paces swing, and in short windows they end too short
 TRAJECTORIES = 20  # in a window, at the least: paces are learned from them
 STRAYED = 10.0  # energy over T that a trajectory may have gained where noise is looked at
 VECTORS = 4  # of noise in a window, over the least that tell a Lambda's shape; more are not worth their time
@@ -57,10 +57,11 @@ class Averaging:
         start: step sizes.
         share: of trajectories to be accepted.
         bold: how much longer than these the steps are that are tried when all are accepted at first.
+        gain: the larger, the steadier they are.
     """
 
-    def __init__(self, start: Tensor, share: float = ACCEPTED, bold: float = 2.0) -> None:
-        self.share, self.count = share, 0
+    def __init__(self, start: Tensor, share: float = ACCEPTED, bold: float = 2.0, gain: float = GAIN) -> None:
+        self.share, self.gain, self.count = share, gain, 0
         self.centre = (bold * start).log()
         self.error, self.log_mean = torch.zeros_like(start), start.log()
         self.value = start
@@ -69,7 +70,7 @@ class Averaging:
         """Learn from the probabilities with which the last trajectories were accepted."""
         self.count += 1
         self.error = torch.lerp(self.error, self.share - acceptance, 1.0 / (self.count + 10.0))
-        log = self.centre - math.sqrt(self.count) / GAIN * self.error
+        log = self.centre - math.sqrt(self.count) / self.gain * self.error
         self.log_mean = torch.lerp(self.log_mean, log, self.count**-0.75)
         self.value = log.exp()
 

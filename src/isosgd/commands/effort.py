@@ -12,7 +12,7 @@ from typing import Any
 MOST_WORK = 5_000_000  # rows times weights up to which all rows are taken: some four minutes of a core
 LITTLE_WORK = 400_000  # so little can be done twice as often in the same minute
 WARMUP, APART = 6_000, 200  # steps on all rows before the first draw, and between two, at effort 1
-LEAST_WARMUP, LEAST_APART = 1_000, 8  # below which nothing is found out
+LEAST_WARMUP, LEAST_APART = 1_300, 8  # below which nothing is found out, not even by one chain
 LITTLE_EFFORT = 0.1  # below which to compile takes longer than it saves
 FEW_WARMUP, FEW_APART = 5_000, 50  # steps on minibatches, at effort 1
 

@@ -31,6 +31,7 @@ CHANGING, CHANGED = 3.0, 2.0  # standard errors, or a factor, between earlier an
 LEAST_FREE = 4.0  # effective draws, less one, that a standard error must come from to raise an alarm
 FALSE_ALARMS = 1e-3
 SQUARES = 0.8  # of the most errors that a mean of squares can be above what was asked for
+NORMAL = 1.5  # errors over those of a mean of squares, up to which a density is taken for normal
 COUPLED = 0.5  # correlation of two chains, draw by draw
 CLIPPED, BIASED, HEAVY = 0.05, 0.10, 1.5  # what is worth a remark in the warm-up's report
 
@@ -149,7 +150,8 @@ def off(reading: Reading, temperature: float, tests: int, tolerance: float) -> i
     # On the hot side by logarithms, since the error of a large reading is itself large; that of squares is, so that
     # such a reading cannot be more than sqrt(ess / 2) errors above. Where a density is far from normal errors are large
     # at every temperature, and then it must be many of them above, too.
-    far = ratio - 1.0 - tolerance > min(z, SQUARES * math.sqrt(reading.ess / 2.0)) * error
+    normal = error <= NORMAL * ratio * math.sqrt(2.0 / reading.ess)
+    far = normal or ratio - 1.0 - tolerance > min(z, SQUARES * math.sqrt(reading.ess / 2.0)) * error
     if ratio > 1.0 and far and math.log(ratio) > math.log1p(tolerance) + z * error / ratio:
         return 1
     return -1 if ratio < 1.0 - tolerance - z * error else 0

@@ -25,6 +25,7 @@ from isosgd.chain.trajectories import Averaging
 from isosgd.potential import Params
 
 ACCEPTANCE = 0.8  # share of proposals that the step size aims at
+GAIN = 0.05  # of dual averaging
 FIRST_WINDOW = 25
 LAST_SHARE = 0.1  # of the warm-up, in which the mass is fixed and only the step size is set
 DIVERGED = 1000.0  # an energy error beyond which a trajectory is no longer one
@@ -237,7 +238,7 @@ class _Run:
 
     def _window(self, length: int, mass: bool) -> None:
         self._first_step_size()
-        averaging = Averaging(torch.tensor(self.step_size, dtype=torch.float64), ACCEPTANCE, bold=10.0)
+        averaging = Averaging(torch.tensor(self.step_size, dtype=torch.float64), ACCEPTANCE, 10.0, GAIN)
         seen = []
         for _ in range(length):
             averaging.take(self.move().mean().double())

@@ -32,6 +32,7 @@ from isosgd.metrics import mixture_coverage, mixture_crps, mixture_mnll, rmse
 from isosgd.models import mlp
 
 HIDDEN = 50
+SEED_APART = 1_000_003  # seeds of processes that share the splits
 TRACED = 64  # held-out predictions whose R-hat is taken
 
 
@@ -104,12 +105,7 @@ def run(
         command: that made the result, to be kept with it.
     """
     table = read(name, root)
-    chosen = list(range(len(table.splits)) if splits is None else splits)
-    if not chosen or len(set(chosen)) < len(chosen):
-        raise ValueError(f"splits = {chosen} of {table.name!r}: name at least one, and each once")
-    for k in chosen:
-        if not 0 <= k < len(table.splits):
-            raise ValueError(f"split {k} is not there: {table.name!r} has {len(table.splits)}, counted from 0")
+    chosen = _chosen(table, splits)
     scaled = [Scaled(table, k) for k in chosen]
     sizes = {len(one.train[0]) for one in scaled}
     if len(sizes) > 1:
@@ -161,6 +157,17 @@ def run(
     )
 
 
+def _chosen(table: UCISet, splits: Iterable[int] | None) -> list[int]:
+    """The splits that are named, all by default."""
+    chosen = list(range(len(table.splits)) if splits is None else splits)
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise ValueError(f"splits = {chosen} of {table.name!r}: name at least one, and each once")
+    for k in chosen:
+        if not 0 <= k < len(table.splits):
+            raise ValueError(f"split {k} is not there: {table.name!r} has {len(table.splits)}, counted from 0")
+    return chosen
+
+
 def side_by_side(name: str, setting: Setting, jobs: int, threads: int, **settings: Any) -> Result:
     """`run`, with the splits shared out to processes.
 
@@ -172,15 +179,18 @@ def side_by_side(name: str, setting: Setting, jobs: int, threads: int, **setting
         settings: as for `run`.
     """
     splits = settings.pop("splits", None)
-    chosen = list(range(len(read(name, settings.get("root")).splits)) if splits is None else splits)
+    chosen = _chosen(read(name, settings.get("root")), splits)
     parts = [chosen[k::jobs] for k in range(min(jobs, len(chosen)))]
     start = time.monotonic()
     # Processes that are begun anew: what torch has started in this one does not live on in a copy of it.
     with ProcessPoolExecutor(len(parts), mp_context=get_context("spawn")) as pool:
         # One line of progress tells enough: all parts have about the same to do.
+        # Every process has a seed of its own, so that splits do not share their random numbers.
+        seeds = [settings.get("seed", 0) + SEED_APART * i for i in range(len(parts))]
+        shown = [i == 0 and settings.get("progress", True) for i in range(len(parts))]
         each = [
-            {**settings, "splits": part, "progress": i == 0 and settings.get("progress", True)}
-            for i, part in enumerate(parts)
+            {**settings, "splits": part, "seed": seed, "progress": show}
+            for part, seed, show in zip(parts, seeds, shown, strict=True)
         ]
         results = list(pool.map(_run_part, repeat(name), repeat(setting), repeat(threads), each))
     seconds = (time.monotonic() - start) / len(chosen)

@@ -33,7 +33,7 @@ class Full(Shaped):
 
     name = "full"
     kappa = 1.25  # all of the noise is known, and its correlations
-    kept = (*Shaped.kept, "cov", "hessian", "probed", "root", "inverse_root", "pull", "push", "share")
+    kept = (*Shaped.kept, "cov", "hessian", "probed", "root", "inverse_root", "pull", "push", "share", "cover")
 
     def prepare(self) -> None:
         d = self.total
@@ -43,6 +43,7 @@ class Full(Shaped):
         self.root, self.inverse_root = torch.zeros_like(self.cov), torch.zeros_like(self.cov)
         self.pull, self.push = torch.zeros_like(self.cov), torch.zeros_like(self.cov)
         self.share = self.full(0.0)
+        self.cover = 0.0  # Lambda over Var(g), at the least
 
     @property
     def least(self) -> int:
@@ -99,9 +100,9 @@ class Full(Shaped):
             # Rates fall at once and rise slowly.
             root, inverse = _reshape(root, inverse, old.mT @ old / rise, _at_least_one)
         self.root, self.inverse_root = root, inverse
-        self.hessian = torch.eye(self.total).to(root).repeat(self.chains, 1, 1)
-        self.probed = [0] * self.total
+        self._forget_axes()
         self.factor, self.scale, self.known = rule.factor(self.stretch), rule.scale, True
+        self.cover = 0.0 if rule.whole else rule.cover
         self._inject()
 
     # -- the step -------------------------------------------------------------------------------------------------
@@ -119,7 +120,16 @@ class Full(Shaped):
 
     def slow(self, factor: Tensor) -> None:
         self.factor = self.factor * factor
+        if self.cover and bool((factor < 1.0).any()):  # where Lambda was as small as noise allows, it stays so
+            least = self.cover / self.factor.double().view(-1, 1, 1) * self.cov
+            self.root, self.inverse_root = _reshape(self.root, self.inverse_root, least, _at_least_one)
+            self._forget_axes()
         self._inject()
+
+    def _forget_axes(self) -> None:
+        """Measure the Hessian anew: the axes are others."""
+        self.hessian = torch.eye(self.total).to(self.root).repeat(self.chains, 1, 1)
+        self.probed = [0] * self.total
 
     def direction(self, gradient: Tensor) -> Tensor:
         return _times(self.pull, gradient.double())

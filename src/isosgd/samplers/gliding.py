@@ -56,6 +56,8 @@ class Gliding(ISGD):
         shaped.weight = 0.0
         # A velocity is kept for a whole trajectory, and its energy is reckoned as that of a normal one: counted bits,
         # good enough where a chain adds up many small steps, would leave a bias here.
+        if self.innovations == "bits":
+            raise ValueError("innovations = 'bits' goes with minibatches: with batch_size='all' leave it out")
         self.innovations = "normal"
         self.energy: Tensor | None = None
         self.pace = shaped.full(FIRST_PACE)

@@ -77,6 +77,6 @@ def rotation_work(shapes: Sequence[tuple[int, ...]]) -> int:
 
     Example:
         >>> rotation_work([(50, 13), (50,)]), rotation_work([(256, 256, 3, 3)])
-        (81900, 18874368)
+        (81900, 9437184)
     """
     return 2 * sum(matrix.work for matrix in lay_out(shapes))

@@ -52,14 +52,19 @@ class Rule:
         """``T / N``: rates are this over Lambda, posterior variances this over the curvature."""
         return self.temperature / self.num_data
 
+    @property
+    def cover(self) -> float:
+        """Lambda over ``Var(g)``, at the least."""
+        # Noise that is not the same over the posterior must be a small share of Lambda. What is linear in the place
+        # averages out, and what is quadratic has the order of the posterior's squared width, T / N.
+        change = CHANGE * min(self.scale, WIDE * math.sqrt(self.scale)) / self.bias
+        return 0.5 * max(self.kappa, change)
+
     def factor(self, stretch: Tensor) -> Tensor:
         """q, where the true curvature is up to ``stretch`` times H."""
         if self.whole:  # so that a step is 1 where the curvature is H
             return torch.full_like(stretch, 2.0 * self.scale)
-        # Noise that is not the same over the posterior must be a small share of Lambda. What is linear in the place
-        # averages out, and what is quadratic has the order of the posterior's squared width, T / N.
-        change = CHANGE * min(self.scale, WIDE * math.sqrt(self.scale)) / self.bias
-        noise = max(self.kappa, change) / (2.0 * self.batch_size)
+        noise = self.cover / self.batch_size
         heat = self.scale * stretch
         if not self.averaged:
             return (heat / allowed_rate_curvature(self.bias)).clamp_min(noise)

@@ -228,7 +228,8 @@ def draw_from(
     for k in run.failures:
         outcome.lengths.setdefault(k, drawn)
     outcome.failures, outcome.gradients, outcome.drawn = run.failures, run.gradients, drawn
-    outcome.compiled = run.compiled if stride is None else ", several steps a call"
+    single = stride is None or (isinstance(stride, Glide) and stride.why_not)
+    outcome.compiled = run.compiled if single else ", several steps a call"
     outcome.batches = run.batches.state()
     return outcome
 

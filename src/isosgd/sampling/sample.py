@@ -123,7 +123,8 @@ def sample(
         **({"budget": budget} if draws == "auto" else {}),
     }
     asked = Asked(target, data, init, place, settings, options, store, resume, store_dtype, held_out)
-    in_memory = most if store is None or method in BASELINES else 0
+    # Draws that end by themselves may be far fewer than their limit.
+    in_memory = most if draws != "auto" and (store is None or method in BASELINES) else 0
     check_room(asked.start(0), asked.count, in_memory)
     given = dict(options)
     after = compile_after(given)
