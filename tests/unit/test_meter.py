@@ -289,6 +289,8 @@ def test_thresholds() -> None:
     assert off(replace(reading, temperature=1.12), 1.0, 20, 0.1) == 0  # beyond the tolerance, but by chance
     assert off(replace(reading, temperature=1.4), 1.0, 20, 0.1) == 1
     assert off(replace(reading, temperature=0.6), 1.0, 20, 0.1) == -1
+    few = replace(reading, temperature=4.0, ess=60.0, error=4.0 * math.sqrt(2 / 60))  # as the errors of squares are
+    assert off(few, 1.0, 20, 0.1) == 1
     assert off(replace(reading, temperature=0.6, ess=3.0), 1.0, 20, 0.1) == 0  # an error from so few says little
     assert off(replace(reading, temperature=300.0, error=60.0), 1.0, 20, 0.1) == 1  # its error is as large as it is hot
 

@@ -260,9 +260,11 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled.torch, "compile", lambda function, **settings: function)
 
 
-def after(steps: int, how: str, structure: str = "lowrank", count: int = 3, length: int = 5) -> tuple[Any, Any]:
+def after(
+    steps: int, how: str, structure: str = "lowrank", count: int = 3, length: int = 5, temperature: float = 0.3
+) -> tuple[Any, Any]:
     """Chains that have taken some steps, one by one or several in a call; and the numbers of steps told."""
-    run = chains(count, structure)
+    run = chains(count, structure, temperature)
     run.sampler.length, run.sampler.pace = length, torch.full((count,), 0.01)  # type: ignore[attr-defined]
     told: list[int] = []
     if how == "single":

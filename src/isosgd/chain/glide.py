@@ -16,10 +16,10 @@ from isosgd.chain.chain import Chains
 from isosgd.chain.compiled import Compiled
 from isosgd.chain.gradients import Many, batchable
 from isosgd.chain.repeated import LOOP, Tensors, block, repeat
+from isosgd.chain.stride import LARGE
 from isosgd.noise import dot
 from isosgd.samplers.gliding import Gliding
 
-LARGE = 1 << 20  # parameters of a chain from which a step is more work than to call it
 MOST = 1 << 16  # steps of a trajectory
 
 

@@ -91,7 +91,7 @@ class Trajectories:
         self.chains, self.progress, self.mark, self.glide = chains, progress, mark, glide
         self.budget, self.exact = steps or most, steps is not None
         self.stage, self.spent, self.fallen, self.length = "start", 0, 0, FIRST_WINDOW
-        self.traces = Traces(chains)
+        self.traces, self.traced = Traces(chains), True
         self.reasons = [""] * chains.count
         self.last: list[Tensor] | None = None  # noise
         self.loss: tuple[Array, Array] | None = None
@@ -112,6 +112,7 @@ class Trajectories:
 
     def run(self, measure_spacing: bool) -> list[WarmupReport]:
         """All of it."""
+        self.traced = measure_spacing
         shaped = self.sampler.shaped
         assert shaped is not None
         needed = shaped.least + 5 * FIRST_WINDOW
@@ -208,7 +209,8 @@ class Trajectories:
                 if noise is not None:
                     sampler.observe(self._seen(noise))
             self._count("trying the pace" if fixed else "warming up", count)
-            self.traces.take(i, count)
+            if self.traced:
+                self.traces.take(i, count)
             levels += [chains.level] * count
             i += count
             if count == 1 and sampler.ended:
