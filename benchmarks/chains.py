@@ -19,7 +19,8 @@ Every round times all of them once, one after the other. The figures are medians
 shown too: they are not disturbed by what else runs on the machine. The faster of the two forms of blackjax is what
 others are held against. The peers are optional: what is not installed is left out, and on a GPU all of them are.
 
-Memory is what one run of I-SGD takes beside its imports, in a process of its own; on a GPU, what is allocated there.
+Memory is what one run of I-SGD takes beside its imports, in a process of its own, the compiler included (on Linux); on
+a GPU, what is allocated there.
 """
 
 from __future__ import annotations
@@ -226,8 +227,6 @@ def isgd(chains: int, steps: int, device: str) -> Call:
 
 def memory(chains: int, device: str) -> float:
     """Megabytes that so many chains take; only the first call in a process tells."""
-    import resource
-
     import torch
 
     import isosgd.chain.warmup  # noqa: F401  (what is loaded is not what chains take)
@@ -235,8 +234,9 @@ def memory(chains: int, device: str) -> float:
     def now() -> float:
         if device != "cpu":
             return torch.cuda.max_memory_allocated() / 1e6
-        unit = 1e6 if sys.platform == "darwin" else 1e3
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+        # Not getrusage: a process begins there with the peak of the one that started it.
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return float(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1e3
 
     before = now()
     call = isgd(chains, STEPS[100], device)

@@ -10,8 +10,8 @@ import torch
 
 from isosgd import DataSets, Posterior, SamplingWarning, sample
 from isosgd.data import uci as read
-from isosgd.experiments import uci
-from isosgd.metrics import mixture_mnll, rmse
+from isosgd.experiments import uci, uci_scores
+from isosgd.metrics import mixture_coverage, mixture_mnll, rmse
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # so few steps cannot settle
 
@@ -58,17 +58,16 @@ def result(root):
         return run(root, command="made so")
 
 
-@pytest.fixture(scope="module")
-def posterior(root):
+def sampled(root, setting):
     """Two chains on the first split of the set."""
-    target = uci.make_target(3, HIDDEN, TINY)
-    data = DataSets([t.unsqueeze(0) for t in uci.Scaled(read("mine", root), 0).train])
+    target = uci.make_target(3, HIDDEN, setting)
+    data = DataSets([t.unsqueeze(0) for t in uci_scores.Scaled(read("mine", root), 0).train])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SamplingWarning)
         return sample(
             target,
             data,
-            init=lambda chain: uci.fresh_start(target, 3, HIDDEN, 0, chain),
+            init=lambda chain: uci.fresh_start(3, HIDDEN, setting, 0, chain),
             draws=6,
             chains=2,
             batch_size=TRAIN,
@@ -77,6 +76,11 @@ def posterior(root):
             progress=False,
             compile=False,
         )
+
+
+@pytest.fixture(scope="module")
+def posterior(root):
+    return sampled(root, TINY)
 
 
 def test_every_split_is_measured(result):
@@ -148,8 +152,8 @@ def test_errors_are_in_the_units_of_the_target(tmp_path, result):
 
 
 def test_the_standardised_split_does_not_depend_on_units(root, tmp_path):
-    plain = uci.Scaled(read("mine", root), 1)
-    other = uci.Scaled(read("mine", write_set(tmp_path, shift=1000.0, scale=50.0)), 1)
+    plain = uci_scores.Scaled(read("mine", root), 1)
+    other = uci_scores.Scaled(read("mine", write_set(tmp_path, shift=1000.0, scale=50.0)), 1)
     torch.testing.assert_close(other.train, plain.train)
     torch.testing.assert_close(other.x, plain.x)
     torch.testing.assert_close(other.y, 1000 + 50 * plain.y)
@@ -159,7 +163,7 @@ def test_the_standardised_split_does_not_depend_on_units(root, tmp_path):
 
 def test_a_split_is_scaled_by_its_training_part_only(root):
     table = read("mine", root)
-    one = uci.Scaled(table, 0)
+    one = uci_scores.Scaled(table, 0)
     x, y = one.train
     assert (x.shape, y.shape, one.x.shape) == ((TRAIN, 3), (TRAIN, 1), (ROWS - TRAIN, 3))
     torch.testing.assert_close(x.mean(0), torch.zeros(3), atol=1e-6, rtol=0)
@@ -196,21 +200,20 @@ def test_unequal_training_parts_are_refused(tmp_path):
 
 def test_each_chain_starts_at_weights_of_its_own():
     target = uci.make_target(3, HIDDEN, TINY)
-    starts = [uci.fresh_start(target, 3, HIDDEN, seed, chain) for seed, chain in ((0, 0), (0, 1), (1, 0))]
+    starts = [uci.fresh_start(3, HIDDEN, TINY, seed, chain) for seed, chain in ((0, 0), (0, 1), (1, 0))]
     weights = [start["0.weight"] for start in starts]
     for i in range(3):
         assert starts[i].keys() <= target.initial().keys()
         for j in range(i):
             assert not torch.isclose(weights[i], weights[j]).any()
-    again = uci.fresh_start(target, 3, HIDDEN, 0, 1)
+    again = uci.fresh_start(3, HIDDEN, TINY, 0, 1)
     assert all(torch.equal(again[name], x) for name, x in starts[1].items())
     assert not any(x.requires_grad for x in again.values())
 
 
 def test_a_fresh_start_leaves_global_random_numbers_alone():
-    target = uci.make_target(3, HIDDEN, TINY)
     before, numpys = torch.get_rng_state(), np.random.get_state()[1].copy()
-    uci.fresh_start(target, 3, HIDDEN, 0, 0)
+    uci.fresh_start(3, HIDDEN, TINY, 0, 0)
     assert torch.equal(torch.get_rng_state(), before)
     assert (np.random.get_state()[1] == numpys).all()
 
@@ -227,8 +230,8 @@ def looped(posterior, chain, one):
 
 
 def test_predictions_agree_with_a_plain_loop(root, posterior):
-    one = uci.Scaled(read("mine", root), 0)
-    mean, variance = uci.predictions(posterior, [1, 0], one)
+    one = uci_scores.Scaled(read("mine", root), 0)
+    mean, variance = uci_scores.predictions(posterior, [1, 0], one)
     assert mean.shape == variance.shape == (2, 6, ROWS - TRAIN)
     for i, chain in enumerate([1, 0]):
         expected_mean, expected_variance = looped(posterior, chain, one)
@@ -238,22 +241,45 @@ def test_predictions_agree_with_a_plain_loop(root, posterior):
 
 def test_a_dropped_chain_is_reported_and_the_others_are_used(root, posterior):
     """Chains 4 to 6 belong to the split; chain 5 was dropped, and 4 and 6 are left."""
-    one = uci.Scaled(read("mine", root), 0)
+    one = uci_scores.Scaled(read("mine", root), 0)
     info = posterior.info | {"chain_indices": [4, 6], "dropped": {5: "the loss became nan"}, "gradients": 300}
-    found = uci.measure(Posterior(posterior.target, posterior.draws, info), one, range(4, 7), 2.0)
+    found = uci_scores.measure(Posterior(posterior.target, posterior.draws, info), one, range(4, 7), 2.0)
     assert found.dropped == ("chain 5: the loss became nan",)
     assert (found.gradients, found.seconds) == (300, 2.0)
     assert found.rhat is not None
     parts = [looped(posterior, chain, one) for chain in (0, 1)]
     mean, variance = (torch.cat([part[i] for part in parts]) for i in (0, 1))
     assert found.rmse == pytest.approx(float(rmse(mean.mean(0), one.y)), rel=1e-5)
-    assert found.mnll == pytest.approx(float(mixture_mnll(mean, variance, one.y)), rel=1e-5)
+    t = torch.distributions.StudentT(uci_scores.TAILS, mean, (variance * (1 - 2 / uci_scores.TAILS)).sqrt())
+    log_density = t.log_prob(one.y).logsumexp(0) - math.log(len(mean))
+    assert found.mnll == pytest.approx(-float(log_density.mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize("noise", ["gaussian", "varying"])
+def test_normal_noise_is_scored_as_a_normal_mixture(root, noise):
+    posterior, one = sampled(root, replace(TINY, noise=noise)), uci_scores.Scaled(read("mine", root), 0)
+    found = uci_scores.measure(posterior, one, range(2), 1.0)
+    parts = [looped(posterior, chain, one) for chain in range(2)]
+    mean, variance = (torch.cat([part[i] for part in parts]) for i in (0, 1))
+    assert found.rmse == pytest.approx(float(rmse(mean.mean(0), one.y)), rel=1e-4)
+    assert found.mnll == pytest.approx(float(mixture_mnll(mean, variance, one.y)), rel=1e-4)
+    assert found.coverage == float(mixture_coverage(mean, variance, one.y))
+    assert (variance.std(-1).max() > 0) == (noise == "varying")
+
+
+def test_a_student_t_is_a_mixture_of_normal_noise(posterior):
+    """Of scale 1, so that its variance is 2, at its own quantile of 97.5%."""
+    draws, quantile = 100_000, 2.7764451
+    variance = uci_scores.normal_variances(posterior, torch.full((draws, 1), 2.0, dtype=torch.float64))
+    each = torch.distributions.Normal(0.0, variance.sqrt()).cdf(torch.tensor(quantile))
+    assert abs(float(each.mean()) - 0.975) < 4 * float(each.std()) / draws**0.5
+    assert float(each.std()) / draws**0.5 < 2e-4
 
 
 def test_chains_of_other_splits_are_not_used(root, posterior):
-    one = uci.Scaled(read("mine", root), 0)
+    one = uci_scores.Scaled(read("mine", root), 0)
     info = posterior.info | {"chain_indices": [0, 3], "dropped": {1: "diverged", 2: "diverged too"}, "gradients": 400}
-    found = uci.measure(Posterior(posterior.target, posterior.draws, info), one, range(2, 4), 1.0)
+    found = uci_scores.measure(Posterior(posterior.target, posterior.draws, info), one, range(2, 4), 1.0)
     assert found.dropped == ("chain 2: diverged too",)
     assert found.gradients == 200  # half of the four chains
     assert found.rhat is None  # one chain is left
@@ -261,7 +287,7 @@ def test_chains_of_other_splits_are_not_used(root, posterior):
 
 
 def test_a_split_that_lost_all_chains_has_no_numbers(root, posterior):
-    one = uci.Scaled(read("mine", root), 1)
+    one = uci_scores.Scaled(read("mine", root), 1)
     info = posterior.info | {"chain_indices": [0, 1], "dropped": {2: "nan", 3: "inf"}, "gradients": 400}
-    found = uci.measure(Posterior(posterior.target, posterior.draws, info), one, range(2, 4), 1.0)
-    assert found == uci.Split(1, gradients=200, seconds=1.0, dropped=("chain 2: nan", "chain 3: inf"))
+    found = uci_scores.measure(Posterior(posterior.target, posterior.draws, info), one, range(2, 4), 1.0)
+    assert found == uci_scores.Split(1, gradients=200, seconds=1.0, dropped=("chain 2: nan", "chain 3: inf"))
