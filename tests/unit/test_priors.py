@@ -132,7 +132,8 @@ def test_a_callable_prior_goes_through_autograd() -> None:
 
 
 def test_priors_map_over_a_leading_chain_dimension() -> None:
-    for prior in (priors.FanInNormal(), priors.HierarchicalNormal(), priors.StudentT()):
+    own = priors.as_prior(lambda params: -sum((x**4).sum() for x in params.values()))  # type: ignore[arg-type, return-value]
+    for prior in (priors.FanInNormal(), priors.HierarchicalNormal(), priors.StudentT(), own):
         chains = [with_extras(prior, network()) for _ in range(3)]
         stacked = {name: torch.stack([chain[name] for chain in chains]) for name in chains[0]}
         resolved = prior.resolve(chains[0])
