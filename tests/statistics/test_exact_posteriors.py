@@ -9,7 +9,7 @@ import torch
 
 import isosgd
 from isosgd import Target, priors
-from isosgd.chain.autocorrelation import integrated_time
+from isosgd.diagnostics import integrated_time
 from isosgd.experiments.toy import Toy, compare
 
 

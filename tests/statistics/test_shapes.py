@@ -17,7 +17,7 @@ from torch import Tensor
 
 import isosgd
 from isosgd import ISGD, Target, priors
-from isosgd.chain.autocorrelation import integrated_time
+from isosgd.diagnostics import integrated_time
 from isosgd.experiments import posteriordb
 from isosgd.experiments.toy import Toy, compare, gaussian_w2
 from isosgd.samplers.innovations import Source

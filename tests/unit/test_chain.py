@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from isosgd.chain.autocorrelation import integrated_time
 from isosgd.chain.batches import (
     DataSets,
     IterableBatches,
@@ -22,6 +21,7 @@ from isosgd.chain.batches import (
     tree_map,
 )
 from isosgd.chain.progress import Progress, clock
+from isosgd.diagnostics import integrated_time
 
 SIGMAS = 4.5
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import isosgd
 from isosgd.experiments import posteriordb, suite
-from isosgd.experiments.suite import Moments, Problem, Run, ess, make, moments, names, score
+from isosgd.experiments.suite import Moments, Problem, Run, make, moments, names, score
 
 ROOT = Path(__file__).resolve().parents[2]
 SIGMAS = 5.0
@@ -60,9 +60,9 @@ def test_errors_are_measured_in_posterior_units() -> None:
 
 
 def test_chains_that_disagree_have_few_effective_draws() -> None:
-    x = torch.randn(4, 500)
-    assert ess(x) > 1500
-    assert ess(x + 20 * torch.arange(4.0)[:, None]) < 8
+    x = torch.randn(4, 500, 1)
+    assert moments(x).ess > 1500
+    assert moments(x + 20 * torch.arange(4.0)[:, None, None]).ess < 8
 
 
 def test_bad_scores_are_refused() -> None:
@@ -114,7 +114,7 @@ def quick_net(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def counted(*args: Any, **settings: Any) -> Any:
         calls.append(1)
-        return real(*args, **settings | {"draws": 2, "warmup": 1, "steps": (1, 1)})
+        return real(*args, **settings | {"draws": 5, "warmup": 1, "steps": (1, 1)})
 
     monkeypatch.setattr(suite, "hmc", counted)
     return calls

@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from isosgd import ISGD, METHODS, DivergedError, Posterior, SamplingWarning, Target, priors, sample
 from isosgd.chain import team
-from isosgd.chain.autocorrelation import integrated_time
 from isosgd.chain.batches import DataSets, TensorBatches
 from isosgd.chain.chain import Chains
 from isosgd.chain.gradients import Many
+from isosgd.diagnostics import integrated_time
 from isosgd.potential import Params
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*did not settle:isosgd.errors.SamplingWarning")

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isosgd.chain.autocorrelation import integrated_time
 from isosgd.chain.batches import tree_map
 from isosgd.chain.chain import Chains
+from isosgd.diagnostics.traces import integrated_time
 
 EXAMPLES, LENGTH = 16, 400
 DRAWS_A_TIME = 2  # draws in an autocorrelation time: one would lose a quarter of what the chain knows, two lose 7%
@@ -58,8 +58,8 @@ class Traces:
         """
         if not self.found:
             return None
-        traces = np.stack(self.found, axis=-1)  # [chains, examples, steps]
-        slowest = [max(integrated_time(trace) for trace in chain) for chain in traces]
+        times = integrated_time(np.stack(self.found))  # [chains, examples]
+        slowest = np.fmax(times, 1.0).max(1)  # a chain that was given up has no number
         return max(1, math.ceil(float(np.median(slowest)) * self.stride / DRAWS_A_TIME))
 
     def state(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch.func import vmap
 
 from isosgd import Target
 from isosgd.chain.trajectories import Averaging
+from isosgd.diagnostics import rhat
 from isosgd.potential import Params
 
 ACCEPTANCE = 0.8  # share of proposals that the step size aims at
@@ -109,29 +110,13 @@ def hmc(
     info = Info(
         acceptance=acceptance / (draws * keep_every),
         step_size=run.step_size,
-        rhat=split_rhat(trace),
+        rhat=float(rhat(trace)),
         log_density=trace,
         diverged=run.diverged,
         gradients=run.gradients,
         seconds=time.monotonic() - started,
     )
     return flat.natural(torch.stack(kept, 1)), info
-
-
-def split_rhat(trace: Tensor) -> float:
-    """R-hat of ``[chains, draws]``, each chain cut in two so that a drift shows as well.
-
-    Example:
-        >>> x = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0))
-        >>> split_rhat(x) < 1.01, split_rhat(x + torch.arange(4.0)[:, None]) > 1.5
-        (True, True)
-    """
-    half = trace.shape[1] // 2
-    if half < 2:
-        return math.nan
-    parts = torch.cat([trace[:, :half], trace[:, -half:]]).double()
-    within, between = parts.var(1).mean(), parts.mean(1).var()
-    return float((((half - 1) / half * within + between) / within).sqrt())
 
 
 class Flat:

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from isosgd import Target, priors
-from isosgd.chain.autocorrelation import integrated_time
+from isosgd.diagnostics import ess, rhat
 from isosgd.experiments import posteriordb
-from isosgd.experiments.hmc import hmc, split_rhat
+from isosgd.experiments.hmc import hmc
 from isosgd.experiments.toy import Toy, gaussian_w2
 from isosgd.potential import Params
 
@@ -78,26 +78,11 @@ class Problem:
     init: Mapping[str, Any] | None = None
 
 
-def ess(trace: Tensor) -> float:
-    """Effective number of draws of ``[chains, draws]``.
-
-    Chains are put one after the other, so that chains which disagree count as the slow mixing that it is.
-
-    Example:
-        >>> x = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0))
-        >>> ess(x) > 3000, ess(x + 10 * torch.arange(4.0)[:, None]) < 8
-        (True, True)
-    """
-    return trace.numel() / integrated_time(trace.double().numpy().reshape(-1))
-
-
 def moments(entries: Tensor) -> Moments:
     """Moments of draws ``[chains, draws, k]``, with the least ESS and the largest R-hat."""
     flat = entries.double().flatten(0, 1)
-    traces = entries.unbind(-1)
-    return Moments(
-        flat.mean(0), flat.T.cov().reshape(flat.shape[1], -1), min(map(ess, traces)), max(map(split_rhat, traces))
-    )
+    covariance = flat.T.cov().reshape(flat.shape[1], -1)
+    return Moments(flat.mean(0), covariance, float(ess(entries, "mean").min()), float(rhat(entries).max()))
 
 
 def score(problem: Problem, draws: Params, gradients: int) -> dict[str, float]:
