@@ -16,7 +16,7 @@ from isosgd.metrics import mixture_coverage, mixture_mnll, rmse
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # so few steps cannot settle
 
 ROWS, TRAIN, HIDDEN = 60, 50, 4
-TINY = uci.Setting("tiny", chains=2, draws=6, warmup=200, keep_every=5, options={"compile": False})
+TINY = uci.Setting("tiny", chains=2, draws=6, warmup=200, keep_every=5, options={"compile": False}, noise="student")
 
 
 def write_set(root, name="mine", shift=0.0, scale=1.0, train=(TRAIN, TRAIN)):
