@@ -3,7 +3,7 @@
     python benchmarks/classification_tables.py [--results results/classification] [--step results/gpu/step.json]
         [--docs docs/classification.md]
 
-What stands between the marks in the page is written anew; the words around it stay.
+What stands between the marks in the page, which have the names of the files, is written anew; the words around it stay.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def main() -> None:
     parser.add_argument("--step", type=Path, default=Path("results/gpu/step.json"))
     parser.add_argument("--docs", type=Path, default=Path("docs/classification.md"))
     args = parser.parse_args()
-    results = sorted((read(path) for path in args.results.glob("*.json")), key=lambda r: list(TITLES).index(r.model))
+    results = {path.stem: read(path) for path in sorted(args.results.glob("*.json"))}
     if not results:
         raise SystemExit(f"{args.results} holds no results: run `isosgd bench mnist` or `isosgd bench cifar10` first")
     text = args.docs.read_text()
-    for result in results:
-        text = put(text, result.model, markdown([result]))
+    for name, result in results.items():
+        text = put(text, name, markdown([result]))
         if any(score.entropies for row in result.rows for score in row.scores):
             draw_entropies(result, args.docs.parent / "img" / f"entropies-{result.model}.png")
     text = put(text, "speed", speed(args.step))

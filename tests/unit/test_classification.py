@@ -12,9 +12,9 @@ from torch import nn
 from isosgd.cli import main
 from isosgd.experiments import classification, classifiers, image_methods, image_rivals
 from isosgd.experiments.classification import ROWS, Bench, finite_mnll
-from isosgd.experiments.classifiers import Recipe, Task, prepare
+from isosgd.experiments.classifiers import PILOT, Recipe, Task, prepare
 from isosgd.experiments.image_figures import draw_entropies
-from isosgd.experiments.image_jobs import Job, Outcome, start_chain, together
+from isosgd.experiments.image_jobs import Job, Method, Outcome, gather, start_chain, together
 from isosgd.experiments.image_methods import Watch, isgd
 from isosgd.experiments.image_rivals import single
 from isosgd.experiments.image_tables import Result, Row, Score, markdown, read, write
@@ -82,13 +82,72 @@ def test_every_row_is_made_for_every_seed_and_read_back(tasks, tmp_path, monkeyp
     assert set(result.ladder) == {"single", "alpha-c", "windowed", "sghmc", "csghmc"}
     ours = next(row for row in result.rows if row.row == "ours")
     best = result.settings["ours"]
-    held = {float(t): m for t, m in result.ladder[best].items()}
+    held = {float(t): m for t, m in result.together[best].items()}
     assert held[ours.temperature] == min(held.values())
+    assert set(tasks[1].known) == {(PILOT, 0.0), (PILOT + 1, 0.0)}
     again = read(path)
-    assert (again.rows, again.ladder, again.versions) == (result.rows, result.ladder, result.versions)
+    for name in ("rows", "ladder", "together", "versions"):
+        assert getattr(again, name) == getattr(result, name)
     text = markdown([again])
-    assert "I-SGD, ours" in text and "held-out tenth" in text and "2 seed(s)" in text
+    assert "I-SGD, ours" in text and "mean of 2 models (" in text and "2 seed(s)" in text
+    assert f"when 2 models predict together (without sampling: {result.together['single']['0']:.4f})" in text
     assert len([line for line in said if line.startswith("seed 0")]) == len(ROWS)
+
+
+@pytest.mark.parametrize("pilots", [1, 2])
+def test_ladders_are_scored_alone_and_together(tasks, monkeypatch, pilots):
+    monkeypatch.setattr(classification, "DRAWS", 8)
+    task, pilot = tasks
+    bench = Bench(task, pilot, pilots=pilots, ladder=[1e-3, 1e-2], say=lambda words: None)
+    bench.climb(["alpha-c", "windowed"])
+    labels = pilot.sets["held-out"].labels
+    methods = {"single": single, "alpha-c": isgd("alpha-c"), "windowed": image_methods.windowed}
+    assert {name: list(found) for name, found in bench.result.together.items()} == {
+        "single": ["0"],
+        "alpha-c": ["0.001", "0.01"],
+        "windowed": ["0.001", "0.01"],
+    }
+    for name, found in bench.result.ladder.items():
+        for temperature, alone in found.items():
+            each = [
+                methods[name](Job(pilot, pilot.start(PILOT + k), 1 + k, float(temperature), 2, 100, 2)).mean("held-out")
+                for k in range(pilots)
+            ]
+            own = [-float(p[range(30), labels].log().mean()) for p in each]
+            joined = -float((sum(each) / pilots)[range(30), labels].log().mean())
+            assert alone == pytest.approx(sum(own) / pilots)
+            assert bench.result.together[name][temperature] == pytest.approx(joined)
+            assert (joined < alone - 1e-6) == (pilots > 1)  # Jensen
+
+
+def test_a_rung_where_one_pilot_is_astray_is_not_chosen(tasks, monkeypatch):
+    """At the lower temperature the second pilot's chain diverges, and what the first one says does not count."""
+    task, pilot = tasks
+
+    def steps(job, outcome):
+        outcome.add(job.task, job.task.restored(job.state))
+        if job.seed == 2 and job.temperature < 0.01:
+            outcome.sums["held-out"][0] = math.nan
+        yield
+
+    monkeypatch.setitem(classification.RUNGS, "alpha-c", Method(steps))
+    said = []
+    bench = Bench(task, pilot, ladder=[1e-3, 0.1], say=said.append)
+    bench.climb(["alpha-c"])
+    assert said[-1].startswith("ladder, alpha-c: the highest temperature is the best")
+    assert bench.result.ladder["alpha-c"]["0.001"] is None is bench.result.together["alpha-c"]["0.001"]
+    assert bench.chosen("alpha-c")[1] == bench.chosen("alpha-c", 4)[1] == 0.1
+
+
+@pytest.mark.parametrize(("chains", "ours"), [(1, ("windowed", 0.1)), (3, ("alpha-c", 1e-3))])
+def test_one_chain_goes_by_pilots_alone_and_several_by_pilots_together(tasks, chains, ours):
+    bench = Bench(*tasks, chains=chains)
+    bench.result.ladder = {"alpha-c": {"0.001": 0.3, "0.01": 0.2}, "windowed": {"0.01": 0.4, "0.1": 0.1}}
+    bench.result.together = {"alpha-c": {"0.001": 0.05, "0.01": 0.07}, "windowed": {"0.01": 0.06, "0.1": 0.08}}
+    jobs, temperature = bench.plan("ours", 0)
+    assert (bench.result.settings["ours"], temperature) == ours
+    assert len(jobs) == chains and {job.temperature for _, job in jobs} == {temperature}
+    assert bench.plan("alpha-c", 0)[1] == 0.01 and bench.plan("windowed", 0)[1] == 0.1
 
 
 def test_starts_come_from_the_cache_and_only_if_they_are_the_same(tasks, tmp_path):
@@ -122,6 +181,15 @@ def test_jobs_side_by_side_come_to_what_they_come_to_alone(tasks):
         assert alone.gradients == under_way[number].gradients
     with pytest.raises(ValueError, match="width = 0"):
         next(together(jobs, 0))
+
+
+def test_outcomes_of_a_group_come_together_and_in_their_order(tasks):
+    task, _ = tasks
+    slow = (isgd("alpha-c"), Job(task, task.start(0), 1, 1e-3, 1, 100, 2))
+    quick = (single, Job(task, task.start(0), 1, 0.0, 1, 0, 0))
+    found = list(gather([[slow, quick], [quick], [quick, quick]], 3))
+    assert [i for i, _ in found] == [1, 2, 0]
+    assert [[o.gradients for o in outcomes] for _, outcomes in found] == [[0], [0, 0], [102, 0]]
 
 
 def test_the_pilot_and_the_network_with_dropout_are_trained_beside_the_others(tasks):
@@ -217,6 +285,8 @@ def test_bad_settings_are_refused(tasks, tmp_path):
     task, pilot = tasks
     with pytest.raises(ValueError, match="chains = 0"):
         Bench(task, pilot, chains=0)
+    with pytest.raises(ValueError, match="pilots = 0"):
+        Bench(task, pilot, pilots=0)
     with pytest.raises(ValueError, match="temperatures must be positive"):
         Bench(task, pilot, ladder=[0.0])
     with pytest.raises(ValueError, match="not known; choose from single"):
@@ -234,6 +304,8 @@ def test_what_is_not_there_is_left_out_of_the_page():
     result = Result("cifar10", "resnet18", rows=[Row("ours", 0.01, [Score(0, 95.0, 0.15, 0.01, 0.08)])])
     text = markdown([result])
     assert "| I-SGD, ours | 0.01 | 95.00 | 0.1500 |" in text and "AUROC" not in text
+    old = Result("cifar10", "resnet18", {"chains": 4}, {"single": {"0": 0.2}, "alpha-c": {"0.01": 0.1}})
+    assert "by temperature (the trained model alone: 0.2000):" in markdown([old]) and "together" not in markdown([old])
     printed = Result("cifar10", "resnet18", rows=[Row("alpha-c paper", 1e-5, [Score(0, 95.0, 0.15, 0.01, 0.08)])])
     assert "95.38 ± 0.12, 0.1794 ± 0.0044" in markdown([printed])
 

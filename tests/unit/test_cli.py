@@ -1,6 +1,7 @@
 """The command line: what it prints and writes, and how it ends when something is wrong."""
 
 import json
+import math
 import shlex
 import subprocess
 import sys
@@ -109,6 +110,15 @@ def test_bench_runs_all_sets_and_another_method(root, tmp_path, capsys):
         assert (result.method, result.label, len(result.splits)) == ("sgld", "sgld", 1)
         assert found["set"] == name
         assert found["rmse"] == [result.splits[0].rmse, None]  # a single split has no standard error
+
+
+def test_other_noise_has_a_row_and_a_file_of_its_own(root, tmp_path):
+    argv = ["bench", "uci", "--sets", "one", "--splits", "1", "--data-root", str(root), "--out", str(tmp_path), *FEW]
+    for noise in ("student", "varying"):
+        assert main([*argv, "--noise", noise]) == 0
+        result = uci_tables.read(tmp_path / f"one-isgd-{noise}.json")
+        assert result.label == uci.SETTINGS["isgd"].label + uci.NOISES[noise]
+        assert result.settings["noise"] == noise and math.isfinite(result.splits[0].mnll)
 
 
 def test_the_papers_setting_takes_a_structure(root, tmp_path):

@@ -19,7 +19,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     uci = experiments.add_parser(
         "uci",
         help="regressions on the published UCI splits",
-        description="All splits and chains of a set run together. Results go to OUT/SET-METHOD.json, one file a set.",
+        description="All splits and chains of a set run together. Results go to OUT/SET-METHOD[-NOISE].json.",
         epilog="example: isosgd bench uci --sets yacht boston --data-root data",
     )
     uci.add_argument(
@@ -31,6 +31,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     uci.add_argument("--splits", help="only so many of the first splits, or a range of them such as 10:20")
     uci.add_argument("--data-root", type=Path, help="folder with uci/ (default: ISOSGD_DATA)")
     uci.add_argument("--hidden", type=int, default=50, help="units of the hidden layer (%(default)s)")
+    uci.add_argument(
+        "--noise",
+        choices=("gaussian", "student", "varying"),
+        default="gaussian",
+        help="of the targets: with Student-t tails, or of a size that depends on the input (%(default)s)",
+    )
     uci.add_argument("--chains", type=int, help="of each split")
     uci.add_argument("--draws", type=int, help="of each chain")
     uci.add_argument("--warmup", type=int, help="gradients of each chain before its first draw")
@@ -61,6 +67,7 @@ def add_images(experiments: Any, name: str, models: tuple[str, ...], example: st
     one.add_argument("--once", nargs="+", default=[], help="names of rows that are run for the first seed only")
     one.add_argument("--seeds", type=int, default=5, help="how many (%(default)s)")
     one.add_argument("--chains", type=int, default=5, help="of our setting, members of the ensemble (%(default)s)")
+    one.add_argument("--pilots", type=int, default=2, help="models that temperatures are chosen with (%(default)s)")
     one.add_argument("--epochs", type=int, help="of the training of a starting model")
     one.add_argument("--warmup", type=int, help="steps before the first draw in our settings")
     one.add_argument("--keep-every", type=int, help="steps between draws in our settings")
@@ -120,6 +127,7 @@ def run_images(args: argparse.Namespace) -> int:
         task,
         pilot,
         chains=args.chains,
+        pilots=args.pilots,
         paper_keep=args.paper_keep,
         ladder=args.ladder,
         command=args.line,
@@ -156,6 +164,7 @@ def run_uci(args: argparse.Namespace) -> int:
         setting = replace(uci.SETTINGS["isgd"], label=args.method, method=args.method)
     changes = {name: getattr(args, name) for name in ("chains", "draws", "warmup", "keep_every")}
     setting = replace(setting, **{name: value for name, value in changes.items() if value is not None})
+    setting = replace(setting, noise=args.noise)
     if args.structure:
         setting = replace(setting, options=setting.options | {"structure": args.structure})
     splits = None if args.splits is None else chosen_splits(args.splits)
@@ -173,7 +182,8 @@ def run_uci(args: argparse.Namespace) -> int:
             result = uci.run(name, setting, **settings)
         else:
             result = uci.side_by_side(name, setting, args.jobs, args.threads or 1, **settings)
-        uci_tables.write(result, args.out / f"{result.set}-{args.method}.json")
+        noise = "" if args.noise == "gaussian" else f"-{args.noise}"
+        uci_tables.write(result, args.out / f"{result.set}-{args.method}{noise}.json")
         if args.json:
             found = {measure: list(result.mean_and_error(measure)) for measure in uci_tables.MEASURES}
             print(json.dumps(plain(found | {"set": result.set})), flush=True)

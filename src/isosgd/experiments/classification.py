@@ -1,7 +1,8 @@
 """The classification tables: LeNet-5 on MNIST, residual networks and VGG-16 on CIFAR-10, every method from one command.
 
-Temperatures are chosen once, on a tenth of the training set that a model of its own has not seen (the *pilot*); all
-other models see the whole training set, and the test set is looked at when everything is fixed.
+Temperatures are chosen once, on a tenth of the training set that models of their own have not seen (the *pilots*); all
+other models see the whole training set, and the test set is looked at when everything is fixed. Chains from several
+starts want lower temperatures than one, since their starts differ already: ladders are scored both ways.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 import isosgd
 from isosgd.experiments import image_rivals as rivals
 from isosgd.experiments.classifiers import PILOT, Task, prepare
-from isosgd.experiments.image_jobs import Job, Method, Outcome, together
+from isosgd.experiments.image_jobs import Job, Method, Outcome, gather
 from isosgd.experiments.image_methods import isgd, windowed
 from isosgd.experiments.image_tables import Result, Score
 from isosgd.metrics import accuracy, auroc, brier, categorical_mnll, ece, fpr95, predictive_entropy
@@ -35,6 +36,7 @@ SAMPLERS: dict[str, Method] = {
     "sghmc": rivals.sghmc,
     "csghmc": rivals.csghmc,
 }
+RUNGS = {"single": rivals.single, **SAMPLERS}  # what is run from the pilots
 LADDERS: dict[str, dict[str, tuple[float, ...]]] = {
     "mnist": {
         "alpha-c": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1),
@@ -43,8 +45,8 @@ LADDERS: dict[str, dict[str, tuple[float, ...]]] = {
         "csghmc": (1e-3, 1e-2, 0.1, 1.0),
     },
     "cifar10": {
-        "alpha-c": (3e-4, 1e-3, 3e-3, 1e-2),
-        "windowed": (1e-2, 3e-2, 0.1),
+        "alpha-c": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
+        "windowed": (3e-3, 1e-2, 3e-2, 0.1, 0.3),
         "sghmc": (1e-2, 0.1),
         "csghmc": (1e-2, 0.1),
     },
@@ -64,6 +66,7 @@ class Bench:
         task: the network on all training images.
         pilot: the same with a tenth held out.
         chains: of our own setting and members of the ensemble, each from a start of its own.
+        pilots: models to choose temperatures with, each from a start of its own.
         paper_keep: at most so many steps between draws in the paper's settings, to save time.
         ladder: temperatures to choose from, in place of each method's own.
         width: jobs that are done side by side.
@@ -78,6 +81,7 @@ class Bench:
         pilot: Task,
         *,
         chains: int = 5,
+        pilots: int = 2,
         paper_keep: int | None = None,
         ladder: Sequence[float] | None = None,
         width: int = 6,
@@ -85,20 +89,22 @@ class Bench:
         say: Callable[[str], None] = print,
         save: Callable[[Result], None] = lambda result: None,
     ) -> None:
-        if chains < 1 or (paper_keep is not None and paper_keep < 1):
-            raise ValueError(f"chains = {chains} and paper_keep = {paper_keep} must be at least 1")
+        if chains < 1 or pilots < 1 or (paper_keep is not None and paper_keep < 1):
+            raise ValueError(f"chains = {chains}, pilots = {pilots} and paper_keep = {paper_keep} must be at least 1")
         if ladder is not None and not (ladder and all(math.isfinite(t) and t > 0 for t in ladder)):
             raise ValueError(f"ladder = {ladder}: temperatures must be positive numbers, at least one")
         own = LADDERS[task.recipe.data]
         self.ladders = own if ladder is None else {name: tuple(ladder) for name in own}
-        self.task, self.pilot, self.chains, self.paper_keep, self.width, self.say, self.save = (
-            task, pilot, chains, paper_keep, width, say, save,
-        )  # fmt: skip
+        self.task, self.pilot, self.chains, self.pilots, self.paper_keep = task, pilot, chains, pilots, paper_keep
+        self.width, self.say, self.save = width, say, save
         device = task.train.device
         self.result = Result(
             task.recipe.data,
             task.model,
-            settings={**asdict(task.recipe), "draws": DRAWS, "chains": chains, "paper_keep": paper_keep},
+            settings={
+                **asdict(task.recipe),
+                **{"draws": DRAWS, "chains": chains, "pilots": pilots, "paper_keep": paper_keep},
+            },
             command=command,
             versions={
                 "isosgd": isosgd.__version__,
@@ -122,7 +128,7 @@ class Bench:
         everything = [*rows, *once]
         self.train(seeds, rows, once)
         self.climb([name for name in TEMPERED if name in everything or ("ours" in everything and name in OURS)])
-        wanted = [(seed, row) for seed in range(seeds) for row in rows] + [(0, row) for row in once]
+        wanted = [(seed, row) for row in rows for seed in range(seeds)] + [(0, row) for row in once]
         began = time.monotonic()
         for (seed, row), temperature, outcome in self.make(wanted):
             score = measure(outcome, self.task, seed)
@@ -141,7 +147,7 @@ class Bench:
         several = self.chains if {"ours", "ensemble"} & set(rows) else 1
         starts = [(self.task, self.chains * seed + k, 0.0) for seed in range(seeds) for k in range(several)]
         if set(TEMPERED) & set(rows) or "ours" in rows:
-            starts.insert(0, (self.pilot, PILOT, 0.0))
+            starts = [*((self.pilot, PILOT + k, 0.0) for k in range(self.pilots)), *starts]
         starts += [(self.task, self.chains * seed, self.task.recipe.dropout) for seed in dropped]
         prepare(starts)
         clear()
@@ -149,48 +155,50 @@ class Bench:
         self.say(f"trained in {self.result.settings['training seconds']:.1f} s")
 
     def climb(self, names: Sequence[str]) -> None:
-        """Run ladders of temperatures from the pilot's start, side by side, to choose by the held-out MNLL."""
+        """Run ladders of temperatures from the pilots' starts, side by side, to choose by the held-out MNLL."""
         if not names:
             return
-        pilot, recipe = self.pilot, self.pilot.recipe
-        state, labels = pilot.start(PILOT), pilot.sets["held-out"].labels
-        alone = rivals.single(Job(pilot, state, 0, 0.0, 1, 0, 0))
-        self.result.ladder = {name: {} for name in ("single", *names)}
-        self.result.ladder["single"]["0"] = finite_mnll(alone.mean("held-out"), labels)
-        self.say(f"pilot alone: {self.result.ladder['single']}")
-        rungs = [(name, temperature) for name in names for temperature in self.ladders[name]]
-        jobs = [
-            (SAMPLERS[name], Job(pilot, state, 1, temperature, DRAWS // 4, recipe.warmup, recipe.keep_every))
+        pilot, recipe, labels = self.pilot, self.pilot.recipe, self.pilot.sets["held-out"].labels
+        starts = [pilot.start(PILOT + k) for k in range(self.pilots)]
+        rungs = [("single", 0.0), *((name, temperature) for name in names for temperature in self.ladders[name])]
+        groups = [
+            [
+                (RUNGS[name], Job(pilot, start, 1 + k, temperature, DRAWS // 4, recipe.warmup, recipe.keep_every))
+                for k, start in enumerate(starts)
+            ]
             for name, temperature in rungs
         ]
-        for number, outcome in together(jobs, self.width):
-            name, temperature = rungs[number]
-            found = finite_mnll(outcome.mean("held-out"), labels)
-            self.result.ladder[name][f"{temperature:g}"] = found
-            self.say(f"ladder, {name}, T = {temperature:g}: {found} ({outcome.seconds:.1f} s)")
-            self.save(self.result)
+        result = self.result
+        result.ladder = {name: {} for name in ("single", *names)}
+        result.together = {name: {} for name in result.ladder}
+        for number, outcomes in gather(groups, self.width):
+            (name, temperature), whole = rungs[number], Outcome.join(outcomes)
+            each = torch.cat([outcome.mean("held-out") for outcome in outcomes])
+            alone, joined = finite_mnll(each, labels.repeat(self.pilots)), finite_mnll(whole.mean("held-out"), labels)
+            result.ladder[name][f"{temperature:g}"], result.together[name][f"{temperature:g}"] = alone, joined
+            self.say(f"ladder, {name}, T = {temperature:g}: {alone}, together {joined} ({whole.seconds:.1f} s)")
+            self.save(result)
             clear()
+        for name in names:
+            _, temperature = self.chosen(name, self.chains)
+            if temperature == max(self.ladders[name]):
+                self.say(f"ladder, {name}: the highest temperature is the best; look at higher ones with --ladder")
 
-    def chosen(self, name: str) -> tuple[float, float]:
-        """The best held-out MNLL of a method's ladder, and its temperature; of equals (all astray) the coldest."""
-        found = {float(t): math.inf if m is None else m for t, m in self.result.ladder[name].items()}
+    def chosen(self, name: str, chains: int = 1) -> tuple[float, float]:
+        """The best held-out MNLL of a method, alone or with several chains together, and its temperature.
+
+        Of equals (all astray) the coldest.
+        """
+        ladder = self.result.ladder if chains == 1 else self.result.together
+        found = {float(t): math.inf if m is None else m for t, m in ladder[name].items()}
         temperature = min(found, key=lambda t: (found[t], t))
         return found[temperature], temperature
 
     def make(self, wanted: Sequence[tuple[int, str]]) -> Iterator[tuple[tuple[int, str], float | None, Outcome]]:
         """Seeds and rows, side by side: which is done, its temperature and what came out."""
-        jobs: list[tuple[Method, Job]] = []
-        of: list[int] = []
-        temperatures: list[float | None] = []
-        for i, (seed, row) in enumerate(wanted):
-            some, temperature = self.plan(row, seed)
-            jobs, of, temperatures = [*jobs, *some], [*of, *[i] * len(some)], [*temperatures, temperature]
-        done: dict[int, list[Outcome]] = {i: [] for i in range(len(wanted))}
-        for number, outcome in together(jobs, self.width):
-            i = of[number]
-            done[i].append(outcome)
-            if len(done[i]) == of.count(i):
-                yield wanted[i], temperatures[i], Outcome.join(done.pop(i))
+        plans = [self.plan(row, seed) for seed, row in wanted]
+        for i, outcomes in gather([jobs for jobs, _ in plans], self.width):
+            yield wanted[i], plans[i][1], Outcome.join(outcomes)
 
     def plan(self, row: str, seed: int) -> tuple[list[tuple[Method, Job]], float | None]:
         """What is to be done for one row and one seed, the outcomes to be averaged, and the temperature."""
@@ -206,7 +214,7 @@ class Bench:
             times = (warmup, min(keep, self.paper_keep or keep))
             return [(SAMPLERS[name], job(0, PAPER_T, DRAWS, times))], PAPER_T
         if row == "ours":
-            (_, temperature), best = min((self.chosen(name), name) for name in OURS)
+            (_, temperature), best = min((self.chosen(name, self.chains), name) for name in OURS)
             self.result.settings["ours"] = best
             parts = [DRAWS // self.chains + (k < DRAWS % self.chains) for k in range(self.chains)]
             return [(SAMPLERS[best], job(k, temperature, n, own)) for k, n in enumerate(parts) if n], temperature

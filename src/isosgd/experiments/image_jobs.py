@@ -140,6 +140,21 @@ def together(jobs: Sequence[tuple[Method, Job]], width: int) -> Iterator[tuple[i
                 yield number, outcome
 
 
+def gather(groups: Sequence[Sequence[tuple[Method, Job]]], width: int) -> Iterator[tuple[int, list[Outcome]]]:
+    """Do groups of jobs side by side, see `together`.
+
+    Yields:
+        The number of a group that is done, and the outcomes of its jobs, in their order.
+    """
+    places = [(i, k) for i, group in enumerate(groups) for k in range(len(group))]
+    done: list[dict[int, Outcome]] = [{} for _ in groups]
+    for number, outcome in together([job for group in groups for job in group], width):
+        i, k = places[number]
+        done[i][k] = outcome
+        if len(done[i]) == len(groups[i]):
+            yield i, [done[i].pop(k) for k in range(len(groups[i]))]
+
+
 def walk(chain: Chain, count: int) -> Generator[None, None, None]:
     """So many steps."""
     for _ in range(count):

@@ -5,8 +5,10 @@ A result is one network on one data set, all methods and seeds, kept as a JSON f
 - ``format``: 1, the version of this layout.
 - ``data``, ``model``: what it is.
 - ``settings``: the recipe of the network, by name.
-- ``ladder``: for each method the mean negative log likelihood on the held-out tenth by temperature, null where the
-  chain diverged; ``single`` is the pilot's model alone.
+- ``ladder``: for each method the mean negative log likelihood on the held-out tenth by temperature, a mean over the
+  pilots, null where a chain diverged; ``single`` are the pilots' models without sampling.
+- ``together``: the same of predictions averaged over all pilots, which is an ensemble for ``single``; absent in files
+  that were made with one pilot by older versions.
 - ``rows``: an object for each method: ``row`` (its name), ``temperature``, and ``scores``, one for each seed:
   ``accuracy`` in percent, ``mnll``, ``ece``, ``brier``, for MNIST ``auroc`` and ``fpr95`` of the entropy against
   notMNIST and ``entropies``, histograms of equal bins from 0 to log 10 of both; for CIFAR-10 ``mirrored``, accuracy and
@@ -28,6 +30,7 @@ from typing import Any
 import numpy as np
 
 FORMAT = 1
+Ladder = dict[str, dict[str, float | None]]  # by method and temperature
 NONE = "–"
 MIRRORED = "mirrored "  # before the name of a measure
 TITLES = {
@@ -145,7 +148,8 @@ class Result:
     data: str
     model: str
     settings: dict[str, Any] = field(default_factory=dict)
-    ladder: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    ladder: Ladder = field(default_factory=dict)
+    together: Ladder = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     command: str = ""
     versions: dict[str, str] = field(default_factory=dict)
@@ -193,10 +197,15 @@ def markdown(results: Iterable[Result]) -> str:
     parts = []
     for result in results:
         seeds = max((len(row.scores) for row in result.rows), default=0)
-        parts.append(f"## {TITLES.get(result.model, result.model)}\n\n{result.hardware}, {seeds} seed(s).\n")
+        trained = f", starts of {result.settings['epochs']} epochs" if "epochs" in result.settings else ""
+        parts.append(f"## {TITLES.get(result.model, result.model)}{trained}\n\n{result.hardware}, {seeds} seed(s).\n")
         parts.append(_scores(result))
+        pilots = result.settings.get("pilots", 1)
         if result.ladder:
-            parts.append(_ladder(result))
+            each = f", mean of {pilots} models" if pilots > 1 else ""
+            parts.append(_ladder(result.ladder, each, "the trained model alone"))
+        if result.together and pilots > 1:
+            parts.append(_ladder(result.together, f" when {pilots} models predict together", "without sampling"))
         parts.append(f"Made by `{result.command}`.\n" if result.command else "")
     return "\n".join(part for part in parts if part)
 
@@ -241,18 +250,18 @@ def _cell(row: Row, measure: str, digits: int) -> str:
     return f"{mean:.{digits}f}" + ("" if math.isnan(deviation) else f" ± {deviation:.{digits}f}")
 
 
-def _ladder(result: Result) -> str:
-    steps = sorted({float(t) for name, found in result.ladder.items() for t in found if name != "single"})
+def _ladder(ladder: Ladder, how: str, plain: str) -> str:
+    steps = sorted({float(t) for name, found in ladder.items() for t in found if name != "single"})
     lines = []
-    for name, found in result.ladder.items():
+    for name, found in ladder.items():
         if name == "single":
             continue
         at = {float(t): m for t, m in found.items()}
         said = [NONE if t not in at else "diverged" if at[t] is None else f"{at[t]:.4f}" for t in steps]
         lines.append([LABELS.get(name, name), *said])
-    single = result.ladder.get("single", {}).get("0")
-    alone = "" if single is None else f" (the trained model alone: {single:.4f})"
-    title = f"MNLL on the held-out tenth of the training set by temperature{alone}:\n\n"
+    single = ladder.get("single", {}).get("0")
+    alone = "" if single is None else f" ({plain}: {single:.4f})"
+    title = f"MNLL on the held-out tenth of the training set by temperature{how}{alone}:\n\n"
     return title + _table(["", *(f"{t:g}" for t in steps)], lines)
 
 

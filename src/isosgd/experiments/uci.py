@@ -30,6 +30,8 @@ from isosgd.experiments.uci_tables import Result, joined
 from isosgd.models import mlp
 
 HIDDEN = 50
+Noise = Literal["gaussian", "student", "varying"]
+NOISES: dict[Noise, str] = {"gaussian": "", "student": ", Student-t noise", "varying": ", noise by input"}
 SEED_APART = 1_000_003  # seeds of processes that share the splits
 
 
@@ -60,18 +62,14 @@ class Setting:
     batch_size: int | Literal["all"] = 128
     options: dict[str, Any] = field(default_factory=dict)
     hierarchical: bool = True
-    noise: Literal["gaussian", "student", "varying"] = "gaussian"
+    noise: Noise = "gaussian"
 
 
-# Chains of a network do not meet: many short ones say more than a few long ones.
-ALL = Setting(
-    "I-SGD, ours, all data", chains=8, warmup=4_000, keep_every=25, batch_size="all", options={"compile": True}
-)
 SETTINGS = {
     "isgd": Setting("I-SGD, ours, minibatches", options={"compile": True}),
-    "isgd-all": ALL,
-    "isgd-all-student": replace(ALL, label="I-SGD, ours, all data, Student-t noise", noise="student"),
-    "isgd-all-varying": replace(ALL, label="I-SGD, ours, all data, noise by input", noise="varying"),
+    "isgd-all": Setting(
+        "I-SGD, ours, all data", chains=8, warmup=4_000, keep_every=25, batch_size="all", options={"compile": True}
+    ),  # chains of a network do not meet: many short ones say more than a few long ones
     "isgd-paper": Setting(
         "I-SGD, the paper's setting",
         chains=1,
@@ -152,7 +150,7 @@ def run(
     return Result(
         table.name,
         setting.method,
-        setting.label,
+        setting.label + NOISES[setting.noise],
         found,
         settings,
         command,
