@@ -25,7 +25,11 @@ def main() -> None:
     ours = [read(path) for path in sorted(args.results.glob("*.json"))]
     if not ours:
         raise SystemExit(f"{args.results} holds no results: run `isosgd bench uci` first")
-    order = ("I-SGD, ours, all data", "I-SGD, ours, minibatches", "I-SGD, the paper's setting")
+    ours_all = "I-SGD, ours, all data"
+    order = (
+        *(ours_all, f"{ours_all}, Student-t noise", f"{ours_all}, noise by input"),
+        *("I-SGD, ours, minibatches", "I-SGD, the paper's setting"),
+    )
     ours.sort(key=lambda result: order.index(result.label) if result.label in order else len(order))
     published = [mc_dropout(name, args.data_root) for name in sorted({result.set for result in ours})]
     args.docs.write_text(put(args.docs.read_text(), "tables", markdown([*ours, *published])))

@@ -125,6 +125,8 @@ class Bench:
         rows = [row for row in ROWS if row not in once] if rows is None else list(rows)
         if unknown := [row for row in (*rows, *once) if row not in ROWS]:
             raise ValueError(f"rows {unknown} are not known; choose from {', '.join(ROWS)}")
+        rows = list(dict.fromkeys(rows))
+        once = [row for row in dict.fromkeys(once) if row not in rows]  # what runs for all seeds runs for the first
         everything = [*rows, *once]
         self.train(seeds, rows, once)
         self.climb([name for name in TEMPERED if name in everything or ("ours" in everything and name in OURS)])
