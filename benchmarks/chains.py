@@ -19,14 +19,15 @@ Every round times all of them once, one after the other. The figures are medians
 shown too: they are not disturbed by what else runs on the machine. The faster of the two forms of blackjax is what
 others are held against. The peers are optional: what is not installed is left out, and on a GPU all of them are.
 
-Memory is what one run of I-SGD takes beside its imports, in a process of its own, the compiler included (on Linux); on
-a GPU, what is allocated there.
+Memory is what one run of I-SGD takes beside its imports, in a process of its own (on Linux), torch's compiler
+included, the C++ compiler not; on a GPU, what is allocated there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -235,7 +236,9 @@ def memory(chains: int, device: str) -> float:
         if device != "cpu":
             return torch.cuda.max_memory_allocated() / 1e6
         # Not getrusage: a process begins there with the peak of the one that started it.
-        lines = Path("/proc/self/status").read_text().splitlines()
+        if not (status := Path("/proc/self/status")).exists():
+            return math.nan
+        lines = status.read_text().splitlines()
         return float(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1e3
 
     before = now()
@@ -309,6 +312,7 @@ def main() -> None:
             own = [sys.executable, __file__, "--memory", "--chains", str(chains), "--device", args.device]
             megabytes[chains] = float(subprocess.run(own, check=True, stdout=subprocess.PIPE).stdout.split()[-1])
             print(f"memory of I-SGD: {megabytes[chains]:.0f} MB", flush=True)
+    megabytes = {chains: found for chains, found in megabytes.items() if math.isfinite(found)}
     machine = platform.machine() if args.device == "cpu" else torch.cuda.get_device_name()
     versions = {"torch": torch.__version__, "isosgd": isosgd.__version__, "machine": machine}
     for peer in ("blackjax", "jax", "posteriors"):

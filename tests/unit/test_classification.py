@@ -134,7 +134,8 @@ def test_a_rung_where_one_pilot_is_astray_is_not_chosen(tasks, monkeypatch):
     said = []
     bench = Bench(task, pilot, ladder=[1e-3, 0.1], say=said.append)
     bench.climb(["alpha-c"])
-    assert said[-1].startswith("ladder, alpha-c: the highest temperature is the best")
+    assert said[-2].startswith("ladder, alpha-c, 1 chain: the highest temperature is the best")
+    assert said[-1].startswith("ladder, alpha-c, 5 chains: the highest temperature is the best")
     assert bench.result.ladder["alpha-c"]["0.001"] is None is bench.result.together["alpha-c"]["0.001"]
     assert bench.chosen("alpha-c")[1] == bench.chosen("alpha-c", 4)[1] == 0.1
 

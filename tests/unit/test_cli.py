@@ -124,8 +124,8 @@ def test_other_noise_has_a_row_and_a_file_of_its_own(root, tmp_path):
 def test_the_papers_setting_takes_a_structure(root, tmp_path):
     argv = ["bench", "uci", "--sets", "one", "--splits", "1", "--data-root", str(root), "--out", str(tmp_path), *FEW]
     assert main([*argv, "--method", "isgd-paper", "--structure", "layer"]) == 0
-    result = uci_tables.read(tmp_path / "one-isgd-paper.json")
-    assert result.label == uci.SETTINGS["isgd-paper"].label
+    result = uci_tables.read(tmp_path / "one-isgd-paper-layer.json")
+    assert result.label == uci.SETTINGS["isgd-paper"].label + ", layer"
     assert (result.settings["preset"], result.settings["structure"]) == ("alpha-a", "layer")
 
 

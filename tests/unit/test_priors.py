@@ -131,6 +131,15 @@ def test_a_callable_prior_goes_through_autograd() -> None:
     assert not any(x.any() for x in constant.grad(params).values())
 
 
+def test_what_a_callable_prior_closes_over_may_require_gradients() -> None:
+    around = dict(torch.nn.Linear(2, 1).named_parameters())
+    prior = priors.as_prior(lambda params: -0.5 * sum((params[k] - x).square().sum() for k, x in around.items()))  # type: ignore[arg-type, return-value]
+    params = {name: torch.zeros_like(x) for name, x in around.items()}
+    found = prior.grad(params)
+    assert not any(x.requires_grad for x in found.values())
+    torch.testing.assert_close(found["weight"], around["weight"].detach())
+
+
 def test_priors_map_over_a_leading_chain_dimension() -> None:
     own = priors.as_prior(lambda params: -sum((x**4).sum() for x in params.values()))  # type: ignore[arg-type, return-value]
     for prior in (priors.FanInNormal(), priors.HierarchicalNormal(), priors.StudentT(), own):

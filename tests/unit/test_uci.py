@@ -11,7 +11,7 @@ import torch
 from isosgd import DataSets, Posterior, SamplingWarning, sample
 from isosgd.data import uci as read
 from isosgd.experiments import uci, uci_scores
-from isosgd.metrics import mixture_coverage, mixture_mnll, rmse
+from isosgd.metrics import mixture_coverage, mixture_crps, mixture_mnll, rmse
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # so few steps cannot settle
 
@@ -99,7 +99,8 @@ def test_every_split_is_measured(result):
 
 
 def test_a_result_says_how_it_was_made(result):
-    assert (result.set, result.method, result.label, result.command) == ("mine", "isgd", "tiny", "made so")
+    assert (result.set, result.method, result.command) == ("mine", "isgd", "made so")
+    assert result.label == "tiny, Student-t noise" and result.settings["noise"] == "student"
     expected = {"chains": 2, "draws": 6, "warmup": 200, "keep_every": 5, "hidden": HIDDEN, "seed": 0, "compile": False}
     assert expected.items() <= result.settings.items()
     assert result.settings["engine"] == "together"
@@ -253,6 +254,10 @@ def test_a_dropped_chain_is_reported_and_the_others_are_used(root, posterior):
     t = torch.distributions.StudentT(uci_scores.TAILS, mean, (variance * (1 - 2 / uci_scores.TAILS)).sqrt())
     log_density = t.log_prob(one.y).logsumexp(0) - math.log(len(mean))
     assert found.mnll == pytest.approx(-float(log_density.mean()), rel=1e-4)
+    normal = uci_scores.normal_variances(posterior, variance)
+    assert found.coverage == float(mixture_coverage(mean, normal, one.y))
+    assert found.crps == pytest.approx(float(mixture_crps(mean, normal, one.y)), rel=1e-4)
+    assert found.crps != pytest.approx(float(mixture_crps(mean, variance, one.y)), rel=1e-3)
 
 
 @pytest.mark.parametrize("noise", ["gaussian", "varying"])

@@ -59,8 +59,9 @@ class Traces:
         if not self.found:
             return None
         times = integrated_time(np.stack(self.found))  # [chains, examples]
-        slowest = np.fmax(times, 1.0).max(1)  # a chain that was given up has no number
-        return max(1, math.ceil(float(np.median(slowest)) * self.stride / DRAWS_A_TIME))
+        told = times[np.isfinite(times).all(1)]  # a chain that was given up has no numbers
+        slowest = float(np.median(told.max(1))) if len(told) else 1.0
+        return max(1, math.ceil(slowest * self.stride / DRAWS_A_TIME))
 
     def state(self) -> dict[str, Any]:
         """What is needed to go on."""

@@ -19,7 +19,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     uci = experiments.add_parser(
         "uci",
         help="regressions on the published UCI splits",
-        description="All splits and chains of a set run together. Results go to OUT/SET-METHOD[-NOISE].json.",
+        description="Splits and chains of a set run together. Results go to OUT/SET-METHOD[-STRUCTURE][-NOISE].json",
         epilog="example: isosgd bench uci --sets yacht boston --data-root data",
     )
     uci.add_argument(
@@ -166,7 +166,8 @@ def run_uci(args: argparse.Namespace) -> int:
     setting = replace(setting, **{name: value for name, value in changes.items() if value is not None})
     setting = replace(setting, noise=args.noise)
     if args.structure:
-        setting = replace(setting, options=setting.options | {"structure": args.structure})
+        options = setting.options | {"structure": args.structure}
+        setting = replace(setting, options=options, label=f"{setting.label}, {args.structure}")
     splits = None if args.splits is None else chosen_splits(args.splits)
     chosen = args.sets or names(args.data_root)
     if not chosen:
@@ -182,8 +183,8 @@ def run_uci(args: argparse.Namespace) -> int:
             result = uci.run(name, setting, **settings)
         else:
             result = uci.side_by_side(name, setting, args.jobs, args.threads or 1, **settings)
-        noise = "" if args.noise == "gaussian" else f"-{args.noise}"
-        uci_tables.write(result, args.out / f"{result.set}-{args.method}{noise}.json")
+        named = (result.set, args.method, args.structure, None if args.noise == "gaussian" else args.noise)
+        uci_tables.write(result, args.out / f"{'-'.join(filter(None, named))}.json")
         if args.json:
             found = {measure: list(result.mean_and_error(measure)) for measure in uci_tables.MEASURES}
             print(json.dumps(plain(found | {"set": result.set})), flush=True)

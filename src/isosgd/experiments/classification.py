@@ -182,9 +182,14 @@ class Bench:
             self.save(result)
             clear()
         for name in names:
-            _, temperature = self.chosen(name, self.chains)
-            if temperature == max(self.ladders[name]):
-                self.say(f"ladder, {name}: the highest temperature is the best; look at higher ones with --ladder")
+            for chains in sorted({1, self.chains} if name in OURS else {1}):
+                _, temperature = self.chosen(name, chains)
+                for end, word in ((max, "highest"), (min, "lowest")):
+                    if len(self.ladders[name]) > 1 and temperature == end(self.ladders[name]):
+                        much = f"{chains} chain{'s' * (chains > 1)}"
+                        self.say(
+                            f"ladder, {name}, {much}: the {word} temperature is the best; try others with --ladder"
+                        )
 
     def chosen(self, name: str, chains: int = 1) -> tuple[float, float]:
         """The best held-out MNLL of a method, alone or with several chains together, and its temperature.

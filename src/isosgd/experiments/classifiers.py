@@ -29,7 +29,7 @@ from isosgd.models import lenet5, resnet18, resnet56, vgg16_bn
 
 State = dict[str, Tensor]
 SIDE_BY_SIDE = 5  # models that are trained at a time
-PILOT = 1000  # the start whose held-out tenth temperatures are chosen on
+PILOT = 1000  # the first of the starts whose held-out tenth temperatures are chosen on
 
 
 @dataclass(frozen=True)

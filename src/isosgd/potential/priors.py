@@ -282,7 +282,7 @@ class FromCallable(Prior):
     def grad(self, params: Params) -> Params:
         # By a function's own gradient, which can be mapped over chains; zero where it does not depend on a parameter.
         found: Params = torch.func.grad(self.log_prob)({name: x.detach() for name, x in params.items()})
-        return found
+        return {name: x.detach() for name, x in found.items()}  # what the function closes over may want a gradient
 
     def describe(self) -> dict[str, Any]:
         return {"name": getattr(self.function, "__qualname__", type(self.function).__name__), "callable": True}
