@@ -1,8 +1,14 @@
 """The UCI experiment on a tiny set: what it measures, in which units, what it refuses, chains that were dropped."""
 
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -296,3 +302,36 @@ def test_a_split_that_lost_all_chains_has_no_numbers(root, posterior):
     info = posterior.info | {"chain_indices": [0, 1], "dropped": {2: "nan", 3: "inf"}, "gradients": 400}
     found = uci_scores.measure(Posterior(posterior.target, posterior.draws, info), one, range(2, 4), 1.0)
     assert found == uci_scores.Split(1, gradients=200, seconds=1.0, dropped=("chain 2: nan", "chain 3: inf"))
+
+
+POOL = """
+import os, sys, time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from isosgd.experiments.uci import end_with_parent
+
+if __name__ == "__main__":
+    pool = ProcessPoolExecutor(1, get_context("spawn"), end_with_parent)
+    print(pool.submit(os.getpid).result(), flush=True)
+    pool.submit(time.sleep, 600).result()
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="processes are killed by a signal")
+def test_processes_that_share_the_splits_end_with_the_one_that_began_them(tmp_path):
+    (tmp_path / "pool.py").write_text(POOL)
+    with subprocess.Popen([sys.executable, str(tmp_path / "pool.py")], stdout=subprocess.PIPE, text=True) as parent:
+        child = int(parent.stdout.readline())
+        os.kill(child, 0)  # it is there
+        parent.kill()
+    state = Path(f"/proc/{child}/stat")
+    for _ in range(200):
+        try:
+            os.kill(child, 0)
+            if state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z":
+                return  # it has ended, and nobody has asked how
+        except (ProcessLookupError, FileNotFoundError):
+            return
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    pytest.fail("the process outlived the one that began it")

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import os
 import platform
+import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import Any, Literal
 
 import numpy as np
@@ -186,7 +187,7 @@ def side_by_side(name: str, setting: Setting, jobs: int, threads: int, **setting
     parts = [chosen[k::jobs] for k in range(min(jobs, len(chosen)))]
     start = time.monotonic()
     # Processes that are begun anew: what torch has started in this one does not live on in a copy of it.
-    with ProcessPoolExecutor(len(parts), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(len(parts), get_context("spawn"), end_with_parent) as pool:
         # One line of progress tells enough: all parts have about the same to do.
         # Every process has a seed of its own, so that splits do not share their random numbers.
         seeds = [settings.get("seed", 0) + SEED_APART * i for i in range(len(parts))]
@@ -203,6 +204,18 @@ def side_by_side(name: str, setting: Setting, jobs: int, threads: int, **setting
         splits=[replace(split, seconds=seconds) for split in whole.splits],
         hardware=f"{whole.hardware}, {len(parts)} processes",
     )
+
+
+def end_with_parent() -> None:
+    """Let this process end when the one that began it does, however that came: nobody would take its result."""
+    parent = parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _run_part(name: str, setting: Setting, threads: int, settings: dict[str, Any]) -> Result:
