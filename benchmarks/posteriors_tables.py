@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pages import put
 
 Row = dict[str, Any]
-BEGIN, END = "<!-- suite: begin -->\n", "<!-- suite: end -->"
 DEFAULT, ORACLE = "isgd:auto", "@oracle"
 ALLOWED = 1.1  # error of `auto` over that of the best structure
 SIGMAS = 2.0
@@ -126,15 +126,6 @@ TABLES: dict[str, Callable[[list[Row]], list[str]]] = {
 }
 
 
-def write_page(text: str, page: Path) -> None:
-    """Put tables between the two marks of a page."""
-    old = page.read_text()
-    if BEGIN not in old or END not in old:
-        raise ValueError(f"{page} has no marks {BEGIN.strip()!r} and {END!r} for tables to stand between")
-    before, rest = old.split(BEGIN, 1)
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END, 1)[1]}")
-
-
 def plot(rows: list[Row], file: Path) -> None:
     """Error against gradients: a panel for each problem, a colour for each method, the mean over runs."""
     import matplotlib
@@ -188,7 +179,7 @@ def main(arguments: list[str] | None = None) -> None:
     text = "\n\n".join("\n".join([f"**{title}**", "", *table(rows)]) for title, table in TABLES.items())
     print(text)
     if args.docs:
-        write_page(text, args.docs)
+        args.docs.write_text(put(args.docs.read_text(), "suite", text))
 
 
 if __name__ == "__main__":

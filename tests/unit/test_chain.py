@@ -21,6 +21,7 @@ from isosgd.chain.batches import (
     tree_map,
 )
 from isosgd.chain.progress import Progress, clock
+from isosgd.chain.spacing import Traces
 from isosgd.diagnostics import integrated_time
 
 SIGMAS = 4.5
@@ -171,6 +172,20 @@ def test_integrated_time_of_an_autoregression(rho: float) -> None:
 @pytest.mark.parametrize("trace", [np.ones(100), np.zeros(2), np.array([1.0])], ids=len)
 def test_a_trace_that_says_nothing_counts_as_uncorrelated(trace: np.ndarray) -> None:
     assert integrated_time(trace) == 1.0
+
+
+def test_chains_that_were_given_up_do_not_bring_draws_closer_together() -> None:
+    """Of three chains two have no numbers: counted as forgetting at once, they would be the median."""
+    rng, traces = np.random.default_rng(0), Traces(None)  # type: ignore[arg-type]
+    slow = np.zeros((400, 1, 1))
+    for t in range(1, len(slow)):
+        slow[t] = 0.95 * slow[t - 1] + rng.standard_normal()
+    traces.found = list(slow)
+    alone = traces.spacing()
+    traces.found = list(np.concatenate([slow, np.full((400, 2, 1), np.nan)], 1))
+    assert traces.spacing() == alone and alone is not None and alone > 5
+    traces.found = list(np.full((400, 2, 1), np.nan))
+    assert traces.spacing() == 1
 
 
 # ------------------------------------------------------------------------------------------------ progress

@@ -108,7 +108,7 @@ def run_images(args: argparse.Namespace) -> int:
 
     use_machine(args.threads, args.device)
     own = ("epochs", "warmup", "keep_every")
-    for name in ("seeds", "limit", *own):
+    for name in ("seeds", "chains", "pilots", "limit", *own):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
     torch.backends.cudnn.benchmark = True  # shapes never change: let it try which algorithm is the fastest
