@@ -290,6 +290,25 @@ def test_a_new_window_of_the_same_noise_has_the_same_kronecker_basis() -> None:
     torch.testing.assert_close(step_maps(shaped)[0], before[0])
 
 
+def test_chains_measure_one_hessian_along_axes_of_their_own(generator: torch.Generator) -> None:
+    """A chain whose Lambda was made larger has other axes, and what it measures along them means nothing to others."""
+    shaped, truth = Full(), torch.tensor([[3.0, 1.0], [1.0, 2.0]], dtype=F64)
+    shaped.bind([{"params": [torch.zeros(3, 2, dtype=F64)]}], 3, sets=1)
+    own = rule(num_data=1000, batch_size=100, temperature=1.0, kappa=shaped.kappa)
+    for _ in range(100):
+        shaped.observe([0.1 * torch.randn(3, 2, generator=generator, dtype=F64) * torch.tensor([1.0, 0.3])])
+    prior = shaped.full(0.0, 2)
+    shaped.settle(own, prior, 2.0)
+    shaped.stretch = shaped.stretch * torch.tensor([1.0, 1.0, 20.0], dtype=F64)
+    for i in range(shaped.axes):
+        shaped.learn(i, shaped.axis(i) @ truth)
+    shaped.settle(own, prior, 100.0)
+    assert not torch.allclose(shaped.root[0], shaped.root[2])
+    for i in range(shaped.axes):
+        shaped.learn(i, shaped.axis(i) @ truth)
+    torch.testing.assert_close(shaped._measured(), truth.expand(3, 2, 2))
+
+
 def test_a_dead_parameter_has_a_floor_and_none_in_the_full_matrix() -> None:
     """Without noise and prior: the layer's mean bounds its rate; the full matrix takes the curvature it was told."""
     for kind in KINDS:

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 import isosgd
 from isosgd import DataSets, Target, priors, sample
-from isosgd.chain import compiled
+from isosgd.chain import compiled, glide, trajectories
 from isosgd.chain.batches import TensorBatches
 from isosgd.chain.chain import Chains
 from isosgd.chain.glide import Glide, why_not
+from isosgd.chain.gradients import Many
 from isosgd.chain.progress import Progress
 from isosgd.chain.trajectories import Averaging, Trajectories
 from isosgd.samplers.gliding import Gliding
@@ -296,6 +297,58 @@ def test_so_they_are_when_compiled(structure: str) -> None:
     (one, _), (many, _) = after(17, "single", structure), after(17, "compiled", structure)
     for a, b in zip(one.leaves, many.leaves, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So small that only 13 of the 40 rows fit, with their inputs, targets, and what two layers give."""
+    monkeypatch.setattr(glide, "CACHE", 13.5 * 4 * (3 + 1 + 4 + 1))
+
+
+@pytest.mark.parametrize("how", ["loop", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_the_steps_are_the_same_when_rows_go_part_by_part(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _ = after(17, "single")
+    small_cache(monkeypatch)
+    assert Glide(one, compiled=False).rows == 13  # three parts, and one row is left over
+    many, _ = after(17, how)
+    for a, b in zip(one.leaves, many.leaves, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [7, 10, 39])
+def test_gradients_of_parts_are_those_of_the_whole(rows: int) -> None:
+    run, parts = chains(3), 40 // rows
+    many, theta = Many(run.target, 40, run.layout), run.flat(run.leaves)
+    batch = run.batches.next()
+    wanted = many.flat(theta, batch, False)
+    equal = tuple(t[:, : parts * rows].unflatten(1, (parts, rows)).transpose(0, 1) for t in batch)
+    rest = tuple(t[:, parts * rows :] for t in batch) if 40 % rows else ()
+    for found, expected in zip(many.in_parts(theta, equal, rest), wanted[:2], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_many_rows_go_down_by_parts_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass through all parts costs what one gradient of all rows does, and leads farther."""
+    energies, seen = {}, list[int]()
+    for part in (40, 10):
+        monkeypatch.setattr(trajectories, "PART", part)
+        run = chains(3)
+        start = Trajectories(run, 700, 700, Progress(1, show=False), lambda state: None)
+        plain = run.differentiate
+
+        def watched(params: Any, batch: Any, split: bool = False, plain: Any = plain) -> Any:
+            seen.append(batch[0].shape[1])
+            return plain(params, batch, split)
+
+        monkeypatch.setattr(run, "differentiate", watched)
+        run.evaluate()
+        before, spent = run.energy(), run.gradients
+        start._descend(30)
+        assert start.spent == start.fallen == run.gradients - spent == (30 if part == 40 else 33)
+        run.evaluate()
+        energies[part] = run.energy()
+        assert bool((energies[part] < before).all())
+    assert seen.count(10) == 4 * 30 and set(seen) == {10, 40}  # all of them now and then
+    assert float(energies[10].mean()) < float(energies[40].mean())
 
 
 @pytest.mark.parametrize("steps", [41, 90])

@@ -121,15 +121,16 @@ class Chains:
 
     # -- gradients and steps ------------------------------------------------------------------------------------------
 
-    def evaluate(self, split: bool = False, forgiving: bool | None = None) -> list[Tensor] | None:
+    def evaluate(self, split: bool = False, forgiving: bool | None = None, batch: Any = None) -> list[Tensor] | None:
         """Gradients on the next minibatch, left in ``.grad``; with ``split`` the noise vector of its halves too.
 
         Args:
             split: whether to measure the noise.
             forgiving: do not give up a chain whose gradient is not finite: its loss is infinite, its gradient zero.
                 By default where trajectories are taken: such a one is refused, and the chain is where it was.
+            batch: to take instead of the next one.
         """
-        self.batch = self.batches.next(mixed=split)
+        self.batch = self.batches.next(mixed=split) if batch is None else batch
         forgiving = self.gliding is not None if forgiving is None else forgiving
         loss, gradients, noise = self.differentiate(self.params, self.batch, split)
         finite = self._finite(loss, gradients)

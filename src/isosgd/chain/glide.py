@@ -1,12 +1,13 @@
 """Several steps of a trajectory on all data in one call: between its ends only gradients and kicks are left to do.
 
 The step that ends a trajectory and begins the next one is that of `isosgd.samplers.gliding.Gliding`. All others are a
-loop in compiled code, a few chains at a time, so that what they read and write stays in the cache. Nothing is drawn in
-it: the trajectories are the same, but for rounding.
+loop in compiled code, a few chains at a time, and a part of the rows after the other where they are many, so that what
+is read and written stays in the cache. Nothing is drawn in it: the trajectories are the same, but for rounding.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from isosgd.chain.chain import Chains
 from isosgd.chain.compiled import Compiled
 from isosgd.chain.gradients import Many, batchable
-from isosgd.chain.repeated import LOOP, Tensors, block, repeat
+from isosgd.chain.repeated import CACHE, LOOP, Tensors, block, repeat
 from isosgd.chain.stride import LARGE
 from isosgd.noise import dot
 from isosgd.samplers.gliding import Gliding
@@ -48,6 +49,9 @@ class Glide:
         self.run, self.sampler, self.shaped, self.compiled, self.say = run, run.sampler, run.shaped, compiled, say
         self.gradient = Many(run.target, run.num_data, run.layout)
         self.batch: Tensors = tuple(t if run.many is not None else t.unsqueeze(0) for t in run.batches.next())
+        # Rows of equal parts, so that those of a chain are in the cache together with what its layers give for them.
+        each = sum(t.numel() * t.element_size() for t in (*self.batch, self._activations())) / run.count
+        self.rows = run.num_data // min(math.ceil(each / CACHE), run.num_data)
         # A compiled loop knows shapes of tensors by heart; those of Lambda may change in number.
         self.loops: dict[tuple[torch.Size, ...], Compiled] = {}
 
@@ -128,7 +132,7 @@ class Glide:
 
         def body(k: int, state: Tensors) -> Tensors:
             theta, velocity, gained, _ = state
-            loss, gradient, _ = self.gradient.flat(theta, batch, False)
+            loss, gradient = self._gradient(theta, batch)
             finite = torch.isfinite(loss + gradient.sum(-1)).unsqueeze(-1)
             gradient = torch.where(finite, gradient, 0.0).to(velocity.dtype)
             tensors = tuple(t.view(t.shape) for t in shape)  # as in `isosgd.chain.repeated.Looped`
@@ -139,3 +143,12 @@ class Glide:
             return (theta + velocity).to(theta.dtype), velocity, gained, loss
 
         return repeat(body, count, MOST, (theta, velocity, gained, torch.zeros_like(theta[:, 0])))
+
+    def _gradient(self, theta: Tensor, batch: Tensors) -> tuple[Tensor, Tensor]:
+        number, rows = self.run.num_data // self.rows, self.rows
+        if number == 1:
+            return self.gradient.flat(theta, batch, False)[:2]
+        end = number * rows
+        parts = tuple(t[:, :end].reshape(len(t), number, rows, *t.shape[2:]).transpose(0, 1) for t in batch)
+        rest = tuple(t[:, end:] for t in batch) if end < self.run.num_data else ()
+        return self.gradient.in_parts(theta, parts, rest)

@@ -15,6 +15,7 @@ from torch.func import grad_and_value, vmap
 
 from isosgd.chain.batches import Batch, batch_length, halves, tensors_of, tree_map
 from isosgd.chain.compiled import Compiled
+from isosgd.chain.repeated import Tensors, repeat
 from isosgd.noise import join_halves
 from isosgd.potential import Params, Target
 
@@ -108,6 +109,30 @@ class Many:
             (gradient,), (noise,) = join_halves([g1], [g2], sizes)
             loss = (sizes[0] * loss1 + sizes[1] * loss2) / n
         return loss, gradient - vmap(self._score)(theta) * (1.0 / self.num_data), noise
+
+    def in_parts(self, theta: Tensor, parts: Tensors, rest: Tensors) -> tuple[Tensor, Tensor]:
+        """Loss and gradient at flat parameters, part after part, so that what the layers give stays in the cache.
+
+        Args:
+            theta: flat parameters ``[chains, d]``.
+            parts: of the batch, equally large, ``[parts, chains, rows, ...]``.
+            rest: of the batch, ``[chains, rows, ...]``; empty when there is none.
+        """
+        each, (count, _, rows) = vmap(grad_and_value(self._loss)), parts[0].shape[:3]
+
+        def add(k: int, state: Tensors) -> Tensors:
+            gradient, loss = each(theta, tuple(t[k] for t in parts))
+            return state[0] + loss, state[1] + gradient
+
+        none = torch.zeros_like(theta[:, 0]), torch.zeros_like(theta)
+        loss, gradient = repeat(add, torch.tensor(count), count, none)
+        total = count * rows
+        loss, gradient = rows * loss, rows * gradient
+        if rest:
+            more = rest[0].shape[1]
+            last_gradient, last_loss = each(theta, rest)
+            loss, gradient, total = loss + more * last_loss, gradient + more * last_gradient, total + more
+        return loss / total, gradient / total - vmap(self._score)(theta) * (1.0 / self.num_data)
 
     def _loss(self, theta: Tensor, batch: Batch) -> Tensor:
         return -self.target.log_likelihood(self.layout.views(theta), batch).mean()

@@ -1,6 +1,6 @@
 """The warm-up where a batch is all of the data: go down, then find the metric and the pace of trajectories.
 
-1. *Go down* by Adam's steps on all of the data, and keep the lowest place found.
+1. *Go down* by Adam's steps on all of the data, or on parts of them where they are many; keep the lowest place found.
 2. *Glide* in windows that double. In each, differences of gradients between random halves of the data say how Lambda
    should be shaped, and each chain's pace is set so that a chosen share of its trajectories is accepted.
 3. In a *last* window Lambda is fixed and only paces are set; then they are frozen too.
@@ -14,7 +14,7 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -33,6 +33,10 @@ FIRST_WINDOW = 100
 LAST_SHARE = 0.4  # of what is left after the descent, for the last window
 DESCENT_SHARE, MOST_DESCENT = 0.15, 1_500
 RATE = 0.1  # of the size of a group's parameters, in a step of the descent
+PART = 1_000  # rows of a step of the descent, at the least, where there are twice as many
+PART_RATE = 0.03  # of such a step, whose gradient is noisy
+PASSES = 150  # through all parts, at the most: then trajectories come down faster
+LOOK = 10  # passes between looks at all data
 SIZE = 0.2  # of parameters that start at zero
 MEMORY = 0.9, 0.99  # of the gradient and its square, in the descent
 ACCEPTED = 0.75  # share of trajectories that paces aim at
@@ -146,39 +150,56 @@ class Trajectories:
     # -- the way down -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _descend(self, steps: int) -> None:
-        """Adam's steps, smaller and smaller in the second half. Scales of the prior are held.
+    def _descend(self, gradients: int) -> None:
+        """Adam's steps, smaller and smaller in the second half. Many data take turns, a part in each step.
 
-        A hierarchical density has its mode where a scale of the prior is zero, far from all its mass.
+        Scales of the prior are held: a hierarchical density has its mode where one of them is zero, far from its mass.
         """
         chains = self.chains
-        rates = self._sizes(set(chains.target.prior_scales(chains.params)))
+        parts = chains.num_data // PART if chains.num_data >= 2 * PART else 1
+        passes = gradients if parts == 1 else min(gradients, PASSES)
+        steps, rate = passes * parts, RATE if parts == 1 else PART_RATE
+        rates = self._sizes(rate, set(chains.target.prior_scales(chains.params)))
         mean = [torch.zeros_like(leaf) for leaf in chains.leaves]
         square = [torch.zeros_like(leaf) for leaf in chains.leaves]
-        best, saved = chains.energy(), chains.snapshot()
+        best, saved, turns = chains.energy(), chains.snapshot(), self._turns(parts)
         for i in range(1, steps + 1):
+            if parts > 1:
+                chains.evaluate(batch=next(turns))
             grads = [cast(Tensor, leaf.grad) for leaf in chains.leaves]
             torch._foreach_lerp_(mean, grads, 1.0 - MEMORY[0])
             torch._foreach_lerp_(square, torch._foreach_mul(grads, grads), 1.0 - MEMORY[1])
             share = min(1.0, 2.0 * (1.0 - i / (steps + 1.0))) / (1.0 - MEMORY[0] ** i)
-            for leaf, rate, m, s in zip(chains.leaves, rates, mean, square, strict=True):
-                leaf.sub_(share * rate * m / ((s / (1.0 - MEMORY[1] ** i)).sqrt() + 1e-20))
-            chains.evaluate()
-            self._count("descending")
-            energy = chains.energy()
-            lower = energy < best
-            best = torch.where(lower, energy, best)
-            saved = chains.merged(saved, chains.snapshot(), lower)
+            for leaf, step, m, s in zip(chains.leaves, rates, mean, square, strict=True):
+                leaf.sub_(share * step * m / ((s / (1.0 - MEMORY[1] ** i)).sqrt() + 1e-20))
+            if parts > 1 and i % parts == 0:  # a pass through all parts counts as one gradient
+                chains.gradients -= parts - 1
+                self._count("descending")
+            if parts == 1 or i % (LOOK * parts) == 0 or i == steps:
+                chains.evaluate()
+                self._count("descending")
+                energy = chains.energy()
+                lower = energy < best
+                best = torch.where(lower, energy, best)
+                saved = chains.merged(saved, chains.snapshot(), lower)
         chains.restore(saved)
         self.fallen = self.spent
 
-    def _sizes(self, held: set[str]) -> list[Tensor]:
-        """How far a step goes for each parameter: in proportion to the size of its group's, which has the unit."""
+    def _turns(self, parts: int) -> Iterator[Any]:
+        """Equal parts of the data, again and again, each time in another order; a few rows may be left out of it."""
+        rows, dim = self.chains.num_data // parts, 0 if self.chains.many is None else 1
+        while True:
+            mixed = self.chains.batches.next(mixed=True)
+            for k in range(parts):
+                yield tuple(t.narrow(dim, k * rows, rows) for t in mixed)
+
+    def _sizes(self, share: float, held: set[str]) -> list[Tensor]:
+        """How far a step goes for each parameter: a share of the size of its group's, which has the unit."""
         chains, rates = self.chains, list[Tensor]()
         flat = chains.flat(chains.leaves)
         for group, slot in zip(chains.sampler.param_groups, chains.slots, strict=True):
             size = flat[:, slot].square().mean(-1).sqrt()
-            rate = RATE * torch.where(size > 0, size, SIZE)
+            rate = share * torch.where(size > 0, size, SIZE)
             rates += [chains.wide(rate, p) for p in group["params"]]
         return [
             torch.zeros_like(rate) if name in held else rate for name, rate in zip(chains.params, rates, strict=True)

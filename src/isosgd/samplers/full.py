@@ -38,7 +38,7 @@ class Full(Shaped):
     def prepare(self) -> None:
         d = self.total
         self.cov = self.full(0.0, d, d).double()
-        self.hessian = torch.eye(d).to(self.cov).repeat(self.chains, 1, 1)  # in the basis of the last `settle`
+        self.hessian = torch.eye(d).to(self.cov).repeat(self.chains, 1, 1)  # of each chain, in the basis of its axes
         self.probed = [0] * d
         self.root, self.inverse_root = torch.zeros_like(self.cov), torch.zeros_like(self.cov)
         self.pull, self.push = torch.zeros_like(self.cov), torch.zeros_like(self.cov)
@@ -76,7 +76,12 @@ class Full(Shaped):
 
     def learn(self, i: int, change: Tensor) -> None:
         self.probed[i] += 1
-        self.hessian[..., i].lerp_(self._shared(_times(self.root.mT, change.double())), 1.0 / self.probed[i])
+        self.hessian[..., i].lerp_(_times(self.root.mT, change.double()), 1.0 / self.probed[i])
+
+    def _measured(self) -> Tensor:
+        """The Hessian as all chains of a data set have measured it, each along axes of its own."""
+        one = 0.5 * (self.hessian + self.hessian.mT)
+        return self._shared(self.inverse_root.mT @ one @ self.inverse_root)
 
     def _curvature(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """A root R of the inverse of H, ``R R^T = H^-1``, and its own inverse."""
@@ -93,7 +98,7 @@ class Full(Shaped):
         if self.known:
             old = self.inverse_root
             if all(self.probed):
-                found = old.mT @ (0.5 * (self.hessian + self.hessian.mT)) @ old
+                found = self._measured()
                 root, inverse = _reshape(root, inverse, found, _believed)
                 root, inverse = _reshape(root, inverse, fisher, _at_least_one)
                 root, inverse = _reshape(root, inverse, found, partial(_soft, rule, self.stretch))
@@ -151,7 +156,7 @@ class Full(Shaped):
     def rate_curvatures(self) -> Tensor:
         if not all(self.probed):
             return super().rate_curvatures()
-        ratios: Tensor = torch.linalg.eigvalsh(0.5 * (self.hessian + self.hessian.mT)).clamp_min(LEAST)
+        ratios: Tensor = torch.linalg.eigvalsh(self.root.mT @ self._measured() @ self.root).clamp_min(LEAST)
         return ratios * self.unit_rate.double().unsqueeze(-1)
 
     def clipped(self) -> Tensor:
