@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pages import put
 
 Row = dict[str, Any]
-BEGIN, END = "<!-- family: begin -->\n", "<!-- family: end -->"
 COLUMNS = {  # what is shown, its head, and its form
     "mean_error": ("mean/sd", "8.3f"), "covariance_error": ("cov", "8.3f"), "w2": ("W2", "8.4f"),
     "min_ess": ("min ESS", "9.1f"), "ess_per_1000": ("ESS/1k", "9.2f"), "gradients": ("gradients", "9.0f"),
@@ -154,11 +154,7 @@ def page(parts: list[Row]) -> str:
 
 def renewed(text: str, parts: list[Row]) -> str:
     """A page with its tables as they are now."""
-    before, _, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"the page has no place for tables: put {BEGIN.strip()!r} and {END!r} into it")
-    return before + BEGIN + page(parts) + END + after
+    return put(text, "family", page(parts))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -241,13 +241,13 @@ def test_it_goes_on_where_it_was_stopped(
 def test_the_page_gets_its_tables(found: tuple[Path, Any], tables: ModuleType, tmp_path: Path) -> None:
     folder, _ = found
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{tables.BEGIN}old\n{tables.END}\nafter\n")
+    page.write_text("before\n<!-- family: begin -->\nold\n<!-- family: end -->\nafter\n")
     tables.main([str(folder), "--docs", str(page)])
     text = page.read_text()
-    assert text.startswith("before\n") and text.endswith(tables.END + "\nafter\n") and "old" not in text
+    assert text.startswith("before\n") and text.endswith("<!-- family: end -->\nafter\n") and "old" not in text
     assert "| `sgld` | 1.000 |" in text and "| lr 1 |" in text and "`snapshots` (1 of 2 failed)" in text
     page.write_text("no marks")
-    with pytest.raises(ValueError, match="no place for tables"):
+    with pytest.raises(ValueError, match="has no marks"):
         tables.main([str(folder), "--docs", str(page)])
     with pytest.raises(ValueError, match="holds no results"):
         tables.main([str(tmp_path / "nowhere")])
