@@ -331,6 +331,7 @@ def test_many_rows_go_down_by_parts_of_them(monkeypatch: pytest.MonkeyPatch) -> 
     energies, seen = {}, list[int]()
     for part in (40, 10):
         monkeypatch.setattr(trajectories, "PART", part)
+        monkeypatch.setattr(trajectories, "MANY", 4)
         run = chains(3)
         start = Trajectories(run, 700, 700, Progress(1, show=False), lambda state: None)
         plain = run.differentiate
@@ -349,6 +350,20 @@ def test_many_rows_go_down_by_parts_of_them(monkeypatch: pytest.MonkeyPatch) -> 
         assert bool((energies[part] < before).all())
     assert seen.count(10) == 4 * 30 and set(seen) == {10, 40}  # all of them now and then
     assert float(energies[10].mean()) < float(energies[40].mean())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("sets", [False, True])
+def test_parts_are_of_the_rows_there_are(count: int, sets: bool, eager: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """N may be larger, where rows stand for more; and each of several sets has rows of its own."""
+    monkeypatch.setattr(trajectories, "PART", 4)
+    small_cache(monkeypatch)
+    one = target()
+    one.num_data = 4_000
+    data: Any = DataSets((X, Y), rows=torch.stack([torch.arange(0, 30), torch.arange(10, 40)])) if sets else (X, Y)
+    found = sample(one, data, **{**QUICK, "compile": True, "chains": count})
+    assert found.info["num_data"] == 4_000
+    assert all(bool(torch.isfinite(x).all()) for x in found.draws.values())
 
 
 @pytest.mark.parametrize("steps", [41, 90])

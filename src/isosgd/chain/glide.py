@@ -49,16 +49,18 @@ class Glide:
         self.run, self.sampler, self.shaped, self.compiled, self.say = run, run.sampler, run.shaped, compiled, say
         self.gradient = Many(run.target, run.num_data, run.layout)
         self.batch: Tensors = tuple(t if run.many is not None else t.unsqueeze(0) for t in run.batches.next())
-        # Rows of equal parts, so that those of a chain are in the cache together with what its layers give for them.
+        # Equal parts of the rows, so that those of a chain are in the cache together with what its layers give for them.
         each = sum(t.numel() * t.element_size() for t in (*self.batch, self._activations())) / run.count
-        self.rows = run.num_data // min(math.ceil(each / CACHE), run.num_data)
+        self.whole = self.batch[0].shape[1]
+        self.rows = self.whole // min(math.ceil(each / CACHE), self.whole)
         # A compiled loop knows shapes of tensors by heart; those of Lambda may change in number.
         self.loops: dict[tuple[torch.Size, ...], Compiled] = {}
 
     def _activations(self) -> Tensor:
         """As large as what the layers of a network give, by the shapes of their weights; never written."""
         wide = sum(shape[0] for shape in self.run.layout.shapes.values() if len(shape) == 2)
-        return torch.empty(self.run.count, self.run.num_data, wide, device="meta")
+        shape = self.run.count, self.batch[0].shape[1], wide
+        return torch.empty(shape, dtype=self.run.leaves[0].dtype, device="meta")
 
     @property
     def why_not(self) -> str:
@@ -145,10 +147,10 @@ class Glide:
         return repeat(body, count, MOST, (theta, velocity, gained, torch.zeros_like(theta[:, 0])))
 
     def _gradient(self, theta: Tensor, batch: Tensors) -> tuple[Tensor, Tensor]:
-        number, rows = self.run.num_data // self.rows, self.rows
+        number, rows = self.whole // self.rows, self.rows
         if number == 1:
             return self.gradient.flat(theta, batch, False)[:2]
         end = number * rows
         parts = tuple(t[:, :end].reshape(len(t), number, rows, *t.shape[2:]).transpose(0, 1) for t in batch)
-        rest = tuple(t[:, end:] for t in batch) if end < self.run.num_data else ()
+        rest = tuple(t[:, end:] for t in batch) if end < self.whole else ()
         return self.gradient.in_parts(theta, parts, rest)

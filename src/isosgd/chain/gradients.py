@@ -119,20 +119,19 @@ class Many:
             rest: of the batch, ``[chains, rows, ...]``; empty when there is none.
         """
         each, (count, _, rows) = vmap(grad_and_value(self._loss)), parts[0].shape[:3]
+        more = rest[0].shape[1] if rest else 0
+        share = rows / (count * rows + more)
 
         def add(k: int, state: Tensors) -> Tensors:
             gradient, loss = each(theta, tuple(t[k] for t in parts))
-            return state[0] + loss, state[1] + gradient
+            return state[0] + share * loss, state[1] + share * gradient
 
         none = torch.zeros_like(theta[:, 0]), torch.zeros_like(theta)
         loss, gradient = repeat(add, torch.tensor(count), count, none)
-        total = count * rows
-        loss, gradient = rows * loss, rows * gradient
         if rest:
-            more = rest[0].shape[1]
             last_gradient, last_loss = each(theta, rest)
-            loss, gradient, total = loss + more * last_loss, gradient + more * last_gradient, total + more
-        return loss / total, gradient / total - vmap(self._score)(theta) * (1.0 / self.num_data)
+            loss, gradient = loss + share * more / rows * last_loss, gradient + share * more / rows * last_gradient
+        return loss, gradient - vmap(self._score)(theta) * (1.0 / self.num_data)
 
     def _loss(self, theta: Tensor, batch: Batch) -> Tensor:
         return -self.target.log_likelihood(self.layout.views(theta), batch).mean()

@@ -33,7 +33,8 @@ FIRST_WINDOW = 100
 LAST_SHARE = 0.4  # of what is left after the descent, for the last window
 DESCENT_SHARE, MOST_DESCENT = 0.15, 1_500
 RATE = 0.1  # of the size of a group's parameters, in a step of the descent
-PART = 1_000  # rows of a step of the descent, at the least, where there are twice as many
+PART = 1_000  # rows of a step of the descent, at the least, where there are
+MANY = 10  # such parts: with fewer, steps on all rows come down faster
 PART_RATE = 0.03  # of such a step, whose gradient is noisy
 PASSES = 150  # through all parts, at the most: then trajectories come down faster
 LOOK = 10  # passes between looks at all data
@@ -156,7 +157,8 @@ class Trajectories:
         Scales of the prior are held: a hierarchical density has its mode where one of them is zero, far from its mass.
         """
         chains = self.chains
-        parts = chains.num_data // PART if chains.num_data >= 2 * PART else 1
+        rows = self._rows()
+        parts = rows // PART if rows >= MANY * PART else 1
         passes = gradients if parts == 1 else min(gradients, PASSES)
         steps, rate = passes * parts, RATE if parts == 1 else PART_RATE
         rates = self._sizes(rate, set(chains.target.prior_scales(chains.params)))
@@ -187,11 +189,15 @@ class Trajectories:
 
     def _turns(self, parts: int) -> Iterator[Any]:
         """Equal parts of the data, again and again, each time in another order; a few rows may be left out of it."""
-        rows, dim = self.chains.num_data // parts, 0 if self.chains.many is None else 1
+        dim, size = 0 if self.chains.many is None else 1, self._rows() // parts
         while True:
             mixed = self.chains.batches.next(mixed=True)
             for k in range(parts):
-                yield tuple(t.narrow(dim, k * rows, rows) for t in mixed)
+                yield tuple(t.narrow(dim, k * size, size) for t in mixed)
+
+    def _rows(self) -> int:
+        """Of the data that there are; N may be larger, where they stand for more."""
+        return int(self.chains.batches.next()[0].shape[0 if self.chains.many is None else 1])
 
     def _sizes(self, share: float, held: set[str]) -> list[Tensor]:
         """How far a step goes for each parameter: a share of the size of its group's, which has the unit."""
