@@ -49,7 +49,7 @@ class Glide:
         self.run, self.sampler, self.shaped, self.compiled, self.say = run, run.sampler, run.shaped, compiled, say
         self.gradient = Many(run.target, run.num_data, run.layout)
         self.batch: Tensors = tuple(t if run.many is not None else t.unsqueeze(0) for t in run.batches.next())
-        # Equal parts of the rows, so that those of a chain are in the cache together with what its layers give for them.
+        # Equal parts of the rows: those of a chain are in the cache together with what its layers give for them.
         each = sum(t.numel() * t.element_size() for t in (*self.batch, self._activations())) / run.count
         self.whole = self.batch[0].shape[1]
         self.rows = self.whole // min(math.ceil(each / CACHE), self.whole)
