@@ -51,8 +51,6 @@ class Gliding(ISGD):
             step.
     """
 
-    noisy = False
-
     def _bind(self, shaped: Shaped, paired: bool, lam: float | None) -> None:
         super()._bind(shaped, paired, lam)
         shaped.weight = 0.0

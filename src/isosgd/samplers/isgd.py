@@ -80,8 +80,6 @@ class ISGD(ShapedLambda):
         True
     """
 
-    noisy = True  # gradients, of minibatches
-
     def __init__(
         self,
         params: ParamsLike,
@@ -121,7 +119,7 @@ class ISGD(ShapedLambda):
         paired = self.estimator.centred and not isinstance(self.estimator, AlphaStable)
         if structure == "auto":
             knows = paired and scheme == "windowed" and batch_size is not None and not (correction or lam or warmup)
-            structure = choose(self._shapes(), budget, self.noisy) if knows else "layer"
+            structure = choose(self._shapes(), budget) if knows else "layer"
         self.structure = make_structure(structure)
         if correction == "outer" and not paired:
             raise ValueError(

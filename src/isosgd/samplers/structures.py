@@ -38,30 +38,23 @@ def make_structure(structure: StructureName | Structure) -> Structure:
     return STRUCTURES[structure]()
 
 
-def choose(shapes: Sequence[tuple[int, ...]], budget: int | None = None, noisy: bool = True) -> StructureName:
+def choose(shapes: Sequence[tuple[int, ...]], budget: int | None = None) -> StructureName:
     """The structure that mixes best at a cost below that of the gradient.
 
     Few parameters get a full matrix. More get a rate for each, and one for each of the strongest directions that cross
     all of them: the noise of a network's weights is so correlated that a few directions are a hundred times stiffer
     than a diagonal, or a Kronecker product for each layer, can tell. The largest models get a rate for each parameter.
 
-    A network gets no full matrix, however small it is: its noise differs from place to place, and the high rates of a
-    matrix that fits the average are too hot where noise is larger.
-
     Args:
-        shapes: of the parameters; two matrices or more are taken for a network.
+        shapes: of the parameters.
         budget: gradients that the warm-up may take. A short one does not suffice to estimate many numbers.
-        noisy: whether gradients are of minibatches.
 
     Example:
         >>> choose([(5,), ()]), choose([(50, 13), (50,), (1, 50), (1,)]), choose([(3000, 3000)])
         ('full', 'lowrank', 'diagonal')
-        >>> choose([(5, 1), (5,), (1, 5), (1,)]), choose([(5, 1), (5,), (1, 5), (1,)], noisy=False)
-        ('lowrank', 'full')
     """
-    total, network = sum(math.prod(shape) for shape in shapes), sum(len(shape) > 1 for shape in shapes) > 1
-    few = total <= FULL_UP_TO and not (network and noisy)
-    if few and (budget is None or budget >= GRADIENTS_FOR_EACH * total):
+    total = sum(math.prod(shape) for shape in shapes)
+    if total <= FULL_UP_TO and (budget is None or budget >= GRADIENTS_FOR_EACH * total):
         return "full"
     if budget is not None and budget < LEAST_BUDGET:
         return "layer"
