@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from isosgd.chain.batches import TensorBatches
 from isosgd.chain.chain import Chains
 from isosgd.chain.glide import Glide
 from isosgd.chain.progress import Progress
@@ -157,14 +158,14 @@ class Trajectories:
         Scales of the prior are held: a hierarchical density has its mode where one of them is zero, far from its mass.
         """
         chains = self.chains
-        rows = self._rows()
+        rows = cast(TensorBatches, chains.batches).num_data  # N may be larger, where they stand for more
         parts = rows // PART if rows >= MANY * PART else 1
         passes = gradients if parts == 1 else min(gradients, PASSES)
         steps, rate = passes * parts, RATE if parts == 1 else PART_RATE
         rates = self._sizes(rate, set(chains.target.prior_scales(chains.params)))
         mean = [torch.zeros_like(leaf) for leaf in chains.leaves]
         square = [torch.zeros_like(leaf) for leaf in chains.leaves]
-        best, saved, turns = chains.energy(), chains.snapshot(), self._turns(parts)
+        best, saved, turns = chains.energy(), chains.snapshot(), self._turns(parts, rows // parts)
         for i in range(1, steps + 1):
             if parts > 1:
                 chains.evaluate(batch=next(turns))
@@ -187,17 +188,13 @@ class Trajectories:
         chains.restore(saved)
         self.fallen = self.spent
 
-    def _turns(self, parts: int) -> Iterator[Any]:
+    def _turns(self, parts: int, size: int) -> Iterator[Any]:
         """Equal parts of the data, again and again, each time in another order; a few rows may be left out of it."""
-        dim, size = 0 if self.chains.many is None else 1, self._rows() // parts
+        dim = 0 if self.chains.many is None else 1
         while True:
             mixed = self.chains.batches.next(mixed=True)
             for k in range(parts):
                 yield tuple(t.narrow(dim, k * size, size) for t in mixed)
-
-    def _rows(self) -> int:
-        """Of the data that there are; N may be larger, where they stand for more."""
-        return int(self.chains.batches.next()[0].shape[0 if self.chains.many is None else 1])
 
     def _sizes(self, share: float, held: set[str]) -> list[Tensor]:
         """How far a step goes for each parameter: a share of the size of its group's, which has the unit."""
