@@ -94,6 +94,28 @@ def test_every_row_is_made_for_every_seed_and_read_back(tasks, tmp_path, monkeyp
     assert len([line for line in said if line.startswith("seed 0")]) == len(ROWS)
 
 
+def test_a_result_goes_on_with_the_seeds_and_rows_that_it_lacks(tasks, tmp_path, monkeypatch):
+    monkeypatch.setattr(classification, "DRAWS", 4)
+    path = tmp_path / "tiny.json"
+    settings = {"chains": 2, "ladder": [1e-3, 1e-2], "say": lambda words: None, "save": lambda r: write(r, path)}
+    whole = Bench(*tasks, **settings).run(2, ["single", "ours", "swag"])
+    Bench(*tasks, **settings, command="first").run(1, ["single", "ours"])
+    earlier = read(path)
+    task, pilot = (replace(one, known={}, cache=None) for one in tasks)
+    result = Bench(task, pilot, **settings, earlier=earlier, command="then").run(2, ["single", "ours"], ["swag"])
+    assert not pilot.known and set(task.known) == {(2, 0.0), (3, 0.0)}  # neither the pilots nor seed 0 again
+    assert result.command == "first && then" and result.ladder == earlier.ladder
+    assert [[score.seed for score in row.scores] for row in result.rows] == [[0, 1], [0, 1], [1]]
+    for row, same in zip(result.rows, whole.rows, strict=True):
+        assert row.temperature == same.temperature
+        assert [s.mnll for s in row.scores] == [s.mnll for s in same.scores if row.row != "swag" or s.seed == 1]
+    assert read(path).rows == result.rows
+    again = Bench(task, pilot, **settings, earlier=read(path)).run(2, ["single", "ours"], ["swag"])
+    assert again.rows == result.rows and not pilot.known
+    with pytest.raises(ValueError, match=r"chains = 2 \(now 3\)"):
+        Bench(task, pilot, **(settings | {"chains": 3}), earlier=read(path))
+
+
 @pytest.mark.parametrize("pilots", [1, 2])
 def test_ladders_are_scored_alone_and_together(tasks, monkeypatch, pilots):
     monkeypatch.setattr(classification, "DRAWS", 8)

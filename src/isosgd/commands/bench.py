@@ -64,7 +64,7 @@ def add_images(experiments: Any, name: str, models: tuple[str, ...], example: st
     )
     one.add_argument("--model", choices=models, default=models[0], help="(%(default)s)")
     one.add_argument("--rows", nargs="+", help="names of rows (default: all; a wrong name lists them)")
-    one.add_argument("--once", nargs="+", default=[], help="names of rows that are run for the first seed only")
+    one.add_argument("--once", nargs="+", default=[], help="names of rows that are run for one seed only")
     one.add_argument("--seeds", type=int, default=5, help="how many (%(default)s)")
     one.add_argument("--chains", type=int, default=5, help="of our setting, members of the ensemble (%(default)s)")
     one.add_argument("--pilots", type=int, default=2, help="models that temperatures are chosen with (%(default)s)")
@@ -77,6 +77,11 @@ def add_images(experiments: Any, name: str, models: tuple[str, ...], example: st
     one.add_argument("--data-root", type=Path, help="folder with the data (default: ISOSGD_DATA)")
     one.add_argument("--cache", type=Path, help="folder to keep trained models in (default: none is kept)")
     one.add_argument("--out", type=Path, default=Path("results/classification"), help="for results (%(default)s)")
+    one.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep the ladders, rows and seeds that OUT has of the same settings, and make those that it lacks",
+    )
     add_machine(one)
     add_json(one, "scores")
 
@@ -114,6 +119,8 @@ def run_images(args: argparse.Namespace) -> int:
     torch.backends.cudnn.benchmark = True  # shapes never change: let it try which algorithm is the fastest
     recipe = classifiers.RECIPES[args.model]
     changes = {name: getattr(args, name) for name in own if getattr(args, name) is not None}
+    path = args.out / f"{args.experiment}-{args.model}.json"
+    earlier = image_tables.read(path) if args.resume and path.exists() else None
     task, pilot = classifiers.read(
         args.model,
         args.data_root,
@@ -122,7 +129,6 @@ def run_images(args: argparse.Namespace) -> int:
         limit=args.limit,
         cache=args.cache,
     )
-    path = args.out / f"{args.experiment}-{args.model}.json"
     bench = Bench(
         task,
         pilot,
@@ -131,6 +137,7 @@ def run_images(args: argparse.Namespace) -> int:
         paper_keep=args.paper_keep,
         ladder=args.ladder,
         command=args.line,
+        earlier=earlier,
         say=lambda words: say(args, words),
         save=lambda result: image_tables.write(result, path),
     )

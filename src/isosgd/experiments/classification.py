@@ -71,6 +71,7 @@ class Bench:
         ladder: temperatures to choose from, in place of each method's own.
         width: jobs that are done side by side.
         command: that makes the result, to be kept with it.
+        earlier: a result of the same settings to go on with: its ladders hold, and what it has is not made again.
         say: told of every row as it comes.
         save: given the result whenever it has grown.
     """
@@ -86,6 +87,7 @@ class Bench:
         ladder: Sequence[float] | None = None,
         width: int = 6,
         command: str = "",
+        earlier: Result | None = None,
         say: Callable[[str], None] = print,
         save: Callable[[Result], None] = lambda result: None,
     ) -> None:
@@ -113,6 +115,8 @@ class Bench:
             },
             hardware=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         )
+        if earlier is not None:
+            self.result.go_on(earlier)
 
     def run(self, seeds: int = 5, rows: Sequence[str] | None = None, once: Sequence[str] = ()) -> Result:
         """All rows, each for all seeds, which have starts and chains of their own.
@@ -120,41 +124,47 @@ class Bench:
         Args:
             seeds: how many.
             rows: names of rows (see `ROWS`); all by default.
-            once: names of further rows, for the first seed only.
+            once: names of further rows, for one seed only, the first of those that the others are made for.
         """
         rows = [row for row in ROWS if row not in once] if rows is None else list(rows)
         if unknown := [row for row in (*rows, *once) if row not in ROWS]:
             raise ValueError(f"rows {unknown} are not known; choose from {', '.join(ROWS)}")
         rows = list(dict.fromkeys(rows))
         once = [row for row in dict.fromkeys(once) if row not in rows]  # what runs for all seeds runs for the first
-        everything = [*rows, *once]
-        self.train(seeds, rows, once)
-        self.climb([name for name in TEMPERED if name in everything or ("ours" in everything and name in OURS)])
-        wanted = [(seed, row) for row in rows for seed in range(seeds)] + [(0, row) for row in once]
-        began = time.monotonic()
+        have = {row.row: {score.seed for score in row.scores} for row in self.result.rows}
+        wanted = [(seed, row) for row in rows for seed in range(seeds) if seed not in have.get(row, ())]
+        first = min((seed for seed, _ in wanted), default=0)  # with whose starts, which are needed anyway
+        wanted += [(first, row) for row in once if row not in have]
+        order = [*rows, *once, *have]
+        names = [name for name in TEMPERED if {name, "ours" if name in OURS else name} & {row for _, row in wanted}]
+        missing = [name for name in names if name not in self.result.ladder]
+        self.train(wanted, bool(missing))
+        self.climb(missing)
+        began, before = time.monotonic(), self.result.settings.get("row seconds", 0.0)
         for (seed, row), temperature, outcome in self.make(wanted):
             score = measure(outcome, self.task, seed)
             self.result.add(row, temperature, score)
-            self.result.rows.sort(key=lambda known: everything.index(known.row))
-            self.result.settings["row seconds"] = time.monotonic() - began
+            self.result.rows.sort(key=lambda known: order.index(known.row))
+            self.result.settings["row seconds"] = before + time.monotonic() - began
             self.say(f"seed {seed}, {row}, T = {temperature}: {score.words()}")
             self.save(self.result)
             clear()
         return self.result
 
-    def train(self, seeds: int, rows: Sequence[str], once: Sequence[str]) -> None:
-        """Have all starts ready that the rows need."""
-        began, dropped = time.monotonic(), range(seeds) if "mcdropout" in rows else range("mcdropout" in once)
-        rows = [*rows, *once]
-        several = self.chains if {"ours", "ensemble"} & set(rows) else 1
-        starts = [(self.task, self.chains * seed + k, 0.0) for seed in range(seeds) for k in range(several)]
-        if set(TEMPERED) & set(rows) or "ours" in rows:
-            starts = [*((self.pilot, PILOT + k, 0.0) for k in range(self.pilots)), *starts]
-        starts += [(self.task, self.chains * seed, self.task.recipe.dropout) for seed in dropped]
-        prepare(starts)
+    def train(self, wanted: Sequence[tuple[int, str]], pilots: bool) -> None:
+        """Have all starts ready that seeds and rows need, and those of the pilots."""
+        began, before = time.monotonic(), self.result.settings.get("training seconds", 0.0)
+        numbers = {
+            (self.chains * seed + k, self.task.recipe.dropout if row == "mcdropout" else 0.0)
+            for seed, row in wanted
+            for k in range(self.chains if row in ("ours", "ensemble") else 1)
+        }
+        starts = [(self.pilot, PILOT + k, 0.0) for k in range(self.pilots if pilots else 0)]
+        # Networks with dropout last, since they are not compiled.
+        prepare(starts + [(self.task, *start) for start in sorted(numbers, key=lambda start: start[::-1])])
         clear()
-        self.result.settings["training seconds"] = time.monotonic() - began
-        self.say(f"trained in {self.result.settings['training seconds']:.1f} s")
+        self.result.settings["training seconds"] = before + time.monotonic() - began
+        self.say(f"trained in {time.monotonic() - began:.1f} s")
 
     def climb(self, names: Sequence[str]) -> None:
         """Run ladders of temperatures from the pilots' starts, side by side, to choose by the held-out MNLL."""
@@ -171,8 +181,8 @@ class Bench:
             for name, temperature in rungs
         ]
         result = self.result
-        result.ladder = {name: {} for name in ("single", *names)}
-        result.together = {name: {} for name in result.ladder}
+        result.ladder |= {name: {} for name in ("single", *names)}
+        result.together |= {name: {} for name in ("single", *names)}
         for number, outcomes in gather(groups, self.width):
             (name, temperature), whole = rungs[number], Outcome.join(outcomes)
             each = torch.cat([outcome.mean("held-out") for outcome in outcomes])

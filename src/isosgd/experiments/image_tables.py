@@ -163,6 +163,21 @@ class Result:
                 return
         self.rows.append(Row(row, temperature, [score]))
 
+    def go_on(self, earlier: Result) -> None:
+        """Take over what an earlier result of the same settings has."""
+        if (self.data, self.model) != (earlier.data, earlier.model):
+            raise ValueError(f"the earlier result is of {earlier.data}, {earlier.model}: give one of the same network")
+        had = _plain(earlier.settings)
+        others = {k: (had.get(k), v) for k, v in _plain(self.settings).items() if had.get(k) != v}
+        if others:
+            said = ", ".join(f"{name} = {old} (now {new})" for name, (old, new) in others.items())
+            raise ValueError(f"the earlier result has {said}: go on with the same settings, or write to another folder")
+        self.settings, self.rows = self.settings | earlier.settings, earlier.rows
+        self.ladder, self.together = earlier.ladder, earlier.together
+        self.command = " && ".join(filter(None, (earlier.command, self.command)))
+        self.hardware = _both(earlier.hardware, self.hardware)
+        self.versions = {name: _both(earlier.versions.get(name, ""), v) for name, v in self.versions.items()}
+
 
 def write(result: Result, path: str | os.PathLike[str]) -> None:
     """Write a result as strict JSON; what is not finite is null."""
@@ -182,6 +197,10 @@ def read(path: str | os.PathLike[str]) -> Result:
     known = {f.name for f in fields(Result)}
     rows = [Row(row["row"], row["temperature"], [Score(**s) for s in row["scores"]]) for row in found["rows"]]
     return Result(**{k: v for k, v in found.items() if k in known and k != "rows"}, rows=rows)
+
+
+def _both(old: str, new: str) -> str:
+    return ", ".join(dict.fromkeys(filter(None, (old, new))))
 
 
 def _plain(value: Any) -> Any:
