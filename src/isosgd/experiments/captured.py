@@ -186,11 +186,14 @@ class Chain:
         return self.flat.join(self.grads(), out).add_(self.flat.values, alpha=self.update.decay)
 
 
-def descend(chains: Sequence[Chain], rates: Tensor | Sequence[Tensor]) -> None:
+def descend(
+    chains: Sequence[Chain], rates: Tensor | Sequence[Tensor], progress: Callable[[int], None] = lambda steps: None
+) -> None:
     """Steps of several chains side by side, without injected noise, at each of ``rates`` for all groups, one a step.
 
     On a GPU each has a stream of its own, so that small networks, which leave most of it idle, share it. ``rates`` are
-    those of all chains, or a tensor for each, of a length of its own.
+    those of all chains, or a tensor for each, of a length of its own. ``progress`` is told of steps as they are queued,
+    which a GPU allows for a thousand or so at most.
     """
     device = chains[0].images.device
     each = [rates] * len(chains) if isinstance(rates, Tensor) else list(rates)
@@ -205,6 +208,7 @@ def descend(chains: Sequence[Chain], rates: Tensor | Sequence[Tensor]) -> None:
                 with stream:
                     chain.update.pace.copy_(pace)
                     chain.step()
+        progress(sum(pace is not None for pace in turn))
     synchronize(device)
     for chain in chains:
         chain.update.pace.fill_(1.0)

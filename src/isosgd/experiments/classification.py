@@ -19,7 +19,7 @@ from torch import Tensor
 
 import isosgd
 from isosgd.experiments import image_rivals as rivals
-from isosgd.experiments.classifiers import PILOT, Task, prepare
+from isosgd.experiments.classifiers import PILOT, SIDE_BY_SIDE, Task, prepare
 from isosgd.experiments.image_jobs import Job, Method, Outcome, gather
 from isosgd.experiments.image_methods import isgd, windowed
 from isosgd.experiments.image_tables import Result, Score
@@ -70,6 +70,7 @@ class Bench:
         paper_keep: at most so many steps between draws in the paper's settings, to save time.
         ladder: temperatures to choose from, in place of each method's own.
         width: jobs that are done side by side.
+        side_by_side: models that are trained at a time.
         command: that makes the result, to be kept with it.
         earlier: a result of the same settings to go on with: its ladders hold, and what it has is not made again.
         say: told of every row as it comes.
@@ -86,19 +87,22 @@ class Bench:
         paper_keep: int | None = None,
         ladder: Sequence[float] | None = None,
         width: int = 6,
+        side_by_side: int = SIDE_BY_SIDE,
         command: str = "",
         earlier: Result | None = None,
         say: Callable[[str], None] = print,
         save: Callable[[Result], None] = lambda result: None,
     ) -> None:
-        if chains < 1 or pilots < 1 or (paper_keep is not None and paper_keep < 1):
-            raise ValueError(f"chains = {chains}, pilots = {pilots} and paper_keep = {paper_keep} must be at least 1")
+        counts = {"chains": chains, "pilots": pilots, "side_by_side": side_by_side, "paper_keep": paper_keep}
+        for name, value in counts.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name} = {value} must be at least 1")
         if ladder is not None and not (ladder and all(math.isfinite(t) and t > 0 for t in ladder)):
             raise ValueError(f"ladder = {ladder}: temperatures must be positive numbers, at least one")
         own = LADDERS[task.recipe.data]
         self.ladders = own if ladder is None else {name: tuple(ladder) for name in own}
         self.task, self.pilot, self.chains, self.pilots, self.paper_keep = task, pilot, chains, pilots, paper_keep
-        self.width, self.say, self.save = width, say, save
+        self.width, self.side_by_side, self.say, self.save = width, side_by_side, say, save
         device = task.train.device
         self.result = Result(
             task.recipe.data,
@@ -161,7 +165,8 @@ class Bench:
         }
         starts = [(self.pilot, PILOT + k, 0.0) for k in range(self.pilots if pilots else 0)]
         # Networks with dropout last, since they are not compiled.
-        prepare(starts + [(self.task, *start) for start in sorted(numbers, key=lambda start: start[::-1])])
+        starts += [(self.task, *start) for start in sorted(numbers, key=lambda start: start[::-1])]
+        prepare(starts, self.side_by_side)
         clear()
         self.result.settings["training seconds"] = before + time.monotonic() - began
         self.say(f"trained in {time.monotonic() - began:.1f} s")

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from isosgd.chain.progress import Progress
 from isosgd.data import (
     CIFAR10_MEAN,
     CIFAR10_STD,
@@ -191,7 +192,9 @@ def train(tasks: Sequence[Task], models: Sequence[nn.Module], seeds: Sequence[in
         own |= {"decay": recipe.decay, "compiled": recipe.compiled and alike, "seed": seed}
         chains.append(Chain(model, task.train, recipe.train_batch, **own))
         rates.append(one_cycle(task.steps(recipe.epochs, recipe.train_batch), recipe.peak))
-    descend(chains, rates)
+    progress = Progress(sum(len(some) for some in rates))
+    descend(chains, rates, lambda steps: progress.advance(f"training {len(chains)}", steps))
+    progress.close()
     for chain in chains:
         refresh_statistics(chain.model, chain.images, chain.generator)
         detach(chain.model)
