@@ -160,6 +160,14 @@ class Chains:
             self.restore(saved, ~self.alive)
 
     @torch.no_grad()
+    def likelihood_gradients(self) -> list[Tensor]:
+        """The gradients just evaluated without the prior's part."""
+        score = self.target.prior_score if self.many is None else vmap(self.target.prior_score)
+        scores = score(self.params)
+        grads: list[Tensor] = [leaf.grad for leaf in self.leaves]  # type: ignore[misc]
+        return list(torch._foreach_add(grads, [scores[name] for name in self.params], alpha=1.0 / self.num_data))
+
+    @torch.no_grad()
     def change(self, move: Tensor) -> Tensor:
         """How the gradients on the last minibatch change when the parameters move, all flat."""
         before = self.flat([leaf.grad for leaf in self.leaves])  # type: ignore[misc]

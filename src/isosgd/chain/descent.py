@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from isosgd.chain.adam import Adam, falling
 from isosgd.chain.chain import Chains
 from isosgd.samplers.steppers import allowed_rate_curvature, hamiltonian_
 
@@ -19,16 +20,22 @@ RATE = 0.5  # of 1 / h; with friction 0.1 the limit is 3.8
 FRICTION = 0.1
 PROBE_EVERY = 5
 SCALE_STEPS, SCALE_STEP = 60, 0.1
+FIT_STEPS, FIT_RATE, FIT_SHARE = 600, 0.03, 0.25  # of the fit to the data alone; at most that share of the gradients
 Array = NDArray[np.float64]
 
 
 class Descent:
-    """Momentum descent at temperature 0: a window that does not end clearly below the best so far is undone.
+    """First to what fits the data, then to a mode of the posterior.
 
-    The rate of each chain is cut when its loss stops falling, down to the rate of sampling. Scales of priors and noise
-    are held: a hierarchical density has its mode where a scale is zero, far from all its mass. At the end the scales of
-    the noise, but not those of the prior, are set to what fits the residuals: where they are far too large, gradient
-    noise says that the curvature is far smaller than it is.
+    *The fit* is by Adam's steps on the likelihood alone, scales of the noise included. Where data are few the prior
+    keeps a chain that starts with little in places that explain nothing, modes of their own far from all the mass; a
+    fit leaves them. It counts for chains that end at a higher posterior density; others go back.
+
+    *The mode* is found by momentum descent at temperature 0: a window that does not end clearly below the best so far
+    is undone. The rate of each chain is cut when its loss stops falling, down to the rate of sampling. Scales of priors
+    and noise are held: a hierarchical density has its mode where a scale is zero, far from all its mass. At the end the
+    scales of the noise, but not those of the prior, are set to what fits the residuals: where they are far too large,
+    gradient noise says that the curvature is far smaller than it is.
 
     Args:
         chains: they are moved.
@@ -66,6 +73,7 @@ class Descent:
         smallest = FRICTION * allowed_rate_curvature(chains.sampler.bias)
         if self.best is None or self.doubt is None:
             self.best, self.doubt = self._mean_loss(max(self.window // 5, 2))
+            self._fit(min(FIT_STEPS, int(FIT_SHARE * self.limit)))
         while (factor > smallest).any() and self.spent + self.window <= self.limit:
             self.mark()
             saved, best, doubt = chains.snapshot(), self.best, self.doubt
@@ -79,6 +87,29 @@ class Descent:
             self.best, self.doubt = np.where(lower, now, best), np.where(lower, error, doubt)
         self._fit_scales()
         return self.spent
+
+    def _fit(self, steps: int) -> None:
+        """Fit the data alone; chains that end where the posterior has a lower density go back."""
+        chains, window = self.chains, self.window
+        adam = Adam(chains, FIT_RATE, chains.target.prior_scales(chains.params))
+        saved, losses, before = chains.snapshot(), list[Tensor](), math.inf
+        assert self.best is not None and self.doubt is not None
+        for i in range(1, steps - steps % window + 1):
+            chains.evaluate(forgiving=True)
+            losses.append(chains.loss)
+            self._count()
+            adam.step(chains.likelihood_gradients(), falling(i, steps))
+            if i % window:
+                continue
+            now, error = self._summary(losses[-(window // 2) :])
+            lower = now < self.best - np.hypot(error, self.doubt)
+            saved = chains.merged(saved, chains.snapshot(), torch.as_tensor(lower, device=chains.alive.device))
+            self.best, self.doubt = np.where(lower, now, self.best), np.where(lower, error, self.doubt)
+            fit = torch.stack(losses[-window:]).double().nan_to_num(posinf=math.inf).median(0).values.median()
+            if float(fit) > before:
+                break
+            before = float(fit)
+        chains.restore(saved)
 
     def _fit_scales(self) -> None:
         """Descend in the logarithms of the noise scales alone, a tenth a step at most."""

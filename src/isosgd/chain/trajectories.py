@@ -8,7 +8,7 @@
 Trajectories are accepted or refused from the first on, so that nothing here can drive a chain astray.
 
 References:
-    Hoffman, Gelman (2014), The No-U-Turn sampler (dual averaging). Kingma, Ba (2015), Adam.
+    Hoffman, Gelman (2014), The No-U-Turn sampler (dual averaging).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from isosgd.chain.adam import Adam, falling
 from isosgd.chain.batches import TensorBatches
 from isosgd.chain.chain import Chains
 from isosgd.chain.glide import Glide
@@ -39,8 +40,6 @@ MANY = 10  # such parts: with fewer, steps on all rows come down faster
 PART_RATE = 0.03  # of such a step, whose gradient is noisy
 PASSES = 150  # through all parts, at the most: then trajectories come down faster
 LOOK = 10  # passes between looks at all data
-SIZE = 0.2  # of parameters that start at zero
-MEMORY = 0.9, 0.99  # of the gradient and its square, in the descent
 ACCEPTED = 0.75  # share of trajectories that paces aim at
 LEAST_ACCEPTED = 0.3  # below which a chain has not found its pace
 REACH = 2.0  # length of a trajectory, in standard deviations of a direction in which the curvature is H
@@ -162,19 +161,12 @@ class Trajectories:
         parts = rows // PART if rows >= MANY * PART else 1
         passes = gradients if parts == 1 else min(gradients, PASSES)
         steps, rate = passes * parts, RATE if parts == 1 else PART_RATE
-        rates = self._sizes(rate, set(chains.target.prior_scales(chains.params)))
-        mean = [torch.zeros_like(leaf) for leaf in chains.leaves]
-        square = [torch.zeros_like(leaf) for leaf in chains.leaves]
+        adam = Adam(chains, rate, chains.target.prior_scales(chains.params))
         best, saved, turns = chains.energy(), chains.snapshot(), self._turns(parts, rows // parts)
         for i in range(1, steps + 1):
             if parts > 1:
                 chains.evaluate(batch=next(turns))
-            grads = [cast(Tensor, leaf.grad) for leaf in chains.leaves]
-            torch._foreach_lerp_(mean, grads, 1.0 - MEMORY[0])
-            torch._foreach_lerp_(square, torch._foreach_mul(grads, grads), 1.0 - MEMORY[1])
-            share = min(1.0, 2.0 * (1.0 - i / (steps + 1.0))) / (1.0 - MEMORY[0] ** i)
-            for leaf, step, m, s in zip(chains.leaves, rates, mean, square, strict=True):
-                leaf.sub_(share * step * m / ((s / (1.0 - MEMORY[1] ** i)).sqrt() + 1e-20))
+            adam.step([cast(Tensor, leaf.grad) for leaf in chains.leaves], falling(i, steps))
             if parts > 1 and i % parts == 0:  # a pass through all parts counts as one gradient
                 chains.gradients -= parts - 1
                 self._count("descending")
@@ -195,18 +187,6 @@ class Trajectories:
             mixed = self.chains.batches.next(mixed=True)
             for k in range(parts):
                 yield tuple(t.narrow(dim, k * size, size) for t in mixed)
-
-    def _sizes(self, share: float, held: set[str]) -> list[Tensor]:
-        """How far a step goes for each parameter: a share of the size of its group's, which has the unit."""
-        chains, rates = self.chains, list[Tensor]()
-        flat = chains.flat(chains.leaves)
-        for group, slot in zip(chains.sampler.param_groups, chains.slots, strict=True):
-            size = flat[:, slot].square().mean(-1).sqrt()
-            rate = share * torch.where(size > 0, size, SIZE)
-            rates += [chains.wide(rate, p) for p in group["params"]]
-        return [
-            torch.zeros_like(rate) if name in held else rate for name, rate in zip(chains.params, rates, strict=True)
-        ]
 
     # -- windows ------------------------------------------------------------------------------------------------------
 

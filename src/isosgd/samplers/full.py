@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from isosgd.samplers.outside import CHANCE, Outside
+from isosgd.samplers.reshaping import LEAST, at_least_one, believed, reshape, soft
 from isosgd.samplers.rule import Rule
-from isosgd.samplers.shaped import Shaped
+from isosgd.samplers.shaped import EXCESS
 
 SINGULAR = 1e-12  # eigenvalues of H, scaled to a unit diagonal, below which the noise says nothing of a direction
-BELIEVED = 3.0  # ratio of curvature and Fisher information that is put down to the direction; less may be chance
-SAFE = 2.0  # times the curvature that was measured in a direction, for its own part of Lambda
-LEAST = 0.01  # curvature over Fisher information, at the least that is believed
 
 
-class Full(Shaped):
+class Full(Outside):
     """One matrix over all parameters; for up to a few hundred of them.
 
     The Fisher information is checked against the Hessian, axis by axis of the basis in which H is the identity (see
@@ -33,9 +32,10 @@ class Full(Shaped):
 
     name = "full"
     kappa = 1.25  # all of the noise is known, and its correlations
-    kept = (*Shaped.kept, "cov", "hessian", "probed", "root", "inverse_root", "pull", "push", "share", "cover")
+    kept = (*Outside.kept, "cov", "hessian", "probed", "root", "inverse_root", "pull", "push", "share", "cover")
 
     def prepare(self) -> None:
+        super().prepare()
         d = self.total
         self.cov = self.full(0.0, d, d).double()
         self.hessian = torch.eye(d).to(self.cov).repeat(self.chains, 1, 1)  # of each chain, in the basis of its axes
@@ -62,6 +62,8 @@ class Full(Shaped):
         d = noise.double()
         self.cov.lerp_(self._shared(d.unsqueeze(-1) * d.unsqueeze(-2)), 1.0 / (self.seen + 1))
         count = self.seen + 1
+        if self.known:
+            self.look(d)
         if self.known and count >= self.least and count & (count - 1) == 0:
             self._inject()
 
@@ -95,20 +97,26 @@ class Full(Shaped):
     def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:
         fisher = rule.batch_size * self.cov
         root, inverse = self._curvature(fisher + torch.diag_embed(self._shared(prior.double())))
+        outside = self.worst() if self.looks else None
         if self.known:
             old = self.inverse_root
             if all(self.probed):
                 found = self._measured()
-                root, inverse = _reshape(root, inverse, found, _believed)
-                root, inverse = _reshape(root, inverse, fisher, _at_least_one)
-                root, inverse = _reshape(root, inverse, found, partial(_soft, rule, self.stretch))
+                root, inverse = reshape(root, inverse, found, believed)
+                root, inverse = reshape(root, inverse, fisher, at_least_one)
+                root, inverse = reshape(root, inverse, found, partial(soft, rule, self.stretch))
             # Rates fall at once and rise slowly.
-            root, inverse = _reshape(root, inverse, old.mT @ old / rise, _at_least_one)
+            root, inverse = reshape(root, inverse, old.mT @ old / rise, at_least_one)
         self.root, self.inverse_root = root, inverse
         self._forget_axes()
         self.factor, self.scale, self.known = rule.factor(self.stretch), rule.scale, True
         self.cover = 0.0 if rule.whole else rule.cover
+        if outside is not None:
+            self.measured_anew(outside)
         self._inject()
+        beyond = self.excess() / EXCESS
+        if bool((beyond > 1.0).any()):
+            self.slow(beyond.clamp_min(1.0))
 
     # -- the step -------------------------------------------------------------------------------------------------
 
@@ -124,10 +132,10 @@ class Full(Shaped):
         self.push = rate * (self.root @ missing)
 
     def slow(self, factor: Tensor) -> None:
-        self.factor = self.factor * factor
+        self.factor, self.most = self.factor * factor, self.most / factor
         if self.cover and bool((factor < 1.0).any()):  # where Lambda was as small as noise allows, it stays so
             least = self.cover / self.factor.double().view(-1, 1, 1) * self.cov
-            self.root, self.inverse_root = _reshape(self.root, self.inverse_root, least, _at_least_one)
+            self.root, self.inverse_root = reshape(self.root, self.inverse_root, least, at_least_one)
             self._forget_axes()
         self._inject()
 
@@ -135,6 +143,20 @@ class Full(Shaped):
         """Measure the Hessian anew: the axes are others."""
         self.hessian = torch.eye(self.total).to(self.root).repeat(self.chains, 1, 1)
         self.probed = [0] * self.total
+
+    # -- noise that is larger here than on average ----------------------------------------------------------------
+
+    def inverse(self, x: Tensor) -> Tensor:
+        return _times(self.pull, x.double()) / self.scale
+
+    def lambda_along(self, t: Tensor) -> Tensor:
+        return self.factor * _times(self.inverse_root, t).square().sum(-1)
+
+    def noise_along(self, t: Tensor) -> Tensor:
+        return (t * _times(self.cov, t)).sum(-1)
+
+    def excess(self) -> Tensor:
+        return super().excess() - self.weight * CHANCE * self.most
 
     def direction(self, gradient: Tensor) -> Tensor:
         return _times(self.pull, gradient.double())
@@ -166,29 +188,3 @@ class Full(Shaped):
 def _times(matrix: Tensor, x: Tensor) -> Tensor:
     """Matrix times vector, for each chain."""
     return (matrix @ x.unsqueeze(-1)).squeeze(-1)
-
-
-def _reshape(root: Tensor, inverse: Tensor, other: Tensor, choose: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """H, as a root of its inverse and the inverse of that, changed along the axes that it has in common with a matrix.
-
-    ``choose`` says by what factor, given the other matrix over H along each of them.
-    """
-    values, vectors = torch.linalg.eigh(root.mT @ other @ root)
-    values = choose(values).unsqueeze(-2)
-    return root @ (vectors * values.rsqrt()), (vectors * values.sqrt()).mT @ inverse
-
-
-def _at_least_one(ratio: Tensor) -> Tensor:
-    return ratio.clamp_min(1.0)
-
-
-def _believed(ratio: Tensor) -> Tensor:
-    """A ratio far from 1, else 1."""
-    near = (ratio < BELIEVED) & (ratio > 1.0 / BELIEVED)
-    return torch.where(near, 1.0, ratio.clamp_min(LEAST))
-
-
-def _soft(rule: Rule, stretch: Tensor, ratio: Tensor) -> Tensor:
-    """How much smaller Lambda may be where the curvature is below H, so that noise bounds it rather than the bias."""
-    wanted = torch.minimum(SAFE * ratio.clamp_min(0.0), stretch.to(ratio).unsqueeze(-1))
-    return rule.factor(wanted) / rule.factor(stretch.to(ratio)).unsqueeze(-1)

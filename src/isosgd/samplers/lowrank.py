@@ -96,7 +96,7 @@ class LowRank(LowRankStep):
         self.spread.lerp_(along.unsqueeze(-1) * along.unsqueeze(-2), weight)
         beside = spread_out_(self.basis, -along, noise / self.lam)
         self.left.lerp_(beside.square_().mul_(self.lam), weight)
-        self._look_outside(noise)
+        self.look(noise)
         count = self.seen + 1
         if count >= self.least and count & (count - 1) == 0:
             self.residual, self.shared = split(self.basis, self.lam.sqrt(), self.left, self.spread)
@@ -111,7 +111,6 @@ class LowRank(LowRankStep):
             rows = self.basis.to(self.dtype, copy=True).mul_(self.lam.sqrt().unsqueeze(1))
             known = self.lam.rsqrt(), self.left.clone(), self.spread.clone()
             self.search = Directions(rows, *known, damped=self._damped)
-        self.looks = min(self.looks, 1)
         super().forget()
 
     # -- Lambda -------------------------------------------------------------------------------------------------------
@@ -128,7 +127,7 @@ class LowRank(LowRankStep):
 
     def _renew(self, search: Directions, rule: Rule, prior: Tensor, rise: float) -> None:
         """Lambda from the noise along the directions found and beside them."""
-        outside = self._worst() if self.looks else None
+        outside = self.worst() if self.looks else None
         psi, shared = split(search.rows, torch.ones_like(search.unit), search.left, search.spread)
         spilt = SPILL * explained(search.rows, shared.to(self.dtype)).clamp_min(0.0)
         curvature = self._damped(rule.batch_size * (psi + spilt) / search.unit.square() + prior.to(self.dtype))
@@ -149,8 +148,8 @@ class LowRank(LowRankStep):
         self.basis = rows.mul_(self.lam.rsqrt().unsqueeze(1)).to(self.short)
         self.known = True
         self._inject()
-        if outside is not None:  # it was measured over t . Lambda t, and that has changed
-            self.most = self.most / self._along(outside, 1.0, torch.diag_embed(self.strength))
+        if outside is not None:
+            self.measured_anew(outside)
 
     def slow(self, factor: Tensor) -> None:
         self.factor = self.factor * factor

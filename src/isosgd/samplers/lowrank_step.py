@@ -17,34 +17,32 @@ import torch
 from torch import Tensor
 
 from isosgd.noise import dot
+from isosgd.samplers.outside import Outside
 from isosgd.samplers.rows import explained, gram, project, spread_out_, symmetric_eigen, times
-from isosgd.samplers.shaped import Shaped
 
 SMALLEST = 0.01  # injected variance over that of Lambda, in the diagonal part
 NEGLIGIBLE = 0.01  # variance over that of the diagonal part that may be injected in excess
 
 
-class LowRankStep(Shaped):
+class LowRankStep(Outside):
     """A Lambda with a diagonal part and k directions, and what a step makes of it.
 
     A subclass sets D (``lam``), S (``basis``), ``strength``, ``residual`` and ``shared``, then calls `_inject`.
     """
 
     kept = (
-        *Shaped.kept,
+        *Outside.kept,
         *("lam", "basis", "strength", "residual", "shared"),
         *("pace", "ratio", "inner", "back", "add", "undo", "reach"),
-        *("top", "most", "looks"),
     )
     k: int  # directions
 
     def prepare(self) -> None:
+        super().prepare()
         none = self.full(0.0, 0)
         self.lam = self.basis = self.strength = self.residual = self.shared = none
         self.pace = self.ratio = self.inner = self.back = self.add = none  # vectors and the small matrices of a step
         self.undo = self.reach = none  # empty unless more noise has to be taken out than Lambda has along a direction
-        self.top = none  # an image of the direction with most noise for its Lambda, and how much that is
-        self.most, self.looks = self.full(0.0), 0
 
     @property
     def extra(self) -> int:
@@ -73,12 +71,11 @@ class LowRankStep(Shaped):
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
-    def _solve(self, x: Tensor) -> Tensor:
-        """``Lambda^-1 x``."""
+    def inverse(self, x: Tensor) -> Tensor:
         return spread_out_(self.basis, times(self.inner, project(self.basis, x)), x / self.lam)
 
     def direction(self, gradient: Tensor) -> Tensor:
-        return self._solve(gradient.to(self.dtype)).mul_(self.scale)
+        return self.inverse(gradient.to(self.dtype)).mul_(self.scale)
 
     def tensors(self) -> tuple[Tensor, ...]:
         exact = (self.undo, self.reach) if self.undo.numel() else ()
@@ -102,27 +99,13 @@ class LowRankStep(Shaped):
         rates = [dot(g, self.direction(g)) / dot(g, g) for g in stiff.unbind(1)]
         return torch.cat([self.rates(), torch.stack(rates, -1)], -1)
 
-    # -- noise that it does not express -------------------------------------------------------------------------------
+    # -- along a direction --------------------------------------------------------------------------------------------
 
-    def _look_outside(self, noise: Tensor) -> None:
-        """Power iteration on ``Lambda^-1 B``, measured along a direction before the vector is taken into it."""
-        if not self.looks:
-            self.top = noise.clone()
-        else:
-            along = dot(noise, self._worst())
-            self.most = torch.lerp(self.most, 0.5 * along.square(), max(1.0 / self.looks, 0.01))
-            self.top.lerp_(noise * along.unsqueeze(-1), max(1.0 / (self.looks + 1), 0.01))
-        self.looks += 1
+    def lambda_along(self, t: Tensor) -> Tensor:
+        return self._along(t, 1.0, torch.diag_embed(self.strength))
 
-    def _worst(self) -> Tensor:
-        """The direction t of most noise known, ``t . Lambda t = 1``."""
-        t = self._solve(self.top)
-        return t / dot(self.top, t).clamp_min(torch.finfo(self.dtype).tiny).sqrt().unsqueeze(-1)
-
-    def excess(self) -> Tensor:
-        if self.looks < 2:
-            return torch.zeros_like(self.most)
-        return self.weight * (self.most - 0.5 * self._along(self._worst(), self.residual, self.shared))
+    def noise_along(self, t: Tensor) -> Tensor:
+        return self._along(t, self.residual, self.shared)
 
     def _along(self, t: Tensor, beside: Tensor | float, core: Tensor) -> Tensor:
         """``t . (D^1/2 (diag(beside) + U^T core U) D^1/2) t``."""
