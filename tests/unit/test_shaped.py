@@ -351,6 +351,30 @@ def test_noise_that_a_shape_cannot_express_slows_it(windows: int, generator: tor
     assert heats[-1] < 1 + 2 * EXCESS  # the estimate of the top eigenvalue is itself noisy
 
 
+@pytest.mark.parametrize("larger", [1.0, 30.0])
+def test_noise_that_is_larger_here_than_on_average_slows_a_full_lambda(larger: float) -> None:
+    """Chains of one data set share what they know of the noise on average; a chain in a noisier place slows down."""
+    chains, cold = 8, rule(temperature=1e-3, kappa=Full.kappa)  # noise alone bounds Lambda, which is all but used up
+    shaped = Full()
+    shaped.bind([{"params": [torch.zeros(chains, SIZE, dtype=F64)]}], chains, sets=1)
+    generator, here = torch.Generator().manual_seed(0), torch.ones(chains, SIZE, dtype=F64)
+    for window in range(3):
+        shaped.forget()
+        if window:
+            here[-1, 3] = math.sqrt(larger)  # one direction, in the place of one chain
+        for _ in range(400):
+            shaped.observe([here * torch.randn(chains, SIZE, generator=generator, dtype=F64)])
+        shaped.settle(cold, torch.zeros(chains, SIZE, dtype=F64), 2.0)
+    pull, push = (x[-1] for x in (shaped.pull, shaped.push))
+    composite = pull @ torch.diag(here[-1] ** 2) @ pull.T + push @ push.T
+    heat = float((composite / (2 * cold.temperature / N * pull))[3, 3])
+    if larger == 1.0:
+        assert torch.allclose(shaped.factor, shaped.factor[0]) and abs(heat - 1.0) < 0.2
+    else:  # without it the place would be hot by larger / kappa
+        assert float(shaped.factor[-1]) > 5 * float(shaped.factor[:-1].max())
+        assert heat < 1 + 3 * EXCESS
+
+
 @pytest.mark.parametrize("size", [16, 200, 20_000])
 def test_independent_noise_does_not_slow_a_diagonal_lambda(size: int, generator: torch.Generator) -> None:
     """However many parameters there are: chance correlations among few noise vectors are no correlations."""

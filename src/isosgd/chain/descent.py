@@ -73,7 +73,8 @@ class Descent:
         smallest = FRICTION * allowed_rate_curvature(chains.sampler.bias)
         if self.best is None or self.doubt is None:
             self.best, self.doubt = self._mean_loss(max(self.window // 5, 2))
-            self._fit(min(FIT_STEPS, int(FIT_SHARE * self.limit)))
+            steps = min(FIT_STEPS, int(FIT_SHARE * self.limit))
+            self._fit(steps - steps % WINDOW)
         while (factor > smallest).any() and self.spent + self.window <= self.limit:
             self.mark()
             saved, best, doubt = chains.snapshot(), self.best, self.doubt
@@ -90,25 +91,25 @@ class Descent:
 
     def _fit(self, steps: int) -> None:
         """Fit the data alone; chains that end where the posterior has a lower density go back."""
-        chains, window = self.chains, self.window
+        chains, window = self.chains, WINDOW
         adam = Adam(chains, FIT_RATE, chains.target.prior_scales(chains.params))
         saved, losses, before = chains.snapshot(), list[Tensor](), math.inf
         assert self.best is not None and self.doubt is not None
-        for i in range(1, steps - steps % window + 1):
+        for i in range(1, steps + 1):
             chains.evaluate(forgiving=True)
             losses.append(chains.loss)
             self._count()
             adam.step(chains.likelihood_gradients(), falling(i, steps))
             if i % window:
                 continue
-            now, error = self._summary(losses[-(window // 2) :])
+            now, error = self._summary(losses[-window // 2 :])
             lower = now < self.best - np.hypot(error, self.doubt)
             saved = chains.merged(saved, chains.snapshot(), torch.as_tensor(lower, device=chains.alive.device))
             self.best, self.doubt = np.where(lower, now, self.best), np.where(lower, error, self.doubt)
-            fit = torch.stack(losses[-window:]).double().nan_to_num(posinf=math.inf).median(0).values.median()
-            if float(fit) > before:
+            middle = float(torch.stack(losses[-window:]).median())
+            if middle > before:  # most chains fit as well as they can
                 break
-            before = float(fit)
+            before = middle
         chains.restore(saved)
 
     def _fit_scales(self) -> None:

@@ -51,7 +51,8 @@ RELAXATIONS = 5.0
 MOST_STEPS = 20_000
 PAPER_STEPS = 2_000  # the paper's warm-up on its regressions
 MOST_DESCENT_SHARE = 0.5
-CHECK_SHARE, MOST_CHECKED = 0.05, 400  # of the budget, for trying the last rates
+CHECK_SHARE, MOST_CHECKED = 0.05, 400  # of the budget, for trying the last rates ...
+FALLING_SHARE, MOST_FALLING = 0.2, 4_000  # ... and where they fell in the last window: stiff directions come and go
 ENOUGH = 0.75  # share of the chains that must have settled: of many, one is always unsettled by chance
 MARK_EVERY = 100  # steps of the paper's schemes, which have no windows
 
@@ -109,8 +110,9 @@ class _Warmup:
         limit = int(MOST_DESCENT_SHARE * self.budget)
         self.descent = Descent(chains, limit, lambda: self._count("descending"), lambda: self.mark(self.state))
         self.length, self.settled_before, self.reasons = FIRST_WINDOW, False, [""] * chains.count
+        self.fell = False  # whether most rates had to fall within the last window
 
-    kept = ("stage", "spent", "curvatures", "loss", "length", "settled_before", "reasons")  # fmt: skip
+    kept = ("stage", "spent", "curvatures", "loss", "length", "settled_before", "reasons", "fell")
 
     def state(self) -> State:
         """What is needed to go on from between two windows, beside the chains."""
@@ -148,10 +150,8 @@ class _Warmup:
             self.stage = "descent"
         if self.stage == "descent":
             self.descent.run()
-        check = 0 if self.chains.shaped is None else min(int(CHECK_SHARE * self.asked), MOST_CHECKED)
-        self.budget = self.asked - check
         reasons = self._windows()
-        self._check(self.spent + check)
+        self._check(self.asked if self.exact else self.spent + self._check_steps())
         keep = self._spacing() if measure_spacing else None
         groups, more = self._groups(), self._directions()
         sampler.freeze()
@@ -206,14 +206,17 @@ class _Warmup:
             self.stage = "windows"
         while True:
             self.mark(self.state)
+            self.budget = self.asked - self._check_steps()
             left = self.budget - self.spent
             # A remainder too short for another doubled window is spent in this one.
             length = left if self.exact and left < 3 * self.length else min(self.length, left)
             if length < 2:
                 short = f"{self.asked} steps are too few: give warmup at least {8 * FIRST_WINDOW}"
                 return [reason or short for reason in self.reasons]
-            old = self._rates()
+            old, before = self._rates(), self._sizes()
             losses = self._window(length)
+            self.fell = bool((self._sizes() > SETTLED_RATIO * before)[chains.alive].double().mean() > 0.5)
+            self.budget = self.asked - self._check_steps()
             # One probe is noisy: the upper quartile over the window's second half bounds the curvature of most places.
             later = np.stack(self.seen_curvatures[len(self.seen_curvatures) // 2 :])
             self.curvatures = np.quantile(later, 0.75, axis=0)
@@ -235,9 +238,23 @@ class _Warmup:
             self.settled_before = settled
             self.length = 2 * length
 
+    def _sizes(self) -> Tensor:
+        """How large the Lambda of each chain is, as a multiple of its H."""
+        shaped = self.chains.shaped
+        return self.chains.each(1.0) if shaped is None else shaped.factor.clone()
+
+    def _check_steps(self) -> int:
+        """Gradients that are left for trying the last rates, where Lambda knows directions."""
+        if self.chains.shaped is None:
+            return 0
+        share, most = (FALLING_SHARE, MOST_FALLING) if self.fell else (CHECK_SHARE, MOST_CHECKED)
+        return min(int(share * self.asked), most)
+
     def _check(self, end: int) -> None:
         """Try the last rates, which no window has used: until ``end`` they may only fall."""
         chains, steps = self.chains, 0
+        if chains.shaped is None:
+            return
         while self.spent < end:
             chains.step(split=True)
             self._count("trying the rates")
