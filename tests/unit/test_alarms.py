@@ -108,6 +108,17 @@ def test_a_full_lambda_expresses_all_noise() -> None:
     assert said(after_sampling([False, False], "full"), [report()] * 2) == []
 
 
+def test_a_full_lambda_is_hot_where_noise_is_larger_than_on_average() -> None:
+    run, g = after_sampling([False] * 8, "full"), torch.Generator().manual_seed(1)
+    larger = torch.ones(8, DIM)
+    larger[5, 2] = 4.0
+    for _ in range(300):
+        run.sampler.observe([larger * torch.randn(8, DIM, generator=g)])
+    (message,) = said(run, [report()] * 8)
+    assert "chain 5: gradient noise is larger where the chain now is than it was on average" in message
+    assert "structure=" not in message
+
+
 def test_correlated_noise_in_the_warmup_slows_a_diagonal_lambda_and_is_not_hot_then() -> None:
     """The whole way through `sample`: noise of rank one and a twentieth, known in the warm-up."""
     g = torch.Generator().manual_seed(0)

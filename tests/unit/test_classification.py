@@ -114,6 +114,19 @@ def test_a_result_goes_on_with_the_seeds_and_rows_that_it_lacks(tasks, tmp_path,
     assert again.rows == result.rows and not pilot.known
     with pytest.raises(ValueError, match=r"chains = 2 \(now 3\)"):
         Bench(task, pilot, **(settings | {"chains": 3}), earlier=read(path))
+    with pytest.raises(ValueError, match=r"at \[0.001, 0.01\], now \[0.01, 0.1\] are asked for"):
+        Bench(task, pilot, **(settings | {"ladder": [1e-2, 0.1]}), earlier=read(path))
+
+
+def test_a_ladder_that_was_not_climbed_to_its_end_is_climbed_again(tasks, monkeypatch):
+    monkeypatch.setattr(classification, "DRAWS", 4)
+    settings = {"chains": 2, "ladder": [1e-3, 1e-2], "say": lambda words: None}
+    whole = Bench(*tasks, **settings).run(1, ["ours"])
+    stopped = replace(whole, rows=[], ladder={"single": {}, "alpha-c": {"0.001": 0.1}, "windowed": {}})
+    stopped.together = {name: dict(rungs) for name, rungs in stopped.ladder.items()}
+    again = Bench(*tasks, **settings, earlier=stopped).run(1, ["ours"])
+    assert again.ladder == whole.ladder and again.together == whole.together
+    assert [s.mnll for s in again.rows[0].scores] == [s.mnll for s in whole.rows[0].scores]
 
 
 @pytest.mark.parametrize("pilots", [1, 2])

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 import isosgd
 from isosgd import Target
 from isosgd.chain import descent
+from isosgd.chain.batches import TensorBatches
+from isosgd.chain.chain import Chains
 
 
 def wave(rows: int = 100) -> tuple[Tensor, Tensor]:
@@ -46,26 +49,75 @@ def test_a_network_fits_the_data_before_it_is_sampled(monkeypatch: pytest.Monkey
     assert spent - less <= 700
 
 
-def test_what_fits_already_is_left_where_it_is() -> None:
-    """A trained network: the fit may go on, but must not end at a lower density."""
-    net, (x, y) = network(), wave()
-    optimizer = torch.optim.Adam(net.parameters(), 0.01)
-    for _ in range(2000):
-        optimizer.zero_grad()
-        (net(x) - y).square().mean().backward()
-        optimizer.step()
-    assert loss_after(2400, net)[0] < 0.0
+def started(prior: float, rows: float, start: float, chains: int = 2) -> descent.Descent:
+    """The way down of two chains to a mean with a normal prior around zero."""
 
-
-def test_a_fit_that_leads_away_is_undone() -> None:
-    """Rows that are said ten thousand times over by the prior: the likelihood alone would go far off."""
-
-    def log_likelihood(params: dict[str, Tensor], batch: tuple[Tensor, ...]) -> Tensor:
+    def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
         return -0.5 * (batch[0] - params["w"]).square().sum(-1)
 
-    data = (torch.full((64, 3), 5.0) + torch.randn(64, 3, generator=torch.Generator().manual_seed(0)),)
-    target = Target(log_likelihood, isosgd.priors.Normal(1e-3), init={"w": torch.zeros(3)})
-    found = isosgd.sample(target, data, draws=400, chains=4, batch_size=8, seed=0, progress=False)
-    mean, precision = float(found.draws["w"].mean()), 64 + 1e6
-    assert abs(mean - 64 * 5 / precision) < 5e-4 and math.isfinite(mean)
-    assert abs(float(found.draws["w"].std()) * math.sqrt(precision) - 1) < 0.1
+    generator = torch.Generator().manual_seed(0)
+    data = (rows + torch.randn(64, 3, generator=generator),)
+    target = Target(log_likelihood, isosgd.priors.Normal(prior), init={"w": torch.full((3,), start)})
+    target.check(target.initial(), data)
+    starts = [target.initial() for _ in range(chains)]
+
+    def make(groups: Any, generator: torch.Generator, chains: int | None) -> isosgd.ISGD:
+        return isosgd.ISGD(groups, num_data=64, generator=generator, chains=chains)
+
+    run = Chains(target, starts, TensorBatches(data, 16, 0, chains), 64, make, 0, True)
+    return descent.Descent(run, 4000, lambda: None)
+
+
+def fitted(way: descent.Descent, steps: int = 200) -> tuple[Tensor, Any]:
+    """Where a fit ends, and the loss that is kept of it."""
+    way.chains.evaluate()
+    way.best, way.doubt = way._mean_loss(20)
+    before = way.best.copy()
+    way._fit(steps)
+    return way.chains.params["w"].detach(), (before, way.best)
+
+
+def test_a_fit_goes_to_the_data_where_the_posterior_does() -> None:
+    w, (before, after) = fitted(started(prior=10.0, rows=5.0, start=1.0))
+    assert bool((after < before - 5).all()) and float((w - 5).abs().max()) < 1.0
+
+
+def test_a_fit_that_leads_away_from_the_posterior_is_undone() -> None:
+    """The prior outweighs the data: what fits them has a far lower density than the start."""
+    w, (before, after) = fitted(started(prior=1e-3, rows=5.0, start=1e-3))
+    assert torch.equal(w, torch.full((2, 3), 1e-3)) and (before == after).all()
+
+
+def test_a_chain_whose_loss_is_not_finite_stays_where_it_is() -> None:
+    way = started(prior=10.0, rows=5.0, start=0.1)
+    with torch.no_grad():
+        way.chains.params["w"][1] = math.nan
+    way.chains.evaluate(forgiving=True)
+    assert all(not bool(g[1].any()) for g in way.chains.likelihood_gradients())
+    assert bool(way.chains.likelihood_gradients()[0][0].any())
+
+
+def test_the_gradient_of_the_likelihood_has_no_prior_in_it() -> None:
+    wide, narrow = (started(prior=scale, rows=1.0, start=0.5) for scale in (100.0, 0.1))
+    for way in (wide, narrow):
+        way.chains.evaluate()
+    found = [way.chains.likelihood_gradients()[0] for way in (wide, narrow)]
+    torch.testing.assert_close(found[0], found[1])
+    assert not torch.allclose(*(way.chains.leaves[0].grad for way in (wide, narrow)))  # type: ignore[arg-type]
+
+
+def test_a_chain_that_is_lost_at_the_start_stops_no_other() -> None:
+    """Under a full matrix, too, which chains share."""
+
+    def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
+        return -0.5 * (batch[0] - params["w"]).square().sum(-1) + params["w"].sum().sqrt() * 0
+
+    data = (3 + torch.randn(200, 3, generator=torch.Generator().manual_seed(0)),)
+    target = Target(log_likelihood, isosgd.priors.Normal(10.0), init={"w": torch.ones(3)})
+    with pytest.warns(isosgd.SamplingWarning, match="chain 2"):
+        found = isosgd.sample(
+            target, data, init=lambda k: {"w": torch.full((3,), -1.0 if k == 2 else 1.0)}, draws=200, chains=4,
+            batch_size=16, structure="full", progress=False,
+        )  # fmt: skip
+    assert found.num_chains == 3 and bool(torch.isfinite(found.draws["w"]).all())
+    assert float((found.draws["w"].flatten(0, 1).std(0) * math.sqrt(200) - 1).abs().max()) < 0.2

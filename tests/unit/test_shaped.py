@@ -375,6 +375,27 @@ def test_noise_that_is_larger_here_than_on_average_slows_a_full_lambda(larger: f
         assert heat < 1 + 3 * EXCESS
 
 
+def test_noise_along_a_full_lambda_is_measured_over_what_lambda_is(generator: torch.Generator) -> None:
+    """Where Lambda may not shrink, since it would not cover the noise, there is not more of it for that Lambda."""
+    shaped, own = Full(), rule(kappa=Full.kappa, batch_size=100, num_data=1000, temperature=1.0)
+    shaped.bind([{"params": [torch.zeros(2, dtype=F64)]}])
+    shaped.stretch = shaped.full(8.0)
+    noise = torch.tensor([1.0, 0.1], dtype=F64)
+    for _ in range(2):
+        shaped.forget()
+        for _ in range(400):
+            shaped.observe([noise * torch.randn(2, generator=generator, dtype=F64)])
+        shaped.settle(own, torch.zeros(1, 2, dtype=F64), math.inf)
+        for i in range(shaped.axes):
+            shaped.learn(i, 0.05 * own.batch_size * noise.square() * shaped.axis(i))
+    shaped.slow(torch.full((1,), 0.02, dtype=F64))
+    t = shaped.worst()
+    torch.testing.assert_close(shaped.lambda_along(t), torch.ones(1, dtype=F64))
+    over = float(shaped.most) / float(0.5 * shaped.noise_along(t))
+    assert abs(over - 1.0) < 0.3, over  # the last hundred vectors and all of them, over the same Lambda
+    assert float(shaped.excess()) < EXCESS
+
+
 @pytest.mark.parametrize("size", [16, 200, 20_000])
 def test_independent_noise_does_not_slow_a_diagonal_lambda(size: int, generator: torch.Generator) -> None:
     """However many parameters there are: chance correlations among few noise vectors are no correlations."""

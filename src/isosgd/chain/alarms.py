@@ -60,10 +60,15 @@ def _clipped(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
 
 
 def _hot(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
-    """Noise that a shape of Lambda cannot express."""
+    """Noise that a Lambda does not know."""
     excess = 0.0 if run.shaped is None or not run.shaped.known else float(run.shaped.excess()[k])
     if excess <= EXCESS_ALARM:
         return ""
+    if run.shaped.name == "full":  # type: ignore[union-attr]
+        return (
+            f"gradient noise is larger where the chain now is than it was on average, and raises the temperature by "
+            f"{100 * excess:.0f}% in the worst direction. A larger batch_size= or a longer warmup= would help."
+        )
     return (
         f"gradient noise that structure {run.shaped.name!r} does not express raises the temperature by "  # type: ignore[union-attr]
         f"{100 * excess:.0f}% in the worst direction. A larger batch_size=, structure='full' or 'layer' would help."

@@ -165,7 +165,8 @@ class Chains:
         score = self.target.prior_score if self.many is None else vmap(self.target.prior_score)
         scores = score(self.params)
         grads: list[Tensor] = [leaf.grad for leaf in self.leaves]  # type: ignore[misc]
-        return list(torch._foreach_add(grads, [scores[name] for name in self.params], alpha=1.0 / self.num_data))
+        known = self._mask([scores[name] for name in self.params], torch.isfinite(self.loss))  # else there are none
+        return list(torch._foreach_add(grads, known, alpha=1.0 / self.num_data))
 
     @torch.no_grad()
     def change(self, move: Tensor) -> Tensor:

@@ -123,6 +123,10 @@ class Curvature:
             self.joint.lerp_((image / self._spread(move * roots)).to(self.joint.dtype), weight)
         self.probes += 1
 
+    def forget(self) -> None:
+        """Give new probes more weight, since the place has changed."""
+        self.probes = min(self.probes, KEPT)
+
     def _steps(self, theta: Tensor) -> Tensor:
         """How far to move each group: a posterior standard deviation along its stiffest direction, within reason."""
         size = self._lengths(theta).clamp_min(1.0)

@@ -29,7 +29,7 @@ class Descent:
 
     *The fit* is by Adam's steps on the likelihood alone, scales of the noise included. Where data are few the prior
     keeps a chain that starts with little in places that explain nothing, modes of their own far from all the mass; a
-    fit leaves them. It counts for chains that end at a higher posterior density; others go back.
+    fit leaves them. Each chain then goes on from where the posterior density was highest, or from where it started.
 
     *The mode* is found by momentum descent at temperature 0: a window that does not end clearly below the best so far
     is undone. The rate of each chain is cut when its loss stops falling, down to the rate of sampling. Scales of priors
@@ -90,7 +90,7 @@ class Descent:
         return self.spent
 
     def _fit(self, steps: int) -> None:
-        """Fit the data alone; chains that end where the posterior has a lower density go back."""
+        """Fit the data alone, and take each chain to where the posterior density was highest on the way."""
         chains, window = self.chains, WINDOW
         adam = Adam(chains, FIT_RATE, chains.target.prior_scales(chains.params))
         saved, losses, before = chains.snapshot(), list[Tensor](), math.inf
@@ -111,6 +111,13 @@ class Descent:
                 break
             before = middle
         chains.restore(saved)
+        if steps:  # the curvature may be another here
+            chains.curvature.forget()
+            chains.evaluate(forgiving=True)
+            self._count()
+            for _ in range(2 * PROBE_EVERY):
+                chains.probe_curvature()
+                self._count()
 
     def _fit_scales(self) -> None:
         """Descend in the logarithms of the noise scales alone, a tenth a step at most."""

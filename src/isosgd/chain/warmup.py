@@ -111,6 +111,7 @@ class _Warmup:
         self.descent = Descent(chains, limit, lambda: self._count("descending"), lambda: self.mark(self.state))
         self.length, self.settled_before, self.reasons = FIRST_WINDOW, False, [""] * chains.count
         self.fell = False  # whether most rates had to fall within the last window
+        self.last = False  # whether no other window is to come
 
     kept = ("stage", "spent", "curvatures", "loss", "length", "settled_before", "reasons", "fell")
 
@@ -150,8 +151,9 @@ class _Warmup:
             self.stage = "descent"
         if self.stage == "descent":
             self.descent.run()
+        self.budget = self.asked - self._check_steps()
         reasons = self._windows()
-        self._check(self.asked if self.exact else self.spent + self._check_steps())
+        self._check(self.asked if self.exact else min(self.asked, self.spent + self._check_steps()))
         keep = self._spacing() if measure_spacing else None
         groups, more = self._groups(), self._directions()
         sampler.freeze()
@@ -217,6 +219,7 @@ class _Warmup:
             losses = self._window(length)
             self.fell = bool((self._sizes() > SETTLED_RATIO * before)[chains.alive].double().mean() > 0.5)
             self.budget = self.asked - self._check_steps()
+            self.last = self.exact and self.budget - self.spent < length
             # One probe is noisy: the upper quartile over the window's second half bounds the curvature of most places.
             later = np.stack(self.seen_curvatures[len(self.seen_curvatures) // 2 :])
             self.curvatures = np.quantile(later, 0.75, axis=0)
@@ -228,7 +231,7 @@ class _Warmup:
             with np.errstate(invalid="ignore"):  # the loss of a chain that was given up is infinite
                 self.loss = losses.mean(0), losses.std(0)
             self.reasons = reasons = self._unsettled(old, losses)
-            if self.exact and self.spent >= self.budget:
+            if self.last:
                 return reasons
             settled = self._settled(reasons)
             if not self.exact and settled and self.settled_before and length >= self._least_last_window():
@@ -317,7 +320,7 @@ class _Warmup:
         groups = self.chains.sampler.param_groups
         rates, curvatures = self._rates()[k], self.curvatures[k]
         ratios = rates / old
-        if self.exact and self.spent >= self.budget:
+        if self.last:
             # No window is left to use a higher rate; that the old one was low did no harm, only cost time.
             ratios = np.minimum(ratios, 1.0)
         worst = int(np.abs(np.log(ratios)).argmax())

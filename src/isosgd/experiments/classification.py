@@ -110,6 +110,7 @@ class Bench:
             settings={
                 **asdict(task.recipe),
                 **{"draws": DRAWS, "chains": chains, "pilots": pilots, "paper_keep": paper_keep},
+                "examples": len(task.train),
             },
             command=command,
             versions={
@@ -121,6 +122,20 @@ class Bench:
         )
         if earlier is not None:
             self.result.go_on(earlier)
+            self._keep_whole_ladders()
+
+    def _keep_whole_ladders(self) -> None:
+        """Of an earlier result: those that were not climbed to their end are climbed again."""
+        for name, wanted in self.ladders.items():
+            found = {float(t) for t in self.result.ladder.get(name, {})}
+            if not found <= set(wanted):
+                raise ValueError(
+                    f"the earlier result has tried {name} at {sorted(found)}, now {sorted(wanted)} are asked for: give "
+                    "the same --ladder, or write to another folder"
+                )
+            if found < set(wanted):
+                self.result.ladder.pop(name, None)
+                self.result.together.pop(name, None)
 
     def run(self, seeds: int = 5, rows: Sequence[str] | None = None, once: Sequence[str] = ()) -> Result:
         """All rows, each for all seeds, which have starts and chains of their own.

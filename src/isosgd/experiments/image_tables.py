@@ -168,7 +168,7 @@ class Result:
         if (self.data, self.model) != (earlier.data, earlier.model):
             raise ValueError(f"the earlier result is of {earlier.data}, {earlier.model}: give one of the same network")
         had = _plain(earlier.settings)
-        others = {k: (had.get(k), v) for k, v in _plain(self.settings).items() if had.get(k) != v}
+        others = {k: (had[k], v) for k, v in _plain(self.settings).items() if k in had and had[k] != v}
         if others:
             said = ", ".join(f"{name} = {old} (now {new})" for name, (old, new) in others.items())
             raise ValueError(f"the earlier result has {said}: go on with the same settings, or write to another folder")
@@ -200,7 +200,7 @@ def read(path: str | os.PathLike[str]) -> Result:
 
 
 def _both(old: str, new: str) -> str:
-    return ", ".join(dict.fromkeys(filter(None, (old, new))))
+    return ", ".join(dict.fromkeys(filter(None, [*old.split(", "), new])))
 
 
 def _plain(value: Any) -> Any:

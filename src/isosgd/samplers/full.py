@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from isosgd.samplers.outside import CHANCE, Outside
+from isosgd.samplers.outside import Outside
 from isosgd.samplers.reshaping import LEAST, at_least_one, believed, reshape, soft
 from isosgd.samplers.rule import Rule
 from isosgd.samplers.shaped import EXCESS
@@ -132,11 +132,14 @@ class Full(Outside):
         self.push = rate * (self.root @ missing)
 
     def slow(self, factor: Tensor) -> None:
-        self.factor, self.most = self.factor * factor, self.most / factor
+        outside = self.worst() if self.looks else None
+        self.factor = self.factor * factor
         if self.cover and bool((factor < 1.0).any()):  # where Lambda was as small as noise allows, it stays so
             least = self.cover / self.factor.double().view(-1, 1, 1) * self.cov
             self.root, self.inverse_root = reshape(self.root, self.inverse_root, least, at_least_one)
             self._forget_axes()
+        if outside is not None:
+            self.measured_anew(outside)
         self._inject()
 
     def _forget_axes(self) -> None:
@@ -147,7 +150,7 @@ class Full(Outside):
     # -- noise that is larger here than on average ----------------------------------------------------------------
 
     def inverse(self, x: Tensor) -> Tensor:
-        return _times(self.pull, x.double()) / self.scale
+        return _times(self.root, _times(self.root.mT, x.double())) / self.factor.double().unsqueeze(-1)
 
     def lambda_along(self, t: Tensor) -> Tensor:
         return self.factor * _times(self.inverse_root, t).square().sum(-1)
@@ -156,7 +159,7 @@ class Full(Outside):
         return (t * _times(self.cov, t)).sum(-1)
 
     def excess(self) -> Tensor:
-        return super().excess() - self.weight * CHANCE * self.most
+        return super().excess() - self.weight * self.chance * self.most
 
     def direction(self, gradient: Tensor) -> Tensor:
         return _times(self.pull, gradient.double())

@@ -12,7 +12,6 @@ from isosgd.noise import dot
 from isosgd.samplers.shaped import Shaped
 
 MEMORY = 0.01  # weight of a new vector, once a hundred have been seen
-CHANCE = 2.0 * math.sqrt(2.0 * MEMORY / (2.0 - MEMORY))  # two standard errors of a variance with that memory
 
 
 class Outside(Shaped):
@@ -56,7 +55,8 @@ class Outside(Shaped):
 
     def measured_anew(self, t: Tensor) -> None:
         """Lambda has changed: the noise along t was measured over what it was."""
-        self.most = self.most / self.lambda_along(t).to(self.most)
+        now = self.lambda_along(t).to(self.most)
+        self.most = torch.where(now > 0, self.most / now, 0.0)  # a chain that was given up has no direction
 
     def forget(self) -> None:
         self.looks = min(self.looks, 1)
@@ -65,4 +65,11 @@ class Outside(Shaped):
     def excess(self) -> Tensor:
         if self.looks < 2:
             return torch.zeros_like(self.most)
-        return self.weight * (self.most - 0.5 * self.noise_along(self.worst()).to(self.most))
+        found = self.weight * (self.most - 0.5 * self.noise_along(self.worst()).to(self.most))
+        return torch.where(self.alive, found, 0.0)
+
+    @property
+    def chance(self) -> float:
+        """Two standard errors of the noise that was measured, over itself."""
+        weight = max(1.0 / max(self.looks, 1), MEMORY)
+        return 2.0 * math.sqrt(2.0 * weight / (2.0 - weight))
