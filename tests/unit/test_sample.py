@@ -178,7 +178,8 @@ def test_the_warmup_settles_and_reports_each_group(data: tuple[Tensor, ...]) -> 
     assert group["curvature"] == pytest.approx(1.0, rel=0.1)
     assert group["rate_curvature"] == pytest.approx(group["rate"] * group["curvature"])
     assert 0 < group["predicted_bias"] <= 0.0201
-    assert 1.7 < group["tail_index"] <= 2.0
+    # Over seeds 1 / alpha, which is estimated, has a standard error of about .08 here: four and a half of them.
+    assert 1.0 / (0.5 + 4.5 * 0.08) < group["tail_index"] <= 2.0
     assert 0 < group["noise_share"] < 1
     assert 0 <= group["clipped_share"] < 0.1
 
