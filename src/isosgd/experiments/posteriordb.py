@@ -145,9 +145,13 @@ def _fitted(x: Tensor, y: Tensor, prior: Mapping[str, Prior]) -> Target:
 
 
 def least_squares(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Coefficients and residual standard deviation of a linear fit, on scaled columns so that none is lost."""
+    """Coefficients and residual standard deviation of a linear fit, on scaled columns so that none is lost.
+
+    To seven digits: the last ones depend on where LAPACK's memory lies, and would make every run another.
+    """
     scale = x.square().mean(0).sqrt()
     beta = torch.linalg.lstsq(x / scale, y[:, None]).solution[:, 0] / scale
+    beta = beta.float().to(x)
     return beta, ((y - x @ beta).square().sum() / max(len(y) - x.shape[1], 1)).sqrt()
 
 
