@@ -1,7 +1,6 @@
 """The way down: a fit to the data first, and what it is for."""
 
 import math
-import warnings
 from typing import Any
 
 import pytest
@@ -27,45 +26,44 @@ def network() -> nn.Sequential:
         return nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1))
 
 
-def loss_after(warmup: int, net: nn.Module, **settings: object) -> tuple[float, int]:
-    """Mean loss of the last window of a warm-up of two chains, and the gradients of the way down."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", isosgd.SamplingWarning)  # so short a warm-up hardly settles
-        found = isosgd.sample(
-            Target.from_module(net, "gaussian"), wave(), draws=2, chains=2, batch_size=20, warmup=warmup, keep_every=1,
-            structure="layer", compile=False, progress=False, **settings,  # type: ignore[arg-type]
-        )  # fmt: skip
-    reports = found.info["warmup"]
-    return max(report["loss"][0] for report in reports), reports[0]["descent"]
+def chains_of(target: Target, data: tuple[Tensor, ...], batch_size: int, count: int = 2) -> Chains:
+    rows = len(data[0])
+    target.check(target.initial(), data)
+
+    def make(groups: Any, generator: torch.Generator, chains: int | None) -> isosgd.ISGD:
+        return isosgd.ISGD(groups, num_data=rows, generator=generator, chains=chains)
+
+    starts = [target.initial() for _ in range(count)]
+    return Chains(target, starts, TensorBatches(data, batch_size, 0, count), rows, make, 0, True)
 
 
 def test_a_network_fits_the_data_before_it_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     """With so few data the posterior density has a mode where weights are small and all is noise, far from its mass."""
-    fitted, spent = loss_after(2400, network())
-    monkeypatch.setattr(descent, "FIT_STEPS", 0)
-    dull, less = loss_after(2400, network())
+    found = []
+    for steps in (descent.FIT_STEPS, 0):
+        monkeypatch.setattr(descent, "FIT_STEPS", steps)
+        chains = chains_of(Target.from_module(network(), "gaussian"), wave(), 20)
+        chains.evaluate()
+        for _ in range(20):
+            chains.probe_curvature()
+        spent = descent.Descent(chains, 2400, lambda: None).run()
+        likely = chains.log_likelihood(tuple(x.expand(2, *x.shape) for x in wave()))
+        found.append((-float(likely.mean(-1).min()), spent))
+    (fitted, _), (dull, _) = found
     assert dull > 0.7  # a straight line, and noise of about .6
     assert fitted < 0.0
-    assert spent - less <= 700
+    assert all(spent <= 2400 + 120 for _, spent in found)
 
 
-def started(prior: float, rows: float, start: float, chains: int = 2) -> descent.Descent:
+def started(prior: float, rows: float, start: float) -> descent.Descent:
     """The way down of two chains to a mean with a normal prior around zero."""
 
     def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
         return -0.5 * (batch[0] - params["w"]).square().sum(-1)
 
-    generator = torch.Generator().manual_seed(0)
-    data = (rows + torch.randn(64, 3, generator=generator),)
+    data = (rows + torch.randn(64, 3, generator=torch.Generator().manual_seed(0)),)
     target = Target(log_likelihood, isosgd.priors.Normal(prior), init={"w": torch.full((3,), start)})
-    target.check(target.initial(), data)
-    starts = [target.initial() for _ in range(chains)]
-
-    def make(groups: Any, generator: torch.Generator, chains: int | None) -> isosgd.ISGD:
-        return isosgd.ISGD(groups, num_data=64, generator=generator, chains=chains)
-
-    run = Chains(target, starts, TensorBatches(data, 16, 0, chains), 64, make, 0, True)
-    return descent.Descent(run, 4000, lambda: None)
+    return descent.Descent(chains_of(target, data, 16), 4000, lambda: None)
 
 
 def fitted(way: descent.Descent, steps: int = 200) -> tuple[Tensor, Any]:

@@ -185,7 +185,8 @@ class Run:
     seed: int = 0
 
 
-def _net(inputs: int, seed: int) -> nn.Sequential:
+def net(inputs: int, seed: int) -> nn.Sequential:
+    """The network of these posteriors, with first weights of its own."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(inputs, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
@@ -194,7 +195,7 @@ def _net(inputs: int, seed: int) -> nn.Sequential:
 def _network(name: str, data: tuple[Tensor, Tensor], test: Tensor, cache: Path | None, run: Run) -> Problem:
     """A network with one hidden layer; what is compared is the function at the inputs ``test``."""
     inputs = test.shape[1]
-    target = Target.from_module(_net(inputs, seed=0), "gaussian")
+    target = Target.from_module(net(inputs, seed=0), "gaussian")
 
     def entries(params: Params) -> Tensor:
         lead = next(iter(params.values())).shape[:2]
@@ -204,7 +205,7 @@ def _network(name: str, data: tuple[Tensor, Tensor], test: Tensor, cache: Path |
         return found
 
     def reference() -> Moments:
-        starts = [dict(_net(inputs, seed=k).named_parameters()) for k in range(run.chains)]
+        starts = [dict(net(inputs, seed=k).named_parameters()) for k in range(run.chains)]
         draws, _ = hmc(target, data, init=starts, **asdict(run))
         return moments(entries(draws))
 
@@ -233,13 +234,17 @@ def _cached(cache: Path | None, name: str, source: bytes, make: Callable[[], Mom
         )
 
 
-def _small_network(cache: Path | None) -> Problem:
-    """A hundred points of a wave with a gap in the middle; compared on both sides of it and inside."""
+def wave() -> tuple[Tensor, Tensor]:
+    """A hundred points of a wave with a gap in the middle."""
     generator = torch.Generator().manual_seed(0)
     x = 0.3 + 0.7 * torch.rand(100, 1, generator=generator)
     x[::2] *= -1
-    y = torch.sin(4 * x) + 0.1 * torch.randn(100, 1, generator=generator)
-    return _network("net-small", (x, y), torch.linspace(-1, 1, 41)[:, None], cache, Run())
+    return x, torch.sin(4 * x) + 0.1 * torch.randn(100, 1, generator=generator)
+
+
+def _small_network(cache: Path | None) -> Problem:
+    """The wave, compared on both sides of the gap and inside."""
+    return _network("net-small", wave(), torch.linspace(-1, 1, 41)[:, None], cache, Run())
 
 
 def _boston(root: Path, cache: Path | None) -> Problem:
