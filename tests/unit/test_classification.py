@@ -334,6 +334,9 @@ def test_bad_settings_are_refused(tasks, tmp_path):
     (tmp_path / "old.json").write_text(json.dumps({"format": 0}))
     with pytest.raises(ValueError, match="no result of this format"):
         read(tmp_path / "old.json")
+    (tmp_path / "half.json").write_text('{"format": 1, "data')
+    with pytest.raises(ValueError, match=r"half.json is damaged .*make it again"):
+        read(tmp_path / "half.json")
 
 
 def test_what_is_not_there_is_left_out_of_the_page():

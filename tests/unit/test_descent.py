@@ -5,25 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import isosgd
 from isosgd import Target
 from isosgd.chain import descent
 from isosgd.chain.batches import TensorBatches
 from isosgd.chain.chain import Chains
-
-
-def wave(rows: int = 100) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x = 2 * torch.rand(rows, 1, generator=generator) - 1
-    return x, torch.sin(4 * x) + 0.1 * torch.randn(rows, 1, generator=generator)
-
-
-def network() -> nn.Sequential:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1))
+from isosgd.experiments import suite
 
 
 def chains_of(target: Target, data: tuple[Tensor, ...], batch_size: int, count: int = 2) -> Chains:
@@ -42,12 +31,12 @@ def test_a_network_fits_the_data_before_it_is_sampled(monkeypatch: pytest.Monkey
     found = []
     for steps in (descent.FIT_STEPS, 0):
         monkeypatch.setattr(descent, "FIT_STEPS", steps)
-        chains = chains_of(Target.from_module(network(), "gaussian"), wave(), 20)
+        chains = chains_of(Target.from_module(suite.net(1, seed=0), "gaussian"), suite.wave(), 20)
         chains.evaluate()
         for _ in range(20):
             chains.probe_curvature()
         spent = descent.Descent(chains, 2400, lambda: None).run()
-        likely = chains.log_likelihood(tuple(x.expand(2, *x.shape) for x in wave()))
+        likely = chains.log_likelihood(tuple(x.expand(2, *x.shape) for x in suite.wave()))
         found.append((-float(likely.mean(-1).min()), spent))
     (fitted, _), (dull, _) = found
     assert dull > 0.7  # a straight line, and noise of about .6

@@ -191,7 +191,10 @@ def write(result: Result, path: str | os.PathLike[str]) -> None:
 
 def read(path: str | os.PathLike[str]) -> Result:
     """Read what `write` wrote."""
-    found = json.loads(Path(path).read_text())
+    try:
+        found = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); move it away, or make it again") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(f"{path} is no result of this format ({FORMAT}); make it again with this version")
     known = {f.name for f in fields(Result)}

@@ -11,7 +11,6 @@ from torch import Tensor
 from isosgd.samplers.outside import Outside
 from isosgd.samplers.reshaping import LEAST, at_least_one, believed, reshape, soft
 from isosgd.samplers.rule import Rule
-from isosgd.samplers.shaped import EXCESS
 
 SINGULAR = 1e-12  # eigenvalues of H, scaled to a unit diagonal, below which the noise says nothing of a direction
 
@@ -114,9 +113,7 @@ class Full(Outside):
         if outside is not None:
             self.measured_anew(outside)
         self._inject()
-        beyond = self.excess() / EXCESS
-        if bool((beyond > 1.0).any()):
-            self.slow(beyond.clamp_min(1.0))
+        self.cool()
 
     # -- the step -------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,6 @@ from isosgd.samplers.rows import (
     symmetric_eigen,
 )
 from isosgd.samplers.rule import Rule, damped
-from isosgd.samplers.shaped import EXCESS
 
 LARGE = 1_000_000  # parameters from which S is kept in bfloat16 on an accelerator
 ROOM = 0.25  # strength that a direction has at the least, since its noise may be found larger later on
@@ -121,9 +120,7 @@ class LowRank(LowRankStep):
             self.search = None
         else:  # the noise is that of the last time; only the factor may have changed
             self.slow((rule.factor(self.stretch) / self.factor).clamp_min(1.0 / rise))
-        beyond = self.excess() / EXCESS
-        if bool((beyond > 1.0).any()):
-            self.slow(beyond.clamp_min(1.0))
+        self.cool()
 
     def _renew(self, search: Directions, rule: Rule, prior: Tensor, rise: float) -> None:
         """Lambda from the noise along the directions found and beside them."""

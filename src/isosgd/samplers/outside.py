@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isosgd.noise import dot
-from isosgd.samplers.shaped import Shaped
+from isosgd.samplers.shaped import EXCESS, Shaped
 
 MEMORY = 0.01  # weight of a new vector, once a hundred have been seen
 
@@ -67,6 +67,12 @@ class Outside(Shaped):
             return torch.zeros_like(self.most)
         found = self.weight * (self.most - 0.5 * self.noise_along(self.worst()).to(self.most))
         return torch.where(self.alive, found, 0.0)
+
+    def cool(self) -> None:
+        """Slow chains down that are too hot."""
+        beyond = self.excess() / EXCESS
+        if bool((beyond > 1.0).any()):
+            self.slow(beyond.clamp_min(1.0))
 
     @property
     def chance(self) -> float:
