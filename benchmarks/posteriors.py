@@ -7,8 +7,9 @@
 Every method goes through `isosgd.sample` with nothing set but draws, chains and batch size: eight chains, the automatic
 warm-up counted in. A method is a name of `isosgd.METHODS`, for I-SGD with a structure after a colon; ``isgd-all`` is
 I-SGD with ``batch_size="all"``, which ``isgd`` takes too where a minibatch is as large as the data. With ``--oracle``
-the rivals are also run at each rate of a grid around the one they chose themselves, and the rate with the smallest
-2-Wasserstein distance is shown as ``NAME@oracle``: knowledge that nobody has who does not know the posterior.
+the rivals are also run at each rate of a grid around the one they chose themselves, which goes on where the best is at
+an end of it, and the rate with the smallest 2-Wasserstein distance is shown as ``NAME@oracle``: knowledge that nobody
+has who does not know the posterior.
 
 Columns are those of `isosgd.experiments.suite.score`: the error of the means in posterior standard deviations, of the
 standard deviations as a ratio, the 2-Wasserstein distance over the posterior's scale, effective draws for every 1,000
@@ -28,6 +29,7 @@ import shlex
 import sys
 import time
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -44,6 +46,7 @@ CHAINS = 8
 LEAST_DRAWS = 4  # of each chain, even where the budget does not hold them
 WHOLE = "isgd-all"  # I-SGD on all data
 ORACLE_RATES = 7
+MOST_BEYOND = 8  # further rates, beyond the ends of that grid
 CURVE_POINTS = 15
 RIVALS = ("sgld", "sghmc", "adaptive-sghmc", "psgld")
 Row = dict[str, Any]
@@ -144,17 +147,42 @@ def measure(problem: suite.Problem, label: str, options: dict[str, Any], gradien
 def oracle(
     problem: suite.Problem, method: str, options: dict[str, Any], found: list[Row], gradients: int, seeds: int
 ) -> list[Row]:
-    """Runs at the best rate of a grid that spans the rates a method set for its groups, and four times beyond."""
+    """Runs at the best rate of a grid that spans the rates a method set for its groups, and four times beyond.
+
+    While the best is the lowest or the highest of them, the grid goes on in that direction.
+    """
     rates = [rate for row in found for chain in row.get("rates", []) for rate in chain.values()]
     if not rates:
         return []
-    best: list[Row] = []
-    for lr in np.geomspace(min(rates) / 4, max(rates) * 4, ORACLE_RATES).tolist():
+
+    def error(lr: float) -> float:
         given = options | {"lr": lr}
-        rows = [measure(problem, f"{method}@oracle", given, gradients, seed) for seed in range(seeds)]
-        if all("w2" in row for row in rows) and (not best or mean(rows, "w2") < mean(best, "w2")):
-            best = rows
-    return best
+        tried[lr] = [measure(problem, f"{method}@oracle", given, gradients, seed) for seed in range(seeds)]
+        return mean(tried[lr], "w2") if all("w2" in row for row in tried[lr]) else math.inf
+
+    tried: dict[float, list[Row]] = {}
+    grid = np.geomspace(min(rates) / 4, max(rates) * 4, ORACLE_RATES).tolist()
+    best = walk(error, grid)
+    return [] if best is None else tried[best]
+
+
+def walk(error: Callable[[float], float], grid: Sequence[float]) -> float | None:
+    """The rate with the least error, on a grid that grows at an end for as long as the best is there.
+
+    Example:
+        >>> round(walk(lambda lr: (math.log2(lr) - 5) ** 2, [1.0, 2.0, 4.0]))
+        32
+    """
+    ratio = grid[1] / grid[0]
+    errors = {lr: error(lr) for lr in grid}
+    for _ in range(MOST_BEYOND):
+        best = min(errors, key=lambda lr: errors[lr])
+        if best not in (min(errors), max(errors)) or math.isinf(errors[best]):
+            break
+        further = best * ratio if best == max(errors) else best / ratio
+        errors[further] = error(further)
+    best = min(errors, key=lambda lr: errors[lr])
+    return None if math.isinf(errors[best]) else best
 
 
 def mean(rows: list[Row], key: str) -> float:

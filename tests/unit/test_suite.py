@@ -207,6 +207,26 @@ def test_a_budget_is_kept(
     assert [point["gradients"] for point in points] == sorted(point["gradients"] for point in points)
 
 
+@pytest.mark.parametrize(("best", "least"), [(3.0, 3.0), (6.0, 6.0), (-2.0, -2.0), (100.0, 12.0)])
+def test_the_oracle_goes_on_where_the_best_rate_is_at_an_end(benchmark: ModuleType, best: float, least: float) -> None:
+    asked: list[float] = []
+
+    def error(lr: float) -> float:
+        asked.append(lr)
+        return abs(math.log2(lr) - best)
+
+    assert math.log2(benchmark.walk(error, [2.0, 4.0, 8.0, 16.0])) == pytest.approx(least)
+    assert len(asked) == len(set(asked)) <= 4 + benchmark.MOST_BEYOND
+
+
+def test_the_oracle_stops_where_runs_fail(benchmark: ModuleType) -> None:
+    def error(lr: float) -> float:
+        return -lr if lr < 5 else math.inf
+
+    assert benchmark.walk(error, [1.0, 2.0, 4.0]) == 4.0
+    assert benchmark.walk(lambda lr: math.inf, [1.0, 2.0]) is None
+
+
 def test_the_benchmark_writes_what_it_found(
     benchmark: ModuleType,
     tables: ModuleType,
