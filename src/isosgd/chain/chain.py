@@ -16,6 +16,7 @@ from isosgd.chain.gradients import Layout, Many, Single, stacked
 from isosgd.errors import DivergedError
 from isosgd.potential import Params, Target
 from isosgd.samplers import ISGD, Sampler
+from isosgd.samplers.full import Full
 from isosgd.samplers.gliding import Gliding
 from isosgd.samplers.preconditioned import Preconditioned
 from isosgd.samplers.shaped import Shaped
@@ -277,6 +278,20 @@ class Chains:
                 self.sampler.relax(self.stiffness.value(self.shaped) / self.shaped.unit_rate)
         else:
             self.sampler.adapt(numbers, rise)
+
+    @property
+    def structure(self) -> str | None:
+        """The shape of I-SGD's Lambda, by name."""
+        return self.sampler.structure.name if isinstance(self.sampler, ISGD) else None
+
+    @property
+    def conditioning(self) -> dict[str, float] | None:
+        """Condition numbers that simpler shapes of Lambda would leave; None where that is not known."""
+        return self.shaped.conditioning() if isinstance(self.shaped, Full) and self.shaped.known else None
+
+    def decide(self) -> bool:
+        """Whether another shape of Lambda is to have a first look, since the one before was not worth its cost."""
+        return isinstance(self.sampler, ISGD) and self.sampler.decide()
 
     def shape(self) -> None:
         """Shape Lambda by the noise seen alone; how large it is does not matter to trajectories."""

@@ -44,6 +44,8 @@ class WarmupReport:
         directions: rates along the directions of a Lambda that knows them, and how long they take to forget (see
             `isosgd.chain.forgetting`); None where it knows none.
         batch_sizes: what minibatches of other sizes would cost and gain; empty where Lambda knows no directions.
+        structure: the shape of Lambda.
+        conditioning: of a full matrix, the condition number that simpler shapes would leave (see `Full.conditioning`).
     """
 
     settled: bool
@@ -55,6 +57,8 @@ class WarmupReport:
     loss: tuple[float, float] | None = None
     directions: dict[str, Any] | None = None
     batch_sizes: list[dict[str, float]] = field(default_factory=list)
+    structure: str | None = None
+    conditioning: dict[str, float] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -115,6 +115,15 @@ class Trajectories:
             setattr(self, name, state[name])
         self.traces.load_state(state["traces"])
 
+    def _first_look(self) -> None:
+        """A first Lambda, from the noise where the descent ended."""
+        assert self.sampler.shaped is not None
+        for _ in range(self.sampler.shaped.least):
+            self.last = self.chains.evaluate(split=True)
+            self.sampler.observe(self.last)
+            self._count("measuring noise")
+        self.chains.shape()
+
     def run(self, measure_spacing: bool) -> list[WarmupReport]:
         """All of it."""
         self.traced = measure_spacing
@@ -128,11 +137,9 @@ class Trajectories:
         if self.stage == "start":
             self.chains.evaluate(forgiving=False)
             self._descend(min(int(DESCENT_SHARE * self.budget), MOST_DESCENT))
-            for _ in range(shaped.least):
-                self.last = self.chains.evaluate(split=True)
-                self.sampler.observe(self.last)
-                self._count("measuring noise")
-            self.chains.shape()
+            self._first_look()
+            if self.chains.decide():
+                self._first_look()
             self.stage = "windows"
         while self.stage == "windows":
             self.mark(self.state)
@@ -260,6 +267,7 @@ class Trajectories:
         assert shaped is not None and self.loss is not None
         sampler.report_pace()
         rates, paces = self.chains.rates().cpu().numpy(), sampler.pace.double().cpu().numpy()
+        structure, conditioning = self.chains.structure, self.chains.conditioning
         reports = []
         for k, reason in enumerate(self.reasons):
             groups = [
@@ -277,7 +285,9 @@ class Trajectories:
                 for group, rate in zip(sampler.param_groups, rates[k], strict=True)
             ]
             loss = float(self.loss[0][k]), float(self.loss[1][k])
-            reports.append(WarmupReport(not reason, reason, self.spent, self.fallen, keep, groups, loss))
+            report = WarmupReport(not reason, reason, self.spent, self.fallen, keep, groups, loss)
+            report.structure, report.conditioning = structure, conditioning
+            reports.append(report)
         return reports
 
 

@@ -135,7 +135,7 @@ class _Warmup:
             vars(meter).update(saved)
 
     def run(self, measure_spacing: bool) -> list[WarmupReport]:
-        sampler = self.chains.sampler
+        chains, sampler = self.chains, self.chains.sampler
         if isinstance(sampler, ISGD) and sampler.scheme != "windowed":
             return self._paper_scheme(sampler, measure_spacing)
         if self.budget < 2 * FIRST_WINDOW:
@@ -166,6 +166,7 @@ class _Warmup:
                 keep,
                 groups[k],
                 None if self.loss is None else (float(self.loss[0][k]), float(self.loss[1][k])),
+                structure=chains.structure,
                 **more[k],
             )
             for k, reason in enumerate(reasons)
@@ -190,6 +191,9 @@ class _Warmup:
             self._count("measuring noise")
         # A mode has far less noise than its surroundings: start well below the rate it suggests, and let it rise.
         chains.adapt(CAUTION * chains.curvature.values())
+        if chains.decide():
+            self._first_look()
+            return
         if chains.enter_metric():
             for _ in range(2 * PROBE_EVERY):
                 self._probe("measuring curvature")
@@ -383,7 +387,9 @@ class _Warmup:
                 self.traces.take(i)
                 self._count("measuring")
             keep = self._spacing()
-        return [WarmupReport(True, "", self.spent, 0, keep, groups) for groups in self._groups()]
+        return [
+            WarmupReport(True, "", self.spent, 0, keep, groups, structure=chains.structure) for groups in self._groups()
+        ]
 
     # -- measurements -------------------------------------------------------------------------------------------------
 
@@ -430,9 +436,9 @@ class _Warmup:
         sampler, shaped = self.chains.sampler, self.chains.shaped
         if shaped is None or not isinstance(sampler, ISGD) or not bool((shaped.unit_rate > 0).all()):
             return [{} for _ in range(self.chains.count)]
-        rule = sampler.rule()
+        rule, conditioning = sampler.rule(), self.chains.conditioning
         return [
-            {"directions": own, "batch_sizes": batch_sizes(rule, stretch)}
+            {"directions": own, "batch_sizes": batch_sizes(rule, stretch), "conditioning": conditioning}
             for own, stretch in zip(directions(shaped, rule), shaped.stretch, strict=True)
         ]
 

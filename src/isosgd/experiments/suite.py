@@ -4,6 +4,8 @@
   (``bad``: condition number in the thousands), with N = 200 and 2000.
 - ``gauss-*``: two dimensions with correlation .99 and per-example gradients of a covariance that has nothing to do with
   the curvature: ``anisotropic``, and in one of the two dimensions only (``half``).
+- ``cubic-wine``: linear regression of the Wine data on all monomials of their eleven columns up to the third degree:
+  364 weights, whose posterior is exact and has a condition number of 170,000.
 - ``net-*``: a Bayesian network on a hundred points, and one of the size that the Boston data ask for, against a long
   run of our own `hmc`, compared in what they predict.
 - the rest by their names in posteriordb, against the draws of Stan.
@@ -12,6 +14,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -153,6 +156,43 @@ def _gauss(name: str, noise: tuple[float, float]) -> Problem:
     return Problem(name, target, (e,), 32, lambda p: p["theta"], known, torch.ones(2, dtype=torch.float64))
 
 
+# ---------------------------------------------------------------- UCI data
+
+
+def _uci(root: Path, name: str) -> tuple[Tensor, Tensor]:
+    """Inputs ``[N, d]`` and targets of a set, as they are: ``[N, 1]``."""
+    folder = root / "uci" / name
+    table = np.loadtxt(folder / "data.txt")
+    columns = [np.loadtxt(folder / f"index_{part}.txt", dtype=int, ndmin=1) for part in ("features", "target")]
+    x, y = (torch.from_numpy(table[:, index]).float() for index in columns)
+    return x, y
+
+
+DEGREE = 3
+WINE_NOISE = 0.65  # standard deviation of the scores about what can be said of them
+
+
+def _cubic(root: Path) -> Problem:
+    """The quality of red wines by monomials of their measurements, each with unit variance; prior N(0, 1)."""
+    x, y = _uci(root, "wine-quality-red")
+    x = (x - x.mean(0)) / x.std(0)
+    powers = [p for k in range(1, DEGREE + 1) for p in itertools.combinations_with_replacement(range(x.shape[1]), k)]
+    x = torch.stack([x[:, list(p)].prod(-1) for p in powers], -1)
+    x = torch.cat([torch.ones(len(x), 1), (x - x.mean(0)) / x.std(0)], -1)
+    y = (y - y.mean()).squeeze(-1)
+
+    def log_likelihood(params: Params, batch: Any) -> Tensor:
+        rows, scores = batch
+        value: Tensor = -0.5 * ((scores - rows @ params["w"]) / WINE_NOISE).square()
+        return value
+
+    rows, scores, unit = x.double() / WINE_NOISE, y.double() / WINE_NOISE, torch.ones(x.shape[1], dtype=torch.float64)
+    covariance = torch.linalg.inv(rows.T @ rows + torch.diag(unit))
+    target = Target(log_likelihood, priors.Normal(1.0), init={"w": torch.zeros(x.shape[1])})
+    known = Moments(covariance @ (rows.T @ scores), covariance)
+    return Problem("cubic-wine", target, (x, y), len(x) // 10, lambda p: p["w"], known, unit)
+
+
 # ---------------------------------------------------------------- posteriordb
 
 
@@ -249,10 +289,7 @@ def _small_network(cache: Path | None) -> Problem:
 
 def _boston(root: Path, cache: Path | None) -> Problem:
     """The Boston data, standardised, 455 examples to learn from and the rest to predict."""
-    folder = root / "uci" / "bostonHousing"
-    table = np.loadtxt(folder / "data.txt")
-    columns = [np.loadtxt(folder / f"index_{part}.txt", dtype=int, ndmin=1) for part in ("features", "target")]
-    x, y = (torch.from_numpy(table[:, index]).float() for index in columns)
+    x, y = _uci(root, "bostonHousing")
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     train, held = order[:455], order[455:]
     test = (x[held] - x[train].mean(0)) / x[train].std(0)
@@ -276,7 +313,8 @@ def names(root: Path | str | None = None) -> list[str]:
     """Problems that can be made: all that need no data, and those whose data are under ``root``."""
     found = [*_EXACT, "net-small"]
     if root is not None:
-        found += ["net-boston"] if (Path(root) / "uci" / "bostonHousing" / "data.txt").exists() else []
+        needed = {"cubic-wine": "wine-quality-red", "net-boston": "bostonHousing"}
+        found += [name for name, data in needed.items() if (Path(root) / "uci" / data / "data.txt").exists()]
         found += posteriordb.names(root)
     return found
 
@@ -304,4 +342,6 @@ def make(name: str, root: Path | str | None = None, cache: Path | str | None = N
     if name == "net-small":
         return _small_network(kept)
     assert root is not None
+    if name == "cubic-wine":
+        return _cubic(Path(root))
     return _boston(Path(root), kept) if name == "net-boston" else _stan(name, Path(root))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isosgd.samplers.outside import Outside
-from isosgd.samplers.reshaping import LEAST, at_least_one, believed, reshape, soft
+from isosgd.samplers.reshaping import LEAST, at_least_one, believed, condition_numbers, reshape, soft
 from isosgd.samplers.rule import Rule
 
 SINGULAR = 1e-12  # eigenvalues of H, scaled to a unit diagonal, below which the noise says nothing of a direction
@@ -92,6 +92,10 @@ class Full(Outside):
         values, vectors = torch.linalg.eigh(unit.unsqueeze(-1) * h * unit.unsqueeze(-2))
         values = torch.where(values > SINGULAR, values, 1.0).unsqueeze(-2)
         return unit.unsqueeze(-1) * vectors * values.rsqrt(), (vectors * values.sqrt()).mT / unit.unsqueeze(-2)
+
+    def conditioning(self) -> dict[str, float]:
+        """Condition numbers that simpler shapes would leave."""
+        return condition_numbers((self.inverse_root.mT @ self.inverse_root)[self.alive])
 
     def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:
         fisher = rule.batch_size * self.cov

@@ -23,13 +23,14 @@ import torch
 
 from isosgd.errors import SamplingWarning
 from isosgd.noise import AlphaStable, Summary
+from isosgd.samplers.full import Full
 from isosgd.samplers.groups import ParamsLike
 from isosgd.samplers.lambdas import Scheme
 from isosgd.samplers.presets import PRESETS
 from isosgd.samplers.shaped import Shaped
 from isosgd.samplers.shaping import ShapedLambda
 from isosgd.samplers.structure import Correction, Structure
-from isosgd.samplers.structures import StructureName, choose, make_structure
+from isosgd.samplers.structures import StructureName, choose, instead, make_structure, provisional
 
 HOT = 1e-2  # schemes that estimate at a mode were seen to diverge from this temperature on
 
@@ -112,6 +113,7 @@ class ISGD(ShapedLambda):
         if isinstance(sets, bool) or not isinstance(sets, int) or sets < 1 or chains % sets:
             raise ValueError(f"sets = {sets!r} must divide the number of chains, {chains}; leave it to isosgd.sample")
         self.scheme, self.summary, self.given = scheme, summary, lam is not None
+        self.undecided = False
         self.warmup, self.batch_size, self.sets = warmup, batch_size, sets
         super().__init__(
             params, num_data=num_data, temperature=temperature, extra={"lam": None, "rate": None}, **settings
@@ -120,6 +122,7 @@ class ISGD(ShapedLambda):
         if structure == "auto":
             knows = paired and scheme == "windowed" and batch_size is not None and not (correction or lam or warmup)
             structure = choose(self._shapes(), budget) if knows else "layer"
+            self.undecided = provisional(self._shapes(), structure)
         self.structure = make_structure(structure)
         if correction == "outer" and not paired:
             raise ValueError(
@@ -144,6 +147,36 @@ class ISGD(ShapedLambda):
                 SamplingWarning,
                 stacklevel=2,
             )
+
+    def decide(self) -> bool:
+        """After a first look of ``structure="auto"``: go on with a simpler shape where that is as good.
+
+        Returns:
+            Whether the shape is another one now, which has seen nothing yet.
+        """
+        other = instead(self.shaped) if self.undecided and isinstance(self.shaped, Full) else None
+        self.undecided = False
+        if isinstance(other, Shaped):
+            self._take_up(other)
+        return other is not None
+
+    def _take_up(self, shaped: Shaped) -> None:
+        """Go on with another shape, which knows nothing yet."""
+        alive = None if self.shaped is None else self.shaped.alive
+        self.structure = self.shaped = shaped
+        self._bind(shaped, paired=True, lam=None)
+        if alive is not None:
+            shaped.alive = alive
+        self._kept = None
+        self._start_plan()  # it may take other innovations
+        self.forget_noise()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        name = (state_dict.get("structure") or {"name": "full"})["name"]
+        other = make_structure(name) if self.undecided and name != "full" else None
+        if isinstance(other, Shaped):  # it was decided before the state was saved
+            self._take_up(other)
+        super().load_state_dict(state_dict)
 
     def _shapes(self) -> list[tuple[int, ...]]:
         lead = 1 if self.batched else 0

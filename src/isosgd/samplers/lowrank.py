@@ -18,6 +18,7 @@ from torch import Tensor
 
 from isosgd.samplers.directions import Directions
 from isosgd.samplers.lowrank_step import LowRankStep
+from isosgd.samplers.reshaping import RANK
 from isosgd.samplers.rows import (
     explained,
     gram,
@@ -59,7 +60,7 @@ class LowRank(LowRankStep):
     name = "lowrank"
     kept = (*LowRankStep.kept, "left", "spread")
 
-    def __init__(self, rank: int = 20, damping: float = 0.1, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, rank: int = RANK, damping: float = 0.1, dtype: torch.dtype | None = None) -> None:
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             raise ValueError(f"rank = {rank!r} must be an integer of at least 1; for none use structure='diagonal'")
         if not damping >= 0:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ Correction = Literal["diagonal", "outer"]
 class Structure(ABC):
     """A shape of Lambda."""
 
+    name: ClassVar[str] = "own"  # of a user's, unless it has another
+
     @abstractmethod
     def solve(self, noise: Sequence[Tensor], guard: Sequence[Tensor]) -> list[Tensor]:
         """The smallest Lambda of this shape, for each group, above its noise bound and its curvature bound."""
@@ -37,12 +39,16 @@ class Structure(ABC):
 class Layer(Structure):
     """One lambda for each group of parameters."""
 
+    name = "layer"
+
     def solve(self, noise: Sequence[Tensor], guard: Sequence[Tensor]) -> list[Tensor]:
         return [torch.maximum(b, h) for b, h in zip(noise, guard, strict=True)]
 
 
 class Single(Structure):
     """One lambda for all: the sum of the groups' noise bounds (the paper's SLR), or the largest curvature bound."""
+
+    name = "single"
 
     def solve(self, noise: Sequence[Tensor], guard: Sequence[Tensor]) -> list[Tensor]:
         lam = torch.maximum(torch.stack(list(noise)).sum(0), torch.stack(list(guard)).amax(0))

@@ -23,7 +23,9 @@ STRUCTURES: dict[str, type[Structure]] = {
 }
 GRADIENTS_FOR_EACH = 40  # parameter, that a full matrix needs in the warm-up
 LEAST_BUDGET = 400  # gradients without which no shape is estimated
-FULL_UP_TO = 200  # parameters; a matrix over more takes too many noise vectors to estimate
+FULL_UP_TO = 200  # parameters that get a full matrix, whatever their noise is like: it costs next to nothing
+MEASURED_UP_TO = 500  # parameters that get one where the warm-up finds it worth its cost; its eigenvectors take d^3
+WORTH = 30.0  # condition number that a low rank must leave for that; of white noise as few vectors show up to 9
 LOW_RANK_UP_TO = 1_000_000  # parameters; the directions of more take too much memory
 
 
@@ -45,6 +47,9 @@ def choose(shapes: Sequence[tuple[int, ...]], budget: int | None = None) -> Stru
     all of them: the noise of a network's weights is so correlated that a few directions are a hundred times stiffer
     than a diagonal, or a Kronecker product for each layer, can tell. The largest models get a rate for each parameter.
 
+    Between `FULL_UP_TO` and `MEASURED_UP_TO` parameters the answer is a full matrix for a first look; whether it stays
+    is decided by the conditioning that is measured then, see `instead`.
+
     Args:
         shapes: of the parameters.
         budget: gradients that the warm-up may take. A short one does not suffice to estimate many numbers.
@@ -54,8 +59,21 @@ def choose(shapes: Sequence[tuple[int, ...]], budget: int | None = None) -> Stru
         ('full', 'lowrank', 'diagonal')
     """
     total = sum(math.prod(shape) for shape in shapes)
-    if total <= FULL_UP_TO and (budget is None or budget >= GRADIENTS_FOR_EACH * total):
+    if total <= MEASURED_UP_TO and (budget is None or budget >= GRADIENTS_FOR_EACH * total):
         return "full"
     if budget is not None and budget < LEAST_BUDGET:
         return "layer"
     return "lowrank" if total <= LOW_RANK_UP_TO else "diagonal"
+
+
+def provisional(shapes: Sequence[tuple[int, ...]], structure: StructureName) -> bool:
+    """Whether a structure that was chosen is for a first look only."""
+    return structure == "full" and sum(math.prod(shape) for shape in shapes) > FULL_UP_TO
+
+
+def instead(full: Full) -> Structure | None:
+    """What to take instead of a full matrix that is not worth its cost, after a first look; None where it is.
+
+    A low rank leaves some conditioning: about so many times longer its slowest direction takes to forget.
+    """
+    return None if full.conditioning()["lowrank"] >= WORTH else LowRank()

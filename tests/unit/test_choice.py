@@ -1,0 +1,143 @@
+"""Which structure ``auto`` takes: by the number of parameters, the length of the warm-up, and measured conditioning."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import isosgd
+from isosgd import Target, priors
+from isosgd.chain.chain import Chains
+from isosgd.potential import Params
+from isosgd.samplers import structures
+from isosgd.samplers.isgd import ISGD
+from isosgd.samplers.reshaping import condition_numbers
+from isosgd.samplers.structures import choose, provisional
+from isosgd.store import writer
+
+WEIGHTS, ROWS = 32, 600
+QUICK: dict[str, Any] = {
+    "draws": 4,
+    "chains": 2,
+    "batch_size": 60,
+    "keep_every": 2,
+    "progress": False,
+    "compile": False,
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")  # warm-ups are short here
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten parameters are few here, so that a look decides for thirty-two."""
+    monkeypatch.setattr(structures, "FULL_UP_TO", 10)
+
+
+def regression(decades: float) -> tuple[Target, tuple[Tensor, Tensor]]:
+    """Linear regression on features whose scales fall by so many decades along axes that cross all of them."""
+    generator = torch.Generator().manual_seed(3)
+    axes = torch.linalg.qr(torch.randn(WEIGHTS, WEIGHTS, generator=generator))[0]
+    scales = torch.logspace(0.0, -decades, WEIGHTS)
+    x = (torch.randn(ROWS, WEIGHTS, generator=generator) * scales) @ axes.T
+    y = x @ torch.randn(WEIGHTS, generator=generator) + torch.randn(ROWS, generator=generator)
+
+    def log_likelihood(params: Params, batch: Any) -> Tensor:
+        value: Tensor = -0.5 * (batch[1] - batch[0] @ params["w"]).square()
+        return value
+
+    return Target(log_likelihood, priors.Normal(100.0), init={"w": torch.zeros(WEIGHTS)}), (x, y)
+
+
+WHITE, STEEP = 0.0, 3.0
+
+
+def test_sizes() -> None:
+    sizes = {10: "full", 11: "full", 500: "full", 501: "lowrank", 1_000_000: "lowrank", 1_000_001: "diagonal"}
+    assert {size: choose([(size,)]) for size in sizes} == sizes
+    assert [provisional([(size,)], choose([(size,)])) for size in (10, 11, 500, 501)] == [False, True, True, False]
+    assert choose([(100,)], budget=3_999) == "lowrank" and choose([(100,)], budget=4_000) == "full"
+    assert choose([(10,)], budget=399) == "layer"
+
+
+def test_condition_numbers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    axes = torch.linalg.qr(torch.randn(30, 30, generator=generator, dtype=torch.float64))[0]
+    strong = torch.cat([torch.full((5,), 1e4), torch.ones(25)]).double()
+    h = (axes * strong) @ axes.T
+    found = condition_numbers(h.expand(3, -1, -1))
+    assert found["single"] == pytest.approx(1e4)
+    assert 100 < found["diagonal"] < 1e5  # the directions cross all parameters
+    assert found["lowrank"] < 10  # and there are but five of them
+    units = torch.logspace(-3, 3, 30, dtype=torch.float64)
+    assert condition_numbers((units * torch.eye(30).double() * units).unsqueeze(0))["diagonal"] == pytest.approx(1.0)
+    assert condition_numbers(torch.eye(2).unsqueeze(0))["lowrank"] == pytest.approx(1.0)  # fewer than directions
+
+
+@pytest.mark.parametrize("batch_size", [60, "all"])
+@pytest.mark.parametrize(("decades", "taken"), [(WHITE, "lowrank"), (STEEP, "full")])
+def test_the_first_look_decides(decades: float, taken: str, batch_size: Any) -> None:
+    target, data = regression(decades)
+    posterior = isosgd.sample(target, data, **QUICK | {"batch_size": batch_size, "warmup": 1300})
+    reports = posterior.info["warmup"]
+    assert [report["structure"] for report in reports] == [taken, taken]
+    known = reports[0]["conditioning"]
+    assert known is None if taken == "lowrank" else known["lowrank"] > structures.WORTH
+    assert posterior.draws["w"].isfinite().all()
+
+
+def test_what_is_asked_for_is_not_decided_anew() -> None:
+    target, data = regression(WHITE)
+    posterior = isosgd.sample(target, data, **QUICK, warmup=1300, structure="full")
+    assert posterior.info["warmup"][0]["structure"] == "full"
+    assert isosgd.sample(target, data, **QUICK, warmup=600).info["warmup"][0]["structure"] == "lowrank"
+    for name in ("layer", "single", "diagonal"):
+        found = isosgd.sample(target, data, **QUICK, warmup=300, structure=name)
+        assert found.info["warmup"][0]["structure"] == name
+
+
+@pytest.mark.parametrize(
+    ("decades", "what", "after"),
+    [
+        (WHITE, "evaluate", 1000),  # in a window
+        pytest.param(WHITE, "natural", 2, marks=pytest.mark.slow),  # between draws
+        pytest.param(STEEP, "evaluate", 1000, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_was_stopped_goes_on_with_what_was_decided(
+    decades: float, what: str, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "LEAST_WAIT", 0.0)  # a checkpoint wherever there may be one
+    target, data = regression(decades)
+    settings = QUICK | {"warmup": 1300}
+    whole = isosgd.sample(target, data, **settings)
+    method, count = getattr(Chains, what), [0]
+
+    def stop(self: Chains, *args: Any, **options: Any) -> Any:
+        count[0] += 1
+        if count[0] > after:
+            raise KeyboardInterrupt
+        return method(self, *args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Chains, what, stop)
+        with pytest.raises(KeyboardInterrupt):
+            isosgd.sample(target, data, **settings, store=tmp_path / "run")
+    again = isosgd.sample(target, data, **settings, store=tmp_path / "run", resume=True)
+    assert torch.equal(again.draws["w"], whole.draws["w"])
+    assert again.info["warmup"][0]["structure"] == whole.info["warmup"][0]["structure"]
+
+
+def test_a_state_of_another_structure_is_refused_where_nothing_was_left_open() -> None:
+    def make(structure: Any) -> ISGD:
+        return ISGD([torch.zeros(WEIGHTS, requires_grad=True)], num_data=100, batch_size=10, structure=structure)
+
+    state = make("lowrank").state_dict()
+    undecided = make("auto")
+    assert undecided.undecided and undecided.structure.name == "full"
+    undecided.load_state_dict(state)
+    assert undecided.structure.name == "lowrank"
+    with pytest.raises(ValueError, match="saved with another structure"):
+        make("full").load_state_dict(state)
