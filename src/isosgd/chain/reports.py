@@ -45,6 +45,7 @@ class WarmupReport:
             `isosgd.chain.forgetting`); None where it knows none.
         batch_sizes: what minibatches of other sizes would cost and gain; empty where Lambda knows no directions.
         structure: the shape of Lambda.
+        brought_back: how often the chain ran away and was brought back (see `isosgd.chain.runaway`).
         conditioning: of a full matrix, the condition number that simpler shapes would leave (see `Full.conditioning`).
     """
 
@@ -58,6 +59,7 @@ class WarmupReport:
     directions: dict[str, Any] | None = None
     batch_sizes: list[dict[str, float]] = field(default_factory=list)
     structure: str | None = None
+    brought_back: int = 0
     conditioning: dict[str, float] | None = None
 
     def as_dict(self) -> dict[str, Any]:

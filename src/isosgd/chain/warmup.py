@@ -29,6 +29,7 @@ from isosgd.chain.forgetting import batch_sizes, directions
 from isosgd.chain.glide import Glide
 from isosgd.chain.progress import Progress
 from isosgd.chain.reports import GroupReport, WarmupReport, drifting
+from isosgd.chain.runaway import Runaway
 from isosgd.chain.spacing import LENGTH, Traces
 from isosgd.chain.trajectories import Trajectories
 from isosgd.noise import dot
@@ -102,7 +103,7 @@ class _Warmup:
         self.exact = steps is not None
         self.spent = 0
         self.tails = [TailMeter() for _ in chains.sampler.param_groups]
-        self.traces = Traces(chains)
+        self.traces, self.runaway = Traces(chains), Runaway(chains)
         self.signal: list[Array] = []  # [chains, groups]
         self.seen_curvatures: list[Array] = []
         self.curvatures: Array | None = None
@@ -122,6 +123,7 @@ class _Warmup:
             **found,
             "traces": self.traces.state(),
             "descent": self.descent.state(),
+            "runaway": self.runaway.state(),
             "tails": [dict(vars(meter)) for meter in self.tails],
         }
 
@@ -131,6 +133,7 @@ class _Warmup:
             setattr(self, name, state[name])
         self.traces.load_state(state["traces"])
         self.descent.load_state(state["descent"])
+        self.runaway.load_state(state["runaway"])
         for meter, saved in zip(self.tails, state["tails"], strict=True):
             vars(meter).update(saved)
 
@@ -167,6 +170,7 @@ class _Warmup:
                 groups[k],
                 None if self.loss is None else (float(self.loss[0][k]), float(self.loss[1][k])),
                 structure=chains.structure,
+                brought_back=int(self.runaway.caught[k]),
                 **more[k],
             )
             for k, reason in enumerate(reasons)
@@ -188,6 +192,7 @@ class _Warmup:
         for _ in range(length):  # a first noise estimate before the first move
             noise = chains.evaluate(split=True)
             chains.sampler.observe(noise if chains.sampler.estimator.centred else None)
+            self.runaway.losses.append(chains.loss)
             self._count("measuring noise")
         # A mode has far less noise than its surroundings: start well below the rate it suggests, and let it rise.
         chains.adapt(CAUTION * chains.curvature.values())
@@ -230,6 +235,7 @@ class _Warmup:
             # A shape is measured in every direction, so it may be left quickly while the chain is still on its way.
             early = chains.shaped is not None and length < LEAST_LAST_WINDOW
             chains.adapt(torch.as_tensor(self.curvatures), rise=EARLY_RISE if early else 2.0)
+            self.runaway.hold()
             if chains.shaped is not None:  # over the Lambda there is now
                 self.curvatures = chains.curvatures().cpu().numpy()
             with np.errstate(invalid="ignore"):  # the loss of a chain that was given up is infinite
@@ -259,20 +265,22 @@ class _Warmup:
 
     def _check(self, end: int) -> None:
         """Try the last rates, which no window has used: until ``end`` they may only fall."""
-        chains, steps = self.chains, 0
+        chains, losses = self.chains, list[Tensor]()
         if chains.shaped is None:
             return
+        self.runaway.begin()
         while self.spent < end:
             chains.step(split=True)
+            losses.append(chains.loss)
             self._count("trying the rates")
-            if steps % 2 == 0 and self.spent < end:
+            if len(losses) % 2 and self.spent < end:
                 self._probe("trying the rates")
-            steps += 1
-            if steps % ADAPT_EVERY == 0:
+            if len(losses) % ADAPT_EVERY == 0:
                 chains.adapt(chains.curvatures(), rise=1.0)
-        if steps and isinstance(chains.sampler, ISGD):
+                self.runaway.look(losses)
+        if losses and isinstance(chains.sampler, ISGD):
             chains.sampler.cool()
-        if steps:
+        if losses:
             self.curvatures = chains.curvatures().cpu().numpy()
 
     def _settled(self, reasons: list[str]) -> bool:
@@ -292,6 +300,7 @@ class _Warmup:
         self.tails = [TailMeter() for _ in chains.sampler.param_groups]
         self.signal, self.seen_curvatures = [], []
         self.traces.begin(length)
+        self.runaway.begin()
         losses: list[Tensor] = []
         end = self.spent + length
         while self.spent < end:
@@ -309,6 +318,7 @@ class _Warmup:
             chains.advance(noise if chains.sampler.estimator.centred else None)
             if i % ADAPT_EVERY == ADAPT_EVERY - 1:  # within a window rates may only fall
                 chains.adapt(chains.curvatures(), rise=1.0)
+                self.runaway.look(losses)
         return torch.stack(losses).double().cpu().numpy()
 
     def _unsettled(self, old: Array, losses: Array) -> list[str]:

@@ -1,0 +1,83 @@
+"""Chains that run away while rates are being found are brought back, and go slower from then on.
+
+Rates follow from averages: of the noise, and of the curvature. A few examples far out, whose minibatches have a hundred
+times the average curvature, can drive a chain away that is stable on average. Its loss tells: at temperature T it is
+above that of a mode by ``d T / (2 N)``, and many times as much only where nothing holds the chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isosgd.chain.chain import Chains
+from isosgd.samplers import ISGD
+
+LOSSES = 20  # of which the median is looked at: one bad minibatch is none
+BEYOND = 20.0  # times what the loss can be above that of the mode, and deviations of such a median
+SLOWER = 4.0  # times, when a chain is brought back
+
+
+class Runaway:
+    """What brings chains back whose Lambda knows directions; of others it does nothing.
+
+    Args:
+        chains: they have come down to a mode.
+    """
+
+    kept = ("losses", "home", "least", "caught")
+
+    def __init__(self, chains: Chains) -> None:
+        self.chains = chains
+        self.losses: list[Tensor] = []  # at the mode, ``[chains]`` each
+        self.home: list[Tensor] = []
+        self.least = torch.zeros(chains.count, device=chains.alive.device)  # factor of Lambda
+        self.caught = torch.zeros_like(self.least)  # how often
+
+    def state(self) -> dict[str, Any]:
+        """What is needed to go on, beside the chains."""
+        return {name: getattr(self, name) for name in self.kept}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def begin(self) -> None:
+        """A window begins: where chains are now they may be sent back to."""
+        self.home = self.chains.snapshot()
+
+    def limit(self) -> Tensor:
+        """The loss from which on a chain has run away."""
+        chains, group, losses = self.chains, self.chains.sampler.param_groups[0], torch.stack(self.losses).double()
+        heat = 0.5 * sum(chains.layout.sizes) * group["temperature"] / chains.num_data
+        middle = losses.quantile(0.5, dim=0)
+        spread = (losses - middle).abs().quantile(0.5, dim=0)  # 0.67 standard deviations of normal ones
+        limit: Tensor = middle + BEYOND * (heat + 1.5 * spread / LOSSES**0.5)
+        return limit
+
+    def look(self, losses: Sequence[Tensor]) -> None:
+        """Bring chains back by the last losses of a window."""
+        chains, shaped = self.chains, self.chains.shaped
+        if shaped is None or not self.losses or len(losses) < LOSSES:
+            return
+        away = chains.alive & (torch.stack(list(losses[-LOSSES:])).double().median(0).values > self.limit())
+        if not bool(away.any()):
+            return
+        chains.restore(self.home, away)
+        self.caught += away
+        self.least = torch.where(away, SLOWER * shaped.factor.to(self.least), self.least)
+        self.hold()
+
+    def hold(self) -> None:
+        """Chains that ran away stay slower, whatever rates have been found since."""
+        chains, shaped = self.chains, self.chains.shaped
+        if shaped is None or not isinstance(chains.sampler, ISGD) or not bool(self.caught.any()):
+            return
+        late = self.least.to(shaped.factor) > shaped.factor
+        if bool(late.any()):
+            shaped.slow(torch.where(late, self.least.to(shaped.factor) / shaped.factor, 1.0))
+            chains.sampler.cool()
