@@ -93,6 +93,9 @@ class Still:
     class layout:
         sizes = (30, 10)
 
+    def each(self, number: float) -> Tensor:
+        return torch.full((3,), number, dtype=torch.float64)
+
     def snapshot(self) -> list[Tensor]:
         return [self.place.clone()]
 
@@ -103,7 +106,7 @@ class Still:
 def watch(spread: float = 0.0) -> tuple[Still, Runaway]:
     chains = Still()
     runaway = Runaway(chains)  # type: ignore[arg-type]
-    runaway.losses = [torch.full((3,), 1.0 + spread * (-1) ** i) for i in range(50)]
+    runaway.know([torch.full((3,), 1.0 + spread * (-1) ** i) for i in range(50)])
     runaway.begin()
     chains.place = torch.ones(3)
     return chains, runaway
@@ -115,7 +118,7 @@ def losses(*last: float) -> list[Tensor]:
 
 def test_who_is_brought_back() -> None:
     chains, runaway = watch()
-    assert runaway.limit().tolist() == pytest.approx([1.0 + 20 * 0.2] * 3)
+    assert runaway.limit.tolist() == pytest.approx([1.0 + 20 * 0.2] * 3)
     runaway.look(losses(4.9, 4.9, 4.9))
     assert chains.place.tolist() == [1, 1, 1] and not runaway.caught.any()
     runaway.look(losses(4.9, 5.1, torch.inf))  # the third was given up long ago
@@ -134,7 +137,7 @@ def test_one_bad_minibatch_is_none() -> None:
 
 def test_noisy_losses_have_more_room() -> None:
     _, runaway = watch(spread=0.5)
-    assert (runaway.limit() > 1.0 + 20 * 0.2 + 3.0).all()
+    assert (runaway.limit > 1.0 + 20 * 0.2 + 3.0).all()
 
 
 def test_rates_that_rise_again_are_held() -> None:

@@ -25,46 +25,46 @@ class Runaway:
     """What brings chains back whose Lambda knows directions; of others it does nothing.
 
     Args:
-        chains: they have come down to a mode.
+        chains: that come down to a mode, and then sample in windows.
     """
 
-    kept = ("losses", "home", "least", "caught")
+    kept = ("limit", "least", "caught")
 
     def __init__(self, chains: Chains) -> None:
         self.chains = chains
-        self.losses: list[Tensor] = []  # at the mode, ``[chains]`` each
-        self.home: list[Tensor] = []
-        self.least = torch.zeros(chains.count, device=chains.alive.device)  # factor of Lambda
-        self.caught = torch.zeros_like(self.least)  # how often
+        self.home: list[Tensor] = []  # where the window began
+        self.limit = chains.each(torch.inf)  # the loss from which on a chain has run away
+        self.least = torch.zeros_like(self.limit)  # factor of Lambda
+        self.caught = torch.zeros_like(self.limit)  # how often
 
     def state(self) -> dict[str, Any]:
-        """What is needed to go on, beside the chains."""
+        """What is needed to go on from between two windows, beside the chains."""
         return {name: getattr(self, name) for name in self.kept}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave."""
         for name, value in state.items():
-            setattr(self, name, value)
+            setattr(self, name, value.to(self.limit))
+
+    def know(self, at_mode: Sequence[Tensor]) -> None:
+        """Take in losses ``[chains]`` where the descent ended."""
+        group, losses = self.chains.sampler.param_groups[0], torch.stack(list(at_mode)).double()
+        heat = 0.5 * sum(self.chains.layout.sizes) * group["temperature"] / self.chains.num_data
+        middle = losses.quantile(0.5, dim=0)
+        spread = (losses - middle).abs().quantile(0.5, dim=0)  # 0.67 standard deviations of normal ones
+        self.limit = middle + BEYOND * (heat + 1.5 * spread / LOSSES**0.5)
 
     def begin(self) -> None:
         """A window begins: where chains are now they may be sent back to."""
-        self.home = self.chains.snapshot()
-
-    def limit(self) -> Tensor:
-        """The loss from which on a chain has run away."""
-        chains, group, losses = self.chains, self.chains.sampler.param_groups[0], torch.stack(self.losses).double()
-        heat = 0.5 * sum(chains.layout.sizes) * group["temperature"] / chains.num_data
-        middle = losses.quantile(0.5, dim=0)
-        spread = (losses - middle).abs().quantile(0.5, dim=0)  # 0.67 standard deviations of normal ones
-        limit: Tensor = middle + BEYOND * (heat + 1.5 * spread / LOSSES**0.5)
-        return limit
+        if self.chains.shaped is not None:
+            self.home = self.chains.snapshot()
 
     def look(self, losses: Sequence[Tensor]) -> None:
         """Bring chains back by the last losses of a window."""
         chains, shaped = self.chains, self.chains.shaped
-        if shaped is None or not self.losses or len(losses) < LOSSES:
+        if shaped is None or len(losses) < LOSSES:
             return
-        away = chains.alive & (torch.stack(list(losses[-LOSSES:])).double().median(0).values > self.limit())
+        away = chains.alive & (torch.stack(list(losses[-LOSSES:])).double().median(0).values > self.limit)
         if not bool(away.any()):
             return
         chains.restore(self.home, away)

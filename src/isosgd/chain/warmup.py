@@ -189,11 +189,13 @@ class _Warmup:
                     f"{length + axes} gradients after the descent for a first look at {chains.shaped.total} "
                     f"parameters: give at least {4 * (length + axes)}, or structure='layer'"
                 )
+        losses = []
         for _ in range(length):  # a first noise estimate before the first move
             noise = chains.evaluate(split=True)
             chains.sampler.observe(noise if chains.sampler.estimator.centred else None)
-            self.runaway.losses.append(chains.loss)
+            losses.append(chains.loss)
             self._count("measuring noise")
+        self.runaway.know(losses)
         # A mode has far less noise than its surroundings: start well below the rate it suggests, and let it rise.
         chains.adapt(CAUTION * chains.curvature.values())
         if chains.decide():
