@@ -11,7 +11,7 @@ from torch import Tensor
 import isosgd
 from isosgd import Target, priors
 from isosgd.chain.chain import Chains
-from isosgd.chain.runaway import LOSSES, SLOWER, Runaway
+from isosgd.chain.runaway import LOSSES, MOST, SLOWER, Runaway
 from isosgd.potential import Params
 from isosgd.store import writer
 
@@ -47,6 +47,8 @@ def test_chains_are_where_the_posterior_is(cubic: Any, structure: str) -> None:
     assert sum(report["brought_back"] for report in posterior.info["warmup"]) > 0
     worst = ((posterior.draws["w"].double() - mean) / deviation).abs().max()
     assert worst < 7
+    rates = torch.tensor([chain["w"] for chain in posterior.info["rates"]])
+    assert rates.min() > 1e-3 * rates.max()  # those that were brought back go on, if slowly
 
 
 def test_a_run_that_was_stopped_knows_who_ran_away(cubic: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +76,7 @@ class Shape:
     """A Lambda that is only a size."""
 
     def __init__(self) -> None:
-        self.factor = torch.ones(3)
+        self.factor, self.stretch = torch.ones(3), torch.ones(3)
 
     def slow(self, factor: Tensor) -> None:
         self.factor = self.factor * factor
@@ -92,6 +94,10 @@ class Still:
 
     class layout:
         sizes = (30, 10)
+
+    class stiffness:
+        image, length = torch.zeros(3, 40), None
+        forget = staticmethod(lambda: None)
 
     def each(self, number: float) -> Tensor:
         return torch.full((3,), number, dtype=torch.float64)
@@ -119,11 +125,27 @@ def losses(*last: float) -> list[Tensor]:
 def test_who_is_brought_back() -> None:
     chains, runaway = watch()
     assert runaway.limit.tolist() == pytest.approx([1.0 + 20 * 0.2] * 3)
-    runaway.look(losses(4.9, 4.9, 4.9))
+    assert not runaway.look(losses(4.9, 4.9, 4.9))
     assert chains.place.tolist() == [1, 1, 1] and not runaway.caught.any()
-    runaway.look(losses(4.9, 5.1, torch.inf))  # the third was given up long ago
+    assert runaway.look(losses(4.9, 5.1, torch.inf))  # the third was given up long ago
     assert chains.place.tolist() == [1, 0, 1] and runaway.caught.tolist() == [0, 1, 0]
     assert chains.shaped.factor.tolist() == [1, SLOWER, 1]
+
+
+def test_what_was_believed_on_the_way_is_not() -> None:
+    chains, runaway = watch()
+    chains.shaped.factor, chains.shaped.stretch = torch.full((3,), 1e9), torch.full((3,), 1e9)
+    runaway.look(losses(9.0, 1.0, 1.0))
+    assert chains.shaped.factor.tolist() == pytest.approx([SLOWER, 1e9, 1e9])
+    assert chains.shaped.stretch.tolist() == pytest.approx([1, 1e9, 1e9])
+
+
+def test_each_time_slower_but_not_for_ever() -> None:
+    chains, runaway = watch()
+    for count in range(MOST + 3):
+        assert runaway.look(losses(9.0, 1.0, 1.0)) == (count < MOST)
+    assert runaway.caught.tolist() == [MOST, 0, 0]
+    assert chains.shaped.factor.tolist() == [SLOWER**MOST, 1, 1]
 
 
 def test_one_bad_minibatch_is_none() -> None:

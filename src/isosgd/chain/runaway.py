@@ -15,10 +15,14 @@ from torch import Tensor
 
 from isosgd.chain.chain import Chains
 from isosgd.samplers import ISGD
+from isosgd.samplers.full import Full
+from isosgd.samplers.lowrank import LowRank
 
 LOSSES = 20  # of which the median is looked at: one bad minibatch is none
 BEYOND = 20.0  # times what the loss can be above that of the mode, and deviations of such a median
-SLOWER = 4.0  # times, when a chain is brought back
+LEAST_BEYOND = 1e-3  # of the loss itself: less may be rounding
+SLOWER = 4.0  # times, when a chain is brought back ...
+MOST = 10  # ... as often as this
 
 
 class Runaway:
@@ -32,10 +36,12 @@ class Runaway:
 
     def __init__(self, chains: Chains) -> None:
         self.chains = chains
-        self.home: list[Tensor] = []  # where the window began
         self.limit = chains.each(torch.inf)  # the loss from which on a chain has run away
         self.least = torch.zeros_like(self.limit)  # factor of Lambda
         self.caught = torch.zeros_like(self.limit)  # how often
+        self.home: list[Tensor] = []  # where the window began, and what was believed then
+        self.factor = self.stretch = self.image = self.limit
+        self.length: Tensor | None = None
 
     def state(self) -> dict[str, Any]:
         """What is needed to go on from between two windows, beside the chains."""
@@ -52,32 +58,48 @@ class Runaway:
         heat = 0.5 * sum(self.chains.layout.sizes) * group["temperature"] / self.chains.num_data
         middle = losses.quantile(0.5, dim=0)
         spread = (losses - middle).abs().quantile(0.5, dim=0)  # 0.67 standard deviations of normal ones
-        self.limit = middle + BEYOND * (heat + 1.5 * spread / LOSSES**0.5)
+        beyond = BEYOND * (heat + 1.5 * spread / LOSSES**0.5)
+        self.limit = middle + torch.maximum(beyond, LEAST_BEYOND * middle.abs())
 
     def begin(self) -> None:
         """A window begins: where chains are now they may be sent back to."""
-        if self.chains.shaped is not None:
-            self.home = self.chains.snapshot()
+        shaped, stiffness = self.chains.shaped, self.chains.stiffness
+        if shaped is not None:
+            self.home, self.factor, self.stretch = self.chains.snapshot(), shaped.factor.clone(), shaped.stretch.clone()
+            self.image, self.length = stiffness.image.clone(), stiffness.length
 
-    def look(self, losses: Sequence[Tensor]) -> None:
-        """Bring chains back by the last losses of a window."""
+    def look(self, losses: Sequence[Tensor]) -> bool:
+        """Bring chains back by the last losses of a window; whether there were any.
+
+        What was measured on the way is forgotten, by all chains: it is not of the posterior.
+        """
         chains, shaped = self.chains, self.chains.shaped
         if shaped is None or len(losses) < LOSSES:
-            return
-        away = chains.alive & (torch.stack(list(losses[-LOSSES:])).double().median(0).values > self.limit)
+            return False
+        high = torch.stack(list(losses[-LOSSES:])).double().median(0).values > self.limit
+        away = chains.alive & high & (self.caught < MOST)
         if not bool(away.any()):
-            return
+            return False
         chains.restore(self.home, away)
-        self.caught += away
-        self.least = torch.where(away, SLOWER * shaped.factor.to(self.least), self.least)
+        chains.stiffness.image, chains.stiffness.length = self.image.clone(), self.length
+        chains.stiffness.forget()
+        if isinstance(shaped, LowRank) and shaped.known:
+            shaped.search = None
+        if isinstance(shaped, Full):
+            shaped.forget_axes()
+        chains.sampler.forget_noise()
+        slower = SLOWER * torch.maximum(self.factor.to(self.least), self.least)
+        self.caught, self.least = self.caught + away, torch.where(away, slower, self.least)
+        shaped.stretch = torch.where(away, self.stretch, shaped.stretch)
+        shaped.slow(torch.where(away, slower.to(shaped.factor) / shaped.factor, 1.0))
         self.hold()
+        return True
 
     def hold(self) -> None:
         """Chains that ran away stay slower, whatever rates have been found since."""
         chains, shaped = self.chains, self.chains.shaped
         if shaped is None or not isinstance(chains.sampler, ISGD) or not bool(self.caught.any()):
             return
-        late = self.least.to(shaped.factor) > shaped.factor
-        if bool(late.any()):
-            shaped.slow(torch.where(late, self.least.to(shaped.factor) / shaped.factor, 1.0))
-            chains.sampler.cool()
+        least = self.least.to(shaped.factor)
+        shaped.slow((least / shaped.factor).clamp_min(1.0))
+        chains.sampler.cool()

@@ -115,15 +115,6 @@ class Trajectories:
             setattr(self, name, state[name])
         self.traces.load_state(state["traces"])
 
-    def _first_look(self) -> None:
-        """A first Lambda, from the noise where the descent ended."""
-        assert self.sampler.shaped is not None
-        for _ in range(self.sampler.shaped.least):
-            self.last = self.chains.evaluate(split=True)
-            self.sampler.observe(self.last)
-            self._count("measuring noise")
-        self.chains.shape()
-
     def run(self, measure_spacing: bool) -> list[WarmupReport]:
         """All of it."""
         self.traced = measure_spacing
@@ -137,9 +128,11 @@ class Trajectories:
         if self.stage == "start":
             self.chains.evaluate(forgiving=False)
             self._descend(min(int(DESCENT_SHARE * self.budget), MOST_DESCENT))
-            self._first_look()
-            if self.chains.decide():
-                self._first_look()
+            for _ in range(shaped.least):
+                self.last = self.chains.evaluate(split=True)
+                self.sampler.observe(self.last)
+                self._count("measuring noise")
+            self.chains.shape()
             self.stage = "windows"
         while self.stage == "windows":
             self.mark(self.state)

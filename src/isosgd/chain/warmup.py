@@ -54,6 +54,7 @@ PAPER_STEPS = 2_000  # the paper's warm-up on its regressions
 MOST_DESCENT_SHARE = 0.5
 CHECK_SHARE, MOST_CHECKED = 0.05, 400  # of the budget, for trying the last rates ...
 FALLING_SHARE, MOST_FALLING = 0.2, 4_000  # ... and where they fell in the last window: stiff directions come and go
+LATE = "the chain ran away while its last rates were tried, and was brought back: a longer warmup= would help"
 ENOUGH = 0.75  # share of the chains that must have settled: of many, one is always unsettled by chance
 MARK_EVERY = 100  # steps of the paper's schemes, which have no windows
 
@@ -133,7 +134,7 @@ class _Warmup:
             setattr(self, name, state[name])
         self.traces.load_state(state["traces"])
         self.descent.load_state(state["descent"])
-        self.runaway.load_state(state["runaway"])
+        self.runaway.load_state(state.get("runaway", {}))
         for meter, saved in zip(self.tails, state["tails"], strict=True):
             vars(meter).update(saved)
 
@@ -156,7 +157,10 @@ class _Warmup:
             self.descent.run()
         self.budget = self.asked - self._check_steps()
         reasons = self._windows()
+        caught = self.runaway.caught
         self._check(self.asked if self.exact else min(self.asked, self.spent + self._check_steps()))
+        late = (self.runaway.caught > caught).tolist()
+        reasons = [reason or (LATE if ran else "") for reason, ran in zip(reasons, late, strict=True)]
         keep = self._spacing() if measure_spacing else None
         groups, more = self._groups(), self._directions()
         sampler.freeze()
@@ -228,6 +232,9 @@ class _Warmup:
                 return [reason or short for reason in self.reasons]
             old, before = self._rates(), self._sizes()
             losses = self._window(length)
+            if losses is None:  # a chain ran away and was brought back: begin anew
+                self.settled_before = False
+                continue
             self.fell = bool((self._sizes() > SETTLED_RATIO * before)[chains.alive].double().mean() > 0.5)
             self.budget = self.asked - self._check_steps()
             self.last = self.exact and self.budget - self.spent < length
@@ -268,7 +275,7 @@ class _Warmup:
     def _check(self, end: int) -> None:
         """Try the last rates, which no window has used: until ``end`` they may only fall."""
         chains, losses = self.chains, list[Tensor]()
-        if chains.shaped is None:
+        if chains.shaped is None or self.spent >= end:
             return
         self.runaway.begin()
         while self.spent < end:
@@ -278,12 +285,13 @@ class _Warmup:
             if len(losses) % 2 and self.spent < end:
                 self._probe("trying the rates")
             if len(losses) % ADAPT_EVERY == 0:
-                chains.adapt(chains.curvatures(), rise=1.0)
-                self.runaway.look(losses)
-        if losses and isinstance(chains.sampler, ISGD):
+                if self.runaway.look(losses):
+                    losses = losses[:0]
+                else:
+                    chains.adapt(chains.curvatures(), rise=1.0)
+        if isinstance(chains.sampler, ISGD):
             chains.sampler.cool()
-        if losses:
-            self.curvatures = chains.curvatures().cpu().numpy()
+        self.curvatures = chains.curvatures().cpu().numpy()
 
     def _settled(self, reasons: list[str]) -> bool:
         """Whether most living chains have settled."""
@@ -294,8 +302,8 @@ class _Warmup:
         shaped = self.chains.shaped
         return LEAST_LAST_WINDOW if shaped is None else max(LEAST_LAST_WINDOW, VECTORS * shaped.least)
 
-    def _window(self, length: int) -> Array:
-        """Losses of a window, ``[steps, chains]``."""
+    def _window(self, length: int) -> Array | None:
+        """Losses of a window, ``[steps, chains]``; None where it was given up, since a chain ran away."""
         chains = self.chains
         chains.sampler.forget_noise()
         chains.stiffness.forget()
@@ -319,8 +327,11 @@ class _Warmup:
             self.traces.take(i)
             chains.advance(noise if chains.sampler.estimator.centred else None)
             if i % ADAPT_EVERY == ADAPT_EVERY - 1:  # within a window rates may only fall
+                if self.runaway.look(losses):
+                    return None
                 chains.adapt(chains.curvatures(), rise=1.0)
-                self.runaway.look(losses)
+        if self.runaway.look(losses):
+            return None
         return torch.stack(losses).double().cpu().numpy()
 
     def _unsettled(self, old: Array, losses: Array) -> list[str]:

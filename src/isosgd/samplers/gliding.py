@@ -51,6 +51,8 @@ class Gliding(ISGD):
             step.
     """
 
+    measures = False
+
     def _bind(self, shaped: Shaped, paired: bool, lam: float | None) -> None:
         super()._bind(shaped, paired, lam)
         shaped.weight = 0.0

@@ -26,6 +26,7 @@ from isosgd.noise import AlphaStable, Summary
 from isosgd.samplers.full import Full
 from isosgd.samplers.groups import ParamsLike
 from isosgd.samplers.lambdas import Scheme
+from isosgd.samplers.lowrank import LowRank
 from isosgd.samplers.presets import PRESETS
 from isosgd.samplers.shaped import Shaped
 from isosgd.samplers.shaping import ShapedLambda
@@ -53,7 +54,7 @@ class ISGD(ShapedLambda):
             growing windows, so that lambda is that of the typical set.
         structure: the shape of Lambda. ``layer``, ``single`` (the paper's SLR); or one that knows the geometry:
             ``diagonal``, ``lowrank``, ``kronecker``, ``full`` (see `isosgd.samplers.shaped`); ``auto`` for the one of
-            these that fits the model; or a `Structure`.
+            these that fits the model (which a first look may still change, see `decide`); or a `Structure`.
         averaged: inject the mean of this step's and the last step's innovations (Leimkuhler and Matthews 2013), which
             leaves only the discretisation bias of the gradient noise; the default for shapes that know the geometry.
         correction: ``outer`` corrects correlated noise and needs ``noise="paired"``, for which it is the default;
@@ -80,6 +81,8 @@ class ISGD(ShapedLambda):
         >>> sampler.rate(sampler.param_groups[0]) > 0
         True
     """
+
+    measures = True  # whether its warm-up calls `decide`
 
     def __init__(
         self,
@@ -121,7 +124,7 @@ class ISGD(ShapedLambda):
         paired = self.estimator.centred and not isinstance(self.estimator, AlphaStable)
         if structure == "auto":
             knows = paired and scheme == "windowed" and batch_size is not None and not (correction or lam or warmup)
-            structure = choose(self._shapes(), budget) if knows else "layer"
+            structure = choose(self._shapes(), budget, chains, self.measures) if knows else "layer"
             self.undecided = provisional(self._shapes(), structure)
         self.structure = make_structure(structure)
         if correction == "outer" and not paired:
@@ -156,7 +159,7 @@ class ISGD(ShapedLambda):
         """
         other = instead(self.shaped) if self.undecided and isinstance(self.shaped, Full) else None
         self.undecided = False
-        if isinstance(other, Shaped):
+        if other is not None:
             self._take_up(other)
         return other is not None
 
@@ -172,10 +175,9 @@ class ISGD(ShapedLambda):
         self.forget_noise()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        name = (state_dict.get("structure") or {"name": "full"})["name"]
-        other = make_structure(name) if self.undecided and name != "full" else None
-        if isinstance(other, Shaped):  # it was decided before the state was saved
-            self._take_up(other)
+        if self.undecided and (state_dict.get("structure") or {}).get("name") == LowRank.name:
+            self._take_up(LowRank())  # it was decided before the state was saved
+            self.undecided = False
         super().load_state_dict(state_dict)
 
     def _shapes(self) -> list[tuple[int, ...]]:

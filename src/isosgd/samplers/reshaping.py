@@ -55,5 +55,6 @@ def condition_numbers(h: Tensor) -> dict[str, float]:
     """
     unit = h.diagonal(dim1=-2, dim2=-1).clamp_min(torch.finfo(h.dtype).tiny).rsqrt()
     raw, scaled = torch.linalg.eigvalsh(h), torch.linalg.eigvalsh(unit.unsqueeze(-1) * h * unit.unsqueeze(-2))
+    tiny = torch.finfo(h.dtype).eps
     tops = {"single": (raw, 1), "diagonal": (scaled, 1), "lowrank": (scaled, min(RANK + 1, h.shape[-1]))}
-    return {name: float((v[:, -k] / v[:, 0].clamp_min(1e-300)).median()) for name, (v, k) in tops.items()}
+    return {name: float((v[:, -k] / torch.maximum(v[:, 0], tiny * v[:, -1])).median()) for name, (v, k) in tops.items()}

@@ -25,6 +25,7 @@ GRADIENTS_FOR_EACH = 40  # parameter, that a full matrix needs in the warm-up
 LEAST_BUDGET = 400  # gradients without which no shape is estimated
 FULL_UP_TO = 200  # parameters that get a full matrix, whatever their noise is like: it costs next to nothing
 MEASURED_UP_TO = 500  # parameters that get one where the warm-up finds it worth its cost; its eigenvectors take d^3
+MOST_NUMBERS = 4_000_000  # in the matrices of all chains together, for that
 WORTH = 30.0  # condition number that a low rank must leave for that; of white noise as few vectors show up to 9
 LOW_RANK_UP_TO = 1_000_000  # parameters; the directions of more take too much memory
 
@@ -40,7 +41,9 @@ def make_structure(structure: StructureName | Structure) -> Structure:
     return STRUCTURES[structure]()
 
 
-def choose(shapes: Sequence[tuple[int, ...]], budget: int | None = None) -> StructureName:
+def choose(
+    shapes: Sequence[tuple[int, ...]], budget: int | None = None, chains: int = 1, measured: bool = True
+) -> StructureName:
     """The structure that mixes best at a cost below that of the gradient.
 
     Few parameters get a full matrix. More get a rate for each, and one for each of the strongest directions that cross
@@ -53,13 +56,16 @@ def choose(shapes: Sequence[tuple[int, ...]], budget: int | None = None) -> Stru
     Args:
         shapes: of the parameters.
         budget: gradients that the warm-up may take. A short one does not suffice to estimate many numbers.
+        chains: how many run side by side.
+        measured: whether there is a first look that decides.
 
     Example:
         >>> choose([(5,), ()]), choose([(50, 13), (50,), (1, 50), (1,)]), choose([(3000, 3000)])
         ('full', 'lowrank', 'diagonal')
     """
     total = sum(math.prod(shape) for shape in shapes)
-    if total <= MEASURED_UP_TO and (budget is None or budget >= GRADIENTS_FOR_EACH * total):
+    small = total <= FULL_UP_TO or (measured and total <= MEASURED_UP_TO and chains * total**2 <= MOST_NUMBERS)
+    if small and (budget is None or budget >= GRADIENTS_FOR_EACH * total):
         return "full"
     if budget is not None and budget < LEAST_BUDGET:
         return "layer"
@@ -71,9 +77,10 @@ def provisional(shapes: Sequence[tuple[int, ...]], structure: StructureName) -> 
     return structure == "full" and sum(math.prod(shape) for shape in shapes) > FULL_UP_TO
 
 
-def instead(full: Full) -> Structure | None:
+def instead(full: Full) -> LowRank | None:
     """What to take instead of a full matrix that is not worth its cost, after a first look; None where it is.
 
-    A low rank leaves some conditioning: about so many times longer its slowest direction takes to forget.
+    A low rank leaves some conditioning: about so many times longer its slowest direction takes to forget. Seen through
+    so few noise vectors it looks up to nine times as large as it is.
     """
     return None if full.conditioning()["lowrank"] >= WORTH else LowRank()
