@@ -455,3 +455,17 @@ def test_as_many_directions_as_parameters_are_a_full_matrix(size: int, generator
     settle(structure)
     assert bool(torch.isfinite(lam_of(structure)).all()) and bool((structure.rates() > 0).all())
     assert float(torch.linalg.eigvalsh(2 * lam_of(structure) - noise_of(structure)).min()) > 0
+
+
+@pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")
+def test_no_chain_is_lost_where_the_directions_leave_nothing_of_a_coordinate() -> None:
+    """Small networks on few rows: what `split` divides by may be rounding alone."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 3, generator=generator)
+    y = torch.sin(2 * x[:, :1]) + 0.3 * torch.randn(50, 1, generator=generator)
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 1))
+    target = isosgd.Target.from_module(network, "gaussian", isosgd.priors.FanInNormal())
+    quick = {"draws": 4, "chains": 4, "batch_size": 10, "warmup": 1500, "keep_every": 2, "progress": False}
+    posterior = isosgd.sample(target, (x, y), **quick, compile=False, structure="lowrank")
+    assert not posterior.info["dropped"]

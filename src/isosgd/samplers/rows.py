@@ -11,6 +11,7 @@ from torch import Tensor
 BLOCK = 1 << 16  # columns at once
 SPLITS = 20  # rounds of `split` at most; none is needed where there are many more columns than rows
 CONVERGED = 1e-3
+MOST_RATIO = 10.0  # of one round
 
 
 def blocks(x: Tensor) -> tuple[Tensor, ...]:
@@ -158,7 +159,10 @@ def _fit(rows: Tensor, psi: Tensor) -> None:
     """
     wanted, going = leftover(rows, psi), torch.ones_like(psi[:, :1], dtype=torch.bool)
     for _ in range(SPLITS):
-        ratio = wanted / leftover(rows, leftover(rows, psi)).clamp_min_(torch.finfo(psi.dtype).tiny)
+        image = leftover(rows, leftover(rows, psi))
+        # Where the rows leave nothing but rounding of a coordinate, nothing is known of it.
+        known = image > torch.finfo(psi.dtype).eps * psi.amax(-1, keepdim=True)
+        ratio = torch.where(known, wanted / image, 1.0).clamp_max_(MOST_RATIO)
         psi.copy_(torch.where(going, psi * ratio, psi))
         going = going & ((ratio - 1.0).abs().mean(-1, keepdim=True) >= CONVERGED)
         if not bool(going.any()):
