@@ -89,6 +89,7 @@ def test_the_first_look_decides(decades: float, taken: str) -> None:
     assert posterior.draws["w"].isfinite().all()
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_is_not_decided_anew() -> None:
     target, data = regression(WHITE)
     posterior = isosgd.sample(target, data, **QUICK, warmup=1300, structure="full")
@@ -104,7 +105,7 @@ def test_what_is_asked_for_is_not_decided_anew() -> None:
 @pytest.mark.parametrize(
     ("decades", "what", "after"),
     [
-        (WHITE, "evaluate", 1000),  # in a window
+        pytest.param(WHITE, "evaluate", 1000, marks=pytest.mark.slow),  # in a window
         pytest.param(WHITE, "natural", 2, marks=pytest.mark.slow),  # between draws
         pytest.param(STEEP, "evaluate", 1000, marks=pytest.mark.slow),
     ],

@@ -51,6 +51,7 @@ def test_chains_are_where_the_posterior_is(cubic: Any, structure: str) -> None:
     assert rates.min() > 1e-3 * rates.max()  # those that were brought back go on, if slowly
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_knows_who_ran_away(cubic: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, data, _, _ = cubic
     monkeypatch.setattr(writer, "LEAST_WAIT", 0.0)  # a checkpoint wherever there may be one

@@ -17,6 +17,7 @@ from isosgd.chain.chain import Chains
 from isosgd.samplers import ISGD
 from isosgd.samplers.full import Full
 from isosgd.samplers.lowrank import LowRank
+from isosgd.samplers.outside import Outside
 
 LOSSES = 20  # of which the median is looked at: one bad minibatch is none
 BEYOND = 20.0  # times what the loss can be above that of the mode, and deviations of such a median
@@ -87,6 +88,8 @@ class Runaway:
             shaped.search = None
         if isinstance(shaped, Full):
             shaped.forget_axes()
+        if isinstance(shaped, Outside):
+            shaped.looks = 0
         chains.sampler.forget_noise()
         slower = SLOWER * torch.maximum(self.factor.to(self.least), self.least)
         self.caught, self.least = self.caught + away, torch.where(away, slower, self.least)
