@@ -201,6 +201,14 @@ def test_a_new_window_shows_lambda_in_the_new_basis(options: dict[str, Any], gen
     assert not torch.allclose(structure.lam, before, rtol=0.1)
 
 
+def test_noise_that_is_void_does_not_turn_the_basis(generator: torch.Generator) -> None:
+    structure = settled(generator)
+    before = axes_of(structure)
+    feed(structure, 1e6 * correlated(20, generator)[:, 0])
+    structure.forget(void=True)
+    assert torch.equal(axes_of(structure), before) and structure.seen == 0
+
+
 def spiked(count: int, rows: int, columns: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Noise matrices of two chains, most of it along three axes of the columns, and those axes, the strongest first."""
     axes = torch.linalg.qr(torch.randn(2, columns, 3, generator=generator, dtype=F64))[0].mT

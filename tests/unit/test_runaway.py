@@ -86,11 +86,12 @@ class Shape:
 class Still:
     """Three chains of 40 parameters and 100 examples that stay where they are: a mode is 0.2 below the posterior."""
 
-    def __init__(self) -> None:
-        self.count, self.num_data, self.shaped = 3, 100, Shape()
+    def __init__(self, temperature: float, num_data: int) -> None:
+        self.count, self.num_data, self.shaped = 3, num_data, Shape()
         self.alive = torch.tensor([True, True, False])
         self.place = torch.zeros(3)
-        self.sampler = isosgd.ISGD([torch.zeros(40, requires_grad=True)], num_data=100, lam=1.0)
+        weights = [torch.zeros(40, requires_grad=True)]
+        self.sampler = isosgd.ISGD(weights, num_data=num_data, temperature=temperature, lam=1.0)
         self.sampler.cool = lambda: None  # type: ignore[method-assign]
 
     class layout:
@@ -110,8 +111,8 @@ class Still:
         self.place = torch.where(chains, saved[0], self.place)
 
 
-def watch(spread: float = 0.0) -> tuple[Still, Runaway]:
-    chains = Still()
+def watch(spread: float = 0.0, temperature: float = 1.0, num_data: int = 100) -> tuple[Still, Runaway]:
+    chains = Still(temperature, num_data)
     runaway = Runaway(chains)  # type: ignore[arg-type]
     runaway.know([torch.full((3,), 1.0 + spread * (-1) ** i) for i in range(50)])
     runaway.begin()
@@ -156,6 +157,12 @@ def test_one_bad_minibatch_is_none() -> None:
     assert not runaway.caught.any()
     runaway.look(losses(9.0, 9.0, 9.0)[1:])  # too few to tell
     assert not runaway.caught.any()
+
+
+@pytest.mark.parametrize(("temperature", "num_data", "above"), [(1.0, 100, 4.0), (0.5, 100, 2.0), (1.0, 400, 1.0)])
+def test_the_limit_goes_by_temperature_and_data(temperature: float, num_data: int, above: float) -> None:
+    _, runaway = watch(temperature=temperature, num_data=num_data)
+    assert runaway.limit.tolist() == pytest.approx([1.0 + above] * 3)
 
 
 def test_noisy_losses_have_more_room() -> None:

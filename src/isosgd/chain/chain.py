@@ -284,7 +284,6 @@ class Chains:
         """The shape of I-SGD's Lambda, by name."""
         return self.sampler.structure.name if isinstance(self.sampler, ISGD) else None
 
-    @property
     def conditioning(self) -> dict[str, float] | None:
         """Condition numbers that simpler shapes of Lambda would leave; None where that is not known."""
         return self.shaped.conditioning() if isinstance(self.shaped, Full) and self.shaped.known else None

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+
+from isosgd.chain.chain import Chains
+from isosgd.chain.forgetting import batch_sizes, directions
+from isosgd.samplers import ISGD
+from isosgd.samplers.momentum_isgd import MomentumISGD
+from isosgd.samplers.steppers import variance_inflation
 
 Array = NDArray[np.float64]
 PARTS = 10  # of a window, whose means are compared
@@ -79,3 +87,62 @@ def drifting(losses: Array) -> str:
         f"the mean loss still drifts (by {drift:+.3g}, {abs(drift) / deviation:.0f} standard errors, in the last "
         f"window of {len(losses)} steps): a longer warmup= or a start closer to a mode (init=) would help"
     )
+
+
+def direction_reports(chains: Chains) -> list[dict[str, Any]]:
+    """What is known of directions, and of other batch sizes, for each chain."""
+    sampler, shaped = chains.sampler, chains.shaped
+    if shaped is None or not isinstance(sampler, ISGD) or not bool((shaped.unit_rate > 0).all()):
+        return [{} for _ in range(chains.count)]
+    rule, conditioning = sampler.rule(), chains.conditioning()
+    return [
+        {"directions": own, "batch_sizes": batch_sizes(rule, stretch), "conditioning": conditioning}
+        for own, stretch in zip(directions(shaped, rule), shaped.stretch, strict=True)
+    ]
+
+
+def group_reports(chains: Chains, curvatures: Array | None, tails: Sequence[float]) -> list[list[GroupReport]]:
+    """What was found for each chain and group.
+
+    Args:
+        chains: with the rates that were found.
+        curvatures: ``[chains, groups]``; those that were measured last when None.
+        tails: tail index of each group's noise.
+    """
+    sampler, rates = chains.sampler, chains.rates().cpu().numpy()
+    curvatures = chains.curvatures().cpu().numpy() if curvatures is None else curvatures
+    columns = []
+    for group in sampler.param_groups:
+        counted, share = chains.each(1.0), chains.each(math.nan)  # of the composite noise, what makes for a bias
+        if chains.shaped is not None and isinstance(sampler, ISGD):
+            share = (0.5 / (sampler.rule().batch_size * chains.shaped.factor)).clamp_max(1.0).double()
+            counted = share if sampler.averaged else counted
+        elif sampler.group_noise(group):
+            lam = sampler.friction * group["temperature"] / (group["num_data"] * chains.each(group["rate"]))
+            share = chains.each(sampler.noise_summary(group, "top")) / lam
+        clipped = (
+            chains.each(sampler.clipped_share(group)) if isinstance(sampler, ISGD | MomentumISGD) else chains.each(0.0)
+        )
+        columns.append(torch.stack([counted, share, clipped]).cpu().numpy())
+    reports = []
+    for k in range(chains.count):
+        own = []
+        for i, group in enumerate(sampler.param_groups):
+            rate, h = float(rates[k, i]), float(curvatures[k, i])
+            counts, of_noise, lost = (float(x) for x in columns[i][:, k])
+            heat = sampler.friction * group["temperature"] / group["num_data"]
+            own.append(
+                GroupReport(
+                    name=group["name"],
+                    rate=rate,
+                    lam=heat / rate if rate > 0 else math.inf,
+                    curvature=h,
+                    rate_curvature=rate * h,
+                    predicted_bias=variance_inflation(rate * h, sampler.friction, counts) - 1.0,
+                    tail_index=tails[i],
+                    noise_share=of_noise,
+                    clipped_share=lost,
+                )
+            )
+        reports.append(own)
+    return reports

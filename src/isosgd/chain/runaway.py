@@ -8,22 +8,29 @@ above that of a mode by ``d T / (2 N)``, and many times as much only where nothi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from isosgd.chain.chain import Chains
 from isosgd.samplers import ISGD
-from isosgd.samplers.full import Full
-from isosgd.samplers.lowrank import LowRank
-from isosgd.samplers.outside import Outside
 
 LOSSES = 20  # of which the median is looked at: one bad minibatch is none
 BEYOND = 20.0  # times what the loss can be above that of the mode, and deviations of such a median
 LEAST_BEYOND = 1e-3  # of the loss itself: less may be rounding
 SLOWER = 4.0  # times, when a chain is brought back ...
 MOST = 10  # ... as often as this
+
+
+class Start(NamedTuple):
+    """Where a window began, and what was believed of the curvature then."""
+
+    place: list[Tensor]
+    factor: Tensor
+    stretch: Tensor
+    image: Tensor
+    length: Tensor | None
 
 
 class Runaway:
@@ -40,9 +47,7 @@ class Runaway:
         self.limit = chains.each(torch.inf)  # the loss from which on a chain has run away
         self.least = torch.zeros_like(self.limit)  # factor of Lambda
         self.caught = torch.zeros_like(self.limit)  # how often
-        self.home: list[Tensor] = []  # where the window began, and what was believed then
-        self.factor = self.stretch = self.image = self.limit
-        self.length: Tensor | None = None
+        self.start: Start | None = None
 
     def state(self) -> dict[str, Any]:
         """What is needed to go on from between two windows, beside the chains."""
@@ -64,36 +69,30 @@ class Runaway:
 
     def begin(self) -> None:
         """A window begins: where chains are now they may be sent back to."""
-        shaped, stiffness = self.chains.shaped, self.chains.stiffness
+        chains, shaped, stiffness = self.chains, self.chains.shaped, self.chains.stiffness
         if shaped is not None:
-            self.home, self.factor, self.stretch = self.chains.snapshot(), shaped.factor.clone(), shaped.stretch.clone()
-            self.image, self.length = stiffness.image.clone(), stiffness.length
+            believed = shaped.factor.clone(), shaped.stretch.clone(), stiffness.image.clone(), stiffness.length
+            self.start = Start(chains.snapshot(), *believed)
 
     def look(self, losses: Sequence[Tensor]) -> bool:
         """Bring chains back by the last losses of a window; whether there were any.
 
         What was measured on the way is forgotten, by all chains: it is not of the posterior.
         """
-        chains, shaped = self.chains, self.chains.shaped
-        if shaped is None or len(losses) < LOSSES:
+        chains, shaped, start = self.chains, self.chains.shaped, self.start
+        if shaped is None or start is None or len(losses) < LOSSES:
             return False
         high = torch.stack(list(losses[-LOSSES:])).double().median(0).values > self.limit
         away = chains.alive & high & (self.caught < MOST)
         if not bool(away.any()):
             return False
-        chains.restore(self.home, away)
-        chains.stiffness.image, chains.stiffness.length = self.image.clone(), self.length
+        chains.restore(start.place, away)
+        chains.stiffness.image, chains.stiffness.length = start.image.clone(), start.length
         chains.stiffness.forget()
-        if isinstance(shaped, LowRank) and shaped.known:
-            shaped.search = None
-        if isinstance(shaped, Full):
-            shaped.forget_axes()
-        if isinstance(shaped, Outside):
-            shaped.looks = 0
-        chains.sampler.forget_noise()
-        slower = SLOWER * torch.maximum(self.factor.to(self.least), self.least)
+        chains.sampler.forget_noise(void=True)
+        slower = SLOWER * torch.maximum(start.factor.to(self.least), self.least)
         self.caught, self.least = self.caught + away, torch.where(away, slower, self.least)
-        shaped.stretch = torch.where(away, self.stretch, shaped.stretch)
+        shaped.stretch = torch.where(away, start.stretch, shaped.stretch)
         shaped.slow(torch.where(away, slower.to(shaped.factor) / shaped.factor, 1.0))
         self.hold()
         return True

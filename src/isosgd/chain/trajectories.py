@@ -260,7 +260,7 @@ class Trajectories:
         assert shaped is not None and self.loss is not None
         sampler.report_pace()
         rates, paces = self.chains.rates().cpu().numpy(), sampler.pace.double().cpu().numpy()
-        structure, conditioning = self.chains.structure, self.chains.conditioning
+        structure, conditioning = self.chains.structure, self.chains.conditioning()
         reports = []
         for k, reason in enumerate(self.reasons):
             groups = [
@@ -278,9 +278,8 @@ class Trajectories:
                 for group, rate in zip(sampler.param_groups, rates[k], strict=True)
             ]
             loss = float(self.loss[0][k]), float(self.loss[1][k])
-            report = WarmupReport(not reason, reason, self.spent, self.fallen, keep, groups, loss)
-            report.structure, report.conditioning = structure, conditioning
-            reports.append(report)
+            found = not reason, reason, self.spent, self.fallen, keep, groups, loss
+            reports.append(WarmupReport(*found, structure=structure, conditioning=conditioning))
         return reports
 
 

@@ -25,19 +25,16 @@ from torch import Tensor
 
 from isosgd.chain.chain import Chains
 from isosgd.chain.descent import Descent
-from isosgd.chain.forgetting import batch_sizes, directions
 from isosgd.chain.glide import Glide
 from isosgd.chain.progress import Progress
-from isosgd.chain.reports import GroupReport, WarmupReport, drifting
+from isosgd.chain.reports import GroupReport, WarmupReport, direction_reports, drifting, group_reports
 from isosgd.chain.runaway import Runaway
 from isosgd.chain.spacing import LENGTH, Traces
 from isosgd.chain.trajectories import Trajectories
 from isosgd.noise import dot
 from isosgd.noise.stable import TailMeter
 from isosgd.samplers import ISGD
-from isosgd.samplers.momentum_isgd import MomentumISGD
 from isosgd.samplers.shaped import CAUTION
-from isosgd.samplers.steppers import variance_inflation
 
 FIRST_WINDOW = 50
 LEAST_LAST_WINDOW = 400
@@ -162,7 +159,7 @@ class _Warmup:
         late = (self.runaway.caught > caught).tolist()
         reasons = [reason or (LATE if ran else "") for reason, ran in zip(reasons, late, strict=True)]
         keep = self._spacing() if measure_spacing else None
-        groups, more = self._groups(), self._directions()
+        groups, more = self._groups(), direction_reports(chains)
         sampler.freeze()
         return [
             WarmupReport(
@@ -446,6 +443,10 @@ class _Warmup:
             signal = torch.stack([squares[:, slot].sum(-1) for slot in chains.slots], dim=-1)
         self.signal.append(signal.double().cpu().numpy())
 
+    def _groups(self) -> list[list[GroupReport]]:
+        tails = [meter.tail_index() for meter in self.tails]
+        return group_reports(self.chains, self.curvatures, tails)
+
     def _spacing(self) -> int:
         found = self.traces.spacing()
         if found is None:
@@ -453,58 +454,3 @@ class _Warmup:
                 f"warmup = {self.asked} ends before anything was measured: give at least {8 * FIRST_WINDOW}"
             )
         return found
-
-    def _directions(self) -> list[dict[str, Any]]:
-        """What is known of directions, and of other batch sizes, for each chain."""
-        sampler, shaped = self.chains.sampler, self.chains.shaped
-        if shaped is None or not isinstance(sampler, ISGD) or not bool((shaped.unit_rate > 0).all()):
-            return [{} for _ in range(self.chains.count)]
-        rule, conditioning = sampler.rule(), self.chains.conditioning
-        return [
-            {"directions": own, "batch_sizes": batch_sizes(rule, stretch), "conditioning": conditioning}
-            for own, stretch in zip(directions(shaped, rule), shaped.stretch, strict=True)
-        ]
-
-    def _groups(self) -> list[list[GroupReport]]:
-        """What was found for each chain and group."""
-        chains, sampler = self.chains, self.chains.sampler
-        curvatures = chains.curvatures().cpu().numpy() if self.curvatures is None else self.curvatures
-        rates = self._rates()
-        tails = [meter.tail_index() for meter in self.tails]
-        columns = []
-        for group in sampler.param_groups:
-            counted, share = chains.each(1.0), chains.each(math.nan)  # of the composite noise, what makes for a bias
-            if chains.shaped is not None and isinstance(sampler, ISGD):
-                share = (0.5 / (sampler.rule().batch_size * chains.shaped.factor)).clamp_max(1.0).double()
-                counted = share if sampler.averaged else counted
-            elif sampler.group_noise(group):
-                lam = sampler.friction * group["temperature"] / (group["num_data"] * chains.each(group["rate"]))
-                share = chains.each(sampler.noise_summary(group, "top")) / lam
-            clipped = (
-                chains.each(sampler.clipped_share(group))
-                if isinstance(sampler, ISGD | MomentumISGD)
-                else chains.each(0.0)
-            )
-            columns.append(torch.stack([counted, share, clipped]).cpu().numpy())
-        reports = []
-        for k in range(chains.count):
-            own = []
-            for i, group in enumerate(sampler.param_groups):
-                rate, h = float(rates[k, i]), float(curvatures[k, i])
-                counts, of_noise, lost = (float(x) for x in columns[i][:, k])
-                heat = sampler.friction * group["temperature"] / group["num_data"]
-                own.append(
-                    GroupReport(
-                        name=group["name"],
-                        rate=rate,
-                        lam=heat / rate if rate > 0 else math.inf,
-                        curvature=h,
-                        rate_curvature=rate * h,
-                        predicted_bias=variance_inflation(rate * h, sampler.friction, counts) - 1.0,
-                        tail_index=tails[i],
-                        noise_share=of_noise,
-                        clipped_share=lost,
-                    )
-                )
-            reports.append(own)
-        return reports

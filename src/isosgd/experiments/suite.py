@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from isosgd import Target, priors
+from isosgd.data.uci import names as uci_names
+from isosgd.data.uci import uci
 from isosgd.diagnostics import ess, rhat
 from isosgd.experiments import posteriordb
 from isosgd.experiments.hmc import hmc
@@ -159,27 +161,19 @@ def _gauss(name: str, noise: tuple[float, float]) -> Problem:
 # ---------------------------------------------------------------- UCI data
 
 
-def _uci(root: Path, name: str) -> tuple[Tensor, Tensor]:
-    """Inputs ``[N, d]`` and targets of a set, as they are: ``[N, 1]``."""
-    folder = root / "uci" / name
-    table = np.loadtxt(folder / "data.txt")
-    columns = [np.loadtxt(folder / f"index_{part}.txt", dtype=int, ndmin=1) for part in ("features", "target")]
-    x, y = (torch.from_numpy(table[:, index]).float() for index in columns)
-    return x, y
-
-
 DEGREE = 3
 WINE_NOISE = 0.65  # standard deviation of the scores about what can be said of them
 
 
 def _cubic(root: Path) -> Problem:
     """The quality of red wines by monomials of their measurements, each with unit variance; prior N(0, 1)."""
-    x, y = _uci(root, "wine-quality-red")
+    wine = uci("wine-quality-red", root)
+    x, y = wine.x.float(), wine.y.float()
     x = (x - x.mean(0)) / x.std(0)
     powers = [p for k in range(1, DEGREE + 1) for p in itertools.combinations_with_replacement(range(x.shape[1]), k)]
     x = torch.stack([x[:, list(p)].prod(-1) for p in powers], -1)
     x = torch.cat([torch.ones(len(x), 1), (x - x.mean(0)) / x.std(0)], -1)
-    y = (y - y.mean()).squeeze(-1)
+    y = y - y.mean()
 
     def log_likelihood(params: Params, batch: Any) -> Tensor:
         rows, scores = batch
@@ -289,7 +283,8 @@ def _small_network(cache: Path | None) -> Problem:
 
 def _boston(root: Path, cache: Path | None) -> Problem:
     """The Boston data, standardised, 455 examples to learn from and the rest to predict."""
-    x, y = _uci(root, "bostonHousing")
+    boston = uci("bostonHousing", root)
+    x, y = boston.x.float(), boston.y.float().unsqueeze(-1)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     train, held = order[:455], order[455:]
     test = (x[held] - x[train].mean(0)) / x[train].std(0)
@@ -314,7 +309,7 @@ def names(root: Path | str | None = None) -> list[str]:
     found = [*_EXACT, "net-small"]
     if root is not None:
         needed = {"cubic-wine": "wine-quality-red", "net-boston": "bostonHousing"}
-        found += [name for name, data in needed.items() if (Path(root) / "uci" / data / "data.txt").exists()]
+        found += [name for name, data in needed.items() if data in uci_names(root)]
         found += posteriordb.names(root)
     return found
 

@@ -129,8 +129,12 @@ class NoiseFollower(Optimizer, ABC):
         """How many lengths count: those of full rings since the noise was last forgotten, or the last one."""
         return min(max(int(group["seen"]) - slots, 1), LENGTHS_KEPT)
 
-    def forget_noise(self) -> None:
-        """Start the noise estimate anew where the chain now is; the old one serves until the first new vector."""
+    def forget_noise(self, void: bool = False) -> None:
+        """Start the noise estimate anew where the chain now is; the old one serves until the first new vector.
+
+        Args:
+            void: the old one is worth nothing: it was not measured on the posterior.
+        """
         for group in self.param_groups:
             group["seen"] = 0
 

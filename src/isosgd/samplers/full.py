@@ -111,7 +111,7 @@ class Full(Outside):
             # Rates fall at once and rise slowly.
             root, inverse = reshape(root, inverse, old.mT @ old / rise, at_least_one)
         self.root, self.inverse_root = root, inverse
-        self.forget_axes()
+        self._forget_axes()
         self.factor, self.scale, self.known = rule.factor(self.stretch), rule.scale, True
         self.cover = 0.0 if rule.whole else rule.cover
         if outside is not None:
@@ -138,12 +138,17 @@ class Full(Outside):
         if self.cover and bool((factor < 1.0).any()):  # where Lambda was as small as noise allows, it stays so
             least = self.cover / self.factor.double().view(-1, 1, 1) * self.cov
             self.root, self.inverse_root = reshape(self.root, self.inverse_root, least, at_least_one)
-            self.forget_axes()
+            self._forget_axes()
         if outside is not None:
             self.measured_anew(outside)
         self._inject()
 
-    def forget_axes(self) -> None:
+    def forget(self, void: bool = False) -> None:
+        if void:
+            self._forget_axes()
+        super().forget(void)
+
+    def _forget_axes(self) -> None:
         """Measure the Hessian anew: the axes are others."""
         self.hessian = torch.eye(self.total).to(self.root).repeat(self.chains, 1, 1)
         self.probed = [0] * self.total

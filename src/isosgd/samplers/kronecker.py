@@ -86,11 +86,11 @@ class Kronecker(Rotated):
             self._rotate()
         super().settle(rule, prior, rise)
 
-    def forget(self) -> None:
+    def forget(self, void: bool = False) -> None:
         """At the start of a window the basis becomes that of the noise seen in the one before."""
-        if self.known and self.seen > 1:
+        if self.known and self.seen > 1 and not void:
             self._rotate()
-        super().forget()
+        super().forget(void)
 
     def _rotate(self) -> None:
         before, factors = self.bases, iter(self.factors)

@@ -105,13 +105,13 @@ class LowRank(LowRankStep):
     def _damped(self, h: Tensor) -> Tensor:
         return damped(h, self.damping, self.slots)
 
-    def forget(self) -> None:
+    def forget(self, void: bool = False) -> None:
         """At the start of a window look for directions anew, from those that Lambda has on."""
-        if self.known and self.search is None:
+        if self.known and (void or self.search is None):
             rows = self.basis.to(self.dtype, copy=True).mul_(self.lam.sqrt().unsqueeze(1))
             known = self.lam.rsqrt(), self.left.clone(), self.spread.clone()
             self.search = Directions(rows, *known, damped=self._damped)
-        super().forget()
+        super().forget(void)
 
     # -- Lambda -------------------------------------------------------------------------------------------------------
 

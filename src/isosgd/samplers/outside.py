@@ -58,9 +58,9 @@ class Outside(Shaped):
         now = self.lambda_along(t).to(self.most)
         self.most = torch.where(now > 0, self.most / now, 0.0)  # a chain that was given up has no direction
 
-    def forget(self) -> None:
-        self.looks = min(self.looks, 1)
-        super().forget()
+    def forget(self, void: bool = False) -> None:
+        self.looks = 0 if void else min(self.looks, 1)
+        super().forget(void)
 
     def excess(self) -> Tensor:
         if self.looks < 2:

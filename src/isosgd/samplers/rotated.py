@@ -65,8 +65,8 @@ class Rotated(Shaped):
     def _length(self) -> Tensor:
         return dot(self.top, self.top).clamp_min(1e-30)
 
-    def forget(self) -> None:
-        super().forget()
+    def forget(self, void: bool = False) -> None:
+        super().forget(void)
         self.looks = 0
 
     def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:

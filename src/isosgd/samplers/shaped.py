@@ -123,8 +123,8 @@ class Shaped(Structure):
     def take(self, noise: Tensor) -> None:
         """Take in one flat noise vector of each chain."""
 
-    def forget(self) -> None:
-        """Start the noise estimate anew; Lambda stays as it is."""
+    def forget(self, void: bool = False) -> None:
+        """Start the noise estimate anew, of which nothing is kept if it is ``void``; Lambda stays as it is."""
         self.seen = 0
 
     @abstractmethod

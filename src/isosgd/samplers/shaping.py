@@ -65,10 +65,10 @@ class ShapedLambda(GroupLambdas):
         if self.shaped.seen >= self.shaped.least:
             self._estimate()
 
-    def forget_noise(self) -> None:
-        super().forget_noise()
+    def forget_noise(self, void: bool = False) -> None:
+        super().forget_noise(void)
         if self.shaped is not None:
-            self.shaped.forget()
+            self.shaped.forget(void)
 
     def clipped_share(self, group: Group) -> Tensor:
         if self.shaped is None:
