@@ -347,6 +347,11 @@ def test_what_is_not_there_is_left_out_of_the_page():
     assert "by temperature (the trained model alone: 0.2000):" in markdown([old]) and "together" not in markdown([old])
     printed = Result("cifar10", "resnet18", rows=[Row("alpha-c paper", 1e-5, [Score(0, 95.0, 0.15, 0.01, 0.08)])])
     assert "95.38 ± 0.12, 0.1794 ± 0.0044" in markdown([printed])
+    assert "spacing" not in markdown([printed])
+    spaced = replace(printed, settings={"alpha": [800, 4000], "paper_keep": None})
+    assert ", the paper's spacing of 4,000 steps\n" in markdown([spaced])
+    shortened = replace(printed, settings={"alpha": [800, 4000], "paper_keep": 100})
+    assert "spacing" not in markdown([shortened])
 
 
 def test_scores_of_mirror_images_have_columns_of_their_own():

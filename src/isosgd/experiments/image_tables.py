@@ -220,7 +220,8 @@ def markdown(results: Iterable[Result]) -> str:
     for result in results:
         seeds = max((len(row.scores) for row in result.rows), default=0)
         trained = f", starts of {result.settings['epochs']} epochs" if "epochs" in result.settings else ""
-        parts.append(f"## {TITLES.get(result.model, result.model)}{trained}\n\n{result.hardware}, {seeds} seed(s).\n")
+        title = f"## {TITLES.get(result.model, result.model)}{trained}{_spacing(result)}"
+        parts.append(f"{title}\n\n{result.hardware}, {seeds} seed(s).\n")
         parts.append(_scores(result))
         pilots = result.settings.get("pilots", 1)
         if result.ladder:
@@ -230,6 +231,13 @@ def markdown(results: Iterable[Result]) -> str:
             parts.append(_ladder(result.together, f" when {pilots} models predict together", "without sampling"))
         parts.append(f"Made by `{result.command}`.\n" if result.command else "")
     return "\n".join(part for part in parts if part)
+
+
+def _spacing(result: Result) -> str:
+    """Where draws of the paper's settings are as far apart as it has them, though others of that network are not."""
+    spacing = result.settings.get("alpha", (0, 0))[1]
+    whole = "paper_keep" in result.settings and result.settings["paper_keep"] is None
+    return f", the paper's spacing of {spacing:,} steps" if whole and result.data == "cifar10" else ""
 
 
 def _scores(result: Result) -> str:
