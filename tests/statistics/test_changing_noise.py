@@ -2,7 +2,7 @@
 
 A normal regression with a sampled noise scale has an exact posterior, and the noise of its gradients falls with the
 fourth power of the scale. Many chains with a constant full Lambda run from exact draws, in plain numpy: nothing here
-but the rule itself is the library's.
+but the rule itself, and the pace at which the noise's level is followed, is the library's.
 """
 
 import math
@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from isosgd.samplers.full import PACE
 from isosgd.samplers.rule import Rule
 
 CHAINS, KAPPA = 2000, 1.25
 
 
-def ratios(num_data: int, coefficients: int, batch: int, share: float) -> tuple[float, float, float]:
+def ratios(
+    num_data: int, coefficients: int, batch: int, share: float, follow: bool = False
+) -> tuple[float, float, float]:
     """Log ratios of standard deviations, of the log scale and the mean over coefficients, and a standard error."""
     rng = np.random.default_rng(0)
     x = np.c_[np.ones(num_data), rng.normal(size=(num_data, coefficients - 1))]
@@ -35,8 +38,9 @@ def ratios(num_data: int, coefficients: int, batch: int, share: float) -> tuple[
     fisher = np.einsum("cni,cnj->ij", each, each) / (CHAINS * num_data)
     factor = 0.5 / (batch * share)
     rate = np.linalg.inv(factor * fisher) / num_data
-    values, vectors = np.linalg.eigh(2 * factor * fisher - fisher / batch)
-    push = rate @ (vectors * np.sqrt(values)) @ vectors.T
+    push = rate @ np.linalg.cholesky(2 * factor * fisher)
+    white, level = np.linalg.inv(np.linalg.cholesky(fisher / batch)).T, np.ones(CHAINS)
+    half = batch // 2
 
     forget = num_data * factor  # steps
     last, sums, count = rng.normal(size=theta.shape), np.zeros((2, theta.shape[1])), 0
@@ -45,10 +49,13 @@ def ratios(num_data: int, coefficients: int, batch: int, share: float) -> tuple[
         rows = rng.integers(num_data, size=(CHAINS, batch))
         residuals = y[rows] - np.einsum("cnp,cp->cn", x[rows], theta[:, :-1])
         weighted, squared = residuals * np.exp(-2 * theta[:, -1:]), residuals**2 * np.exp(-2 * theta[:, -1:])
-        slope = -np.einsum("cn,cnp->cp", weighted, x[rows]) / batch
-        gradient = np.c_[slope, 1 - squared.mean(1) - 1 / num_data]
+        each = np.concatenate([-weighted[..., None] * x[rows], (1 - squared - 1 / num_data)[..., None]], 2)
+        if follow:
+            noise = (each[:, :half].mean(1) - each[:, half:].mean(1)) * math.sqrt(half * (batch - half)) / batch
+            level += PACE * (np.square(noise @ white).mean(1) - level)
         xi = rng.normal(size=theta.shape)
-        theta, last = theta - gradient @ rate.T - 0.5 * (xi + last) @ push.T, xi
+        missing = np.sqrt(np.maximum(1 - level * share, 0))[:, None]
+        theta, last = theta - each.mean(1) @ rate.T - missing * (0.5 * (xi + last) @ push.T), xi
         if step > 3 * forget and step % max(1, int(forget / 2)) == 0:
             off = theta - centre
             sums += np.stack([off.sum(0), (off**2).sum(0)])
@@ -68,7 +75,22 @@ def test_the_bias_of_a_sampled_scale_is_small_whatever_n(num_data: int, coeffici
     assert abs(coefficient) < 0.008 + 4 * error
 
 
-def test_the_bias_grows_with_the_share() -> None:
+@pytest.mark.parametrize(("num_data", "coefficients", "batch"), [(46, 7, 8), (100, 5, 10), (195, 6, 18)])
+def test_the_bias_is_no_larger_at_a_larger_share_where_the_level_is_followed(
+    num_data: int, coefficients: int, batch: int
+) -> None:
+    average, followed = (
+        float(0.5 / (batch * Rule(num_data, batch, 1.0, 0.02, True, KAPPA, followed=follow).factor(torch.ones(()))))
+        for follow in (False, True)
+    )
+    assert followed > 1.3 * average
+    scale, coefficient, error = ratios(num_data, coefficients, batch, followed, follow=True)
+    assert abs(scale + 0.012) < 0.014 + 4 * error
+    assert abs(coefficient) < 0.008 + 4 * error
+
+
+def test_the_bias_grows_with_the_share_unless_the_level_is_followed() -> None:
     small, _, error = ratios(46, 7, 8, 0.08)
     large, _, _ = ratios(46, 7, 8, 0.4)
-    assert large < small - 3 * error
+    followed, _, _ = ratios(46, 7, 8, 0.4, follow=True)
+    assert large < small - 3 * error and large < followed - 3 * error

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.linalg import solve_discrete_lyapunov
 
-from isosgd.samplers.rule import HIGHEST, Rule
+from isosgd.samplers.rule import FOLLOWED, HIGHEST, Rule
 from isosgd.samplers.steppers import allowed_rate_curvature, variance_inflation
 
 BATCH = 10
@@ -45,6 +45,15 @@ def test_factor_grows_with_temperature_and_stretch(averaged: bool) -> None:
         [factor(rule(averaged=averaged, bias=0.5), s) for s in (0.0, 0.1, 1.0, 10.0, 100.0, 1e4)],
     ):
         assert values == sorted(values) and values[-1] > 10 * values[0]
+
+
+def test_noise_that_changes_may_have_a_larger_share_where_its_level_is_followed() -> None:
+    few, many = {"num_data": 50, "temperature": 1.0}, {"num_data": 10_000, "temperature": 1.0}
+    assert rule(**few, followed=True).follows and not rule(**few).follows
+    assert rule(**few, followed=True).cover == pytest.approx(rule(**few).cover / FOLLOWED)
+    assert not rule(**few, followed=True, whole=True).follows  # there is none
+    assert not rule(**many, followed=True).follows  # it hardly changes over so narrow a posterior
+    assert rule(**many, followed=True).cover == rule(**many).cover == 0.5 * rule().kappa
 
 
 @pytest.mark.parametrize("averaged", [False, True])

@@ -441,3 +441,66 @@ def test_a_full_lambda_is_small_where_only_noise_bounds_it() -> None:
     found = own.scale * torch.linalg.inv(full.pull[0])
     assert float(torch.linalg.eigvalsh(found - 0.999 * full.kappa / 2 * covariance).min()) > 0
     assert float(full.clipped()) == 0.0
+
+
+# ------------------------------------------------------------------------------------------------ the noise's level
+
+
+def levelled(chains: int | None = None, num_data: int = 40) -> Full:
+    """A full Lambda of few data, whose noise was measured where its covariance is `noise_of`."""
+    shaped = bound("full", chains)
+    assert isinstance(shaped, Full)
+    columns = math.sqrt(SIZE) * torch.linalg.cholesky(noise_of("full"))
+    for i in range(64):
+        one = columns[:, i % SIZE]
+        shaped.observe(parts(one.contiguous() if chains is None else one.expand(chains, -1).contiguous()))
+    settle(shaped, rule(num_data=num_data, temperature=1.0, kappa=Full.kappa, followed=True), PRIOR)
+    return shaped
+
+
+@pytest.mark.parametrize("level", [0.3, 1.0, 2.5])
+def test_gradient_noise_and_injected_noise_add_up_whatever_the_level(level: float) -> None:
+    shaped = levelled()
+    assert shaped.local
+    shaped.take_level(torch.tensor([level], dtype=F64))
+    pull, push = step_maps(shaped)
+    composite = level * pull @ noise_of("full") @ pull.T + push @ push.T
+    wanted = 2.0 * shaped.scale * pull  # 2 (T / N) P: what Theorem 1 asks for
+    root = torch.linalg.cholesky(torch.linalg.inv(wanted))
+    torch.testing.assert_close(root.T @ composite @ root, torch.eye(SIZE, dtype=F64), rtol=0.0, atol=1e-8)
+
+
+def test_the_level_is_that_of_the_last_few_noise_vectors(generator: torch.Generator) -> None:
+    """One on average where the noise is as it was measured, and twice as much where there is twice as much."""
+    shaped = levelled(chains=400)
+    assert shaped.level.tolist() == [1.0] * 400  # before there was a Lambda nothing could be seen
+    columns = torch.linalg.cholesky(noise_of("full"))
+    for size in (1.0, 2.0):
+        found = []
+        for step in range(40):
+            noise = math.sqrt(size) * torch.randn(400, SIZE, generator=generator, dtype=F64) @ columns.T
+            shaped.take_level(shaped.levels(shaped.tensors(), shaped.level, noise))
+            if step >= 20:
+                found.append(shaped.level)
+        mean, error = torch.stack(found).mean(), torch.stack(found).mean(0).std() / 20
+        assert abs(float(mean) - size) < 4 * float(error) and float(error) < 0.02 * size
+
+
+def test_the_level_is_followed_only_where_noise_changes() -> None:
+    assert levelled(num_data=40).local
+    narrow = levelled(num_data=100_000)
+    assert not narrow.local and len(narrow.tensors()) == 2
+
+
+def test_the_level_is_kept_and_forgotten(generator: torch.Generator) -> None:
+    shaped, other = levelled(), bound("full")
+    for _ in range(5):
+        shaped.observe(parts(torch.randn(SIZE, generator=generator, dtype=F64)))
+    assert float(shaped.level) != 1.0
+    other.load(shaped.state())
+    g, xi = (torch.randn(1, SIZE, generator=generator, dtype=F64) for _ in range(2))
+    assert torch.equal(*(one.displace(one.tensors(), g, xi) for one in (shaped, other)))
+    shaped.forget()
+    assert float(shaped.level) == float(other.level)  # type: ignore[attr-defined]
+    shaped.forget(void=True)
+    assert float(shaped.level) == 1.0

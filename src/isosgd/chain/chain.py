@@ -96,6 +96,8 @@ class Chains:
         self.gradients = self.probes = 0  # of each chain
         self.loss = torch.full((self.count,), torch.nan, device=device)
         self.alive = torch.ones(self.count, dtype=torch.bool, device=device)
+        if isinstance(self.sampler, ISGD):
+            self.sampler.attended = True
         if self.shaped is not None:
             self.shaped.alive = self.alive
         self.failures: dict[int, DivergedError] = {}
@@ -148,8 +150,13 @@ class Chains:
         return noise
 
     def step(self, split: bool = False) -> None:
-        """One gradient and one step of the sampler."""
-        self.advance(self.evaluate(split))
+        """One gradient and one step of the sampler, with a noise vector where that is asked for, or needed."""
+        self.advance(self.evaluate(split or self.local))
+
+    @property
+    def local(self) -> bool:
+        """Whether the sampler follows the level of the noise from step to step."""
+        return self.shaped is not None and self.shaped.local
 
     def advance(self, noise: list[Tensor] | None) -> None:
         """One step of the sampler, from the gradients just evaluated."""

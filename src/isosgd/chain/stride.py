@@ -5,7 +5,8 @@ at once, outside, and the steps themselves, gradients and updates, are one compi
 inside of the compiled code on a CPU, a CUDA graph on a GPU.
 
 It is the algorithm of `isosgd.chain.chain.Chains.step`; only the order in which random numbers are drawn differs. Where
-a sampler follows the gradient noise, every so many steps one is taken from two halves of its minibatch.
+a sampler follows the gradient noise, every so many steps one is taken from two halves of its minibatch. Where it
+follows the level of the noise all of them are, and the level is a further column behind the parameters.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Stride:
     ) -> None:
         self.run, self.compiled, self.say = run, compiled, say
         self.most, self.noise_every = _steps(run), noise_every
-        self.follows = _follows(run)
+        self.follows, self.local = _follows(run), run.local
         self.width = sum(run.layout.sizes) + run.sampler._extra
         self.averaged = isinstance(run.sampler, ISGD) and run.sampler.averaged
         self.dtype = torch.promote_types(torch.float32, run.leaves[0].dtype)
@@ -121,20 +122,35 @@ class Stride:
 
     def step(self, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """Where one step leads to from flat parameters ``[chains, d]``, and the losses."""
-        loss, gradient, _ = self.gradient.flat(theta, batch, False)
-        return self._moved(theta, gradient, xi, tensors), loss
+        theta, loss, _ = self._stepped(theta, batch, xi, tensors, self.local)
+        return theta, loss
 
     def split(self, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
         """The same with a noise vector, from halves of the minibatch."""
-        loss, gradient, noise = self.gradient.flat(theta, batch, True)
+        theta, loss, noise = self._stepped(theta, batch, xi, tensors, True)
         assert noise is not None
-        return self._moved(theta, gradient, xi, tensors), loss, noise
+        return theta, loss, noise
 
-    def _moved(self, theta: Tensor, gradient: Tensor, xi: Tensor, tensors: Tensors) -> Tensor:
+    def _stepped(
+        self, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors, split: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        loss, gradient, noise = self.gradient.flat(self._parameters(theta), batch, split)
+        return self._moved(theta, gradient, noise, xi, tensors), loss, noise
+
+    def _parameters(self, theta: Tensor) -> Tensor:
+        """Without the level of the noise behind them."""
+        return theta[:, :-1] if self.local else theta
+
+    def _moved(self, theta: Tensor, gradient: Tensor, noise: Tensor | None, xi: Tensor, tensors: Tensors) -> Tensor:
         shaped = self.run.shaped
         if shaped is None:  # innovations are kicks already
             return (theta - tensors[0] * gradient - xi).to(theta.dtype)
-        return theta - shaped.displace(tensors, gradient.to(shaped.dtype), xi).to(theta.dtype)
+        if not self.local:
+            return theta - shaped.displace(tensors, gradient.to(shaped.dtype), xi).to(theta.dtype)
+        assert noise is not None
+        level = shaped.levels(tensors, theta[:, -1].to(shaped.dtype), noise)
+        moved = shaped.displace((*tensors[:-1], level), gradient.to(shaped.dtype), xi)
+        return torch.cat([theta[:, :-1] - moved.to(theta.dtype), level.unsqueeze(-1).to(theta.dtype)], -1)
 
     def _innovation(self, xi: Tensor, k: int) -> Tensor:
         """Of step k; averaged over two steps where the sampler does that."""
@@ -161,7 +177,10 @@ class Stride:
     # -- what goes in -------------------------------------------------------------------------------------------------
 
     def _theta(self) -> Tensor:
-        return self.run.flat(self.run.leaves)
+        theta, shaped = self.run.flat(self.run.leaves), self.run.shaped
+        if not self.local or shaped is None:
+            return theta
+        return torch.cat([theta, shaped.tensors()[-1].unsqueeze(-1).to(theta)], -1)
 
     def _tensors(self) -> Tensors:
         """What a step takes besides: the shape of Lambda, or the rate of each parameter."""
@@ -238,8 +257,11 @@ class Stride:
 
     def _leave(self, theta: Tensor) -> None:
         """Bring the chains to flat parameters."""
-        parts = self.run.layout.views(theta if self.run.many is not None else theta[0])
+        own = self._parameters(theta)
+        parts = self.run.layout.views(own if self.run.many is not None else own[0])
         self.run.restore([parts[name] for name in self.run.params])
+        if self.local and self.run.shaped is not None:
+            self.run.shaped.take_level(theta[:, -1])
 
     def _call(self, theta: Tensor, steps: int, split: bool) -> Tensor:
         run, batches = self.run, self.run.batches
@@ -276,7 +298,7 @@ class Stride:
         run, before = self.run, self.run.gradients
         loss = gradient = theta
         for k in range(steps):
-            loss, gradient, _ = self.gradient.flat(theta, self._at(batch, k), False)
+            loss, gradient, noise = self.gradient.flat(self._parameters(theta), self._at(batch, k), self.local)
             last = torch.full_like(bad, k == steps - 1)  # rounding may hide what compiled code met
             new = bad & run.alive & (last | ~torch.isfinite(loss + gradient.sum(-1)))
             if bool(new.any()):
@@ -286,7 +308,7 @@ class Stride:
                     run._give_up(new, loss, self._parts(gradient))
                 finally:
                     run.gradients = before
-            moved = self._moved(theta, gradient, self._innovation(xi, k), tensors)
+            moved = self._moved(theta, gradient, noise, self._innovation(xi, k), tensors)
             theta = torch.where(run.alive.unsqueeze(-1), moved, theta)
 
     def _parts(self, gradient: Tensor) -> Sequence[Tensor]:

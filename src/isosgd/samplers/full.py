@@ -12,6 +12,7 @@ from isosgd.samplers.outside import Outside
 from isosgd.samplers.reshaping import LEAST, at_least_one, believed, condition_numbers, reshape, soft
 from isosgd.samplers.rule import Rule
 
+PACE = 0.25  # weight of a new noise vector in the level of the noise: that of the last few steps
 SINGULAR = 1e-12  # eigenvalues of H, scaled to a unit diagonal, below which the noise says nothing of a direction
 
 
@@ -27,11 +28,20 @@ class Full(Outside):
 
     Everything is kept in float64, since raw regressions have condition numbers of 1e11 and more. The noise covariance
     goes on being averaged while draws are taken, so that ``C = Lambda - B`` gets better and better; Lambda is fixed.
+
+    With few data the noise is not the same over the posterior, and B is not what it is on average. Its shape hardly
+    changes, but its level does, all the more where a noise scale is sampled. So the level is followed: the mean of
+    ``d . B^-1 d`` over the noise vectors d of the last few steps, in the metric of Lambda, times the average is what is
+    left out of the injected noise. It is right for each place on average, and that is all that Theorem 1 asks for.
     """
 
     name = "full"
     kappa = 1.25  # all of the noise is known, and its correlations
-    kept = (*Outside.kept, "cov", "hessian", "probed", "root", "inverse_root", "pull", "push", "share", "cover")
+    levelled = True
+    kept = (
+        *(*Outside.kept, "cov", "hessian", "probed", "root", "inverse_root", "pull", "push", "share", "cover"),
+        *("level", "shares", "sight"),
+    )
 
     def prepare(self) -> None:
         super().prepare()
@@ -43,6 +53,10 @@ class Full(Outside):
         self.pull, self.push = torch.zeros_like(self.cov), torch.zeros_like(self.cov)
         self.share = self.full(0.0)
         self.cover = 0.0  # Lambda over Var(g), at the least
+        self.level = self.full(1.0)  # of the noise, over its average
+        self.shares = self.sight = self.full(
+            0.0, 0
+        )  # of the noise in Lambda, and what it is seen by; empty: not followed
 
     @property
     def least(self) -> int:
@@ -63,6 +77,8 @@ class Full(Outside):
         count = self.seen + 1
         if self.known:
             self.look(d)
+        if self.local:
+            self.level = self.levels(self.tensors(), self.level, noise)
         if self.known and count >= self.least and count & (count - 1) == 0:
             self._inject()
 
@@ -116,21 +132,32 @@ class Full(Outside):
         self.cover = 0.0 if rule.whole else rule.cover
         if outside is not None:
             self.measured_anew(outside)
-        self._inject()
+        self._inject(rule.follows)
         self.cool()
 
     # -- the step -------------------------------------------------------------------------------------------------
 
-    def _inject(self) -> None:
-        """The matrices of a step. In coordinates ``R^-1 theta`` Lambda is q I, and noise is nearly so."""
-        noise = self.root.mT @ self.cov @ self.root
-        lam = torch.diag_embed(2.0 * self.factor.double().unsqueeze(-1).expand(-1, self.total))
-        values, vectors = torch.linalg.eigh(lam - self.weight * noise)
-        self.share = (values < 0).to(self.dtype).mean(-1)
-        missing = (vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)) @ vectors.mT
+    def _inject(self, follow: bool | None = None) -> None:
+        """The matrices of a step. In coordinates ``R^-1 theta`` Lambda is q I, and noise is nearly so.
+
+        Args:
+            follow: whether the level of the noise is followed; as before, when not given.
+        """
+        follow = self.local if follow is None else follow
+        values, vectors = torch.linalg.eigh(self.root.mT @ self.cov @ self.root)
+        room = 2.0 * self.factor.double().unsqueeze(-1)
+        shares = self.weight * values.clamp_min(0.0) / room
+        self.share = (shares > 1.0).to(self.dtype).mean(-1)
         rate = self.unit_rate.double().view(-1, 1, 1)
         self.pull = rate * (self.root @ self.root.mT)
-        self.push = rate * (self.root @ missing)
+        if follow:
+            self.push = rate * (self.root @ vectors) * room.sqrt().unsqueeze(-1)
+            length = values.clamp_min(0.0).sum(-1).clamp_min(torch.finfo(self.dtype).tiny)
+            self.shares, self.sight = shares, self.root.mT * length.rsqrt().view(-1, 1, 1)
+        else:
+            missing = (vectors * (room * (1.0 - shares)).clamp_min(0.0).sqrt().unsqueeze(-2)) @ vectors.mT
+            self.push = rate * (self.root @ missing)
+            self.shares = self.sight = self.full(0.0, 0)
 
     def slow(self, factor: Tensor) -> None:
         outside = self.worst() if self.looks else None
@@ -146,6 +173,7 @@ class Full(Outside):
     def forget(self, void: bool = False) -> None:
         if void:
             self._forget_axes()
+            self.level = self.full(1.0)
         super().forget(void)
 
     def _forget_axes(self) -> None:
@@ -170,12 +198,27 @@ class Full(Outside):
     def direction(self, gradient: Tensor) -> Tensor:
         return _times(self.pull, gradient.double())
 
+    @property
+    def local(self) -> bool:
+        return self.sight.numel() > 0
+
+    def levels(self, tensors: Sequence[Tensor], level: Tensor, noise: Tensor) -> Tensor:
+        found = _times(tensors[3], noise.double()).square().sum(-1)
+        return torch.lerp(level, found.to(level), PACE)
+
+    def take_level(self, level: Tensor) -> None:
+        self.level = level.to(self.level)
+
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.pull, self.push
+        return (self.pull, self.push, self.shares, self.sight, self.level) if self.local else (self.pull, self.push)
 
     def displace(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
-        pull, push = tensors
-        return _times(pull, gradient.double()) + _times(push, xi.double())
+        pull, push, *local = tensors
+        xi = xi.double()
+        if local:
+            shares, _, level = local
+            xi = (1.0 - level.unsqueeze(-1) * shares).clamp_min(0.0).sqrt() * xi
+        return _times(pull, gradient.double()) + _times(push, xi)
 
     def rates(self) -> Tensor:
         return self.pull.diagonal(dim1=-2, dim2=-1)

@@ -22,6 +22,7 @@ from isosgd.samplers.steppers import allowed_rate_curvature
 
 HIGHEST = 0.2  # rate * curvature of averaged innovations, whatever bias is predicted
 CHANGE = 11.5  # bias of variances by noise that changes, over its share of Lambda and T / N: a sampled scale's
+FOLLOWED = 3.0  # by how much less that is where the level of the noise is followed as a chain moves
 WIDE = 0.15  # sqrt(T / N) above which a posterior is so wide that expansions say too much
 
 
@@ -37,6 +38,7 @@ class Rule:
         averaged: whether innovations are averaged over two steps, which leaves only the bias of the gradient noise.
         kappa: Lambda over the gradient noise B, at the least.
         whole: whether a batch is all of the data. Its gradient has no noise, and the size of a step is set otherwise.
+        followed: whether the level of the noise can be followed from step to step.
     """
 
     num_data: int
@@ -46,6 +48,7 @@ class Rule:
     averaged: bool
     kappa: float = 2.0
     whole: bool = False
+    followed: bool = False
 
     @property
     def scale(self) -> float:
@@ -53,12 +56,21 @@ class Rule:
         return self.temperature / self.num_data
 
     @property
+    def change(self) -> float:
+        """Lambda over the gradient noise B that noise asks for which is not the same over the posterior."""
+        # It must be a small share of Lambda. What is linear in the place averages out, and what is quadratic has the
+        # order of the posterior's squared width, T / N.
+        return CHANGE * min(self.scale, WIDE * math.sqrt(self.scale)) / self.bias
+
+    @property
+    def follows(self) -> bool:
+        """Whether the level of the noise is worth to be followed from step to step."""
+        return self.followed and not self.whole and self.change > self.kappa
+
+    @property
     def cover(self) -> float:
         """Lambda over ``Var(g)``, at the least."""
-        # Noise that is not the same over the posterior must be a small share of Lambda. What is linear in the place
-        # averages out, and what is quadratic has the order of the posterior's squared width, T / N.
-        change = CHANGE * min(self.scale, WIDE * math.sqrt(self.scale)) / self.bias
-        return 0.5 * max(self.kappa, change)
+        return 0.5 * max(self.kappa, self.change / FOLLOWED if self.followed else self.change)
 
     def factor(self, stretch: Tensor) -> Tensor:
         """q, where the true curvature is up to ``stretch`` times H."""

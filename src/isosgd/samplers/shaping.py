@@ -24,6 +24,7 @@ class ShapedLambda(GroupLambdas):
 
     shaped: Shaped | None
     averaged: bool  # whether innovations are averaged over two steps
+    attended: bool = False  # whether every step comes with a noise vector, where a shape asks for it
     sets: int
     _kept: Tensor | None = None  # innovations of the last step, unless the source keeps them
 
@@ -83,7 +84,10 @@ class ShapedLambda(GroupLambdas):
         group = self.param_groups[0]
         assert self.batch_size is not None and self.shaped is not None
         n, t = self.batch_size, group["temperature"]
-        return Rule(group["num_data"], n, t, self.bias, self.averaged, self.shaped.kappa)
+        own = self.shaped
+        return Rule(
+            group["num_data"], n, t, self.bias, self.averaged, own.kappa, followed=own.levelled and self.attended
+        )
 
     def adapt(
         self,
