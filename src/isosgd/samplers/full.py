@@ -234,7 +234,9 @@ class Full(Outside):
         return ratios * self.unit_rate.double().unsqueeze(-1)
 
     def clipped(self) -> Tensor:
-        return self.share
+        if not self.local:
+            return self.share
+        return (self.level.unsqueeze(-1) * self.shares > 1.0).to(self.dtype).mean(-1)
 
 
 def _times(matrix: Tensor, x: Tensor) -> Tensor:
