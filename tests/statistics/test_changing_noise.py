@@ -75,8 +75,10 @@ def test_the_bias_of_a_sampled_scale_is_small_whatever_n(num_data: int, coeffici
     assert abs(coefficient) < 0.008 + 4 * error
 
 
-@pytest.mark.parametrize(("num_data", "coefficients", "batch"), [(46, 7, 8), (100, 5, 10), (195, 6, 18)])
-def test_the_bias_is_no_larger_at_a_larger_share_where_the_level_is_followed(
+@pytest.mark.parametrize(
+    ("num_data", "coefficients", "batch"), [(46, 7, 8), (100, 5, 10), (195, 6, 18), (160, 4, 4), (200, 2, 4)]
+)
+def test_the_bias_is_small_at_a_larger_share_where_the_level_is_followed(
     num_data: int, coefficients: int, batch: int
 ) -> None:
     average, followed = (
@@ -85,7 +87,7 @@ def test_the_bias_is_no_larger_at_a_larger_share_where_the_level_is_followed(
     )
     assert followed > 1.3 * average
     scale, coefficient, error = ratios(num_data, coefficients, batch, followed, follow=True)
-    assert abs(scale + 0.012) < 0.014 + 4 * error
+    assert abs(scale + 0.011) < 0.013 + 4 * error
     assert abs(coefficient) < 0.008 + 4 * error
 
 

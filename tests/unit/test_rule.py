@@ -53,6 +53,15 @@ def test_noise_that_changes_may_have_a_larger_share_where_its_level_is_followed(
     assert rule(**few, followed=True).cover == pytest.approx(rule(**few).cover / FOLLOWED)
     assert not rule(**few, followed=True, whole=True).follows  # there is none
     assert not rule(**many, followed=True).follows  # it hardly changes over so narrow a posterior
+    medium = {"num_data": 400, "temperature": 1.0, "kappa": 1.25}
+    assert rule(**medium).change > 1.25 and not rule(**medium, followed=True).follows  # nothing would be gained
+    half = {"num_data": 150, "batch_size": 75, "temperature": 1.0, "kappa": 1.25}
+    assert not rule(**half, followed=True).follows  # nor here, where heat is the bound
+    for own in (medium, half):
+        assert rule(**own, followed=True).cover == rule(**own).cover
+    for num_data in (20, 50, 100, 150, 200):
+        own = rule(num_data=num_data, batch_size=4, temperature=1.0, kappa=1.25, followed=True)
+        assert own.follows and own.cover >= 1.0  # levels scatter: noise is never more than half of Lambda
     assert rule(**many, followed=True).cover == rule(**many).cover == 0.5 * rule().kappa
 
 

@@ -150,8 +150,11 @@ class Chains:
         return noise
 
     def step(self, split: bool = False) -> None:
-        """One gradient and one step of the sampler, with a noise vector where that is asked for, or needed."""
-        self.advance(self.evaluate(split or self.local))
+        """One gradient and one step of the sampler, from halves of the minibatch where the noise is to be measured."""
+        noise = self.evaluate(split or self.local)
+        if noise is not None and not split and self.shaped is not None:
+            self.shaped.attend(self.shaped.flatten(noise))
+        self.advance(noise if split else None)
 
     @property
     def local(self) -> bool:

@@ -149,7 +149,7 @@ class Stride:
             return theta - shaped.displace(tensors, gradient.to(shaped.dtype), xi).to(theta.dtype)
         assert noise is not None
         level = shaped.levels(tensors, theta[:, -1].to(shaped.dtype), noise)
-        moved = shaped.displace((*tensors[:-1], level), gradient.to(shaped.dtype), xi)
+        moved = shaped.displace((*tensors, level), gradient.to(shaped.dtype), xi)
         return torch.cat([theta[:, :-1] - moved.to(theta.dtype), level.unsqueeze(-1).to(theta.dtype)], -1)
 
     def _innovation(self, xi: Tensor, k: int) -> Tensor:
@@ -186,7 +186,8 @@ class Stride:
         """What a step takes besides: the shape of Lambda, or the rate of each parameter."""
         run, sampler = self.run, self.run.sampler
         if run.shaped is not None:
-            return tuple(self._by_columns(t) for t in run.shaped.tensors())
+            tensors = run.shaped.tensors()[:-1] if self.local else run.shaped.tensors()  # levels move with the chains
+            return tuple(self._by_columns(t) for t in tensors)
         sampler._make_plan()
         rates = [torch.as_tensor(move.rate).to(laid.flat) for laid, move in sampler._moves]
         wide = [

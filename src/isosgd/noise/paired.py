@@ -38,8 +38,8 @@ def join_halves(
     n = n1 + n2
     difference = torch._foreach_sub(list(first), list(second))
     gradient = torch._foreach_add(list(second), difference, alpha=n1 / n)
-    torch._foreach_mul_(difference, math.sqrt(n1 * n2) / n)
-    return list(gradient), list(difference)
+    # Nothing in place: a compiled loop over steps takes no such lists.
+    return list(gradient), list(torch._foreach_mul(difference, math.sqrt(n1 * n2) / n))
 
 
 def paired_backward(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,9 +31,9 @@ class Full(Outside):
     goes on being averaged while draws are taken, so that ``C = Lambda - B`` gets better and better; Lambda is fixed.
 
     With few data the noise is not the same over the posterior, and B is not what it is on average. Its shape hardly
-    changes, but its level does, all the more where a noise scale is sampled. So the level is followed: the mean of
-    ``d . B^-1 d`` over the noise vectors d of the last few steps, in the metric of Lambda, times the average is what is
-    left out of the injected noise. It is right for each place on average, and that is all that Theorem 1 asks for.
+    changes, but its level does, all the more where a noise scale is sampled. So the level is followed: the squared
+    length ``d . H^-1 d`` of the noise vectors of the last few steps over what it is on average. So many times B is left
+    out of the injected noise, which is right for each place on average, and that is all that Theorem 1 asks for.
     """
 
     name = "full"
@@ -54,9 +55,8 @@ class Full(Outside):
         self.share = self.full(0.0)
         self.cover = 0.0  # Lambda over Var(g), at the least
         self.level = self.full(1.0)  # of the noise, over its average
-        self.shares = self.sight = self.full(
-            0.0, 0
-        )  # of the noise in Lambda, and what it is seen by; empty: not followed
+        # Shares of the noise in Lambda, and what it is seen by; empty where its level is not followed.
+        self.shares = self.sight = self.full(0.0, 0)
 
     @property
     def least(self) -> int:
@@ -78,7 +78,7 @@ class Full(Outside):
         if self.known:
             self.look(d)
         if self.local:
-            self.level = self.levels(self.tensors(), self.level, noise)
+            self.attend(noise)
         if self.known and count >= self.least and count & (count - 1) == 0:
             self._inject()
 
@@ -176,6 +176,9 @@ class Full(Outside):
             self.level = self.full(1.0)
         super().forget(void)
 
+    def load(self, state: dict[str, Any]) -> None:
+        super().load({name: getattr(self, name) for name in ("level", "shares", "sight")} | state)  # some are older
+
     def _forget_axes(self) -> None:
         """Measure the Hessian anew: the axes are others."""
         self.hessian = torch.eye(self.total).to(self.root).repeat(self.chains, 1, 1)
@@ -207,7 +210,7 @@ class Full(Outside):
         return torch.lerp(level, found.to(level), PACE)
 
     def take_level(self, level: Tensor) -> None:
-        self.level = level.to(self.level)
+        self.level = level.to(self.level, copy=True).contiguous()  # not a column of what chains are
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.pull, self.push, self.shares, self.sight, self.level) if self.local else (self.pull, self.push)
@@ -234,9 +237,7 @@ class Full(Outside):
         return ratios * self.unit_rate.double().unsqueeze(-1)
 
     def clipped(self) -> Tensor:
-        if not self.local:
-            return self.share
-        return (self.level.unsqueeze(-1) * self.shares > 1.0).to(self.dtype).mean(-1)
+        return self.share
 
 
 def _times(matrix: Tensor, x: Tensor) -> Tensor:

@@ -22,7 +22,11 @@ from isosgd.samplers.steppers import allowed_rate_curvature
 
 HIGHEST = 0.2  # rate * curvature of averaged innovations, whatever bias is predicted
 CHANGE = 11.5  # bias of variances by noise that changes, over its share of Lambda and T / N: a sampled scale's
-FOLLOWED = 3.0  # by how much less that is where the level of the noise is followed as a chain moves
+FOLLOWED = (
+    3.0  # so many times that share is allowed where the level of the noise is followed, for about the same bias ...
+)
+ROOM = 2.0  # ... but Lambda over B is at least so much, since levels that are measured step by step scatter
+WORTH = 1.3  # a Lambda smaller by this factor is worth the trouble
 WIDE = 0.15  # sqrt(T / N) above which a posterior is so wide that expansions say too much
 
 
@@ -64,20 +68,36 @@ class Rule:
 
     @property
     def follows(self) -> bool:
-        """Whether the level of the noise is worth to be followed from step to step."""
-        return self.followed and not self.whole and self.change > self.kappa
+        """Whether the level of the noise is followed, as it can be, and is worth it."""
+        if not self.followed or self.whole:
+            return False
+        one = torch.ones(())
+        return bool(self._factor(one, self._average) > WORTH * self._factor(one, self._local))
+
+    @property
+    def _average(self) -> float:
+        """Lambda over B where noise is taken out by its average."""
+        return max(self.kappa, self.change)
+
+    @property
+    def _local(self) -> float:
+        """Lambda over B where its level is followed."""
+        return max(self.kappa, ROOM, self.change / FOLLOWED)
 
     @property
     def cover(self) -> float:
         """Lambda over ``Var(g)``, at the least."""
-        return 0.5 * max(self.kappa, self.change / FOLLOWED if self.followed else self.change)
+        return 0.5 * (self._local if self.follows else self._average)
 
     def factor(self, stretch: Tensor) -> Tensor:
         """q, where the true curvature is up to ``stretch`` times H."""
         if self.whole:  # so that a step is 1 where the curvature is H
             return torch.full_like(stretch, 2.0 * self.scale)
-        noise = self.cover / self.batch_size
-        heat = self.scale * stretch
+        return self._factor(stretch, 2.0 * self.cover)
+
+    def _factor(self, stretch: Tensor, cover: float) -> Tensor:
+        """q, where Lambda over B is to be ``cover`` at the least."""
+        noise, heat = 0.5 * cover / self.batch_size, self.scale * stretch
         if not self.averaged:
             return (heat / allowed_rate_curvature(self.bias)).clamp_min(noise)
         # Gradient noise has the share s = 1 / (2 n q) of Lambda and inflates variances by s a / 2, a = heat / q.

@@ -166,7 +166,7 @@ class Shaped(Structure):
         return False
 
     def levels(self, tensors: Sequence[Tensor], level: Tensor, noise: Tensor) -> Tensor:
-        """Levels of the noise after one more noise vector, ``[chains]``; a function of tensors alone, as `displace`.
+        """Levels of the noise after one more flat noise vector, ``[chains]``; a function of tensors, as `displace`.
 
         Of those that a step takes they are the last.
         """
@@ -175,6 +175,11 @@ class Shaped(Structure):
     def take_level(self, level: Tensor) -> None:
         """Go on from such levels."""
         raise NotImplementedError
+
+    def attend(self, noise: Tensor) -> None:
+        """Take in a flat noise vector of each chain for the level alone."""
+        tensors = self.tensors()
+        self.take_level(self.levels(tensors, tensors[-1], noise))
 
     @abstractmethod
     def rates(self) -> Tensor:

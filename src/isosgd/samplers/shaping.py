@@ -200,4 +200,9 @@ class ShapedLambda(GroupLambdas):
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "structure"})
         if self.shaped is not None and saved is not None:
             self.shaped.load(saved["shape"])
+            if self.shaped.local and not self.attended:
+                raise ValueError(
+                    "the state is of isosgd.sample, which measures the noise at every step and has sized Lambda for "
+                    "that: go on with isosgd.resume, or warm up anew"
+                )
             self._last = None if saved["last"] is None else saved["last"].clone()
