@@ -12,6 +12,7 @@ import isosgd
 from isosgd import Target, priors
 from isosgd.chain.chain import Chains
 from isosgd.chain.runaway import LOSSES, MOST, SLOWER, Runaway
+from isosgd.experiments import suite
 from isosgd.potential import Params
 from isosgd.store import writer
 
@@ -78,6 +79,10 @@ class Shape:
 
     def __init__(self) -> None:
         self.factor, self.stretch = torch.ones(3), torch.ones(3)
+        self.scale, self.pulls = 0.01, torch.full((3, 40), 80.0)  # losses scatter by 0.01
+
+    def rate_curvatures(self) -> Tensor:
+        return self.pulls
 
     def slow(self, factor: Tensor) -> None:
         self.factor = self.factor * factor
@@ -170,6 +175,16 @@ def test_noisy_losses_have_more_room() -> None:
     assert (runaway.limit > 1.0 + 20 * 0.2 + 3.0).all()
 
 
+def test_losses_that_scatter_more_than_at_the_mode_are_none() -> None:
+    """Noise without curvature: all along a soft direction losses of minibatches go up and down."""
+    chains, runaway = watch()
+    chains.shaped.pulls = torch.cat(
+        [torch.full((3, 39), 80.0), torch.full((3, 1), 2e-4)], -1
+    )  # 0.01 sqrt(2 / 2e-4) = 1
+    assert not runaway.look(losses(5.1, 6.6, 1.0))
+    assert runaway.look(losses(5.1, 6.8, 1.0)) and runaway.caught.tolist() == [0, 1, 0]
+
+
 def test_rates_that_rise_again_are_held() -> None:
     chains, runaway = watch()
     runaway.hold()  # nobody ran away yet
@@ -181,3 +196,11 @@ def test_rates_that_rise_again_are_held() -> None:
     chains.shaped.factor = torch.tensor([9.0, 9.0, 9.0])
     runaway.hold()
     assert chains.shaped.factor.tolist() == [9, 9, 9]
+
+
+def test_noise_without_curvature_drives_no_chain_away() -> None:
+    """Losses are all alike at the mode of this Gaussian, and go up and down beside it."""
+    problem = suite.make("gauss-half")
+    settings = {**QUICK, **QUIET, "chains": 8, "batch_size": problem.batch_size}
+    posterior = isosgd.sample(problem.target, problem.data, init=problem.init, **settings)
+    assert sum(report["brought_back"] for report in posterior.info["warmup"]) == 0

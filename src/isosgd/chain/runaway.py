@@ -15,10 +15,12 @@ from torch import Tensor
 
 from isosgd.chain.chain import Chains
 from isosgd.samplers import ISGD
+from isosgd.samplers.shaped import Shaped
 
 LOSSES = 20  # of which the median is looked at: one bad minibatch is none
 BEYOND = 20.0  # times what the loss can be above that of the mode, and deviations of such a median
 LEAST_BEYOND = 1e-3  # of the loss itself: less may be rounding
+SCATTER = 1.7  # times the deviation of minibatches' losses over the posterior: six of such a median
 SLOWER = 4.0  # times, when a chain is brought back ...
 MOST = 10  # ... as often as this
 
@@ -82,8 +84,10 @@ class Runaway:
         chains, shaped, start = self.chains, self.chains.shaped, self.start
         if shaped is None or start is None or len(losses) < LOSSES:
             return False
-        high = torch.stack(list(losses[-LOSSES:])).double().median(0).values > self.limit
-        away = chains.alive & high & (self.caught < MOST)
+        middle = torch.stack(list(losses[-LOSSES:])).double().median(0).values
+        away = chains.alive & (middle > self.limit) & (self.caught < MOST)
+        if bool(away.any()):
+            away &= middle > self.limit + SCATTER * self._scatter(shaped)
         if not bool(away.any()):
             return False
         chains.restore(start.place, away)
@@ -96,6 +100,15 @@ class Runaway:
         shaped.slow(torch.where(away, slower.to(shaped.factor) / shaped.factor, 1.0))
         self.hold()
         return True
+
+    def _scatter(self, shaped: Shaped) -> Tensor:
+        """Deviation of minibatches' losses over the posterior, at the most.
+
+        Over a direction in which ``rate * curvature`` is a and the noise has the share s of Lambda it is
+        ``(T / N) sqrt(2 s / a)``; much where there is noise without curvature.
+        """
+        pulls, d = shaped.rate_curvatures().to(self.limit), sum(self.chains.layout.sizes)
+        return shaped.scale * (2.0 * d / pulls).mean(-1).sqrt()
 
     def hold(self) -> None:
         """Chains that ran away stay slower, whatever rates have been found since."""
