@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from isosgd.samplers.full import PACE
+from isosgd.samplers.full_step import PACE
 from isosgd.samplers.rule import Rule
 
 CHAINS, KAPPA = 2000, 1.25

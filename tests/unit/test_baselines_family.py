@@ -108,7 +108,7 @@ def test_the_wine_data_are_read(data_root: Path) -> None:
 def job(
     runs: ModuleType, method: str, gradients: int, name: str | None = None, *values: float, repeats: int = 1
 ) -> Any:
-    return runs.Job("toy-well-200", method, name, values, repeats, gradients, ("", None))
+    return runs.Job("toy-well-200", method, name, values, repeats, gradients, (".", None))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from isosgd.potential import Params, Target, likelihoods, priors
 
 F64 = torch.float64
 N, CHAINS = 70, 3
-QUICK = {"draws": 4, "keep_every": 2, "warmup": 300, "batch_size": 8, "progress": False}
+QUICK = {"draws": 4, "keep_every": 2, "warmup": 500, "batch_size": 8, "progress": False}
 in_turn = pytest.mark.filterwarnings("ignore:.*did not settle:isosgd.errors.SamplingWarning")
 
 

@@ -504,3 +504,10 @@ def test_the_level_is_kept_and_forgotten(generator: torch.Generator) -> None:
     assert float(shaped.level) == float(other.level)  # type: ignore[attr-defined]
     shaped.forget(void=True)
     assert float(shaped.level) == 1.0
+
+
+def test_states_without_a_level_are_older() -> None:
+    shaped, other = levelled(num_data=100_000), bound("full")
+    other.load({k: v for k, v in shaped.state().items() if k not in ("level", "shares", "sight")})
+    g = torch.ones(1, SIZE, dtype=F64)
+    assert torch.equal(*(one.displace(one.tensors(), g, g) for one in (shaped, other))) and not other.local  # type: ignore[attr-defined]

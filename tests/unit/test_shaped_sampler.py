@@ -334,3 +334,18 @@ def test_a_step_without_lambda_or_gradient_is_refused() -> None:
 def test_chains_must_share_out_among_data_sets(sets: Any) -> None:
     with pytest.raises(ValueError, match=f"sets = {sets} must divide the number of chains, 3"):
         make("full", leaves(3), chains=3, sets=sets)
+
+
+def test_the_level_is_followed_only_where_every_step_measures_the_noise() -> None:
+    """A user's own loop need not measure the noise at every step; with so few data `isosgd.sample` does."""
+    attended, alone = make("full", leaves(), num_data=30), make("full", leaves(), num_data=30)
+    attended.attended = True
+    for sampler in (attended, alone):
+        Stream(leaves()).warm(sampler)
+    assert isinstance(attended.shaped, Full) and attended.shaped.local
+    assert isinstance(alone.shaped, Full) and not alone.shaped.local
+    assert bool(attended.shaped.factor < alone.shaped.factor)
+    other = make("full", leaves(), num_data=30)
+    other.attended = True
+    other.load_state_dict(attended.state_dict())
+    assert isinstance(other.shaped, Full) and other.shaped.local

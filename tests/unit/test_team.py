@@ -20,7 +20,7 @@ from isosgd.potential import Params
 pytestmark = pytest.mark.filterwarnings("ignore:.*did not settle:isosgd.errors.SamplingWarning")
 
 N = 80
-QUICK = {"draws": 6, "keep_every": 3, "warmup": 250, "batch_size": 16, "compile": False, "progress": False}
+QUICK = {"draws": 6, "keep_every": 3, "warmup": 500, "batch_size": 16, "compile": False, "progress": False}
 
 
 def log_likelihood(params: Params, batch: Any) -> Tensor:
@@ -90,7 +90,7 @@ def test_means_of_several_data_sets_are_recovered() -> None:
 
 def test_means_of_several_data_sets_are_recovered_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(team, "LARGE", 1)
-    posterior = sample(make_target(), DataSets((clusters(3),)), **{**QUICK, "draws": 50})
+    posterior = sample(make_target(), DataSets((clusters(3),)), **{**QUICK, "draws": 200})
     assert posterior.info["engine"].startswith("in turn")
     check_means(posterior)
 

@@ -17,6 +17,7 @@ from isosgd.errors import DivergedError
 from isosgd.potential import Params, Target
 from isosgd.samplers import ISGD, Sampler
 from isosgd.samplers.full import Full
+from isosgd.samplers.full_step import FullStep
 from isosgd.samplers.gliding import Gliding
 from isosgd.samplers.preconditioned import Preconditioned
 from isosgd.samplers.shaped import Shaped
@@ -97,7 +98,7 @@ class Chains:
         self.loss = torch.full((self.count,), torch.nan, device=device)
         self.alive = torch.ones(self.count, dtype=torch.bool, device=device)
         if isinstance(self.sampler, ISGD):
-            self.sampler.attended = True
+            self.sampler.attended = batches.independent  # else there is less noise than it seems
         if self.shaped is not None:
             self.shaped.alive = self.alive
         self.failures: dict[int, DivergedError] = {}
@@ -151,15 +152,16 @@ class Chains:
 
     def step(self, split: bool = False) -> None:
         """One gradient and one step of the sampler, from halves of the minibatch where the noise is to be measured."""
-        noise = self.evaluate(split or self.local)
-        if noise is not None and not split and self.shaped is not None:
-            self.shaped.attend(self.shaped.flatten(noise))
+        local = self.local
+        noise = self.evaluate(split or local is not None)
+        if noise is not None and not split and local is not None:
+            local.attend(local.flatten(noise))
         self.advance(noise if split else None)
 
     @property
-    def local(self) -> bool:
-        """Whether the sampler follows the level of the noise from step to step."""
-        return self.shaped is not None and self.shaped.local
+    def local(self) -> FullStep | None:
+        """The sampler's Lambda, where it follows the level of the noise from step to step."""
+        return self.shaped if isinstance(self.shaped, FullStep) and self.shaped.local else None
 
     def advance(self, noise: list[Tensor] | None) -> None:
         """One step of the sampler, from the gradients just evaluated."""

@@ -122,7 +122,7 @@ class Stride:
 
     def step(self, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """Where one step leads to from flat parameters ``[chains, d]``, and the losses."""
-        theta, loss, _ = self._stepped(theta, batch, xi, tensors, self.local)
+        theta, loss, _ = self._stepped(theta, batch, xi, tensors, self.local is not None)
         return theta, loss
 
     def split(self, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,17 +139,17 @@ class Stride:
 
     def _parameters(self, theta: Tensor) -> Tensor:
         """Without the level of the noise behind them."""
-        return theta[:, :-1] if self.local else theta
+        return theta if self.local is None else theta[:, :-1]
 
     def _moved(self, theta: Tensor, gradient: Tensor, noise: Tensor | None, xi: Tensor, tensors: Tensors) -> Tensor:
-        shaped = self.run.shaped
+        shaped, local = self.run.shaped, self.local
         if shaped is None:  # innovations are kicks already
             return (theta - tensors[0] * gradient - xi).to(theta.dtype)
-        if not self.local:
+        if local is None:
             return theta - shaped.displace(tensors, gradient.to(shaped.dtype), xi).to(theta.dtype)
         assert noise is not None
-        level = shaped.levels(tensors, theta[:, -1].to(shaped.dtype), noise)
-        moved = shaped.displace((*tensors, level), gradient.to(shaped.dtype), xi)
+        level = local.levels(tensors, theta[:, -1].to(local.dtype), noise)
+        moved = local.displace((*tensors, level), gradient.to(local.dtype), xi)
         return torch.cat([theta[:, :-1] - moved.to(theta.dtype), level.unsqueeze(-1).to(theta.dtype)], -1)
 
     def _innovation(self, xi: Tensor, k: int) -> Tensor:
@@ -177,16 +177,16 @@ class Stride:
     # -- what goes in -------------------------------------------------------------------------------------------------
 
     def _theta(self) -> Tensor:
-        theta, shaped = self.run.flat(self.run.leaves), self.run.shaped
-        if not self.local or shaped is None:
-            return theta
-        return torch.cat([theta, shaped.tensors()[-1].unsqueeze(-1).to(theta)], -1)
+        theta = self.run.flat(self.run.leaves)
+        return theta if self.local is None else torch.cat([theta, self.local.level.unsqueeze(-1).to(theta)], -1)
 
     def _tensors(self) -> Tensors:
         """What a step takes besides: the shape of Lambda, or the rate of each parameter."""
         run, sampler = self.run, self.run.sampler
         if run.shaped is not None:
-            tensors = run.shaped.tensors()[:-1] if self.local else run.shaped.tensors()  # levels move with the chains
+            tensors = (
+                run.shaped.tensors()[:-1] if self.local is not None else run.shaped.tensors()
+            )  # levels move with the chains
             return tuple(self._by_columns(t) for t in tensors)
         sampler._make_plan()
         rates = [torch.as_tensor(move.rate).to(laid.flat) for laid, move in sampler._moves]
@@ -261,8 +261,8 @@ class Stride:
         own = self._parameters(theta)
         parts = self.run.layout.views(own if self.run.many is not None else own[0])
         self.run.restore([parts[name] for name in self.run.params])
-        if self.local and self.run.shaped is not None:
-            self.run.shaped.take_level(theta[:, -1])
+        if self.local is not None:
+            self.local.take_level(theta[:, -1])
 
     def _call(self, theta: Tensor, steps: int, split: bool) -> Tensor:
         run, batches = self.run, self.run.batches
@@ -299,7 +299,9 @@ class Stride:
         run, before = self.run, self.run.gradients
         loss = gradient = theta
         for k in range(steps):
-            loss, gradient, noise = self.gradient.flat(self._parameters(theta), self._at(batch, k), self.local)
+            loss, gradient, noise = self.gradient.flat(
+                self._parameters(theta), self._at(batch, k), self.local is not None
+            )
             last = torch.full_like(bad, k == steps - 1)  # rounding may hide what compiled code met
             new = bad & run.alive & (last | ~torch.isfinite(loss + gradient.sum(-1)))
             if bool(new.any()):

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from isosgd.samplers.outside import Outside
+from isosgd.samplers.full_step import FullStep, times
 from isosgd.samplers.reshaping import LEAST, at_least_one, believed, condition_numbers, reshape, soft
 from isosgd.samplers.rule import Rule
 
-PACE = 0.25  # weight of a new noise vector in the level of the noise: that of the last few steps
 SINGULAR = 1e-12  # eigenvalues of H, scaled to a unit diagonal, below which the noise says nothing of a direction
 
 
-class Full(Outside):
+class Full(FullStep):
     """One matrix over all parameters; for up to a few hundred of them.
 
     The Fisher information is checked against the Hessian, axis by axis of the basis in which H is the identity (see
@@ -29,34 +26,18 @@ class Full(Outside):
 
     Everything is kept in float64, since raw regressions have condition numbers of 1e11 and more. The noise covariance
     goes on being averaged while draws are taken, so that ``C = Lambda - B`` gets better and better; Lambda is fixed.
-
-    With few data the noise is not the same over the posterior, and B is not what it is on average. Its shape hardly
-    changes, but its level does, all the more where a noise scale is sampled. So the level is followed: the squared
-    length ``d . H^-1 d`` of the noise vectors of the last few steps over what it is on average. So many times B is left
-    out of the injected noise, which is right for each place on average, and that is all that Theorem 1 asks for.
     """
 
     name = "full"
     kappa = 1.25  # all of the noise is known, and its correlations
-    levelled = True
-    kept = (
-        *(*Outside.kept, "cov", "hessian", "probed", "root", "inverse_root", "pull", "push", "share", "cover"),
-        *("level", "shares", "sight"),
-    )
+    kept = (*FullStep.kept, "hessian", "probed", "cover")
 
     def prepare(self) -> None:
         super().prepare()
         d = self.total
-        self.cov = self.full(0.0, d, d).double()
         self.hessian = torch.eye(d).to(self.cov).repeat(self.chains, 1, 1)  # of each chain, in the basis of its axes
         self.probed = [0] * d
-        self.root, self.inverse_root = torch.zeros_like(self.cov), torch.zeros_like(self.cov)
-        self.pull, self.push = torch.zeros_like(self.cov), torch.zeros_like(self.cov)
-        self.share = self.full(0.0)
         self.cover = 0.0  # Lambda over Var(g), at the least
-        self.level = self.full(1.0)  # of the noise, over its average
-        # Shares of the noise in Lambda, and what it is seen by; empty where its level is not followed.
-        self.shares = self.sight = self.full(0.0, 0)
 
     @property
     def least(self) -> int:
@@ -93,7 +74,7 @@ class Full(Outside):
 
     def learn(self, i: int, change: Tensor) -> None:
         self.probed[i] += 1
-        self.hessian[..., i].lerp_(_times(self.root.mT, change.double()), 1.0 / self.probed[i])
+        self.hessian[..., i].lerp_(times(self.root.mT, change.double()), 1.0 / self.probed[i])
 
     def _measured(self) -> Tensor:
         """The Hessian as all chains of a data set have measured it, each along axes of its own."""
@@ -135,30 +116,6 @@ class Full(Outside):
         self._inject(rule.follows)
         self.cool()
 
-    # -- the step -------------------------------------------------------------------------------------------------
-
-    def _inject(self, follow: bool | None = None) -> None:
-        """The matrices of a step. In coordinates ``R^-1 theta`` Lambda is q I, and noise is nearly so.
-
-        Args:
-            follow: whether the level of the noise is followed; as before, when not given.
-        """
-        follow = self.local if follow is None else follow
-        values, vectors = torch.linalg.eigh(self.root.mT @ self.cov @ self.root)
-        room = 2.0 * self.factor.double().unsqueeze(-1)
-        shares = self.weight * values.clamp_min(0.0) / room
-        self.share = (shares > 1.0).to(self.dtype).mean(-1)
-        rate = self.unit_rate.double().view(-1, 1, 1)
-        self.pull = rate * (self.root @ self.root.mT)
-        if follow:
-            self.push = rate * (self.root @ vectors) * room.sqrt().unsqueeze(-1)
-            length = values.clamp_min(0.0).sum(-1).clamp_min(torch.finfo(self.dtype).tiny)
-            self.shares, self.sight = shares, self.root.mT * length.rsqrt().view(-1, 1, 1)
-        else:
-            missing = (vectors * (room * (1.0 - shares)).clamp_min(0.0).sqrt().unsqueeze(-2)) @ vectors.mT
-            self.push = rate * (self.root @ missing)
-            self.shares = self.sight = self.full(0.0, 0)
-
     def slow(self, factor: Tensor) -> None:
         outside = self.worst() if self.looks else None
         self.factor = self.factor * factor
@@ -173,73 +130,15 @@ class Full(Outside):
     def forget(self, void: bool = False) -> None:
         if void:
             self._forget_axes()
-            self.level = self.full(1.0)
         super().forget(void)
-
-    def load(self, state: dict[str, Any]) -> None:
-        super().load({name: getattr(self, name) for name in ("level", "shares", "sight")} | state)  # some are older
 
     def _forget_axes(self) -> None:
         """Measure the Hessian anew: the axes are others."""
         self.hessian = torch.eye(self.total).to(self.root).repeat(self.chains, 1, 1)
         self.probed = [0] * self.total
 
-    # -- noise that is larger here than on average ----------------------------------------------------------------
-
-    def inverse(self, x: Tensor) -> Tensor:
-        return _times(self.root, _times(self.root.mT, x.double())) / self.factor.double().unsqueeze(-1)
-
-    def lambda_along(self, t: Tensor) -> Tensor:
-        return self.factor * _times(self.inverse_root, t).square().sum(-1)
-
-    def noise_along(self, t: Tensor) -> Tensor:
-        return (t * _times(self.cov, t)).sum(-1)
-
-    def excess(self) -> Tensor:
-        return super().excess() - self.weight * self.chance * self.most
-
-    def direction(self, gradient: Tensor) -> Tensor:
-        return _times(self.pull, gradient.double())
-
-    @property
-    def local(self) -> bool:
-        return self.sight.numel() > 0
-
-    def levels(self, tensors: Sequence[Tensor], level: Tensor, noise: Tensor) -> Tensor:
-        found = _times(tensors[3], noise.double()).square().sum(-1)
-        return torch.lerp(level, found.to(level), PACE)
-
-    def take_level(self, level: Tensor) -> None:
-        self.level = level.to(self.level, copy=True).contiguous()  # not a column of what chains are
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.pull, self.push, self.shares, self.sight, self.level) if self.local else (self.pull, self.push)
-
-    def displace(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
-        pull, push, *local = tensors
-        xi = xi.double()
-        if local:
-            shares, _, level = local
-            xi = (1.0 - level.unsqueeze(-1) * shares).clamp_min(0.0).sqrt() * xi
-        return _times(pull, gradient.double()) + _times(push, xi)
-
-    def rates(self) -> Tensor:
-        return self.pull.diagonal(dim1=-2, dim2=-1)
-
-    def principal_rates(self) -> Tensor:
-        rates: Tensor = torch.linalg.eigvalsh(self.pull)
-        return rates
-
     def rate_curvatures(self) -> Tensor:
         if not all(self.probed):
             return super().rate_curvatures()
         ratios: Tensor = torch.linalg.eigvalsh(self.root.mT @ self._measured() @ self.root).clamp_min(LEAST)
         return ratios * self.unit_rate.double().unsqueeze(-1)
-
-    def clipped(self) -> Tensor:
-        return self.share
-
-
-def _times(matrix: Tensor, x: Tensor) -> Tensor:
-    """Matrix times vector, for each chain."""
-    return (matrix @ x.unsqueeze(-1)).squeeze(-1)

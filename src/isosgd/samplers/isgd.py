@@ -17,6 +17,7 @@ What a step does is in `isosgd.samplers.lambdas` for one lambda a layer, as in t
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,10 +25,12 @@ import torch
 from isosgd.errors import SamplingWarning
 from isosgd.noise import AlphaStable, Summary
 from isosgd.samplers.full import Full
+from isosgd.samplers.full_step import FullStep
 from isosgd.samplers.groups import ParamsLike
 from isosgd.samplers.lambdas import Scheme
 from isosgd.samplers.lowrank import LowRank
 from isosgd.samplers.presets import PRESETS
+from isosgd.samplers.rule import Rule
 from isosgd.samplers.shaped import Shaped
 from isosgd.samplers.shaping import ShapedLambda
 from isosgd.samplers.structure import Correction, Structure
@@ -83,6 +86,7 @@ class ISGD(ShapedLambda):
     """
 
     measures = True  # whether its warm-up calls `decide`
+    attended = False  # whether every step measures the noise, where a shape asks for it
 
     def __init__(
         self,
@@ -150,6 +154,9 @@ class ISGD(ShapedLambda):
                 SamplingWarning,
                 stacklevel=2,
             )
+
+    def rule(self) -> Rule:
+        return replace(super().rule(), followed=self.attended and isinstance(self.shaped, FullStep))
 
     def decide(self) -> bool:
         """After a first look of ``structure="auto"``: go on with a simpler shape where that is as good.

@@ -37,12 +37,9 @@ class Shaped(Structure):
 
     Attributes:
         kept: names of what a chain needs to go on: numbers, tensors, and lists of tensors. A subclass adds its own.
-        levelled: whether it can follow the level of the noise, how much there is where a chain now is over the average,
-            from step to step (see `local`).
     """
 
     name: ClassVar[str]
-    levelled: ClassVar[bool] = False
     kappa: ClassVar[float] = 2.0  # room for noise that is larger elsewhere than where it was measured
     kept: ClassVar[tuple[str, ...]] = ("alive", "seen", "stretch", "known", "factor", "scale", "weight", "fallback")
 
@@ -159,27 +156,6 @@ class Shaped(Structure):
     def displace_(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
         """The same; gradient and innovations may be written over."""
         return self.displace(tensors, gradient, xi)
-
-    @property
-    def local(self) -> bool:
-        """Whether the level of the noise is followed, so that every step has to measure it."""
-        return False
-
-    def levels(self, tensors: Sequence[Tensor], level: Tensor, noise: Tensor) -> Tensor:
-        """Levels of the noise after one more flat noise vector, ``[chains]``; a function of tensors, as `displace`.
-
-        Of those that a step takes they are the last.
-        """
-        raise NotImplementedError
-
-    def take_level(self, level: Tensor) -> None:
-        """Go on from such levels."""
-        raise NotImplementedError
-
-    def attend(self, noise: Tensor) -> None:
-        """Take in a flat noise vector of each chain for the level alone."""
-        tensors = self.tensors()
-        self.take_level(self.levels(tensors, tensors[-1], noise))
 
     @abstractmethod
     def rates(self) -> Tensor:

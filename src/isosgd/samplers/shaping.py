@@ -24,7 +24,6 @@ class ShapedLambda(GroupLambdas):
 
     shaped: Shaped | None
     averaged: bool  # whether innovations are averaged over two steps
-    attended: bool = False  # whether every step comes with a noise vector, where a shape asks for it
     sets: int
     _kept: Tensor | None = None  # innovations of the last step, unless the source keeps them
 
@@ -84,10 +83,7 @@ class ShapedLambda(GroupLambdas):
         group = self.param_groups[0]
         assert self.batch_size is not None and self.shaped is not None
         n, t = self.batch_size, group["temperature"]
-        own = self.shaped
-        return Rule(
-            group["num_data"], n, t, self.bias, self.averaged, own.kappa, followed=own.levelled and self.attended
-        )
+        return Rule(group["num_data"], n, t, self.bias, self.averaged, self.shaped.kappa)
 
     def adapt(
         self,
@@ -200,9 +196,4 @@ class ShapedLambda(GroupLambdas):
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "structure"})
         if self.shaped is not None and saved is not None:
             self.shaped.load(saved["shape"])
-            if self.shaped.local and not self.attended:
-                raise ValueError(
-                    "the state is of isosgd.sample, which measures the noise at every step and has sized Lambda for "
-                    "that: go on with isosgd.resume, or warm up anew"
-                )
             self._last = None if saved["last"] is None else saved["last"].clone()
