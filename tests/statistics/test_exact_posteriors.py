@@ -63,6 +63,7 @@ def test_a_positive_parameter_is_sampled_through_its_logarithm():
         assert abs(draws.std() / sd - 1) < 3 / math.sqrt(2 * independent) + 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_data_of_yachts_size_do_not_diverge():
     """N = 277, n = 128 (METHOD 3.6): naive estimates gave lr h = 2 n / N, near 1, and every variant diverged."""

@@ -171,9 +171,13 @@ def test_new_levels_and_further_columns_are_no_error(
 
 @pytest.mark.parametrize(
     ("target", "name"),
-    [("body_mass_g", "mean"), ("body_mass_g", "why"), ("species", "p(Gentoo)"), ("species", "predicted"),
-     ("species", "entropy"), ("species", "row")],
-)  # fmt: skip
+    [
+        ("body_mass_g", "mean"),
+        ("species", "p(Gentoo)"),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in (("body_mass_g", "why"), ("species", "predicted"))),
+        *(pytest.param("species", name, marks=pytest.mark.slow) for name in ("entropy", "row")),
+    ],
+)
 def test_a_column_that_is_kept_has_no_name_of_the_predictions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str, name: str
 ) -> None:

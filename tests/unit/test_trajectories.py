@@ -352,7 +352,7 @@ def test_many_rows_go_down_by_parts_of_them(monkeypatch: pytest.MonkeyPatch) -> 
     assert float(energies[10].mean()) < float(energies[40].mean())
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("sets", [False, True])
 def test_parts_are_of_the_rows_there_are(count: int, sets: bool, eager: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """N may be larger, where rows stand for more; and each of several sets has rows of its own."""
@@ -397,7 +397,7 @@ def test_a_place_without_a_gradient_stops_no_chain() -> None:
     assert not torch.equal(other[0][0], run.leaves[0][0])
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_that_was_stopped_goes_on_the_same(count: int, eager: None, tmp_path: Any) -> None:
     settings = {**QUICK, "compile": True, "draws": 9, "chains": count}
     whole = sample(target(), (X, Y), **settings)
