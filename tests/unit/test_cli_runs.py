@@ -101,7 +101,7 @@ def test_held_out_rows_were_not_learnt_from(fitted):
     assert run_.heldout[0].mean(0).abs().max() > 1e-3, "held-out rows are not: they were not looked at"
 
 
-@pytest.mark.parametrize("kind", ["fitted", "classified"])
+@pytest.mark.parametrize("kind", ["fitted", pytest.param("classified", marks=pytest.mark.slow)])
 def test_scores_do_not_depend_on_how_many_rows_are_predicted_at_once(kind, request, monkeypatch):
     """And are those of all rows together, by the functions that users have."""
     from isosgd import metrics
@@ -174,6 +174,7 @@ def test_classes_are_held_out_in_proportion():
     assert not _heldout(y, 0.0, True, np.random.default_rng(0)).any()
 
 
+@pytest.mark.slow
 def test_without_held_out_rows(tmp_path, capsys):
     argv = ["fit", PENGUINS, "--target", "body_mass_g", "--out", tmp_path / "run", "--holdout", "0", *SHORT]
     assert "training rows (no rows were held out)" in run(argv, capsys).out
@@ -419,6 +420,7 @@ def test_ctrl_c_keeps_what_was_drawn_and_resume_goes_on(tmp_path, capsys):
     assert int(re.search(r"stopped; (\d+) draws", err)[1]) > kept
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_is_resumed_to_its_end(tmp_path, capsys, monkeypatch):
     from isosgd.chain.progress import Progress
 

@@ -93,6 +93,7 @@ def test_the_gradient_of_the_likelihood_has_no_prior_in_it() -> None:
     assert not torch.allclose(*(way.chains.leaves[0].grad for way in (wide, narrow)))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_chain_that_is_lost_at_the_start_stops_no_other() -> None:
     """Under a full matrix, too, which chains share."""
 

@@ -122,6 +122,7 @@ def test_another_seed_another_result(root, result):
     assert run(root, seed=1).values("rmse") != result.values("rmse")
 
 
+@pytest.mark.slow
 def test_processes_share_the_splits(root):
     settings = {"root": root, "hidden": HIDDEN, "progress": False, "command": "made so"}
     shared = uci.side_by_side("mine", TINY, 2, 1, **settings)
