@@ -51,6 +51,10 @@ def test_noise_that_changes_may_have_a_larger_share_where_its_level_is_followed(
     few, many = {"num_data": 50, "temperature": 1.0}, {"num_data": 10_000, "temperature": 1.0}
     assert rule(**few, followed=True).follows and not rule(**few).follows
     assert rule(**few, followed=True).cover == pytest.approx(rule(**few).cover / FOLLOWED)
+    colder = rule(num_data=25, temperature=0.5, followed=True)  # it goes by T / N
+    assert (
+        colder.cover == rule(**few, followed=True).cover and rule(num_data=25, temperature=1.0).cover > 3 * colder.cover
+    )
     assert not rule(**few, followed=True, whole=True).follows  # there is none
     assert not rule(**many, followed=True).follows  # it hardly changes over so narrow a posterior
     medium = {"num_data": 400, "temperature": 1.0, "kappa": 1.25}

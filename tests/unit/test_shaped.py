@@ -454,7 +454,7 @@ def levelled(chains: int | None = None, num_data: int = 40) -> Full:
     for i in range(64):
         one = columns[:, i % SIZE]
         shaped.observe(parts(one.contiguous() if chains is None else one.expand(chains, -1).contiguous()))
-    settle(shaped, rule(num_data=num_data, temperature=1.0, kappa=Full.kappa, followed=True), PRIOR)
+    settle(shaped, rule(num_data=num_data, kappa=Full.kappa, followed=True), PRIOR)
     return shaped
 
 
@@ -465,7 +465,7 @@ def test_gradient_noise_and_injected_noise_add_up_whatever_the_level(level: floa
     shaped.take_level(torch.tensor([level], dtype=F64))
     pull, push = step_maps(shaped)
     composite = level * pull @ noise_of("full") @ pull.T + push @ push.T
-    wanted = 2.0 * shaped.scale * pull  # 2 (T / N) P: what Theorem 1 asks for
+    wanted = 2.0 * T / 40 * pull  # 2 (T / N) P: what Theorem 1 asks for
     root = torch.linalg.cholesky(torch.linalg.inv(wanted))
     torch.testing.assert_close(root.T @ composite @ root, torch.eye(SIZE, dtype=F64), rtol=0.0, atol=1e-8)
 

@@ -7,8 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from isosgd.samplers.full_step import FullStep, times
+from isosgd.samplers.full_step import FullStep
 from isosgd.samplers.reshaping import LEAST, at_least_one, believed, condition_numbers, reshape, soft
+from isosgd.samplers.rows import times
 from isosgd.samplers.rule import Rule
 
 SINGULAR = 1e-12  # eigenvalues of H, scaled to a unit diagonal, below which the noise says nothing of a direction

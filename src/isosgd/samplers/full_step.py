@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from isosgd.samplers.outside import Outside
+from isosgd.samplers.rows import times
 
 PACE = 0.25  # weight of a new noise vector in the level of the noise: that of the last few steps
 
@@ -133,8 +134,3 @@ class FullStep(Outside):
 
     def excess(self) -> Tensor:
         return super().excess() - self.weight * self.chance * self.most
-
-
-def times(matrix: Tensor, x: Tensor) -> Tensor:
-    """Matrix times vector, for each chain."""
-    return (matrix @ x.unsqueeze(-1)).squeeze(-1)

@@ -22,9 +22,7 @@ from isosgd.samplers.steppers import allowed_rate_curvature
 
 HIGHEST = 0.2  # rate * curvature of averaged innovations, whatever bias is predicted
 CHANGE = 11.5  # bias of variances by noise that changes, over its share of Lambda and T / N: a sampled scale's
-FOLLOWED = (
-    3.0  # so many times that share is allowed where the level of the noise is followed, for about the same bias ...
-)
+FOLLOWED = 3.0  # times that share, for about the same bias, where the level of the noise is followed ...
 ROOM = 2.0  # ... but Lambda over B is at least so much, since levels that are measured step by step scatter
 WORTH = 1.3  # a Lambda smaller by this factor is worth the trouble
 WIDE = 0.15  # sqrt(T / N) above which a posterior is so wide that expansions say too much
