@@ -129,6 +129,16 @@ def test_a_ladder_that_was_not_climbed_to_its_end_is_climbed_again(tasks, monkey
     assert [s.mnll for s in again.rows[0].scores] == [s.mnll for s in whole.rows[0].scores]
 
 
+def test_a_ladder_that_is_not_climbed_again_stays_on_record(tasks, monkeypatch):
+    monkeypatch.setattr(classification, "DRAWS", 4)
+    settings = {"chains": 2, "ladder": [1e-3, 1e-2], "say": lambda words: None}
+    whole = Bench(*tasks, **settings).run(1, ["single"])
+    stopped = replace(whole, ladder={"alpha-c": {"0.001": 0.1}}, together={"alpha-c": {"0.001": 0.2}})
+    again = Bench(*tasks, **settings, earlier=stopped).run(1, ["single", "sghmc"])
+    assert again.ladder["alpha-c"] == {"0.001": 0.1} and again.together["alpha-c"] == {"0.001": 0.2}
+    assert set(again.ladder["sghmc"]) == {"0.001", "0.01"}
+
+
 @pytest.mark.parametrize("pilots", [1, 2])
 def test_ladders_are_scored_alone_and_together(tasks, monkeypatch, pilots):
     monkeypatch.setattr(classification, "DRAWS", 8)

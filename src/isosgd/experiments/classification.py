@@ -122,10 +122,11 @@ class Bench:
         )
         if earlier is not None:
             self.result.go_on(earlier)
-            self._keep_whole_ladders()
+        self.climbed = self._climbed()
 
-    def _keep_whole_ladders(self) -> None:
-        """Of an earlier result: those that were not climbed to their end are climbed again."""
+    def _climbed(self) -> set[str]:
+        """Methods whose ladders an earlier result has to their end; others stay on record until they are climbed again."""
+        climbed = set()
         for name, wanted in self.ladders.items():
             found = {float(t) for t in self.result.ladder.get(name, {})}
             if not found <= set(wanted):
@@ -133,9 +134,9 @@ class Bench:
                     f"the earlier result has tried {name} at {sorted(found)}, now {sorted(wanted)} are asked for: give "
                     "the same --ladder, or write to another folder"
                 )
-            if found < set(wanted):
-                self.result.ladder.pop(name, None)
-                self.result.together.pop(name, None)
+            if found == set(wanted):
+                climbed.add(name)
+        return climbed
 
     def run(self, seeds: int = 5, rows: Sequence[str] | None = None, once: Sequence[str] = ()) -> Result:
         """All rows, each for all seeds, which have starts and chains of their own.
@@ -156,7 +157,7 @@ class Bench:
         wanted += [(first, row) for row in once if row not in have]
         order = [*rows, *once, *have]
         names = [name for name in TEMPERED if {name, "ours" if name in OURS else name} & {row for _, row in wanted}]
-        missing = [name for name in names if name not in self.result.ladder]
+        missing = [name for name in names if name not in self.climbed]
         self.train(wanted, bool(missing))
         self.climb(missing)
         began, before = time.monotonic(), self.result.settings.get("row seconds", 0.0)
@@ -203,6 +204,7 @@ class Bench:
         result = self.result
         result.ladder |= {name: {} for name in ("single", *names)}
         result.together |= {name: {} for name in ("single", *names)}
+        self.climbed |= set(names)
         for number, outcomes in gather(groups, self.width):
             (name, temperature), whole = rungs[number], Outcome.join(outcomes)
             each = torch.cat([outcome.mean("held-out") for outcome in outcomes])
