@@ -130,7 +130,7 @@ def test_exploration_counts_against_the_budget(runs: ModuleType, steps: int, sam
 
 
 @pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # the warm-up is short
-@pytest.mark.parametrize("method", ["csgld", "csghmc"])
+@pytest.mark.parametrize("method", [pytest.param("csgld", marks=pytest.mark.slow), "csghmc"])
 def test_cyclical_methods_keep_to_the_budget(runs: ModuleType, method: str) -> None:
     """One cycle of 500 steps, of which 100 sample, after a warm-up of as many."""
     for own in ((), ("lr", 1e-4)):

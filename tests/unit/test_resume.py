@@ -146,7 +146,7 @@ def test_every_method(tmp_path: Path, method: str) -> None:
     crash_and_resume(tmp_path, lambda **store: sample(make_target(), (X, Y), **settings, **store), *IN_WARMUP_AND_DRAWS)
 
 
-@pytest.mark.parametrize("chains", [1, 2])
+@pytest.mark.parametrize("chains", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_trajectories_on_all_data(tmp_path: Path, chains: int) -> None:
     settings = {**QUICK, "batch_size": "all", "structure": "diagonal", "warmup": 600, "chains": chains}
     crash_and_resume(tmp_path, lambda **store: sample(make_target(), (X, Y), **settings, **store), *IN_WARMUP_AND_DRAWS)

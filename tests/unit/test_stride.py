@@ -110,7 +110,7 @@ def test_same_seed_same_draws(options: dict[str, Any], eager: None) -> None:
 
 
 @pytest.mark.parametrize("options", SOME, ids=str)
-@pytest.mark.parametrize("chains", [1, 3])
+@pytest.mark.parametrize("chains", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(
     options: dict[str, Any], chains: int, eager: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,7 +116,8 @@ def test_rows_of_a_bootstrap_are_data_sets_too() -> None:
 # ------------------------------------------------------------------------------------------------ together
 
 
-@pytest.mark.parametrize("method", METHODS)
+# csgld is csghmc without a velocity, and its cycles are as long.
+@pytest.mark.parametrize("method", [pytest.param(m, marks=pytest.mark.slow) if m == "csgld" else m for m in METHODS])
 def test_every_method_runs_chains_together(method: str) -> None:
     y = clusters(1)[0]
     posterior = sample(make_target(), (y,), chains=3, method=method, **{**QUICK, "warmup": 600, "draws": 1})

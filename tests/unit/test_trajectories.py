@@ -167,7 +167,7 @@ def test_a_batch_of_all_has_every_row_once() -> None:
     assert one.next(mixed=True)[0].shape == X.shape
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_sample(count: int) -> None:
     posterior = sample(target(), (X, Y), chains=count, seed=3, **QUICK)
     assert posterior.draws["0.weight"].shape == (count, 3, 4, 3)
@@ -353,7 +353,7 @@ def test_many_rows_go_down_by_parts_of_them(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("sets", [False, True])
+@pytest.mark.parametrize("sets", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_parts_are_of_the_rows_there_are(count: int, sets: bool, eager: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """N may be larger, where rows stand for more; and each of several sets has rows of its own."""
     monkeypatch.setattr(trajectories, "PART", 4)

@@ -125,7 +125,7 @@ class Bench:
         self.climbed = self._climbed()
 
     def _climbed(self) -> set[str]:
-        """Methods whose ladders an earlier result has to their end; others stay on record until they are climbed again."""
+        """Methods whose ladders an earlier result has to their end; others stay on record until climbed again."""
         climbed = set()
         for name, wanted in self.ladders.items():
             found = {float(t) for t in self.result.ladder.get(name, {})}
