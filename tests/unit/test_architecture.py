@@ -18,7 +18,7 @@ PACKAGE = ROOT / "src" / "isosgd"
 
 # A part imports only what stands left of it. "isosgd" is the package's own __init__, which gathers the public names.
 ORDER = (
-    "errors", "names", "data", "models", "potential", "noise", "samplers", "store", "metrics", "diagnostics",
+    "errors", "names", "native", "data", "models", "potential", "noise", "samplers", "store", "metrics", "diagnostics",
     "predictive", "chain", "baselines", "sampling", "isosgd", "experiments", "report", "demo", "commands", "cli",
     "__main__",
 )  # fmt: skip

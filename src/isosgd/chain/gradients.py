@@ -6,8 +6,8 @@ model can be: `batchable` tries, compares, and says why not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.func import grad_and_value, vmap
 from isosgd.chain.batches import Batch, batch_length, halves, tensors_of, tree_map
 from isosgd.chain.compiled import Compiled
 from isosgd.chain.repeated import Tensors, repeat
+from isosgd.native import perceptron
 from isosgd.noise import join_halves
 from isosgd.potential import Params, Target
 
@@ -80,6 +81,7 @@ class Many:
 
     def __init__(self, target: Target, num_data: int, layout: Layout, compile_after: int | None = None) -> None:
         self.target, self.num_data, self.layout = target, num_data, layout
+        self.network = target.perceptron()
         self.evaluate = Compiled(self.flat, compile_after)
 
     def __call__(self, params: Params, batch: Batch, split: bool = False) -> Found:
@@ -92,20 +94,20 @@ class Many:
     def flat(self, theta: Tensor, batch: Batch, split: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """Loss, gradient and noise vector at flat parameters ``[chains, d]``."""
         n = tensors_of(batch)[0].shape[1]
-        each = grad_and_value(self._loss)
         noise = None
         if not split or n < 2:
-            gradient, loss = vmap(each)(theta, batch)
+            gradient, loss = self._each(theta, batch)
         else:
             sizes = n // 2, n - n // 2
             if n % 2:
                 first, second = (
                     tree_map(lambda t, cut=cut: t[:, cut], batch) for cut in (slice(sizes[0]), slice(sizes[0], n))
                 )
-                (g1, loss1), (g2, loss2) = vmap(each)(theta, first), vmap(each)(theta, second)
+                (g1, loss1), (g2, loss2) = self._each(theta, first), self._each(theta, second)
             else:  # both halves at once
                 both = tree_map(lambda t: t.unflatten(1, (2, n // 2)), batch)
-                (g1, g2), (loss1, loss2) = (x.unbind(1) for x in vmap(vmap(each, (None, 0)))(theta, both))
+                twice = theta.unsqueeze(1).expand(-1, 2, -1)
+                (g1, g2), (loss1, loss2) = (x.unbind(1) for x in self._each(twice, both))
             (gradient,), (noise,) = join_halves([g1], [g2], sizes)
             loss = (sizes[0] * loss1 + sizes[1] * loss2) / n
         return loss, gradient - vmap(self._score)(theta) * (1.0 / self.num_data), noise
@@ -118,20 +120,41 @@ class Many:
             parts: of the batch, equally large, ``[parts, chains, rows, ...]``.
             rest: of the batch, ``[chains, rows, ...]``; empty when there is none.
         """
-        each, (count, _, rows) = vmap(grad_and_value(self._loss)), parts[0].shape[:3]
+        count, _, rows = parts[0].shape[:3]
         more = rest[0].shape[1] if rest else 0
         share = rows / (count * rows + more)
 
         def add(k: int, state: Tensors) -> Tensors:
-            gradient, loss = each(theta, tuple(t[k] for t in parts))
+            gradient, loss = self._each(theta, tuple(t[k] for t in parts))
             return state[0] + share * loss, state[1] + share * gradient
 
         none = torch.zeros_like(theta[:, 0]), torch.zeros_like(theta)
         loss, gradient = repeat(add, torch.tensor(count), count, none)
         if rest:
-            last_gradient, last_loss = each(theta, rest)
+            last_gradient, last_loss = self._each(theta, rest)
             loss, gradient = loss + share * more / rows * last_loss, gradient + share * more / rows * last_gradient
         return loss, gradient - vmap(self._score)(theta) * (1.0 / self.num_data)
+
+    def _each(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Gradients and mean negative log likelihoods; all tensors have the leading dimensions of ``theta``."""
+        if self.network is None or not perceptron.fits(theta, batch, self.layout.shapes[self.network.first_weight][0]):
+            plain: tuple[Tensor, Tensor] = _mapped(grad_and_value(self._loss), theta.dim() - 1)(theta, batch)
+            return plain
+        x, params = batch[0], self.layout.views(theta)
+        output, hidden = perceptron.forward(x, *(params[name] for name in self.network))
+        slopes = _mapped(grad_and_value(self._loss_given, argnums=(0, 1)), theta.dim() - 1)
+        (slope, gradient), loss = slopes(output, theta, batch)
+        own = perceptron.backward(x, params[self.network.second_weight], hidden, slope)
+        found = dict(zip(self.network, own, strict=True))
+        parts = torch.split(gradient, self.layout.sizes, dim=-1)  # nothing but for parameters of the likelihood
+        joined = [
+            found[name].flatten(theta.dim() - 1) if name in found else part
+            for name, part in zip(self.layout.shapes, parts, strict=True)
+        ]
+        return torch.cat(joined, dim=-1), loss
+
+    def _loss_given(self, output: Tensor, theta: Tensor, batch: Batch) -> Tensor:
+        return -self.target.log_likelihood_given(output, self.layout.views(theta), batch).mean()
 
     def _loss(self, theta: Tensor, batch: Batch) -> Tensor:
         return -self.target.log_likelihood(self.layout.views(theta), batch).mean()
@@ -140,6 +163,13 @@ class Many:
         """Gradient of the log prior, in closed form where there is one."""
         scores = self.target.prior_score(self.layout.views(theta))
         return torch.cat([scores[name].reshape(-1) for name in self.layout.shapes])
+
+
+def _mapped(function: Callable[..., Any], dimensions: int) -> Callable[..., Any]:
+    """The function over so many leading dimensions of all that it is given."""
+    for _ in range(dimensions):
+        function = vmap(function)
+    return function
 
 
 def batchable(target: Target, params: Params, batch: Batch, num_data: int) -> str:

@@ -14,7 +14,8 @@ from isosgd.chain.compiled import Compiled
 Tensors = tuple[Tensor, ...]
 Found = tuple[Tensor, Tensor, Tensor]  # parameters, losses of the last step, and sums of losses over all
 WHAT = "the steps of all chains"
-CACHE = 3 << 18  # bytes, of a core's own
+CACHE = 3 << 18  # bytes, of a core's own ...
+SHARED = 3 << 20  # ... and of the next one, which is fast enough for what is read once in a step
 # Shapes are fixed and tensors are ours, so that nothing has to be checked at every call.
 UNCHECKED: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
 # A loop is kept in the compiler's cache, from one process to the next, like all that it holds: torch does so with other
@@ -53,15 +54,16 @@ def repeat(body: Callable[[int, Tensors], Tensors], count: Tensor, most: int, st
     return tuple(found[1:])
 
 
-def block(count: int, tensors: Tensors) -> int:
+def block(count: int, tensors: Tensors, cache: int = CACHE) -> int:
     """Chains that take their steps one after the other, so that what they read every time stays in the cache.
 
     Args:
         count: of all chains.
         tensors: that are read, with a leading dimension of chains.
+        cache: its size in bytes.
     """
     each = sum(t.numel() * t.element_size() for t in tensors) // count
-    return next(size for size in range(count, 0, -1) if count % size == 0 and (size * each <= CACHE or size == 1))
+    return next(size for size in range(count, 0, -1) if count % size == 0 and (size * each <= cache or size == 1))
 
 
 class Kth(Protocol):
@@ -112,7 +114,7 @@ class Looped(Repeated):
             return self.plain(count, theta, batch, xi, tensors)
         if len(batch[0]) < self.most:  # the compiled code knows one shape
             batch, xi = self._pad(batch, xi)
-        number, size = torch.tensor(count), block(len(theta), (theta, *tensors))
+        number, size = torch.tensor(count), block(len(theta), (theta, *tensors), SHARED)
         found: list[Found] = []
         for a in range(0, len(theta), size):
             b = a + size

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import UninitializedParameter
 
+from isosgd.native import perceptron
 from isosgd.potential.elementwise import Extra
 from isosgd.potential.likelihoods import NAMES, Likelihood
 from isosgd.potential.params import Params
@@ -105,11 +106,18 @@ class ModuleLikelihood:
         self._placed = kind
 
     def __call__(self, params: Params, batch: Any) -> Tensor:
-        *inputs, y = batch
-        output = self.output(params, inputs)
+        return self.given(self.output(params, batch[:-1]), params, batch)
+
+    def given(self, output: Any, params: Params, batch: Any) -> Tensor:
+        """The same from the module's output at these parameters."""
         if isinstance(self.likelihood, Likelihood):
-            return self.likelihood.log_prob(output, y, params)
-        return self.likelihood(output, y)
+            return self.likelihood.log_prob(output, batch[-1], params)
+        return self.likelihood(output, batch[-1])
+
+    def perceptron(self) -> perceptron.Names | None:
+        """Where the module is a network of one hidden layer, all sampled: the names of its parameters."""
+        names = perceptron.names_in(self._module)
+        return names if names is not None and list(self.values) == list(names) else None
 
     def predict(self, params: Params, x: Any) -> Any:
         """Mean and noise variance of y; the module's output when the likelihood is a user's callable."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from isosgd.names import layer_of
+from isosgd.native import perceptron
 from isosgd.potential.batches import batch_length, count_examples
 from isosgd.potential.elementwise import Prior
 from isosgd.potential.likelihoods import Likelihood
@@ -207,6 +208,15 @@ class Target:
         if not self._checked:
             self.check(free, batch)
         return self._log_likelihood(self.constrain(free), batch)
+
+    def perceptron(self) -> perceptron.Names | None:
+        """Where it is a network of one hidden layer and nothing else: the names of its parameters, which are free."""
+        return self._log_likelihood.perceptron() if isinstance(self._log_likelihood, ModuleLikelihood) else None
+
+    def log_likelihood_given(self, output: Tensor, free: Params, batch: Any) -> Tensor:
+        """Log likelihood of each example, from a module's output at free parameters."""
+        assert isinstance(self._log_likelihood, ModuleLikelihood)
+        return self._log_likelihood.given(output, self.constrain(free), batch)
 
     def log_prior(self, free: Params) -> Tensor:
         """Log density of the free parameters under the prior, Jacobian included."""

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from isosgd.native import lowrank
 from isosgd.noise import dot
 from isosgd.samplers.outside import Outside
 from isosgd.samplers.rows import explained, gram, project, spread_out_, symmetric_eigen, times
@@ -84,6 +85,8 @@ class LowRankStep(Outside):
     def displace(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
         basis, back, add, pace, ratio, *exact = tensors
         own, shared = xi[:, : self.total], xi[:, self.total :]
+        if not exact and lowrank.fits(basis, back, add, pace, ratio, gradient, xi):
+            return lowrank.displace(basis, back, add, pace, ratio, gradient, own, shared)
         force = torch.addcmul(gradient, ratio, own)
         along = times(back, project(basis, force)) + times(add, shared)
         if exact:

@@ -1,0 +1,103 @@
+"""Operations of our own in C++, built once by the machine's compiler, which compiled steps need anyway.
+
+Only compiled code calls them, where the calls are so many that building pays. Without a compiler everything goes on as
+before, and slower; ``ISOSGD_NATIVE=0`` asks for that.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).parent
+SOURCE = HERE / "operations.cpp"
+FLAGS = (
+    *("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),  # what is not a number stays so
+)
+SHAPES: dict[str, Callable[..., Any]] = {}
+
+
+def shapes(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Tells the compiler what an operation returns, by a function that makes empty tensors."""
+
+    def keep(function: Callable[..., Any]) -> Callable[..., Any]:
+        SHAPES[name] = function
+        return function
+
+    return keep
+
+
+def fits(*tensors: Tensor) -> bool:
+    """Whether such tensors can go to an operation here and now: in code that is being compiled, float32, on a CPU."""
+    if not torch.compiler.is_compiling():
+        return False
+    return all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors) and not why_not()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def why_not() -> str:
+    """Builds the operations, or finds them built; why there are none, or nothing. A constant for the compiler."""
+    return _load()
+
+
+@functools.cache
+def _load() -> str:
+    if os.environ.get("ISOSGD_NATIVE", "1") == "0":
+        return "ISOSGD_NATIVE=0"
+    try:
+        torch.ops.load_library(str(_built()))  # type: ignore[no-untyped-call]
+        for name, function in SHAPES.items():
+            torch.library.register_fake(f"isosgd::{name}", function)
+    except Exception as error:  # whatever a compiler or a loader may have to say
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+    return ""
+
+
+def _built() -> Path:
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if not compiler:
+        raise RuntimeError("there is no C++ compiler")
+    root = Path(torch.__file__).parent
+    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    command = [
+        *(*compiler.split(), *FLAGS, native, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"),
+        *(f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}", str(SOURCE)),
+        *(f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"),
+    ]
+    # Built for this very processor, and homes are shared between machines.
+    texts = [path.read_text() for path in (SOURCE, *sorted(HERE.glob("*.h")))]
+    identity = "\n".join([*texts, torch.__version__, _processor(), *command])
+    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions") / "isosgd"
+    place = cache / f"operations-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    if not place.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            made = Path(folder) / place.name
+            done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False, timeout=600)
+            if done.returncode:
+                said = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+                raise RuntimeError(f"{compiler} failed: {said[0] if said else 'without a word'}")
+            os.replace(made, place)
+    return place
+
+
+def _processor() -> str:
+    """What it is and can do."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.processor()} {platform.node()}"
+    wanted = ("flags", "Features", "model name", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))

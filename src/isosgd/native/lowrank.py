@@ -1,0 +1,40 @@
+"""The step of a Lambda with a diagonal part and k directions as one operation (``lowrank.h``)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from isosgd.native import build
+
+FEWEST = 16  # parameters: the longest vector of a processor
+
+
+def fits(basis: Tensor, *others: Tensor) -> bool:
+    """Whether the operation is there for such tensors."""
+    return basis.shape[-1] >= FEWEST and build.fits(basis, *others)
+
+
+def displace(
+    basis: Tensor,
+    back: Tensor,
+    add: Tensor,
+    pace: Tensor,
+    ratio: Tensor,
+    gradient: Tensor,
+    own: Tensor,
+    shared: Tensor,
+) -> Tensor:
+    """``pace force + S^T (back S force + add shared)`` with ``force = gradient + ratio own``, S the basis.
+
+    All tensors have a leading dimension of chains.
+    """
+    found: Tensor = torch.ops.isosgd.lowrank_displace(basis, back, add, pace, ratio, gradient, own, shared)
+    return found
+
+
+@build.shapes("lowrank_displace")
+def _displacement(
+    basis: Tensor, back: Tensor, add: Tensor, pace: Tensor, ratio: Tensor, gradient: Tensor, own: Tensor, shared: Tensor
+) -> Tensor:
+    return torch.empty_like(gradient, memory_format=torch.contiguous_format)

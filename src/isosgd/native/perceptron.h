@@ -1,0 +1,231 @@
+// Linear -> ReLU -> Linear for one network, and its gradient (see perceptron.py).
+//
+// Its rows pass through registers in tiles: hidden units side by side in vectors, a few rows or inputs at a time. Where
+// the number of units is not a multiple of a vector's length the last vector overlaps the one before: what both compute
+// is written twice, and the same.
+
+#pragma once
+
+#include "vectors.h"
+
+namespace isosgd {
+
+constexpr int MOST = 5;  // vectors of hidden units, or inputs, of a tile ...
+constexpr int ROWS = 4;  // ... and rows
+
+struct Shape {
+  int64_t rows, in, hidden, out;
+  int64_t vectors() const { return (hidden + LANES - 1) / LANES; }
+  int64_t place(int64_t vector) const { return std::min(vector * LANES, hidden - LANES); }
+};
+
+// What `f` does with groups of at most `MOST` of so many things, about equally large: `f(first, count)`.
+template <class F>
+inline void in_groups(int64_t things, F f) {
+  const int64_t groups = (things + MOST - 1) / MOST;
+  for (int64_t g = 0, first = 0; g < groups; g++) {
+    const int64_t count = (things - first + groups - g - 1) / (groups - g);
+    f(first, count);
+    first += count;
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------- forward
+
+// R rows, C vectors of hidden units. `weights` is [in + 1][hidden], the bias last.
+template <int R, int C>
+__attribute__((noinline)) void hidden_tile(const Shape& s, const float* x, const float* weights, const int64_t* at,
+                                           float* h) {
+  Vec acc[R][C];
+#pragma GCC unroll 8
+  for (int c = 0; c < C; c++) {
+    Vec bias = load(weights + s.in * s.hidden + at[c]);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) acc[r][c] = bias;
+  }
+  int64_t place[C];
+#pragma GCC unroll 8
+  for (int c = 0; c < C; c++) place[c] = at[c];
+  const int64_t in = s.in, hidden = s.hidden;
+  for (int64_t k = 0; k < in; k++) {
+    Vec w[C];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) w[c] = load(weights + k * hidden + place[c]);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      float value = x[r * in + k];
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c++) acc[r][c] += value * w[c];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) store(h + r * hidden + place[c], relu(acc[r][c]));
+}
+
+template <int R>
+void hidden_rows(const Shape& s, const float* x, const float* weights, float* h) {
+  in_groups(s.vectors(), [&](int64_t first, int64_t count) {
+    int64_t at[MOST];
+    for (int64_t c = 0; c < count; c++) at[c] = s.place(first + c);
+    switch (count) {
+      case 1: hidden_tile<R, 1>(s, x, weights, at, h); break;
+      case 2: hidden_tile<R, 2>(s, x, weights, at, h); break;
+      case 3: hidden_tile<R, 3>(s, x, weights, at, h); break;
+      case 4: hidden_tile<R, 4>(s, x, weights, at, h); break;
+      default: hidden_tile<R, 5>(s, x, weights, at, h);
+    }
+  });
+}
+
+inline void forward_one(const Shape& s, const float* x, const float* w1, const float* b1, const float* w2, const float* b2,
+                 float* out, float* h, float* scratch) {
+  const int64_t H = s.hidden, vectors = s.vectors(), overlap = vectors * LANES - H;
+  float* weights = scratch;
+  for (int64_t j = 0; j < H; j++) {
+    for (int64_t k = 0; k < s.in; k++) weights[k * H + j] = w1[j * s.in + k];
+    weights[s.in * H + j] = b1[j];
+  }
+  float* second = scratch + (s.in + 1) * H;  // [out][vectors * LANES], nothing where the last vector overlaps
+  for (int64_t o = 0; o < s.out; o++)
+    for (int64_t v = 0; v < vectors; v++)
+      for (int64_t i = 0; i < LANES; i++)
+        second[(o * vectors + v) * LANES + i] = v == vectors - 1 && i < overlap ? 0.0f : w2[o * H + s.place(v) + i];
+  int64_t r = 0;
+  for (; r + ROWS <= s.rows; r += ROWS) hidden_rows<ROWS>(s, x + r * s.in, weights, h + r * H);
+  for (; r < s.rows; r++) hidden_rows<1>(s, x + r * s.in, weights, h + r * H);
+  for (r = 0; r < s.rows; r++)
+    for (int64_t o = 0; o < s.out; o++) {
+      const float *row = second + o * vectors * LANES, *units = h + r * H;
+      Vec even = load(units + H - LANES) * load(row + (vectors - 1) * LANES), odd{};
+      int64_t v = 0;
+      for (; v + 2 < vectors; v += 2) {
+        even += load(units + v * LANES) * load(row + v * LANES);
+        odd += load(units + (v + 1) * LANES) * load(row + (v + 1) * LANES);
+      }
+      if (v + 1 < vectors) odd += load(units + v * LANES) * load(row + v * LANES);
+      out[r * s.out + o] = sum(even + odd) + b2[o];
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------- backward
+
+// K inputs, C vectors of hidden units, over some rows: added to the gradient of the first weights, [in][hidden].
+template <int K, int C>
+__attribute__((noinline)) void weight_tile(const Shape& s, const float* x, const float* d, const int64_t* at,
+                                           float* found) {
+  Vec acc[K][C];
+  int64_t place[C];
+#pragma GCC unroll 8
+  for (int c = 0; c < C; c++) {
+    place[c] = at[c];
+#pragma GCC unroll 8
+    for (int k = 0; k < K; k++) acc[k][c] = load(found + k * s.hidden + at[c]);
+  }
+  const int64_t in = s.in, hidden = s.hidden;
+  for (int64_t r = 0; r < s.rows; r++) {
+    Vec e[C];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) e[c] = load(d + r * hidden + place[c]);
+#pragma GCC unroll 8
+    for (int k = 0; k < K; k++) {
+      float value = x[r * in + k];
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c++) acc[k][c] += value * e[c];
+    }
+  }
+#pragma GCC unroll 8
+  for (int k = 0; k < K; k++)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) store(found + k * hidden + place[c], acc[k][c]);
+}
+
+// C vectors of hidden units, over some rows: their slopes before the ReLU, and what is a sum over rows, added.
+template <int C>
+__attribute__((noinline)) void unit_tile(const Shape& s, const float* w2, const float* h, const float* g, const int64_t* at,
+                                         float* d, float* db1, float* dw2) {
+  const int64_t H = s.hidden, O = s.out;
+  Vec bias[C], second[C], w[C];
+#pragma GCC unroll 8
+  for (int c = 0; c < C; c++) bias[c] = load(db1 + at[c]), second[c] = load(dw2 + at[c]), w[c] = load(w2 + at[c]);
+  for (int64_t r = 0; r < s.rows; r++) {
+    const float* slopes = g + r * O;
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) {
+      Vec unit = load(h + r * H + at[c]), slope = slopes[0] * w[c];
+      for (int64_t o = 1; o < O; o++) slope += slopes[o] * load(w2 + o * H + at[c]);
+      slope = unit > Vec{} ? slope : Vec{};
+      second[c] += slopes[0] * unit;
+      bias[c] += slope;
+      store(d + r * H + at[c], slope);
+    }
+  }
+#pragma GCC unroll 8
+  for (int c = 0; c < C; c++) store(dw2 + at[c], second[c]), store(db1 + at[c], bias[c]);
+  for (int64_t o = 1; o < O; o++) {
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) second[c] = load(dw2 + o * H + at[c]);
+    for (int64_t r = 0; r < s.rows; r++)
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c++) second[c] += g[r * O + o] * load(h + r * H + at[c]);
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) store(dw2 + o * H + at[c], second[c]);
+  }
+}
+
+template <int K>
+void weight_inputs(const Shape& s, const float* x, const float* d, float* found) {
+  in_groups(s.vectors(), [&](int64_t first, int64_t count) {
+    int64_t at[MOST];
+    for (int64_t c = 0; c < count; c++) at[c] = s.place(first + c);
+    switch (count) {
+      case 1: weight_tile<K, 1>(s, x, d, at, found); break;
+      case 2: weight_tile<K, 2>(s, x, d, at, found); break;
+      case 3: weight_tile<K, 3>(s, x, d, at, found); break;
+      case 4: weight_tile<K, 4>(s, x, d, at, found); break;
+      default: weight_tile<K, 5>(s, x, d, at, found);
+    }
+  });
+}
+
+// Rows are taken in blocks, whose slopes stay in the cache; what is added to is
+// read and written by one tile at a time, and the two vectors that may overlap are always in one tile.
+constexpr int64_t BLOCK = 256;
+
+inline void backward_one(const Shape& all, const float* x, const float* w2, const float* h, const float* g, float* dw1,
+                         float* db1, float* dw2, float* db2, float* scratch) {
+  const int64_t H = all.hidden, O = all.out, D = all.in;
+  float *d = scratch, *found = scratch + BLOCK * H;
+  std::fill_n(found, D * H, 0.0f), std::fill_n(db1, H, 0.0f), std::fill_n(dw2, O * H, 0.0f), std::fill_n(db2, O, 0.0f);
+  for (int64_t begin = 0; begin < all.rows; begin += BLOCK) {
+    const Shape s{std::min(BLOCK, all.rows - begin), D, H, O};
+    const float *rows = x + begin * D, *units = h + begin * H, *slopes = g + begin * O;
+    in_groups(s.vectors(), [&](int64_t first, int64_t count) {
+      int64_t at[MOST];
+      for (int64_t c = 0; c < count; c++) at[c] = s.place(first + c);
+      switch (count) {
+        case 1: unit_tile<1>(s, w2, units, slopes, at, d, db1, dw2); break;
+        case 2: unit_tile<2>(s, w2, units, slopes, at, d, db1, dw2); break;
+        case 3: unit_tile<3>(s, w2, units, slopes, at, d, db1, dw2); break;
+        case 4: unit_tile<4>(s, w2, units, slopes, at, d, db1, dw2); break;
+        default: unit_tile<5>(s, w2, units, slopes, at, d, db1, dw2);
+      }
+    });
+    for (int64_t r = 0; r < s.rows; r++)
+      for (int64_t o = 0; o < O; o++) db2[o] += slopes[r * O + o];
+    in_groups(D, [&](int64_t first, int64_t count) {
+      switch (count) {
+        case 1: weight_inputs<1>(s, rows + first, d, found + first * H); break;
+        case 2: weight_inputs<2>(s, rows + first, d, found + first * H); break;
+        case 3: weight_inputs<3>(s, rows + first, d, found + first * H); break;
+        case 4: weight_inputs<4>(s, rows + first, d, found + first * H); break;
+        default: weight_inputs<5>(s, rows + first, d, found + first * H);
+      }
+    });
+  }
+  for (int64_t j = 0; j < H; j++)
+    for (int64_t k = 0; k < D; k++) dw1[j * D + k] = found[k * H + j];
+}
+
+}  // namespace isosgd

@@ -1,0 +1,211 @@
+"""Operations of our own in C++: the same as in torch, built once, and done without where they cannot be built."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from isosgd import Target, likelihoods, priors, sample
+from isosgd.chain.compiled import Compiled
+from isosgd.chain.gradients import Layout, Many
+from isosgd.models import mlp
+from isosgd.native import build, lowrank, perceptron
+
+needs_compiler = pytest.mark.skipif(bool(build.why_not()), reason=f"no operations here: {build.why_not()}")
+
+
+SLOW = [pytest.param(name, out, marks=pytest.mark.slow) for name, out in (("heteroscedastic", 2), ("student_t", 1))]
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Nothing known of what was built."""
+    build._load.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    build._load.cache_clear()
+
+
+# ------------------------------------------------------------------------------------------------ perceptron
+
+
+def plain(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, slope: Tensor) -> tuple[Tensor, ...]:
+    """Outputs, hidden units and gradients by torch, in float64."""
+    x, w1, b1, w2, b2, slope = (t.double() for t in (x, w1, b1, w2, b2, slope))
+    hidden = torch.relu(x @ w1.mT + b1.unsqueeze(-2))
+    back = (slope @ w2) * (hidden > 0)
+    return hidden @ w2.mT + b2.unsqueeze(-2), hidden, back.mT @ x, back.sum(-2), slope.mT @ hidden, slope.sum(-2)
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@needs_compiler
+@pytest.mark.parametrize("out", [1, 2, 3])
+@pytest.mark.parametrize("units", [16, 17, 50, 64, 75, 200])  # a vector, one and a bit, ..., many tiles
+@pytest.mark.parametrize(("rows", "features"), [(1, 1), (7, 3), (128, 13), (257, 5), (600, 21)])  # blocks of 256
+def test_a_network_is_that_of_torch(rows: int, features: int, units: int, out: int) -> None:
+    sizes = (rows, features), (units, features), (units,), (out, units), (out,), (rows, out)
+    x, w1, b1, w2, b2, slope = (drawn(i, 2, *size) for i, size in enumerate(sizes))
+    outputs, hidden, *gradients = plain(x, w1, b1, w2, b2, slope)
+    found, units_found = perceptron.forward(x, w1, b1, w2, b2)
+    close(found, outputs)
+    close(units_found, hidden)
+    for mine, theirs in zip(perceptron.backward(x, w2, units_found, slope), gradients, strict=True):
+        scale = theirs.abs().amax().clamp_min(1.0)
+        close(mine / scale, theirs / scale)
+
+
+@needs_compiler
+def test_leading_dimensions_and_gaps() -> None:
+    """Weights as parts of flat vectors, inputs that all networks share, two dimensions of networks, transposes."""
+    flat = drawn(0, 3, 2, 50 * 4 + 50 + 50 + 1)
+    w1, b1, w2, b2 = (part for part in torch.split(flat, [200, 50, 50, 1], -1))
+    w1, w2 = w1.unflatten(-1, (50, 4)), w2.unflatten(-1, (1, 50))
+    x, slope = drawn(1, 20, 4).expand(3, 2, 20, 4), drawn(2, 3, 2, 1, 20).mT
+    outputs, _, *gradients = plain(x, w1, b1, w2, b2, slope)
+    found, units = perceptron.forward(x, w1, b1, w2, b2)
+    close(found, outputs)
+    for mine, theirs in zip(perceptron.backward(x, w2, units, slope), gradients, strict=True):
+        close(mine, theirs)
+
+
+@needs_compiler
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("which", range(4))
+def test_what_is_not_finite_shows(which: int, bad: float) -> None:
+    weights = [drawn(1, 1, 50, 3), drawn(2, 1, 50), drawn(3, 1, 1, 50), drawn(4, 1, 1)]
+    weights[which].view(-1)[-1] = bad
+    x = drawn(0, 1, 9, 3)
+    outputs, _ = perceptron.forward(x, *weights)
+    expected = plain(x, *weights, drawn(5, 1, 9, 1))[0]
+    assert torch.equal(outputs.isfinite(), expected.isfinite()) and not bool(outputs.isfinite().all())
+
+
+def target(model: nn.Module, likelihood: Any = "gaussian", **options: Any) -> Target:
+    return Target.from_module(model, likelihood, priors.FanInNormal(), **options)
+
+
+def test_which_modules_are_meant() -> None:
+    names = target(mlp(3, 50, 1)).perceptron()
+    assert names is not None and names.first_weight == "0.weight" and names.second_bias.endswith(".bias")
+    assert target(nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 2)), "heteroscedastic").perceptron()
+    hooked = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 1))
+    hooked[1].register_forward_hook(lambda module, given, output: output + 1)
+    for other in (
+        mlp(3, 50, 1, "tanh"),
+        mlp(3, [50, 50], 1),
+        mlp(3, 8, 1),  # fewer units than a vector may have
+        nn.Sequential(nn.Linear(3, 50, bias=False), nn.ReLU(), nn.Linear(50, 1)),
+        nn.Sequential(nn.Linear(3, 50), nn.ReLU(), nn.Linear(50, 1), nn.ReLU()),
+        hooked,
+        type("Own", (nn.Sequential,), {})(*mlp(3, 50, 1)),  # whose forward may be anything
+    ):
+        assert target(other).perceptron() is None
+    assert target(mlp(3, 50, 1), sampled="last_layer").perceptron() is None
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("likelihood", "out"),
+    [("gaussian", 1), *SLOW, ("categorical", 3)],
+)
+def test_gradients_of_chains_in_compiled_code(likelihood: str, out: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of torch, and by our operations: halves of a minibatch, and scales of the likelihood, too."""
+    posterior = target(mlp(13, 50, out), likelihood)
+    layout = Layout(posterior.initial())
+    many, chains, rows = Many(posterior, 455, layout), 4, 100
+    theta = 0.3 * drawn(0, chains, sum(layout.sizes))
+    y = torch.randint(3, (chains, rows)) if likelihood == "categorical" else drawn(1, chains, rows, 1)
+    batch = drawn(2, chains, rows, 13), y
+    posterior.check({name: x[0] for name, x in layout.views(theta).items()}, (batch[0][0], batch[1][0]))
+    wanted = many.flat(theta, batch, True)
+    calls = []
+    forward = perceptron.forward
+    monkeypatch.setattr(perceptron, "forward", lambda *tensors: (calls.append(1), forward(*tensors))[1])
+    compiled = Compiled(lambda theta: many.flat(theta, batch, True), 0)
+    for mine, theirs in zip(compiled(theta), wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert calls and not compiled.why_not
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # the warm-up is short
+def test_a_run_is_the_same_with_and_without(fresh: pytest.MonkeyPatch) -> None:
+    """Up to rounding: the same random numbers, the same steps, a Lambda with directions."""
+    x = drawn(0, 200, 6)
+    data = (x, x[:, :1].sin() + 0.1 * drawn(1, 200, 1))
+    settings: dict[str, Any] = {"chains": 6, "draws": 3, "keep_every": 4, "warmup": 700, "batch_size": 100, "seed": 1}
+    settings |= {"structure": "lowrank", "progress": False, "compile": True}
+    found = []
+    for switch in ("1", "0"):
+        fresh.setenv("ISOSGD_NATIVE", switch)
+        build._load.cache_clear()
+        torch.manual_seed(0)
+        found.append(sample(target(mlp(6, 50, 1), likelihoods.Gaussian(0.1)), data, **settings))
+    with_, without = (posterior.draws["0.weight"] for posterior in found)
+    assert not torch.equal(with_, without)
+    # Rounding grows over a thousand steps; another algorithm would be farther off than draws are from each other.
+    spread = (without[:, -1] - without[:, 0]).std()
+    assert float((with_ - without).abs().mean()) < 0.2 * float(spread)
+
+
+# ------------------------------------------------------------------------------------------------ lowrank
+
+
+@needs_compiler
+@pytest.mark.parametrize("k", [1, 4, 5, 20, 33])
+@pytest.mark.parametrize("d", [16, 19, 751, 2000])
+def test_a_step_along_directions_is_that_of_torch(d: int, k: int) -> None:
+    sizes = (k, d), (k, k), (k, k), (d,), (d,), (d,), (d,), (k,)
+    given = [drawn(i, 3, *size) for i, size in enumerate(sizes)]
+    basis, back, add, pace, ratio, gradient, own, shared = (t.double() for t in given)
+    force = gradient + ratio * own
+    along = torch.einsum("cij,cj->ci", back, torch.einsum("cij,cj->ci", basis, force))
+    along = along + torch.einsum("cij,cj->ci", add, shared)
+    wanted = pace * force + torch.einsum("cij,ci->cj", basis, along)
+    torch.testing.assert_close(lowrank.displace(*given).double() / k / d, wanted / k / d, rtol=1e-4, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ how it is built
+
+
+def test_it_can_be_switched_off(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setenv("ISOSGD_NATIVE", "0")
+    assert build.why_not() == "ISOSGD_NATIVE=0"
+
+
+@pytest.mark.parametrize("compiler", ["false", "no-such-compiler"])
+def test_without_a_compiler_everything_goes_on(fresh: pytest.MonkeyPatch, tmp_path: Path, compiler: str) -> None:
+    fresh.setenv("CXX", compiler)
+    fresh.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert compiler in build.why_not()
+    assert not build.fits(torch.ones(3)) and not list(tmp_path.glob("*/*.so"))
+
+
+@needs_compiler
+def test_what_was_built_is_found_again(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One call of the compiler for all runs on a machine; nothing is found that another processor's would have made."""
+    called = []
+
+    def run(command: list[str], **options: Any) -> Any:
+        called.append(command)
+        Path(command[-1]).write_bytes(b"built")
+        return SimpleNamespace(returncode=0, stderr="")
+
+    fresh.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    fresh.setattr(build.subprocess, "run", run)
+    first, again = build._built(), build._built()
+    assert first == again and first.read_bytes() == b"built" and len(called) == 1
+    fresh.setattr(build, "_processor", lambda: "another")
+    assert build._built() != first and len(called) == 2
