@@ -15,7 +15,7 @@ from isosgd.chain.gradients import Layout, Many
 from isosgd.models import mlp
 from isosgd.native import build, lowrank, perceptron
 
-needs_compiler = pytest.mark.skipif(bool(build.why_not()), reason=f"no operations here: {build.why_not()}")
+needs_compiler = pytest.mark.usefixtures("built")
 
 
 SLOW = [pytest.param(name, out, marks=pytest.mark.slow) for name, out in (("heteroscedastic", 2), ("student_t", 1))]
@@ -23,6 +23,12 @@ SLOW = [pytest.param(name, out, marks=pytest.mark.slow) for name, out in (("hete
 
 def drawn(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def built() -> None:
+    if said := build.why_not():
+        pytest.skip(f"no operations here: {said}")
 
 
 @pytest.fixture
@@ -95,13 +101,29 @@ def target(model: nn.Module, likelihood: Any = "gaussian", **options: Any) -> Ta
     return Target.from_module(model, likelihood, priors.FanInNormal(), **options)
 
 
+class Twice(nn.Identity):
+    """Looks like nothing, and is something."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
 def test_which_modules_are_meant() -> None:
     names = target(mlp(3, 50, 1)).perceptron()
     assert names is not None and names.first_weight == "0.weight" and names.second_bias.endswith(".bias")
     assert target(nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 2)), "heteroscedastic").perceptron()
     hooked = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 1))
     hooked[1].register_forward_hook(lambda module, given, output: output + 1)
+    idle = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Identity(), nn.Linear(16, 1))
+    idle[2].register_forward_hook(lambda module, given, output: output + 1)
+    patched, act, square = mlp(3, 50, 1), nn.ReLU(), nn.Linear(50, 50)
+    patched[0].forward = lambda x: torch.zeros(len(x), 50)
     for other in (
+        idle,
+        patched,
+        nn.Sequential(nn.Linear(3, 50), act, nn.Linear(50, 1), act),  # a layer that stands twice
+        nn.Sequential(nn.Linear(3, 50), nn.ReLU(), square, square),
+        nn.Sequential(nn.Linear(3, 50), nn.ReLU(), Twice(), nn.Linear(50, 1)),
         mlp(3, 50, 1, "tanh"),
         mlp(3, [50, 50], 1),
         mlp(3, 8, 1),  # fewer units than a vector may have
@@ -136,6 +158,45 @@ def test_gradients_of_chains_in_compiled_code(likelihood: str, out: int, monkeyp
     for mine, theirs in zip(compiled(theta), wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     assert calls and not compiled.why_not
+
+
+class Pulled(likelihoods.Gaussian):
+    """A likelihood that looks at the weights of the network, too."""
+
+    def log_prob(self, output: Tensor, y: Tensor, params: Any) -> Tensor:
+        return super().log_prob(output, y, params) - params["0.weight"].square().sum()
+
+
+@needs_compiler
+def test_what_a_likelihood_makes_of_the_weights_counts() -> None:
+    posterior = target(mlp(13, 50, 1), Pulled(0.5))
+    layout = Layout(posterior.initial())
+    many, theta = Many(posterior, 100, layout), 0.3 * drawn(0, 4, sum(layout.sizes))
+    batch = drawn(1, 4, 100, 13), drawn(2, 4, 100, 1)
+    posterior.check({name: x[0] for name, x in layout.views(theta).items()}, (batch[0][0], batch[1][0]))
+    names = posterior.perceptron()
+    assert names is not None
+    wanted = many._each(theta, batch)
+    for mine, theirs in zip(many._fused(names, theta, batch), wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@needs_compiler
+def test_tensors_that_do_not_go_together_are_refused() -> None:
+    w1, b1, w2, b2 = drawn(1, 3, 50, 4), drawn(2, 3, 50), drawn(3, 3, 1, 50), drawn(4, 3, 1)
+    for given in (
+        (drawn(0, 2, 9, 4), w1, b1, w2, b2),  # other networks
+        (drawn(0, 3, 9, 5), w1, b1, w2, b2),  # other inputs
+        (drawn(0, 3, 9, 4), w1, b1[:, :-1], w2, b2),
+        (drawn(0, 3, 9, 4).double(), w1, b1, w2, b2),
+        (drawn(0, 3, 9, 4), w1[:, :3], b1[:, :3], w2[:, :, :3], b2),  # fewer units than lanes
+    ):
+        with pytest.raises(RuntimeError):
+            perceptron.forward(*given)
+    with pytest.raises(RuntimeError):
+        perceptron.backward(drawn(0, 1, 4, 3), drawn(1, 1, 1, 2), drawn(2, 1, 4, 2), drawn(3, 1, 4, 1))
+    with pytest.raises(RuntimeError):
+        lowrank.displace(*(drawn(0, *shape) for shape in ((2, 3, 16), (1, 3, 3), (2, 3, 3), *[(2, 16)] * 4, (2, 3))))
 
 
 @pytest.mark.slow
@@ -189,11 +250,32 @@ def test_it_can_be_switched_off(fresh: pytest.MonkeyPatch) -> None:
 def test_without_a_compiler_everything_goes_on(fresh: pytest.MonkeyPatch, tmp_path: Path, compiler: str) -> None:
     fresh.setenv("CXX", compiler)
     fresh.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert compiler in build.why_not()
-    assert not build.fits(torch.ones(3)) and not list(tmp_path.glob("*/*.so"))
+    with pytest.warns(RuntimeWarning, match=compiler):
+        assert compiler in build.why_not()
+    assert not build.ready(torch.ones(3)) and not list(tmp_path.glob("*/*.so"))
 
 
 @needs_compiler
+def test_a_library_that_cannot_be_loaded_is_built_again(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As after a crash, or from another system."""
+    made, asked = [], []
+
+    def run(command: list[str], **options: Any) -> Any:
+        made.append(command)
+        Path(command[-1]).write_bytes(b"new" if len(made) > 1 else b"cut short")
+        return SimpleNamespace(returncode=0, stderr="")
+
+    def load(path: str) -> None:  # a second copy of the real one in this process would be one too many
+        asked.append(Path(path).read_bytes())
+        if asked[-1] != b"new":
+            raise OSError("file too short")
+
+    fresh.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    fresh.setattr(build.subprocess, "run", run)
+    fresh.setattr(torch.ops, "load_library", load)
+    assert build.why_not() == "" and asked == [b"cut short", b"new"] and len(made) == 2
+
+
 def test_what_was_built_is_found_again(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One call of the compiler for all runs on a machine; nothing is found that another processor's would have made."""
     called = []

@@ -106,8 +106,7 @@ class Many:
                 (g1, loss1), (g2, loss2) = self._each(theta, first), self._each(theta, second)
             else:  # both halves at once
                 both = tree_map(lambda t: t.unflatten(1, (2, n // 2)), batch)
-                twice = theta.unsqueeze(1).expand(-1, 2, -1)
-                (g1, g2), (loss1, loss2) = (x.unbind(1) for x in self._each(twice, both))
+                (g1, g2), (loss1, loss2) = (x.unbind(1) for x in self._each(theta, both, halves=True))
             (gradient,), (noise,) = join_halves([g1], [g2], sizes)
             loss = (sizes[0] * loss1 + sizes[1] * loss2) / n
         return loss, gradient - vmap(self._score)(theta) * (1.0 / self.num_data), noise
@@ -135,23 +134,29 @@ class Many:
             loss, gradient = loss + share * more / rows * last_loss, gradient + share * more / rows * last_gradient
         return loss, gradient - vmap(self._score)(theta) * (1.0 / self.num_data)
 
-    def _each(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Gradients and mean negative log likelihoods; all tensors have the leading dimensions of ``theta``."""
-        if self.network is None or not perceptron.fits(theta, batch, self.layout.shapes[self.network.first_weight][0]):
-            plain: tuple[Tensor, Tensor] = _mapped(grad_and_value(self._loss), theta.dim() - 1)(theta, batch)
-            return plain
-        x, params = batch[0], self.layout.views(theta)
-        output, hidden = perceptron.forward(x, *(params[name] for name in self.network))
-        slopes = _mapped(grad_and_value(self._loss_given, argnums=(0, 1)), theta.dim() - 1)
-        (slope, gradient), loss = slopes(output, theta, batch)
-        own = perceptron.backward(x, params[self.network.second_weight], hidden, slope)
-        found = dict(zip(self.network, own, strict=True))
-        parts = torch.split(gradient, self.layout.sizes, dim=-1)  # nothing but for parameters of the likelihood
-        joined = [
-            found[name].flatten(theta.dim() - 1) if name in found else part
-            for name, part in zip(self.layout.shapes, parts, strict=True)
-        ]
-        return torch.cat(joined, dim=-1), loss
+    def _each(self, theta: Tensor, batch: Batch, halves: bool = False) -> tuple[Tensor, Tensor]:
+        """Gradients and mean negative log likelihoods of the chains, or of both halves of their batches."""
+        twice = theta.unsqueeze(1).expand(-1, 2, -1) if halves else theta
+        if self.network is not None and perceptron.fits(twice, batch, self.layout.shapes[self.network.first_weight][0]):
+            return self._fused(self.network, twice, batch)
+        each = grad_and_value(self._loss)
+        found: tuple[Tensor, Tensor] = vmap(vmap(each, (None, 0)) if halves else each)(theta, batch)
+        return found
+
+    def _fused(self, names: perceptron.Names, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The same of a network of one hidden layer: its two operations, and the likelihood in between."""
+        x, params, lead = batch[0], self.layout.views(theta), theta.dim() - 1
+        output, hidden = perceptron.forward(x, *(params[name] for name in names))
+        slopes: Callable[..., Any] = grad_and_value(self._loss_given, argnums=(0, 1))
+        for _ in range(lead):
+            slopes = vmap(slopes)
+        (slope, rest), loss = slopes(output, theta, batch)
+        found = dict(zip(names, perceptron.backward(x, params[names.second_weight], hidden, slope), strict=True))
+        # The rest is what the likelihood makes of parameters by itself: of its scales, mostly.
+        parts = zip(self.layout.shapes, torch.split(rest, self.layout.sizes, dim=-1), strict=True)
+        return torch.cat(
+            [part + found[name].flatten(lead) if name in found else part for name, part in parts], dim=-1
+        ), loss
 
     def _loss_given(self, output: Tensor, theta: Tensor, batch: Batch) -> Tensor:
         return -self.target.log_likelihood_given(output, self.layout.views(theta), batch).mean()
@@ -163,13 +168,6 @@ class Many:
         """Gradient of the log prior, in closed form where there is one."""
         scores = self.target.prior_score(self.layout.views(theta))
         return torch.cat([scores[name].reshape(-1) for name in self.layout.shapes])
-
-
-def _mapped(function: Callable[..., Any], dimensions: int) -> Callable[..., Any]:
-    """The function over so many leading dimensions of all that it is given."""
-    for _ in range(dimensions):
-        function = vmap(function)
-    return function
 
 
 def batchable(target: Target, params: Params, batch: Batch, num_data: int) -> str:

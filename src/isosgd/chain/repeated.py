@@ -15,7 +15,7 @@ Tensors = tuple[Tensor, ...]
 Found = tuple[Tensor, Tensor, Tensor]  # parameters, losses of the last step, and sums of losses over all
 WHAT = "the steps of all chains"
 CACHE = 3 << 18  # bytes, of a core's own ...
-SHARED = 3 << 20  # ... and of the next one, which is fast enough for what is read once in a step
+SHARED = 3 << 20  # ... and of the next one: fast enough for what a step reads once, and fewer calls are made
 # Shapes are fixed and tensors are ours, so that nothing has to be checked at every call.
 UNCHECKED: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
 # A loop is kept in the compiler's cache, from one process to the next, like all that it holds: torch does so with other

@@ -23,7 +23,6 @@ from isosgd.chain.compiled import Compiled
 from isosgd.chain.gradients import Many, batchable
 from isosgd.chain.innovations import innovations
 from isosgd.chain.repeated import UNCHECKED, Captured, Looped, Repeated, Tensors
-from isosgd.native import build
 from isosgd.samplers import ISGD, SGLD
 from isosgd.samplers.innovations import as_bits
 from isosgd.samplers.structure import outer_factor
@@ -93,7 +92,6 @@ class Stride:
         device = run.leaves[0].device
         self.bits = as_bits(run.sampler.innovations, self.most * run.count * self.width, device)
         self.gradient = Many(run.target, run.num_data, run.layout)
-        self.native = compiled and self.dtype == torch.float32 and not build.why_not()
         # The compiled functions know shapes of tensors by heart; those of Lambda may change in number.
         self.known: dict[tuple[Any, ...], tuple[Repeated, Compiled]] = {}
         self._turned: tuple[Tensor, int, Tensor] | None = None
@@ -189,7 +187,8 @@ class Stride:
             tensors = (
                 run.shaped.tensors()[:-1] if self.local is not None else run.shaped.tensors()
             )  # levels move with the chains
-            return tuple(self._by_columns(t) for t in tensors)
+            rows = self.compiled and run.shaped.reads_rows(tensors)
+            return tensors if rows else tuple(self._by_columns(t) for t in tensors)
         sampler._make_plan()
         rates = [torch.as_tensor(move.rate).to(laid.flat) for laid, move in sampler._moves]
         wide = [
@@ -200,7 +199,7 @@ class Stride:
 
     def _by_columns(self, t: Tensor) -> Tensor:
         """A few long rows of each chain laid out column by column: so compiled code reads them in one go, both ways."""
-        if t.dim() != 3 or t.is_cuda or t.shape[1] >= t.shape[2] or self.native:
+        if t.dim() != 3 or t.is_cuda or t.shape[1] >= t.shape[2]:
             return t
         of, version, turned = self._turned or (None, 0, t)
         if of is not t or version != t._version:

@@ -204,7 +204,6 @@ class Bench:
         result = self.result
         result.ladder |= {name: {} for name in ("single", *names)}
         result.together |= {name: {} for name in ("single", *names)}
-        self.climbed |= set(names)
         for number, outcomes in gather(groups, self.width):
             (name, temperature), whole = rungs[number], Outcome.join(outcomes)
             each = torch.cat([outcome.mean("held-out") for outcome in outcomes])
@@ -213,6 +212,7 @@ class Bench:
             self.say(f"ladder, {name}, T = {temperature:g}: {alone}, together {joined} ({whole.seconds:.1f} s)")
             self.save(result)
             clear()
+        self.climbed |= set(names)
         for name in names:
             for chains in sorted({1, self.chains} if name in OURS else {1}):
                 _, temperature = self.chosen(name, chains)

@@ -1,7 +1,8 @@
 """Operations of our own in C++, built once by the machine's compiler, which compiled steps need anyway.
 
 Only compiled code calls them, where the calls are so many that building pays. Without a compiler everything goes on as
-before, and slower; ``ISOSGD_NATIVE=0`` asks for that.
+before, and slower; ``ISOSGD_NATIVE=0`` asks for that. What was built is kept for the next run, in torch's folder for
+extensions.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ FLAGS = (
     *("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),  # what is not a number stays so
 )
+FEWEST = 16  # floats in a row that an operation takes: the longest vector of a processor (`LANES` in vectors.h)
 SHAPES: dict[str, Callable[..., Any]] = {}
 
 
@@ -39,11 +43,16 @@ def shapes(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return keep
 
 
-def fits(*tensors: Tensor) -> bool:
-    """Whether such tensors can go to an operation here and now: in code that is being compiled, float32, on a CPU."""
-    if not torch.compiler.is_compiling():
-        return False
+def ready(*tensors: Tensor) -> bool:
+    """Whether such tensors can go to an operation: float32, on a CPU, and it is built or can be."""
     return all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors) and not why_not()
+
+
+def switched_off() -> str:
+    """Why operations are not even tried; empty when they are."""
+    if os.environ.get("ISOSGD_NATIVE", "1").lower() in ("0", "no", "off", "false"):
+        return f"ISOSGD_NATIVE={os.environ['ISOSGD_NATIVE']}"
+    return "" if _compiler() else "there is no C++ compiler"
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -54,32 +63,42 @@ def why_not() -> str:
 
 @functools.cache
 def _load() -> str:
-    if os.environ.get("ISOSGD_NATIVE", "1") == "0":
-        return "ISOSGD_NATIVE=0"
+    if said := switched_off():
+        return said
     try:
-        torch.ops.load_library(str(_built()))  # type: ignore[no-untyped-call]
+        place = _built()
+        try:
+            torch.ops.load_library(str(place))  # type: ignore[no-untyped-call]
+        except OSError:  # of another system, or cut short: once more
+            place.unlink()
+            torch.ops.load_library(str(_built()))  # type: ignore[no-untyped-call]
         for name, function in SHAPES.items():
             torch.library.register_fake(f"isosgd::{name}", function)
     except Exception as error:  # whatever a compiler or a loader may have to say
-        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
-    return ""
+        said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+        warnings.warn(f"small networks are slower here than they could be: {said}", RuntimeWarning, stacklevel=2)
+    return said
+
+
+def _compiler() -> list[str]:
+    """The command; empty when there is none."""
+    given = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    return shlex.split(given) if given else []
 
 
 def _built() -> Path:
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if not compiler:
-        raise RuntimeError("there is no C++ compiler")
     root = Path(torch.__file__).parent
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     command = [
-        *(*compiler.split(), *FLAGS, native, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"),
+        *(*_compiler(), *FLAGS, native, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"),
         *(f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}", str(SOURCE)),
         *(f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"),
     ]
     # Built for this very processor, and homes are shared between machines.
     texts = [path.read_text() for path in (SOURCE, *sorted(HERE.glob("*.h")))]
-    identity = "\n".join([*texts, torch.__version__, _processor(), *command])
-    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions") / "isosgd"
+    identity = "\n".join([*texts, torch.__version__, _processor(), *platform.libc_ver(), *command])
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
+    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or home) / "isosgd"
     place = cache / f"operations-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if not place.exists():
         cache.mkdir(parents=True, exist_ok=True)
@@ -88,7 +107,7 @@ def _built() -> Path:
             done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False, timeout=600)
             if done.returncode:
                 said = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-                raise RuntimeError(f"{compiler} failed: {said[0] if said else 'without a word'}")
+                raise RuntimeError(f"{command[0]} failed: {said[0] if said else 'without a word'}")
             os.replace(made, place)
     return place
 

@@ -70,7 +70,7 @@ inline void displace_one(int64_t d, int64_t k, const float* basis, const float* 
   for (; j + WIDE * LANES <= d; j += WIDE * LANES) spread<WIDE>(d, k, basis + j, along, pace + j, force + j, out + j);
   // What is left in vectors again, of which the last may overlap the one before: both write the same.
   for (; j < d; j += LANES) {
-    const int64_t a = std::max<int64_t>(0, std::min(j, d - LANES));
+    const int64_t a = std::min(j, d - LANES);
     spread<1>(d, k, basis + a, along, pace + a, force + a, out + a);
   }
 }

@@ -7,12 +7,10 @@ from torch import Tensor
 
 from isosgd.native import build
 
-FEWEST = 16  # parameters: the longest vector of a processor
 
-
-def fits(basis: Tensor, *others: Tensor) -> bool:
+def ready(basis: Tensor, *others: Tensor) -> bool:
     """Whether the operation is there for such tensors."""
-    return basis.shape[-1] >= FEWEST and build.fits(basis, *others)
+    return basis.shape[-1] >= build.FEWEST and build.ready(basis, *others)
 
 
 def displace(

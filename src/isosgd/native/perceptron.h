@@ -19,16 +19,31 @@ struct Shape {
   int64_t place(int64_t vector) const { return std::min(vector * LANES, hidden - LANES); }
 };
 
-// What `f` does with groups of at most `MOST` of so many things, about equally large: `f(first, count)`.
+// `f.operator()<C>(first)` for groups of C things each, at most `MOST` and about equally many, out of so many things.
 template <class F>
 inline void in_groups(int64_t things, F f) {
   const int64_t groups = (things + MOST - 1) / MOST;
   for (int64_t g = 0, first = 0; g < groups; g++) {
     const int64_t count = (things - first + groups - g - 1) / (groups - g);
-    f(first, count);
+    switch (count) {
+      case 1: f.template operator()<1>(first); break;
+      case 2: f.template operator()<2>(first); break;
+      case 3: f.template operator()<3>(first); break;
+      case 4: f.template operator()<4>(first); break;
+      default: f.template operator()<MOST>(first);
+    }
     first += count;
   }
 }
+
+// Where C vectors of hidden units begin.
+template <int C>
+struct Places {
+  int64_t at[C];
+  Places(const Shape& s, int64_t first) {
+    for (int c = 0; c < C; c++) at[c] = s.place(first + c);
+  }
+};
 
 // ---------------------------------------------------------------------------------------------------- forward
 
@@ -66,16 +81,8 @@ __attribute__((noinline)) void hidden_tile(const Shape& s, const float* x, const
 
 template <int R>
 void hidden_rows(const Shape& s, const float* x, const float* weights, float* h) {
-  in_groups(s.vectors(), [&](int64_t first, int64_t count) {
-    int64_t at[MOST];
-    for (int64_t c = 0; c < count; c++) at[c] = s.place(first + c);
-    switch (count) {
-      case 1: hidden_tile<R, 1>(s, x, weights, at, h); break;
-      case 2: hidden_tile<R, 2>(s, x, weights, at, h); break;
-      case 3: hidden_tile<R, 3>(s, x, weights, at, h); break;
-      case 4: hidden_tile<R, 4>(s, x, weights, at, h); break;
-      default: hidden_tile<R, 5>(s, x, weights, at, h);
-    }
+  in_groups(s.vectors(), [&]<int C>(int64_t first) {
+    hidden_tile<R, C>(s, x, weights, Places<C>(s, first).at, h);
   });
 }
 
@@ -143,8 +150,8 @@ __attribute__((noinline)) void weight_tile(const Shape& s, const float* x, const
 
 // C vectors of hidden units, over some rows: their slopes before the ReLU, and what is a sum over rows, added.
 template <int C>
-__attribute__((noinline)) void unit_tile(const Shape& s, const float* w2, const float* h, const float* g, const int64_t* at,
-                                         float* d, float* db1, float* dw2) {
+__attribute__((noinline)) void unit_tile(const Shape& s, const float* w2, const float* h, const float* g,
+                                         const int64_t* at, float* d, float* db1, float* dw2) {
   const int64_t H = s.hidden, O = s.out;
   Vec bias[C], second[C], w[C];
 #pragma GCC unroll 8
@@ -155,7 +162,7 @@ __attribute__((noinline)) void unit_tile(const Shape& s, const float* w2, const 
     for (int c = 0; c < C; c++) {
       Vec unit = load(h + r * H + at[c]), slope = slopes[0] * w[c];
       for (int64_t o = 1; o < O; o++) slope += slopes[o] * load(w2 + o * H + at[c]);
-      slope = unit > Vec{} ? slope : Vec{};
+      slope = unit <= Vec{} ? Vec{} : slope;  // as torch does where it is not a number
       second[c] += slopes[0] * unit;
       bias[c] += slope;
       store(d + r * H + at[c], slope);
@@ -174,21 +181,6 @@ __attribute__((noinline)) void unit_tile(const Shape& s, const float* w2, const 
   }
 }
 
-template <int K>
-void weight_inputs(const Shape& s, const float* x, const float* d, float* found) {
-  in_groups(s.vectors(), [&](int64_t first, int64_t count) {
-    int64_t at[MOST];
-    for (int64_t c = 0; c < count; c++) at[c] = s.place(first + c);
-    switch (count) {
-      case 1: weight_tile<K, 1>(s, x, d, at, found); break;
-      case 2: weight_tile<K, 2>(s, x, d, at, found); break;
-      case 3: weight_tile<K, 3>(s, x, d, at, found); break;
-      case 4: weight_tile<K, 4>(s, x, d, at, found); break;
-      default: weight_tile<K, 5>(s, x, d, at, found);
-    }
-  });
-}
-
 // Rows are taken in blocks, whose slopes stay in the cache; what is added to is
 // read and written by one tile at a time, and the two vectors that may overlap are always in one tile.
 constexpr int64_t BLOCK = 256;
@@ -201,27 +193,15 @@ inline void backward_one(const Shape& all, const float* x, const float* w2, cons
   for (int64_t begin = 0; begin < all.rows; begin += BLOCK) {
     const Shape s{std::min(BLOCK, all.rows - begin), D, H, O};
     const float *rows = x + begin * D, *units = h + begin * H, *slopes = g + begin * O;
-    in_groups(s.vectors(), [&](int64_t first, int64_t count) {
-      int64_t at[MOST];
-      for (int64_t c = 0; c < count; c++) at[c] = s.place(first + c);
-      switch (count) {
-        case 1: unit_tile<1>(s, w2, units, slopes, at, d, db1, dw2); break;
-        case 2: unit_tile<2>(s, w2, units, slopes, at, d, db1, dw2); break;
-        case 3: unit_tile<3>(s, w2, units, slopes, at, d, db1, dw2); break;
-        case 4: unit_tile<4>(s, w2, units, slopes, at, d, db1, dw2); break;
-        default: unit_tile<5>(s, w2, units, slopes, at, d, db1, dw2);
-      }
+    in_groups(s.vectors(), [&]<int C>(int64_t first) {
+      unit_tile<C>(s, w2, units, slopes, Places<C>(s, first).at, d, db1, dw2);
     });
     for (int64_t r = 0; r < s.rows; r++)
       for (int64_t o = 0; o < O; o++) db2[o] += slopes[r * O + o];
-    in_groups(D, [&](int64_t first, int64_t count) {
-      switch (count) {
-        case 1: weight_inputs<1>(s, rows + first, d, found + first * H); break;
-        case 2: weight_inputs<2>(s, rows + first, d, found + first * H); break;
-        case 3: weight_inputs<3>(s, rows + first, d, found + first * H); break;
-        case 4: weight_inputs<4>(s, rows + first, d, found + first * H); break;
-        default: weight_inputs<5>(s, rows + first, d, found + first * H);
-      }
+    in_groups(D, [&]<int K>(int64_t input) {
+      in_groups(s.vectors(), [&]<int C>(int64_t first) {
+        weight_tile<K, C>(s, rows + input, d, Places<C>(s, first).at, found + input * H);
+      });
     });
   }
   for (int64_t j = 0; j < H; j++)

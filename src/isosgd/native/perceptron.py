@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from isosgd.native import build
 
-FEWEST = 16  # hidden units: the longest vector of a processor
 LEAST = 200_000  # products: below, to call the operations takes longer than they save
 
 
@@ -28,26 +27,32 @@ class Names(NamedTuple):
 
 def names_in(module: nn.Module) -> Names | None:
     """Where a module is such a network and nothing else, the names of its parameters."""
-    if type(module) is not nn.Sequential or module._forward_hooks or module._forward_pre_hooks:
+    children = list(module._modules.items())
+    if type(module) is not nn.Sequential or not all(_plain(layer) for layer in (module, *module._modules.values())):
         return None
     layers = [
         (name, layer)
-        for name, layer in module.named_children()
-        if not (isinstance(layer, nn.Identity) or (isinstance(layer, nn.Dropout) and not layer.training))
+        for name, layer in children
+        if not (type(layer) is nn.Identity or (type(layer) is nn.Dropout and not layer.training))
     ]
     if [type(layer) for _, layer in layers] != [nn.Linear, nn.ReLU, nn.Linear]:
         return None
-    if any(layer._forward_hooks or layer._forward_pre_hooks for _, layer in layers):
-        return None
     (first, a), _, (second, b) = layers
     assert isinstance(a, nn.Linear) and isinstance(b, nn.Linear)
-    if a.bias is None or b.bias is None or a.out_features < FEWEST:
+    if a.bias is None or b.bias is None or a.out_features < build.FEWEST:
         return None
     return Names(f"{first}.weight", f"{first}.bias", f"{second}.weight", f"{second}.bias")
 
 
+def _plain(layer: nn.Module | None) -> bool:
+    """Whether nobody has changed what a layer does."""
+    if layer is None or "forward" in vars(layer):
+        return False
+    return not any((layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks))
+
+
 def fits(theta: Tensor, batch: Any, units: int) -> bool:
-    """Whether the operation is there, and worth its call, for flat parameters and a batch of networks.
+    """Whether the operation is there, and worth its call, for flat parameters and a batch: in compiled code alone.
 
     Args:
         theta: flat parameters ``[*networks, d]``.
@@ -56,7 +61,8 @@ def fits(theta: Tensor, batch: Any, units: int) -> bool:
     """
     if not isinstance(batch, tuple) or len(batch) != 2 or batch[0].dim() != theta.dim() + 1:
         return False
-    return batch[0].numel() * units >= LEAST and build.fits(theta, batch[0])
+    enough = batch[0].numel() * units >= LEAST
+    return torch.compiler.is_compiling() and enough and build.ready(theta, batch[0])
 
 
 def forward(x: Tensor, first: Tensor, bias: Tensor, second: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,11 +17,9 @@ constexpr int64_t LANES = 4;
 
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int32_t Mask __attribute__((vector_size(4 * LANES)));
 
 inline Vec load(const float* p) { return *reinterpret_cast<const Loose*>(p); }
 inline void store(float* p, Vec v) { *reinterpret_cast<Loose*>(p) = v; }
-inline Vec all(float x) { return x - Vec{}; }
 // What is not a number stays so: a chain that has diverged must show it.
 inline Vec relu(Vec a) { return a < Vec{} ? Vec{} : a; }
 inline float sum(Vec a) {

@@ -82,10 +82,13 @@ class LowRankStep(Outside):
         exact = (self.undo, self.reach) if self.undo.numel() else ()
         return self.basis, self.back, self.add, self.pace, self.ratio, *exact
 
+    def reads_rows(self, tensors: Sequence[Tensor]) -> bool:
+        return len(tensors) == 5 and lowrank.ready(*tensors)  # without `undo` and `reach`
+
     def displace(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
         basis, back, add, pace, ratio, *exact = tensors
         own, shared = xi[:, : self.total], xi[:, self.total :]
-        if not exact and lowrank.fits(basis, back, add, pace, ratio, gradient, xi):
+        if torch.compiler.is_compiling() and gradient.dtype == xi.dtype == basis.dtype and self.reads_rows(tensors):
             return lowrank.displace(basis, back, add, pace, ratio, gradient, own, shared)
         force = torch.addcmul(gradient, ratio, own)
         along = times(back, project(basis, force)) + times(add, shared)

@@ -12,6 +12,7 @@ import torch
 
 from isosgd.chain.chain import MakeSampler
 from isosgd.chain.compiled import COMPILE_AFTER
+from isosgd.native import build
 from isosgd.samplers import ISGD, METHODS, PRESETS, REGISTRY, Sampler
 from isosgd.samplers.gliding import Gliding
 from isosgd.sampling.methods import EVERY
@@ -107,4 +108,7 @@ def versions() -> dict[str, str]:
         ours = version("isosgd")
     except PackageNotFoundError:
         ours = "not installed (run from its sources)"
-    return {"isosgd": ours, "torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()}
+    return {
+        **{"isosgd": ours, "torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()},
+        "native": "no" if build.switched_off() else "yes",  # operations of our own round otherwise
+    }
