@@ -7,10 +7,12 @@ from torch import Tensor
 
 from isosgd.native import build
 
+LEAST = 50_000  # products: below, to call the operation takes longer than it saves
+
 
 def ready(basis: Tensor, *others: Tensor) -> bool:
-    """Whether the operation is there for such tensors."""
-    return basis.shape[-1] >= build.FEWEST and build.ready(basis, *others)
+    """Whether the operation is there for such tensors, and worth its call."""
+    return basis.shape[-1] >= build.FEWEST and basis.numel() >= LEAST and build.ready(basis, *others)
 
 
 def displace(
