@@ -158,7 +158,7 @@ def test_information_is_plain_and_complete(data: tuple[Tensor, ...]) -> None:
         "dropped": {},
     }
     assert {key: info[key] for key in expected} == expected
-    assert set(info["versions"]) == {"isosgd", "torch", "numpy", "python"}
+    assert set(info["versions"]) == {"isosgd", "torch", "numpy", "python", "native"}
     assert info["gradients"] == 2 * (info["warmup"][0]["steps"] + 6 * 3) and info["seconds"] > 0
     assert [list(rates) for rates in info["rates"]] == [["mu"], ["mu"]]
     assert info["target"]["parameters"] == {"mu": [2]}

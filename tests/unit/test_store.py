@@ -105,7 +105,7 @@ def test_the_manifest_says_how_the_draws_came_about(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert found["format"] == 1 and found["complete"] is True
     assert found["info"]["method"] == "sgld" and found["info"]["seed"] == 7
-    assert set(found["info"]["versions"]) == {"isosgd", "torch", "numpy", "python"}
+    assert set(found["info"]["versions"]) == {"isosgd", "torch", "numpy", "python", "native"}
     assert found["info"]["target"]["parameters"] == {"mu": [2], "sigma": []}
     assert found["tensors"]["mu"] == {"shape": [2], "dtype": "float32", "stored": "float32"}
     (shard,) = found["shards"]
