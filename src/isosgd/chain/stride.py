@@ -25,6 +25,7 @@ from isosgd.chain.innovations import innovations
 from isosgd.chain.repeated import UNCHECKED, Captured, Looped, Repeated, Tensors
 from isosgd.samplers import ISGD, SGLD
 from isosgd.samplers.innovations import as_bits
+from isosgd.samplers.lowrank_step import LowRankStep
 from isosgd.samplers.structure import outer_factor
 
 MOST = 64  # steps of a call
@@ -187,7 +188,7 @@ class Stride:
             tensors = (
                 run.shaped.tensors()[:-1] if self.local is not None else run.shaped.tensors()
             )  # levels move with the chains
-            rows = self.compiled and run.shaped.reads_rows(tensors)
+            rows = self.compiled and isinstance(run.shaped, LowRankStep) and run.shaped.reads_rows(tensors)
             return tensors if rows else tuple(self._by_columns(t) for t in tensors)
         sampler._make_plan()
         rates = [torch.as_tensor(move.rate).to(laid.flat) for laid, move in sampler._moves]

@@ -83,6 +83,7 @@ class LowRankStep(Outside):
         return self.basis, self.back, self.add, self.pace, self.ratio, *exact
 
     def reads_rows(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether a compiled step of these tensors is one operation, which reads rows as they lie."""
         return len(tensors) == 5 and lowrank.ready(*tensors)  # without `undo` and `reach`
 
     def displace(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:

@@ -149,10 +149,6 @@ class Shaped(Structure):
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that a step takes; `displace` is a function of them alone, so that it can be compiled."""
 
-    def reads_rows(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether a compiled step reads the rows of such tensors as they lie. Else columns are read faster."""
-        return False
-
     @abstractmethod
     def displace(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
         """``(T / N) Lambda^-1 (g + w)``, w from the innovations: what a step subtracts."""
