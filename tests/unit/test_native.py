@@ -1,5 +1,6 @@
 """Operations of our own in C++: the same as in torch, built once, and done without where they cannot be built."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isosgd import Target, likelihoods, priors, sample
+from isosgd import Posterior, Target, likelihoods, priors, sample
+from isosgd.chain.chain import Chains
 from isosgd.chain.compiled import Compiled
 from isosgd.chain.gradients import Layout, Many
 from isosgd.models import mlp
 from isosgd.native import build, lowrank, perceptron
+from isosgd.store import writer
 
 needs_compiler = pytest.mark.usefixtures("built")
 
@@ -199,26 +202,40 @@ def test_tensors_that_do_not_go_together_are_refused() -> None:
         lowrank.displace(*(drawn(0, *shape) for shape in ((2, 3, 16), (1, 3, 3), (2, 3, 3), *[(2, 16)] * 4, (2, 3))))
 
 
+class Stopped(BaseException):
+    pass
+
+
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # the warm-up is short
-def test_a_run_is_the_same_with_and_without(fresh: pytest.MonkeyPatch) -> None:
-    """Up to rounding: the same random numbers, the same steps, a Lambda with directions."""
+@pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # the warm-up is short, and `native` another
+def test_a_run_is_the_same_with_and_without(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Up to rounding: the same random numbers, the same steps, a Lambda with directions.
+
+    Rounding grows with the steps: both go on from one and the same warm-up, and not for long.
+    """
     x = drawn(0, 200, 6)
     data = (x, x[:, :1].sin() + 0.1 * drawn(1, 200, 1))
-    settings: dict[str, Any] = {"chains": 6, "draws": 3, "keep_every": 4, "warmup": 700, "batch_size": 100, "seed": 1}
-    settings |= {"structure": "lowrank", "progress": False, "compile": True}
-    found = []
-    for switch in ("1", "0"):
+    settings: dict[str, Any] = {"chains": 10, "draws": 3, "keep_every": 4, "warmup": 700, "batch_size": 100, "seed": 1}
+    settings |= {"structure": "lowrank", "progress": False, "compile": True, "resume": True}
+
+    def run(folder: Path, switch: str) -> Posterior:
         fresh.setenv("ISOSGD_NATIVE", switch)
         build._load.cache_clear()
         torch.manual_seed(0)
-        found.append(sample(target(mlp(6, 50, 1), likelihoods.Gaussian(0.1)), data, **settings))
-    with_, without = (posterior.draws["0.weight"] for posterior in found)
+        return sample(target(mlp(6, 50, 1), likelihoods.Gaussian(0.1)), data, store=folder, **settings)
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise Stopped
+
+    fresh.setattr(writer, "LEAST_WAIT", 0.0)  # a checkpoint wherever there may be one
+    with fresh.context() as patch, pytest.raises(Stopped):
+        patch.setattr(Chains, "natural", stop)
+        run(tmp_path / "0", "0")
+    shutil.copytree(tmp_path / "0", tmp_path / "1")
+    with_, without = (run(tmp_path / switch, switch).draws["0.weight"] for switch in "10")
     assert not torch.equal(with_, without)
-    # Rounding grows over a thousand steps; another algorithm would be farther off than draws are from each other.
-    spread = (without[:, -1] - without[:, 0]).std()
-    assert float((with_ - without).abs().mean()) < 0.2 * float(spread)
+    torch.testing.assert_close(with_, without, rtol=1e-5, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------ lowrank

@@ -45,6 +45,27 @@ struct Places {
   }
 };
 
+// acc[a][c] += x[a * lead + i * step] * rows[i][at[c] ...] over so many rows, which are `width` wide.
+template <int A, int C>
+__attribute__((always_inline)) inline void add_products(Vec (&acc)[A][C], int64_t count, const float* x, int64_t lead,
+                                                        int64_t step, const float* rows, int64_t width,
+                                                        const int64_t* at) {
+  int64_t place[C];
+#pragma GCC unroll 8
+  for (int c = 0; c < C; c++) place[c] = at[c];
+  for (int64_t i = 0; i < count; i++) {
+    Vec row[C];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) row[c] = load(rows + i * width + place[c]);
+#pragma GCC unroll 8
+    for (int a = 0; a < A; a++) {
+      const float value = x[a * lead + i * step];
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c++) acc[a][c] += value * row[c];
+    }
+  }
+}
+
 // ---------------------------------------------------------------------------------------------------- forward
 
 // R rows, C vectors of hidden units. `weights` is [in + 1][hidden], the bias last.
@@ -54,29 +75,15 @@ __attribute__((noinline)) void hidden_tile(const Shape& s, const float* x, const
   Vec acc[R][C];
 #pragma GCC unroll 8
   for (int c = 0; c < C; c++) {
-    Vec bias = load(weights + s.in * s.hidden + at[c]);
+    const Vec bias = load(weights + s.in * s.hidden + at[c]);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) acc[r][c] = bias;
   }
-  int64_t place[C];
-#pragma GCC unroll 8
-  for (int c = 0; c < C; c++) place[c] = at[c];
-  const int64_t in = s.in, hidden = s.hidden;
-  for (int64_t k = 0; k < in; k++) {
-    Vec w[C];
-#pragma GCC unroll 8
-    for (int c = 0; c < C; c++) w[c] = load(weights + k * hidden + place[c]);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      float value = x[r * in + k];
-#pragma GCC unroll 8
-      for (int c = 0; c < C; c++) acc[r][c] += value * w[c];
-    }
-  }
+  add_products(acc, s.in, x, s.in, 1, weights, s.hidden, at);
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-    for (int c = 0; c < C; c++) store(h + r * hidden + place[c], relu(acc[r][c]));
+    for (int c = 0; c < C; c++) store(h + r * s.hidden + at[c], relu(acc[r][c]));
 }
 
 template <int R>
@@ -86,8 +93,8 @@ void hidden_rows(const Shape& s, const float* x, const float* weights, float* h)
   });
 }
 
-inline void forward_one(const Shape& s, const float* x, const float* w1, const float* b1, const float* w2, const float* b2,
-                 float* out, float* h, float* scratch) {
+inline void forward_one(const Shape& s, const float* x, const float* w1, const float* b1, const float* w2,
+                        const float* b2, float* out, float* h, float* scratch) {
   const int64_t H = s.hidden, vectors = s.vectors(), overlap = vectors * LANES - H;
   float* weights = scratch;
   for (int64_t j = 0; j < H; j++) {
@@ -123,29 +130,15 @@ template <int K, int C>
 __attribute__((noinline)) void weight_tile(const Shape& s, const float* x, const float* d, const int64_t* at,
                                            float* found) {
   Vec acc[K][C];
-  int64_t place[C];
-#pragma GCC unroll 8
-  for (int c = 0; c < C; c++) {
-    place[c] = at[c];
-#pragma GCC unroll 8
-    for (int k = 0; k < K; k++) acc[k][c] = load(found + k * s.hidden + at[c]);
-  }
-  const int64_t in = s.in, hidden = s.hidden;
-  for (int64_t r = 0; r < s.rows; r++) {
-    Vec e[C];
-#pragma GCC unroll 8
-    for (int c = 0; c < C; c++) e[c] = load(d + r * hidden + place[c]);
-#pragma GCC unroll 8
-    for (int k = 0; k < K; k++) {
-      float value = x[r * in + k];
-#pragma GCC unroll 8
-      for (int c = 0; c < C; c++) acc[k][c] += value * e[c];
-    }
-  }
 #pragma GCC unroll 8
   for (int k = 0; k < K; k++)
 #pragma GCC unroll 8
-    for (int c = 0; c < C; c++) store(found + k * hidden + place[c], acc[k][c]);
+    for (int c = 0; c < C; c++) acc[k][c] = load(found + k * s.hidden + at[c]);
+  add_products(acc, s.rows, x, 1, s.in, d, s.hidden, at);
+#pragma GCC unroll 8
+  for (int k = 0; k < K; k++)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) store(found + k * s.hidden + at[c], acc[k][c]);
 }
 
 // C vectors of hidden units, over some rows: their slopes before the ReLU, and what is a sum over rows, added.
@@ -181,8 +174,8 @@ __attribute__((noinline)) void unit_tile(const Shape& s, const float* w2, const 
   }
 }
 
-// Rows are taken in blocks, whose slopes stay in the cache; what is added to is
-// read and written by one tile at a time, and the two vectors that may overlap are always in one tile.
+// Rows are taken in blocks, whose slopes stay in the cache. What is added to is read and written by one tile at a time,
+// and the two vectors that may overlap are always in one tile, or their common part would be added twice.
 constexpr int64_t BLOCK = 256;
 
 inline void backward_one(const Shape& all, const float* x, const float* w2, const float* h, const float* g, float* dw1,
