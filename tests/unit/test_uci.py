@@ -17,12 +17,13 @@ import torch
 from isosgd import DataSets, Posterior, SamplingWarning, sample
 from isosgd.data import uci as read
 from isosgd.experiments import uci, uci_scores
+from isosgd.experiments.uci_model import Model
 from isosgd.metrics import mixture_coverage, mixture_crps, mixture_mnll, rmse
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # so few steps cannot settle
 
 ROWS, TRAIN, HIDDEN = 60, 50, 4
-TINY = uci.Setting("tiny", chains=2, draws=6, warmup=200, keep_every=5, options={"compile": False}, noise="student")
+TINY = uci.Setting("tiny", chains=2, draws=6, warmup=200, keep_every=5, options={"compile": False})
 
 
 def write_set(root, name="mine", shift=0.0, scale=1.0, train=(TRAIN, TRAIN)):
@@ -66,14 +67,14 @@ def result(root):
 
 def sampled(root, setting):
     """Two chains on the first split of the set."""
-    target = uci.make_target(3, HIDDEN, setting)
+    target = setting.model.target(3, HIDDEN)
     data = DataSets([t.unsqueeze(0) for t in uci_scores.Scaled(read("mine", root), 0).train])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SamplingWarning)
         return sample(
             target,
             data,
-            init=lambda chain: uci.fresh_start(3, HIDDEN, setting, 0, chain),
+            init=lambda chain: setting.model.start(3, HIDDEN, 0, chain),
             draws=6,
             chains=2,
             batch_size=TRAIN,
@@ -106,7 +107,8 @@ def test_every_split_is_measured(result):
 
 def test_a_result_says_how_it_was_made(result):
     assert (result.set, result.method, result.command) == ("mine", "isgd", "made so")
-    assert result.label == "tiny, Student-t noise" and result.settings["noise"] == "student"
+    assert result.label == "tiny" and result.settings["noise"] == "student"
+    assert result.settings["tails"] == 6 and result.settings["scales"]["name"] == "LogNormal"
     expected = {"chains": 2, "draws": 6, "warmup": 200, "keep_every": 5, "hidden": HIDDEN, "seed": 0, "compile": False}
     assert expected.items() <= result.settings.items()
     assert result.settings["engine"] == "together"
@@ -141,10 +143,30 @@ def test_one_chain_has_no_rhat(root):
 
 
 def test_the_papers_prior_runs_too(root):
-    (split,) = run(root, setting=replace(TINY, hierarchical=False), splits=[0]).splits
+    setting = replace(TINY, model=uci.SETTINGS["isgd-paper"].model)
+    (split,) = run(root, setting=setting, splits=[0]).splits
     assert math.isfinite(split.mnll)
-    names = uci.make_target(3, HIDDEN, replace(TINY, hierarchical=False)).initial()
+    names = setting.model.target(3, HIDDEN).initial()
     assert not any("prior" in name for name in names)
+
+
+def test_a_choice_is_made_without_the_test_rows(tmp_path, root):
+    """Held-out rows are training rows; and whatever the test rows are, the scores are the same."""
+    table = read("mine", root)
+    one, whole = uci_scores.Scaled(table, 0, validate=True), uci_scores.Scaled(table, 0)
+    rows, test = table.splits[0]
+    assert len(one.train[0]) == 45 and len(one.y) == 5 and len(whole.y) == 10
+    assert set(one.y.tolist()) <= set(table.y[rows].tolist()) and not set(one.y.tolist()) & set(table.y[test].tolist())
+    there = torch.cat([one.x[:, 0], one.train[0][:, 0]])
+    assert len(there.unique()) == TRAIN  # each training row on one side
+
+    other = write_set(tmp_path)
+    path = other / "uci" / "mine" / "data.txt"
+    table_ = np.loadtxt(path)
+    table_[test.numpy(), 3] += 100.0
+    np.savetxt(path, table_)
+    found = [run(where, splits=[0], validate=True) for where in (root, other)]
+    assert untimed(found[0]) == untimed(found[1]) != untimed(run(root, splits=[0]))
 
 
 def test_errors_are_in_the_units_of_the_target(tmp_path, result):
@@ -207,21 +229,21 @@ def test_unequal_training_parts_are_refused(tmp_path):
 
 
 def test_each_chain_starts_at_weights_of_its_own():
-    target = uci.make_target(3, HIDDEN, TINY)
-    starts = [uci.fresh_start(3, HIDDEN, TINY, seed, chain) for seed, chain in ((0, 0), (0, 1), (1, 0))]
+    target = TINY.model.target(3, HIDDEN)
+    starts = [TINY.model.start(3, HIDDEN, seed, chain) for seed, chain in ((0, 0), (0, 1), (1, 0))]
     weights = [start["0.weight"] for start in starts]
     for i in range(3):
         assert starts[i].keys() <= target.initial().keys()
         for j in range(i):
             assert not torch.isclose(weights[i], weights[j]).any()
-    again = uci.fresh_start(3, HIDDEN, TINY, 0, 1)
+    again = TINY.model.start(3, HIDDEN, 0, 1)
     assert all(torch.equal(again[name], x) for name, x in starts[1].items())
     assert not any(x.requires_grad for x in again.values())
 
 
 def test_a_fresh_start_leaves_global_random_numbers_alone():
     before, numpys = torch.get_rng_state(), np.random.get_state()[1].copy()
-    uci.fresh_start(3, HIDDEN, TINY, 0, 0)
+    TINY.model.start(3, HIDDEN, 0, 0)
     assert torch.equal(torch.get_rng_state(), before)
     assert (np.random.get_state()[1] == numpys).all()
 
@@ -258,7 +280,8 @@ def test_a_dropped_chain_is_reported_and_the_others_are_used(root, posterior):
     parts = [looped(posterior, chain, one) for chain in (0, 1)]
     mean, variance = (torch.cat([part[i] for part in parts]) for i in (0, 1))
     assert found.rmse == pytest.approx(float(rmse(mean.mean(0), one.y)), rel=1e-5)
-    t = torch.distributions.StudentT(uci_scores.TAILS, mean, (variance * (1 - 2 / uci_scores.TAILS)).sqrt())
+    tails = TINY.model.tails
+    t = torch.distributions.StudentT(tails, mean, (variance * (1 - 2 / tails)).sqrt())
     log_density = t.log_prob(one.y).logsumexp(0) - math.log(len(mean))
     assert found.mnll == pytest.approx(-float(log_density.mean()), rel=1e-4)
     normal = uci_scores.normal_variances(posterior, variance)
@@ -269,7 +292,7 @@ def test_a_dropped_chain_is_reported_and_the_others_are_used(root, posterior):
 
 @pytest.mark.parametrize("noise", ["gaussian", "varying"])
 def test_normal_noise_is_scored_as_a_normal_mixture(root, noise):
-    posterior, one = sampled(root, replace(TINY, noise=noise)), uci_scores.Scaled(read("mine", root), 0)
+    posterior, one = sampled(root, replace(TINY, model=Model(noise))), uci_scores.Scaled(read("mine", root), 0)
     found = uci_scores.measure(posterior, one, range(2), 1.0)
     parts = [looped(posterior, chain, one) for chain in range(2)]
     mean, variance = (torch.cat([part[i] for part in parts]) for i in (0, 1))
@@ -280,9 +303,9 @@ def test_normal_noise_is_scored_as_a_normal_mixture(root, noise):
 
 
 def test_a_student_t_is_a_mixture_of_normal_noise(posterior):
-    """Of scale 1, so that its variance is 2, at its own quantile of 97.5%."""
-    draws, quantile = 100_000, 2.7764451
-    variance = uci_scores.normal_variances(posterior, torch.full((draws, 1), 2.0, dtype=torch.float64))
+    """Of scale 1 and 6 degrees of freedom, so that its variance is 1.5, at its own quantile of 97.5%."""
+    draws, quantile = 100_000, 2.4469118
+    variance = uci_scores.normal_variances(posterior, torch.full((draws, 1), 1.5, dtype=torch.float64))
     each = torch.distributions.Normal(0.0, variance.sqrt()).cdf(torch.tensor(quantile))
     assert abs(float(each.mean()) - 0.975) < 4 * float(each.std()) / draws**0.5
     assert float(each.std()) / draws**0.5 < 2e-4

@@ -34,8 +34,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     uci.add_argument(
         "--noise",
         choices=("gaussian", "student", "varying"),
-        default="gaussian",
-        help="of the targets: with Student-t tails, or of a size that depends on the input (%(default)s)",
+        help="of the targets: Gaussian, with Student-t tails, or of a size that depends on the input (default: "
+        "student, and gaussian in the paper's setting)",
     )
     uci.add_argument("--chains", type=int, help="of each split")
     uci.add_argument("--draws", type=int, help="of each chain")
@@ -162,6 +162,7 @@ def run_uci(args: argparse.Namespace) -> int:
     from isosgd.data.root import data_root
     from isosgd.data.uci import names
     from isosgd.experiments import uci, uci_tables
+    from isosgd.experiments.uci_model import NOISES
 
     use_machine(args.threads, args.device)
     setting = uci.SETTINGS.get(args.method)
@@ -173,7 +174,10 @@ def run_uci(args: argparse.Namespace) -> int:
         setting = replace(uci.SETTINGS["isgd"], label=args.method, method=args.method)
     changes = {name: getattr(args, name) for name in ("chains", "draws", "warmup", "keep_every")}
     setting = replace(setting, **{name: value for name, value in changes.items() if value is not None})
-    setting = replace(setting, noise=args.noise)
+    noise = None if args.noise in (None, setting.model.noise) else args.noise
+    if noise:
+        model = replace(setting.model, noise=noise)
+        setting = replace(setting, model=model, label=f"{setting.label}, {NOISES[noise]}")
     if args.structure:
         options = setting.options | {"structure": args.structure}
         setting = replace(setting, options=options, label=f"{setting.label}, {args.structure}")
@@ -192,8 +196,8 @@ def run_uci(args: argparse.Namespace) -> int:
             result = uci.run(name, setting, **settings)
         else:
             result = uci.side_by_side(name, setting, args.jobs, args.threads or 1, **settings)
-        named = (result.set, args.method, args.structure, None if args.noise == "gaussian" else args.noise)
-        uci_tables.write(result, args.out / f"{'-'.join(filter(None, named))}.json")
+        named = filter(None, (result.set, args.method, args.structure, noise))
+        uci_tables.write(result, args.out / f"{'-'.join(named)}.json")
         if args.json:
             found = {measure: list(result.mean_and_error(measure)) for measure in uci_tables.MEASURES}
             print(json.dumps(plain(found | {"set": result.set})), flush=True)

@@ -1,9 +1,7 @@
 """The UCI regressions: one network, the published splits, all splits and chains of a set in one run.
 
-The model is the paper's, a hidden layer of 50 ReLU units. The scale of the observations' noise is sampled, and so are
-the prior's scales, one for each input and one for each layer, under half-Cauchy hyperpriors: nothing is tuned, and all
-sets have the same settings. Noise is Gaussian, or has the tails of a Student-t, or a size that depends on the input.
-Features and targets are scaled by each split's training part. Every chain starts at weights of its own.
+The network has 50 hidden units, as in the paper; `uci_model` has its prior and the noise. All sets have the same
+settings. Features and targets are scaled by each split's training part. Every chain starts at weights of its own.
 """
 
 from __future__ import annotations
@@ -19,20 +17,16 @@ from itertools import repeat
 from multiprocessing import get_context, parent_process
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from torch import Tensor, nn
 
-from isosgd import DataSets, Target, likelihoods, priors, sample
+from isosgd import DataSets, sample
 from isosgd.data.uci import UCISet
 from isosgd.data.uci import uci as read
-from isosgd.experiments.uci_scores import TAILS, Scaled, measure
+from isosgd.experiments.uci_model import Model
+from isosgd.experiments.uci_scores import Scaled, measure
 from isosgd.experiments.uci_tables import Result, joined
-from isosgd.models import mlp
 
 HIDDEN = 50
-Noise = Literal["gaussian", "student", "varying"]
-NOISES: dict[Noise, str] = {"gaussian": "", "student": ", Student-t noise", "varying": ", noise by input"}
 SEED_APART = 1_000_003  # seeds of processes that share the splits
 
 
@@ -49,9 +43,7 @@ class Setting:
         keep_every: steps between draws.
         batch_size: n, less where a set has fewer rows; or ``all``.
         options: of the method.
-        hierarchical: whether the prior's scales are sampled; else they are those of `isosgd.priors.FanInNormal`.
-        noise: of the observations: ``gaussian``; ``student`` with `TAILS`; or ``varying``: Gaussian, of a size that the
-            network says for each input by a second output.
+        model: what is sampled.
     """
 
     label: str
@@ -62,8 +54,7 @@ class Setting:
     keep_every: int = 100
     batch_size: int | Literal["all"] = 128
     options: dict[str, Any] = field(default_factory=dict)
-    hierarchical: bool = True
-    noise: Noise = "gaussian"
+    model: Model = field(default_factory=Model)
 
 
 SETTINGS = {
@@ -77,7 +68,7 @@ SETTINGS = {
         warmup=2_000,
         keep_every=2_000,
         options={"preset": "alpha-a", "compile": True},
-        hierarchical=False,
+        model=Model("gaussian", scales=None),
     ),
 }
 
@@ -93,6 +84,7 @@ def run(
     device: str | None = None,
     progress: bool = True,
     command: str = "",
+    validate: bool = False,
 ) -> Result:
     """One method on the splits of one set.
 
@@ -106,20 +98,21 @@ def run(
         device: where to sample.
         progress: show a progress line on a terminal.
         command: that made the result, to be kept with it.
+        validate: score on a tenth of the training rows, held out, and leave the test rows alone: to choose settings by.
     """
     table = read(name, root)
     chosen = _chosen(table, splits)
-    scaled = [Scaled(table, k) for k in chosen]
+    scaled = [Scaled(table, k, validate) for k in chosen]
     sizes = {len(one.train[0]) for one in scaled}
     if len(sizes) > 1:
         raise ValueError(f"the training parts of {table.name!r} have {sorted(sizes)} rows; they must be equally large")
     start = time.monotonic()
-    target = make_target(table.x.shape[1], hidden, setting)
+    size = table.x.shape[1], hidden
     sets = DataSets([torch.stack([one.train[i] for one in scaled]) for i in range(2)])
     posterior = sample(
-        target,
+        setting.model.target(*size),
         sets,
-        init=lambda chain: fresh_start(table.x.shape[1], hidden, setting, seed, chain),
+        init=lambda chain: setting.model.start(*size, seed, chain),
         method=setting.method,
         draws=setting.draws,
         chains=setting.chains,
@@ -143,7 +136,7 @@ def run(
         "keep_every": setting.keep_every,
         "batch_size": posterior.info["batch_size"],
         "hidden": hidden,
-        "noise": setting.noise,
+        **setting.model.describe(),
         "seed": seed,
         "engine": posterior.info["engine"],
         **posterior.info["options"],
@@ -151,7 +144,7 @@ def run(
     return Result(
         table.name,
         setting.method,
-        setting.label + NOISES[setting.noise],
+        setting.label,
         found,
         settings,
         command,
@@ -221,27 +214,3 @@ def end_with_parent() -> None:
 def _run_part(name: str, setting: Setting, threads: int, settings: dict[str, Any]) -> Result:
     torch.set_num_threads(threads)
     return run(name, setting, **settings)
-
-
-def network(features: int, hidden: int, setting: Setting) -> nn.Sequential:
-    """With weights drawn from torch's random numbers."""
-    return mlp(features, hidden, 2 if setting.noise == "varying" else 1)
-
-
-def make_target(features: int, hidden: int, setting: Setting) -> Target:
-    """The posterior of the network."""
-    sampled = {"0.weight": priors.Relevance(), "*": priors.HierarchicalNormal()}
-    likelihood: likelihoods.Likelihood = {
-        "student": likelihoods.StudentT(TAILS),
-        "gaussian": likelihoods.Gaussian(),
-        "varying": likelihoods.HeteroscedasticGaussian(),
-    }[setting.noise]
-    prior = sampled if setting.hierarchical else priors.FanInNormal()
-    return Target.from_module(network(features, hidden, setting), likelihood, prior)
-
-
-def fresh_start(features: int, hidden: int, setting: Setting, seed: int, chain: int) -> dict[str, Tensor]:
-    """Weights of a new network; everything else starts where the target says."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(np.random.SeedSequence((seed, chain, 1)).generate_state(1)[0]))
-        return {name: p.detach() for name, p in network(features, hidden, setting).named_parameters()}

@@ -16,11 +16,16 @@ from isosgd.experiments.uci_tables import Split
 from isosgd.metrics import mixture_coverage, mixture_crps, rmse
 
 TRACED = 64  # held-out predictions whose R-hat is taken
-TAILS = 4.0  # degrees of freedom of the noise, where it is a Student-t
+VALIDATED = 0.1  # share of the training rows
 
 
 class Scaled:
     """One split, scaled to mean 0 and standard deviation 1 by its training part.
+
+    Args:
+        table: the set.
+        split: number of the split.
+        validate: hold out a share of the training rows, the same in every run, in place of the test rows.
 
     Attributes:
         split: its number.
@@ -31,8 +36,12 @@ class Scaled:
         scale: their standard deviation.
     """
 
-    def __init__(self, table: UCISet, split: int) -> None:
+    def __init__(self, table: UCISet, split: int, validate: bool = False) -> None:
         rows, held_out = table.splits[split]
+        if validate:
+            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(split))
+            count = round(VALIDATED * len(rows))
+            rows, held_out = rows[order[count:]], rows[order[:count]]
         x, y = table.x[rows], table.y[rows]
         # A column that never changes says nothing; it must not become NaN.
         spread = x.std(0, correction=0)
@@ -59,10 +68,11 @@ def normal_variances(posterior: Posterior, variance: Tensor) -> Tensor:
     are those of a normal mixture, too, to within what chance does to some hundred draws.
     """
     assert posterior.target is not None
-    if posterior.target.describe()["likelihood"]["name"] != "StudentT":
+    likelihood = posterior.target.describe()["likelihood"]
+    if likelihood["name"] != "StudentT":
         return variance
-    generator = np.random.default_rng(0)
-    return variance * (TAILS - 2) / torch.from_numpy(generator.chisquare(TAILS, tuple(variance.shape)))
+    tails = float(likelihood["df"])
+    return variance * (tails - 2) / torch.from_numpy(np.random.default_rng(0).chisquare(tails, tuple(variance.shape)))
 
 
 def log_density(posterior: Posterior, chains: Sequence[int], one: Scaled) -> Tensor:

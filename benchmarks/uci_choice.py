@@ -1,0 +1,104 @@
+"""How the model of the UCI regressions was chosen: on a tenth of the training rows, without a look at the test rows.
+
+    python benchmarks/uci_choice.py --data-root DIR [--device cuda] [--jobs 16] [--out results/uci/choice.json]
+    python benchmarks/uci_choice.py --docs docs/uci.md
+
+Each candidate is sampled on all data, on all splits of the sets (Protein: the first two). The second form makes the
+table of the page from the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from pages import put
+
+from isosgd import priors
+from isosgd.experiments import uci
+from isosgd.experiments.uci_model import WIDE, Model
+from isosgd.experiments.uci_tables import SETS, in_order
+
+FREE = priors.HalfCauchy()
+CANDIDATES = {
+    "Student-t, 6; median 3.2, spread .2": Model(),
+    "Student-t, 6; half-Cauchy": Model(scales=FREE),
+    "Student-t, 6; median 2, spread .2": Model(scales=replace(WIDE, scale=2.0)),
+    "Student-t, 6; median 5, spread .2": Model(scales=replace(WIDE, scale=5.0)),
+    "Student-t, 6; median 3.2, spread .5": Model(scales=replace(WIDE, sigma=0.5)),
+    "Student-t, 4; median 3.2, spread .2": Model(tails=4.0),
+    "Student-t, 8; median 3.2, spread .2": Model(tails=8.0),
+    "Gaussian; median 3.2, spread .2": Model("gaussian"),
+    "Gaussian; half-Cauchy": Model("gaussian", scales=FREE),
+    "by input; median 3.2, spread .2": Model("varying"),
+}
+LARGE = "protein-tertiary-structure"
+
+
+def one(name: str, candidate: str, root: Path | None, device: str | None) -> dict[str, Any]:
+    """One candidate on one set."""
+    torch.set_num_threads(1)
+    setting = replace(uci.SETTINGS["isgd-all"], label=candidate, model=CANDIDATES[candidate])
+    splits = range(2) if name == LARGE else None
+    found = uci.run(name, setting, splits=splits, root=root, device=device, progress=False, validate=True)
+    measures = ("rmse", "mnll", "coverage", "crps", "rhat", "seconds")
+    scores = {measure: list(found.values(measure).values()) for measure in measures}
+    return {"set": name, "candidate": candidate, **scores, "hardware": found.hardware, "versions": found.versions}
+
+
+def table(rows: list[dict[str, Any]], command: str) -> str:
+    """For the page."""
+    sets = in_order({row["set"] for row in rows})
+    cells = {(row["candidate"], row["set"]): row for row in rows}
+
+    def cell(candidate: str, name: str) -> str:
+        row = cells.get((candidate, name))
+        if row is None:
+            return "–"
+        return ", ".join(f"{sum(row[m]) / len(row[m]):.3f}" for m in ("rmse", "mnll"))
+
+    lines = [["noise; scales of the prior", *(SETS.get(name, name) for name in sets)], ["---"] * (len(sets) + 1)]
+    lines += [[candidate, *(cell(candidate, name) for name in sets)] for candidate in CANDIDATES]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\nMade by `{command}`.\n"
+
+
+def main() -> None:
+    """Run the candidates, or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-root", type=Path, help="folder with uci/ (default: ISOSGD_DATA)")
+    parser.add_argument("--device")
+    parser.add_argument("--jobs", type=int, default=1, help="processes side by side (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("results/uci/choice.json"))
+    parser.add_argument("--docs", type=Path, help="write the table of OUT into this page, and run nothing")
+    args = parser.parse_args()
+    if args.docs:
+        content = json.loads(args.out.read_text())
+        args.docs.write_text(put(args.docs.read_text(), "choice", table(content["rows"], content["command"])))
+        return
+    command = f"python benchmarks/uci_choice.py --data-root DIR --jobs {args.jobs}"
+    command += f" --device {args.device}" if args.device else ""
+    # The largest set first, so that it is not what all others are waited for with.
+    work = [(name, candidate) for name in sorted(SETS, key=lambda name: name != LARGE) for candidate in CANDIDATES]
+    rows: list[dict[str, Any]] = []
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with ProcessPoolExecutor(args.jobs, get_context("spawn"), uci.end_with_parent) as pool:
+        for job in as_completed([pool.submit(one, *given, args.data_root, args.device) for given in work]):
+            rows.append(job.result())
+            last = rows[-1]
+            means = " ".join(f"{m} {sum(last[m]) / max(len(last[m]), 1) or math.nan:.4f}" for m in ("rmse", "mnll"))
+            print(
+                f"{len(rows)} of {len(work)}: {last['set']}, {last['candidate']}: {means}", file=sys.stderr, flush=True
+            )
+            args.out.write_text(json.dumps({"format": 1, "command": command, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
