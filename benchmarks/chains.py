@@ -38,7 +38,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-STEPS = {1: 640, 10: 160, 100: 32, 1000: 6}  # of one timed call
+STEPS = {1: 640, 10: 160, 100: 32, 1000: 12}  # of one timed call
 ROWS, FEATURES, HIDDEN, BATCH, NOISE = 455, 13, 50, 128, 0.5
 RATE = 1e-6  # in mean-gradient units times N: small, so that all chains stay where they are
 Call = Callable[[], None]

@@ -1,10 +1,10 @@
 """How the model of the UCI regressions was chosen: on a tenth of the training rows, without a look at the test rows.
 
-    python benchmarks/uci_choice.py --data-root DIR [--device cuda] [--jobs 16] [--out results/uci/choice.json]
+    python benchmarks/uci_choice.py --data-root DIR [--device cuda] [--jobs 16] [--out FILE]
     python benchmarks/uci_choice.py --docs docs/uci.md
 
-Each candidate is sampled on all data, on all splits of the sets (Protein: the first two). The second form makes the
-table of the page from the file.
+Each candidate is sampled on all data, on all splits of the sets (Protein: the first two). Beside that: how many test
+rows are copies of training rows. The second form makes the table of the page from the file.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from pages import put
 
 from isosgd import priors
+from isosgd.data.uci import uci as read
 from isosgd.experiments import uci
 from isosgd.experiments.uci_model import WIDE, Model
 from isosgd.experiments.uci_tables import SETS, in_order
@@ -43,19 +44,29 @@ CANDIDATES = {
 LARGE = "protein-tertiary-structure"
 
 
-def one(name: str, candidate: str, root: Path | None, device: str | None) -> dict[str, Any]:
-    """One candidate on one set."""
+def one(name: str, candidate: str, root: Path | None, device: str | None) -> tuple[dict[str, Any], str, Any]:
+    """One candidate on one set: its scores, the machine, versions."""
     torch.set_num_threads(1)
     setting = replace(uci.SETTINGS["isgd-all"], label=candidate, model=CANDIDATES[candidate])
     splits = range(2) if name == LARGE else None
     found = uci.run(name, setting, splits=splits, root=root, device=device, progress=False, validate=True)
     measures = ("rmse", "mnll", "coverage", "crps", "rhat", "seconds")
-    scores = {measure: list(found.values(measure).values()) for measure in measures}
-    return {"set": name, "candidate": candidate, **scores, "hardware": found.hardware, "versions": found.versions}
+    scores = {measure: [round(x, 5) for x in found.values(measure).values()] for measure in measures}
+    return {"set": name, "candidate": candidate, **scores}, found.hardware, found.versions
 
 
-def table(rows: list[dict[str, Any]], command: str) -> str:
+def copies(name: str, root: Path | None) -> float:
+    """Share of the test rows that stand in the training part, too, with the same target."""
+    table = read(name, root)
+    rows = [row.numpy().tobytes() for row in torch.column_stack([table.x, table.y])]
+    seen = [{rows[i] for i in train.tolist()} for train, _ in table.splits]
+    among = [rows[i] in known for known, (_, test) in zip(seen, table.splits, strict=True) for i in test.tolist()]
+    return sum(among) / len(among)
+
+
+def table(content: dict[str, Any]) -> str:
     """For the page."""
+    rows = content["rows"]
     sets = in_order({row["set"] for row in rows})
     cells = {(row["candidate"], row["set"]): row for row in rows}
 
@@ -67,7 +78,10 @@ def table(rows: list[dict[str, Any]], command: str) -> str:
 
     lines = [["noise; scales of the prior", *(SETS.get(name, name) for name in sets)], ["---"] * (len(sets) + 1)]
     lines += [[candidate, *(cell(candidate, name) for name in sets)] for candidate in CANDIDATES]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\nMade by `{command}`.\n"
+    twice = ", ".join(f"{SETS[name]} {content['copies'][name]:.1%}" for name in sets)
+    made = f"{content['hardware']}; torch {content['versions']['torch']}. Made by `{content['command']}`."
+    page = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{page}\n\nTest rows that stand in the training part, too: {twice}.\n{made}\n"
 
 
 def main() -> None:
@@ -76,28 +90,30 @@ def main() -> None:
     parser.add_argument("--data-root", type=Path, help="folder with uci/ (default: ISOSGD_DATA)")
     parser.add_argument("--device")
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("results/uci/choice.json"))
+    parser.add_argument("--out", type=Path, default=Path("results/uci/choice/candidates.json"))
     parser.add_argument("--docs", type=Path, help="write the table of OUT into this page, and run nothing")
     args = parser.parse_args()
     if args.docs:
         content = json.loads(args.out.read_text())
-        args.docs.write_text(put(args.docs.read_text(), "choice", table(content["rows"], content["command"])))
+        args.docs.write_text(put(args.docs.read_text(), "choice", table(content)))
         return
     command = f"python benchmarks/uci_choice.py --data-root DIR --jobs {args.jobs}"
     command += f" --device {args.device}" if args.device else ""
     # The largest set first, so that it is not what all others are waited for with.
     work = [(name, candidate) for name in sorted(SETS, key=lambda name: name != LARGE) for candidate in CANDIDATES]
     rows: list[dict[str, Any]] = []
+    twice = {"copies": {name: copies(name, args.data_root) for name in SETS}}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(args.jobs, get_context("spawn"), uci.end_with_parent) as pool:
         for job in as_completed([pool.submit(one, *given, args.data_root, args.device) for given in work]):
-            rows.append(job.result())
-            last = rows[-1]
+            last, hardware, versions = job.result()
+            rows.append(last)
             means = " ".join(f"{m} {sum(last[m]) / max(len(last[m]), 1) or math.nan:.4f}" for m in ("rmse", "mnll"))
             print(
                 f"{len(rows)} of {len(work)}: {last['set']}, {last['candidate']}: {means}", file=sys.stderr, flush=True
             )
-            args.out.write_text(json.dumps({"format": 1, "command": command, "rows": rows}, indent=1) + "\n")
+            machine = {"hardware": hardware, "versions": versions}
+            args.out.write_text(json.dumps({"format": 1, "command": command, **machine, **twice, "rows": rows}) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch import Tensor
 from isosgd.chain.chain import Chains
 from isosgd.chain.compiled import Compiled
 from isosgd.chain.gradients import Many, batchable
-from isosgd.chain.repeated import CACHE, LOOP, Tensors, block, repeat
+from isosgd.chain.repeated import CACHE, LOOP, Tensors, block, bytes_of, repeat
 from isosgd.chain.stride import LARGE
 from isosgd.noise import dot
 from isosgd.samplers.gliding import Gliding
@@ -50,17 +50,12 @@ class Glide:
         self.gradient = Many(run.target, run.num_data, run.layout)
         self.batch: Tensors = tuple(t if run.many is not None else t.unsqueeze(0) for t in run.batches.next())
         # Equal parts of the rows: those of a chain are in the cache together with what its layers give for them.
-        each = sum(t.numel() * t.element_size() for t in (*self.batch, self._activations())) / run.count
         self.whole = self.batch[0].shape[1]
-        self.rows = self.whole // min(math.ceil(each / CACHE), self.whole)
+        between = self.whole * run.layout.outputs * run.leaves[0].element_size()
+        self.each = bytes_of(self.batch) / run.count + between
+        self.rows = self.whole // min(math.ceil(self.each / CACHE), self.whole)
         # A compiled loop knows shapes of tensors by heart; those of Lambda may change in number.
         self.loops: dict[tuple[torch.Size, ...], Compiled] = {}
-
-    def _activations(self) -> Tensor:
-        """As large as what the layers of a network give, by the shapes of their weights; never written."""
-        wide = sum(shape[0] for shape in self.run.layout.shapes.values() if len(shape) == 2)
-        shape = self.run.count, self.batch[0].shape[1], wide
-        return torch.empty(shape, dtype=self.run.leaves[0].dtype, device="meta")
 
     @property
     def why_not(self) -> str:
@@ -104,7 +99,7 @@ class Glide:
         """Where so many steps lead to: parameters, velocities, gains in kinetic energy, and the last losses."""
         number, tensors = torch.tensor(count), self.shaped.tensors()
         own, loop = self.sampler.own.unsqueeze(-1), self._compiled(tensors)
-        size = block(self.run.count, (*self.batch, self._activations(), *tensors))
+        size = block(self.run.count, self.each + bytes_of(tensors) / self.run.count)
         found: list[Tensors] = []
         for a in range(0, self.run.count, size):
             part = slice(a, a + size)

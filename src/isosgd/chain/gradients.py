@@ -58,6 +58,11 @@ class Layout:
         self.shapes = {name: tuple(x.shape) for name, x in params.items()}
         self.sizes = [x.numel() for x in params.values()]
 
+    @property
+    def outputs(self) -> int:
+        """Numbers that the layers of a network give for an example, by the shapes of their weights."""
+        return sum(shape[0] for shape in self.shapes.values() if len(shape) == 2)
+
     def views(self, flat: Tensor) -> Params:
         """The parameters as views of ``[*lead, d]``."""
         parts = torch.split(flat, self.sizes, dim=-1)

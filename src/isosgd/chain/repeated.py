@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ Tensors = tuple[Tensor, ...]
 Found = tuple[Tensor, Tensor, Tensor]  # parameters, losses of the last step, and sums of losses over all
 WHAT = "the steps of all chains"
 CACHE = 3 << 18  # bytes, of a core's own ...
-SHARED = 3 << 20  # ... and of the next one: fast enough for what a step reads once, and fewer calls are made
+SHARED = 6 << 20  # ... and of the next one: fast enough for what a step reads once, and fewer calls are made
 # Shapes are fixed and tensors are ours, so that nothing has to be checked at every call.
 UNCHECKED: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
 # A loop is kept in the compiler's cache, from one process to the next, like all that it holds: torch does so with other
@@ -54,15 +54,19 @@ def repeat(body: Callable[[int, Tensors], Tensors], count: Tensor, most: int, st
     return tuple(found[1:])
 
 
-def block(count: int, tensors: Tensors, cache: int = CACHE) -> int:
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """That they take."""
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def block(count: int, each: float, cache: int = CACHE) -> int:
     """Chains that take their steps one after the other, so that what they read every time stays in the cache.
 
     Args:
         count: of all chains.
-        tensors: that are read, with a leading dimension of chains.
+        each: bytes that a chain reads and writes in a step.
         cache: its size in bytes.
     """
-    each = sum(t.numel() * t.element_size() for t in tensors) // count
     return next(size for size in range(count, 0, -1) if count % size == 0 and (size * each <= cache or size == 1))
 
 
@@ -82,10 +86,13 @@ class Repeated:
         most: how often at most.
         after: None for not compiled, 0 for compiled.
         say: takes a line for the user.
+        beside: bytes that a chain writes and reads again within a step.
     """
 
-    def __init__(self, step: Kth, most: int, after: int | None, say: Callable[[str], None] | None = None) -> None:
-        self.step, self.most, self.compiled = step, most, after is not None
+    def __init__(
+        self, step: Kth, most: int, after: int | None, say: Callable[[str], None] | None = None, beside: int = 0
+    ) -> None:
+        self.step, self.most, self.compiled, self.beside = step, most, after is not None, beside
         self.why_not = ""
 
     def __call__(self, count: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
@@ -104,8 +111,10 @@ class Repeated:
 class Looped(Repeated):
     """The loop is in the compiled code, so that it is compiled as fast as a single step, and called as one."""
 
-    def __init__(self, step: Kth, most: int, after: int | None, say: Callable[[str], None] | None = None) -> None:
-        super().__init__(step, most, after, say)
+    def __init__(
+        self, step: Kth, most: int, after: int | None, say: Callable[[str], None] | None = None, beside: int = 0
+    ) -> None:
+        super().__init__(step, most, after, say, beside)
         self.loop = Compiled(self._loop, after, say, WHAT, LOOP)
         self._padded: tuple[Tensors, Tensor] | None = None
 
@@ -114,7 +123,8 @@ class Looped(Repeated):
             return self.plain(count, theta, batch, xi, tensors)
         if len(batch[0]) < self.most:  # the compiled code knows one shape
             batch, xi = self._pad(batch, xi)
-        number, size = torch.tensor(count), block(len(theta), (theta, *tensors), SHARED)
+        each = bytes_of((theta, *tensors, *(t[0] for t in batch))) / len(theta) + self.beside
+        number, size = torch.tensor(count), block(len(theta), each, SHARED)
         found: list[Found] = []
         for a in range(0, len(theta), size):
             b = a + size
@@ -151,8 +161,10 @@ class Looped(Repeated):
 class Captured(Repeated):
     """Full calls are one CUDA graph: no work of the host between its steps. Shorter ones go step by step."""
 
-    def __init__(self, step: Kth, most: int, after: int | None, say: Callable[[str], None] | None = None) -> None:
-        super().__init__(step, most, after, say)
+    def __init__(
+        self, step: Kth, most: int, after: int | None, say: Callable[[str], None] | None = None, beside: int = 0
+    ) -> None:
+        super().__init__(step, most, after, say, beside)
         self.single = Compiled(self._single, after, say, WHAT)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.inputs: list[Tensor] = []

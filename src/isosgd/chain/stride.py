@@ -29,7 +29,7 @@ from isosgd.samplers.lowrank_step import LowRankStep
 from isosgd.samplers.structure import outer_factor
 
 MOST = 64  # steps of a call
-BYTES = {"cpu": 1 << 25, "cuda": 1 << 29}  # of minibatches and innovations that are drawn at once, at most
+BYTES = {"cpu": 1 << 27, "cuda": 1 << 29}  # of minibatches and innovations that are drawn at once, at most
 LARGE = 1 << 20  # parameters of a chain from which a step is more work than to call it
 
 
@@ -172,8 +172,13 @@ class Stride:
             kind = Captured if self.run.leaves[0].is_cuda else Looped
             after = 0 if self.compiled else None
             split = Compiled(self.split, after, self.say, "steps that follow the noise", UNCHECKED)
-            self.known[key] = kind(self._kth, self.most, after, self.say), split
+            self.known[key] = kind(self._kth, self.most, after, self.say, self._between()), split
         return self.known[key]
+
+    def _between(self) -> int:
+        """Bytes of what the layers of a chain give for a minibatch: written on the way there, read on the way back."""
+        assert isinstance(self.run.batches, TensorBatches)
+        return self.run.batches.batch_size * self.run.layout.outputs * self.run.leaves[0].element_size()
 
     # -- what goes in -------------------------------------------------------------------------------------------------
 
