@@ -25,9 +25,9 @@ def main() -> None:
     ours = [read(path) for path in sorted(args.results.glob("*.json"))]
     if not ours:
         raise SystemExit(f"{args.results} holds no results: run `isosgd bench uci` first")
-    ours_all = "I-SGD, ours, all data"
+    whole = "I-SGD, ours, all data"
     order = (
-        *(ours_all, f"{ours_all}, Student-t noise", f"{ours_all}, noise by input"),
+        *(whole, f"{whole}, Gaussian noise", f"{whole}, noise by input"),
         *("I-SGD, ours, minibatches", "I-SGD, the paper's setting"),
     )
     ours.sort(key=lambda result: order.index(result.label) if result.label in order else len(order))

@@ -1,6 +1,10 @@
 """Operations of our own in C++: the same as in torch, built once, and done without where they cannot be built."""
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -236,6 +240,40 @@ def test_a_run_is_the_same_with_and_without(fresh: pytest.MonkeyPatch, tmp_path:
     with_, without = (run(tmp_path / switch, switch).draws["0.weight"] for switch in "10")
     assert not torch.equal(with_, without)
     torch.testing.assert_close(with_, without, rtol=1e-5, atol=1e-5)
+
+
+CACHED = """
+import json, torch
+from torch._dynamo.utils import counters
+from isosgd import Target, likelihoods, priors, sample
+from isosgd.models import mlp
+torch.manual_seed(0)
+x = torch.randn(200, 6)
+target = Target.from_module(mlp(6, 50, 1), likelihoods.Gaussian(0.1), priors.FanInNormal())
+settings = {"chains": 10, "draws": 2, "keep_every": 4, "warmup": 600, "seed": 1, "progress": False, "compile": True}
+sample(target, (x, x[:, :1]), batch_size=100, structure="lowrank", **settings)
+print(json.dumps(counters["inductor"]))
+"""
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_the_next_process_does_not_compile_again(tmp_path: Path) -> None:
+    """Code that calls the operations is kept in the compiler's cache like any other."""
+    found = []
+    for _ in range(2):
+        run = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", CACHED],
+            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found.append(json.loads(run.stdout.splitlines()[-1]))
+    first, second = found
+    assert first["fxgraph_cache_miss"] > 0
+    assert second["fxgraph_cache_hit"] >= first["fxgraph_cache_miss"]
+    assert not second.get("fxgraph_cache_miss") and not second.get("fxgraph_cache_bypass")
 
 
 # ------------------------------------------------------------------------------------------------ lowrank

@@ -1,5 +1,6 @@
 """Results on the UCI splits: published ones, files, paired differences, tables and the figure."""
 
+import importlib
 import json
 import math
 import os
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from isosgd.experiments import uci
 from isosgd.experiments.uci_figures import draw_paired
 from isosgd.experiments.uci_tables import (
     MC_DROPOUT,
@@ -22,6 +24,8 @@ from isosgd.experiments.uci_tables import (
     read,
     write,
 )
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # Mean RMSE and MNLL of tuned MC-dropout over the published splits.
 PUBLISHED = {
@@ -259,3 +263,25 @@ def test_figure_with_nothing_to_pair(tmp_path: Path) -> None:
     for runs in ([result()], [theirs()], [result(), theirs("concrete")]):
         with pytest.raises(ValueError, match="nothing to pair"):
             draw_paired(runs, tmp_path / "paired.png")
+
+
+@pytest.fixture
+def choice(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("uci_choice")
+
+
+def test_the_page_says_how_the_model_was_chosen(choice):
+    content = json.loads((ROOT / "results" / "uci" / "choice" / "candidates.json").read_text())
+    assert choice.table(content) in (ROOT / "docs" / "uci.md").read_text()
+    assert {row["candidate"] for row in content["rows"]} == set(choice.CANDIDATES)
+    assert next(iter(choice.CANDIDATES.values())) == uci.SETTINGS["isgd-all"].model
+
+
+def test_copies_are_rows_with_the_same_target(choice, tmp_path):
+    folder = tmp_path / "uci" / "mine"
+    folder.mkdir(parents=True)
+    np.savetxt(folder / "data.txt", [[1, 5], [2, 6], [1, 5], [2, 7]])  # the fourth row has another target
+    for name, text in (("features", "0"), ("target", "1"), ("train_0", "0\n1"), ("test_0", "2\n3")):
+        (folder / f"index_{name}.txt").write_text(text + "\n")
+    assert choice.copies("mine", tmp_path) == 0.5
