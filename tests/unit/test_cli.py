@@ -114,10 +114,14 @@ def test_bench_runs_all_sets_and_another_method(root, tmp_path, capsys):
 
 def test_other_noise_has_a_row_and_a_file_of_its_own(root, tmp_path):
     argv = ["bench", "uci", "--sets", "one", "--splits", "1", "--data-root", str(root), "--out", str(tmp_path), *FEW]
-    for noise, own in (("student", ""), ("gaussian", "Gaussian noise"), ("varying", "noise by input")):
+    for noise, file, own in (
+        ("student", "one-isgd", ""),
+        ("gaussian", "one-isgd-gaussian", ", Gaussian noise"),
+        ("varying", "one-isgd-varying", ", noise by input"),
+    ):
         assert main([*argv, "--noise", noise]) == 0
-        result = uci_tables.read(tmp_path / f"one-isgd{'-' if own else ''}{noise if own else ''}.json")
-        assert result.label == ", ".join(filter(None, (uci.SETTINGS["isgd"].label, own)))
+        result = uci_tables.read(tmp_path / f"{file}.json")
+        assert result.label == uci.SETTINGS["isgd"].label + own
         assert result.settings["noise"] == noise and math.isfinite(result.splits[0].mnll)
 
 

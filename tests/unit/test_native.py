@@ -274,6 +274,8 @@ def test_the_next_process_does_not_compile_again(tmp_path: Path) -> None:
     assert first["fxgraph_cache_miss"] > 0
     assert second["fxgraph_cache_hit"] >= first["fxgraph_cache_miss"]
     assert not second.get("fxgraph_cache_miss") and not second.get("fxgraph_cache_bypass")
+    code = "".join(path.read_text() for path in tmp_path.rglob("*.cpp"))
+    assert "isosgd::perceptron" in code and "isosgd::lowrank_displace" in code
 
 
 # ------------------------------------------------------------------------------------------------ lowrank

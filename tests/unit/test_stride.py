@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from isosgd import DataSets, Interrupted, Posterior, SamplingWarning, Target, priors, sample
-from isosgd.chain import compiled
+from isosgd.chain import compiled, repeated
 from isosgd.chain.batches import TensorBatches
 from isosgd.chain.chain import Chains
+from isosgd.chain.gradients import Layout
 from isosgd.chain.innovations import innovations
 from isosgd.chain.progress import Progress
+from isosgd.chain.repeated import block
 from isosgd.chain.stride import Stride, why_not
 from isosgd.chain.team import Team
 from isosgd.chain.warmup import warm_up
@@ -238,6 +240,24 @@ def test_innovations_have_mean_zero_and_unit_variance(bits: bool) -> None:
     scale = torch.rand(20, 100)
     again = innovations(torch.empty(100, 20, 100), torch.Generator().manual_seed(0), bits, scale)
     torch.testing.assert_close(again, out * scale)
+
+
+@pytest.mark.parametrize(("each", "size"), [(1, 12), (8, 12), (9, 6), (30, 3), (97, 1), (1000, 1)])
+def test_chains_go_together_while_they_fit_into_the_cache(each: int, size: int) -> None:
+    assert block(12, each, 96) == size  # a divisor of 12, so that all blocks are of one size
+
+
+def test_what_layers_give_is_guessed_from_their_weights() -> None:
+    layout = Layout({"0.weight": torch.ones(50, 13), "0.bias": torch.ones(50), "3.weight": torch.ones(1, 50)})
+    assert layout.between(128, torch.float32) == 128 * (50 + 1) * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_blocks_of_chains_lead_to_the_same_place(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a cache so small that each chain is a block."""
+    monkeypatch.setattr(repeated, "SHARED", 1)
+    test_compiled_steps_lead_to_the_same_place(options, 4)
 
 
 @pytest.mark.slow

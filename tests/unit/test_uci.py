@@ -162,11 +162,12 @@ def test_a_choice_is_made_without_the_test_rows(tmp_path, root):
 
     other = write_set(tmp_path)
     path = other / "uci" / "mine" / "data.txt"
-    table_ = np.loadtxt(path)
-    table_[test.numpy(), 3] += 100.0
-    np.savetxt(path, table_)
+    numbers = np.loadtxt(path)
+    numbers[test.numpy(), 3] += 100.0
+    np.savetxt(path, numbers)
     found = [run(where, splits=[0], validate=True) for where in (root, other)]
     assert untimed(found[0]) == untimed(found[1]) != untimed(run(root, splits=[0]))
+    assert found[0].settings["validate"]
 
 
 def test_errors_are_in_the_units_of_the_target(tmp_path, result):

@@ -275,6 +275,8 @@ def test_the_page_says_how_the_model_was_chosen(choice):
     content = json.loads((ROOT / "results" / "uci" / "choice" / "candidates.json").read_text())
     assert choice.table(content) in (ROOT / "docs" / "uci.md").read_text()
     assert {row["candidate"] for row in content["rows"]} == set(choice.CANDIDATES)
+    for row in content["rows"]:
+        assert choice.CANDIDATES[row["candidate"]].describe().items() <= row["settings"].items()
     assert next(iter(choice.CANDIDATES.values())) == uci.SETTINGS["isgd-all"].model
 
 

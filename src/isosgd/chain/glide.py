@@ -51,8 +51,7 @@ class Glide:
         self.batch: Tensors = tuple(t if run.many is not None else t.unsqueeze(0) for t in run.batches.next())
         # Equal parts of the rows: those of a chain are in the cache together with what its layers give for them.
         self.whole = self.batch[0].shape[1]
-        between = self.whole * run.layout.outputs * run.leaves[0].element_size()
-        self.each = bytes_of(self.batch) / run.count + between
+        self.each = bytes_of(self.batch) / run.count + run.layout.between(self.whole, run.leaves[0].dtype)
         self.rows = self.whole // min(math.ceil(self.each / CACHE), self.whole)
         # A compiled loop knows shapes of tensors by heart; those of Lambda may change in number.
         self.loops: dict[tuple[torch.Size, ...], Compiled] = {}

@@ -58,10 +58,9 @@ class Layout:
         self.shapes = {name: tuple(x.shape) for name, x in params.items()}
         self.sizes = [x.numel() for x in params.values()]
 
-    @property
-    def outputs(self) -> int:
-        """Numbers that the layers of a network give for an example, by the shapes of their weights."""
-        return sum(shape[0] for shape in self.shapes.values() if len(shape) == 2)
+    def between(self, rows: int, dtype: torch.dtype) -> int:
+        """Bytes of what layers give for so many rows, as if every matrix were that of a linear layer: a guess."""
+        return rows * dtype.itemsize * sum(shape[0] for shape in self.shapes.values() if len(shape) == 2)
 
     def views(self, flat: Tensor) -> Params:
         """The parameters as views of ``[*lead, d]``."""

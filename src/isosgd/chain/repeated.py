@@ -86,13 +86,10 @@ class Repeated:
         most: how often at most.
         after: None for not compiled, 0 for compiled.
         say: takes a line for the user.
-        beside: bytes that a chain writes and reads again within a step.
     """
 
-    def __init__(
-        self, step: Kth, most: int, after: int | None, say: Callable[[str], None] | None = None, beside: int = 0
-    ) -> None:
-        self.step, self.most, self.compiled, self.beside = step, most, after is not None, beside
+    def __init__(self, step: Kth, most: int, after: int | None, say: Callable[[str], None] | None = None) -> None:
+        self.step, self.most, self.compiled = step, most, after is not None
         self.why_not = ""
 
     def __call__(self, count: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
@@ -109,12 +106,21 @@ class Repeated:
 
 
 class Looped(Repeated):
-    """The loop is in the compiled code, so that it is compiled as fast as a single step, and called as one."""
+    """The loop is in the compiled code, so that it is compiled as fast as a single step, and called as one.
+
+    Args:
+        step: what is repeated.
+        most: how often at most.
+        after: None for not compiled, 0 for compiled.
+        say: takes a line for the user.
+        beside: bytes that a chain writes and reads again within a step.
+    """
 
     def __init__(
         self, step: Kth, most: int, after: int | None, say: Callable[[str], None] | None = None, beside: int = 0
     ) -> None:
-        super().__init__(step, most, after, say, beside)
+        super().__init__(step, most, after, say)
+        self.beside = beside
         self.loop = Compiled(self._loop, after, say, WHAT, LOOP)
         self._padded: tuple[Tensors, Tensor] | None = None
 
@@ -161,10 +167,8 @@ class Looped(Repeated):
 class Captured(Repeated):
     """Full calls are one CUDA graph: no work of the host between its steps. Shorter ones go step by step."""
 
-    def __init__(
-        self, step: Kth, most: int, after: int | None, say: Callable[[str], None] | None = None, beside: int = 0
-    ) -> None:
-        super().__init__(step, most, after, say, beside)
+    def __init__(self, step: Kth, most: int, after: int | None, say: Callable[[str], None] | None = None) -> None:
+        super().__init__(step, most, after, say)
         self.single = Compiled(self._single, after, say, WHAT)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.inputs: list[Tensor] = []

@@ -22,7 +22,7 @@ from isosgd.chain.chain import Chains
 from isosgd.chain.compiled import Compiled
 from isosgd.chain.gradients import Many, batchable
 from isosgd.chain.innovations import innovations
-from isosgd.chain.repeated import UNCHECKED, Captured, Looped, Repeated, Tensors
+from isosgd.chain.repeated import UNCHECKED, Captured, Looped, Repeated, Tensors, bytes_of
 from isosgd.samplers import ISGD, SGLD
 from isosgd.samplers.innovations import as_bits
 from isosgd.samplers.lowrank_step import LowRankStep
@@ -63,7 +63,7 @@ def _steps(run: Chains) -> int:
     """Steps of a call at most: a matter of memory."""
     batches = run.batches
     assert isinstance(batches, TensorBatches)
-    row = sum(t[0].numel() * t.element_size() for t in batches.tensors)
+    row = bytes_of(t[0] for t in batches.tensors)
     each = run.count * (batches.batch_size * row + sum(run.layout.sizes) * run.leaves[0].element_size())
     return max(1, min(MOST, BYTES.get(run.leaves[0].device.type, BYTES["cpu"]) // each))
 
@@ -169,16 +169,14 @@ class Stride:
         """The loop over steps and the split step, for tensors of such shapes."""
         key = tuple((t.shape, t.dtype) for t in tensors)
         if key not in self.known:
-            kind = Captured if self.run.leaves[0].is_cuda else Looped
-            after = 0 if self.compiled else None
+            run, after = self.run, 0 if self.compiled else None
+            given = self._kth, self.most, after, self.say
+            assert isinstance(run.batches, TensorBatches)
+            between = run.layout.between(run.batches.batch_size, run.leaves[0].dtype)
+            loop = Captured(*given) if run.leaves[0].is_cuda else Looped(*given, between)
             split = Compiled(self.split, after, self.say, "steps that follow the noise", UNCHECKED)
-            self.known[key] = kind(self._kth, self.most, after, self.say, self._between()), split
+            self.known[key] = loop, split
         return self.known[key]
-
-    def _between(self) -> int:
-        """Bytes of what the layers of a chain give for a minibatch: written on the way there, read on the way back."""
-        assert isinstance(self.run.batches, TensorBatches)
-        return self.run.batches.batch_size * self.run.layout.outputs * self.run.leaves[0].element_size()
 
     # -- what goes in -------------------------------------------------------------------------------------------------
 

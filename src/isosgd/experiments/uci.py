@@ -137,6 +137,7 @@ def run(
         "batch_size": posterior.info["batch_size"],
         "hidden": hidden,
         **setting.model.describe(),
+        "validate": validate,
         "seed": seed,
         "engine": posterior.info["engine"],
         **posterior.info["options"],

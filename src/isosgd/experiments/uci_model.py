@@ -20,7 +20,7 @@ from isosgd.models import mlp
 Noise = Literal["gaussian", "student", "varying"]
 NOISES: dict[Noise, str] = {"gaussian": "Gaussian noise", "student": "Student-t noise", "varying": "noise by input"}
 
-# Wide, and sure of it: left free, scales shrink until the network is smoother than is good for what it predicts.
+# Wide, and sure of it: under a half-Cauchy the network predicts worse (docs/uci.md).
 WIDE = priors.LogNormal(math.sqrt(10), sigma=0.2)
 
 
@@ -50,11 +50,10 @@ class Model:
             "gaussian": likelihoods.Gaussian(),
             "varying": likelihoods.HeteroscedasticGaussian(),
         }[self.noise]
-        sampled = self.scales and {
-            "0.weight": priors.Relevance(self.scales),
-            "*": priors.HierarchicalNormal(self.scales),
-        }
-        return Target.from_module(self.network(features, hidden), likelihood, sampled or priors.FanInNormal())
+        prior: priors.Prior | dict[str, priors.Prior] = priors.FanInNormal()
+        if self.scales is not None:
+            prior = {"0.weight": priors.Relevance(self.scales), "*": priors.HierarchicalNormal(self.scales)}
+        return Target.from_module(self.network(features, hidden), likelihood, prior)
 
     def start(self, features: int, hidden: int, seed: int, chain: int) -> dict[str, Tensor]:
         """Weights of a new network; everything else starts where the target says."""

@@ -20,7 +20,7 @@ VALIDATED = 0.1  # share of the training rows
 
 
 class Scaled:
-    """One split, scaled to mean 0 and standard deviation 1 by its training part.
+    """One split, scaled to mean 0 and standard deviation 1 by the rows that are trained on.
 
     Args:
         table: the set.
@@ -32,7 +32,7 @@ class Scaled:
         train: features and targets ``[N, 1]``, scaled.
         x: held-out features, scaled.
         y: held-out targets, as they are.
-        mean: of the training targets.
+        mean: of the targets trained on.
         scale: their standard deviation.
     """
 

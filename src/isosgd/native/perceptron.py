@@ -28,7 +28,7 @@ class Names(NamedTuple):
 def names_in(module: nn.Module) -> Names | None:
     """Where a module is such a network and nothing else, the names of its parameters."""
     children = list(module._modules.items())  # all of them: `named_children` leaves out a layer's second place
-    if type(module) is not nn.Sequential or not all(_plain(layer) for _, layer in [("", module), *children]):
+    if type(module) is not nn.Sequential or not all(_plain(layer) for layer in (module, *module._modules.values())):
         return None
     layers = [
         (name, layer)
