@@ -98,7 +98,7 @@ class Glide:
         """Where so many steps lead to: parameters, velocities, gains in kinetic energy, and the last losses."""
         number, tensors = torch.tensor(count), self.shaped.tensors()
         own, loop = self.sampler.own.unsqueeze(-1), self._compiled(tensors)
-        size = block(self.run.count, self.each + bytes_of(tensors) / self.run.count)
+        size = block(self.run.count, self.each + bytes_of(tensors) / self.run.count, CACHE)
         found: list[Tensors] = []
         for a in range(0, self.run.count, size):
             part = slice(a, a + size)

@@ -59,7 +59,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def block(count: int, each: float, cache: int = CACHE) -> int:
+def block(count: int, each: float, cache: int) -> int:
     """Chains that take their steps one after the other, so that what they read every time stays in the cache.
 
     Args:
