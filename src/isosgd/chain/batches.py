@@ -215,6 +215,7 @@ class IterableBatches:
     ) -> None:
         self.source, self.device = source, device
         self.transform = Transformed(transform, seed, device or torch.device("cpu"))
+        self._peeked: Batch = None
         self._begin()
         sampler = getattr(source, "sampler", None)
         if hasattr(sampler, "weights"):
@@ -239,12 +240,14 @@ class IterableBatches:
 
     def state(self) -> dict[str, Any]:
         """What is needed to go on with the same batches, where that is possible at all."""
-        return {"before": self._before, "taken": self._taken, "transform": self.transform.state()}
+        taken = self._taken - (self._peeked is not None)
+        return {"before": self._before, "taken": taken, "transform": self.transform.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave: begin that pass again and skip what was taken from it."""
         for generator, before in zip(self._generators(), state["before"], strict=True):
             generator.set_state(before.cpu())
+        self._peeked = None
         self._begin()
         for _ in range(state["taken"]):
             self._take()
@@ -256,7 +259,20 @@ class IterableBatches:
         return batch
 
     def next(self, mixed: bool = False) -> Batch:
-        """The next batch; the iterable is started again when it ends."""
+        """The next batch, transformed; the iterable is started again when it ends."""
+        return self.transform(self.raw())
+
+    def peek(self) -> Batch:
+        """The batch that comes next, not transformed; it still comes."""
+        if self._peeked is None:
+            self._peeked = self.raw()
+        return self._peeked
+
+    def raw(self) -> Batch:
+        """The next batch as it is, on the device."""
+        if self._peeked is not None:
+            batch, self._peeked = self._peeked, None
+            return batch
         batch = self._take()
         if batch is None:
             self._begin()
@@ -266,8 +282,7 @@ class IterableBatches:
                 "data yields no batches: it is empty, or an iterator that can be gone through only once; "
                 "pass tensors, a DataLoader or a list of batches"
             )
-        batch = self._moved(batch)
-        return self.transform(batch)
+        return self._moved(batch)
 
     def _moved(self, batch: Batch) -> Batch:
         if self.device is None:

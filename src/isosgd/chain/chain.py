@@ -13,6 +13,8 @@ from torch.func import vmap
 from isosgd.chain.batches import Batches
 from isosgd.chain.curvature import Curvature, Stiffness
 from isosgd.chain.gradients import Found, Layout, Many, Single, stacked
+from isosgd.engine.fused import Elementwise
+from isosgd.engine.graph import GraphGradients, unsupported_reason
 from isosgd.errors import DivergedError
 from isosgd.potential import Params, Target
 from isosgd.samplers import ISGD, Sampler
@@ -20,6 +22,7 @@ from isosgd.samplers.full import Full
 from isosgd.samplers.full_step import FullStep
 from isosgd.samplers.gliding import Gliding
 from isosgd.samplers.preconditioned import Preconditioned
+from isosgd.samplers.rotated import Diagonal
 from isosgd.samplers.shaped import Shaped
 
 REFRESH_BATCHES, REFRESH_SIZE = 10, 500  # minibatches from which BatchNorm statistics of a draw are averaged
@@ -112,6 +115,10 @@ class Chains:
         self.given_buffers = frozenset(given_buffers)
         self.own_buffers: list[str] | None = None  # names of those that go with draws, once there was one
         self._before: list[Tensor] | None = None  # the last gradient, where noise is the difference of two
+        self.graph: GraphGradients | None = None  # minibatches and gradients as CUDA graphs
+        self.graph_unsupported = ""
+        self.keys: Tensor | None = None  # of the fused step's random numbers, for going on
+        self._suspect = torch.zeros(1, dtype=torch.bool, device=device)  # a gradient was not finite, not looked at yet
 
     def say(self, say: Callable[[str], None]) -> None:
         """Where lines for the user go."""
@@ -144,7 +151,9 @@ class Chains:
             batch: to take instead of the next one.
         """
         forgiving = self.gliding is not None if forgiving is None else forgiving
-        if self.target.ties_examples:
+        if self.graph is not None and batch is None:
+            return self._by_graph(self.graph, split, forgiving)
+        if self.successive:
             loss, gradients, noise = self._successive(split, batch)
         else:
             self.batch = self.batches.next(mixed=split) if batch is None else batch
@@ -161,6 +170,91 @@ class Chains:
         for leaf, g in zip(self.leaves, gradients, strict=True):
             leaf.grad = g
         return noise
+
+    @property
+    def successive(self) -> bool:
+        """Whether noise vectors are differences of successive gradients, and not of halves of a minibatch."""
+        return self.graph is not None or self.target.ties_examples
+
+    def forget_gradient(self) -> None:
+        """The chains have moved since the last gradient, or will: no noise vector is made of it."""
+        self._before = None
+
+    def accelerate(self) -> None:
+        """Have minibatches and gradients captured as CUDA graphs, where that can be done."""
+        self.graph_unsupported = unsupported_reason(self)
+        if not self.graph_unsupported:
+            try:
+                self.graph = GraphGradients(self)
+            except Exception as error:  # whatever a user's model may raise while it is captured
+                self.graph_unsupported = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+
+    def _by_graph(self, graph: GraphGradients, split: bool, forgiving: bool) -> list[Tensor] | None:
+        """`evaluate` by CUDA graphs. What is not finite is found later, by `check_finite`: nothing waits here."""
+        if split and self._before is None:
+            self.batch = graph.next()
+            self._before = self._at_batch()[1]
+            self.gradients += 1
+        self.batch = graph.next()
+        self.loss, gradients, finite = self._at_batch()
+        if not forgiving:
+            self._suspect |= ~finite
+        noise = None
+        if split and self._before is not None:
+            noise = list(torch._foreach_sub(gradients, self._before))
+            torch._foreach_mul_(noise, math.sqrt(0.5))
+        self._before = gradients
+        self.gradients += 1
+        for leaf, g in zip(self.leaves, gradients, strict=True):
+            leaf.grad = g
+        return noise
+
+    def _at_batch(self) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Loss, gradients, and whether they are finite, at the last minibatch."""
+        if self.graph is not None and self.batch is self.graph.batch:
+            return self.graph()
+        loss, gradients, _ = self.differentiate(self.params, self.batch)
+        return loss, gradients, self._finite(loss, gradients)
+
+    def _gradients_at_batch(self) -> list[Tensor]:
+        return self.differentiate(self.params, self.batch).gradients
+
+    def check_finite(self) -> None:
+        """Drop chains whose gradients were not finite since the last look."""
+        if self.graph is not None and bool(self._suspect):
+            self.diverged()
+
+    def diverged(self) -> None:
+        """Drop the only chain, whose loss or gradient is not finite."""
+        self._suspect.zero_()
+        self._give_up(torch.ones_like(self.alive), torch.full_like(self.loss, math.nan), [])
+
+    def elementwise(self) -> Elementwise | str:
+        """Rates and kicks that act on each parameter on its own, where the sampler's steps do; else why not."""
+        sampler, shaped = self.sampler, self.shaped
+        if shaped is not None:
+            if not isinstance(shaped, Diagonal) or self.many is not None:
+                return f"steps of structure {shaped.name!r} do not act on each parameter on its own"
+            rates, kicks = (self.layout.views(t[0]) for t in shaped.tensors())
+            averaged = isinstance(sampler, ISGD) and sampler.averaged
+            return Elementwise([rates[n] for n in self.params], [kicks[n] for n in self.params], averaged)
+        if type(sampler)._advance is not Sampler._advance or type(sampler)._update is not Sampler._update:
+            return f"{type(sampler).__name__} has steps of another form"
+        for leaf in self.leaves:
+            leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        sampler._lay_out()
+        sampler._make_plan()
+        found = Elementwise([], [])
+        for laid, move in sampler._moves:
+            if move.outer is not None:
+                return "injected noise is corrected for correlations (correction='outer')"
+            rate = torch.as_tensor(move.rate, dtype=torch.float32, device=laid.flat.device)
+            kick = rate * move.amplitude
+            shares = None if move.scale is None else torch.split(move.scale, [p.numel() for p in laid.params], -1)
+            for i, p in enumerate(laid.params):
+                found.rates.append(rate)
+                found.kicks.append(kick if shares is None else (kick * shares[i]).view(p.shape))
+        return found
 
     def _successive(self, split: bool, batch: Any) -> Found:
         """Gradients whose noise vector is the difference of two successive ones, over sqrt(2).
@@ -216,10 +310,11 @@ class Chains:
     def change(self, move: Tensor) -> Tensor:
         """How the gradients on the last minibatch change when the parameters move, all flat."""
         before = self.flat([leaf.grad for leaf in self.leaves])  # type: ignore[misc]
-        here = self.snapshot()
+        here, last = self.snapshot(), self._before
         self.shift(move)
-        after = self.flat(self.differentiate(self.params, self.batch).gradients)
+        after = self.flat(self._at_batch()[1] if self.graph is not None else self._gradients_at_batch())
         self.restore(here)
+        self._before = last
         return torch.nan_to_num(after - before, posinf=0.0, neginf=0.0)
 
     def probe_curvature(self) -> None:
@@ -444,7 +539,7 @@ class Chains:
         natural = self.natural()
         for k in chains.nonzero().flatten().tolist():
             parts = [g if self.many is None else g[k] for g in gradients]
-            bad = [label for label, g in zip(self.labels, parts, strict=True) if not bool(torch.isfinite(g).all())]
+            bad = [label for label, g in zip(self.labels, parts, strict=False) if not bool(torch.isfinite(g).all())]
             what = f"the gradient of group {bad[0]!r} is not finite" if bad else f"the loss is {float(loss[k])}"
             if not bad and bool(torch.isfinite(loss[k])):
                 what, bad = "the gradient overflows", [self.labels[0]]

@@ -32,6 +32,7 @@ def state_of(chains: Chains) -> State:
         "curvature": _curvature(chains.curvature),
         "scaled": _curvature(chains.scaled) if chains.in_metric else None,
         "stiffness": {name: getattr(chains.stiffness, name) for name in STIFFNESS},
+        "keys": chains.keys,
         "gradients": chains.gradients,
         "probes": chains.probes,
         "loss": chains.loss,
@@ -62,6 +63,7 @@ def load_state(chains: Chains, state: State) -> None:
     _load_curvature(chains.curvature, state["curvature"])
     for name in STIFFNESS:
         setattr(chains.stiffness, name, state["stiffness"][name])
+    chains.keys = state["keys"]
     chains.gradients, chains.probes = state["gradients"], state["probes"]
     chains.loss, chains.alive = state["loss"], state["alive"]
     if chains.shaped is not None:

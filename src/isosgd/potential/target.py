@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,11 +13,11 @@ from torch.func import vmap
 from isosgd.names import layer_of
 from isosgd.native import perceptron
 from isosgd.potential.batches import batch_length, count_examples
-from isosgd.potential.elementwise import Prior
+from isosgd.potential.elementwise import Normal, Prior
 from isosgd.potential.likelihoods import Likelihood
 from isosgd.potential.modules import Autocast, ModuleLikelihood, Select, check_autocast
 from isosgd.potential.params import Params
-from isosgd.potential.priors import FanInNormal, as_prior
+from isosgd.potential.priors import FanInNormal, Joint, as_prior
 from isosgd.potential.space import Space, as_parameter
 
 PriorLike = Prior | Mapping[str, Prior] | Callable[[Params], Tensor]
@@ -291,13 +291,14 @@ class Target:
         space = self._bound(free)
         return space.score(space.constrain(free))
 
-    def gradient(self, free: Params, batch: Any, num_data: int) -> tuple[Tensor, list[Tensor]]:
+    def gradient(self, free: Params, batch: Any, num_data: int, prior: bool = True) -> tuple[Tensor, Sequence[Tensor]]:
         """Gradients of the loss: mean negative log likelihood of the batch plus negative log prior over N.
 
         Args:
             free: free parameters that require gradients.
             batch: a minibatch.
             num_data: N.
+            prior: whether the prior's part is there; a step that adds a Gaussian prior's by itself leaves it out.
 
         Returns:
             The mean negative log likelihood, detached (the prior's part is left out: nothing in a step needs its
@@ -314,12 +315,26 @@ class Target:
                 grads = torch.autograd.grad(mean, leaves, grad_outputs=minus, materialize_grads=True)
             else:
                 grads = tuple(torch.zeros_like(x) for x in leaves)
+        if not prior:
+            return mean.detach().neg(), grads
         with torch.no_grad():
             scores = space.score(natural)
             # Not in place: autograd may hand out one tensor for two parameters, or an expanded one.
             return mean.detach().neg(), list(
                 torch._foreach_add(grads, [scores[name] for name in free], alpha=-1 / num_data)
             )
+
+    def prior_precisions(self, free: Params) -> list[float] | None:
+        """Precision of each parameter's prior, where all are Gaussians around zero of fixed scales; None elsewhere."""
+        space = self._bound(free)
+        if space.positive:
+            return None
+        found: dict[str, float] = {}
+        for part, names in space.prior.parts if isinstance(space.prior, Joint) else [(space.prior, tuple(free))]:
+            if not isinstance(part, Normal):
+                return None
+            found |= {name: part.scale_of(name) ** -2 for name in names}
+        return [found[name] for name in free]
 
     def prior_curvature(self, free: Params, batched: bool = False) -> list[Tensor]:
         """Second derivative of the negative log prior for each parameter (not divided by N), never negative.
