@@ -22,6 +22,7 @@ from isosgd.models import mlp
 from isosgd.native import build, lowrank, perceptron
 from isosgd.store import writer
 
+pytestmark = pytest.mark.long  # it is built first
 needs_compiler = pytest.mark.usefixtures("built")
 
 
@@ -62,10 +63,13 @@ def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
+UNITS = [16, 17, 50, 64, 75, 200]  # a vector, one and a bit, ..., many tiles
+INPUTS = [(1, 1), (7, 3), (128, 13), (257, 5), (600, 21)]  # rows come in blocks of 256
+NETWORKS = [(*INPUTS[(i + out) % 5], units, out) for i, units in enumerate(UNITS) for out in (1, 2, 3)]
+
+
 @needs_compiler
-@pytest.mark.parametrize("out", [1, 2, 3])
-@pytest.mark.parametrize("units", [16, 17, 50, 64, 75, 200])  # a vector, one and a bit, ..., many tiles
-@pytest.mark.parametrize(("rows", "features"), [(1, 1), (7, 3), (128, 13), (257, 5), (600, 21)])  # blocks of 256
+@pytest.mark.parametrize(("rows", "features", "units", "out"), NETWORKS)
 def test_a_network_is_that_of_torch(rows: int, features: int, units: int, out: int) -> None:
     sizes = (rows, features), (units, features), (units,), (out, units), (out,), (rows, out)
     x, w1, b1, w2, b2, slope = (drawn(i, 2, *size) for i, size in enumerate(sizes))
