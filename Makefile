@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # two installs into one environment must not meet
-.PHONY: help demo test test-all lint format docs bench bench-peers clean
+.PHONY: help demo test test-long test-all lint format docs bench bench-peers clean
 
 help: ## Show this list
 	@echo "usage: make TARGET [PYTHON=python3.12]"
@@ -19,10 +19,13 @@ help: ## Show this list
 demo: $(VENV)/.installed-demo ## Sample posteriors that are known exactly, and two real data sets; figures in demo-output/
 	$(PY) -m isosgd.demo --out demo-output
 
-test: lint ## Lint, the fast tests and every doctest
-	$(PYTEST) -m "not slow"
+test: lint ## Lint, the tests to run before every commit, and every doctest; under 5 minutes on 2 cores
+	$(PYTEST) -m "not long and not slow"
 
-test-all: lint ## Lint and all tests, the long statistical ones too
+test-long: $(VENV)/.installed-dev ## The long tests: statistics, runs that are killed, compiled and native code
+	$(PYTEST) -m "long and not slow" --timeout 900
+
+test-all: lint ## Lint and all tests, those that take minutes too
 	$(PYTEST) --timeout 3600
 
 lint: $(VENV)/.installed-dev ## ruff check, ruff format --check, mypy --strict

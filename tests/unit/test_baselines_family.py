@@ -55,6 +55,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_the_reference_is_the_posterior_and_is_kept(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a grid: the posterior of an intercept and two weights, integrated."""
     problem = logistic.make("logistic-cancer", small, small / "kept")
@@ -129,6 +130,7 @@ def test_exploration_counts_against_the_budget(runs: ModuleType, steps: int, sam
     assert runs.sampling_steps(0, steps) == steps
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # the warm-up is short
 @pytest.mark.parametrize("method", [pytest.param("csgld", marks=pytest.mark.slow), "csghmc"])
 def test_cyclical_methods_keep_to_the_budget(runs: ModuleType, method: str) -> None:
@@ -139,6 +141,7 @@ def test_cyclical_methods_keep_to_the_budget(runs: ModuleType, method: str) -> N
         assert row["draws"] == 8 * (100 - runs.MARGIN)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
 def test_a_warm_up_is_counted_and_cut(runs: ModuleType) -> None:
     problem = suite.make("toy-well-200")
@@ -148,6 +151,7 @@ def test_a_warm_up_is_counted_and_cut(runs: ModuleType) -> None:
     assert runs.warmup_cost(problem, given, 300) is None
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
 def test_every_block_has_its_own_rate_and_one_that_diverges_stops_no_other(runs: ModuleType) -> None:
     rows = runs.run(job(runs, "sgld", 4000, "lr", 1e-3, 1e-2, 1e3, repeats=2))

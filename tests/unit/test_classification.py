@@ -57,6 +57,7 @@ def tasks(monkeypatch, tmp_path):
     return task, Task("tiny", RECIPE, part, {"held-out": held_out}, tmp_path)
 
 
+@pytest.mark.long
 def test_every_row_is_made_for_every_seed_and_read_back(tasks, tmp_path, monkeypatch):
     monkeypatch.setattr(classification, "DRAWS", 4)
     path, said = tmp_path / "results" / "tiny.json", []
@@ -94,6 +95,7 @@ def test_every_row_is_made_for_every_seed_and_read_back(tasks, tmp_path, monkeyp
     assert len([line for line in said if line.startswith("seed 0")]) == len(ROWS)
 
 
+@pytest.mark.long
 def test_a_result_goes_on_with_the_seeds_and_rows_that_it_lacks(tasks, tmp_path, monkeypatch):
     monkeypatch.setattr(classification, "DRAWS", 4)
     path = tmp_path / "tiny.json"
@@ -118,6 +120,7 @@ def test_a_result_goes_on_with_the_seeds_and_rows_that_it_lacks(tasks, tmp_path,
         Bench(task, pilot, **(settings | {"ladder": [1e-2, 0.1]}), earlier=read(path))
 
 
+@pytest.mark.long
 def test_a_ladder_that_was_not_climbed_to_its_end_is_climbed_again(tasks, monkeypatch):
     monkeypatch.setattr(classification, "DRAWS", 4)
     settings = {"chains": 2, "ladder": [1e-3, 1e-2], "say": lambda words: None}
@@ -129,6 +132,7 @@ def test_a_ladder_that_was_not_climbed_to_its_end_is_climbed_again(tasks, monkey
     assert [s.mnll for s in again.rows[0].scores] == [s.mnll for s in whole.rows[0].scores]
 
 
+@pytest.mark.long
 def test_a_ladder_that_is_not_climbed_again_stays_on_record(tasks, monkeypatch):
     monkeypatch.setattr(classification, "DRAWS", 4)
     settings = {"chains": 2, "ladder": [1e-3, 1e-2], "say": lambda words: None}
@@ -139,6 +143,7 @@ def test_a_ladder_that_is_not_climbed_again_stays_on_record(tasks, monkeypatch):
     assert set(again.ladder["sghmc"]) == {"0.001", "0.01"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pilots", [1, 2])
 def test_ladders_are_scored_alone_and_together(tasks, monkeypatch, pilots):
     monkeypatch.setattr(classification, "DRAWS", 8)

@@ -101,6 +101,7 @@ def test_bench_writes_a_result_with_its_command(root, tmp_path, capsys):
     assert f"one: rmse {result.mean_and_error('rmse')[0]:.3f} ±" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_bench_runs_all_sets_and_another_method(root, tmp_path, capsys):
     argv = ["bench", "uci", "--method", "sgld", "--data-root", str(root), "--out", str(tmp_path / "out"), "--json"]
     assert main([*argv, "--splits", "1", *FEW]) == 0

@@ -153,6 +153,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - few) // 1024, whole[
 """
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_rows_that_are_scored(classified, tmp_path):
     """Of each row some numbers are kept; all predictions at once took 350 MB."""
     folder = shutil.copytree(classified, tmp_path / "run")
@@ -405,6 +406,7 @@ def stop_at(process, ready):
     return err
 
 
+@pytest.mark.long
 def test_ctrl_c_keeps_what_was_drawn_and_resume_goes_on(tmp_path, capsys):
     """With more draws than anyone waits for, so that it is stopped on the way on any machine."""
     folder = tmp_path / "run"

@@ -15,6 +15,7 @@ from isosgd.experiments.demo_jobs import ISGD, QUICK, Found
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.long
 def test_quick_demo_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "folder"
     assert demo.main(["--out", str(out), "--quick", "--jobs", "1", "--seed", "1", "--json"]) == 0

@@ -48,6 +48,7 @@ def with_prior(reference: Reference, log_likelihood: object, prior: object) -> R
     return replace(reference, target=Target(log_likelihood, prior, positive=positive, init=start))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_mean_gradient_at_the_reference_draws_is_zero(name: str, root: Path) -> None:
     assert standard_errors(load(name, root)).abs().max() < SIGMAS
@@ -126,6 +127,7 @@ def test_prior_of_the_mixture_is_the_stated_one(root: Path) -> None:
 # The check itself: what is wrong is found.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", REGRESSIONS)
 def test_a_wrong_sigma_is_found(name: str, root: Path) -> None:
     reference = load(name, root)
