@@ -13,11 +13,15 @@ import sys
 from collections.abc import Sequence
 
 import isosgd
-from isosgd.commands import audit, bench, diagnose, fit, methods, predict, report, resume, sample
+from isosgd.commands import audit, diagnose, fit, methods, predict, report, resume, sample
 from isosgd.commands.common import STOPPED, said
 from isosgd.store import DamagedError
 
 TRACEBACK = "ISOSGD_TRACEBACK"
+BENCH_MOVED = (
+    "bench has left the package; from a clone of the repository run python -m experiments.uci, "
+    "python -m experiments.images mnist, or python -m experiments.images cifar10, with the same options"
+)
 COMMANDS = {
     "fit": fit,
     "predict": predict,
@@ -25,7 +29,6 @@ COMMANDS = {
     "resume": resume,
     "diagnose": diagnose,
     "report": report,
-    "bench": bench,
     "methods": methods,
     "audit": audit,
 }
@@ -37,9 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = argparse.Namespace()
     try:
         if given[:1] == ["demo"]:  # it has a parser of its own
-            from isosgd.demo import main as demo
+            from isosgd.demo.__main__ import main as demo
 
             return demo(given[1:])
+        if given[:1] == ["bench"]:
+            print(f"isosgd: {BENCH_MOVED}", file=sys.stderr)
+            return 2
         args = parser().parse_args(given)
         args.line = shlex.join(["isosgd", *given])
         return int(COMMANDS[args.command].run(args))
