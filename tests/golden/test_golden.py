@@ -123,7 +123,21 @@ def isgd_lowrank_chains() -> Draws:
 
 @case
 def chains_in_turn() -> Draws:
-    """Statistics of a minibatch cannot be mapped over chains."""
+    """A module that looks at its parameters on the host cannot be mapped over chains."""
+
+    class Looks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            float(self.weight.detach().sum())
+            return super().forward(x)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="chains run in turn")
+        return run(Target.from_module(filled(Looks(3, 1)), "gaussian"), chains=2, warmup=200)
+
+
+@case
+def batch_norm() -> Draws:
+    """Statistics of the minibatch tie its examples together: noise is that of successive gradients."""
     model = filled(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*uses the statistics of the minibatch")

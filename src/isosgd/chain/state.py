@@ -27,6 +27,8 @@ def state_of(chains: Chains) -> State:
         "params": chains.leaves,
         "sampler": chains.sampler.state_dict(),
         "batches": chains.batches.state(),
+        "buffers": chains.buffers,
+        "own_buffers": chains.own_buffers,
         "curvature": _curvature(chains.curvature),
         "scaled": _curvature(chains.scaled) if chains.in_metric else None,
         "stiffness": {name: getattr(chains.stiffness, name) for name in STIFFNESS},
@@ -54,6 +56,9 @@ def load_state(chains: Chains, state: State) -> None:
         _load_curvature(chains.scaled, state["scaled"])
     chains.sampler.load_state_dict(state["sampler"])
     chains.batches.load_state(state["batches"])
+    for name, value in state["buffers"].items():
+        chains.buffers[name].copy_(value)
+    chains.own_buffers = state["own_buffers"]
     _load_curvature(chains.curvature, state["curvature"])
     for name in STIFFNESS:
         setattr(chains.stiffness, name, state["stiffness"][name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from isosgd.native import perceptron
 from isosgd.potential.batches import batch_length, count_examples
 from isosgd.potential.elementwise import Prior
 from isosgd.potential.likelihoods import Likelihood
-from isosgd.potential.modules import ModuleLikelihood, Select
+from isosgd.potential.modules import Autocast, ModuleLikelihood, Select, check_autocast
 from isosgd.potential.params import Params
 from isosgd.potential.priors import FanInNormal, as_prior
 from isosgd.potential.space import Space, as_parameter
@@ -91,6 +92,8 @@ class Target:
         *,
         num_data: int | None = None,
         sampled: Select = "all",
+        autocast: Autocast | None = None,
+        channels_last: bool = False,
     ) -> Target:
         """The posterior of a network's parameters.
 
@@ -107,6 +110,9 @@ class Target:
             num_data: N, found from the data when they have a length.
             sampled: ``"all"`` parameters with ``requires_grad``; ``"last_layer"``, the module that holds the last of
                 those; or a callable ``(name, parameter) -> bool``. The others stay as they are.
+            autocast: ``"bfloat16"`` or ``"float16"``: forward passes run in mixed precision, parameters stay as they
+                are. On a recent GPU bfloat16 about halves the time of a large network.
+            channels_last: hold images and filters channels last, which convolutions on a GPU prefer.
 
         Example:
             >>> model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -114,7 +120,7 @@ class Target:
             >>> {name: tuple(x.shape) for name, x in target.initial().items()}
             {'2.weight': (1, 8), '2.bias': (1,), 'likelihood.scale': ()}
         """
-        module = ModuleLikelihood(model, likelihood, sampled)
+        module = ModuleLikelihood(model, likelihood, sampled, autocast, channels_last)
         prior = FanInNormal() if prior is None else as_prior(prior)
         for name in module.extra() | prior.extra(module.values):
             if name in module.values:
@@ -157,7 +163,7 @@ class Target:
         """
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"dtype = {dtype}: parameters must be floating point")
-        given = {name: as_parameter(name, value) for name, value in (init or {}).items()}
+        given = {name: as_parameter(name, value) for name, value in self.split_init(init)[0].items()}
         if not self._fixed:
             if not given:
                 raise ValueError(
@@ -166,6 +172,64 @@ class Target:
             self._space = self._make_space(given)
         assert self._space is not None
         return self._space.start(given, device, dtype)
+
+    # ---------------------------------------------------------------- buffers of a module
+
+    @property
+    def module(self) -> ModuleLikelihood | None:
+        """The module's likelihood, where the target was made from a module."""
+        return self._log_likelihood if isinstance(self._log_likelihood, ModuleLikelihood) else None
+
+    @property
+    def buffers(self) -> Params:
+        """Buffers of the module as they were when the target was made; none without a module."""
+        return {} if self.module is None else self.module.buffers
+
+    @property
+    def frozen(self) -> Params:
+        """Parameters of the module that are not sampled."""
+        return {} if self.module is None else self.module.frozen
+
+    @property
+    def ties_examples(self) -> bool:
+        """Whether the likelihood of an example depends on the rest of its minibatch (BatchNorm in training mode)."""
+        return self.module is not None and self.module.ties_examples
+
+    def split_init(self, init: Mapping[str, Any] | None) -> tuple[dict[str, Any], Params]:
+        """Start values as those of parameters and those of buffers, which are checked."""
+        own, frozen = self.buffers, self.frozen
+        params = {name: value for name, value in (init or {}).items() if name not in own and name not in frozen}
+        for name, x in frozen.items():
+            if name in (init or {}) and not torch.equal(torch.as_tensor(init[name]).to(x), x):  # type: ignore[index]
+                raise ValueError(f"init[{name!r}] is not sampled, and is not what the model has: leave it out")
+        buffers = {name: torch.as_tensor(value) for name, value in (init or {}).items() if name in own}
+        for name, value in buffers.items():
+            if value.shape != own[name].shape:
+                raise ValueError(
+                    f"init[{name!r}] has shape {list(value.shape)}, but this buffer of the model has "
+                    f"{list(own[name].shape)}: pass the state_dict of a network of the same architecture"
+                )
+            if value.is_floating_point() and not bool(value.isfinite().all()):
+                raise ValueError(f"init[{name!r}] has values that are NaN or infinite; mend them")
+        return params, buffers
+
+    def initial_buffers(self, init: Mapping[str, Any] | None, free: Params) -> Params:
+        """Copies of the buffers that a chain starts with, on the device and in the type of its parameters."""
+        first = next(iter(free.values()))
+        found = self.buffers | self.split_init(init)[1]
+        return {
+            name: x.detach().to(first.device, first.dtype if x.is_floating_point() else x.dtype, copy=True)
+            for name, x in found.items()
+        }
+
+    def check_device(self, device: torch.device) -> None:
+        """Refuse a device that cannot do what the target asks for."""
+        if self.module is not None:
+            check_autocast(self.module.autocast, device)
+
+    def using(self, buffers: Params) -> AbstractContextManager[None]:
+        """While open, the module has these buffers, which passes through it may change."""
+        return nullcontext() if self.module is None else self.module.using(buffers)
 
     def layers(self, free: Params) -> dict[str, str]:
         """Layer of each parameter: the module it sits in; sampled scales are layers of their own."""
