@@ -8,9 +8,9 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 
-from isosgd.commands.common import STOPPED, add_json, add_machine, plain, print_json, say, use_machine
+from isosgd.cli.common import STOPPED, add_json, add_machine, echo, plain, print_json, use_machine
 
-__all__ = ["add_json", "add_machine", "plain", "print_json", "run", "say", "use_machine"]
+__all__ = ["add_json", "add_machine", "echo", "plain", "print_json", "run", "use_machine"]
 
 
 def run(

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
         side_by_side=args.side_by_side,
         command=args.line,
         earlier=earlier,
-        say=lambda words: command.say(args, words),
+        say=lambda words: command.echo(args, words),
         save=lambda result: tables.write(result, path),
     )
     result = bench.run(args.seeds, args.rows, args.once)

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "src" / "isosgd"
 # A part imports only what stands left of it. "isosgd" is the package's own __init__, which gathers the public names.
 ORDER = (
     "errors", "names", "native", "data", "potential", "noise", "samplers", "store", "metrics", "diagnostics",
-    "predictive", "chain", "baselines", "sampling", "isosgd", "report", "demo", "commands", "cli",
+    "predictive", "chain", "baselines", "sampling", "isosgd", "report", "demo", "cli",
     "__main__",
 )  # fmt: skip
 # Arrows that the order alone would allow.

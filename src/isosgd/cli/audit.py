@@ -10,6 +10,8 @@ import json
 import sys
 from typing import Any
 
+from isosgd.diagnostics.audit import Loop, audit
+
 BREACHED = 3
 DESCRIPTION = (
     "State the tempered posterior that a sampling loop targets, and what is wrong with it. Rules are numbers, or "
@@ -19,7 +21,7 @@ DESCRIPTION = (
 EPILOG = 'example: isosgd audit --noise "sqrt(2*lr)*0.01" --lr 1e-3 --loss mean --num-data 60000 --weight-decay 5e-4'
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add_audit(parser: argparse.ArgumentParser) -> None:
     """Give a parser the arguments of this command."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     whole: dict[str, Any] = {"type": int, "metavar": "COUNT"}
@@ -67,10 +69,8 @@ def _rule(text: str) -> float | str:
         return text
 
 
-def run(args: argparse.Namespace) -> int:
+def run_audit(args: argparse.Namespace) -> int:
     """Judge the description and print the verdict."""
-    from isosgd.diagnostics.audit import Loop, audit
-
     given = {name: value for name, value in vars(args).items() if name in Loop.__dataclass_fields__}
     try:
         found = audit(**{name: value for name, value in given.items() if value is not None})

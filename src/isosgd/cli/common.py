@@ -31,7 +31,7 @@ def add_machine(parser: argparse.ArgumentParser, threads: int | None = None) -> 
     parser.add_argument("--threads", type=int, default=threads, help=f"threads of torch (default: {usual})")
 
 
-def say(args: argparse.Namespace, *lines: str) -> None:
+def echo(args: argparse.Namespace, *lines: str) -> None:
     """Words for people: on standard output, or on standard error where that is taken by JSON or CSV."""
     quiet = getattr(args, "json", False) or getattr(args, "to_stdout", False)
     for line in lines:
@@ -62,14 +62,28 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, str | int | bool | None) else str(value)
 
 
-def said(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of an error, with its kind.
 
     Example:
-        >>> said(KeyError("colour"))
+        >>> first_line(KeyError("colour"))
         "KeyError: 'colour'"
     """
     return f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """The argument RUN, and where its target comes from when the folder does not say."""
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run")
+    parser.add_argument(
+        "--script", metavar="SCRIPT.py:target",
+        help="what makes target and data, for a run that was begun from Python or whose script has moved",
+    )  # fmt: skip
+
+
+def add_damaged(parser: argparse.ArgumentParser) -> None:
+    """The option to do without files that are not as they were written."""
+    parser.add_argument("--drop-damaged", action="store_true", help="do without draws in damaged files, and say so")
 
 
 def use_machine(threads: int | None, device: str | None) -> None:

@@ -1,6 +1,8 @@
-"""The network that ``isosgd fit`` samples: one hidden layer, noise and prior scales, one a layer, sampled too.
+"""The network that ``isosgd fit`` samples, and for how many steps: nothing but the size of the table decides.
 
-Nothing in it depends on the table but the numbers of inputs and outputs.
+It has one hidden layer; the scale of the noise and the scales of the prior, one a layer, are sampled too. Where a
+gradient of all rows is affordable, chains take trajectories on all of them, which have no bias, and which carry a
+network's predictions through their posterior. Where it is not, they take minibatches.
 """
 
 from __future__ import annotations
@@ -17,6 +19,12 @@ from torch import Tensor, nn
 from isosgd import Target, priors
 
 LARGEST = 1 << 27  # numbers in a network that a folder may ask for
+MOST_WORK = 5_000_000  # rows times weights up to which all rows are taken: some four minutes of a core
+LITTLE_WORK = 400_000  # so little can be done twice as often in the same minute
+WARMUP, APART = 6_000, 200  # steps on all rows before the first draw, and between two, at effort 1
+LEAST_WARMUP, LEAST_APART = 1_300, 8  # below which nothing is found out, not even by one chain
+LITTLE_EFFORT = 0.1  # below which to compile takes longer than it saves
+FEW_WARMUP, FEW_APART = 5_000, 50  # steps on minibatches, at effort 1
 
 
 @dataclass(frozen=True)
@@ -87,3 +95,34 @@ class Network:
                 nn.init.zeros_(layer.bias)
             # Nothing stands in the third place, but folders of earlier runs call the layers 0 and 3.
             return nn.Sequential(hidden, nn.ReLU(), nn.Identity(), output)
+
+
+def steps_for(method: str, rows: int, weights: int, effort: float) -> dict[str, Any]:
+    """Settings of `isosgd.sample`.
+
+    Args:
+        method: a name of `isosgd.methods`.
+        rows: to train on.
+        weights: of the network.
+        effort: times the usual number of steps.
+
+    Example:
+        >>> steps_for("isgd", rows=1_000, weights=751, effort=1.0)
+        {'batch_size': 'all', 'warmup': 6000, 'keep_every': 200}
+        >>> steps_for("isgd", rows=50_000, weights=751, effort=2.0)
+        {'batch_size': None, 'warmup': 10000, 'keep_every': 100}
+    """
+    work = rows * weights
+    if method != "isgd" or work > MOST_WORK:
+        return {
+            "batch_size": None,
+            "warmup": math.ceil(FEW_WARMUP * effort),
+            "keep_every": math.ceil(FEW_APART * effort),
+        }
+    apart = APART * (2 if work <= LITTLE_WORK else 1)
+    return {
+        "batch_size": "all",
+        "warmup": max(LEAST_WARMUP, math.ceil(WARMUP * effort)),
+        "keep_every": max(LEAST_APART, math.ceil(apart * effort)),
+        **({"compile": False} if effort < LITTLE_EFFORT else {}),
+    }

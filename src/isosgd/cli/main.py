@@ -1,4 +1,7 @@
-"""The command line: ``isosgd COMMAND``; the commands are the modules of `isosgd.commands`.
+"""The command line: ``isosgd COMMAND``. `tables` has fit and predict, `runs` the commands for all runs.
+
+A command adds its description, an example (``epilog``) and its arguments to a parser, and returns an exit code. What a
+user can fix is raised as ``ValueError``, ``TypeError`` or ``OSError``, printed here, and ends with 1.
 
 Exit codes: 0 when it went well, 1 when it did not, 2 when it was asked wrongly, 130 when Ctrl-C ended it.
 """
@@ -10,11 +13,12 @@ import errno
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import isosgd
-from isosgd.commands import audit, diagnose, fit, methods, predict, report, resume, sample
-from isosgd.commands.common import STOPPED, said
+from isosgd.cli import audit, runs, tables
+from isosgd.cli.common import STOPPED, add_json, first_line, print_json
 from isosgd.store import DamagedError
 
 TRACEBACK = "ISOSGD_TRACEBACK"
@@ -22,16 +26,14 @@ BENCH_MOVED = (
     "bench has left the package; from a clone of the repository run python -m experiments.uci, "
     "python -m experiments.images mnist, or python -m experiments.images cifar10, with the same options"
 )
-COMMANDS = {
-    "fit": fit,
-    "predict": predict,
-    "sample": sample,
-    "resume": resume,
-    "diagnose": diagnose,
-    "report": report,
-    "methods": methods,
-    "audit": audit,
-}
+
+
+class Command(NamedTuple):
+    """What ``isosgd --help`` says of a command, what adds its arguments to a parser, and what runs it."""
+
+    help: str
+    add: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,11 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, OSError, ModuleNotFoundError, RuntimeError) as error:
         if os.environ.get(TRACEBACK):
             raise
-        print(f"isosgd: {_words(error, args)}", file=sys.stderr)
+        print(f"isosgd: {_message(error, args)}", file=sys.stderr)
         return 1
 
 
-def _words(error: Exception, args: argparse.Namespace) -> str:
+def _message(error: Exception, args: argparse.Namespace) -> str:
     """What went wrong, in a line or two, and what would mend it where that is known."""
     if isinstance(error, DamagedError) and hasattr(args, "run"):
         mend = "--drop-damaged does without its draws" if hasattr(args, "drop_damaged") else "put back a copy of it"
@@ -77,7 +79,7 @@ def _words(error: Exception, args: argparse.Namespace) -> str:
         words = kinds.get(error.errno or 0, error.strerror) if error.filename else error.strerror
         return f"{error.filename}: {words}" if error.filename else words
     if isinstance(error, RuntimeError) and not isinstance(error, isosgd.DivergedError):  # of torch, mostly
-        return f"{said(error)} ({TRACEBACK}=1 in the environment shows where)"
+        return f"{first_line(error)} ({TRACEBACK}=1 in the environment shows where)"
     return str(error)
 
 
@@ -91,7 +93,41 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=isosgd.__version__)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("demo", help="sample posteriors that are known, and two real data sets", add_help=False)
-    for name, module in COMMANDS.items():
-        line = (module.__doc__ or "").splitlines()[0].rstrip(".")
-        module.add(commands.add_parser(name, help=line[:1].lower() + line[1:]))
+    for name, command in COMMANDS.items():
+        command.add(commands.add_parser(name, help=command.help))
     return top
+
+
+def add_methods(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the arguments of this command."""
+    parser.description = "List every method that `isosgd sample --method` takes, with what it targets."
+    parser.epilog = "example: isosgd methods --json"
+    add_json(parser, "methods, with settings and defaults,")
+
+
+def run_methods(args: argparse.Namespace) -> int:
+    """Print the list."""
+    rows = isosgd.methods()
+    if args.json:
+        print_json(rows)
+        return 0
+    wide = max(len(row["name"]) for row in rows)
+    for row in rows:
+        print(f"{row['name']:<{wide}}  {row['family']:<12} {row['targets']}")
+    return 0
+
+
+COMMANDS = {
+    "fit": Command("sample the posterior of a network on a CSV or Parquet table", tables.add_fit, tables.run_fit),
+    "predict": Command(
+        "predict new rows: means and intervals, or class probabilities", tables.add_predict, tables.run_predict
+    ),
+    "sample": Command("sample a target that a Python script makes", runs.add_sample, runs.run_sample),
+    "resume": Command("go on with a run that was stopped", runs.add_resume, runs.run_resume),
+    "diagnose": Command("say whether to believe a run, and why", runs.add_diagnose, runs.run_diagnose),
+    "report": Command("write a report of a run as one HTML file", runs.add_report, runs.run_report),
+    "methods": Command("list every method", add_methods, run_methods),
+    "audit": Command(
+        "state what a sampling loop really samples, from a description of it", audit.add_audit, audit.run_audit
+    ),
+}
