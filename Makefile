@@ -41,14 +41,14 @@ docs: $(VENV)/.installed-docs ## Build the documentation into site/; any warning
 	$(PY) -m mkdocs build --strict
 
 bench: $(VENV)/.installed-dev ## Time one update of each sampler against torch.optim
-	$(PY) benchmarks/step.py
+	$(PY) -m benchmarks.step
 
 bench-peers: $(PEERS)/.installed ## Chain-steps per second against blackjax and posteriors, on one core
-	$(PEERS)/bin/python -W ignore benchmarks/chains.py
+	$(PEERS)/bin/python -W ignore -m benchmarks.chains
 
 clean: ## Remove the environment and everything built (demo-output/ too)
 	rm -rf $(VENV) $(PEERS) site dist build demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find src tests experiments benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # One stamp for each extra. The constraints keep pip from choosing another torch than the one tested.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/.created

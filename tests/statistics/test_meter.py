@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from isosgd import Posterior, Target, priors, sample
+from isosgd.demo.toy import Toy
 from isosgd.diagnostics import Verdict
 from isosgd.errors import SamplingWarning
-from isosgd.experiments.toy import Toy
 
 NUM_DATA, DIM, CHAINS, DRAWS, BATCH = 200, 10, 4, 200, 40
 State = dict[str, Any]

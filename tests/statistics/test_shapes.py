@@ -16,10 +16,10 @@ from scipy.linalg import solve_discrete_lyapunov
 from torch import Tensor
 
 import isosgd
+from experiments.posteriors import posteriordb
 from isosgd import ISGD, Target, priors
+from isosgd.demo.toy import Toy, compare, gaussian_w2
 from isosgd.diagnostics import integrated_time
-from isosgd.experiments import posteriordb
-from isosgd.experiments.toy import Toy, compare, gaussian_w2
 from isosgd.samplers.innovations import Source
 from isosgd.samplers.shaped import Shaped
 from isosgd.samplers.steppers import variance_inflation

@@ -18,13 +18,13 @@ PACKAGE = ROOT / "src" / "isosgd"
 
 # A part imports only what stands left of it. "isosgd" is the package's own __init__, which gathers the public names.
 ORDER = (
-    "errors", "names", "native", "data", "models", "potential", "noise", "samplers", "store", "metrics", "diagnostics",
-    "predictive", "chain", "baselines", "sampling", "isosgd", "experiments", "report", "demo", "commands", "cli",
+    "errors", "names", "native", "data", "potential", "noise", "samplers", "store", "metrics", "diagnostics",
+    "predictive", "chain", "baselines", "sampling", "isosgd", "report", "demo", "cli",
     "__main__",
 )  # fmt: skip
 # Arrows that the order alone would allow.
 FORBIDDEN = {
-    "samplers": {"potential", "models", "data"},
+    "samplers": {"potential", "data"},
     "report": {"samplers", "baselines"},
 }
 # What `import isosgd` may load besides the standard library; the other parts may also use the extras.
@@ -121,7 +121,9 @@ def dotted(path: Path) -> str:
 
 
 def python_files() -> list[Path]:
-    return sorted(path for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+    return sorted(
+        path for folder in ("src", "tests", "experiments", "benchmarks") for path in (ROOT / folder).rglob("*.py")
+    )
 
 
 def test_every_part_has_its_place() -> None:
@@ -164,7 +166,7 @@ def test_no_local_paths() -> None:
     texts = {".py", ".md", ".toml", ".yml", ".txt", ".cff", ".json", ".typed", ""}
     skipped = {"LICENSE", ".git"}  # which is a file in a worktree
     files = [path for path in ROOT.iterdir() if path.is_file()]
-    for folder in ("src", "tests", "docs", "benchmarks", ".ci"):
+    for folder in ("src", "tests", "docs", "experiments", "benchmarks", ".ci"):
         files += [path for path in (ROOT / folder).rglob("*") if path.is_file()]
     found = [
         f"{path.relative_to(ROOT)}: {match[0]}"
@@ -208,7 +210,7 @@ def test_installed_version_is_the_stated_one() -> None:
         ("noise", "isosgd.noise.paired", "import isosgd"),
         ("chain", "isosgd.chain.loop", "from isosgd import sample"),
         ("samplers", "isosgd.samplers.isgd", "from isosgd.potential import Target"),
-        ("samplers", "isosgd.samplers.isgd", "from ..data import uci"),
+        ("samplers", "isosgd.samplers.isgd", "from ..data import tables"),
         ("report", "isosgd.report", "from .samplers import ISGD"),
         ("isosgd", "isosgd", "from .cli import main"),
     ],
@@ -224,7 +226,7 @@ def test_a_wrong_arrow_is_found(part: str, module: str, source: str) -> None:
     [
         ("samplers", "isosgd.samplers.isgd", "from isosgd.noise import Paired\nfrom . import stepper\nimport torch"),
         ("chain", "isosgd.chain.loop", "from ..samplers.isgd import ISGD\nfrom ..errors import ChainError"),
-        ("demo", "isosgd.demo", "import isosgd\nfrom isosgd import sample\nfrom isosgd.data import toy"),
+        ("demo", "isosgd.demo", "import isosgd\nfrom isosgd import sample\nfrom isosgd.data import tables"),
     ],
 )
 def test_a_right_arrow_passes(part: str, module: str, source: str) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from isosgd import demo
-from isosgd.experiments.demo_figures import reliability
-from isosgd.experiments.demo_jobs import ISGD, QUICK, Found
+from isosgd.demo import __main__ as demo
+from isosgd.demo.figures import reliability
+from isosgd.demo.jobs import ISGD, QUICK, Found
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

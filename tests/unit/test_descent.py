@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 import isosgd
+from experiments.posteriors import suite
 from isosgd import Target
 from isosgd.chain import descent
 from isosgd.chain.batches import TensorBatches
 from isosgd.chain.chain import Chains
-from isosgd.experiments import suite
 
 
 def chains_of(target: Target, data: tuple[Tensor, ...], batch_size: int, count: int = 2) -> Chains:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 import isosgd
 from isosgd import Target, sample
 from isosgd.cli import main
-from isosgd.commands.effort import LEAST_APART, LEAST_WARMUP, MOST_WORK, steps_for
-from isosgd.commands.network import Network
+from isosgd.cli.network import LEAST_APART, LEAST_WARMUP, MOST_WORK, Network, steps_for
 from isosgd.sampling import room
 
 PENGUINS = Path(__file__).parents[1] / "data" / "penguins.csv"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isosgd.models import lenet5, resnet18
+from experiments.models import lenet5, resnet18
 from isosgd.samplers.kronecker import Kronecker
 from isosgd.samplers.matrices import LEADING, lay_out, rotation_work
 from isosgd.samplers.rows import diagonal

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from experiments.models import mlp
 from isosgd import Posterior, Target, likelihoods, priors, sample
 from isosgd.chain.chain import Chains
 from isosgd.chain.compiled import Compiled
 from isosgd.chain.gradients import Layout, Many
-from isosgd.models import mlp
 from isosgd.native import build, lowrank, perceptron
 from isosgd.store import writer
 
@@ -252,7 +252,7 @@ CACHED = """
 import json, torch
 from torch._dynamo.utils import counters
 from isosgd import Target, likelihoods, priors, sample
-from isosgd.models import mlp
+from experiments.models import mlp
 torch.manual_seed(0)
 x = torch.randn(200, 6)
 target = Target.from_module(mlp(6, 50, 1), likelihoods.Gaussian(0.1), priors.FanInNormal())
