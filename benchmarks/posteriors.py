@@ -39,8 +39,8 @@ import torch
 
 import isosgd
 from isosgd.experiments import posteriordb, suite
+from isosgd.geometry.choice import StructureName
 from isosgd.samplers import METHODS
-from isosgd.samplers.structures import StructureName
 
 CHAINS = 8
 LEAST_DRAWS = 4  # of each chain, even where the budget does not hold them

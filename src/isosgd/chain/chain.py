@@ -14,13 +14,10 @@ from isosgd.chain.batches import Batches
 from isosgd.chain.curvature import Curvature, Stiffness
 from isosgd.chain.gradients import Layout, Many, Single, stacked
 from isosgd.errors import DivergedError
+from isosgd.geometry import Full, Geometry
 from isosgd.potential import Params, Target
 from isosgd.samplers import ISGD, Sampler
-from isosgd.samplers.full import Full
-from isosgd.samplers.full_step import FullStep
-from isosgd.samplers.gliding import Gliding
-from isosgd.samplers.preconditioned import Preconditioned
-from isosgd.samplers.shaped import Shaped
+from isosgd.samplers.hmc import HMC
 
 SCALE = 0.5  # information of an example about the logarithm of a noise scale, at the least
 
@@ -98,9 +95,9 @@ class Chains:
         self.loss = torch.full((self.count,), torch.nan, device=device)
         self.alive = torch.ones(self.count, dtype=torch.bool, device=device)
         if isinstance(self.sampler, ISGD):
-            self.sampler.attended = batches.independent  # else there is less noise than it seems
-        if self.shaped is not None:
-            self.shaped.alive = self.alive
+            self.sampler.independent_batches = batches.independent  # else there is less noise than it seems
+        if self.geometry is not None:
+            self.geometry.alive = self.alive
         self.failures: dict[int, DivergedError] = {}
         self.batch: Any = None
 
@@ -135,7 +132,7 @@ class Chains:
             batch: to take instead of the next one.
         """
         self.batch = self.batches.next(mixed=split) if batch is None else batch
-        forgiving = self.gliding is not None if forgiving is None else forgiving
+        forgiving = self.hmc is not None if forgiving is None else forgiving
         loss, gradients, noise = self.differentiate(self.params, self.batch, split)
         finite = self._finite(loss, gradients)
         if not bool(finite.all()):
@@ -152,22 +149,22 @@ class Chains:
 
     def step(self, split: bool = False) -> None:
         """One gradient and one step of the sampler, from halves of the minibatch where the noise is to be measured."""
-        local = self.local
-        noise = self.evaluate(split or local is not None)
-        if noise is not None and not split and local is not None:
-            local.attend(local.flatten(noise))
+        tracking = self.tracking
+        noise = self.evaluate(split or tracking is not None)
+        if noise is not None and not split and tracking is not None:
+            tracking.track_level(tracking.flatten(noise))
         self.advance(noise if split else None)
 
     @property
-    def local(self) -> FullStep | None:
+    def tracking(self) -> Full | None:
         """The sampler's Lambda, where it follows the level of the noise from step to step."""
-        return self.shaped if isinstance(self.shaped, FullStep) and self.shaped.local else None
+        return self.geometry if isinstance(self.geometry, Full) and self.geometry.tracks_level else None
 
     def advance(self, noise: list[Tensor] | None) -> None:
         """One step of the sampler, from the gradients just evaluated."""
         saved = self.snapshot() if self.failures else None
-        if self.gliding is not None:
-            self.gliding.energy = self.energy()
+        if self.hmc is not None:
+            self.hmc.energy = self.energy()
         self.sampler.step(noise=noise)
         if saved is not None:  # chains that were given up stay where they were
             self.restore(saved, ~self.alive)
@@ -193,17 +190,17 @@ class Chains:
 
     def probe_curvature(self) -> None:
         """One power iteration on the minibatch just evaluated; costs one gradient."""
-        shaped = self.shaped
+        geometry = self.geometry
         if self.in_metric:
             self.scaled.probe(
                 self.whiten(self.flat(self.leaves), -0.5), lambda x: self.whiten(self.change(self.whiten(x)))
             )
-        elif shaped is None or not shaped.known:
+        elif geometry is None or not geometry.known:
             self.curvature.probe(self.flat(self.leaves), self.change)
-        elif shaped.axes and self.probes % 2:
-            self.stiffness.probe_axis(shaped, self.change)
+        elif geometry.axes and self.probes % 2:
+            self.stiffness.probe_axis(geometry, self.change)
         else:
-            self.stiffness.probe(shaped, self.change)
+            self.stiffness.probe(geometry, self.change)
         self.gradients += 1
         self.probes += 1
 
@@ -212,12 +209,12 @@ class Chains:
     @property
     def in_metric(self) -> bool:
         """Whether curvature is measured in the metric of a sampler that has one."""
-        return isinstance(self.sampler, Preconditioned) and self.sampler.in_metric
+        return self.sampler.metric is not None and self.sampler.metric.entered
 
     def enter_metric(self) -> bool:
         """From now on, where the sampler has a metric. It must have seen noise."""
-        if isinstance(self.sampler, Preconditioned):
-            self.sampler.in_metric = True
+        if self.sampler.metric is not None:
+            self.sampler.metric.entered = True
             group = self.sampler.param_groups[0]
             like = self.flat(self.leaves)
             self.scaled = Curvature(like, self.slots, group["temperature"], self.num_data, self._seed + 3)
@@ -225,24 +222,24 @@ class Chains:
 
     def whiten(self, x: Tensor, power: float = 0.5) -> Tensor:
         """``P^power`` times flat vectors."""
-        assert isinstance(self.sampler, Preconditioned)
+        assert self.sampler.metric is not None
         parts = self.layout.views(x if self.many is not None else x[0])
-        return self.flat(self.sampler.whiten([parts[name] for name in self.params], power))
+        return self.flat(self.sampler.metric.whiten([parts[name] for name in self.params], power))
 
     @property
-    def shaped(self) -> Shaped | None:
+    def geometry(self) -> Geometry | None:
         """The sampler's Lambda, where it knows directions."""
-        return self.sampler.shaped if isinstance(self.sampler, ISGD) else None
+        return self.sampler.geometry
 
     @property
-    def gliding(self) -> Gliding | None:
-        """The sampler, where it takes trajectories on all of the data."""
-        return self.sampler if isinstance(self.sampler, Gliding) else None
+    def hmc(self) -> HMC | None:
+        """The sampler, where it is HMC on all of the data."""
+        return self.sampler if isinstance(self.sampler, HMC) else None
 
     @property
     def follows(self) -> bool:
         """Whether there is gradient noise for the sampler to follow."""
-        return self.sampler.estimator.centred and self.gliding is None
+        return self.sampler.estimator.centred and self.hmc is None
 
     def energy(self) -> Tensor:
         """``f / T`` of each chain from the last loss, which must be that of all data."""
@@ -252,15 +249,15 @@ class Chains:
     @property
     def level(self) -> Tensor:
         """The loss of each chain: of the last minibatch, or of all data where the last trajectory ended."""
-        if self.gliding is None or self.gliding.home is None:
+        if self.hmc is None or self.hmc.home is None:
             return self.loss
         temperature: float = self.sampler.param_groups[0]["temperature"]
-        return temperature * self.gliding.home_energy / self.num_data
+        return temperature * self.hmc.home_energy / self.num_data
 
     @property
     def current(self) -> Params:
         """The parameters that count: where the last trajectory ended, while the next one is under way."""
-        home = None if self.gliding is None else self.gliding.home
+        home = None if self.hmc is None else self.hmc.home
         if home is None:
             return self.params
         return self.layout.views(home.to(self.leaves[0].dtype) if self.many is not None else home[0])
@@ -275,38 +272,38 @@ class Chains:
 
     def curvatures(self) -> Tensor:
         """Top curvature of each group; under a Lambda that knows directions, what makes up ``rate * curvature``."""
-        if self.shaped is None or not self.shaped.known:
+        if self.geometry is None or not self.geometry.known:
             return (self.scaled if self.in_metric else self.curvature).values().double()
-        return self.stiffness.value(self.shaped).double().unsqueeze(-1) / self.rates()
+        return self.stiffness.value(self.geometry).double().unsqueeze(-1) / self.rates()
 
     def adapt(self, curvatures: Tensor, rise: float = 2.0) -> None:
         """Set the sampler's rates from the noise it has seen and the curvature ``[chains, groups]``."""
         columns = curvatures.to(self.leaves[0].device, torch.float32)
         numbers = list((columns if self.many is not None else columns[0]).unbind(-1))
-        if isinstance(self.sampler, ISGD) and self.shaped is not None:
+        if isinstance(self.sampler, ISGD) and self.geometry is not None:
             prior = self._known_curvature() if rise > 1.0 else None
             self.sampler.adapt(numbers, rise, prior)
             if rise > 1.0 and self.stiffness.probes:
-                self.sampler.relax(self.stiffness.value(self.shaped) / self.shaped.unit_rate)
+                self.sampler.relax(self.stiffness.value(self.geometry) / self.geometry.unit_rate)
         else:
             self.sampler.adapt(numbers, rise)
 
     @property
     def structure(self) -> str | None:
         """The shape of I-SGD's Lambda, by name."""
-        return self.sampler.structure.name if isinstance(self.sampler, ISGD) else None
+        return self.sampler.structure.name if isinstance(self.sampler, ISGD | HMC) else None
 
     def conditioning(self) -> dict[str, float] | None:
         """Condition numbers that simpler shapes of Lambda would leave; None where that is not known."""
-        return self.shaped.conditioning() if isinstance(self.shaped, Full) and self.shaped.known else None
+        return self.geometry.conditioning() if isinstance(self.geometry, Full) and self.geometry.known else None
 
     def decide(self) -> bool:
         """Whether another shape of Lambda is to have a first look, since the one before was not worth its cost."""
         return isinstance(self.sampler, ISGD) and self.sampler.decide()
 
     def shape(self) -> None:
-        """Shape Lambda by the noise seen alone; how large it is does not matter to trajectories."""
-        assert isinstance(self.sampler, ISGD)
+        """Shape Lambda by the noise seen alone; how large it is does not matter to HMC."""
+        assert isinstance(self.sampler, ISGD | HMC)
         self.sampler.adapt(rise=math.inf, prior=self._known_curvature())
 
     def _known_curvature(self) -> list[Tensor]:
@@ -396,7 +393,7 @@ class Chains:
                 state={name: x[k].clone() for name, x in natural.items()},
             )
         self.alive = self.alive & ~chains
-        if self.shaped is not None:
-            self.shaped.alive = self.alive
+        if self.geometry is not None:
+            self.geometry.alive = self.alive
         if not bool(self.alive.any()):
             raise next(iter(self.failures.values()))
