@@ -2,8 +2,8 @@
 
     python benchmarks/engine.py [--rounds 5] [--json FILE]
 
-Both run in one process, in turns; the figures are medians. Data are random: only the time counts. A gradient of `sample`
-is the time of 400 steps between draws, from two runs that differ in their number of draws alone.
+Both run in one process, in turns; the figures are medians. Data are random: only the time counts. A gradient of
+`sample` is the time of 400 steps between draws, from two runs that differ in their number of draws alone.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import warnings
 from typing import Any
 
 import torch
+from isosgd.models import lenet5, resnet18
 from torch import Tensor, nn
 
 from isosgd import Target, sample
 from isosgd.data import crop_flip
-from isosgd.models import lenet5, resnet18
 
 STEPS = 400
 

@@ -73,8 +73,8 @@ def sampler_step(kind: type[isosgd.Sampler], **settings: object) -> Step:
         sampler.step(noise=noise if sampler.estimator.centred and i % CYCLE == 0 and kind is not isosgd.SGLD else None)
 
     def wait() -> None:
-        if sampler._source.ahead is not None:
-            sampler._source.ahead.result()
+        if sampler.injector.source.prefetched is not None:
+            sampler.injector.source.prefetched.result()
 
     return Step(step, wait)
 

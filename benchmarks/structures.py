@@ -29,9 +29,8 @@ from torch import Tensor
 
 import isosgd
 from experiments.models import resnet18
-from isosgd.samplers.kronecker import Kronecker
-from isosgd.samplers.lowrank import LowRank
-from isosgd.samplers.structures import STRUCTURES
+from isosgd.geometry import Kronecker, LowRank
+from isosgd.geometry.choice import STRUCTURES
 
 CYCLE = 50  # steps between two looks at the noise, the samplers' default
 ALLOWED = {"lowrank": 3.0, "kronecker": 2.0}
@@ -58,7 +57,7 @@ def make(structure: Any, device: torch.device, seed: int = 0) -> Candidate:
         net.named_parameters(), num_data=NUM_DATA, batch_size=BATCH, structure=structure, generator=generator
     )
     noise = [torch.empty_like(p) for p in net.parameters()]
-    vectors = 4 if sampler.shaped is None else sampler.shaped.least
+    vectors = 4 if sampler.geometry is None else sampler.geometry.min_vectors
     start = _now(device)
     for _ in range(vectors):
         sampler.observe([d.normal_(generator=generator).mul_(1e-3) for d in noise])
@@ -119,8 +118,8 @@ def measure(candidates: dict[str, Candidate], rounds: int, device: torch.device)
             busy, start = time.process_time(), _now(device)
             sampler.step(noise=noise if look else None)
             done = _now(device)
-            if sampler._source.ahead is not None:
-                sampler._source.ahead.result()
+            if sampler.injector.source.prefetched is not None:
+                sampler.injector.source.prefetched.result()
             end = time.perf_counter()
             if i >= 0:
                 times[name][look].append(Cost(done - start, end - done, time.process_time() - busy))

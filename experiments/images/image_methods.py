@@ -15,11 +15,11 @@ from torch import Tensor
 
 from experiments.images.captured import Chain
 from experiments.images.image_jobs import Job, Method, Outcome, Steps, keep_draws, start_chain
+from isosgd.geometry.layer import Layer, Single
 from isosgd.noise import MovingAverage, NoiseEstimator
 from isosgd.noise.summaries import summarise
-from isosgd.samplers.presets import PRESETS
-from isosgd.samplers.rates import slow_rise
-from isosgd.samplers.structures import make_structure
+from isosgd.samplers.base import slow_rise
+from isosgd.samplers.isgd import PRESETS
 
 SAFETY = 4.0  # times the largest noise in a layer: what held at T = 1 on convolutional networks
 FIRST_WINDOW = 100
@@ -72,7 +72,7 @@ def isgd(preset: str) -> Method:
     about = PRESETS[preset]
 
     def steps(job: Job, outcome: Outcome) -> Steps:
-        chain, structure = start_chain(job), make_structure(about["structure"])
+        chain, structure = start_chain(job), (Single if about["structure"] == "single" else Layer)()
         watch = Watch(chain, about["noise"])
         if not watch.estimator.ready(job.warmup):
             raise ValueError(f"warmup = {job.warmup} is too short for {preset}: its estimate needs more gradients")

@@ -12,7 +12,7 @@ import numpy as np
 
 import isosgd
 from experiments.posteriors import suite
-from isosgd.samplers.structures import StructureName
+from isosgd.geometry.choice import StructureName
 
 CHAINS = 8
 LEAST_DRAWS = 4  # of each chain, even where the budget does not hold them

@@ -17,7 +17,7 @@ from torch import Tensor
 import isosgd
 from isosgd import Target, priors
 from isosgd.baselines.swag import Moments
-from isosgd.samplers.cyclical import cosine
+from isosgd.samplers.schedules import cosine
 
 CHAINS = 256
 DIM = 6

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isosgd import Posterior, Target, priors, sample
 from isosgd.diagnostics import traces
-from isosgd.samplers.gliding import Gliding
+from isosgd.samplers.hmc import HMC
 from isosgd.samplers.innovations import Source
 
 N, SIGMA, PRIOR = 60, 0.5, 2.0
@@ -80,13 +80,13 @@ def test_temperature_is_kept() -> None:
 
 
 def without_kinetic_energy(monkeypatch: pytest.MonkeyPatch) -> None:
-    kick = Gliding._kick
+    kick = HMC._kick
 
-    def forgetful(self: Gliding, *args: Any) -> None:
+    def forgetful(self: HMC, *args: Any) -> None:
         kick(self, *args)
         self.gained = torch.zeros_like(self.gained)
 
-    monkeypatch.setattr(Gliding, "_kick", forgetful)
+    monkeypatch.setattr(HMC, "_kick", forgetful)
 
 
 def too_fast(monkeypatch: pytest.MonkeyPatch) -> None:

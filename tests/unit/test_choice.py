@@ -10,11 +10,11 @@ from torch import Tensor
 import isosgd
 from isosgd import Target, priors
 from isosgd.chain.chain import Chains
+from isosgd.geometry import choice as structures
+from isosgd.geometry.choice import choose, provisional
+from isosgd.geometry.full import condition_numbers
 from isosgd.potential import Params
-from isosgd.samplers import structures
 from isosgd.samplers.isgd import ISGD
-from isosgd.samplers.reshaping import condition_numbers
-from isosgd.samplers.structures import choose, provisional
 from isosgd.store import writer
 
 WEIGHTS, ROWS = 32, 600

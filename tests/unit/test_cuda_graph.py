@@ -52,7 +52,7 @@ def test_the_graph_samples_the_known_posterior(more: dict[str, Any], temperature
 
 
 def test_batches_of_a_loader_are_copied_into_fixed_places_and_a_short_one_is_taken_without_a_graph() -> None:
-    target, (x, y), mean, covariance = regression()
+    target, (x, y), mean, _ = regression()
     loader = DataLoader(TensorDataset(x.cpu()[:1_950], y.cpu()[:1_950]), batch_size=100, shuffle=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -93,7 +93,7 @@ def test_networks_with_batchnorm_in_bfloat16_have_statistics_of_every_draw() -> 
     posterior = run(draws=6)
     assert "CUDA graph of whole steps" in posterior.info["engine"]
     assert posterior.buffers["1.running_mean"].shape == (1, 6, 8)
-    x, y = images()
+    x, _ = images()
     logits = posterior.predict(x.float() / 128 - 1).mean
     assert logits.shape == (600, 3) and bool(logits.isfinite().all())
 

@@ -20,7 +20,7 @@ from isosgd.chain.chain import Chains
 from isosgd.chain.progress import Progress
 from isosgd.potential import Params, Target
 from isosgd.potential.modules import ModuleLikelihood
-from isosgd.samplers.cyclical import cosine
+from isosgd.samplers.schedules import cosine
 
 LOOKS, PROBES = 50, 20  # gradients spent on the noise and on the curvature where a rate is chosen
 STABLE = 0.5  # of 1 / h: the most that a chosen rate may be; twice that in `snapshots`, where it falls again

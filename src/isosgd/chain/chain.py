@@ -13,17 +13,12 @@ from torch.func import vmap
 from isosgd.chain.batches import Batches
 from isosgd.chain.curvature import Curvature, Stiffness
 from isosgd.chain.gradients import Found, Layout, Many, Single, stacked
-from isosgd.engine.fused import Elementwise
 from isosgd.engine.graph import GraphGradients, unsupported_reason
 from isosgd.errors import DivergedError
+from isosgd.geometry import Full, Geometry
 from isosgd.potential import Params, Target
 from isosgd.samplers import ISGD, Sampler
-from isosgd.samplers.full import Full
-from isosgd.samplers.full_step import FullStep
-from isosgd.samplers.gliding import Gliding
-from isosgd.samplers.preconditioned import Preconditioned
-from isosgd.samplers.rotated import Diagonal
-from isosgd.samplers.shaped import Shaped
+from isosgd.samplers.hmc import HMC
 
 REFRESH_BATCHES, REFRESH_SIZE = 10, 500  # minibatches from which BatchNorm statistics of a draw are averaged
 SCALE = 0.5  # information of an example about the logarithm of a noise scale, at the least
@@ -106,9 +101,9 @@ class Chains:
         self.loss = torch.full((self.count,), torch.nan, device=device)
         self.alive = torch.ones(self.count, dtype=torch.bool, device=device)
         if isinstance(self.sampler, ISGD):
-            self.sampler.attended = batches.independent  # else there is less noise than it seems
-        if self.shaped is not None:
-            self.shaped.alive = self.alive
+            self.sampler.independent_batches = batches.independent  # else there is less noise than it seems
+        if self.geometry is not None:
+            self.geometry.alive = self.alive
         self.failures: dict[int, DivergedError] = {}
         self.batch: Any = None
         self.buffers: Params = {} if buffers is None else buffers
@@ -150,7 +145,7 @@ class Chains:
                 By default where trajectories are taken: such a one is refused, and the chain is where it was.
             batch: to take instead of the next one.
         """
-        forgiving = self.gliding is not None if forgiving is None else forgiving
+        forgiving = self.hmc is not None if forgiving is None else forgiving
         if self.graph is not None and batch is None:
             return self._by_graph(self.graph, split, forgiving)
         if self.successive:
@@ -229,33 +224,6 @@ class Chains:
         self._suspect.zero_()
         self._give_up(torch.ones_like(self.alive), torch.full_like(self.loss, math.nan), [])
 
-    def elementwise(self) -> Elementwise | str:
-        """Rates and kicks that act on each parameter on its own, where the sampler's steps do; else why not."""
-        sampler, shaped = self.sampler, self.shaped
-        if shaped is not None:
-            if not isinstance(shaped, Diagonal) or self.many is not None:
-                return f"steps of structure {shaped.name!r} do not act on each parameter on its own"
-            rates, kicks = (self.layout.views(t[0]) for t in shaped.tensors())
-            averaged = isinstance(sampler, ISGD) and sampler.averaged
-            return Elementwise([rates[n] for n in self.params], [kicks[n] for n in self.params], averaged)
-        if type(sampler)._advance is not Sampler._advance or type(sampler)._update is not Sampler._update:
-            return f"{type(sampler).__name__} has steps of another form"
-        for leaf in self.leaves:
-            leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        sampler._lay_out()
-        sampler._make_plan()
-        found = Elementwise([], [])
-        for laid, move in sampler._moves:
-            if move.outer is not None:
-                return "injected noise is corrected for correlations (correction='outer')"
-            rate = torch.as_tensor(move.rate, dtype=torch.float32, device=laid.flat.device)
-            kick = rate * move.amplitude
-            shares = None if move.scale is None else torch.split(move.scale, [p.numel() for p in laid.params], -1)
-            for i, p in enumerate(laid.params):
-                found.rates.append(rate)
-                found.kicks.append(kick if shares is None else (kick * shares[i]).view(p.shape))
-        return found
-
     def _successive(self, split: bool, batch: Any) -> Found:
         """Gradients whose noise vector is the difference of two successive ones, over sqrt(2).
 
@@ -277,22 +245,22 @@ class Chains:
 
     def step(self, split: bool = False) -> None:
         """One gradient and one step of the sampler, from halves of the minibatch where the noise is to be measured."""
-        local = self.local
-        noise = self.evaluate(split or local is not None)
-        if noise is not None and not split and local is not None:
-            local.attend(local.flatten(noise))
+        tracking = self.tracking
+        noise = self.evaluate(split or tracking is not None)
+        if noise is not None and not split and tracking is not None:
+            tracking.track_level(tracking.flatten(noise))
         self.advance(noise if split else None)
 
     @property
-    def local(self) -> FullStep | None:
+    def tracking(self) -> Full | None:
         """The sampler's Lambda, where it follows the level of the noise from step to step."""
-        return self.shaped if isinstance(self.shaped, FullStep) and self.shaped.local else None
+        return self.geometry if isinstance(self.geometry, Full) and self.geometry.tracks_level else None
 
     def advance(self, noise: list[Tensor] | None) -> None:
         """One step of the sampler, from the gradients just evaluated."""
         saved = self.snapshot() if self.failures else None
-        if self.gliding is not None:
-            self.gliding.energy = self.energy()
+        if self.hmc is not None:
+            self.hmc.energy = self.energy()
         self.sampler.step(noise=noise)
         if saved is not None:  # chains that were given up stay where they were
             self.restore(saved, ~self.alive)
@@ -319,17 +287,17 @@ class Chains:
 
     def probe_curvature(self) -> None:
         """One power iteration on the minibatch just evaluated; costs one gradient."""
-        shaped = self.shaped
+        geometry = self.geometry
         if self.in_metric:
             self.scaled.probe(
                 self.whiten(self.flat(self.leaves), -0.5), lambda x: self.whiten(self.change(self.whiten(x)))
             )
-        elif shaped is None or not shaped.known:
+        elif geometry is None or not geometry.known:
             self.curvature.probe(self.flat(self.leaves), self.change)
-        elif shaped.axes and self.probes % 2:
-            self.stiffness.probe_axis(shaped, self.change)
+        elif geometry.axes and self.probes % 2:
+            self.stiffness.probe_axis(geometry, self.change)
         else:
-            self.stiffness.probe(shaped, self.change)
+            self.stiffness.probe(geometry, self.change)
         self.gradients += 1
         self.probes += 1
 
@@ -338,12 +306,12 @@ class Chains:
     @property
     def in_metric(self) -> bool:
         """Whether curvature is measured in the metric of a sampler that has one."""
-        return isinstance(self.sampler, Preconditioned) and self.sampler.in_metric
+        return self.sampler.metric is not None and self.sampler.metric.entered
 
     def enter_metric(self) -> bool:
         """From now on, where the sampler has a metric. It must have seen noise."""
-        if isinstance(self.sampler, Preconditioned):
-            self.sampler.in_metric = True
+        if self.sampler.metric is not None:
+            self.sampler.metric.entered = True
             group = self.sampler.param_groups[0]
             like = self.flat(self.leaves)
             self.scaled = Curvature(like, self.slots, group["temperature"], self.num_data, self._seed + 3)
@@ -351,24 +319,24 @@ class Chains:
 
     def whiten(self, x: Tensor, power: float = 0.5) -> Tensor:
         """``P^power`` times flat vectors."""
-        assert isinstance(self.sampler, Preconditioned)
+        assert self.sampler.metric is not None
         parts = self.layout.views(x if self.many is not None else x[0])
-        return self.flat(self.sampler.whiten([parts[name] for name in self.params], power))
+        return self.flat(self.sampler.metric.whiten([parts[name] for name in self.params], power))
 
     @property
-    def shaped(self) -> Shaped | None:
+    def geometry(self) -> Geometry | None:
         """The sampler's Lambda, where it knows directions."""
-        return self.sampler.shaped if isinstance(self.sampler, ISGD) else None
+        return self.sampler.geometry
 
     @property
-    def gliding(self) -> Gliding | None:
-        """The sampler, where it takes trajectories on all of the data."""
-        return self.sampler if isinstance(self.sampler, Gliding) else None
+    def hmc(self) -> HMC | None:
+        """The sampler, where it is HMC on all of the data."""
+        return self.sampler if isinstance(self.sampler, HMC) else None
 
     @property
     def follows(self) -> bool:
         """Whether there is gradient noise for the sampler to follow."""
-        return self.sampler.estimator.centred and self.gliding is None
+        return self.sampler.estimator.centred and self.hmc is None
 
     def energy(self) -> Tensor:
         """``f / T`` of each chain from the last loss, which must be that of all data."""
@@ -378,15 +346,15 @@ class Chains:
     @property
     def level(self) -> Tensor:
         """The loss of each chain: of the last minibatch, or of all data where the last trajectory ended."""
-        if self.gliding is None or self.gliding.home is None:
+        if self.hmc is None or self.hmc.home is None:
             return self.loss
         temperature: float = self.sampler.param_groups[0]["temperature"]
-        return temperature * self.gliding.home_energy / self.num_data
+        return temperature * self.hmc.home_energy / self.num_data
 
     @property
     def current(self) -> Params:
         """The parameters that count: where the last trajectory ended, while the next one is under way."""
-        home = None if self.gliding is None else self.gliding.home
+        home = None if self.hmc is None else self.hmc.home
         if home is None:
             return self.params
         return self.layout.views(home.to(self.leaves[0].dtype) if self.many is not None else home[0])
@@ -401,38 +369,38 @@ class Chains:
 
     def curvatures(self) -> Tensor:
         """Top curvature of each group; under a Lambda that knows directions, what makes up ``rate * curvature``."""
-        if self.shaped is None or not self.shaped.known:
+        if self.geometry is None or not self.geometry.known:
             return (self.scaled if self.in_metric else self.curvature).values().double()
-        return self.stiffness.value(self.shaped).double().unsqueeze(-1) / self.rates()
+        return self.stiffness.value(self.geometry).double().unsqueeze(-1) / self.rates()
 
     def adapt(self, curvatures: Tensor, rise: float = 2.0) -> None:
         """Set the sampler's rates from the noise it has seen and the curvature ``[chains, groups]``."""
         columns = curvatures.to(self.leaves[0].device, torch.float32)
         numbers = list((columns if self.many is not None else columns[0]).unbind(-1))
-        if isinstance(self.sampler, ISGD) and self.shaped is not None:
+        if isinstance(self.sampler, ISGD) and self.geometry is not None:
             prior = self._known_curvature() if rise > 1.0 else None
             self.sampler.adapt(numbers, rise, prior)
             if rise > 1.0 and self.stiffness.probes:
-                self.sampler.relax(self.stiffness.value(self.shaped) / self.shaped.unit_rate)
+                self.sampler.relax(self.stiffness.value(self.geometry) / self.geometry.unit_rate)
         else:
             self.sampler.adapt(numbers, rise)
 
     @property
     def structure(self) -> str | None:
         """The shape of I-SGD's Lambda, by name."""
-        return self.sampler.structure.name if isinstance(self.sampler, ISGD) else None
+        return self.sampler.structure.name if isinstance(self.sampler, ISGD | HMC) else None
 
     def conditioning(self) -> dict[str, float] | None:
         """Condition numbers that simpler shapes of Lambda would leave; None where that is not known."""
-        return self.shaped.conditioning() if isinstance(self.shaped, Full) and self.shaped.known else None
+        return self.geometry.conditioning() if isinstance(self.geometry, Full) and self.geometry.known else None
 
     def decide(self) -> bool:
         """Whether another shape of Lambda is to have a first look, since the one before was not worth its cost."""
         return isinstance(self.sampler, ISGD) and self.sampler.decide()
 
     def shape(self) -> None:
-        """Shape Lambda by the noise seen alone; how large it is does not matter to trajectories."""
-        assert isinstance(self.sampler, ISGD)
+        """Shape Lambda by the noise seen alone; how large it is does not matter to HMC."""
+        assert isinstance(self.sampler, ISGD | HMC)
         self.sampler.adapt(rise=math.inf, prior=self._known_curvature())
 
     def _known_curvature(self) -> list[Tensor]:
@@ -552,7 +520,7 @@ class Chains:
                 state={name: x[k].clone() for name, x in natural.items()},
             )
         self.alive = self.alive & ~chains
-        if self.shaped is not None:
-            self.shaped.alive = self.alive
+        if self.geometry is not None:
+            self.geometry.alive = self.alive
         if not bool(self.alive.any()):
             raise next(iter(self.failures.values()))

@@ -66,8 +66,8 @@ def load_state(chains: Chains, state: State) -> None:
     chains.keys = state["keys"]
     chains.gradients, chains.probes = state["gradients"], state["probes"]
     chains.loss, chains.alive = state["loss"], state["alive"]
-    if chains.shaped is not None:
-        chains.shaped.alive = chains.alive
+    if chains.geometry is not None:
+        chains.geometry.alive = chains.alive
     chains.failures = {k: failure_from(saved) for k, saved in state["failures"].items()}
     if isinstance(chains.differentiate, Many):
         evaluate, saved = chains.differentiate.evaluate, state["compiled"]

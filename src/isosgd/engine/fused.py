@@ -15,12 +15,13 @@ References:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from isosgd.samplers.program import Elementwise
 
 ALIGN = 16  # tensors begin at multiples of it, so that their values are read sixteen bytes at a time
 CHUNK = 1024  # values of one program of the kernel
@@ -69,21 +70,6 @@ class FlatParameters:
         return out
 
 
-@dataclass
-class Elementwise:
-    """What a step of a sampler does to each parameter on its own; the tensors are in the shapes of the parameters.
-
-    Attributes:
-        rates: a number for each tensor, or a tensor for each.
-        kicks: the size of injected noise, likewise.
-        averaged: whether innovations are averaged over two steps.
-    """
-
-    rates: list[Tensor]
-    kicks: list[Tensor]
-    averaged: bool = False
-
-
 class FusedStep:
     """Steps of flat parameters by the kernel.
 
@@ -110,7 +96,8 @@ class FusedStep:
             torch.zeros_like(flat.values) if wide else torch.zeros(len(flat.params), device=device)
             for wide in self.wide
         )
-        self.velocity = none
+        self.friction = like.friction
+        self.velocity = none if like.friction is None else torch.zeros_like(flat.values)
         self.decays = torch.tensor(list(decays), device=device, dtype=torch.float32)
         self.keys = torch.zeros(2, dtype=torch.int64, device=device)  # of this step, and of the one before
         self.keys[:1].random_(generator=generator)
@@ -132,8 +119,9 @@ class FusedStep:
         self.keys[:1].random_(generator=self.generator)
         self.kernel[(self.chunks,)](
             self.flat.values, gradient, self.rates, self.kicks, self.decays, self.starts, self.counts, self.owners,
-            self.keys, WIDE_RATES=self.wide[0], WIDE_KICKS=self.wide[1], AVERAGED=self.averaged,
-            QUARTER=CHUNK // 4, num_warps=WARPS,
+            self.keys, self.velocity, 1.0 - (self.friction or 0.0),
+            MOMENTUM=self.friction is not None, WIDE_RATES=self.wide[0], WIDE_KICKS=self.wide[1],
+            AVERAGED=self.averaged, QUARTER=CHUNK // 4, num_warps=WARPS,
         )  # fmt: skip
 
     def _lay_out(self, device: torch.device) -> None:
@@ -166,7 +154,7 @@ def make_kernel() -> Any:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def kernel(  # type: ignore[no-untyped-def]
-        theta, gradient, rates, kicks, decays, starts, counts, owners, keys,
+        theta, gradient, rates, kicks, decays, starts, counts, owners, keys, velocity, keep, MOMENTUM: tl.constexpr,
         WIDE_RATES: tl.constexpr, WIDE_KICKS: tl.constexpr, AVERAGED: tl.constexpr, QUARTER: tl.constexpr,
     ):  # fmt: skip
         chunk = tl.program_id(0)
@@ -182,6 +170,11 @@ def make_kernel() -> Any:
         xi = normals(tl.load(keys), counter, QUARTER)
         if AVERAGED:
             xi = 0.5 * (xi + normals(tl.load(keys + 1), counter, QUARTER))
-        tl.store(theta + place, x - rate * g - kick * xi, mask=inside)
+        move = rate * g + kick * xi
+        if MOMENTUM:
+            v = keep * tl.load(velocity + place, mask=inside, other=0.0) - move
+            tl.store(velocity + place, v, mask=inside)
+            move = -v
+        tl.store(theta + place, x - move, mask=inside)
 
     return kernel

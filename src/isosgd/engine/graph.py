@@ -18,6 +18,7 @@ from torch import Tensor
 
 from isosgd.chain.batches import IterableBatches, TensorBatches, tensors_of, tree_map
 from isosgd.engine.fused import FlatParameters, FusedStep
+from isosgd.samplers.program import Elementwise, StepProgram
 
 if TYPE_CHECKING:
     from isosgd.chain.chain import Chains
@@ -122,18 +123,17 @@ class GraphGradients:
         return self.batch
 
     def _differentiate(self) -> None:
-        self.likelihood(self.batch)
-        if self.precisions is not None:
-            decays = [tau / self.run.num_data for tau in self.precisions]
-            pulls = torch._foreach_mul([p.detach() for p in self.run.leaves], decays)
-            torch._foreach_add_(self.flat.views(self.gradient), pulls)
+        self.differentiate(self.batch)
 
-    def likelihood(self, batch: Any) -> None:
-        """Loss and gradient at a minibatch; without the prior's part where that is Gaussian."""
-        loss, gradients = self.run.target.gradient(
-            self.run.params, batch, self.run.num_data, prior=self.precisions is None
-        )
+    def differentiate(self, batch: Any, prior: bool = True) -> None:
+        """Loss and gradient at a minibatch, with or without the part of a Gaussian prior."""
+        run = self.run
+        loss, gradients = run.target.gradient(run.params, batch, run.num_data, prior=self.precisions is None)
         self.flat.join(gradients, self.gradient)
+        if prior and self.precisions is not None:
+            decays = [tau / run.num_data for tau in self.precisions]
+            pulls = torch._foreach_mul([p.detach() for p in run.leaves], decays)
+            torch._foreach_add_(self.flat.views(self.gradient), pulls)
         self.loss.copy_(loss.reshape(1))
         self.finite.copy_(torch.isfinite(self.loss + self.gradient.sum()))
 
@@ -145,39 +145,146 @@ class GraphGradients:
         return torch.where(finite, self.loss, torch.inf), self.flat.views(gradient), finite
 
 
+class FusedUpdate:
+    """The update of a step that acts on each parameter on its own: one pass over memory.
+
+    Args:
+        run: the chain.
+        program: its sampler's steps.
+        like: a first step.
+    """
+
+    def __init__(self, run: Chains, program: StepProgram, like: Elementwise) -> None:
+        assert run.graph is not None and run.graph.precisions is not None
+        self.run, self.program = run, program
+        decays = [tau / run.num_data for tau in run.graph.precisions]
+        self.fused = FusedStep(run.graph.flat, like, decays, run.sampler.generator)
+        if run.keys is not None:
+            self.fused.keys.copy_(run.keys)
+        run.keys = self.fused.keys
+        self.kept = [run.graph.flat.values, self.fused.keys, self.fused.velocity]
+        self.prior = False  # the kernel adds that of the prior
+
+    def begin(self) -> None:
+        """Take up what the sampler remembers."""
+        if self.fused.friction is not None:
+            self.fused.flat.join([self.run.sampler.velocity(p) for p in self.run.leaves], self.fused.velocity)
+
+    def step(self, gradient: Tensor) -> None:
+        self.fused.step(gradient)
+
+    def renew(self) -> bool:
+        """Take rates and kicks as they are now; whether a captured step meets them."""
+        found = self.program.elementwise()
+        assert found is not None
+        self.fused.set(found)
+        return True
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Bring the sampler to where the steps have led."""
+        if self.fused.friction is not None:
+            views = self.fused.flat.views(self.fused.velocity)
+            torch._foreach_copy_([self.run.sampler.velocity(p) for p in self.run.leaves], views)
+
+
+class ProgramUpdate:
+    """The update of any sampler that exports its steps as a function of tensors.
+
+    Args:
+        run: the chain.
+        program: its sampler's steps.
+    """
+
+    def __init__(self, run: Chains, program: StepProgram) -> None:
+        assert run.graph is not None
+        self.run, self.program, self.graph = run, program, run.graph
+        self.state = program.begin()
+        self.now = torch.zeros(1, program.width, dtype=program.dtype, device=self.state.device)
+        self.last = self.now.clone()
+        self.tensors, self.injection = self._exported()
+        self.kept = [self.state, self.graph.flat.values, self.last]
+        self.prior = True
+
+    def _exported(self) -> tuple[list[Tensor], list[Tensor]]:
+        return [t.clone() for t in self.program.tensors()], [t.clone() for t in self.program.injection()]
+
+    def begin(self) -> None:
+        """Take up what the sampler remembers."""
+        self.state.copy_(self.program.begin())
+        if self.program.lead:
+            before = self.program.sampler.injector.last
+            if before is None:
+                self.last.normal_(generator=self.run.sampler.generator)
+            else:
+                self.last.copy_(before.view_as(self.last))
+
+    def step(self, gradient: Tensor) -> None:
+        program = self.program
+        flat = program.flat(self.graph.flat.views(gradient))
+        self.now.normal_(generator=self.run.sampler.generator)
+        xi = 0.5 * (self.now + self.last) if program.lead else self.now
+        if program.lead:
+            self.last.copy_(self.now)
+        xi = program.inject(xi, tuple(self.injection))
+        self.state.copy_(program.move(self.state, flat, None, xi, tuple(self.tensors)))
+        program.write([p.detach() for p in self.run.leaves], program.parameters(self.state))
+
+    def renew(self) -> bool:
+        """Take what the sampler exports now; whether a captured step meets it: not where shapes have changed."""
+        tensors, injection = self._exported()
+        old, new = [*self.tensors, *self.injection], [*tensors, *injection]
+        if [t.shape for t in old] != [t.shape for t in new]:
+            self.tensors, self.injection = tensors, injection
+            return False
+        torch._foreach_copy_(old, new)
+        return True
+
+    def finish(self) -> None:
+        """Bring the sampler to where the steps have led."""
+        self.program.finish(self.state)
+        if self.program.lead:
+            injector = self.program.sampler.injector
+            injector.last = self.last.clone().view(injector.source.out.shape)
+
+
 class GraphSteps:
-    """Whole steps of one chain as a CUDA graph: minibatch, gradient and a fused update.
+    """Whole steps of one chain as a CUDA graph: minibatch, gradient and update.
 
     Args:
         run: the chain, with `GraphGradients`.
         noise_every: every so many steps a noise vector is taken in, where the sampler follows the noise.
+
+    Raises:
+        RuntimeError: where the sampler's steps cannot be captured; it says why.
     """
 
     def __init__(self, run: Chains, noise_every: int) -> None:
         assert run.graph is not None
         self.run, self.graph, self.noise_every = run, run.graph, noise_every
-        found = run.elementwise()
-        if isinstance(found, str):
-            raise RuntimeError(found)
-        if self.graph.precisions is None:
-            raise RuntimeError("the prior is not a Gaussian of fixed scales")
-        decays = [tau / run.num_data for tau in self.graph.precisions]
-        self.update = FusedStep(self.graph.flat, found, decays, run.sampler.generator)
-        if run.keys is not None:
-            self.update.keys.copy_(run.keys)
-        run.keys = self.update.keys
+        program = run.sampler.program()
+        if isinstance(program, str):
+            raise RuntimeError(program)
+        if program.needs_noise:
+            raise RuntimeError("every step takes a noise vector")
+        program.prepare(1)
+        self.program = program
+        single = program.elementwise() if self.graph.precisions is not None else None
+        self.update = ProgramUpdate(run, program) if single is None else FusedUpdate(run, program, single)
         self.good = torch.ones(1, dtype=torch.bool, device=run.alive.device)
         self._before = torch.zeros_like(self.graph.gradient)
         self._loader = isinstance(run.batches, IterableBatches)
-        generators = [run.sampler.generator, *([] if self._loader else self.graph.generators)]
-        kept = [self.graph.flat.values, self.update.keys, self.good, *run.buffers.values()]
-        self._step = Captured(self._body, generators, kept)
+        self._generators = [run.sampler.generator, *([] if self._loader else self.graph.generators)]
+        self._step = self._capture()
+
+    def _capture(self) -> Captured:
+        return Captured(self._body, self._generators, [*self.update.kept, self.good, *self.run.buffers.values()])
 
     def _body(self) -> None:
         self._step_at(self.graph.batch if self._loader else self.run.batches.next())
 
     def _step_at(self, batch: Any) -> None:
-        self.graph.likelihood(batch)
+        self.graph.differentiate(batch, self.update.prior)
         self.good.logical_and_(self.graph.finite)
         self.update.step(self.graph.gradient)
 
@@ -192,23 +299,23 @@ class GraphSteps:
         """
         run = self.run
         start = self.graph.flat.values.clone()
+        self.update.begin()
         for i in range(done, done + steps):
-            observed = run.follows and (i + 1) % self.noise_every == 0
+            observed = self.program.follows_noise and (i + 1) % self.noise_every == 0 and i > done
             if observed:
                 self._before.copy_(self.graph.gradient)
             if self._loader:
                 self._from_loader()
             else:
                 self._step()
-            if observed and i > done:
+            if observed:
                 noise = (self.graph.gradient - self._before).mul_(math.sqrt(0.5))
                 run.sampler.observe(self.graph.flat.views(noise))
-                found = run.elementwise()
-                assert not isinstance(found, str)
-                self.update.set(found)
+                if not self.update.renew():
+                    self._step = self._capture()
+        self.update.finish()
         run.gradients += steps
-        for group in run.sampler.param_groups:
-            group["step"] += steps
+        self.program.count(steps)
         tick(steps)
         run.loss = self.graph.loss.clone()
         if not bool(self.good & torch.isfinite(self.graph.flat.values.sum())):

@@ -65,7 +65,7 @@ class Plan:
 
     def follow(self, run: Chains) -> int:
         """Of how many steps one measures the noise."""
-        return self.noise_every or (NOISE_EVERY if run.shaped is None else SHAPED_EVERY)
+        return self.noise_every or (NOISE_EVERY if run.geometry is None else SHAPED_EVERY)
 
 
 @dataclass
@@ -246,7 +246,7 @@ def draw_from(
 
 def _glide(run: Chains, plan: Plan, bar: Progress) -> Glide | None:
     """What takes several steps of trajectories in a call, where that can be done and pays."""
-    if run.gliding is None or not _pays(run, plan, plan.draws * plan.spacing) or glide.why_not(run):
+    if run.hmc is None or not _pays(run, plan, plan.draws * plan.spacing) or glide.why_not(run):
         return None
     return Glide(run, say=bar.note)
 

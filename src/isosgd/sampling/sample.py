@@ -69,7 +69,7 @@ def sample(
             (``info["engine"]`` says so, or why not).
         batch_size: examples in a minibatch; half of the data, between 8 and 128, by default. ``all`` takes all of them
             for every gradient: trajectories are then accepted or refused, so that no bias is left (see
-            `isosgd.samplers.gliding`). It pays up to some thousand examples, above all for networks.
+            `isosgd.samplers.hmc`). It pays up to some thousand examples, above all for networks.
         keep_every: steps between draws; ``auto`` measures the autocorrelation of predictions in the warm-up.
         warmup: gradients to spend before the first draw; ``auto`` goes on until the chain has settled.
         temperature: T; the target is ``exp(-f / T)``, so that 1 is the posterior.

@@ -166,8 +166,8 @@ class Conjugate:
 
 def vectors_needed(sampler: Sampler) -> int:
     """Noise vectors to show a sampler before its rate is set."""
-    shaped = sampler.shaped if isinstance(sampler, ISGD) else None
-    return WARMED if shaped is None else max(WARMED, shaped.least)
+    geometry = sampler.geometry if isinstance(sampler, ISGD) else None
+    return WARMED if geometry is None else max(WARMED, geometry.min_vectors)
 
 
 def needs_rate(optimizer: Optimizer) -> bool:
@@ -186,7 +186,7 @@ def _fitting(loop: Loop, make: Factory) -> Loop:
         return loop
     curvature = loop.curvature or 1.0
     share = QUIET / loop.num_data
-    if isinstance(optimizer, ISGD) and optimizer.shaped is not None:
+    if isinstance(optimizer, ISGD) and optimizer.geometry is not None:
         share = 1.0 / (optimizer.batch_size or MOST_BATCH)
     elif isinstance(optimizer, VSGD):
         share = max(1.0 / MOST_BATCH, 2.0 / (LARGEST_STEP * loop.num_data))

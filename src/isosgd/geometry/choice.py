@@ -1,4 +1,4 @@
-"""Structures of Lambda by name, and which to take when nobody says."""
+"""Forms of Lambda by name, and which to take when nobody says."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from isosgd.samplers.full import Full
-from isosgd.samplers.kronecker import Kronecker
-from isosgd.samplers.lowrank import LowRank
-from isosgd.samplers.rotated import Diagonal
-from isosgd.samplers.structure import Layer, Single, Structure
+from isosgd.geometry.base import Geometry
+from isosgd.geometry.diagonal import Diagonal
+from isosgd.geometry.full import Full
+from isosgd.geometry.kronecker import Kronecker
+from isosgd.geometry.layer import Layer, Single, Structure
+from isosgd.geometry.lowrank import LowRank
 
 StructureName = Literal["auto", "layer", "single", "diagonal", "lowrank", "kronecker", "full"]
-STRUCTURES: dict[str, type[Structure]] = {
+STRUCTURES: dict[str, type[Structure] | type[Geometry]] = {
     "layer": Layer,
     "single": Single,
     "diagonal": Diagonal,
@@ -30,9 +31,9 @@ WORTH = 30.0  # condition number that a low rank must leave for that; of white n
 LOW_RANK_UP_TO = 1_000_000  # parameters; the directions of more take too much memory
 
 
-def make_structure(structure: StructureName | Structure) -> Structure:
+def make_structure(structure: StructureName | Structure | Geometry) -> Structure | Geometry:
     """The structure a name stands for; ``auto`` must be settled first, see `choose`."""
-    if isinstance(structure, Structure):
+    if isinstance(structure, Structure | Geometry):
         return structure
     if structure not in STRUCTURES:
         raise ValueError(

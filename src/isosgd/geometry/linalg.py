@@ -1,4 +1,6 @@
-"""Products with k rows of length d for each chain, U ``[chains, k, d]``; d may be in the millions, k is a handful.
+"""Linear algebra for each chain: products with few long rows, eigenvectors, and noise split along rows and beside them.
+
+Rows are k of length d for each chain, U ``[chains, k, d]``; d may be in the millions, k is a handful.
 
 On the CPU they go block by block, so that what is made on the way stays in the cache.
 """

@@ -1,4 +1,4 @@
-"""How large a Lambda that knows directions must be: the rule that all shapes of `isosgd.samplers.shaped` follow.
+"""How large Lambda must be: the discretisation bias of a step, and the rule that every `Geometry` follows.
 
 The Fisher information of one example, ``F = n Var(g)``, is the curvature of the log likelihood where the model fits.
 With the prior's, ``H = n Var(g) + (prior Hessian) / N`` is the curvature of ``f / N``, and
@@ -14,18 +14,41 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from isosgd.samplers.steppers import allowed_rate_curvature
+N_ = TypeVar("N_", float, Tensor)
 
 HIGHEST = 0.2  # rate * curvature of averaged innovations, whatever bias is predicted
 CHANGE = 11.5  # bias of variances by noise that changes, over its share of Lambda and T / N: a sampled scale's
-FOLLOWED = 3.0  # times that share, for about the same bias, where the level of the noise is followed ...
+TRACKED = 3.0  # times that share, for about the same bias, where the level of the noise is followed ...
 ROOM = 2.0  # ... but Lambda over B is at least so much, since levels that are measured step by step scatter
 WORTH = 1.3  # a Lambda smaller by this factor is worth the trouble
 WIDE = 0.15  # sqrt(T / N) above which a posterior is so wide that expansions say too much
+
+
+def variance_inflation(rate_curvature: N_, friction: float = 1.0, share: float = 1.0) -> N_:
+    """Stationary variance over target variance for a quadratic potential: ``1 / (1 - rate h / (2 (2 - friction)))``.
+
+    Exact for both steppers (the recursion is linear); infinite where the step is unstable. Where injected noise is
+    averaged over two steps it adds no bias of its own (Leimkuhler and Matthews 2013), and only the ``share`` of the
+    composite noise that comes with the gradient counts.
+
+    Example:
+        >>> round(variance_inflation(0.04), 4)
+        1.0204
+    """
+    room = 1.0 - rate_curvature / (2.0 * (2.0 - friction))
+    if isinstance(room, Tensor):
+        return torch.where(room > 0, 1.0 - share + share / room, torch.inf)
+    return 1.0 - share + share / room if room > 0 else float("inf")
+
+
+def allowed_rate_curvature(bias: float, friction: float = 1.0) -> float:
+    """The largest ``rate * h`` whose relative variance bias is ``bias``: the inverse of `variance_inflation`."""
+    return 2.0 * (2.0 - friction) * bias / (1.0 + bias)
 
 
 @dataclass(frozen=True)
@@ -40,7 +63,7 @@ class Rule:
         averaged: whether innovations are averaged over two steps, which leaves only the bias of the gradient noise.
         kappa: Lambda over the gradient noise B, at the least.
         whole: whether a batch is all of the data. Its gradient has no noise, and the size of a step is set otherwise.
-        followed: whether the level of the noise can be followed from step to step.
+        trackable: whether the level of the noise can be followed from step to step.
     """
 
     num_data: int
@@ -50,7 +73,7 @@ class Rule:
     averaged: bool
     kappa: float = 2.0
     whole: bool = False
-    followed: bool = False
+    trackable: bool = False
 
     @property
     def scale(self) -> float:
@@ -65,9 +88,9 @@ class Rule:
         return CHANGE * min(self.scale, WIDE * math.sqrt(self.scale)) / self.bias
 
     @property
-    def follows(self) -> bool:
+    def tracks_level(self) -> bool:
         """Whether the level of the noise is followed, as it can be, and is worth it."""
-        if not self.followed or self.whole:
+        if not self.trackable or self.whole:
             return False
         one = torch.ones(())
         return bool(self._factor(one, self._average) > WORTH * self._factor(one, self._local))
@@ -80,30 +103,31 @@ class Rule:
     @property
     def _local(self) -> float:
         """Lambda over B where its level is followed."""
-        return max(self.kappa, ROOM, self.change / FOLLOWED)
+        return max(self.kappa, ROOM, self.change / TRACKED)
 
     @property
     def cover(self) -> float:
         """Lambda over ``Var(g)``, at the least."""
-        return 0.5 * (self._local if self.follows else self._average)
+        return 0.5 * (self._local if self.tracks_level else self._average)
 
-    def factor(self, stretch: Tensor) -> Tensor:
-        """q, where the true curvature is up to ``stretch`` times H."""
+    def factor(self, curvature_ratio: Tensor) -> Tensor:
+        """q, where the true curvature is up to ``curvature_ratio`` times H."""
         if self.whole:  # so that a step is 1 where the curvature is H
-            return torch.full_like(stretch, 2.0 * self.scale)
-        return self._factor(stretch, 2.0 * self.cover)
+            return torch.full_like(curvature_ratio, 2.0 * self.scale)
+        return self._factor(curvature_ratio, 2.0 * self.cover)
 
-    def _factor(self, stretch: Tensor, cover: float) -> Tensor:
+    def _factor(self, curvature_ratio: Tensor, cover: float) -> Tensor:
         """q, where Lambda over B is to be ``cover`` at the least."""
-        noise, heat = 0.5 * cover / self.batch_size, self.scale * stretch
+        noise, variance = 0.5 * cover / self.batch_size, self.scale * curvature_ratio
         if not self.averaged:
-            return (heat / allowed_rate_curvature(self.bias)).clamp_min(noise)
-        # Gradient noise has the share s = 1 / (2 n q) of Lambda and inflates variances by s a / 2, a = heat / q.
-        return torch.maximum(heat / HIGHEST, (heat / (4.0 * self.batch_size * self.bias)).sqrt()).clamp_min(noise)
+            return (variance / allowed_rate_curvature(self.bias)).clamp_min(noise)
+        # Gradient noise has the share s = 1 / (2 n q) of Lambda and inflates variances by s a / 2, a = variance / q.
+        by_bias = (variance / (4.0 * self.batch_size * self.bias)).sqrt()
+        return torch.maximum(variance / HIGHEST, by_bias).clamp_min(noise)
 
-    def rate_curvature(self, stretch: Tensor) -> Tensor:
+    def rate_curvature(self, curvature_ratio: Tensor) -> Tensor:
         """The top of ``rate * curvature`` that this gives."""
-        return self.scale * stretch / self.factor(stretch)
+        return self.scale * curvature_ratio / self.factor(curvature_ratio)
 
 
 def damped(h: Tensor, damping: float, slots: Sequence[slice]) -> Tensor:

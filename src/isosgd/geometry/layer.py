@@ -1,7 +1,6 @@
-"""Shapes of Lambda, the constant composite noise of I-SGD: how large it must be, and how Lambda - B is injected.
+"""Lambda as a number for each group: its own (`Layer`, the paper's), or one for all (`Single`, the paper's SLR).
 
-Theorem 1 allows any constant ``Lambda >= B``. Here Lambda is a number for each group, either its own (`Layer`, the
-paper's) or one for all (`Single`, the paper's SLR). Shapes that know directions are in `isosgd.samplers.shaped`.
+A Lambda that knows directions is a `isosgd.geometry.base.Geometry`.
 
 Injected noise works on flat tensors: the innovations of a group are one vector ``[d]``, or ``[chains, d]``.
 """
@@ -17,19 +16,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isosgd.samplers.steppers import Number, over_chains
-
 Correction = Literal["diagonal", "outer"]
+Number = float | Tensor  # for a whole group: a float, a scalar tensor (capturable), or a tensor [chains]
+
+
+def over_chains(value: Number) -> Number:
+    """A group's number in the form that broadcasts against flat tensors ``[chains, d]``."""
+    return value.unsqueeze(-1) if isinstance(value, Tensor) and value.dim() else value
 
 
 class Structure(ABC):
-    """A shape of Lambda."""
+    """A rule from the bounds of all groups to their lambdas."""
 
     name: ClassVar[str] = "own"  # of a user's, unless it has another
 
     @abstractmethod
     def solve(self, noise: Sequence[Tensor], guard: Sequence[Tensor]) -> list[Tensor]:
-        """The smallest Lambda of this shape, for each group, above its noise bound and its curvature bound."""
+        """The smallest lambda of each group, above its noise bound and its curvature bound."""
 
     def rate(self, lam: Number, temperature: float, num_data: int) -> Number:
         """The step ``T / (N Lambda)`` that Theorem 1 asks for."""
@@ -66,17 +69,6 @@ def diagonal_scale(lam: Number, variance: Tensor) -> Tensor:
     Where the noise exceeds lambda nothing is injected. ``variance`` is flat.
     """
     return (2.0 * over_chains(lam) - variance).clamp_min_(0.0).sqrt_()
-
-
-def ring_spectrum(ring: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues ``[(chains,) m]`` and eigenvectors of the Gram matrix of m noise vectors ``[(chains,) m, d]``."""
-    if ring.shape[-2] == 1:
-        length = torch.linalg.vector_norm(ring, dim=-1).square()
-        return length, torch.ones_like(length).unsqueeze(-1)
-    gram = ring @ ring.mT
-    # In float64, since float32 may fail to converge; and finite, lest one chain that diverged stop the others.
-    values, vectors = torch.linalg.eigh(torch.nan_to_num(gram.double(), posinf=0.0))
-    return values.clamp_min(0.0).to(gram.dtype), vectors.to(gram.dtype)
 
 
 def outer_factor(ring: Tensor, spectrum: tuple[Tensor, Tensor], lam: Number, count: int) -> Tensor | float:
