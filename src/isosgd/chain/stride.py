@@ -92,7 +92,7 @@ class Stride:
         self.dtype = torch.promote_types(torch.float32, run.leaves[0].dtype)
         device = run.leaves[0].device
         self.bits = as_bits(run.sampler.innovations, self.most * run.count * self.width, device)
-        self.gradient = Many(run.target, run.num_data, run.layout)
+        self.gradient = Many(run.target, run.num_data, run.layout, prior_weight=run.prior_weight)
         # The compiled functions know shapes of tensors by heart; those of Lambda may change in number.
         self.known: dict[tuple[Any, ...], tuple[Repeated, Compiled]] = {}
         self._turned: tuple[Tensor, int, Tensor] | None = None
