@@ -154,6 +154,17 @@ class Chains:
             leaf.grad = g
         return noise
 
+    def look(self) -> bool:
+        """Let the sampler see the noise of the next minibatch, without a step; whether there was any to see.
+
+        A batch of one example cannot be split, and its gradient is no centred noise vector: it is passed over.
+        """
+        noise, centred = self.evaluate(split=True), self.sampler.estimator.centred
+        if centred and noise is None:
+            return False
+        self.sampler.observe(noise if centred else None)
+        return True
+
     def step(self, split: bool = False) -> None:
         """One gradient and one step of the sampler, from halves of the minibatch where the noise is to be measured."""
         local = self.local

@@ -191,9 +191,9 @@ class _Warmup:
                     f"parameters: give at least {4 * (length + axes)}, or structure='layer'"
                 )
         losses = []
-        for _ in range(length):  # a first noise estimate before the first move
-            noise = chains.evaluate(split=True)
-            chains.sampler.observe(noise if chains.sampler.estimator.centred else None)
+        seen = 0
+        while seen < length:  # a first noise estimate before the first move
+            seen += chains.look()
             losses.append(chains.loss)
             self._count("measuring noise")
         self.runaway.know(losses)
