@@ -160,8 +160,9 @@ class Training:
         chains = self.chains
         if lr is not None:
             return torch.full((chains.count,), lr, device=chains.alive.device)
-        for _ in range(LOOKS if mandt else 1):
-            chains.sampler.observe(chains.evaluate(split=True))
+        seen = 0
+        while seen < (LOOKS if mandt else 1):
+            seen += chains.look()
             self.count("measuring noise")
         for _ in range(PROBES):
             chains.probe_curvature()

@@ -203,6 +203,11 @@ class TensorBatches:
 class IterableBatches:
     """Batches from a DataLoader or any iterable that can be gone through again and again.
 
+    A batch that is smaller than the others, such as the last one of an epoch, takes a step like any other, with the
+    mean over its own examples. Of a shuffled loader that is unbiased, with more noise in that step; in a fixed order
+    the examples of a small batch count for more than others. A batch of one example takes a step, but says nothing of
+    the noise.
+
     To go on where a run was stopped, the pass through the data is begun again with torch's generators as they were, and
     as many batches are skipped as had been taken. That is exact for iterables whose order and contents follow from
     torch's generators or from nothing at all; numpy's and Python's own generators are not looked after.

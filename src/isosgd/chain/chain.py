@@ -77,22 +77,26 @@ class Chains:
         one = {name: starts[0][name] for members in names.values() for name in members}
         self.layout = Layout(one)
         if self.many is None:
-            self.params, self.differentiate = one, Single(target, num_data)
+            self.params = one
         else:
             self.params = stacked([{name: start[name] for name in one} for start in starts])
-            self.differentiate = Many(target, num_data, self.layout, compile_after)
         self.leaves = list(self.params.values())
         self.labels = [labels[name] for name in one]
         groups = [{"name": label, "params": [self.params[m] for m in members]} for label, members in names.items()]
         device = self.leaves[0].device
         self.sampler = make_sampler(groups, torch.Generator(device=device).manual_seed(seed), self.many)
+        temperature = self.sampler.param_groups[0]["temperature"]
+        self.prior_weight = target.prior_weight(one, temperature)
+        if self.many is None:
+            self.differentiate = Single(target, num_data, self.prior_weight)
+        else:
+            self.differentiate = Many(target, num_data, self.layout, compile_after, self.prior_weight)
         self.slots: list[slice] = []
         sizes, end = iter(self.layout.sizes), 0
         for group in self.sampler.param_groups:
             begin, end = end, end + sum(next(sizes) for _ in group["params"])
             self.slots.append(slice(begin, end))
         flat = self.flat(self.leaves)
-        temperature = self.sampler.param_groups[0]["temperature"]
         self.curvature = Curvature(flat, self.slots, temperature, num_data, seed + 1)
         self.stiffness = Stiffness(flat, seed + 2)
         self.scaled = self.curvature  # until `enter_metric`
@@ -243,6 +247,17 @@ class Chains:
         self._before = gradients
         return Found(loss, gradients, noise)
 
+    def look(self) -> bool:
+        """Let the sampler see the noise of the next minibatch, without a step; whether there was any to see.
+
+        A batch of one example cannot be split, and its gradient is no centred noise vector: it is passed over.
+        """
+        noise, centred = self.evaluate(split=True), self.sampler.estimator.centred
+        if centred and noise is None:
+            return False
+        self.sampler.observe(noise if centred else None)
+        return True
+
     def step(self, split: bool = False) -> None:
         """One gradient and one step of the sampler, from halves of the minibatch where the noise is to be measured."""
         tracking = self.tracking
@@ -272,7 +287,7 @@ class Chains:
         scores = score(self.params)
         grads: list[Tensor] = [leaf.grad for leaf in self.leaves]  # type: ignore[misc]
         known = self._mask([scores[name] for name in self.params], torch.isfinite(self.loss))  # else there are none
-        return list(torch._foreach_add(grads, known, alpha=1.0 / self.num_data))
+        return list(torch._foreach_add(grads, known, alpha=self.prior_weight / self.num_data))
 
     @torch.no_grad()
     def change(self, move: Tensor) -> Tensor:
@@ -339,7 +354,7 @@ class Chains:
         return self.sampler.estimator.centred and self.hmc is None
 
     def energy(self) -> Tensor:
-        """``f / T`` of each chain from the last loss, which must be that of all data."""
+        """The negative log density that is sampled, of each chain, from the last loss: it must be that of all data."""
         temperature: float = self.sampler.param_groups[0]["temperature"]
         return (self.num_data * self.loss - self.log_prior()) / temperature
 
@@ -411,7 +426,8 @@ class Chains:
         """
         found = self.target.prior_curvature(self.params, self.many is not None)
         scales = set(self.target.noise_scales())
-        return [h + SCALE * self.num_data if name in scales else h for name, h in zip(self.params, found, strict=True)]
+        prior = dict(zip(self.params, torch._foreach_mul(found, self.prior_weight), strict=True))
+        return [h + SCALE * self.num_data if name in scales else h for name, h in prior.items()]
 
     # -- what chains are ----------------------------------------------------------------------------------------------
 
@@ -424,10 +440,10 @@ class Chains:
 
     @torch.no_grad()
     def log_prior(self) -> Tensor:
-        """Log prior, ``[chains]``."""
+        """Log prior as it counts in the loss, `prior_weight` times that of the target, ``[chains]``."""
         if self.many is None:
-            return self.target.log_prior(self.params).unsqueeze(0)
-        return vmap(self.target.log_prior)(self.params)
+            return self.prior_weight * self.target.log_prior(self.params).unsqueeze(0)
+        return self.prior_weight * vmap(self.target.log_prior)(self.params)
 
     @torch.no_grad()
     def natural(self, copy: bool = True) -> Params:

@@ -47,7 +47,7 @@ class Glide:
     def __init__(self, run: Chains, compiled: bool = True, say: Callable[[str], None] | None = None) -> None:
         assert isinstance(run.sampler, HMC) and run.geometry is not None
         self.run, self.sampler, self.geometry, self.compiled, self.say = run, run.sampler, run.geometry, compiled, say
-        self.gradient = Many(run.target, run.num_data, run.layout)
+        self.gradient = Many(run.target, run.num_data, run.layout, prior_weight=run.prior_weight)
         self.batch: Tensors = tuple(t if run.many is not None else t.unsqueeze(0) for t in run.batches.next())
         # Equal parts of the rows: those of a chain are in the cache together with what its layers give for them.
         self.whole = self.batch[0].shape[1]

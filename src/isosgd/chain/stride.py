@@ -76,7 +76,7 @@ class Stride:
         if isinstance(program, str):
             raise ValueError(f"{type(run.sampler).__name__} takes single steps: {program}")
         self.program, self.most, self.noise_every = program, _steps(run), noise_every
-        self.gradient = Many(run.target, run.num_data, run.layout)
+        self.gradient = Many(run.target, run.num_data, run.layout, prior_weight=run.prior_weight)
         # The compiled functions know shapes of tensors by heart; those of Lambda may change in number.
         self.known: dict[tuple[Any, ...], tuple[Repeated, Compiled]] = {}
         self._turned: tuple[Tensor, int, Tensor] | None = None

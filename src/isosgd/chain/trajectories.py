@@ -238,7 +238,9 @@ class Trajectories:
 
     def _choose_length(self, steps: int) -> None:
         """A trajectory's, by the median pace: chains take their steps together."""
-        reach = REACH / float(self.sampler.step_size.sqrt().median())
+        # A step size may fall to zero where every trajectory is rejected; the longest one is taken then, and reports
+        # say so.
+        reach = REACH / max(float(self.sampler.step_size.sqrt().median()), REACH / MOST_LENGTH)
         self.sampler.length = max(1, min(math.ceil(reach), MOST_LENGTH, steps // TRAJECTORIES))
 
     def _unsettled(self, k: int, accepted: float, losses: Array) -> str:

@@ -192,9 +192,9 @@ class _Warmup:
                 )
         losses = []
         chains.forget_gradient()
-        for _ in range(length):  # a first noise estimate before the first move
-            noise = chains.evaluate(split=True)
-            chains.sampler.observe(noise if chains.sampler.estimator.centred else None)
+        seen = 0
+        while seen < length:  # a first noise estimate before the first move
+            seen += chains.look()
             losses.append(chains.loss)
             self._count("measuring noise")
         self.runaway.know(losses)

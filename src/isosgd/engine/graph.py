@@ -128,7 +128,8 @@ class GraphGradients:
     def differentiate(self, batch: Any, prior: bool = True) -> None:
         """Loss and gradient at a minibatch, with or without the part of a Gaussian prior."""
         run = self.run
-        loss, gradients = run.target.gradient(run.params, batch, run.num_data, prior=self.precisions is None)
+        weight = run.prior_weight if self.precisions is None else 0.0  # of what autograd's gradient gets added here
+        loss, gradients = run.target.gradient(run.params, batch, run.num_data, weight)
         self.flat.join(gradients, self.gradient)
         if prior and self.precisions is not None:
             decays = [tau / run.num_data for tau in self.precisions]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sized
 from typing import Any
 
 from torch import Tensor
+from torch.utils.data import SequentialSampler
 
 
 def count_examples(data: Any) -> int | None:
@@ -22,6 +23,10 @@ def count_examples(data: Any) -> int | None:
     sampler = getattr(data, "sampler", None)
     if isinstance(sampler, Sized) and len(sampler) != len(examples):
         return None
+    # Of a fixed order the rest that fills no batch is never seen; of a shuffled one every example has its turn.
+    size = getattr(data, "batch_size", None)
+    if getattr(data, "drop_last", False) and isinstance(sampler, SequentialSampler) and isinstance(size, int):
+        return len(examples) // size * size
     return len(examples)
 
 

@@ -248,6 +248,26 @@ class Target:
         """Names of those that the prior brings along."""
         return [name for name in self._bound(free).extras if name not in self._own]
 
+    def prior_weight(self, free: Params, temperature: float) -> float:
+        """What the prior is multiplied by in the loss at temperature T, so that ``exp(-N loss / T)`` is sampled.
+
+        1 where all scales of the prior are fixed: prior and likelihood are tempered alike. T where some are sampled:
+        the likelihood alone is tempered. ``p(w | s)^(1/T)`` is not normalised in s, and has its mass at s = 0 as T
+        falls.
+        """
+        return temperature if self.prior_scales(free) else 1.0
+
+    def density(self, free: Params, temperature: float) -> str:
+        """Which density is sampled at temperature T: a formula, and the same in words."""
+        if temperature == 1:
+            return "likelihood * prior: the posterior"
+        if self.prior_scales(free):
+            return (
+                f"likelihood^(1/T) * prior, T = {temperature:g}: the likelihood alone is tempered, since the prior has "
+                "scales that are sampled"
+            )
+        return f"(likelihood * prior)^(1/T), T = {temperature:g}: likelihood and prior are tempered alike"
+
     def _make_space(self, params: Params) -> Space:
         return Space(params, self._prior, self._own, self._patterns)
 
@@ -291,14 +311,17 @@ class Target:
         space = self._bound(free)
         return space.score(space.constrain(free))
 
-    def gradient(self, free: Params, batch: Any, num_data: int, prior: bool = True) -> tuple[Tensor, Sequence[Tensor]]:
+    def gradient(
+        self, free: Params, batch: Any, num_data: int, prior_weight: float = 1.0
+    ) -> tuple[Tensor, Sequence[Tensor]]:
         """Gradients of the loss: mean negative log likelihood of the batch plus negative log prior over N.
 
         Args:
             free: free parameters that require gradients.
             batch: a minibatch.
             num_data: N.
-            prior: whether the prior's part is there; a step that adds a Gaussian prior's by itself leaves it out.
+            prior_weight: of the prior in the loss, see `prior_weight`; a step that adds the prior's part by itself
+                gives 0.
 
         Returns:
             The mean negative log likelihood, detached (the prior's part is left out: nothing in a step needs its
@@ -315,13 +338,13 @@ class Target:
                 grads = torch.autograd.grad(mean, leaves, grad_outputs=minus, materialize_grads=True)
             else:
                 grads = tuple(torch.zeros_like(x) for x in leaves)
-        if not prior:
+        if not prior_weight:
             return mean.detach().neg(), grads
         with torch.no_grad():
             scores = space.score(natural)
             # Not in place: autograd may hand out one tensor for two parameters, or an expanded one.
             return mean.detach().neg(), list(
-                torch._foreach_add(grads, [scores[name] for name in free], alpha=-1 / num_data)
+                torch._foreach_add(grads, [scores[name] for name in free], alpha=-prior_weight / num_data)
             )
 
     def prior_precisions(self, free: Params) -> list[float] | None:

@@ -102,7 +102,7 @@ def measure(
     many are held as fit.
     """
     chains, draws = posterior.num_chains, posterior.num_draws
-    gradient = DrawGradients(posterior, data, rows, seed)
+    gradient = DrawGradients(posterior, data, rows, seed, temperature)
     layers = posterior.view.target.layers(gradient.example)
     groups = list(dict.fromkeys(layers[name] for name in gradient.sizes))
     numbers = torch.tensor([groups.index(layers[name]) for name in gradient.sizes])

@@ -23,13 +23,14 @@ HELD = 1 << 21  # entries of gradients, and as many of draws, at once
 
 
 class DrawGradients:
-    """``grad f`` at each draw in free parameters, f being the negative log joint density.
+    """``grad f`` at each draw in free parameters, ``exp(-f / T)`` being the density that was sampled.
 
     Args:
         posterior: the draws.
         data: all training data: tensors or batches.
         rows: examples in each gradient; all of them, or as many as are affordable, when None.
         seed: of the examples.
+        temperature: T; where the prior has sampled scales it counts T times, see `isosgd.Target.prior_weight`.
 
     Attributes:
         sizes: number of entries of each parameter.
@@ -37,13 +38,14 @@ class DrawGradients:
         rows: examples in each gradient.
     """
 
-    def __init__(self, posterior: Posterior, data: Any, rows: int | None, seed: int) -> None:
+    def __init__(self, posterior: Posterior, data: Any, rows: int | None, seed: int, temperature: float = 1.0) -> None:
         self.posterior, self.view = posterior, posterior.view
         self.target = self.view.target
         self.tensors = _tensors(data)
         self.data = data if self.tensors is None else self.tensors
         self.num_data = self._num_data()
         self.example = self.target.unconstrain(posterior.draw(0, 0))
+        self.prior_weight = self.target.prior_weight(self.example, temperature)
         self.sizes = {name: x.numel() for name, x in self.example.items()}
         total = sum(self.sizes.values())
         most = int(AFFORDABLE / (total * len(posterior)))
@@ -91,7 +93,7 @@ class DrawGradients:
             scores = self._scores(free)
             assert isinstance(scores, dict)
             scale = self.num_data / examples
-            slope = {name: total[name] * scale - scores[name] for name in total}
+            slope = {name: total[name] * scale - self.prior_weight * scores[name] for name in total}
             yield first, self._flat(free), self._flat(slope)
             first += count
 

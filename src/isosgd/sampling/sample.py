@@ -72,7 +72,10 @@ def sample(
             `isosgd.samplers.hmc`). It pays up to some thousand examples, above all for networks.
         keep_every: steps between draws; ``auto`` measures the autocorrelation of predictions in the warm-up.
         warmup: gradients to spend before the first draw; ``auto`` goes on until the chain has settled.
-        temperature: T; the target is ``exp(-f / T)``, so that 1 is the posterior.
+        temperature: T; 1 is the posterior. With a prior whose scales are fixed the density is
+            ``(likelihood * prior)^(1/T)``, that is ``exp(-f / T)``. Where scales of the prior are sampled
+            (`HierarchicalNormal`, `Relevance`) the likelihood alone is tempered, ``likelihood^(1/T) * prior``: as if
+            there were N/T examples. ``info["density"]`` says which.
         seed: same seed and settings, same draws.
         device: where to sample; where the parameters are by default.
         progress: show a progress line on a terminal.
@@ -137,7 +140,8 @@ def sample(
         if isinstance(batch_size, str):
             raise ValueError(f"batch_size = {batch_size!r} goes with method='isgd': give {method} a number")
         about = {"method": method, "options": {name: described(value) for name, value in options.items()}, "seed": seed}
-        about |= {"temperature": temperature, "target": target.describe(), "versions": versions()}
+        about |= {"temperature": temperature, "density": f"none: {BASELINES[method].kind.targets}"}
+        about |= {"target": target.describe(), "versions": versions()}
         baseline = Run(
             method, target, data, init, most, chains, batch_size, keep_every, warmup, temperature, seed, place,
             after, progress, given,
@@ -199,6 +203,7 @@ def _info(asked: Asked, team: Team, plan: Plan, outcomes: list[Outcome]) -> dict
         "method": asked.settings["method"],
         "options": {name: described(value) for name, value in asked.options.items()},
         "temperature": asked.settings["temperature"],
+        "density": asked.target.density(asked.start(0), asked.settings["temperature"]),
         "num_data": team.num_data,
         "batch_size": team.batch_size if team.tensors is not None else None,
         "draws": max((o.drawn for o in outcomes), default=0) if plan.auto else plan.draws,
