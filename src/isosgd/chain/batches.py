@@ -9,37 +9,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isosgd.potential import batches
+from isosgd.potential.batches import tree_map
+
 Batch = Any
 ALL = "all"
 Size = int | Literal["all"] | None
 
 
-def tree_map(function: Any, batch: Batch) -> Batch:
-    """Apply ``function`` to every tensor of a batch made of tuples, lists and dicts."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, dict):
-        return {key: tree_map(function, value) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return tuple(tree_map(function, value) for value in batch)
-    return batch
-
-
-def tensors_of(batch: Batch) -> list[Tensor]:
-    """All tensors of a batch, in order."""
-    found: list[Tensor] = []
-    tree_map(found.append, batch)
-    return found
-
-
 def batch_length(batch: Batch) -> int:
     """Number of examples: the first dimension of the batch's tensors."""
-    for tensor in tensors_of(batch):
-        if tensor.dim() > 0:
-            return int(tensor.shape[0])
-    raise ValueError(
-        f"a batch of type {type(batch).__name__} holds no tensor with a first dimension to count examples by"
-    )
+    n = batches.batch_length(batch)
+    if n is None:
+        raise ValueError(
+            f"a batch of type {type(batch).__name__} holds no tensor with a first dimension to count examples by"
+        )
+    return n
 
 
 def halves(batch: Batch) -> tuple[Batch, Batch, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""How many examples there are: in all, and in a batch."""
+"""Batches: the tensors in them, and how many examples there are, in all and in a batch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,38 @@ from collections.abc import Mapping, Sized
 from typing import Any
 
 from torch import Tensor
+
+
+def tree_map(function: Any, tree: Any) -> Any:
+    """Apply a function to every tensor of nested tuples, lists and dicts.
+
+    Example:
+        >>> import torch
+        >>> tree_map(len, (torch.zeros(3, 2), [{"mask": torch.zeros(4)}, "text"]))
+        (3, [{'mask': 4}, 'text'])
+    """
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, Mapping):
+        return {key: tree_map(function, value) for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        every = [tree_map(function, value) for value in tree]
+        if isinstance(tree, list):
+            return every
+        return type(tree)(*every) if hasattr(tree, "_fields") else tuple(every)  # named tuples keep their names
+    return tree
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """All tensors of nested tuples, lists and dicts, in order."""
+    found: list[Tensor] = []
+    tree_map(found.append, tree)
+    return found
+
+
+def batch_length(batch: Any) -> int | None:
+    """Number of examples in a batch: the rows of its first tensor that has any; None when there is none."""
+    return next((len(t) for t in tensors_of(batch) if t.ndim), None)
 
 
 def count_examples(data: Any) -> int | None:
@@ -23,14 +55,3 @@ def count_examples(data: Any) -> int | None:
     if isinstance(sampler, Sized) and len(sampler) != len(examples):
         return None
     return len(examples)
-
-
-def batch_length(batch: Any) -> int | None:
-    """Number of examples in a batch: the rows of its first tensor; None when there is none."""
-    if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.ndim else None
-    if isinstance(batch, Mapping):
-        batch = tuple(batch.values())
-    if isinstance(batch, (tuple, list)):
-        return next((length for part in batch if (length := batch_length(part)) is not None), None)
-    return None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from isosgd.metrics import mixture_quantiles
 from isosgd.metrics.checks import between_0_and_1
+from isosgd.predictive.draws import by_chain
 
 CLOSE = 1e-9  # levels closer than this are the same
 
@@ -198,11 +199,6 @@ class Average:
             shaped[1] if return_draws else None,
             normal,
         )
-
-
-def by_chain(values: Tensor, chains: int) -> Tensor:
-    """Draws of one chain after the other, ``[chains * draws, *shape]``, as ``[chains, draws, *shape]``."""
-    return values.reshape(chains, -1, *values.shape[1:])
 
 
 def join(parts: Sequence[Prediction]) -> Prediction:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isosgd.chain.batches import Data, DataSets, as_tensors, tree_map
+from isosgd.chain.batches import Data, DataSets, as_tensors
 from isosgd.potential import Params, Target
+from isosgd.potential.batches import tree_map
 from isosgd.sampling.buffers import Buffers
 from isosgd.store.shards import dtype_name, raw
 
