@@ -62,20 +62,21 @@ class Stack:
         """Some chains and some draws of each."""
         return Stack(*(_part_of(source, chains, draws) for source in (self.draws, self.buffers)))
 
-    def blocks(self, inputs: Any, size: int | None = None) -> Iterator[Params]:
-        """All draws in turn, some at a time ``[draws, *shape]``, buffers included, on the device of the inputs.
+    def blocks(self, inputs: Any, size: int | None = None, device: torch.device | None = None) -> Iterator[Params]:
+        """All draws in turn, some at a time ``[draws, *shape]``, buffers included.
 
         Args:
             inputs: what will be evaluated at them.
             size: draws in a block; so many that memory stays bounded by default.
+            device: where to put a block; where the inputs are by default.
         """
         count, draws = len(self), self.num_draws
         size = size or at_once(list(self.shapes.values()), inputs)
-        device = next((t.device for t in tensors_of(inputs)), None)
+        place = device or device_of(inputs)
         for first in range(0, count, size):
             last = min(first + size, count)
             block = _some_of(self.draws, first, last, draws) | _some_of(self.buffers, first, last, draws)
-            yield block if device is None else {name: x.to(device) for name, x in block.items()}
+            yield moved(block, place)
 
 
 class Part(Mapping[str, Tensor]):
@@ -123,6 +124,31 @@ def _some_of(source: Draws, first: int, last: int, draws: int) -> Params:
         return {name: value.flatten(0, 1)[first:last] for name, value in source.items()}
     every = [_one_of(source, *divmod(i, draws)) for i in range(first, last)]
     return {name: torch.stack([one[name] for one in every]) for name in every[0]}
+
+
+def place_of(device: torch.device | str | None, home: torch.device | None, inputs: Any) -> torch.device:
+    """Where to evaluate a target at draws.
+
+    Args:
+        device: what the user asks for, if anything.
+        home: where the target's own values are. A model on an accelerator is evaluated there.
+        inputs: what it is evaluated at; in all other cases it happens where they are.
+    """
+    if device is not None:
+        return torch.device(device)
+    if home is not None and home.type != "cpu":
+        return home
+    return device_of(inputs)
+
+
+def device_of(inputs: Any) -> torch.device:
+    """Where inputs are: the device of their first tensor; the CPU, where draws are, when they have none."""
+    return next((t.device for t in tensors_of(inputs)), torch.device("cpu"))
+
+
+def moved(tree: Any, device: torch.device) -> Any:
+    """Nested tuples, lists and dicts with their tensors on a device."""
+    return tree_map(lambda t: t.to(device), tree)
 
 
 def by_chain(values: Tensor, chains: int) -> Tensor:

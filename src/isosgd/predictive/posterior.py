@@ -21,10 +21,12 @@ from isosgd.metrics.checks import between_0_and_1
 from isosgd.potential import Params, Target
 from isosgd.potential.batches import batch_length, tree_map
 from isosgd.potential.params import match
-from isosgd.predictive.draws import Draws, Mapped, Stack, batches_of, by_chain
+from isosgd.predictive.draws import Draws, Mapped, Stack, batches_of, by_chain, device_of, moved, place_of
 from isosgd.predictive.prediction import Average, Prediction, join
 from isosgd.predictive.temperature import measure
 from isosgd.predictive.view import Function, View, inputs_of
+
+Device = torch.device | str | None
 
 FEW = 32  # parameters up to which all of them are followed
 
@@ -158,11 +160,12 @@ class Posterior:
         levels: Sequence[float] = (),
         refresh: Any = None,
         return_draws: bool = False,
+        device: Device = None,
     ) -> Prediction:
         """Average the predictions of all draws; running sums are kept, so that memory does not grow with the draws.
 
         Args:
-            x: inputs, as the model or the target's ``predict`` takes them, on any device: draws go there.
+            x: inputs, as the model or the target's ``predict`` takes them, on any device: predictions come back there.
             batch_size: inputs worked on at once; all of them by default.
             function: a user's ``(model, params, x) -> Tensor[n, ...]``, averaged in place of the target's own
                 prediction; ``model`` is the network at a draw, to be called with inputs. A dict of ``mean`` and
@@ -171,6 +174,8 @@ class Posterior:
             refresh: batches of training data, or of inputs, over which each draw's BatchNorm statistics are found
                 anew.
             return_draws: whether to return what each draw says, too.
+            device: where to compute; that of the target's model if it is an accelerator, else that of the inputs, by
+                default. Draws go there some at a time.
 
         Example:
             >>> from isosgd import Target, priors
@@ -188,10 +193,11 @@ class Posterior:
         """
         levels = tuple(between_0_and_1("levels", level) for level in levels)
         if refresh is not None:
-            return self.refreshed(refresh).predict(
-                x, batch_size=batch_size, function=function, levels=levels, return_draws=return_draws
+            place = self._place(device, x)
+            return self.refreshed(refresh, device=place).predict(
+                x, batch_size=batch_size, function=function, levels=levels, return_draws=return_draws, device=place
             )
-        view = self.view
+        view, place = self.view, self._place(device, x)
         self._warn_of_batch_statistics(view)
         call = Mapped(view.predict if function is None else lambda p, part: view.apply(function, p, part))
         classes, normal = view.classes and function is None, view.normal or function is not None
@@ -203,7 +209,8 @@ class Posterior:
         parts = []
         for part in batches_of(x, batch_size):
             average = Average(classes, keep=return_draws or bool(levels))
-            for block in self._stack.blocks(part):
+            part = moved(part, place)
+            for block in self._stack.blocks(part, device=place):
                 found = call(block, part)
                 if isinstance(found, dict) and "mean" not in found:
                     raise ValueError(f"a prediction must be a tensor or have a 'mean'; it has {list(found)}")
@@ -214,48 +221,56 @@ class Posterior:
                         f"inputs gave shape {list(values.shape[1:])}; leave batch_size out"
                     )
                 average.add(values, variances)
-            parts.append(average.prediction(self.num_chains, levels, normal, return_draws))
+            parts.append(average.prediction(self.num_chains, levels, normal, return_draws).to(device_of(x)))
         return join(parts)
 
     @torch.no_grad()
-    def log_likelihood(self, batch: Any, *, batch_size: int | None = None) -> Tensor:
+    def log_likelihood(self, batch: Any, *, batch_size: int | None = None, device: Device = None) -> Tensor:
         """Log likelihood of each example at each draw, ``[chains, draws, n]``.
 
         Args:
             batch: examples as in the data, for instance ``(x, y)``.
             batch_size: examples worked on at once; all of them by default.
+            device: where to compute, as for `predict`.
         """
-        call = Mapped(self.view.log_likelihood)
-        parts = [
-            torch.cat([_tensor(call(block, part)) for block in self._stack.blocks(part)])
-            for part in batches_of(batch, batch_size)
-        ]
+        parts = [torch.cat(list(every)).to(device_of(batch)) for every in self._likely(batch, batch_size, device)]
         return by_chain(torch.cat(parts, 1), self.num_chains)
 
     @torch.no_grad()
-    def log_predictive(self, batch: Any, *, batch_size: int | None = None) -> Tensor:
+    def log_predictive(self, batch: Any, *, batch_size: int | None = None, device: Device = None) -> Tensor:
         """Log density of each example under the model average: ``log mean_draws p(y | x, draw)``, ``[n]``.
 
         Args:
             batch: examples as in the data, for instance ``(x, y)``.
             batch_size: examples worked on at once; all of them by default.
+            device: where to compute, as for `predict`.
         """
-        call, parts = Mapped(self.view.log_likelihood), []
-        for part in batches_of(batch, batch_size):
-            total = torch.full((), -torch.inf, dtype=torch.float64)
-            for block in self._stack.blocks(part):
-                values = _tensor(call(block, part))
-                total = torch.logaddexp(total, values.double().logsumexp(0))
-            parts.append((total - math.log(len(self))).to(values.dtype))
+        parts = []
+        for every in self._likely(batch, batch_size, device):
+            total = None
+            for values in every:
+                block = values.double().logsumexp(0)
+                total = block if total is None else torch.logaddexp(total, block)
+            assert total is not None
+            parts.append((total - math.log(len(self))).to(device_of(batch), values.dtype))
         return torch.cat(parts)
 
+    def _likely(self, batch: Any, batch_size: int | None, device: Device) -> Iterator[Iterator[Tensor]]:
+        """For some examples at a time, their log likelihoods at some draws at a time, ``[draws, n]``."""
+        call, place = Mapped(self.view.log_likelihood), self._place(device, batch)
+        for part in batches_of(batch, batch_size):
+            part = moved(part, place)
+            yield (_tensor(call(block, part)) for block in self._stack.blocks(part, device=place))
+
     @torch.no_grad()
-    def refreshed(self, batches: Any) -> Posterior:
+    def refreshed(self, batches: Any, *, device: Device = None) -> Posterior:
         """The same draws with BatchNorm statistics found anew for each: averages over these batches.
 
         Args:
             batches: an iterable of batches such as a DataLoader or a list, of data or of inputs alone; or one tuple of
                 tensors, taken as a single batch. It is gone through once for each draw.
+            device: where to compute; that of the target's model if it is an accelerator, else that of tensors given as
+                such or in a list, by default.
         """
         network = self.view.network
         if network is None:
@@ -264,10 +279,14 @@ class Posterior:
         if isinstance(batches, Tensor) or (isinstance(batches, tuple) and all(isinstance(t, Tensor) for t in batches)):
             batches = [batches]
         found: list[Params] = []
-        for block in self._stack.blocks(None, 1):
-            found.append(network.refreshed({name: x[0] for name, x in block.items()}, batches))
-        fresh = {name: by_chain(torch.stack([one[name] for one in found]), self.num_chains) for name in found[0]}
-        return Posterior(self.target, self.draws, self.info, self.data, {**self.buffers, **fresh})
+        for block in self._stack.blocks(None, 1, self._place(device, batches)):
+            fresh = network.refreshed({name: x[0] for name, x in block.items()}, batches)
+            found.append({name: x.cpu() for name, x in fresh.items()})
+        each = {name: by_chain(torch.stack([one[name] for one in found]), self.num_chains) for name in found[0]}
+        return Posterior(self.target, self.draws, self.info, self.data, {**self.buffers, **each})
+
+    def _place(self, device: Device, inputs: Any) -> torch.device:
+        return place_of(device, self.view.target.device, inputs)
 
     def _warn_of_batch_statistics(self, view: View) -> None:
         if view.network is not None and not self.buffers and (layer := view.network.batch_statistics):
@@ -287,6 +306,7 @@ class Posterior:
         inputs: Any = None,
         parameters: Sequence[str] | None = None,
         examples: int = 16,
+        device: Device = None,
     ) -> PosteriorSummary:
         """R-hat, effective draws and Monte-Carlo errors of predictions, log likelihoods and parameters.
 
@@ -296,6 +316,7 @@ class Posterior:
             parameters: names or shell patterns of parameters to look at, such as ``["likelihood.scale", "*.bias"]``;
                 the scales of likelihood and prior, and all parameters where they are few, by default.
             examples: number of examples to look at, evenly spaced in the data.
+            device: where to compute, as for `predict`.
 
         Example:
             >>> draws = {"mu": torch.randn(4, 250, generator=torch.Generator().manual_seed(0))}
@@ -306,7 +327,7 @@ class Posterior:
         if isinstance(examples, bool) or not isinstance(examples, int) or examples < 1:
             raise ValueError(f"examples = {examples!r} must be an integer of at least 1")
         self._check_sets()
-        traces = self._function_traces(data, inputs, examples)
+        traces = self._function_traces(data, inputs, examples, device)
         for name in self._chosen(parameters):
             traces[name] = ("parameter", self.draws[name])
         return summary_of(traces)
@@ -323,6 +344,7 @@ class Posterior:
         ess: float = ESS,
         examples: int = 16,
         seed: int = 0,
+        device: Device = None,
     ) -> Verdict:
         """Whether to believe the draws: "trust it", "run longer" or "it samples something else", and why.
 
@@ -340,6 +362,7 @@ class Posterior:
             ess: least effective number of draws to believe.
             examples: number of examples whose predictions are judged.
             seed: of the examples in gradients.
+            device: where to compute, as for `predict`.
         """
         self._check_sets()
         view = self.view  # says so where there is no target
@@ -354,8 +377,8 @@ class Posterior:
             raise ValueError(f"temperature = {wanted} must be positive: the draws cannot be compared with a point")
         if self.num_draws < LEAST:
             raise ValueError(f"{self.num_draws} draws of a chain are too few for a verdict; {LEAST} at least")
-        found, along = measure(self._stack, view, data, self.info.get("num_data"), wanted, rows, seed)
-        traces = self._function_traces(held_out if held_out is not None else data, inputs, examples)
+        found, along = measure(self._stack, view, data, self.info.get("num_data"), wanted, rows, seed, device)
+        traces = self._function_traces(held_out if held_out is not None else data, inputs, examples, device)
         every = np.concatenate(
             [as_array(x).reshape(self.num_chains, self.num_draws, -1) for _, x in traces.values()], -1
         )
@@ -383,7 +406,7 @@ class Posterior:
         attrs["inference_library"] = "isosgd"
         return arviz.from_dict(groups, attrs={"posterior": attrs})
 
-    def _function_traces(self, data: Any, inputs: Any, examples: int) -> dict[str, tuple[str, Any]]:
+    def _function_traces(self, data: Any, inputs: Any, examples: int, device: Device) -> dict[str, tuple[str, Any]]:
         """Predictions and log likelihoods of some examples at each draw."""
         traces: dict[str, tuple[str, Any]] = {}
         batch = _some_examples(self.data if data is None else data, examples)
@@ -392,11 +415,11 @@ class Posterior:
         network = self.view.network is not None
         if inputs is not None or network:
             x = tree_map(lambda t: _spaced(t, examples), inputs) if inputs is not None else inputs_of(batch)
-            predicted = self.predict(x, return_draws=True).draws
+            predicted = self.predict(x, return_draws=True, device=device).draws
             assert predicted is not None
             traces["prediction"] = ("prediction", _without_last_class(predicted, self.view.classes))
         if batch is not None:
-            each = self.log_likelihood(batch)
+            each = self.log_likelihood(batch, device=device)
             traces["log likelihood"] = ("log likelihood", each.double().mean(-1))
             if "prediction" not in traces:  # the next best function of the parameters
                 traces["log likelihood of example"] = ("log likelihood", each)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,6 +91,11 @@ class Prediction:
         """
         low, high = self.quantile(central(level))
         return low, high
+
+    def to(self, device: torch.device | str) -> Prediction:
+        """The same on a device."""
+        there: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **there)
 
     def __repr__(self) -> str:
         there = [f"{f.name} {list(x.shape)}" for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)]

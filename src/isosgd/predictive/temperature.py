@@ -17,7 +17,7 @@ from isosgd.diagnostics.meter import LEAST, Reading, directions, readings
 from isosgd.diagnostics.traces import as_array
 from isosgd.potential import Params
 from isosgd.potential.batches import batch_length
-from isosgd.predictive.draws import Mapped, Stack, at_once
+from isosgd.predictive.draws import Mapped, Stack, at_once, moved, place_of
 from isosgd.predictive.view import View
 
 CHUNK = 2048  # examples worked on at once
@@ -28,7 +28,14 @@ HELD = 1 << 24  # numbers of draws, and of gradients, that are held for directio
 
 
 def measure(
-    stack: Stack, view: View, data: Any, num_data: int | None, temperature: float, rows: int | None, seed: int
+    stack: Stack,
+    view: View,
+    data: Any,
+    num_data: int | None,
+    temperature: float,
+    rows: int | None,
+    seed: int,
+    device: torch.device | str | None = None,
 ) -> tuple[tuple[Reading, ...], tuple[Reading, ...]]:
     """Temperatures over all parameters and each layer, and along single directions.
 
@@ -43,9 +50,10 @@ def measure(
         temperature: T that they should be at.
         rows: examples in each gradient; all of them, or as many as are affordable, when None.
         seed: of the examples.
+        device: where to compute, as for `Posterior.predict`.
     """
     chains, draws = stack.num_chains, stack.num_draws
-    gradient = DrawGradients(stack, view, data, num_data, rows, seed)
+    gradient = DrawGradients(stack, view, data, num_data, rows, seed, device)
     layers = view.target.layers(gradient.example)
     groups = list(dict.fromkeys(layers[name] for name in gradient.sizes))
     numbers = torch.tensor([groups.index(layers[name]) for name in gradient.sizes])
@@ -103,6 +111,7 @@ class DrawGradients:
         num_data: N as it was when sampling; found from the data when None.
         rows: examples in each gradient; all of them, or as many as are affordable, when None.
         seed: of the examples.
+        device: where to compute, as for `Posterior.predict`.
 
     Attributes:
         sizes: number of entries of each parameter.
@@ -110,7 +119,10 @@ class DrawGradients:
         rows: examples in each gradient.
     """
 
-    def __init__(self, stack: Stack, view: View, data: Any, num_data: int | None, rows: int | None, seed: int) -> None:
+    def __init__(
+        self, stack: Stack, view: View, data: Any, num_data: int | None, rows: int | None, seed: int,
+        device: torch.device | str | None = None,
+    ) -> None:  # fmt: skip
         self.stack, self.view, self.target = stack, view, view.target
         self.tensors = _tensors(data)
         self.data = data if self.tensors is None else self.tensors
@@ -129,6 +141,7 @@ class DrawGradients:
         self._mapped = Mapped(self._one, (0, None if shared else 0))
         self._scores = Mapped(self.target.prior_score, ())
         self._batches: Iterator[Any] = iter(())
+        self.place = place_of(device, self.target.device, self._few())
 
     def free_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Number of the first draw of a block, and free parameters ``[block, d]``."""
@@ -143,7 +156,7 @@ class DrawGradients:
         size = at_once([tuple(x.shape) for x in self.example.values()], self._few())
         size = max(1, min(size, WORKED_ON // sum(self.sizes.values())))
         first = 0
-        for block in self.stack.blocks(self._few(), size):
+        for block in self.stack.blocks(self._few(), size, self.place):
             natural = {name: block[name] for name in self.sizes}
             buffers = {name: x for name, x in block.items() if name not in natural}
             free = self.target.unconstrain(natural)
@@ -151,7 +164,7 @@ class DrawGradients:
             total: Params = {name: torch.zeros_like(x) for name, x in free.items()}
             examples = 0
             for batch, rows in self._parts(count):
-                found = self._mapped(free, buffers, batch)
+                found = self._mapped(free, buffers, moved(batch, self.place))
                 assert isinstance(found, dict)
                 total = {name: total[name] + found[name] for name in total}
                 examples += rows
