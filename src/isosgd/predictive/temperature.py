@@ -75,7 +75,7 @@ def measure(
     held = min(draws, HELD // (total * chains))
     slot = torch.full((draws,), -1)  # where a draw is held, if it is
     slot[torch.linspace(0, draws - 1, held).round().long()] = torch.arange(held)
-    kept = [torch.zeros(chains, held, total) for _ in range(2)] if held >= LEAST else []
+    kept = [torch.zeros(chains, held, total, dtype=torch.float32) for _ in range(2)] if held >= LEAST else []
     series = torch.zeros(chains, draws, len(groups), dtype=torch.float64)
     for first, theta, slope in gradient.blocks():
         chain, index, half = where(first, len(theta))
