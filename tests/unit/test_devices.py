@@ -6,6 +6,7 @@ marked so run on a real one.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from isosgd import Posterior, Target
+from isosgd import Posterior, Target, sample
+from isosgd.chain.batches import IterableBatches, as_data
 from isosgd.predictive.draws import place_of
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
@@ -128,3 +130,38 @@ def test_predictions_of_a_gpu_are_those_of_the_cpu(
     normed = regression(model, norm=True).predict(x, refresh=[(x[:10],), (x[10:],)])
     expected = regression(norm=True).predict(data[0], refresh=[(data[0][:10],), (data[0][10:],)])
     torch.testing.assert_close(normed.mean.cpu(), expected.mean)
+
+
+def test_data_go_where_the_parameters_are(data: tuple[Tensor, Tensor]) -> None:
+    moved = as_data(data, None, torch.device("meta"))
+    assert isinstance(moved, tuple) and {t.device.type for t in moved} == {"meta"}
+    batch = IterableBatches([{"x": data[0]}], torch.device("meta")).next()
+    assert batch["x"].device.type == "meta"
+    assert IterableBatches([data], CPU).next() is data  # nothing to do
+
+
+def test_a_run_sends_its_data_to_the_parameters(data: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def stop(data: Any, batch_size: Any, device: Any, *more: Any) -> None:
+        seen.append(device)
+        raise InterruptedError
+
+    monkeypatch.setattr(sys.modules["isosgd.sampling.sample"], "as_data", stop)
+    there = {"w": torch.zeros(3, device="meta")}
+    monkeypatch.setattr(Target, "initial", lambda self, init=None, device=None: there)
+    target = Target(lambda p, b: b[0] @ p["w"], lambda p: p["w"].sum())
+    with pytest.raises(InterruptedError):
+        sample(target, data, progress=False)
+    assert seen == [torch.device("meta")]
+
+
+@needs_gpu
+def test_a_model_on_the_gpu_takes_data_of_the_cpu(data: tuple[Tensor, Tensor]) -> None:
+    target = regression(CUDA).target
+    assert target is not None
+    batches = [(data[0][:10], data[1][:10]), (data[0][10:], data[1][10:])]
+    quick: dict[str, Any] = {"draws": 3, "warmup": 500, "keep_every": 2, "progress": False, "structure": "layer"}
+    assert len(sample(target, data, **quick)) == 3
+    target.num_data = 20
+    assert len(sample(target, batches, **quick)) == 3

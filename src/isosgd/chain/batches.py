@@ -175,7 +175,9 @@ class IterableBatches:
                 "data yields no batches: it is empty, or an iterator that can be gone through only once; "
                 "pass tensors, a DataLoader or a list of batches"
             )
-        return tree_map(lambda t: t.to(self.device), batch) if self.device is not None else batch
+        if self.device is None or all(t.device == self.device for t in batches.tensors_of(batch)):
+            return batch
+        return tree_map(lambda t: t.to(self.device), batch)
 
 
 Batches = TensorBatches | IterableBatches

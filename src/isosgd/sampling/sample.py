@@ -14,7 +14,7 @@ from isosgd.baselines import BASELINES, Run
 from isosgd.chain.backend import fastest_products
 from isosgd.chain.batches import as_data
 from isosgd.chain.progress import Progress
-from isosgd.chain.team import Start, Team
+from isosgd.chain.team import Start, Team, start_of
 from isosgd.chain.warmup import MOST_STEPS
 from isosgd.diagnostics import Log
 from isosgd.errors import SamplingWarning
@@ -72,7 +72,7 @@ def sample(
         warmup: gradients to spend before the first draw; ``auto`` goes on until the chain has settled.
         temperature: T; the target is ``exp(-f / T)``, so that 1 is the posterior.
         seed: same seed and settings, same draws.
-        device: where to sample; where the parameters are by default.
+        device: where to sample; where the parameters are by default. Data go there.
         progress: show a progress line on a terminal.
         store: a folder to write draws to as they come, so that memory does not grow with them and a crash takes none;
             `isosgd.load` reads it.
@@ -109,7 +109,8 @@ def sample(
             f"target of type {type(target).__name__}: pass an isosgd.Target; Target.from_module makes one from a model"
         )
     most = most_draws(draws, budget, held_out, method)
-    place = torch.device(device) if device is not None else None
+    leaf = next(iter(target.initial(start_of(init, 0), device=device).values()))
+    place = leaf.device  # where all parameters go, and the data with them
     data = as_data(data, batch_size, place)
     settings = {
         "method": method,
