@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isosgd import Target, load, sample
+from isosgd import Posterior, Target, load, sample
 
 QUICK: dict[str, Any] = {"draws": 20, "warmup": 400, "keep_every": 2, "progress": False}
 
@@ -51,3 +52,22 @@ def test_everything_works_under_a_float64_default(
         assert one.log_predictive(data).dtype == dtype
         assert one.summary(data, parameters=["*"]).rhat > 0
         assert one.trust(data).temperature is not None
+
+
+def test_one_warning_for_all_layers_of_batch_norm() -> None:
+    model = nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(3, 3), nn.BatchNorm1d(3))))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        target = Target.from_module(model, "gaussian")
+    assert len(found) == 1
+    assert "1 (BatchNorm1d) and 4 other layers use the statistics of the minibatch" in str(found[0].message)
+    assert "model.eval()" in str(found[0].message)
+    x = torch.randn(10, 3)
+    draws: dict[str, Tensor] = {name: torch.randn(1, 3, *p.shape) for name, p in model.named_parameters()}
+    draws["likelihood.scale"] = torch.ones(1, 3)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        Posterior(target, draws, {}).predict(x)
+    assert len(found) == 1 and "refresh=" in str(found[0].message)
+    with pytest.warns(UserWarning, match=r"^1 \(BatchNorm1d\) uses the statistics"):
+        Target.from_module(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), "gaussian")
