@@ -71,3 +71,42 @@ def test_one_warning_for_all_layers_of_batch_norm() -> None:
     assert len(found) == 1 and "refresh=" in str(found[0].message)
     with pytest.warns(UserWarning, match=r"^1 \(BatchNorm1d\) uses the statistics"):
         Target.from_module(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), "gaussian")
+
+
+def _forms(kind: str, x: Tensor, y: Tensor) -> Any:
+    pandas = pytest.importorskip("pandas")
+    a, b = x.double().numpy(), (y.double() if y.is_floating_point() else y).numpy()
+    if kind == "arrays":
+        return a, b
+    if kind == "list":
+        return [a, b]
+    if kind == "batches":
+        return [(a[:60], b[:60]), (a[60:], b[60:])]
+    return pandas.DataFrame(a, columns=list("abc")), pandas.Series(b.ravel())
+
+
+@pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")
+@pytest.mark.parametrize("kind", ["arrays", "list", "frames", "batches"])
+@pytest.mark.parametrize("likelihood", ["gaussian", "categorical"])
+def test_arrays_and_frames_are_data(kind: str, likelihood: str) -> None:
+    x, y = regression_data()
+    if likelihood == "categorical":
+        y = (y[:, 0] > 0).long()
+    target = Target.from_module(network(outputs=1 if likelihood == "gaussian" else 2), likelihood, num_data=120)
+    data = _forms(kind, x, y)
+    posterior = sample(target, data, structure="layer", **QUICK)
+    assert {v.dtype for v in posterior.draws.values()} == {torch.float32}
+    inputs = x.double().numpy() if kind == "batches" else data[0]
+    torch.testing.assert_close(posterior.predict(inputs).mean, posterior.predict(x).mean)
+    assert posterior.summary(data).rhat > 0 and posterior.trust(data).temperature == 1
+    if kind != "batches":
+        assert torch.equal(posterior.log_predictive(data), posterior.log_predictive((x, y)))
+
+
+def test_a_column_that_is_not_of_numbers_is_named() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"age": [1.0, 2.0], "town": ["a", "b"]})
+    with pytest.raises(TypeError, match=r"column 'town' of the data is of type .*encode it as numbers"):
+        sample(Target.from_module(network(), "gaussian"), (frame, frame["age"]), progress=False)
+    with pytest.raises(ValueError, match=r"must be the same.*list of tuples"):
+        sample(Target.from_module(network(), "gaussian"), list(map(torch.zeros, (3, 4))), progress=False)

@@ -123,8 +123,8 @@ class IterableBatches:
 
     whole = False  # nobody knows
 
-    def __init__(self, source: Iterable[Batch], device: torch.device | None) -> None:
-        self.source, self.device = source, device
+    def __init__(self, source: Iterable[Batch], device: torch.device | None, dtype: torch.dtype | None = None) -> None:
+        self.source, self.device, self.dtype = source, device, dtype
         self._begin()
         sampler = getattr(source, "sampler", None)
         if hasattr(sampler, "weights"):
@@ -175,6 +175,7 @@ class IterableBatches:
                 "data yields no batches: it is empty, or an iterator that can be gone through only once; "
                 "pass tensors, a DataLoader or a list of batches"
             )
+        batch = batches.with_tensors(batch, self.dtype)
         if self.device is None or all(t.device == self.device for t in batches.tensors_of(batch)):
             return batch
         return tree_map(lambda t: t.to(self.device), batch)
@@ -198,14 +199,17 @@ def default_batch_size(num_data: int) -> int:
     return min(max(8, min(num_data // 2, 128)) // 2 * 2, num_data)
 
 
-def as_tensors(data: Any) -> tuple[Tensor, ...] | None:
-    """The tensors that ``data`` consists of, or None when it is an iterable of batches."""
-    items = (data,) if isinstance(data, Tensor | np.ndarray) else data
-    if not isinstance(items, tuple) or not all(isinstance(item, Tensor | np.ndarray) for item in items):
+def as_tensors(data: Any, dtype: torch.dtype | None = None) -> tuple[Tensor, ...] | None:
+    """The tensors that ``data`` consists of, or None when it is an iterable of batches.
+
+    A list of tensors or arrays is data; a list of tuples or dicts is batches.
+    """
+    items = (data,) if batches.is_array(data) else data
+    if not isinstance(items, tuple | list) or not all(map(batches.is_array, items)) or items == []:
         return None
     if not items:
         raise ValueError("data is an empty tuple; pass the tensors, for instance (inputs, targets)")
-    return tuple(torch.as_tensor(item) for item in items)
+    return tuple(batches.as_tensor(item, dtype) for item in items)
 
 
 class DataSets:
@@ -259,14 +263,14 @@ class DataSets:
 Data = tuple[Tensor, ...] | DataSets | Iterable[Batch]
 
 
-def as_data(data: Any, batch_size: Size, device: torch.device | None) -> Data:
+def as_data(data: Any, batch_size: Size, device: torch.device | None, dtype: torch.dtype | None = None) -> Data:
     """What a user gave as data, checked and moved to where it is sampled."""
     wrong = isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 2
     if batch_size is not None and batch_size != ALL and wrong:
         raise ValueError(f"batch_size = {batch_size!r} must be an integer of at least 2, or 'all'")
     if isinstance(data, DataSets):
         return data if device is None else data.to(device)
-    tensors = as_tensors(data)
+    tensors = as_tensors(data, dtype)
     if tensors is not None:
         check_tensors(tensors)
         return tuple(t.to(device) for t in tensors) if device is not None else tensors
@@ -283,10 +287,13 @@ def as_data(data: Any, batch_size: Size, device: torch.device | None) -> Data:
     return data
 
 
-def make_batches(data: Data, batch_size: Size, seed: int, device: torch.device | None) -> Batches:
+def make_batches(
+    data: Data, batch_size: Size, seed: int, device: torch.device | None, dtype: torch.dtype | None = None
+) -> Batches:
     """Batches of one chain, from checked tensors or from an iterable."""
     assert not isinstance(data, DataSets)
-    return TensorBatches(data, batch_size, seed) if as_tensors(data) is not None else IterableBatches(data, device)  # type: ignore[arg-type]
+    tensors = as_tensors(data)
+    return IterableBatches(data, device, dtype) if tensors is None else TensorBatches(tensors, batch_size, seed)
 
 
 def check_tensors(tensors: Sequence[Tensor]) -> None:
@@ -295,7 +302,8 @@ def check_tensors(tensors: Sequence[Tensor]) -> None:
     if None in lengths or len(set(lengths)) != 1:
         shapes = [tuple(t.shape) for t in tensors]
         raise ValueError(
-            f"the tensors of data have shapes {shapes}: their first dimensions, the examples, must be the same"
+            f"the tensors of data have shapes {shapes}: their first dimensions, the examples, must be the same. "
+            "Batches are given as a list of tuples, [(x1, y1), (x2, y2)]"
         )
     if lengths[0] == 0:
         raise ValueError("data holds no examples")

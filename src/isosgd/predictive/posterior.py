@@ -19,7 +19,7 @@ from isosgd.diagnostics.traces import as_array
 from isosgd.diagnostics.verdict import ESS, RHAT, Verdict, judge
 from isosgd.metrics.checks import between_0_and_1
 from isosgd.potential import Params, Target
-from isosgd.potential.batches import batch_length, tree_map
+from isosgd.potential.batches import as_tensor, batch_length, is_array, tree_map, with_tensors
 from isosgd.potential.params import match
 from isosgd.predictive.draws import Draws, Mapped, Stack, batches_of, by_chain, device_of, moved, place_of
 from isosgd.predictive.prediction import Average, Prediction, join
@@ -192,6 +192,7 @@ class Posterior:
             (tensor([-1.9600, -0.4883]), tensor([1.9600, 4.4883]))
         """
         levels = tuple(between_0_and_1("levels", level) for level in levels)
+        x = with_tensors(x, self.view.target.dtype)
         if refresh is not None:
             place = self._place(device, x)
             return self.refreshed(refresh, device=place).predict(
@@ -233,6 +234,7 @@ class Posterior:
             batch_size: examples worked on at once; all of them by default.
             device: where to compute, as for `predict`.
         """
+        batch = with_tensors(batch, self.view.target.dtype)
         parts = [torch.cat(list(every)).to(device_of(batch)) for every in self._likely(batch, batch_size, device)]
         return by_chain(torch.cat(parts, 1), self.num_chains)
 
@@ -245,7 +247,7 @@ class Posterior:
             batch_size: examples worked on at once; all of them by default.
             device: where to compute, as for `predict`.
         """
-        parts = []
+        batch, parts = with_tensors(batch, self.view.target.dtype), []
         for every in self._likely(batch, batch_size, device):
             total = None
             for values in every:
@@ -409,12 +411,18 @@ class Posterior:
     def _function_traces(self, data: Any, inputs: Any, examples: int, device: Device) -> dict[str, tuple[str, Any]]:
         """Predictions and log likelihoods of some examples at each draw."""
         traces: dict[str, tuple[str, Any]] = {}
-        batch = _some_examples(self.data if data is None else data, examples)
+        batch = _some_examples(
+            self.data if data is None else data, examples, None if self.target is None else self.target.dtype
+        )
         if batch is None and inputs is None:
             return traces
         network = self.view.network is not None
         if inputs is not None or network:
-            x = tree_map(lambda t: _spaced(t, examples), inputs) if inputs is not None else inputs_of(batch)
+            x = (
+                tree_map(lambda t: _spaced(t, examples), with_tensors(inputs))
+                if inputs is not None
+                else inputs_of(batch)
+            )
             predicted = self.predict(x, return_draws=True, device=device).draws
             assert predicted is not None
             traces["prediction"] = ("prediction", _without_last_class(predicted, self.view.classes))
@@ -452,15 +460,15 @@ def _tensor(found: Any) -> Tensor:
     return found
 
 
-def _some_examples(data: Any, count: int) -> Any:
+def _some_examples(data: Any, count: int, dtype: torch.dtype | None) -> Any:
     """Some examples of the data, evenly spaced; of a loader, the first of its first batch."""
     if data is None:
         return None
-    if isinstance(data, Tensor | np.ndarray):
+    if is_array(data):
         data = (data,)
-    if isinstance(data, tuple) and all(isinstance(x, Tensor | np.ndarray) for x in data):
-        return tuple(_spaced(torch.as_tensor(x), count) for x in data)
-    batch = next(iter(data), None)
+    if isinstance(data, tuple | list) and data and all(map(is_array, data)):
+        return tuple(_spaced(as_tensor(x, dtype), count) for x in data)
+    batch = with_tensors(next(iter(data), None), dtype)
     if batch is None:
         raise ValueError("data yields no batches: it is empty, or an iterator that was gone through already")
     size = batch_length(batch)

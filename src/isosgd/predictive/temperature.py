@@ -16,7 +16,7 @@ from torch.func import grad
 from isosgd.diagnostics.meter import LEAST, Reading, directions, readings
 from isosgd.diagnostics.traces import as_array
 from isosgd.potential import Params
-from isosgd.potential.batches import batch_length
+from isosgd.potential.batches import as_tensor, batch_length, is_array, with_tensors
 from isosgd.predictive.draws import Mapped, Stack, at_once, moved, place_of
 from isosgd.predictive.view import View
 
@@ -124,7 +124,7 @@ class DrawGradients:
         device: torch.device | str | None = None,
     ) -> None:  # fmt: skip
         self.stack, self.view, self.target = stack, view, view.target
-        self.tensors = _tensors(data)
+        self.tensors = _tensors(data, self.target.dtype)
         self.data = data if self.tensors is None else self.tensors
         self.num_data = num_data or self.target.resolve_num_data(self.data)
         self.example = self.target.unconstrain(stack.draw(0, 0))
@@ -212,7 +212,7 @@ class DrawGradients:
             self._batches = iter(self.data)
         seen, started = 0, False
         while seen < self.rows:
-            batch = next(self._batches, None)
+            batch = with_tensors(next(self._batches, None), self.target.dtype)
             if batch is None:
                 if seen and self._full:
                     return
@@ -228,15 +228,15 @@ class DrawGradients:
         """Examples like those that a draw is evaluated with at once."""
         if self.tensors is not None:
             return tuple(t[: min(CHUNK, self.rows)] for t in self.tensors)
-        return next(iter(self.data), None)
+        return with_tensors(next(iter(self.data), None))
 
     def _flat(self, params: Params) -> Tensor:
         return torch.cat([x.detach().reshape(len(x), -1).cpu() for x in (params[name] for name in self.sizes)], 1)
 
 
-def _tensors(data: Any) -> tuple[Tensor, ...] | None:
+def _tensors(data: Any, dtype: torch.dtype | None) -> tuple[Tensor, ...] | None:
     """The tensors that data consist of, or None when they come in batches."""
-    items = (data,) if isinstance(data, Tensor | np.ndarray) else data
-    if isinstance(items, tuple) and items and all(isinstance(x, Tensor | np.ndarray) for x in items):
-        return tuple(torch.as_tensor(x) for x in items)
+    items = (data,) if is_array(data) else data
+    if isinstance(items, tuple | list) and items and all(map(is_array, items)):
+        return tuple(as_tensor(x, dtype) for x in items)
     return None

@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isosgd.potential import Params, Target
+from isosgd.potential.batches import with_tensors
 from isosgd.potential.modules import ModuleLikelihood
 from isosgd.predictive.draws import moved
 
@@ -110,7 +111,7 @@ class Network(ModuleLikelihood):
                 layer.train()
                 layer.momentum = None  # a plain average over batches
             for batch in batches:
-                self.output(natural | found, moved(inputs_of(batch), first.device))
+                self.output(natural | found, moved(with_tensors(inputs_of(batch), first.dtype), first.device))
                 count += 1
         finally:
             for (_, layer), momentum in zip(norms, before, strict=True):

@@ -19,6 +19,7 @@ from isosgd.chain.warmup import MOST_STEPS
 from isosgd.diagnostics import Log
 from isosgd.errors import SamplingWarning
 from isosgd.potential import Target
+from isosgd.potential.batches import with_tensors
 from isosgd.predictive import Posterior
 from isosgd.samplers import ISGD, METHODS
 from isosgd.sampling.identity import described
@@ -56,8 +57,9 @@ def sample(
 
     Args:
         target: what to sample.
-        data: a tuple of tensors, one row an example (minibatches are drawn independently where they live); any
-            iterable of batches such as a DataLoader; or `isosgd.DataSets`, several data sets at once.
+        data: tensors, numpy arrays, or frames of pandas or polars, as a tuple or list, one row an example (minibatches
+            are drawn independently; arrays of floats become of the parameters' dtype); any other iterable of batches
+            such as a DataLoader or a list of tuples; or `isosgd.DataSets`, several data sets at once.
         init: start values in natural parameters; where the target says by default. A function from the number of a
             chain to such values gives each chain a start of its own.
         method: a name of `isosgd.methods`: ``isgd``, ``sgld``, ``sghmc`` and so on.
@@ -111,7 +113,8 @@ def sample(
     most = most_draws(draws, budget, held_out, method)
     leaf = next(iter(target.initial(start_of(init, 0), device=device).values()))
     place = leaf.device  # where all parameters go, and the data with them
-    data = as_data(data, batch_size, place)
+    data = as_data(data, batch_size, place, leaf.dtype)
+    held_out = with_tensors(held_out, leaf.dtype)
     settings = {
         "method": method,
         "draws": draws,
