@@ -419,7 +419,7 @@ class Posterior:
         network = self.view.network is not None
         if inputs is not None or network:
             x = (
-                tree_map(lambda t: _spaced(t, examples), with_tensors(inputs))
+                tree_map(lambda t: _spaced(t, examples), with_tensors(inputs, self.view.target.dtype))
                 if inputs is not None
                 else inputs_of(batch)
             )
