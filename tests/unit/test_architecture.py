@@ -152,6 +152,42 @@ def test_core_needs_only_hard_dependencies() -> None:
     assert paths and not {name: soft for name, soft in found.items() if soft}
 
 
+def circles(imports: dict[str, set[str]]) -> list[str]:
+    """Complaints about modules that reach themselves by their imports."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        ahead = list(imports[start])
+        while ahead:
+            name = ahead.pop()
+            if name not in seen:
+                seen.add(name)
+                ahead += imports.get(name, ())
+        return seen
+
+    return [f"{name} imports itself by way of others" for name in imports if name in reached(name)]
+
+
+def imports_in(part: str) -> dict[str, set[str]]:
+    """Which modules of a part each of them imports, wherever the import stands; `__init__` only gathers names."""
+    found = {}
+    for path in modules():
+        if part_of(path) == part and path.name != "__init__.py":
+            names = {name for _, name, _ in imported_modules(path.read_text(), dotted(path), is_package=False)}
+            found[dotted(path)] = {name.rpartition(".")[0] for name in names} | names
+    return {name: wanted & set(found) for name, wanted in found.items()}
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert len(circles({"a": {"b"}, "b": {"c"}, "c": {"b"}})) == 2
+
+
+@pytest.mark.parametrize("part", ORDER)
+def test_no_import_circle(part: str) -> None:
+    assert circles(imports_in(part)) == []
+
+
 def test_declared_dependencies_are_the_hard_ones() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert {re.match(r"[\w-]+", item)[0] for item in declared} == HARD_DEPENDENCIES

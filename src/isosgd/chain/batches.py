@@ -10,6 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isosgd.potential import batches
+from isosgd.potential.batches import tensors_of, tree_map
+
 Batch = Any
 Transform = Callable[[Batch, torch.Generator], Batch]
 """A user's function of a batch and a generator on its device: augmentation, normalisation, a change of type."""
@@ -17,32 +20,14 @@ ALL = "all"
 Size = int | Literal["all"] | None
 
 
-def tree_map(function: Any, batch: Batch) -> Batch:
-    """Apply ``function`` to every tensor of a batch made of tuples, lists and dicts."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, dict):
-        return {key: tree_map(function, value) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return tuple(tree_map(function, value) for value in batch)
-    return batch
-
-
-def tensors_of(batch: Batch) -> list[Tensor]:
-    """All tensors of a batch, in order."""
-    found: list[Tensor] = []
-    tree_map(found.append, batch)
-    return found
-
-
 def batch_length(batch: Batch) -> int:
     """Number of examples: the first dimension of the batch's tensors."""
-    for tensor in tensors_of(batch):
-        if tensor.dim() > 0:
-            return int(tensor.shape[0])
-    raise ValueError(
-        f"a batch of type {type(batch).__name__} holds no tensor with a first dimension to count examples by"
-    )
+    n = batches.batch_length(batch)
+    if n is None:
+        raise ValueError(
+            f"a batch of type {type(batch).__name__} holds no tensor with a first dimension to count examples by"
+        )
+    return n
 
 
 def halves(batch: Batch) -> tuple[Batch, Batch, tuple[int, int]]:
@@ -216,9 +201,14 @@ class IterableBatches:
     whole = False  # nobody knows
 
     def __init__(
-        self, source: Iterable[Batch], device: torch.device | None, seed: int = 0, transform: Transform | None = None
+        self,
+        source: Iterable[Batch],
+        device: torch.device | None,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+        transform: Transform | None = None,
     ) -> None:
-        self.source, self.device = source, device
+        self.source, self.device, self.dtype = source, device, dtype
         self.transform = Transformed(transform, seed, device or torch.device("cpu"))
         self._peeked: Batch = None
         self._begin()
@@ -290,7 +280,8 @@ class IterableBatches:
         return self._moved(batch)
 
     def _moved(self, batch: Batch) -> Batch:
-        if self.device is None:
+        batch = batches.with_tensors(batch, self.dtype)
+        if self.device is None or all(t.device == self.device for t in batches.tensors_of(batch)):
             return batch
         return tree_map(lambda t: t.to(self.device, non_blocking=True), batch)
 
@@ -321,14 +312,17 @@ def default_batch_size(num_data: int) -> int:
     return min(max(8, min(num_data // 2, 128)) // 2 * 2, num_data)
 
 
-def as_tensors(data: Any) -> tuple[Tensor, ...] | None:
-    """The tensors that ``data`` consists of, or None when it is an iterable of batches."""
-    items = (data,) if isinstance(data, Tensor | np.ndarray) else data
-    if not isinstance(items, tuple) or not all(isinstance(item, Tensor | np.ndarray) for item in items):
+def as_tensors(data: Any, dtype: torch.dtype | None = None) -> tuple[Tensor, ...] | None:
+    """The tensors that ``data`` consists of, or None when it is an iterable of batches.
+
+    A list of tensors or arrays is data; a list of tuples or dicts is batches.
+    """
+    items = (data,) if batches.is_array(data) else data
+    if not isinstance(items, tuple | list) or not all(map(batches.is_array, items)) or items == []:
         return None
     if not items:
         raise ValueError("data is an empty tuple; pass the tensors, for instance (inputs, targets)")
-    return tuple(torch.as_tensor(item) for item in items)
+    return tuple(batches.as_tensor(item, dtype) for item in items)
 
 
 class DataSets:
@@ -382,14 +376,14 @@ class DataSets:
 Data = tuple[Tensor, ...] | DataSets | Iterable[Batch]
 
 
-def as_data(data: Any, batch_size: Size, device: torch.device | None) -> Data:
+def as_data(data: Any, batch_size: Size, device: torch.device | None, dtype: torch.dtype | None = None) -> Data:
     """What a user gave as data, checked and moved to where it is sampled."""
     wrong = isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 2
     if batch_size is not None and batch_size != ALL and wrong:
         raise ValueError(f"batch_size = {batch_size!r} must be an integer of at least 2, or 'all'")
     if isinstance(data, DataSets):
         return data if device is None else data.to(device)
-    tensors = as_tensors(data)
+    tensors = as_tensors(data, dtype)
     if tensors is not None:
         check_tensors(tensors)
         return tuple(t.to(device) for t in tensors) if device is not None else tensors
@@ -407,13 +401,19 @@ def as_data(data: Any, batch_size: Size, device: torch.device | None) -> Data:
 
 
 def make_batches(
-    data: Data, batch_size: Size, seed: int, device: torch.device | None, transform: Transform | None = None
+    data: Data,
+    batch_size: Size,
+    seed: int,
+    device: torch.device | None,
+    dtype: torch.dtype | None = None,
+    transform: Transform | None = None,
 ) -> Batches:
     """Batches of one chain, from checked tensors or from an iterable."""
     assert not isinstance(data, DataSets)
-    if as_tensors(data) is not None:
-        return TensorBatches(data, batch_size, seed, transform=transform)  # type: ignore[arg-type]
-    return IterableBatches(data, device, seed, transform)
+    tensors = as_tensors(data)
+    if tensors is None:
+        return IterableBatches(data, device, dtype, seed, transform)
+    return TensorBatches(tensors, batch_size, seed, transform=transform)
 
 
 def check_tensors(tensors: Sequence[Tensor]) -> None:
@@ -422,7 +422,8 @@ def check_tensors(tensors: Sequence[Tensor]) -> None:
     if None in lengths or len(set(lengths)) != 1:
         shapes = [tuple(t.shape) for t in tensors]
         raise ValueError(
-            f"the tensors of data have shapes {shapes}: their first dimensions, the examples, must be the same"
+            f"the tensors of data have shapes {shapes}: their first dimensions, the examples, must be the same. "
+            "Batches are given as a list of tuples, [(x1, y1), (x2, y2)]"
         )
     if lengths[0] == 0:
         raise ValueError("data holds no examples")

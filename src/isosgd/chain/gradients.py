@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
-from isosgd.chain.batches import Batch, batch_length, halves, tensors_of, tree_map
+from isosgd.chain.batches import Batch, batch_length, halves
 from isosgd.chain.compiled import Compiled
 from isosgd.chain.repeated import Tensors, repeat
 from isosgd.native import perceptron
 from isosgd.noise import join_halves
 from isosgd.potential import Params, Target
+from isosgd.potential.batches import tensors_of, tree_map
 
 
 class Found(NamedTuple):

@@ -116,7 +116,7 @@ class Team:
     def _batches(self, index: int, seed: int, batch_size: Size) -> Batches:
         """Minibatches of one chain."""
         data = self.data.set(index // self.chains) if isinstance(self.data, DataSets) else self.data
-        return make_batches(data, batch_size, seed, self.device, self.transform)
+        return make_batches(data, batch_size, seed, self.device, self.target.dtype, self.transform)
 
     def runs(self, make_sampler: MakeSampler) -> Iterator[tuple[int, Chains]]:
         """What to run, one after the other, each with the index of its first chain."""

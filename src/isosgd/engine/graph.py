@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from isosgd.chain.batches import IterableBatches, TensorBatches, tensors_of, tree_map
+from isosgd.chain.batches import IterableBatches, TensorBatches
 from isosgd.engine.fused import FlatParameters, FusedStep
+from isosgd.potential.batches import tensors_of, tree_map
 from isosgd.samplers.program import Elementwise, StepProgram
 
 if TYPE_CHECKING:

@@ -339,18 +339,22 @@ def select(model: nn.Module, sampled: Select) -> list[str]:
 
 
 def check_layers(model: nn.Module) -> None:
-    """Refuse layers that make the potential random; warn of those that tie examples of a batch together."""
+    """Refuse layers that make the potential random; warn once of those that tie examples of a batch together."""
+    tied = []
     for name, module in model.named_modules():
         where = f"{name or 'the model'} ({type(module).__name__})"
         if module.training and _is_random(module):
             raise ValueError(f"{where} is random in training mode: no posterior is defined; call model.eval() first")
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
-            warnings.warn(
-                f"{where} uses the statistics of the minibatch, so the likelihood of an example depends on the rest "
-                "of its batch; call model.eval() first, or use GroupNorm or LayerNorm, for a well-defined posterior",
-                UserWarning,
-                stacklevel=4,
-            )
+            tied.append(where)
+    if tied:
+        others = f" and {len(tied) - 1} other layers use" if len(tied) > 1 else " uses"
+        warnings.warn(
+            f"{tied[0]}{others} the statistics of the minibatch, so the likelihood of an example depends on the rest "
+            "of its batch; call model.eval() first, or use GroupNorm or LayerNorm, for a well-defined posterior",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def _is_random(module: nn.Module) -> bool:

@@ -231,6 +231,16 @@ class Target:
         """While open, the module has these buffers, which passes through it may change."""
         return nullcontext() if self.module is None else self.module.using(buffers)
 
+    @property
+    def device(self) -> torch.device | None:
+        """Where the start values are, a module's own for instance; None while there are none."""
+        return None if self._space is None else next(iter(self._space.values.values())).device
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Type of the start values; None while there are none."""
+        return None if self._space is None else next(iter(self._space.values.values())).dtype
+
     def layers(self, free: Params) -> dict[str, str]:
         """Layer of each parameter: the module it sits in; sampled scales are layers of their own."""
         extras = self._bound(free).extras

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isosgd.chain.batches import Data, DataSets, Transform, Transformed, as_tensors, tree_map
+from isosgd.chain.batches import Data, DataSets, Transform, Transformed, as_tensors
 from isosgd.potential import Params, Target
+from isosgd.potential.batches import tree_map
 from isosgd.store.shards import dtype_name, raw
 
 SAME_LOSS = 1e-4  # relative: another machine may round otherwise, another model gives another loss

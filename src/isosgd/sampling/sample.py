@@ -14,11 +14,12 @@ from isosgd.baselines import BASELINES, Run
 from isosgd.chain.backend import fastest_products
 from isosgd.chain.batches import Transform, as_data
 from isosgd.chain.progress import Progress
-from isosgd.chain.team import Start, Team
+from isosgd.chain.team import Start, Team, start_of
 from isosgd.chain.warmup import MOST_STEPS
 from isosgd.diagnostics import Log
 from isosgd.errors import SamplingWarning
 from isosgd.potential import Target
+from isosgd.potential.batches import with_tensors
 from isosgd.predictive import Posterior
 from isosgd.samplers import ISGD, METHODS
 from isosgd.sampling.identity import described
@@ -57,8 +58,9 @@ def sample(
 
     Args:
         target: what to sample.
-        data: a tuple of tensors, one row an example (minibatches are drawn independently where they live); any
-            iterable of batches such as a DataLoader; or `isosgd.DataSets`, several data sets at once.
+        data: tensors, numpy arrays, or frames of pandas or polars, as a tuple or list, one row an example (minibatches
+            are drawn independently; arrays of floats become of the parameters' dtype); any other iterable of batches
+            such as a DataLoader or a list of tuples; or `isosgd.DataSets`, several data sets at once.
         init: start values in natural parameters, and of buffers where there are, such as the ``state_dict`` of a
             trained network; where the target says by default. A function from the number of a chain to such values
             gives each chain a start of its own.
@@ -77,7 +79,7 @@ def sample(
             (`HierarchicalNormal`, `Relevance`) the likelihood alone is tempered, ``likelihood^(1/T) * prior``: as if
             there were N/T examples. ``info["density"]`` says which.
         seed: same seed and settings, same draws.
-        device: where to sample; where the parameters are by default.
+        device: where to sample; where the parameters are by default. Data go there.
         progress: show a progress line on a terminal.
         store: a folder to write draws to as they come, so that memory does not grow with them and a crash takes none;
             `isosgd.load` reads it.
@@ -117,8 +119,10 @@ def sample(
             f"target of type {type(target).__name__}: pass an isosgd.Target; Target.from_module makes one from a model"
         )
     most = most_draws(draws, budget, held_out, method)
-    place = torch.device(device) if device is not None else None
-    data = as_data(data, batch_size, place)
+    leaf = next(iter(target.initial(start_of(init, 0), device=device).values()))
+    place = leaf.device  # where all parameters go, and the data with them
+    data = as_data(data, batch_size, place, leaf.dtype)
+    held_out = with_tensors(held_out, leaf.dtype)
     settings = {
         "method": method,
         "draws": draws,

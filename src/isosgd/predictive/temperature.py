@@ -1,35 +1,117 @@
-"""Gradients of the potential at draws: of all data where that is affordable, of fresh examples where not."""
+"""The temperature that draws are at, read from gradients of the potential at each of them.
+
+Gradients are of all data where that is affordable, of fresh examples where not.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.func import grad
 
+from isosgd.diagnostics.meter import LEAST, Reading, directions, readings
+from isosgd.diagnostics.traces import as_array
 from isosgd.potential import Params
-from isosgd.predictive.mapped import Mapped, at_once, rows_of
-
-if TYPE_CHECKING:
-    from isosgd.predictive.posterior import Posterior
+from isosgd.potential.batches import as_tensor, batch_length, is_array, with_tensors
+from isosgd.predictive.draws import Mapped, Stack, at_once, moved, place_of
+from isosgd.predictive.view import View
 
 CHUNK = 2048  # examples worked on at once
 AFFORDABLE = 1e11  # parameters x examples x draws: a minute or so on a core
 LEAST_ROWS = 64
-HELD = 1 << 21  # entries of gradients, and as many of draws, at once
+WORKED_ON = 1 << 21  # entries of gradients, and as many of draws, at once
+HELD = 1 << 24  # numbers of draws, and of gradients, that are held for directions
+
+
+def measure(
+    stack: Stack,
+    view: View,
+    data: Any,
+    num_data: int | None,
+    temperature: float,
+    rows: int | None,
+    seed: int,
+    device: torch.device | str | None = None,
+) -> tuple[tuple[Reading, ...], tuple[Reading, ...]]:
+    """Temperatures over all parameters and each layer, and along single directions.
+
+    Draws are gone through twice, for the centres and for the gradients; of the draws and gradients themselves only so
+    many are held as fit.
+
+    Args:
+        stack: the draws.
+        view: their target.
+        data: all training data: tensors or batches.
+        num_data: N as it was when sampling; found from the data when None.
+        temperature: T that they should be at.
+        rows: examples in each gradient; all of them, or as many as are affordable, when None.
+        seed: of the examples.
+        device: where to compute, as for `Posterior.predict`.
+    """
+    chains, draws = stack.num_chains, stack.num_draws
+    gradient = DrawGradients(stack, view, data, num_data, rows, seed, device, temperature)
+    layers = view.target.layers(gradient.example)
+    groups = list(dict.fromkeys(layers[name] for name in gradient.sizes))
+    numbers = torch.tensor([groups.index(layers[name]) for name in gradient.sizes])
+    place = numbers.repeat_interleave(torch.tensor(list(gradient.sizes.values())))  # group of each entry
+    total = len(place)
+    late = draws // 2  # from here on it is the second half of a chain
+
+    def where(first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Chain, number in it, and half of some draws."""
+        number = torch.arange(first, first + count)
+        return number // draws, number % draws, (number % draws >= late).long()
+
+    centres = torch.zeros(chains, 2, total, dtype=torch.float64)
+    weights = torch.tensor([1.0 / late, 1.0 / (draws - late)], dtype=torch.float64)
+    for first, theta in gradient.free_blocks():
+        chain, _, half = where(first, len(theta))
+        centres.index_put_((chain, half), theta.double() * weights[half, None], accumulate=True)
+
+    held = min(draws, HELD // (total * chains))
+    slot = torch.full((draws,), -1)  # where a draw is held, if it is
+    slot[torch.linspace(0, draws - 1, held).round().long()] = torch.arange(held)
+    kept = [torch.zeros(chains, held, total, dtype=torch.float32) for _ in range(2)] if held >= LEAST else []
+    series = torch.zeros(chains, draws, len(groups), dtype=torch.float64)
+    for first, theta, slope in gradient.blocks():
+        chain, index, half = where(first, len(theta))
+        products = (theta.double() - centres[chain, 1 - half]) * slope.double()
+        series[chain, index] = products.new_zeros(len(theta), len(groups)).index_add_(1, place, products)
+        if kept:
+            here = slot[index] >= 0
+            spot = chain[here], slot[index][here]
+            kept[0][spot] = (theta.double() - centres[chain].mean(1))[here].float()
+            kept[1][spot] = slope[here].float()
+    if not bool(series.isfinite().all()):
+        chain, index, _ = (~series.isfinite()).nonzero()[0]
+        raise ValueError(
+            f"draw {int(index)} of chain {int(chain)}, or the gradient there, is not finite: leave that chain out with "
+            "posterior.select(chains=...)"
+        )
+    every = as_array(series.sum(-1, keepdim=True))
+    if len(groups) == 1:
+        found = readings(["all"], [total], every, temperature)
+    else:
+        sizes = [total, *torch.bincount(place).tolist()]
+        found = readings(["all", *groups], sizes, np.concatenate([every, as_array(series)], -1), temperature)
+    return found, directions(kept[0], kept[1], temperature) if kept else ()
 
 
 class DrawGradients:
     """``grad f`` at each draw in free parameters, ``exp(-f / T)`` being the density that was sampled.
 
     Args:
-        posterior: the draws.
+        stack: the draws.
+        view: their target.
         data: all training data: tensors or batches.
+        num_data: N as it was when sampling; found from the data when None.
         rows: examples in each gradient; all of them, or as many as are affordable, when None.
         seed: of the examples.
+        device: where to compute, as for `Posterior.predict`.
         temperature: T; where the prior has sampled scales it counts T times, see `isosgd.Target.prior_weight`.
 
     Attributes:
@@ -38,17 +120,19 @@ class DrawGradients:
         rows: examples in each gradient.
     """
 
-    def __init__(self, posterior: Posterior, data: Any, rows: int | None, seed: int, temperature: float = 1.0) -> None:
-        self.posterior, self.view = posterior, posterior.view
-        self.target = self.view.target
-        self.tensors = _tensors(data)
+    def __init__(
+        self, stack: Stack, view: View, data: Any, num_data: int | None, rows: int | None, seed: int,
+        device: torch.device | str | None = None, temperature: float = 1.0,
+    ) -> None:  # fmt: skip
+        self.stack, self.view, self.target = stack, view, view.target
+        self.tensors = _tensors(data, self.target.dtype)
         self.data = data if self.tensors is None else self.tensors
-        self.num_data = self._num_data()
-        self.example = self.target.unconstrain(posterior.draw(0, 0))
+        self.num_data = num_data or self.target.resolve_num_data(self.data)
+        self.example = self.target.unconstrain(stack.draw(0, 0))
         self.prior_weight = self.target.prior_weight(self.example, temperature)
         self.sizes = {name: x.numel() for name, x in self.example.items()}
         total = sum(self.sizes.values())
-        most = int(AFFORDABLE / (total * len(posterior)))
+        most = int(AFFORDABLE / (total * len(stack)))
         self.rows = min(self.num_data, max(LEAST_ROWS, most)) if rows is None else rows
         if isinstance(self.rows, bool) or not 1 <= self.rows <= self.num_data:
             raise ValueError(f"rows = {rows!r} must lie between 1 and the {self.num_data} examples")
@@ -59,16 +143,12 @@ class DrawGradients:
         self._mapped = Mapped(self._one, (0, None if shared else 0))
         self._scores = Mapped(self.target.prior_score, ())
         self._batches: Iterator[Any] = iter(())
-
-    def _num_data(self) -> int:
-        """N as it was when sampling."""
-        said = self.posterior.info.get("num_data")
-        return int(said) if said else self.target.resolve_num_data(self.data)
+        self.place = place_of(device, self.target.device, self._few())
 
     def free_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Number of the first draw of a block, and free parameters ``[block, d]``."""
         first = 0
-        for block in self.posterior.blocks(None):
+        for block in self.stack.blocks(None):
             free = self.target.unconstrain({name: block[name] for name in self.sizes})
             yield first, self._flat(free)
             first += len(next(iter(block.values())))
@@ -76,9 +156,9 @@ class DrawGradients:
     def blocks(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """The same with gradients ``[block, d]``, both on the CPU."""
         size = at_once([tuple(x.shape) for x in self.example.values()], self._few())
-        size = max(1, min(size, HELD // sum(self.sizes.values())))
+        size = max(1, min(size, WORKED_ON // sum(self.sizes.values())))
         first = 0
-        for block in self.posterior.blocks(self._few(), size):
+        for block in self.stack.blocks(self._few(), size, self.place):
             natural = {name: block[name] for name in self.sizes}
             buffers = {name: x for name, x in block.items() if name not in natural}
             free = self.target.unconstrain(natural)
@@ -86,7 +166,7 @@ class DrawGradients:
             total: Params = {name: torch.zeros_like(x) for name, x in free.items()}
             examples = 0
             for batch, rows in self._parts(count):
-                found = self._mapped(free, buffers, batch)
+                found = self._mapped(free, buffers, moved(batch, self.place))
                 assert isinstance(found, dict)
                 total = {name: total[name] + found[name] for name in total}
                 examples += rows
@@ -134,7 +214,7 @@ class DrawGradients:
             self._batches = iter(self.data)
         seen, started = 0, False
         while seen < self.rows:
-            batch = next(self._batches, None)
+            batch = with_tensors(next(self._batches, None), self.target.dtype)
             if batch is None:
                 if seen and self._full:
                     return
@@ -142,7 +222,7 @@ class DrawGradients:
                     raise ValueError("data yields no batches: it is empty, or an iterator gone through already")
                 self._batches, started = iter(self.data), True
                 continue
-            rows = rows_of(batch) or 1
+            rows = batch_length(batch) or 1
             seen, started = seen + rows, False
             yield batch, rows
 
@@ -150,15 +230,15 @@ class DrawGradients:
         """Examples like those that a draw is evaluated with at once."""
         if self.tensors is not None:
             return tuple(t[: min(CHUNK, self.rows)] for t in self.tensors)
-        return next(iter(self.data), None)
+        return with_tensors(next(iter(self.data), None))
 
     def _flat(self, params: Params) -> Tensor:
         return torch.cat([x.detach().reshape(len(x), -1).cpu() for x in (params[name] for name in self.sizes)], 1)
 
 
-def _tensors(data: Any) -> tuple[Tensor, ...] | None:
+def _tensors(data: Any, dtype: torch.dtype | None) -> tuple[Tensor, ...] | None:
     """The tensors that data consist of, or None when they come in batches."""
-    items = (data,) if isinstance(data, Tensor | np.ndarray) else data
-    if isinstance(items, tuple) and items and all(isinstance(x, Tensor | np.ndarray) for x in items):
-        return tuple(torch.as_tensor(x) for x in items)
+    items = (data,) if is_array(data) else data
+    if isinstance(items, tuple | list) and items and all(map(is_array, items)):
+        return tuple(as_tensor(x, dtype) for x in items)
     return None
