@@ -13,7 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from isosgd import Target, priors, sample
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning"),  # warm-ups are short
+]
 
 N, SIGMA = 2_000, 0.5
 

@@ -20,7 +20,7 @@ from isosgd.potential import Params, Target
 from isosgd.samplers import ISGD, Sampler
 from isosgd.samplers.hmc import HMC
 
-REFRESH_BATCHES, REFRESH_SIZE = 10, 500  # minibatches from which BatchNorm statistics of a draw are averaged
+REFRESH_BATCHES, REFRESH_SIZE = 5, 500  # minibatches from which BatchNorm statistics of a draw are averaged
 SCALE = 0.5  # information of an example about the logarithm of a noise scale, at the least
 
 

@@ -13,6 +13,7 @@ from isosgd.diagnostics.traces import integrated_time
 from isosgd.potential.batches import tree_map
 
 EXAMPLES, LENGTH = 16, 400
+GRAPH_LENGTH = 100  # of a trace beside a CUDA graph: a look is then as long as several steps
 DRAWS_A_TIME = 2  # draws in an autocorrelation time: one would lose a quarter of what the chain knows, two lose 7%
 
 
@@ -33,7 +34,8 @@ class Traces:
 
     def begin(self, steps: int) -> None:
         """Trace anew, at every so many of the steps to come that it does not get too long."""
-        self.found, self.stride = [], max(1, steps // LENGTH)
+        length = LENGTH if self.chains.graph is None else GRAPH_LENGTH
+        self.found, self.stride = [], max(1, steps // length)
 
     def take(self, step: int, count: int = 1) -> None:
         """Look at the chains around a step, counted from 0, if it is time.

@@ -102,8 +102,9 @@ class _Warmup:
         self.spent = 0
         self.tails = [TailMeter() for _ in chains.sampler.param_groups]
         self.traces, self.runaway = Traces(chains), Runaway(chains)
-        self.signal: list[Array] = []  # [chains, groups]
-        self.seen_curvatures: list[Array] = []
+        self.signal: list[Tensor] = []  # [chains, groups]; on the device, so that nothing waits for them
+        self.seen_curvatures: list[Tensor] = []
+        self.measure_spacing = True
         self.curvatures: Array | None = None
         self.loss: tuple[Array, Array] | None = None
         limit = int(MOST_DESCENT_SHARE * self.budget)
@@ -136,7 +137,7 @@ class _Warmup:
             vars(meter).update(saved)
 
     def run(self, measure_spacing: bool) -> list[WarmupReport]:
-        chains, sampler = self.chains, self.chains.sampler
+        chains, sampler, self.measure_spacing = self.chains, self.chains.sampler, measure_spacing
         if isinstance(sampler, ISGD) and sampler.scheme != "windowed":
             return self._paper_scheme(sampler, measure_spacing)
         if self.budget < 2 * FIRST_WINDOW:
@@ -237,7 +238,7 @@ class _Warmup:
             self.budget = self.asked - self._check_steps()
             self.last = self.exact and self.budget - self.spent < length
             # One probe is noisy: the upper quartile over the window's second half bounds the curvature of most places.
-            later = np.stack(self.seen_curvatures[len(self.seen_curvatures) // 2 :])
+            later = torch.stack(self.seen_curvatures[len(self.seen_curvatures) // 2 :]).cpu().numpy()
             self.curvatures = np.quantile(later, 0.75, axis=0)
             # A shape is measured in every direction, so it may be left quickly while the chain is still on its way.
             early = chains.geometry is not None and length < LEAST_LAST_WINDOW
@@ -319,12 +320,13 @@ class _Warmup:
             losses.append(chains.loss)
             if i % PROBE_EVERY == 0 and self.spent < end:
                 self._probe("warming up")
-                self.seen_curvatures.append(chains.curvatures().cpu().numpy())
+                self.seen_curvatures.append(chains.curvatures())
             if noise is not None:
                 if not chains.successive or i % 4 == 0:  # sums of successive differences would cancel
                     self._feed_tails(noise)
                 self._feed_signal(noise)
-            self.traces.take(i)
+            if self.measure_spacing:
+                self.traces.take(i)
             chains.advance(noise if chains.sampler.estimator.centred else None)
             if i % ADAPT_EVERY == ADAPT_EVERY - 1:  # within a window rates may only fall
                 chains.check_finite()
@@ -337,7 +339,7 @@ class _Warmup:
 
     def _unsettled(self, old: Array, losses: Array) -> list[str]:
         """Why each chain has not settled; empty when it has."""
-        signal = np.stack(self.signal[len(self.signal) // 2 :])
+        signal = torch.stack(self.signal[len(self.signal) // 2 :]).cpu().numpy()
         return [
             self._verdict(k, old[k], losses[:, k], signal[:, k]) if lives else "the chain has diverged"
             for k, lives in enumerate(self.chains.alive.tolist())
@@ -445,7 +447,7 @@ class _Warmup:
         else:
             squares = g.square() - d.square()
             signal = torch.stack([squares[:, slot].sum(-1) for slot in chains.slots], dim=-1)
-        self.signal.append(signal.double().cpu().numpy())
+        self.signal.append(signal.double())
 
     def _groups(self) -> list[list[GroupReport]]:
         tails = [meter.tail_index() for meter in self.tails]

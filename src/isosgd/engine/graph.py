@@ -125,6 +125,7 @@ class GraphGradients:
 
     def _differentiate(self) -> None:
         self.differentiate(self.batch)
+        self.finite.copy_(torch.isfinite(self.loss + self.gradient.sum()))
 
     def differentiate(self, batch: Any, prior: bool = True) -> None:
         """Loss and gradient at a minibatch, with or without the part of a Gaussian prior."""
@@ -137,7 +138,6 @@ class GraphGradients:
             pulls = torch._foreach_mul([p.detach() for p in run.leaves], decays)
             torch._foreach_add_(self.flat.views(self.gradient), pulls)
         self.loss.copy_(loss.reshape(1))
-        self.finite.copy_(torch.isfinite(self.loss + self.gradient.sum()))
 
     def __call__(self) -> tuple[Tensor, list[Tensor], Tensor]:
         """Loss, gradients and whether they are finite, at the minibatch at hand: copies."""
@@ -287,7 +287,7 @@ class GraphSteps:
 
     def _step_at(self, batch: Any) -> None:
         self.graph.differentiate(batch, self.update.prior)
-        self.good.logical_and_(self.graph.finite)
+        self.good.logical_and_(torch.isfinite(self.graph.loss))  # of a bad gradient the next loss is not finite
         self.update.step(self.graph.gradient)
 
     @torch.no_grad()

@@ -255,7 +255,7 @@ def _stride(run: Chains, plan: Plan, gap: int, bar: Progress) -> Stride | GraphS
     """What takes several steps in a call, where that can be done and pays."""
     if run.graph is not None:
         try:
-            return GraphSteps(run, plan.follow(run))
+            return GraphSteps(run, plan.noise_every or SHAPED_EVERY)
         except RuntimeError as error:
             run.graph_unsupported = str(error)
             return None
