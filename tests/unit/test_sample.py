@@ -317,6 +317,7 @@ def test_any_iterable_of_batches_will_do_once_the_number_of_data_is_known(data: 
     assert posterior.info["num_data"] == N
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_noise_scales_do_not_leap_where_gradients_say_little(seed: int) -> None:
     """Fifty rows and a scale that starts ten times too large: the warm-up lost chains here."""
