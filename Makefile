@@ -19,7 +19,7 @@ help: ## Show this list
 demo: $(VENV)/.installed-demo ## Sample posteriors that are known exactly, and two real data sets; figures in demo-output/
 	$(PY) -m isosgd.demo --out demo-output
 
-test: lint ## Lint, the tests to run before every commit, and every doctest; under 5 minutes on 2 cores
+test: lint ## Lint, the tests to run before every commit, and every doctest
 	$(PYTEST) -m "not long and not slow"
 
 test-long: $(VENV)/.installed-dev ## The long tests: statistics, runs that are killed, compiled and native code

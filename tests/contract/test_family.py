@@ -139,7 +139,10 @@ def test_chains_of_a_single_number(method: Method) -> None:
     assert bool(torch.isfinite(p).all()) and len(set(p.tolist())) == 3
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize(
+    "name",  # cycles at their default length take thousands of steps
+    [pytest.param(name, marks=pytest.mark.long) if name in ("csgld", "csghmc") else name for name in REGISTRY],
+)
 @pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # the warm-up is short
 def test_it_runs_through_sample_with_nothing_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name not in METHODS:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from isosgd import METHODS, PRESETS, DivergedError, Posterior, SamplingWarning, Target, priors, sample
+from isosgd import METHODS, DivergedError, Posterior, SamplingWarning, Target, priors, sample
 from isosgd.chain.spacing import DRAWS_A_TIME
 from isosgd.geometry.full import Full
 from isosgd.potential import Params
@@ -97,14 +97,18 @@ def test_a_start_is_respected(data: tuple[Tensor, ...]) -> None:
     torch.testing.assert_close(posterior.draws["mu"], start.expand(1, 2, 2), atol=0.01, rtol=0.0)
 
 
-@pytest.mark.parametrize("method", METHODS)
+# Cycles at their default length take thousands of steps.
+EVERY = [pytest.param(name, marks=pytest.mark.long) if name in ("csgld", "csghmc") else name for name in METHODS]
+
+
+@pytest.mark.parametrize("method", EVERY)
 def test_every_method_comes_to_the_posterior(method: str, data: tuple[Tensor, ...]) -> None:
     posterior = sample(make_target(), data, init={"mu": torch.zeros(2)}, method=method, **{**QUICK, "warmup": 600})
     assert float((posterior.draws["mu"] - data[0].mean(0)).abs().max()) < 8 / math.sqrt(N)
     assert posterior.info["method"] == method
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", ["alpha-a", "alpha-c-slr", "G-b", "G-c-slr"])
 def test_the_papers_rows_by_name(preset: str, data: tuple[Tensor, ...]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SamplingWarning)  # these schemes have no guard, and say so
@@ -313,6 +317,7 @@ def test_any_iterable_of_batches_will_do_once_the_number_of_data_is_known(data: 
     assert posterior.info["num_data"] == N
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_noise_scales_do_not_leap_where_gradients_say_little(seed: int) -> None:
     """Fifty rows and a scale that starts ten times too large: the warm-up lost chains here."""

@@ -167,6 +167,7 @@ def test_a_batch_of_all_has_every_row_once() -> None:
     assert one.next(mixed=True)[0].shape == X.shape
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_sample(count: int) -> None:
     posterior = sample(target(), (X, Y), chains=count, seed=3, **QUICK)
@@ -177,6 +178,7 @@ def test_sample(count: int) -> None:
     assert all(report["groups"][0]["rate"] > 0 for report in posterior.info["warmup"])
 
 
+@pytest.mark.long
 def test_data_sets_and_a_measured_spacing() -> None:
     rows = torch.stack([torch.arange(0, 30), torch.arange(10, 40)])
     settings = {**QUICK, "keep_every": "auto", "warmup": 900}
