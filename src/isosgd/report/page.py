@@ -46,12 +46,12 @@ def verdict_card(verdict: Verdict | None, why_not: str = "", longer: str = "") -
     """The verdict, first of all; without one, the reason. ``longer`` is a command that runs longer."""
     if verdict is None:
         return f'<div class="verdict"><strong>No verdict.</strong>{escape(why_not)}</div>'
-    parts = [f'<div class="verdict {KINDS[verdict.words]}"><strong>{HEADLINES[verdict.words]}</strong>']
+    parts = [f'<div class="verdict {KINDS[verdict.summary]}"><strong>{HEADLINES[verdict.summary]}</strong>']
     parts.append(_list(_sentence(reason) for reason in verdict.reasons))
-    if longer and verdict.words == "run longer":
-        parts.append(f'<p class="mend">To run longer:</p>{code([longer])}')
-    elif verdict.mends:
-        parts.append(f'<p class="mend">To mend it: {escape("; ".join(verdict.mends))}.</p>')
+    if longer and verdict.summary == "run longer":
+        parts.append(f'<p class="fix">To run longer:</p>{code([longer])}')
+    elif verdict.fixes:
+        parts.append(f'<p class="fix">Fix: {escape("; ".join(verdict.fixes))}.</p>')
     shown = list(verdict.remarks[:MOST_REMARKS])
     if len(verdict.remarks) > MOST_REMARKS:
         shown.append(f"and {len(verdict.remarks) - MOST_REMARKS} remarks more")

@@ -39,7 +39,7 @@ h2 + p { margin: 0 0 20px; max-width: 46em; color: var(--soft); }
 .verdict.bad strong { color: var(--bad); }
 .verdict ul { margin: 8px 0 0; padding-left: 20px; }
 .verdict li { margin: 3px 0; overflow-wrap: anywhere; }
-.verdict .mend { margin: 10px 0 0; }
+.verdict .fix { margin: 10px 0 0; }
 .verdict pre { margin-top: 6px; background: var(--paper); }
 .remarks { margin-top: 12px; color: var(--soft); font-size: 14px; line-height: 1.45; }
 .remarks ul { margin-top: 2px; }

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from isosgd.diagnostics.audit.description import NAMES, Loop
 from isosgd.diagnostics.audit.findings import Finding, close, findings, number, wrong_noise
 from isosgd.diagnostics.audit.reading import read
 from isosgd.diagnostics.audit.running import ConjugateTarget, Factory, Measured, measure, probe_noise, set_rate
+from isosgd.diagnostics.summary import json_values
 from isosgd.samplers import Sampler
 
 
@@ -60,18 +60,18 @@ class Audit:
         return replace(self, measured=measure(self.loop, self.make, seed=seed, relaxations=relaxations))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values that strict JSON can hold: numbers that are not finite are None."""
-        values = {f.name: getattr(self.loop, f.name) for f in fields(self.loop)}
+        """Plain values that strict JSON can hold; numbers that are not finite are None."""
+        values = asdict(self.loop)
         numbers = ("temperature", "injected", "from_gradients", "prior_precision", "prior_temperature")
-        stated = {name: getattr(self, name) for name in numbers}
-        return {
+        found = {
             "optimizer": self.name,
             "description": {f.name: values[f.name] for f in fields(self.loop) if values[f.name] != f.default},
-            **{name: x if x is None or math.isfinite(x) else None for name, x in stated.items()},
+            **{name: getattr(self, name) for name in numbers},
             "clean": self.clean,
             "findings": [finding._asdict() for finding in self.findings],
             "measured": None if self.measured is None else self.measured.as_dict(),
         }
+        return json_values(found)  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
         lines = [f"{self._subject()}: {self._statement()}", *self._remarks()]

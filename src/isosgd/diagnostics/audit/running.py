@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from isosgd.diagnostics.audit.description import Loop
 from isosgd.diagnostics.audit.findings import Finding, findings
 from isosgd.diagnostics.audit.reading import read
+from isosgd.diagnostics.summary import json_values
 from isosgd.samplers import ISGD, VSGD, Sampler
 
 Factory = Callable[[list[Tensor]], Optimizer]
@@ -201,7 +202,7 @@ class Measured:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values that strict JSON can hold."""
-        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
+        return json_values(asdict(self))  # type: ignore[no-any-return]
 
 
 def measure(loop: Loop, make: Factory | None = None, *, seed: int = 0, relaxations: float = KEPT) -> Measured:
