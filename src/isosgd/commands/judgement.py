@@ -12,7 +12,7 @@ from isosgd import Posterior
 from isosgd.commands.runs import Run
 from isosgd.diagnostics.verdict import Verdict
 from isosgd.predictive.draws import batches_of
-from isosgd.report import regression
+from isosgd.report.predictions import evaluate_regression
 
 LEVEL = 0.95
 HELD = 1 << 20  # numbers, of which there is one for each row and draw, or class
@@ -63,7 +63,7 @@ def _of_numbers(posterior: Posterior, parts: Iterator[Any], run: Run) -> dict[st
 
     every: list[tuple[Tensor, ...]] = []
     for part in parts:
-        found = regression.evaluate(posterior, part, run.subject)
+        found = evaluate_regression(posterior, part, run.subject)
         assert found is not None
         mean, variance, y = found.means.flatten(0, 1), found.variances.flatten(0, 1), found.y
         below, mnll = metrics.mixture_cdf(mean, variance, y), metrics.mixture_mnll(mean, variance, y, "none")

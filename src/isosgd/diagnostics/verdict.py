@@ -117,7 +117,7 @@ def judge(
     whole = found[0]
     good = (
         f"chains agree on predictions (R-hat {summary.rhat:.3f}, {summary.ess_bulk:.0f} effective draws) and the "
-        f"temperature is right: {whole.temperature:.3g} ± {whole.error:.2g}"
+        f"temperature agrees with its target: {whole.temperature:.3g} ± {whole.error:.2g}"
     )
     cases = wrong or short or [(good, "")]
     warmup = by_layer(reports)
