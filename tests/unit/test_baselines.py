@@ -14,7 +14,7 @@ import isosgd
 from isosgd import DataSets, Target, priors
 from isosgd.baselines import runner
 from isosgd.baselines.base import LOOKS, PROBES
-from isosgd.baselines.masks import find_places
+from isosgd.baselines.mcdropout import find_places
 from isosgd.baselines.swag import Moments
 from isosgd.chain.progress import Progress
 from isosgd.models import lenet5, resnet56

@@ -29,7 +29,7 @@ Start = Callable[[int], Params]
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """What is asked of a baseline, with nothing left open.
 
     Attributes:
@@ -71,16 +71,16 @@ class Baseline(ABC):
         """Where each training starts, in natural parameters; None for where the target says."""
         return None
 
-    def spacing(self, plan: Plan) -> int:
+    def spacing(self, plan: TrainingPlan) -> int:
         """Steps between snapshots, 0 where there are none."""
         return 0
 
-    def expected(self, plan: Plan) -> int:
+    def expected(self, plan: TrainingPlan) -> int:
         """Gradients of one training and what follows it, for the progress line."""
         return plan.training
 
     @abstractmethod
-    def run(self, training: Training, plan: Plan) -> list[Params]:
+    def run(self, training: Training, plan: TrainingPlan) -> list[Params]:
         """Train, and make the draws.
 
         Returns:

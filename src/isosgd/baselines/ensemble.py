@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from isosgd.baselines.base import Baseline, Plan, Start, Training, module_of
+from isosgd.baselines.base import Baseline, Start, Training, TrainingPlan, module_of
 from isosgd.potential import Params, Target
 
 
@@ -41,7 +41,7 @@ class Ensemble(Baseline):
         names = {name for name, _ in module.named_parameters()}
         return _Fresh(module, {name: x for name, x in target.initial().items() if name in names}, seed)
 
-    def run(self, training: Training, plan: Plan) -> list[Params]:
+    def run(self, training: Training, plan: TrainingPlan) -> list[Params]:
         training.train(plan.training, self.train_lr)
         return [training.chains.natural()]
 

@@ -7,15 +7,22 @@ draw is a set of weights like any other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 from torch.func import vmap
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.dropout import _DropoutNd
 
-from isosgd.baselines.base import Baseline, Plan, Training
-from isosgd.baselines.masks import Place, Rates, check_rates, find_places
+from isosgd.baselines.base import Baseline, Training, TrainingPlan, module_of
 from isosgd.chain.chain import Chains
-from isosgd.potential import Params
+from isosgd.potential import Params, Target
+from isosgd.potential.params import match
+
+DEFAULT = 0.1
+Rates = float | Mapping[str, float] | None
 
 
 class MCDropout(Baseline):
@@ -49,9 +56,12 @@ class MCDropout(Baseline):
 
     def __init__(self, *, p: Rates = None, units: Mapping[str, int] | None = None, train_lr: float = 0.01) -> None:
         super().__init__(train_lr=train_lr)
-        self.p, self.units = check_rates(p), units
+        for value in p.values() if isinstance(p, Mapping) else [] if p is None else [p]:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+                raise ValueError(f"p = {value!r} must be a probability of at least 0 and below 1")
+        self.p, self.units = p, units
 
-    def run(self, training: Training, plan: Plan) -> list[Params]:
+    def run(self, training: Training, plan: TrainingPlan) -> list[Params]:
         chains = training.chains
         places = find_places(chains.target, self.p, self.units, plan.example)
         if plan.training:
@@ -93,3 +103,146 @@ def _prior_score(chains: Chains) -> Params:
     score = chains.target.prior_score
     found: Params = score(chains.params) if chains.many is None else vmap(score)(chains.params)
     return found
+
+
+# -- where units can be missing ----------------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """A weight that units feed: how many, in how many groups of a convolution, how a mask lies on it, and p."""
+
+    name: str
+    units: int
+    groups: int
+    shape: tuple[int, ...]
+    p: float
+
+    def mask(self, chains: Chains, generator: torch.Generator) -> Tensor:
+        """What the weight is multiplied by, one mask for each chain."""
+        like = chains.params[self.name]
+        drawn = torch.rand(chains.count, self.units, generator=generator, device=like.device)
+        mask = (drawn >= self.p).to(like.dtype) / (1.0 - self.p)
+        if self.groups > 1:  # rows of a group meet the units of their group only
+            mask = mask.view(chains.count, self.groups, 1, -1).expand(-1, -1, self.shape[0] // self.groups, -1)
+        mask = mask.reshape(chains.count, *self.shape)
+        return mask if chains.many is not None else mask[0]
+
+
+def find_places(target: Target, p: Rates, units: Mapping[str, int] | None, example: Any) -> list[Place]:
+    """Where dropout acts.
+
+    Args:
+        target: of the chains.
+        p: as `MCDropout` takes it.
+        units: likewise.
+        example: a batch, to see in which order the model calls its layers.
+    """
+    free = target.initial()
+    module = module_of(target)
+    if module is None:
+        found = _by_axis(target, free, p, units)
+    elif units is not None:
+        raise ValueError("units is for targets that are no modules: this one has layers, name them in p")
+    else:
+        found = _by_layer(target, module, free, p, example)
+    places = [place for place in found if place.p > 0]
+    if not places:
+        raise ValueError(
+            f"no unit is ever missing (p = {p!r}): give p above 0 for a linear or convolutional layer that is sampled"
+        )
+    return places
+
+
+def _by_axis(target: Target, free: Params, p: Rates, units: Mapping[str, int] | None) -> Iterator[Place]:
+    positive = target.describe()["positive"]
+    weights = [name for name in free if name not in positive and free[name].ndim]
+    if not units:
+        raise ValueError(
+            "this target is no module, so it has no layers whose units could be missing: pass units=, a dict from "
+            f"names of weights to the axis of their inputs; its parameters are {list(free)}"
+        )
+    for name, axis in units.items():
+        if name not in weights:
+            raise ValueError(f"units has {name!r}, which is no weight of the target; choose from {weights}")
+        shape = free[name].shape
+        if isinstance(axis, bool) or not isinstance(axis, int) or not -len(shape) <= axis < len(shape):
+            raise ValueError(f"units[{name!r}] = {axis!r} is no axis of a weight of shape {list(shape)}")
+        lies = [1] * len(shape)
+        lies[axis] = shape[axis]
+        yield Place(name, shape[axis], 1, tuple(lies), _rate(name, p))
+
+
+def _by_layer(target: Target, module: nn.Module, free: Params, p: Rates, example: Any) -> Iterator[Place]:
+    layers: dict[str, nn.Linear | _ConvNd] = {
+        prefix: layer
+        for prefix, layer in module.named_modules()
+        if isinstance(layer, nn.Linear | _ConvNd) and _weight(prefix) in free
+    }
+    if isinstance(p, Mapping):
+        for pattern in p:
+            if not any(match(prefix, [pattern]) is not None for prefix in layers):
+                raise ValueError(f"p has {pattern!r}, which fits no layer with sampled weights: {list(layers)}")
+    own = _own_rates(target, module, free, layers, example) if p is None else {}
+    for number, (prefix, layer) in enumerate(layers.items()):
+        if own:
+            rate = own.get(prefix, 0.0)
+        elif isinstance(p, Mapping) or number or len(layers) == 1:
+            rate = _rate(prefix, p)
+        else:
+            rate = 0.0
+        uses = sum(x is layer.weight for other in module.modules() for x in other._parameters.values())
+        if rate > 0 and uses > 1:
+            raise ValueError(
+                f"the weight of layer {prefix!r} is that of another layer too, on which its mask would fall as well: "
+                "name other layers in p"
+            )
+        yield _place(_weight(prefix), layer, rate)
+
+
+def _place(name: str, layer: nn.Linear | _ConvNd, p: float) -> Place:
+    if isinstance(layer, nn.Linear):
+        return Place(name, layer.in_features, 1, (1, layer.in_features), p)
+    window = [1] * (layer.weight.ndim - 2)
+    if isinstance(layer, _ConvTransposeNd):  # inputs come first
+        return Place(name, layer.in_channels, 1, (layer.in_channels, 1, *window), p)
+    rows = layer.out_channels if layer.groups > 1 else 1
+    return Place(name, layer.in_channels, layer.groups, (rows, layer.in_channels // layer.groups, *window), p)
+
+
+def _own_rates(
+    target: Target, module: nn.Module, free: Params, layers: Mapping[str, nn.Module], example: Any
+) -> dict[str, float]:
+    """Rates of the model's own dropout layers, by the layer that is called next after each."""
+    drops = [m for m in module.modules() if isinstance(m, _DropoutNd) and m.p > 0]
+    if not drops:
+        return {}
+    found: dict[str, float] = {}
+    kept = 1.0  # probability that a unit is left by the dropout layers called since the last layer with weights
+
+    def before(module: nn.Module, _: Any) -> None:
+        nonlocal kept
+        if isinstance(module, _DropoutNd):
+            kept *= 1.0 - module.p
+        elif kept < 1.0:
+            found[prefixes[id(module)]] = 1.0 - kept
+            kept = 1.0
+
+    prefixes = {id(layer): prefix for prefix, layer in layers.items()}
+    hooks = [m.register_forward_pre_hook(before) for m in {*drops, *layers.values()}]
+    try:
+        target.log_likelihood(free, example)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _weight(prefix: str) -> str:
+    return f"{prefix}.weight" if prefix else "weight"
+
+
+def _rate(name: str, p: Rates) -> float:
+    if isinstance(p, Mapping):
+        pattern = match(name, p)
+        return 0.0 if pattern is None else p[pattern]
+    return DEFAULT if p is None else p

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from isosgd.baselines.base import LOOKS, PROBES, STABLE, Baseline, Plan, Training, check_choice, check_positive
+from isosgd.baselines.base import LOOKS, PROBES, STABLE, Baseline, Training, TrainingPlan, check_choice, check_positive
 from isosgd.potential import Params
 from isosgd.samplers.cyclical import cosine
 
@@ -42,15 +42,15 @@ class Snapshots(Baseline):
         self.schedule = check_choice("schedule", schedule, ("cyclical", "constant"))
         self.lr = None if lr is None else check_positive("lr", lr)
 
-    def spacing(self, plan: Plan) -> int:
+    def spacing(self, plan: TrainingPlan) -> int:
         if plan.keep_every is not None:
             return plan.keep_every
         return max(EPOCHS * plan.epoch, LEAST_CYCLE) if self.schedule == "cyclical" else plan.epoch
 
-    def expected(self, plan: Plan) -> int:
+    def expected(self, plan: TrainingPlan) -> int:
         return plan.training + (LOOKS + PROBES) * (self.lr is None) + plan.draws * self.spacing(plan)
 
-    def run(self, training: Training, plan: Plan) -> list[Params]:
+    def run(self, training: Training, plan: TrainingPlan) -> list[Params]:
         training.train(plan.training, self.train_lr)
         cyclical, length = self.schedule == "cyclical", self.spacing(plan)
         rates = training.choose_rate(self.lr, 2 * STABLE if cyclical else STABLE, mandt=not cyclical)

@@ -17,7 +17,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from isosgd.baselines.base import LOOKS, PROBES, STABLE, Baseline, Plan, Training, check_count, check_positive
+from isosgd.baselines.base import LOOKS, PROBES, STABLE, Baseline, Training, TrainingPlan, check_count, check_positive
 from isosgd.potential import Params
 
 
@@ -106,13 +106,13 @@ class SWAG(Baseline):
         if rank == 1:
             raise ValueError("rank = 1: the low-rank part is divided by rank - 1; choose 0 or at least 2")
 
-    def spacing(self, plan: Plan) -> int:
+    def spacing(self, plan: TrainingPlan) -> int:
         return plan.keep_every or plan.epoch
 
-    def expected(self, plan: Plan) -> int:
+    def expected(self, plan: TrainingPlan) -> int:
         return plan.training + (LOOKS + PROBES) * (self.lr is None) + self.snapshots * self.spacing(plan)
 
-    def run(self, training: Training, plan: Plan) -> list[Params]:
+    def run(self, training: Training, plan: TrainingPlan) -> list[Params]:
         training.train(plan.training, self.train_lr)
         rates = training.choose_rate(self.lr, STABLE, mandt=True)
         moments = Moments(self.rank)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from isosgd.baselines import BASELINES, Run
+from isosgd.baselines import BASELINES, BaselineRun
 from isosgd.chain.backend import fastest_products
 from isosgd.chain.batches import as_data
 from isosgd.chain.progress import Progress
@@ -133,7 +133,7 @@ def sample(
             raise ValueError(f"batch_size = {batch_size!r} goes with method='isgd': give {method} a number")
         about = {"method": method, "options": {name: described(value) for name, value in options.items()}, "seed": seed}
         about |= {"temperature": temperature, "target": target.describe(), "versions": versions()}
-        baseline = Run(
+        baseline = BaselineRun(
             method, target, data, init, most, chains, batch_size, keep_every, warmup, temperature, seed, place,
             after, progress, given,
         )  # fmt: skip
