@@ -18,12 +18,12 @@ EPOCHS, LEAST_CYCLE = 2, 100  # of a cycle
 
 
 class Snapshots(Baseline):
-    """Where SGD is at the end of each cycle of its rate, or every so many steps of a constant one.
+    """The state of SGD at the end of each cycle of its rate, or every ``keep_every`` steps at a constant rate.
 
     Targets no posterior. On a quadratic potential with Hessian ``H`` of ``f / N`` the covariance S of the draws follows
     ``S <- (I - rate_t H) S (I - rate_t H) + rate_t^2 Var(g)`` from step to step: at a constant rate that of V-SGD, at
-    the end of a cycle far less, since the rate has fallen to zero. On others, cycles may end in different modes, each
-    as often as SGD falls into it.
+    the end of a cycle far smaller, since the rate has fallen to zero. On others, cycles may end in different modes,
+    each as often as SGD falls into it.
 
     Departures from the papers: plain SGD where Huang et al. have momentum; all snapshots come after a first training
     with Adam; the rate is chosen unless ``lr`` is given: 1 / curvature at the start of a cycle, and for constant rates
@@ -32,7 +32,7 @@ class Snapshots(Baseline):
     Args:
         schedule: ``cyclical`` or ``constant``.
         lr: the highest rate of a cycle, or the constant one; chosen when None.
-        train_lr: the highest rate of Adam in the training before.
+        train_lr: the initial rate of Adam in the training before.
     """
 
     targets = "where SGD stops: minima, or at a constant rate the Gaussian of vsgd"
@@ -56,6 +56,6 @@ class Snapshots(Baseline):
         rates = training.choose_rate(self.lr, 2 * STABLE if cyclical else STABLE, mandt=not cyclical)
         found = []
         for _ in range(plan.draws):
-            training.descend(length, rates, (lambda step: cosine(step / length)) if cyclical else None)
+            training.run_sgd(length, rates, (lambda step: cosine(step / length)) if cyclical else None)
             found.append(training.chains.natural())
         return found

@@ -273,9 +273,7 @@ def _remarks(warmup: dict[str, dict[str, float]], reports: Sequence[Mapping[str,
         if found["clipped_share"] > CLIPPED:
             remarks.append(f"{100 * found['clipped_share']:.0f}% of the gradient noise of {layer!r} exceeds lambda")
         if found["predicted_bias"] > BIASED:
-            remarks.append(
-                f"variances of {layer!r} are predicted to be {100 * found['predicted_bias']:.0f}% too large"
-            )
+            remarks.append(f"variances of {layer!r} are predicted to be {100 * found['predicted_bias']:.0f}% too large")
         if found["tail_index"] < HEAVY:
             remarks.append(f"the gradient noise of {layer!r} is heavy-tailed (index {found['tail_index']:.2f})")
     return remarks
