@@ -1,6 +1,6 @@
 """Time and memory of one I-SGD update, without the gradient, by the structure of Lambda, on ResNet-18's tensors.
 
-    python benchmarks/structures.py [--device cpu] [--rounds 150] [--threads 1] [--structures NAME ...]
+    python -m benchmarks.structures [--device cpu] [--rounds 150] [--threads 1] [--structures NAME ...]
         [--leading K ...] [--json FILE]
 
 Lambda is set up from synthetic noise vectors, then every round steps every sampler once, so that all meet the same load
@@ -28,10 +28,9 @@ import torch
 from torch import Tensor
 
 import isosgd
-from isosgd.models import resnet18
-from isosgd.samplers.kronecker import Kronecker
-from isosgd.samplers.lowrank import LowRank
-from isosgd.samplers.structures import STRUCTURES
+from experiments.models import resnet18
+from isosgd.geometry import Kronecker, LowRank
+from isosgd.geometry.choice import STRUCTURES
 
 CYCLE = 50  # steps between two looks at the noise, the samplers' default
 ALLOWED = {"lowrank": 3.0, "kronecker": 2.0}
@@ -58,7 +57,7 @@ def make(structure: Any, device: torch.device, seed: int = 0) -> Candidate:
         net.named_parameters(), num_data=NUM_DATA, batch_size=BATCH, structure=structure, generator=generator
     )
     noise = [torch.empty_like(p) for p in net.parameters()]
-    vectors = 4 if sampler.shaped is None else sampler.shaped.least
+    vectors = 4 if sampler.geometry is None else sampler.geometry.min_vectors
     start = _now(device)
     for _ in range(vectors):
         sampler.observe([d.normal_(generator=generator).mul_(1e-3) for d in noise])
@@ -119,8 +118,8 @@ def measure(candidates: dict[str, Candidate], rounds: int, device: torch.device)
             busy, start = time.process_time(), _now(device)
             sampler.step(noise=noise if look else None)
             done = _now(device)
-            if sampler._source.ahead is not None:
-                sampler._source.ahead.result()
+            if sampler.injector.source.prefetched is not None:
+                sampler.injector.source.prefetched.result()
             end = time.perf_counter()
             if i >= 0:
                 times[name][look].append(Cost(done - start, end - done, time.process_time() - busy))
@@ -133,7 +132,11 @@ def measure(candidates: dict[str, Candidate], rounds: int, device: torch.device)
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.structures",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     parser.add_argument("--rounds", type=int, default=150, help="steps of each sampler (default 150, at least 10)")
     parser.add_argument("--threads", type=int, default=1, help="threads torch may use (default 1)")

@@ -16,11 +16,10 @@ from isosgd import ISGD, PRESETS, SGHMC, SGLD, VSGD, Sampler
 from isosgd.noise import AlphaStable
 from isosgd.samplers.adaptive_sghmc import AdaptiveSGHMC
 from isosgd.samplers.cyclical import CSGHMC, CSGLD
-from isosgd.samplers.full_sgfs import FullSGFS
 from isosgd.samplers.innovations import Source
 from isosgd.samplers.momentum_isgd import MomentumISGD
 from isosgd.samplers.psgld import PSGLD
-from isosgd.samplers.sgfs import SGFS
+from isosgd.samplers.sgfs import SGFS, FullSGFS
 from isosgd.samplers.sgnht import SGNHT
 from isosgd.samplers.sgrhmc import SGRHMC
 from isosgd.samplers.sgrld import SGRLD
@@ -158,7 +157,7 @@ def advance(sampler: Sampler, data: Data, steps: int) -> None:
     """Steps as a training loop makes them; the first ones set the rates of a sampler that waits to be told."""
     if waits(sampler):
         shaped = getattr(sampler, "shaped", None)
-        for _ in range(8 if shaped is None else shaped.least):
+        for _ in range(8 if shaped is None else shaped.min_vectors):
             sampler.observe(data.next(sampler))
         sampler.adapt([1.0 for _ in sampler.param_groups])
     for _ in range(steps):
@@ -286,9 +285,10 @@ def on_disk(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @every_case
-@pytest.mark.parametrize("where", ["at the start", "in the middle"])
 @pytest.mark.parametrize(
-    "settings", [{}, {"capturable": True}, {"chains": CHAINS}], ids=["plain", "capturable", "chains"]
+    ("where", "settings"),
+    [("in the middle", {}), ("at the start", {"capturable": True}), ("at the start", {"chains": CHAINS})],
+    ids=["plain", "capturable", "chains"],
 )
 def test_a_saved_state_resumes_bit_for_bit(case: Case, where: str, settings: dict[str, Any]) -> None:
     params = named_params(chains=settings.get("chains"))
@@ -356,8 +356,7 @@ def test_a_frozen_parameter_stays_and_the_rest_moves(case: Case) -> None:
     assert moved == [True, False, True]
 
 
-@every_case
-@pytest.mark.parametrize("frozen", ["a", "b"])
+@pytest.mark.parametrize(("case", "frozen"), [(case, "ab"[i % 2]) for i, case in enumerate(CASES.values())], ids=CASES)
 def test_a_frozen_layer_stays_and_the_rest_moves(case: Case, frozen: str) -> None:
     params = named_params()
     for name, p in params.items():
@@ -479,7 +478,7 @@ def test_chains_together_are_chains_alone(case: Case, planned_innovations: dict[
                 sampler.observe(noise)
                 if t == 0:  # the power iteration starts at random: the same for all here
                     for group in sampler.param_groups:
-                        top = sampler.group_noise(group)["top"]
+                        top = sampler.noise.of_group(group)["top"]
                         top.copy_(torch.arange(1.0, top.shape[-1] + 1).expand_as(top))
             else:
                 if t == 8 and waits(sampler):

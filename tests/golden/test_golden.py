@@ -2,7 +2,7 @@
 
 Everything goes through the public API, on one thread of a CPU, without a compiler. `golden.json` holds for each
 configuration a SHA-256 of all draws and some plain numbers, which show how far off changed draws are. The hashes are
-those of one kind of machine: matrix products round otherwise on another.
+those of one kind of machine, for matrix products round otherwise on another; there the numbers are compared.
 
 A change of draws that is meant is named in CHANGELOG.md, and its entries alone are renewed:
 
@@ -123,7 +123,21 @@ def isgd_lowrank_chains() -> Draws:
 
 @case
 def chains_in_turn() -> Draws:
-    """Statistics of a minibatch cannot be mapped over chains."""
+    """A module that looks at its parameters on the host cannot be mapped over chains."""
+
+    class Looks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            float(self.weight.detach().sum())
+            return super().forward(x)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="chains run in turn")
+        return run(Target.from_module(filled(Looks(3, 1)), "gaussian"), chains=2, warmup=200)
+
+
+@case
+def batch_norm() -> Draws:
+    """Statistics of the minibatch tie its examples together: noise is that of successive gradients."""
     model = filled(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*uses the statistics of the minibatch")
@@ -313,6 +327,14 @@ def loop_psgld() -> Draws:
 
 # ------------------------------------------------------------------------------------------------ what is compared
 
+# Without vector instructions the numbers of most configurations came out within 2e-4. Not those of matrices that are
+# taken apart (the sign of an eigenvector is anybody's) and of trajectories (a refusal may turn into an acceptance).
+TOLERANCE = 0.01
+FRAGILE = {
+    *("isgd_regression_full", "isgd_kronecker", "isgd_lowrank", "isgd_lowrank_chains"),
+    *("all_data", "all_data_network"),
+}
+
 
 def machine() -> dict[str, str]:
     """What the last bits of a matrix product depend on."""
@@ -379,16 +401,17 @@ def test_draws_are_those_that_were_frozen(name: str) -> None:
     kept = kept_entries()
     assert name in kept["draws"], f"no entry: python tests/golden/test_golden.py --renew {name}"
     frozen, here = kept["draws"][name], machine()
+    other = {key: (here.get(key), value) for key, value in kept["machine"].items() if here.get(key) != value}
+    where = f"the hashes are those of another machine (here, there): {other}"
+    if other and (name in FRAGILE or here["torch"].split("+")[0] != kept["machine"]["torch"].split("+")[0]):
+        pytest.skip(where)
     found = computed(name)
     off = distance(found["numbers"], frozen["numbers"])
-    if here == kept["machine"]:
-        assert found["sha256"] == frozen["sha256"], (
-            f"the draws of {name} are not those that were frozen; their numbers are off by {off:.2g}:\n"
-            f"now    {found['numbers']}\nfrozen {frozen['numbers']}"
-        )
-        return
-    other = {key: (here.get(key), value) for key, value in kept["machine"].items() if here.get(key) != value}
-    pytest.skip(f"hashes are those of another machine (here, there): {other}; numbers differ by {off:.2g}")
+    numbers = f"their numbers are off by {off:.2g}:\nnow    {found['numbers']}\nfrozen {frozen['numbers']}"
+    if other:
+        assert off < TOLERANCE, f"the draws of {name} are not those that were frozen; {numbers}\n{where}"
+    else:
+        assert found["sha256"] == frozen["sha256"], f"the draws of {name} are not those that were frozen; {numbers}"
 
 
 def test_every_entry_is_that_of_a_configuration() -> None:

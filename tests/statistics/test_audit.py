@@ -13,6 +13,8 @@ import isosgd
 from isosgd.diagnostics.audit import Loop, audit
 from isosgd.diagnostics.audit.running import ConjugateTarget, DescribedLoop, measure
 
+pytestmark = pytest.mark.quick
+
 
 class Langevin(Optimizer):
     """SGLD as it should be, for a mean loss; the faults below change one thing each."""

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from isosgd.samplers.full_step import PACE
-from isosgd.samplers.rule import Rule
+from isosgd.geometry.full import LEVEL_WEIGHT
+from isosgd.geometry.rule import Rule
 
 CHAINS, KAPPA = 2000, 1.25
 
@@ -52,7 +52,7 @@ def ratios(
         each = np.concatenate([-weighted[..., None] * x[rows], (1 - squared - 1 / num_data)[..., None]], 2)
         if follow:
             noise = (each[:, :half].mean(1) - each[:, half:].mean(1)) * math.sqrt(half * (batch - half)) / batch
-            level += PACE * (np.square(noise @ white).mean(1) - level)
+            level += LEVEL_WEIGHT * (np.square(noise @ white).mean(1) - level)
         xi = rng.normal(size=theta.shape)
         missing = np.sqrt(np.maximum(1 - level * share, 0))[:, None]
         theta, last = theta - each.mean(1) @ rate.T - missing * (0.5 * (xi + last) @ push.T), xi
@@ -82,7 +82,7 @@ def test_the_bias_is_small_at_a_larger_share_where_the_level_is_followed(
     num_data: int, coefficients: int, batch: int
 ) -> None:
     average, followed = (
-        float(0.5 / (batch * Rule(num_data, batch, 1.0, 0.02, True, KAPPA, followed=follow).factor(torch.ones(()))))
+        float(0.5 / (batch * Rule(num_data, batch, 1.0, 0.02, True, KAPPA, trackable=follow).factor(torch.ones(()))))
         for follow in (False, True)
     )
     assert followed > 1.3 * average

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from isosgd.samplers import Sampler
 from isosgd.samplers.adaptive_sghmc import AdaptiveSGHMC
-from isosgd.samplers.cyclical import CSGHMC, CSGLD, cosine
-from isosgd.samplers.full_sgfs import FullSGFS
+from isosgd.samplers.cyclical import CSGHMC, CSGLD
 from isosgd.samplers.innovations import Source
 from isosgd.samplers.momentum_isgd import MomentumISGD
 from isosgd.samplers.psgld import PSGLD
-from isosgd.samplers.sgfs import SGFS
+from isosgd.samplers.schedules import cosine
+from isosgd.samplers.sgfs import SGFS, FullSGFS
 from isosgd.samplers.sgnht import SGNHT
 from isosgd.samplers.sgrhmc import SGRHMC
 from isosgd.samplers.sgrld import SGRLD, Field
@@ -108,7 +108,7 @@ class Run:
         rotate = torch.eye(DIM) if directions is None else directions
         steps = steps * Run.effort if kept is None else steps
         total, count = torch.zeros(self.chains, len(rotate)), 0
-        told = any(self.sampler._follows) and self.measured and self.noisy
+        told = any(self.sampler.noise.uses) and self.measured and self.noisy
         for step in range(settle + int(steps)):
             noise = self.gradients()
             self.sampler.step(noise=noise if told and step % 8 == 0 else None)
@@ -164,7 +164,7 @@ def psgld(posterior: type, temperature: float) -> tuple[Tensor, Tensor]:
     known = posterior("independent", 0.5 * temperature)
     run = Run(known, PSGLD, temperature, alpha=0.999).look()
     noise = torch.diagonal(known.noise)
-    rate = run.rate * run.sampler._metric(run.theta).mean(0)
+    rate = run.rate * run.sampler.metric.value(run.theta).mean(0)
     predicted = run.stationary(rate, rate**2 * noise + 2 * rate * temperature / run.num_data)
     wide = torch.tensor([moment(lambda x, v=v: (v + run.h**2 * run.exact * x**2).sqrt()) for v in noise.double()])
     squares = run.squares(8 / float(rate.min() * run.h))
@@ -270,6 +270,7 @@ SCENARIOS = [
 every_scenario = pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda f: f.__name__)
 
 
+@pytest.mark.quick
 @every_scenario
 def test_variance_is_that_of_theory(gaussian_posterior, scenario):
     squares, predicted = scenario(gaussian_posterior, 0.3)
@@ -411,7 +412,7 @@ ADAPTED = [(MomentumISGD, 0.125), (PSGLD, 0.5), (AdaptiveSGHMC, 0.05), (SGNHT, 0
 def test_rates_that_are_found_keep_the_bias_as_allowed(gaussian_posterior, kind, level):
     """With nothing set, for noise that is independent: twice the bias, and for pSGLD that of its metric."""
     run = Run(gaussian_posterior("independent", level), kind).look()
-    metric = run.sampler._metric(run.theta).min() if hasattr(run.sampler, "_metric") else 1.0
+    metric = run.sampler.metric.value(run.theta).min() if hasattr(run.sampler, "_metric") else 1.0
     metric = run.state["inverse"].min() if kind is FullSGFS else 1.0 if kind is SGRHMC else metric
     a = run.sampler.friction
     squares = run.squares(max(6 * a / float(run.rate * run.h * metric), 1000), settle=int(10 / a)).mean(1)

@@ -1,6 +1,6 @@
 """Lambdas that know directions: exact where theory is exact, and good where nobody else mixes.
 
-`Shaped` runs chains on the posterior of `GaussianPosterior` under real minibatch noise. Everything is linear there, so
+`Geometry` runs chains on the posterior of `GaussianPosterior` under real minibatch noise. Everything is linear there, so
 that the stationary covariance of the chain follows from a Lyapunov equation, bias and all, and chains are held to it.
 """
 
@@ -16,12 +16,12 @@ from scipy.linalg import solve_discrete_lyapunov
 from torch import Tensor
 
 import isosgd
+from experiments.posteriors import posteriordb
 from isosgd import ISGD, Target, priors
+from isosgd.demo.toy import Toy, compare, gaussian_w2
 from isosgd.diagnostics import integrated_time
-from isosgd.experiments import posteriordb
-from isosgd.experiments.toy import Toy, compare, gaussian_w2
+from isosgd.geometry.base import Geometry
 from isosgd.samplers.innovations import Source
-from isosgd.samplers.shaped import Shaped
 from isosgd.samplers.steppers import variance_inflation
 
 DIM, CHAINS = 6, 256
@@ -70,7 +70,7 @@ class Run:
             generator=torch.Generator().manual_seed(posterior.seed + 2),
             **settings,
         )
-        shaped, group = sampler.shaped, sampler.param_groups[0]
+        shaped, group = sampler.geometry, sampler.param_groups[0]
         prior = [torch.ones_like(theta)]
         for _ in range(VECTORS):
             sampler.observe([posterior.gradients(place, g)[1].view_as(theta)])
@@ -121,9 +121,9 @@ class Run:
         assert float(error.max()) < 0.025, "not the target"
 
 
-def maps(shaped: Shaped) -> tuple[Tensor, Tensor]:
+def maps(shaped: Geometry) -> tuple[Tensor, Tensor]:
     """The linear maps from gradients and from innovations to displacements, ``[chains, d, d]``."""
-    tensors, drawn = shaped.tensors(), DIM + shaped.extra
+    tensors, drawn = shaped.tensors(), DIM + shaped.extra_innovations
     nothing, silence = torch.zeros(CHAINS, DIM), torch.zeros(CHAINS, drawn)
     pull = [shaped.displace(tensors, e.expand(CHAINS, -1), silence).double() for e in torch.eye(DIM)]
     push = [shaped.displace(tensors, nothing, e.expand(CHAINS, -1)).double() for e in torch.eye(drawn)]
@@ -176,11 +176,11 @@ def noise_left_in(monkeypatch):
     original = ISGD.step
 
     def forgetful(self, *args, **kwargs):
-        names = {"full": ["cov"], "lowrank": ["residual", "shared"]}.get(self.shaped.name, ["v"])
-        known = [getattr(self.shaped, name) for name in names]
+        names = {"full": ["cov"], "lowrank": ["residual", "shared"]}.get(self.geometry.name, ["v"])
+        known = [getattr(self.geometry, name) for name in names]
         if any(bool(x.any()) for x in known):
             torch._foreach_zero_(known)
-            self.shaped.slow(self.shaped.full(1.0))  # works out anew what is injected
+            self.geometry.slow(self.geometry.full(1.0))  # works out anew what is injected
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(ISGD, "step", forgetful)

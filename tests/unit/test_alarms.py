@@ -89,7 +89,7 @@ def after_sampling(mixed: list[bool], structure: str = "diagonal") -> Chains:
 
 def test_noise_that_a_diagonal_lambda_does_not_express_is_hot() -> None:
     run = after_sampling([False, True, False, True])
-    hot = run.shaped.excess()
+    hot = run.geometry.excess_temperature()
     assert bool((hot[[1, 3]] > 2 * EXCESS_ALARM).all()) and bool((hot[[0, 2]] < EXCESS_ALARM).all())
     (message,) = said(run, [report()] * 4, first=10)
     assert "chain 11 (and 1 other of 4 chains): gradient noise that structure 'diagonal' does not express" in message
@@ -100,7 +100,7 @@ def test_noise_that_a_diagonal_lambda_does_not_express_is_hot() -> None:
 def test_independent_noise_is_not_hot() -> None:
     """Of sixty-four chains none; heat is a mean over fifty squares of normals, 0.07 off at one standard error."""
     run = after_sampling([False] * 64)
-    assert float(run.shaped.excess().abs().max()) < EXCESS_ALARM
+    assert float(run.geometry.excess_temperature().abs().max()) < EXCESS_ALARM
     assert said(run, [report()] * 64) == []
 
 
@@ -166,7 +166,7 @@ def test_noise_beyond_lambda() -> None:
     for _ in range(100):
         run.sampler.observe(noise(torch.zeros(3).bool(), g))
     run.sampler.adapt([1.0])
-    run.shaped.v[2, :2] = 10.0 * run.shaped.lam[2, :2]  # a third of its directions
+    run.geometry.on_axes.v[2, :2] = 10.0 * run.geometry.on_axes.lam[2, :2]  # a third of its directions
     assert CLIPPED_ALARM < 1 / 3
     (message,) = [m for m in said(run, [report()] * 3) if "exceeds lambda" in m]
     assert message.startswith("chain 2: 33% of the gradient noise of group 'theta' exceeds lambda where the chain now")

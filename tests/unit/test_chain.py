@@ -18,11 +18,11 @@ from isosgd.chain.batches import (
     default_batch_size,
     halves,
     make_batches,
-    tree_map,
 )
 from isosgd.chain.progress import Progress, clock
 from isosgd.chain.spacing import Traces
 from isosgd.diagnostics import integrated_time
+from isosgd.potential.batches import tree_map
 
 SIGMAS = 4.5
 

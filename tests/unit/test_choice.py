@@ -10,11 +10,11 @@ from torch import Tensor
 import isosgd
 from isosgd import Target, priors
 from isosgd.chain.chain import Chains
+from isosgd.geometry import choice as structures
+from isosgd.geometry.choice import choose, provisional
+from isosgd.geometry.full import condition_numbers
 from isosgd.potential import Params
-from isosgd.samplers import structures
 from isosgd.samplers.isgd import ISGD
-from isosgd.samplers.reshaping import condition_numbers
-from isosgd.samplers.structures import choose, provisional
 from isosgd.store import writer
 
 WEIGHTS, ROWS = 32, 600
@@ -78,6 +78,7 @@ def test_condition_numbers() -> None:
     assert condition_numbers(torch.eye(2).unsqueeze(0))["lowrank"] == pytest.approx(1.0)  # fewer than directions
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("decades", "taken"), [(WHITE, "lowrank"), (STEEP, "full")])
 def test_the_first_look_decides(decades: float, taken: str) -> None:
     target, data = regression(decades)

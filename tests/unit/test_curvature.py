@@ -10,12 +10,12 @@ from torch import Tensor
 from isosgd.chain.batches import TensorBatches
 from isosgd.chain.chain import Chains
 from isosgd.chain.curvature import Curvature, Stiffness
+from isosgd.geometry.base import Geometry
+from isosgd.geometry.diagonal import Diagonal
+from isosgd.geometry.full import Full
+from isosgd.geometry.rule import Rule
 from isosgd.potential import Params, Target, priors
 from isosgd.samplers import SGLD
-from isosgd.samplers.full import Full
-from isosgd.samplers.rotated import Diagonal
-from isosgd.samplers.rule import Rule
-from isosgd.samplers.shaped import Shaped
 
 F64 = torch.float64
 
@@ -110,14 +110,14 @@ def one_chain(start: float, dtype: torch.dtype) -> Chains:
 RULE = Rule(num_data=500, batch_size=10, temperature=0.7, bias=0.02, averaged=True)
 
 
-def settled(shaped: Shaped, size: int) -> Shaped:
+def settled(shaped: Geometry, size: int) -> Geometry:
     """A Lambda of two chains on data sets of their own, from noise of their own."""
     shaped.bind([{"params": [torch.zeros(2, size, dtype=F64)]}], 2, sets=2)
     settle(shaped)
     return shaped
 
 
-def settle(shaped: Shaped, loudness: float = 1.0) -> None:
+def settle(shaped: Geometry, loudness: float = 1.0) -> None:
     g, size = torch.Generator().manual_seed(0), shaped.total
     spread = loudness * torch.logspace(-1, 1, size, dtype=F64) * torch.tensor([[1.0], [3.0]], dtype=F64)
     shaped.forget()
@@ -126,7 +126,7 @@ def settle(shaped: Shaped, loudness: float = 1.0) -> None:
     shaped.settle(RULE, torch.zeros(2, size, dtype=F64), rise=10.0)
 
 
-def inverse_h(shaped: Shaped) -> Tensor:
+def inverse_h(shaped: Geometry) -> Tensor:
     """``H^-1`` of each chain, column by column."""
     columns = [shaped.direction(e.expand(shaped.chains, -1)) for e in torch.eye(shaped.total, dtype=F64)]
     return torch.stack(columns, -1) / shaped.unit_rate.view(-1, 1, 1)
@@ -138,7 +138,7 @@ def hessians(size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", [Diagonal, Full])
-def test_stiffness_is_the_top_of_rate_times_curvature(kind: type[Shaped]) -> None:
+def test_stiffness_is_the_top_of_rate_times_curvature(kind: type[Geometry]) -> None:
     shaped, matrix = settled(kind(), 6), hessians(6)
     stiffness = Stiffness(torch.zeros(2, 6, dtype=F64), seed=0)
 

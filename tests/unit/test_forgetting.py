@@ -8,17 +8,17 @@ import torch
 
 from isosgd import Target, priors, sample
 from isosgd.chain.forgetting import batch_sizes, directions
-from isosgd.samplers.full import Full
-from isosgd.samplers.lowrank import LowRank
-from isosgd.samplers.rotated import Diagonal
-from isosgd.samplers.rule import Rule
-from isosgd.samplers.shaped import Shaped
+from isosgd.geometry.base import Geometry
+from isosgd.geometry.diagonal import Diagonal
+from isosgd.geometry.full import Full
+from isosgd.geometry.lowrank import LowRank
+from isosgd.geometry.rule import Rule
 
 RULE = Rule(num_data=1000, batch_size=32, temperature=1.0, bias=0.02, averaged=True)
 
 
 @pytest.mark.parametrize("structure", [Full(), Diagonal(), LowRank(2)], ids=["full", "diagonal", "lowrank"])
-def test_rates_along_directions_are_those_of_lambda(structure: Shaped, generator: torch.Generator) -> None:
+def test_rates_along_directions_are_those_of_lambda(structure: Geometry, generator: torch.Generator) -> None:
     """Eigenvalues of the matrix that a step multiplies gradients with, for a diagonal noise with one strong axis."""
     scale = torch.tensor([10.0, 1.0, 1.0, 0.5])
     structure.bind([{"params": [torch.zeros(4)]}])
@@ -34,6 +34,7 @@ def test_rates_along_directions_are_those_of_lambda(structure: Shaped, generator
     assert found["rates"][-1] == pytest.approx(float(known.min()), rel=0.05)
 
 
+@pytest.mark.long
 def test_epochs_to_forget_follow_the_curvature_that_was_measured() -> None:
     """A quadratic potential whose examples say nothing of its curvature: the Hessian decides."""
     x = torch.randn(400, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

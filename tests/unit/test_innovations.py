@@ -136,7 +136,7 @@ def test_averaged_bits_go_on_from_what_was_saved() -> None:
     source = averaging(torch.Generator().manual_seed(5))
     for _ in range(3):
         source.fill()
-        source.go_ahead()
+        source.prefetch()
     state, last = source.state(), source.last
     source.prepare(torch.full((1003,), 2.0, dtype=torch.float64))
     expected = source.fill().clone()

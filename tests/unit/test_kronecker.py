@@ -7,12 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from isosgd.models import lenet5, resnet18
-from isosgd.samplers.kronecker import Kronecker
-from isosgd.samplers.matrices import LEADING, lay_out, rotation_work
-from isosgd.samplers.rows import diagonal
-from isosgd.samplers.rule import Rule
-from isosgd.samplers.sides import Leading, Side, Whole, orthonormal_rows
+from experiments.models import lenet5, resnet18
+from isosgd.geometry.kronecker import (
+    LEADING,
+    AllAxes,
+    FixedSide,
+    Kronecker,
+    LeadingAxes,
+    orthonormal_rows,
+    rotation_work,
+    weight_matrices,
+)
+from isosgd.geometry.linalg import diagonal
+from isosgd.geometry.rule import Rule
 
 F64 = torch.float64
 RULE = Rule(num_data=500, batch_size=10, temperature=0.7, bias=0.02, averaged=True)
@@ -84,7 +91,7 @@ def test_a_step_is_that_of_theorem_1(options: dict[str, Any], chains: int | None
     structure = settled(generator, chains, **options)
     axes, scale = axes_of(structure), RULE.scale
     torch.testing.assert_close(axes.mT @ axes, torch.eye(SIZE, dtype=F64).expand_as(axes))
-    lam, noise = (axes @ torch.diag_embed(x) @ axes.mT for x in (structure.lam, structure.v))
+    lam, noise = (axes @ torch.diag_embed(x) @ axes.mT for x in (structure.on_axes.lam, structure.on_axes.v))
     assert structure.clipped().tolist() == [0.0] * structure.chains
     pull, push = step_maps(structure)
     inverse = torch.linalg.inv(lam)
@@ -109,8 +116,10 @@ def test_lambda_is_the_rule_in_the_basis(options: dict[str, Any], generator: tor
     h = RULE.batch_size * torch.einsum("ncd,cde->nce", noise, basis).square().mean(0) + PRIOR
     for slot in structure.slots:
         h[:, slot] += structure.damping * h[:, slot].mean(-1, keepdim=True)
-    torch.testing.assert_close(structure.lam, structure.factor[:, None] * h)
-    assert bool((structure.factor >= RULE.factor(structure.stretch)).all())  # noise outside of the shape slows it
+    torch.testing.assert_close(structure.on_axes.lam, structure.factor[:, None] * h)
+    assert bool(
+        (structure.factor >= RULE.factor(structure.curvature_ratio)).all()
+    )  # noise outside of the shape slows it
 
 
 @every_kind
@@ -178,7 +187,7 @@ def test_an_accelerator_makes_the_same_steps(options: dict[str, Any], generator:
 def test_turning_back_undoes_turning(options: dict[str, Any], generator: torch.Generator) -> None:
     structure = settled(generator, 3, **options)
     x = torch.randn(3, SIZE, generator=generator, dtype=F64)
-    turned = structure.turn(x)
+    turned = structure.rotate(x)
     torch.testing.assert_close(structure.back(turned), x)
     torch.testing.assert_close(turned.norm(dim=1), x.norm(dim=1))
     for slot in (slice(12, 15), slice(27, 32)):  # vectors have no basis
@@ -191,14 +200,14 @@ def test_turning_back_undoes_turning(options: dict[str, Any], generator: torch.G
 def test_a_new_window_shows_lambda_in_the_new_basis(options: dict[str, Any], generator: torch.Generator) -> None:
     """Its diagonal there, so that traces stay."""
     structure = settled(generator, 3, **options)
-    axes, before = axes_of(structure), structure.lam.clone()
+    axes, before = axes_of(structure), structure.on_axes.lam.clone()
     lam = axes @ torch.diag_embed(before) @ axes.mT
     feed(structure, torch.linspace(0.1, 3.0, SIZE, dtype=F64) * correlated(40, generator, 3))
     structure.forget()
     new = axes_of(structure)
-    torch.testing.assert_close(structure.lam, diagonal(new.mT @ lam @ new))
-    torch.testing.assert_close(structure.lam.sum(-1), before.sum(-1))
-    assert not torch.allclose(structure.lam, before, rtol=0.1)
+    torch.testing.assert_close(structure.on_axes.lam, diagonal(new.mT @ lam @ new))
+    torch.testing.assert_close(structure.on_axes.lam.sum(-1), before.sum(-1))
+    assert not torch.allclose(structure.on_axes.lam, before, rtol=0.1)
 
 
 def test_noise_that_is_void_does_not_turn_the_basis(generator: torch.Generator) -> None:
@@ -220,12 +229,12 @@ def spiked(count: int, rows: int, columns: int, generator: torch.Generator) -> t
 def test_leading_axes_are_found(generator: torch.Generator) -> None:
     count, rows, columns = 60, 8, 50
     noise, axes = spiked(count, rows, columns, generator)
-    side = Leading(columns, 3)
+    side = LeadingAxes(columns, 3)
     kept = side.start(noise[0])
     for i, matrix in enumerate(noise):
         side.take(kept, matrix, 1.0 / (i + 1))
     basis = side.basis(kept)
-    turned = side.turn(torch.eye(columns, dtype=F64).repeat(2, 1, 1), basis)
+    turned = side.rotate(torch.eye(columns, dtype=F64).repeat(2, 1, 1), basis)
     torch.testing.assert_close(turned.mT @ turned, torch.eye(columns, dtype=F64).expand_as(turned))
     # Of an axis of strength s^2 the sample has an error of about sqrt(columns / (s^2 vectors)); those of the last
     # 1 / FORGET matrices count most. Squared overlaps, the weakest axis having the largest error.
@@ -236,9 +245,9 @@ def test_leading_axes_are_found(generator: torch.Generator) -> None:
 
 def test_other_coordinates_turn_as_little_as_they_must(generator: torch.Generator) -> None:
     """The basis differs from the parameters' own by a matrix of the rank of the axes."""
-    side = Leading(20, 2)
+    side = LeadingAxes(20, 2)
     kept = torch.randn(3, 2, 20, generator=generator, dtype=F64)
-    turned = side.turn(torch.eye(20, dtype=F64).repeat(3, 1, 1), side.basis(kept))
+    turned = side.rotate(torch.eye(20, dtype=F64).repeat(3, 1, 1), side.basis(kept))
     assert torch.linalg.matrix_rank(turned - torch.eye(20, dtype=F64)).tolist() == [2, 2, 2]
     span = orthonormal_rows(kept)
     torch.testing.assert_close(turned[..., :2].mT @ span.mT @ span, turned[..., :2].mT)
@@ -256,7 +265,7 @@ def test_few_rows_or_no_noise_do_no_harm(rows: int, scale: float, generator: tor
         structure.settle(RULE, structure.full(PRIOR, structure.total), 2.0)
         structure.forget()
     x = torch.randn(1, structure.total, generator=generator)
-    torch.testing.assert_close(structure.back(structure.turn(x)), x, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(structure.back(structure.rotate(x)), x, rtol=1e-4, atol=1e-5)
     assert bool(torch.isfinite(structure.displace(structure.tensors(), x, x)).all())
 
 
@@ -277,22 +286,31 @@ def test_a_chain_that_diverged_does_not_stop_the_others(generator: torch.Generat
 
 
 def sides(*shapes: tuple[int, ...], **options: Any) -> list[tuple[str, str]]:
-    return [(type(m.left).__name__, type(m.right).__name__) for m in lay_out(shapes, **options)]
+    return [(type(m.left).__name__, type(m.right).__name__) for m in weight_matrices(shapes, **options)]
 
 
 def test_small_networks_get_all_axes() -> None:
-    whole = ("Whole", "Whole")
-    assert sides((50, 13), (50,), (1, 50), (1,)) == [whole, ("Side", "Whole")]  # a single output has nothing to turn
-    assert sides((50, 1), (50,), (50, 50)) == [("Whole", "Side"), whole]
+    whole = ("AllAxes", "AllAxes")
+    assert sides((50, 13), (50,), (1, 50), (1,)) == [
+        whole,
+        ("FixedSide", "AllAxes"),
+    ]  # a single output has nothing to turn
+    assert sides((50, 1), (50,), (50, 50)) == [("AllAxes", "FixedSide"), whole]
     lenet = [tuple(p.shape) for p in lenet5().parameters()]
-    assert sides(*lenet) == [whole, whole, ("Side", "Leading"), whole]  # 500 units of 800 inputs are too many
+    assert sides(*lenet) == [whole, whole, ("FixedSide", "LeadingAxes"), whole]  # 500 units of 800 inputs are too many
 
 
 def test_large_matrices_get_leading_axes_of_their_inputs() -> None:
-    assert sides((512, 512, 3, 3), (2, 513), (513, 2)) == [("Side", "Leading"), ("Side", "Leading"), ("Side", "Whole")]
-    assert sides((9, 5), (4, 4), longest=4) == [("Side", "Leading"), ("Whole", "Whole")]
-    assert sides((9, 5), (4, 4), longest=4, leading=0) == [("Whole", "Whole")]
-    axes = {m.right.axes for m in lay_out([(512, 512, 3, 3), (256, 256, 3, 3)]) if isinstance(m.right, Leading)}
+    assert sides((512, 512, 3, 3), (2, 513), (513, 2)) == [
+        ("FixedSide", "LeadingAxes"),
+        ("FixedSide", "LeadingAxes"),
+        ("FixedSide", "AllAxes"),
+    ]
+    assert sides((9, 5), (4, 4), longest=4) == [("FixedSide", "LeadingAxes"), ("AllAxes", "AllAxes")]
+    assert sides((9, 5), (4, 4), longest=4, leading=0) == [("AllAxes", "AllAxes")]
+    axes = {
+        m.right.axes for m in weight_matrices([(512, 512, 3, 3), (256, 256, 3, 3)]) if isinstance(m.right, LeadingAxes)
+    }
     assert axes == {LEADING, LEADING // 2}
 
 
@@ -304,7 +322,7 @@ def test_parameters_without_matrices_are_a_diagonal() -> None:
     settle(structure)
     g, xi = torch.randn(2, 1, 5)
     step = structure.displace(structure.tensors(), g, xi)
-    torch.testing.assert_close(step, structure.speed * g + structure.amplitude * xi)
+    torch.testing.assert_close(step, structure.on_axes.rate * g + structure.on_axes.amplitude * xi)
 
 
 def test_work_is_that_of_the_products() -> None:
@@ -313,7 +331,7 @@ def test_work_is_that_of_the_products() -> None:
     assert rotation_work([(256, 256, 3, 3)]) == 2 * 256 * 2304 * 2 * LEADING
     shapes = [tuple(p.shape) for p in resnet18().parameters()]
     assert rotation_work(shapes) < 32 * sum(math.prod(shape) for shape in shapes)
-    assert Side().work == 0 and Whole(5).work == 5
+    assert FixedSide().work == 0 and AllAxes(5).work == 5
 
 
 @pytest.mark.parametrize(

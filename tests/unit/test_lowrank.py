@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import isosgd
-from isosgd.samplers import rows
-from isosgd.samplers.lowrank import ROOM, SPILL, LowRank
-from isosgd.samplers.rule import Rule
-from isosgd.samplers.shaped import EXCESS
+from isosgd.geometry import linalg as rows
+from isosgd.geometry.base import MOST_EXCESS
+from isosgd.geometry.lowrank import ROOM, SPILL, LowRank
+from isosgd.geometry.rule import Rule
 
 F64 = torch.float64
 RULE = Rule(num_data=1000, batch_size=10, temperature=1.0, bias=0.02, averaged=True)
@@ -75,7 +75,7 @@ def noise_of(structure: LowRank, chain: int = 0) -> Tensor:
 
 def step_maps(structure: LowRank, chain: int = 0) -> tuple[Tensor, Tensor]:
     """The linear maps from gradient and from innovations to a displacement of a chain, column by column."""
-    sizes, tensors = (structure.total, structure.total + structure.extra), structure.tensors()
+    sizes, tensors = (structure.total, structure.total + structure.extra_innovations), structure.tensors()
     zeros = [structure.full(0.0, size) for size in sizes]
     units = [torch.eye(size).to(zeros[0]) for size in sizes]
     pull = [structure.displace(tensors, e.expand(structure.chains, -1), zeros[1])[chain] for e in units[0]]
@@ -129,7 +129,7 @@ def test_a_step_is_that_of_theorem_1(options: dict[str, Any], tolerance: float, 
 def test_a_direction_is_a_step_without_noise(generator: torch.Generator) -> None:
     structure = settled(generator, chains=2)
     g = torch.randn(2, structure.total, generator=generator, dtype=F64)
-    still = structure.full(0.0, structure.total + structure.extra)
+    still = structure.full(0.0, structure.total + structure.extra_innovations)
     torch.testing.assert_close(structure.displace(structure.tensors(), g, still), structure.direction(g))
 
 
@@ -165,7 +165,7 @@ def test_lambda_is_the_rule_along_what_it_knows(scale: float, generator: torch.G
     shared = dense(structure, structure.shared[0], torch.zeros(12))
     expected += q * RULE.batch_size * SPILL * torch.diag(shared.diagonal())
     torch.testing.assert_close(lam_of(structure), expected)
-    torch.testing.assert_close(structure.factor, RULE.factor(structure.stretch))
+    torch.testing.assert_close(structure.factor, RULE.factor(structure.curvature_ratio))
 
 
 def test_slowing_down_keeps_noise_and_multiplies_lambda(generator: torch.Generator) -> None:
@@ -216,7 +216,7 @@ def test_few_vectors_of_many_parameters_fake_no_direction(generator: torch.Gener
     most = float(structure.factor) * RULE.batch_size * 6 * math.sqrt(2 / 8) / (1 - 0.5)
     assert float(structure.strength.max()) < most
     feed(structure, torch.randn(200, 4000, generator=generator, dtype=F64))
-    assert float(structure.excess()) < EXCESS
+    assert float(structure.excess_temperature()) < MOST_EXCESS
 
 
 def test_noise_outside_of_the_shape_slows_lambda_down(generator: torch.Generator) -> None:
@@ -225,8 +225,8 @@ def test_noise_outside_of_the_shape_slows_lambda_down(generator: torch.Generator
         structure.forget()
         feed(structure, spiked(400, 60, 6, generator)[0])
         settle(structure)
-    assert float(structure.factor) > 2 * float(RULE.factor(structure.stretch))
-    assert float(structure.excess()) == pytest.approx(EXCESS)
+    assert float(structure.factor) > 2 * float(RULE.factor(structure.curvature_ratio))
+    assert float(structure.excess_temperature()) == pytest.approx(MOST_EXCESS)
 
 
 def test_directions_go_on_from_window_to_window(generator: torch.Generator) -> None:
@@ -287,7 +287,7 @@ def test_dead_parameters_get_the_damping(generator: torch.Generator) -> None:
 def test_a_second_settling_follows_the_stretch(generator: torch.Generator) -> None:
     structure = settled(generator)
     lam = lam_of(structure)
-    before, structure.stretch = structure.factor, structure.full(400.0)
+    before, structure.curvature_ratio = structure.factor, structure.full(400.0)
     settle(structure)
     torch.testing.assert_close(lam_of(structure), lam * float(structure.factor / before))
     torch.testing.assert_close(structure.factor, RULE.factor(structure.full(400.0)))
@@ -398,8 +398,8 @@ def test_an_accelerator_keeps_short_rows_and_makes_the_same_steps(
     expected = structure.displace(structure.tensors(), g, xi)
     found = other.displace(other.tensors(), g.cuda(), xi.cuda()).cpu()
     # Vectors are rounded to bfloat16 before they meet S: an error of half a last digit, 2^-9, of each entry.
-    force = (g + structure.ratio * xi[:, :12]) * structure.pace.sqrt()
-    error = (found - expected) / structure.pace.sqrt()
+    force = (g + structure.amplitude * xi[:, :12]) * structure.rate.sqrt()
+    error = (found - expected) / structure.rate.sqrt()
     assert float(error.abs().max()) < 4 * 2**-9 * float(torch.cat([force.abs(), xi.abs()], 1).max())
 
 
@@ -415,7 +415,7 @@ def make_sampler(**settings: Any) -> tuple[nn.Linear, isosgd.ISGD]:
     sampler = isosgd.ISGD(
         net.named_parameters(), num_data=100, batch_size=10, structure="lowrank", generator=generator, **settings
     )
-    for _ in range(sampler.shaped.least):
+    for _ in range(sampler.geometry.min_vectors):
         sampler.observe([torch.randn_like(p) for p in net.parameters()])
     sampler.adapt([1.0] * len(sampler.param_groups), prior=[torch.ones_like(p) for p in net.parameters()])
     return net, sampler
@@ -423,7 +423,7 @@ def make_sampler(**settings: Any) -> tuple[nn.Linear, isosgd.ISGD]:
 
 def test_a_sampler_takes_it_by_name_and_resumes() -> None:
     net, sampler = make_sampler()
-    assert isinstance(sampler.shaped, LowRank)
+    assert isinstance(sampler.geometry, LowRank)
     sampler.step()
     saved, where = copy.deepcopy(sampler.state_dict()), [p.detach().clone() for p in net.parameters()]
     sampler.step()
@@ -457,6 +457,7 @@ def test_as_many_directions_as_parameters_are_a_full_matrix(size: int, generator
     assert float(torch.linalg.eigvalsh(2 * lam_of(structure) - noise_of(structure)).min()) > 0
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")
 def test_no_chain_is_lost_where_the_directions_leave_nothing_of_a_coordinate() -> None:
     """Small networks on few rows: what `split` divides by may be rounding alone."""

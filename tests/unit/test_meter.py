@@ -18,8 +18,8 @@ from isosgd.diagnostics.meter import Reading, anisotropy, directions, principal,
 from isosgd.diagnostics.summary import summary_of
 from isosgd.diagnostics.verdict import judge, off
 from isosgd.potential import Params
-from isosgd.predictive import gradients as module
-from isosgd.predictive.gradients import DrawGradients
+from isosgd.predictive import temperature as module
+from isosgd.predictive.temperature import DrawGradients
 
 F64 = torch.float64
 
@@ -54,6 +54,10 @@ def full_gradient(posterior: Posterior, data: Any) -> Tensor:
     return torch.stack(found)
 
 
+def gradients_at(posterior: Posterior, data: Any, rows: int | None, seed: int) -> DrawGradients:
+    return DrawGradients(posterior._stack, posterior.view, data, posterior.info.get("num_data"), rows, seed)
+
+
 def all_of(gradients: DrawGradients) -> Tensor:
     return torch.cat([slope for _, _, slope in gradients.blocks()])
 
@@ -62,26 +66,26 @@ def test_gradients_are_of_the_potential_in_free_parameters(
     network: Posterior, data: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = full_gradient(network, data)
-    torch.testing.assert_close(all_of(DrawGradients(network, data, None, 0)), expected)
+    torch.testing.assert_close(all_of(gradients_at(network, data, None, 0)), expected)
     monkeypatch.setattr(module, "CHUNK", 7)  # data in parts
-    torch.testing.assert_close(all_of(DrawGradients(network, data, None, 0)), expected)
+    torch.testing.assert_close(all_of(gradients_at(network, data, None, 0)), expected)
     monkeypatch.setattr(module.Mapped, "_try", lambda self, *args: False)  # one draw at a time
-    torch.testing.assert_close(all_of(DrawGradients(network, data, None, 0)), expected)
+    torch.testing.assert_close(all_of(gradients_at(network, data, None, 0)), expected)
 
 
 def test_gradients_of_a_loader(network: Posterior, data: tuple[Tensor, Tensor]) -> None:
     loader = DataLoader(TensorDataset(*data), batch_size=16, shuffle=True)
-    torch.testing.assert_close(all_of(DrawGradients(network, loader, None, 0)), full_gradient(network, data))
-    some = all_of(DrawGradients(network, loader, 16, 0))
+    torch.testing.assert_close(all_of(gradients_at(network, loader, None, 0)), full_gradient(network, data))
+    some = all_of(gradients_at(network, loader, 16, 0))
     assert some.shape == (18, 22) and bool(some.isfinite().all())
     with pytest.raises(ValueError, match="yields no batches"):
-        all_of(DrawGradients(Posterior(network.target, network.draws, {"num_data": 40}), [], 8, 0))
+        all_of(gradients_at(Posterior(network.target, network.draws, {"num_data": 40}), [], 8, 0))
 
 
 def test_gradients_of_fresh_examples_are_unbiased(network: Posterior, data: tuple[Tensor, Tensor]) -> None:
     one = network.select(chains=[0], draws=slice(0, 1))
     expected = full_gradient(one, data)[0]
-    found = torch.stack([all_of(DrawGradients(one, data, 10, seed))[0] for seed in range(200)])
+    found = torch.stack([all_of(gradients_at(one, data, 10, seed))[0] for seed in range(200)])
     z = (found.mean(0) - expected) / (found.std(0) / math.sqrt(len(found)))
     assert float(z.abs().max()) < 4.5  # the largest of 22
     assert not torch.equal(found[0], found[1])
@@ -90,12 +94,12 @@ def test_gradients_of_fresh_examples_are_unbiased(network: Posterior, data: tupl
 def test_only_what_is_affordable(
     network: Posterior, data: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert DrawGradients(network, data, None, 0).rows == 40
+    assert gradients_at(network, data, None, 0).rows == 40
     monkeypatch.setattr(module, "AFFORDABLE", 22 * 18 * 15)
     monkeypatch.setattr(module, "LEAST_ROWS", 4)
-    assert DrawGradients(network, data, None, 0).rows == 15
+    assert gradients_at(network, data, None, 0).rows == 15
     with pytest.raises(ValueError, match="rows = 41 must lie between 1 and the 40 examples"):
-        DrawGradients(network, data, 41, 0)
+        gradients_at(network, data, 41, 0)
 
 
 # ---------------------------------------------------------------- a posterior whose draws are exact

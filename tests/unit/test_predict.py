@@ -14,7 +14,7 @@ from torch.optim.swa_utils import update_bn
 from isosgd import Posterior, Target, likelihoods, metrics, priors
 from isosgd.potential import Params
 from isosgd.predictive import central
-from isosgd.predictive.mapped import MOST_AT_ONCE, Mapped
+from isosgd.predictive.draws import MOST_AT_ONCE, Mapped
 
 F64 = torch.float64
 CHAINS, DRAWS = 2, 5
@@ -164,7 +164,7 @@ def test_several_draws_at_once_and_one_at_a_time_agree(
 
 def test_it_is_done_at_once_where_it_can_be(regression: Posterior, x: Tensor) -> None:
     mapped = Mapped(regression.view.predict)
-    mapped(next(regression.blocks(x)), x)
+    mapped(next(regression._stack.blocks(x)), x)
     assert mapped.at_once
 
 
@@ -204,7 +204,7 @@ def test_filters_are_not_mapped_over(generator: torch.Generator) -> None:
     posterior = Posterior(Target.from_module(net, "categorical"), draws_of(net, generator), {})
     images = torch.randn(5, 1, 4, 4, generator=generator)
     mapped = Mapped(posterior.view.predict)
-    mapped(next(posterior.blocks(images)), images)
+    mapped(next(posterior._stack.blocks(images)), images)
     assert mapped.at_once is False
     assert posterior.predict(images, batch_size=2).mean.shape == (5, 3)
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import isosgd
+from experiments.posteriors import suite
 from isosgd import Target, priors
 from isosgd.chain.chain import Chains
 from isosgd.chain.runaway import LOSSES, MOST, SLOWER, Runaway
-from isosgd.experiments import suite
 from isosgd.potential import Params
 from isosgd.store import writer
 
@@ -78,7 +78,7 @@ class Shape:
     """A Lambda that is only a size."""
 
     def __init__(self) -> None:
-        self.factor, self.stretch = torch.ones(3), torch.ones(3)
+        self.factor, self.curvature_ratio = torch.ones(3), torch.ones(3)
         self.scale, self.pulls = 0.01, torch.full((3, 40), 80.0)  # losses scatter by 0.01
 
     def rate_curvatures(self) -> Tensor:
@@ -92,7 +92,7 @@ class Still:
     """Three chains of 40 parameters and 100 examples that stay where they are: a mode is 0.2 below the posterior."""
 
     def __init__(self, temperature: float, num_data: int) -> None:
-        self.count, self.num_data, self.shaped = 3, num_data, Shape()
+        self.count, self.num_data, self.geometry = 3, num_data, Shape()
         self.alive = torch.tensor([True, True, False])
         self.place = torch.zeros(3)
         weights = [torch.zeros(40, requires_grad=True)]
@@ -136,15 +136,15 @@ def test_who_is_brought_back() -> None:
     assert chains.place.tolist() == [1, 1, 1] and not runaway.caught.any()
     assert runaway.look(losses(4.9, 5.1, torch.inf))  # the third was given up long ago
     assert chains.place.tolist() == [1, 0, 1] and runaway.caught.tolist() == [0, 1, 0]
-    assert chains.shaped.factor.tolist() == [1, SLOWER, 1]
+    assert chains.geometry.factor.tolist() == [1, SLOWER, 1]
 
 
 def test_what_was_believed_on_the_way_is_not() -> None:
     chains, runaway = watch()
-    chains.shaped.factor, chains.shaped.stretch = torch.full((3,), 1e9), torch.full((3,), 1e9)
+    chains.geometry.factor, chains.geometry.curvature_ratio = torch.full((3,), 1e9), torch.full((3,), 1e9)
     runaway.look(losses(9.0, 1.0, 1.0))
-    assert chains.shaped.factor.tolist() == pytest.approx([SLOWER, 1e9, 1e9])
-    assert chains.shaped.stretch.tolist() == pytest.approx([1, 1e9, 1e9])
+    assert chains.geometry.factor.tolist() == pytest.approx([SLOWER, 1e9, 1e9])
+    assert chains.geometry.curvature_ratio.tolist() == pytest.approx([1, 1e9, 1e9])
 
 
 def test_each_time_slower_but_not_for_ever() -> None:
@@ -152,7 +152,7 @@ def test_each_time_slower_but_not_for_ever() -> None:
     for count in range(MOST + 3):
         assert runaway.look(losses(9.0, 1.0, 1.0)) == (count < MOST)
     assert runaway.caught.tolist() == [MOST, 0, 0]
-    assert chains.shaped.factor.tolist() == [SLOWER**MOST, 1, 1]
+    assert chains.geometry.factor.tolist() == [SLOWER**MOST, 1, 1]
 
 
 def test_one_bad_minibatch_is_none() -> None:
@@ -178,7 +178,7 @@ def test_noisy_losses_have_more_room() -> None:
 def test_losses_that_scatter_more_than_at_the_mode_are_none() -> None:
     """Noise without curvature: all along a soft direction losses of minibatches go up and down."""
     chains, runaway = watch()
-    chains.shaped.pulls = torch.cat(
+    chains.geometry.pulls = torch.cat(
         [torch.full((3, 39), 80.0), torch.full((3, 1), 2e-4)], -1
     )  # 0.01 sqrt(2 / 2e-4) = 1
     assert not runaway.look(losses(5.1, 6.6, 1.0))
@@ -188,14 +188,14 @@ def test_losses_that_scatter_more_than_at_the_mode_are_none() -> None:
 def test_rates_that_rise_again_are_held() -> None:
     chains, runaway = watch()
     runaway.hold()  # nobody ran away yet
-    assert chains.shaped.factor.tolist() == [1, 1, 1]
+    assert chains.geometry.factor.tolist() == [1, 1, 1]
     runaway.look(losses(9.0, 1.0, 1.0))
-    chains.shaped.factor = torch.tensor([0.5, 0.5, 0.5])
+    chains.geometry.factor = torch.tensor([0.5, 0.5, 0.5])
     runaway.hold()
-    assert chains.shaped.factor.tolist() == [SLOWER, 0.5, 0.5]
-    chains.shaped.factor = torch.tensor([9.0, 9.0, 9.0])
+    assert chains.geometry.factor.tolist() == [SLOWER, 0.5, 0.5]
+    chains.geometry.factor = torch.tensor([9.0, 9.0, 9.0])
     runaway.hold()
-    assert chains.shaped.factor.tolist() == [9, 9, 9]
+    assert chains.geometry.factor.tolist() == [9, 9, 9]
 
 
 def test_noise_without_curvature_drives_no_chain_away() -> None:

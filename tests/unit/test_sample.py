@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from isosgd import METHODS, PRESETS, DivergedError, Posterior, SamplingWarning, Target, priors, sample
 from isosgd.chain.spacing import DRAWS_A_TIME
+from isosgd.geometry.full import Full
 from isosgd.potential import Params
-from isosgd.samplers.full import Full
 
 # Short warm-ups are the rule here, and mostly beside the point; where they are the point they are caught.
 pytestmark = pytest.mark.filterwarnings("ignore:.*did not settle:isosgd.errors.SamplingWarning")

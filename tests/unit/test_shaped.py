@@ -8,18 +8,18 @@ import torch
 from scipy.linalg import solve_discrete_lyapunov
 from torch import Tensor
 
-from isosgd.samplers.full import Full
-from isosgd.samplers.kronecker import Kronecker
-from isosgd.samplers.rotated import Diagonal, Rotated
-from isosgd.samplers.rule import HIGHEST, Rule
-from isosgd.samplers.shaped import EXCESS, Shaped
+from isosgd.geometry.base import MOST_EXCESS, Geometry
+from isosgd.geometry.diagonal import Diagonal
+from isosgd.geometry.full import Full
+from isosgd.geometry.kronecker import Kronecker
+from isosgd.geometry.rule import HIGHEST, Rule
 from isosgd.samplers.steppers import variance_inflation
 
 F64 = torch.float64
 N, BATCH, T = 500, 10, 0.7
 SHAPES = {"a.weight": (4, 2), "a.bias": (3,), "b.weight": (5,)}  # 16 entries, so that 64 vectors are four of each
 SIZE = 16
-KINDS: dict[str, type[Shaped]] = {"diagonal": Diagonal, "kronecker": Kronecker, "full": Full}
+KINDS: dict[str, type[Geometry]] = {"diagonal": Diagonal, "kronecker": Kronecker, "full": Full}
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -27,7 +27,7 @@ def rule(**changes: Any) -> Rule:
     return Rule(**{"num_data": N, "batch_size": BATCH, "temperature": T, "bias": 0.02, "averaged": True, **changes})
 
 
-def bound(kind: str, chains: int | None = None, dtype: torch.dtype = F64) -> Shaped:
+def bound(kind: str, chains: int | None = None, dtype: torch.dtype = F64) -> Geometry:
     """A structure that knows its parameters, in two layers, and has seen nothing."""
     shaped, lead = KINDS[kind](), () if chains is None else (chains,)
     params = {name: torch.zeros(*lead, *shape, dtype=dtype) for name, shape in SHAPES.items()}
@@ -42,7 +42,7 @@ def parts(vector: Tensor) -> list[Tensor]:
     return [p.view(*p.shape[:-1], *s) for p, s in zip(split, SHAPES.values(), strict=True)]
 
 
-def feed(shaped: Shaped, covariance: Tensor) -> None:
+def feed(shaped: Geometry, covariance: Tensor) -> None:
     """64 noise vectors whose mean outer product is exactly this."""
     unit = covariance.diagonal().sqrt().clamp_min(1e-30)  # parameters may have very different units
     values, vectors = torch.linalg.eigh(covariance / unit / unit[:, None])
@@ -67,10 +67,10 @@ def noise_of(kind: str) -> Tensor:
     return torch.block_diag(torch.kron(random_covariance(4, 50.0, 1), random_covariance(2, 9.0, 2)), rest)
 
 
-def expected_lambda(shaped: Shaped, covariance: Tensor, prior: Tensor, q: float) -> Tensor:
+def expected_lambda(shaped: Geometry, covariance: Tensor, prior: Tensor, q: float) -> Tensor:
     """``q (n Var(g) + prior)``, and the floor that shapes other than the full one have, layer by layer."""
     h = BATCH * covariance + torch.diag(prior)
-    if isinstance(shaped, Rotated):
+    if isinstance(shaped, Diagonal | Kronecker):
         for slot in shaped.slots:
             h.diagonal()[slot] += shaped.damping * h.diagonal()[slot].mean()
     return q * h
@@ -79,23 +79,23 @@ def expected_lambda(shaped: Shaped, covariance: Tensor, prior: Tensor, q: float)
 PRIOR = torch.cat([torch.full((8,), 0.3), torch.full((3,), 0.1), torch.linspace(0.01, 2.0, 5)]).to(F64) / N
 
 
-def settled(kind: str, stretch: float = 1.0, scale: float = 1.0, **changes: Any) -> tuple[Shaped, Tensor, Tensor]:
+def settled(kind: str, stretch: float = 1.0, scale: float = 1.0, **changes: Any) -> tuple[Geometry, Tensor, Tensor]:
     """A structure with its Lambda, the noise covariance, and what Lambda should be."""
     shaped, covariance = bound(kind), scale * noise_of(kind)
     feed(shaped, covariance)
     settle(shaped, rule(**changes), scale * PRIOR, stretch)
-    q = float(rule(**changes).factor(shaped.stretch))
+    q = float(rule(**changes).factor(shaped.curvature_ratio))
     return shaped, covariance, expected_lambda(shaped, covariance, scale * PRIOR, q)
 
 
-def settle(shaped: Shaped, own: Rule, prior: Tensor, stretch: float | None = 1.0, rise: float = 10.0) -> None:
+def settle(shaped: Geometry, own: Rule, prior: Tensor, stretch: float | None = 1.0, rise: float = 10.0) -> None:
     """Lambda of every chain, with one stretch and one prior for all; a stretch of None stays as it is."""
     if stretch is not None:
-        shaped.stretch = shaped.full(stretch)
+        shaped.curvature_ratio = shaped.full(stretch)
     shaped.settle(own, prior.to(shaped.dtype).expand(shaped.chains, -1), rise)
 
 
-def step_maps(shaped: Shaped, chain: int = 0) -> tuple[Tensor, Tensor]:
+def step_maps(shaped: Geometry, chain: int = 0) -> tuple[Tensor, Tensor]:
     """The linear maps from gradient and from innovations to a displacement of a chain, column by column."""
     zero, tensors = shaped.full(0.0, shaped.total), shaped.tensors()
     units = [e.to(shaped.dtype).expand(shaped.chains, -1) for e in torch.eye(shaped.total)]
@@ -154,7 +154,7 @@ def test_a_step_is_that_of_theorem_1(kind: str, stretch: float) -> None:
     for slot, rate in zip((slice(0, 11), slice(11, 16)), shaped.group_rates().unbind(-1), strict=True):
         assert rate.tolist() == pytest.approx([float(pull.diagonal()[slot].log().mean().exp())])
     assert shaped.clipped().tolist() == [0.0]
-    torch.testing.assert_close(shaped.unit_rate, rule().rate_curvature(shaped.stretch) / stretch)
+    torch.testing.assert_close(shaped.unit_rate, rule().rate_curvature(shaped.curvature_ratio) / stretch)
 
 
 def test_the_full_matrix_is_exact_for_parameters_in_very_different_units() -> None:
@@ -233,11 +233,11 @@ def test_chains_side_by_side_are_chains_alone(kind: str, generator: torch.Genera
             together.observe(parts(row))
             for one, own in zip(alone, row, strict=True):
                 one.observe(parts(own))
-        together.stretch = stretch.clone()
+        together.curvature_ratio = stretch.clone()
         together.settle(rule(), scales[:, None] * PRIOR, rise=2.0)
         together.slow(scales.clamp_min(1.0))
         for k, one in enumerate(alone):
-            one.stretch = stretch[k : k + 1].clone()
+            one.curvature_ratio = stretch[k : k + 1].clone()
             one.settle(rule(), scales[k] * PRIOR[None], rise=2.0)
             one.slow(scales[k : k + 1].clamp_min(1.0))
             torch.testing.assert_close(step_maps(together, k), step_maps(one))
@@ -255,7 +255,7 @@ def test_chains_of_one_data_set_share_a_full_matrix(generator: torch.Generator) 
     """So many numbers take many noise vectors: those of all chains of a set count, and none of another set."""
     shaped = Full()
     shaped.bind([{"params": [torch.zeros(6, 5, dtype=F64)]}], chains=6, sets=2)
-    assert (shaped.least, bound("full").least) == (20, 64)  # four vectors for each parameter, at least twenty
+    assert (shaped.min_vectors, bound("full").least) == (20, 64)  # four vectors for each parameter, at least twenty
     loudness = torch.tensor([1.0, 5.0]).repeat_interleave(3)[:, None]
     drawn = loudness * torch.randn(40, 6, 5, generator=generator, dtype=F64)
     for row in drawn:
@@ -264,9 +264,9 @@ def test_chains_of_one_data_set_share_a_full_matrix(generator: torch.Generator) 
         vectors = own.reshape(-1, 5)
         for k in chains:
             torch.testing.assert_close(shaped.cov[k], vectors.T @ vectors / len(vectors))
-    shaped.stretch = torch.logspace(2, 4, 6, dtype=F64)  # how far the curvature is above it is each chain's own
+    shaped.curvature_ratio = torch.logspace(2, 4, 6, dtype=F64)  # how far the curvature is above it is each chain's own
     shaped.settle(rule(), torch.zeros(6, 5, dtype=F64), rise=10.0)
-    torch.testing.assert_close(shaped.factor, rule().factor(shaped.stretch))
+    torch.testing.assert_close(shaped.factor, rule().factor(shaped.curvature_ratio))
     assert len(shaped.factor.unique()) == 6
 
 
@@ -279,7 +279,7 @@ def test_noise_is_uncorrelated_in_the_kronecker_basis() -> None:
     axes = torch.stack([shaped.turn(e[None])[0] for e in torch.eye(SIZE, dtype=F64)], 1)
     turned = axes @ covariance @ axes.T
     torch.testing.assert_close(turned, torch.diag(turned.diagonal()), rtol=0.0, atol=1e-10)
-    torch.testing.assert_close(shaped.v[0], turned.diagonal())
+    torch.testing.assert_close(shaped.on_axes.v[0], turned.diagonal())
 
 
 def test_a_new_window_of_the_same_noise_has_the_same_kronecker_basis() -> None:
@@ -299,7 +299,7 @@ def test_chains_measure_one_hessian_along_axes_of_their_own(generator: torch.Gen
         shaped.observe([0.1 * torch.randn(3, 2, generator=generator, dtype=F64) * torch.tensor([1.0, 0.3])])
     prior = shaped.full(0.0, 2)
     shaped.settle(own, prior, 2.0)
-    shaped.stretch = shaped.stretch * torch.tensor([1.0, 1.0, 20.0], dtype=F64)
+    shaped.curvature_ratio = shaped.curvature_ratio * torch.tensor([1.0, 1.0, 20.0], dtype=F64)
     for i in range(shaped.axes):
         shaped.learn(i, shaped.axis(i) @ truth)
     shaped.settle(own, prior, 100.0)
@@ -317,7 +317,7 @@ def test_a_dead_parameter_has_a_floor_and_none_in_the_full_matrix() -> None:
         shaped.fallback.fill_(3.0)
         feed(shaped, covariance)
         settle(shaped, rule(), torch.zeros(SIZE, dtype=F64))
-        q = float(rule().factor(shaped.stretch))
+        q = float(rule().factor(shaped.curvature_ratio))
         floor = getattr(shaped, "damping", 0.0) * BATCH * float(covariance.diagonal()[11:].mean())
         expected = q * (3.0 if kind == "full" else floor)
         assert float(shaped.rates()[0, 12]) == pytest.approx(T / (N * expected))
@@ -326,7 +326,7 @@ def test_a_dead_parameter_has_a_floor_and_none_in_the_full_matrix() -> None:
 # ------------------------------------------------------------------------------------------------ noise outside
 
 
-def heat(shaped: Shaped, covariance: Tensor, temperature: float) -> float:
+def heat(shaped: Geometry, covariance: Tensor, temperature: float) -> float:
     """Temperature of the hottest direction over what it should be: composite noise over ``2 (T / N) P``."""
     pull, push = step_maps(shaped)
     inverse = torch.linalg.inv(torch.linalg.cholesky(pull))
@@ -347,8 +347,8 @@ def test_noise_that_a_shape_cannot_express_slows_it(windows: int, generator: tor
             shaped.observe(parts(root @ torch.randn(SIZE, generator=generator, dtype=F64)))
         settle(shaped, cold, PRIOR, stretch=None)
         heats.append(heat(shaped, covariance, cold.temperature))
-    assert heats[0] > 1 + 5 * EXCESS  # nothing is known of correlations before there is a Lambda
-    assert heats[-1] < 1 + 2 * EXCESS  # the estimate of the top eigenvalue is itself noisy
+    assert heats[0] > 1 + 5 * MOST_EXCESS  # nothing is known of correlations before there is a Lambda
+    assert heats[-1] < 1 + 2 * MOST_EXCESS  # the estimate of the top eigenvalue is itself noisy
 
 
 @pytest.mark.parametrize("larger", [1.0, 30.0])
@@ -372,14 +372,14 @@ def test_noise_that_is_larger_here_than_on_average_slows_a_full_lambda(larger: f
         assert torch.allclose(shaped.factor, shaped.factor[0]) and abs(heat - 1.0) < 0.2
     else:  # without it the place would be hot by larger / kappa
         assert float(shaped.factor[-1]) > 5 * float(shaped.factor[:-1].max())
-        assert heat < 1 + 3 * EXCESS
+        assert heat < 1 + 3 * MOST_EXCESS
 
 
 def test_noise_along_a_full_lambda_is_measured_over_what_lambda_is(generator: torch.Generator) -> None:
     """Where Lambda may not shrink, since it would not cover the noise, there is not more of it for that Lambda."""
     shaped, own = Full(), rule(kappa=Full.kappa, batch_size=100, num_data=1000, temperature=1.0)
     shaped.bind([{"params": [torch.zeros(2, dtype=F64)]}])
-    shaped.stretch = shaped.full(8.0)
+    shaped.curvature_ratio = shaped.full(8.0)
     noise = torch.tensor([1.0, 0.1], dtype=F64)
     for _ in range(2):
         shaped.forget()
@@ -391,9 +391,9 @@ def test_noise_along_a_full_lambda_is_measured_over_what_lambda_is(generator: to
     shaped.slow(torch.full((1,), 0.02, dtype=F64))
     t = shaped.worst()
     torch.testing.assert_close(shaped.lambda_along(t), torch.ones(1, dtype=F64))
-    over = float(shaped.most) / float(0.5 * shaped.noise_along(t))
+    over = float(shaped.worst.ratio) / float(0.5 * shaped.noise_along(t))
     assert abs(over - 1.0) < 0.3, over  # the last hundred vectors and all of them, over the same Lambda
-    assert float(shaped.excess()) < EXCESS
+    assert float(shaped.excess_temperature()) < MOST_EXCESS
 
 
 @pytest.mark.parametrize("size", [16, 200, 20_000])
@@ -421,7 +421,7 @@ def test_a_full_lambda_is_small_where_only_noise_bounds_it() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(4000):
         full.observe([0.1 * torch.randn(2, generator=generator)])  # n Var(g) is the identity
-    full.stretch = full.full(1.0)
+    full.curvature_ratio = full.full(1.0)
     full.settle(own, torch.zeros(1, 2), 2.0)
     for i in range(full.axes):
         full.learn(i, full.axis(i) * torch.tensor([1.0, 0.01]))
@@ -454,15 +454,15 @@ def levelled(chains: int | None = None, num_data: int = 40) -> Full:
     for i in range(64):
         one = columns[:, i % SIZE]
         shaped.observe(parts(one.contiguous() if chains is None else one.expand(chains, -1).contiguous()))
-    settle(shaped, rule(num_data=num_data, kappa=Full.kappa, followed=True), PRIOR)
+    settle(shaped, rule(num_data=num_data, kappa=Full.kappa, trackable=True), PRIOR)
     return shaped
 
 
 @pytest.mark.parametrize("level", [0.3, 1.0, 2.5])
 def test_gradient_noise_and_injected_noise_add_up_whatever_the_level(level: float) -> None:
     shaped = levelled()
-    assert shaped.local
-    shaped.take_level(torch.tensor([level], dtype=F64))
+    assert shaped.tracks_level
+    shaped.set_level(torch.tensor([level], dtype=F64))
     pull, push = step_maps(shaped)
     composite = level * pull @ noise_of("full") @ pull.T + push @ push.T
     wanted = 2.0 * T / 40 * pull  # 2 (T / N) P: what Theorem 1 asks for
@@ -479,7 +479,7 @@ def test_the_level_is_that_of_the_last_few_noise_vectors(generator: torch.Genera
         found = []
         for step in range(40):
             noise = math.sqrt(size) * torch.randn(400, SIZE, generator=generator, dtype=F64) @ columns.T
-            shaped.take_level(shaped.levels(shaped.tensors(), shaped.level, noise))
+            shaped.set_level(shaped.levels(shaped.tensors(), shaped.level, noise))
             if step >= 20:
                 found.append(shaped.level)
         mean, error = torch.stack(found).mean(), torch.stack(found).mean(0).std() / 20
@@ -487,9 +487,9 @@ def test_the_level_is_that_of_the_last_few_noise_vectors(generator: torch.Genera
 
 
 def test_the_level_is_followed_only_where_noise_changes() -> None:
-    assert levelled(num_data=40).local
+    assert levelled(num_data=40).tracks_level
     narrow = levelled(num_data=100_000)
-    assert not narrow.local and len(narrow.tensors()) == 2
+    assert not narrow.tracks_level and len(narrow.tensors()) == 2
 
 
 def test_the_level_is_kept_and_forgotten(generator: torch.Generator) -> None:
@@ -510,4 +510,4 @@ def test_states_without_a_level_are_older() -> None:
     shaped, other = levelled(num_data=100_000), bound("full")
     other.load({k: v for k, v in shaped.state().items() if k not in ("level", "shares", "sight")})
     g = torch.ones(1, SIZE, dtype=F64)
-    assert torch.equal(*(one.displace(one.tensors(), g, g) for one in (shaped, other))) and not other.local  # type: ignore[attr-defined]
+    assert torch.equal(*(one.displace(one.tensors(), g, g) for one in (shaped, other))) and not other.tracking  # type: ignore[attr-defined]

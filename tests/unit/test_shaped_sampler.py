@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from isosgd import ISGD
+from isosgd.geometry.full import Full
 from isosgd.noise import AlphaStable
 from isosgd.potential import Params
-from isosgd.samplers.full import Full
 from isosgd.samplers.innovations import Source
 
 SHAPES = {"a.weight": (3, 2), "a.bias": (3,), "b.weight": (2, 2)}
@@ -77,7 +77,7 @@ def test_a_step_is_the_displacement_of_its_shape(
         stream.next()
         before = torch.cat([p.detach().reshape(-1) for p in params.values()])
         gradient = torch.cat([p.grad.reshape(-1) for p in params.values()])
-        shaped = sampler.shaped
+        shaped = sampler.geometry
         sampler.step()
         used = 0.5 * (xi + drawn[i - 1]) if averaged and i else xi
         expected = before - shaped.displace(shaped.tensors(), gradient[None], used[None])[0].float()
@@ -151,7 +151,7 @@ def test_rates_and_lambdas_of_groups_are_reported(structure: str) -> None:
     params = leaves()
     sampler, stream = make(structure, params, temperature=0.3), Stream(params)
     stream.warm(sampler)
-    for group, rate in zip(sampler.param_groups, sampler.shaped.group_rates()[0].tolist(), strict=True):
+    for group, rate in zip(sampler.param_groups, sampler.geometry.group_rates()[0].tolist(), strict=True):
         assert group["rate"] == rate > 0
         assert group["lam"] * rate == pytest.approx(0.3 / 100)
         assert sampler.clipped_share(group) == 0.0
@@ -164,11 +164,11 @@ def test_curvature_above_the_fisher_information_slows_the_chain(structure: str) 
     sampler, stream = make(structure, params), Stream(params)
     stream.warm(sampler)
     before = [group["rate"] for group in sampler.param_groups]
-    stretch = 3.0 / sampler.shaped.unit_rate
+    stretch = 3.0 / sampler.geometry.unit_rate
     sampler.adapt([3.0 / rate for rate in before], rise=1.0)
     ratio = [group["rate"] / old for group, old in zip(sampler.param_groups, before, strict=True)]
     assert ratio == pytest.approx([ratio[0]] * 2) and ratio[0] < 1
-    torch.testing.assert_close(sampler.shaped.factor, sampler.rule().factor(stretch))
+    torch.testing.assert_close(sampler.geometry.factor, sampler.rule().factor(stretch))
     assert 3.0 * ratio[0] == pytest.approx(float(sampler.rule().rate_curvature(stretch)))
 
 
@@ -180,7 +180,7 @@ def test_the_optimizer_can_warm_up_a_shape_itself(structure: str) -> None:
     stream.advance(sampler, 40)
     assert all(map(torch.equal, before, values(params)))
     stream.advance(sampler, 80)
-    assert sampler.shaped.known and not any(map(torch.equal, before, values(params)))
+    assert sampler.geometry.known and not any(map(torch.equal, before, values(params)))
 
 
 @every_structure
@@ -202,7 +202,7 @@ def test_a_noise_tensor_may_be_written_over() -> None:
         samplers[1].observe([drawn])
     for sampler in samplers:
         sampler.adapt([1.0])
-    torch.testing.assert_close(samplers[0].shaped.rates(), samplers[1].shaped.rates())
+    torch.testing.assert_close(samplers[0].geometry.rates(), samplers[1].geometry.rates())
 
 
 # ------------------------------------------------------------------------------------------------ saving
@@ -339,13 +339,13 @@ def test_chains_must_share_out_among_data_sets(sets: Any) -> None:
 def test_the_level_is_followed_only_where_every_step_measures_the_noise() -> None:
     """A user's own loop need not measure the noise at every step; with so few data `isosgd.sample` does."""
     attended, alone = make("full", leaves(), num_data=30), make("full", leaves(), num_data=30)
-    attended.attended = True
+    attended.independent_batches = True
     for sampler in (attended, alone):
         Stream(leaves()).warm(sampler)
-    assert isinstance(attended.shaped, Full) and attended.shaped.local
-    assert isinstance(alone.shaped, Full) and not alone.shaped.local
-    assert bool(attended.shaped.factor < alone.shaped.factor)
+    assert isinstance(attended.geometry, Full) and attended.geometry.tracks_level
+    assert isinstance(alone.geometry, Full) and not alone.geometry.tracks_level
+    assert bool(attended.geometry.factor < alone.geometry.factor)
     other = make("full", leaves(), num_data=30)
-    other.attended = True
+    other.independent_batches = True
     other.load_state_dict(attended.state_dict())
-    assert isinstance(other.shaped, Full) and other.shaped.local
+    assert isinstance(other.geometry, Full) and other.geometry.tracks_level

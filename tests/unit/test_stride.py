@@ -12,12 +12,12 @@ from isosgd.chain import compiled, repeated
 from isosgd.chain.batches import TensorBatches
 from isosgd.chain.chain import Chains
 from isosgd.chain.gradients import Layout
-from isosgd.chain.innovations import innovations
 from isosgd.chain.progress import Progress
 from isosgd.chain.repeated import block
 from isosgd.chain.stride import Stride, why_not
 from isosgd.chain.team import Team
 from isosgd.chain.warmup import warm_up
+from isosgd.samplers.innovations import fill_steps
 from isosgd.sampling import keepers
 from isosgd.sampling.settings import sampler_factory
 
@@ -79,29 +79,29 @@ def test_the_steps_are_those_of_the_sampler(options: dict[str, Any], chains: int
     width = stride.width
     for leaf in other.leaves:
         leaf.grad = torch.zeros_like(leaf)
-    other.sampler._lay_out()
-    other.sampler._source.prepare()
-    xi = innovations(torch.empty(steps, chains, width), other.sampler.generator, stride.bits)
+    other.sampler.injector.lay_out()
+    other.sampler.injector.source.prepare()
+    xi = fill_steps(torch.empty(steps, chains, width), other.sampler.generator, stride.bits)
     stride.go(0, steps, lambda count: None)
     other.sampler.refresh()
     for k in range(steps):
         batch = batches.at(index[k] if other.many is not None else index[k, 0])
-        found = other.differentiate(other.params, batch, split=other.local is not None)
-        if other.local is not None:
+        found = other.differentiate(other.params, batch, split=other.tracking is not None)
+        if other.tracking is not None:
             assert found.noise is not None
-            other.local.attend(other.local.flatten(found.noise))
+            other.tracking.track_level(other.tracking.flatten(found.noise))
         for leaf, gradient in zip(other.leaves, found.gradients, strict=True):
             leaf.grad = gradient
         drawn = xi[k] if other.many is not None else xi[k, 0]
-        other.sampler._source._draw = lambda out, drawn=drawn: out.copy_(drawn)  # type: ignore[method-assign]
+        other.sampler.injector.source._draw = lambda out, drawn=drawn: out.copy_(drawn)  # type: ignore[method-assign]
         other.sampler.step()
     for a, b in zip(run.leaves, other.leaves, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(run.loss, found.loss, rtol=1e-4, atol=1e-5)
-    assert (run.local is not None) == (options.get("structure") == "full")  # with so few rows the noise changes
-    if run.local is not None and other.local is not None:
-        torch.testing.assert_close(run.local.level, other.local.level, rtol=1e-4, atol=1e-5)
-        assert bool((run.local.level != 1.0).all())
+    assert (run.tracking is not None) == (options.get("structure") == "full")  # with so few rows the noise changes
+    if run.tracking is not None and other.tracking is not None:
+        torch.testing.assert_close(run.tracking.level, other.tracking.level, rtol=1e-4, atol=1e-5)
+        assert bool((run.tracking.level != 1.0).all())
 
 
 @pytest.mark.parametrize("options", SOME, ids=str)
@@ -146,12 +146,12 @@ def test_data_sets_keep_to_their_own_rows(eager: None) -> None:
 
 def test_noise_is_followed_in_every_so_many_steps() -> None:
     run = make_chains(2, {"structure": "diagonal"})
-    assert run.shaped is not None
-    stride, seen = Stride(run, noise_every=4, compiled=False), run.shaped.seen
+    assert run.geometry is not None
+    stride, seen = Stride(run, noise_every=4, compiled=False), run.geometry.seen
     stride.go(0, 3, lambda count: None)
-    assert run.shaped.seen == seen
+    assert run.geometry.seen == seen
     stride.go(3, 10, lambda count: None)
-    assert run.shaped.seen == seen + 3  # after steps 4, 8 and 12
+    assert run.geometry.seen == seen + 3  # after steps 4, 8 and 12
 
 
 def test_sgld_does_not_ask_for_noise_that_it_has_no_use_for() -> None:
@@ -233,12 +233,12 @@ def test_where_nothing_can_be_compiled_steps_are_taken_one_by_one(monkeypatch: p
 
 @pytest.mark.parametrize("bits", [True, False])
 def test_innovations_have_mean_zero_and_unit_variance(bits: bool) -> None:
-    out = innovations(torch.empty(100, 20, 100), torch.Generator().manual_seed(0), bits)
+    out = fill_steps(torch.empty(100, 20, 100), torch.Generator().manual_seed(0), bits)
     count = out.numel()
     assert abs(float(out.double().mean())) < 5 / count**0.5
     assert abs(float(out.double().square().mean()) - 1.0) < 5 * (2 / count) ** 0.5
     scale = torch.rand(20, 100)
-    again = innovations(torch.empty(100, 20, 100), torch.Generator().manual_seed(0), bits, scale)
+    again = fill_steps(torch.empty(100, 20, 100), torch.Generator().manual_seed(0), bits, scale)
     torch.testing.assert_close(again, out * scale)
 
 

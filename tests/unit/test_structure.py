@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from isosgd.samplers.structure import (
+from isosgd.geometry.choice import make_structure
+from isosgd.geometry.layer import (
     Layer,
     Single,
     diagonal_scale,
     outer_factor,
-    ring_spectrum,
     root,
     take_out_,
 )
-from isosgd.samplers.structures import make_structure
+from isosgd.noise.model import ring_spectrum
 
 F64 = torch.float64
 

@@ -258,4 +258,4 @@ def test_chains_that_were_dropped_do_not_count_in_what_is_shared() -> None:
         noises.append(noise[0][[0, 3]].double())
         run.alive[1:3] = False
     expected = torch.stack(noises[1:]).flatten(0, 1)
-    torch.testing.assert_close(run.shaped.cov[0], expected.T @ expected / len(expected), rtol=0.05, atol=1e-3)
+    torch.testing.assert_close(run.geometry.cov[0], expected.T @ expected / len(expected), rtol=0.05, atol=1e-3)

@@ -18,7 +18,7 @@ from isosgd.chain.glide import Glide, why_not
 from isosgd.chain.gradients import Many
 from isosgd.chain.progress import Progress
 from isosgd.chain.trajectories import Averaging, Trajectories
-from isosgd.samplers.gliding import Gliding
+from isosgd.samplers.hmc import HMC
 from isosgd.samplers.innovations import BITS_FROM
 
 G = torch.Generator().manual_seed(0)
@@ -39,8 +39,8 @@ def target(scales: bool = True) -> Target:
 def chains(count: int = 2, structure: str = "lowrank", temperature: float = 1.0) -> Chains:
     """Chains whose Lambda is known."""
 
-    def make(groups: list[dict[str, Any]], generator: torch.Generator, chains: int | None) -> Gliding:
-        return Gliding(
+    def make(groups: list[dict[str, Any]], generator: torch.Generator, chains: int | None) -> HMC:
+        return HMC(
             groups, num_data=40, temperature=temperature, generator=generator, chains=chains, batch_size=40,
             structure=structure,
         )  # fmt: skip
@@ -49,7 +49,7 @@ def chains(count: int = 2, structure: str = "lowrank", temperature: float = 1.0)
     posterior.check(posterior.initial(), (X, Y))
     batches = TensorBatches((X, Y), "all", 0, count)
     run = Chains(posterior, [posterior.initial() for _ in range(count)], batches, 40, make, 0, together=True)
-    for _ in range(run.shaped.least):  # type: ignore[union-attr]
+    for _ in range(run.geometry.min_vectors):  # type: ignore[union-attr]
         run.sampler.observe(run.evaluate(split=True))
     run.shape()
     return run
@@ -58,7 +58,7 @@ def chains(count: int = 2, structure: str = "lowrank", temperature: float = 1.0)
 def errors(pace: float, structure: str = "lowrank", temperature: float = 1.0) -> Tensor:
     """Energy that trajectories of one length gain on their way, at some pace."""
     run = chains(structure=structure, temperature=temperature)
-    sampler = run.gliding
+    sampler = run.hmc
     assert sampler is not None
     sampler.pace = torch.full_like(sampler.pace, pace)
     sampler.length = round(0.3 / pace**0.5)
@@ -80,7 +80,7 @@ def test_energy_is_kept_the_better_the_shorter_the_steps(structure: str, tempera
 def test_work_is_the_change_of_kinetic_energy() -> None:
     """``v . M v / 2`` with ``M = (2 (T / N) tau P)^-1``, worked out with the matrix P itself."""
     run = chains(1, "full")
-    sampler, shaped = run.gliding, run.shaped
+    sampler, shaped = run.hmc, run.geometry
     assert sampler is not None and shaped is not None
     run.step()
     d = shaped.total
@@ -98,7 +98,7 @@ def test_work_is_the_change_of_kinetic_energy() -> None:
 def test_velocities_are_normal_however_many_there_are() -> None:
     """Steps of large models on a CPU take counted bits, whose fourth moment is 2.75: no velocity may."""
     run = chains(BITS_FROM // 20, "diagonal")
-    sampler, shaped = run.gliding, run.shaped
+    sampler, shaped = run.hmc, run.geometry
     assert sampler is not None and shaped is not None
     white = []
     for _ in range(10):
@@ -106,7 +106,7 @@ def test_velocities_are_normal_however_many_there_are() -> None:
         run.evaluate()
         assert run.flat(run.leaves).numel() >= BITS_FROM
         sampler.energy = run.energy()
-        sampler._lay_out()
+        sampler.injector.lay_out()
         flat = run.flat([leaf.grad for leaf in run.leaves])
         sampler._begin(shaped, run.flat(run.leaves), flat, flat, sampler.energy)
         white.append(sampler.velocity / (2.0 * shaped.scale * sampler.own.unsqueeze(-1) * shaped.rates()).sqrt())
@@ -125,7 +125,7 @@ def test_a_state_of_minibatches_is_refused() -> None:
 
 def test_a_trajectory_that_is_refused_leaves_the_chain_where_it_was() -> None:
     run = chains()
-    sampler = run.gliding
+    sampler = run.hmc
     assert sampler is not None
     sampler.pace, sampler.length = torch.full_like(sampler.pace, 1e6), 2
     start = {name: x.detach().clone() for name, x in run.params.items()}
@@ -139,7 +139,7 @@ def test_a_trajectory_that_is_refused_leaves_the_chain_where_it_was() -> None:
 
 def test_draws_are_ends_of_trajectories_not_places_on_the_way() -> None:
     run = chains()
-    sampler = run.gliding
+    sampler = run.hmc
     assert sampler is not None
     sampler.pace, sampler.length = torch.full_like(sampler.pace, 1e-4), 5
     run.step()
@@ -217,7 +217,7 @@ def test_a_start_that_is_not_finite_is_named() -> None:
 
 def test_the_optimizer_alone_says_what_it_needs() -> None:
     run = chains()
-    sampler = run.gliding
+    sampler = run.hmc
     assert sampler is not None
     sampler.energy = None
     run.evaluate()
@@ -227,7 +227,7 @@ def test_the_optimizer_alone_says_what_it_needs() -> None:
 
 def test_the_middle_of_a_trajectory_is_saved() -> None:
     run = chains()
-    sampler = run.gliding
+    sampler = run.hmc
     assert sampler is not None
     sampler.pace, sampler.length = torch.full_like(sampler.pace, 1e-3), 6
     for _ in range(3):
@@ -392,7 +392,7 @@ def test_a_place_without_a_gradient_stops_no_chain() -> None:
     other = run.snapshot()
     Glide(run, compiled=False).go(0, 4, lambda count: None)
     run.step()
-    assert run.gliding is not None and run.gliding.acceptance[1] == 0
+    assert run.hmc is not None and run.hmc.acceptance[1] == 0
     assert all(bool(torch.isfinite(run.current[name]).all()) for name in run.params)
     assert not torch.equal(other[0][0], run.leaves[0][0])
 

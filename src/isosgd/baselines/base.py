@@ -19,7 +19,7 @@ from isosgd.chain.chain import Chains
 from isosgd.chain.progress import Progress
 from isosgd.potential import Params, Target
 from isosgd.potential.modules import ModuleLikelihood
-from isosgd.samplers.cyclical import cosine
+from isosgd.samplers.schedules import cosine
 
 LOOKS, PROBES = 50, 20  # gradients for the noise and for the curvature when a rate is chosen
 STABLE = 0.5  # largest chosen rate, in 1 / h; twice that in `snapshots`, where it falls again
@@ -152,8 +152,9 @@ class Training:
         chains = self.chains
         if lr is not None:
             return torch.full((chains.count,), lr, device=chains.alive.device)
-        for _ in range(LOOKS if mandt else 1):
-            chains.sampler.observe(chains.evaluate(split=True))
+        seen = 0
+        while seen < (LOOKS if mandt else 1):
+            seen += chains.look()
             self.count("measuring noise")
         for _ in range(PROBES):
             chains.probe_curvature()

@@ -11,7 +11,7 @@ from typing import Literal
 
 from isosgd.baselines.base import LOOKS, PROBES, STABLE, Baseline, Training, TrainingPlan, check_choice, check_positive
 from isosgd.potential import Params
-from isosgd.samplers.cyclical import cosine
+from isosgd.samplers.schedules import cosine
 
 Schedule = Literal["cyclical", "constant"]
 EPOCHS, LEAST_CYCLE = 2, 100  # of a cycle

@@ -10,14 +10,14 @@ from torch import Tensor
 from isosgd.chain.chain import Chains
 from isosgd.chain.reports import WarmupReport
 from isosgd.errors import SamplingWarning
+from isosgd.geometry.base import MOST_EXCESS
 from isosgd.samplers import ISGD, Sampler
 from isosgd.samplers.momentum_isgd import MomentumISGD
-from isosgd.samplers.shaped import EXCESS
 
 CLIPPED_ALARM = 0.05
 LOADER_ALARM = 0.02
 RISE_ALARM = 5.0  # standard deviations of a minibatch's loss
-EXCESS_ALARM = 3.0 * EXCESS
+EXCESS_ALARM = 3.0 * MOST_EXCESS
 Late = Tensor | None  # mean loss of each chain in the second half of the draws
 
 
@@ -61,16 +61,16 @@ def _clipped(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
 
 def _hot(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
     """Noise that a Lambda does not know."""
-    excess = 0.0 if run.shaped is None or not run.shaped.known else float(run.shaped.excess()[k])
+    excess = 0.0 if run.geometry is None or not run.geometry.known else float(run.geometry.excess_temperature()[k])
     if excess <= EXCESS_ALARM:
         return ""
-    if run.shaped.name == "full":  # type: ignore[union-attr]
+    if run.geometry.name == "full":  # type: ignore[union-attr]
         return (
             f"gradient noise is larger where the chain now is than it was on average, and raises the temperature by "
             f"{100 * excess:.0f}% in the worst direction. A larger batch_size= or a longer warmup= would help."
         )
     return (
-        f"gradient noise that structure {run.shaped.name!r} does not express raises the temperature by "  # type: ignore[union-attr]
+        f"gradient noise that structure {run.geometry.name!r} does not express raises the temperature by "  # type: ignore[union-attr]
         f"{100 * excess:.0f}% in the worst direction. A larger batch_size=, structure='full' or 'layer' would help."
     )
 
@@ -111,7 +111,7 @@ def _in_order(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
 
 def _risen(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
     """A chain that has left the place where its rates were found. Trajectories are right at any rate."""
-    if report.loss is None or late is None or run.gliding is not None:
+    if report.loss is None or late is None or run.hmc is not None:
         return ""
     before, spread = report.loss
     now = float(late[k])

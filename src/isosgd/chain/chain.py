@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,16 +12,15 @@ from torch.func import vmap
 
 from isosgd.chain.batches import Batches
 from isosgd.chain.curvature import Curvature, Stiffness
-from isosgd.chain.gradients import Layout, Many, Single, stacked
+from isosgd.chain.gradients import Found, Layout, Many, Single, stacked
+from isosgd.engine.graph import GraphGradients, unsupported_reason
 from isosgd.errors import DivergedError
+from isosgd.geometry import Full, Geometry
 from isosgd.potential import Params, Target
 from isosgd.samplers import ISGD, Sampler
-from isosgd.samplers.full import Full
-from isosgd.samplers.full_step import FullStep
-from isosgd.samplers.gliding import Gliding
-from isosgd.samplers.preconditioned import Preconditioned
-from isosgd.samplers.shaped import Shaped
+from isosgd.samplers.hmc import HMC
 
+REFRESH_BATCHES, REFRESH_SIZE = 10, 500  # minibatches from which BatchNorm statistics of a draw are averaged
 SCALE = 0.5  # information of an example about the logarithm of a noise scale, at the least
 
 
@@ -47,6 +46,8 @@ class Chains:
         together: whether they run in one batched computation. A single chain need not: its parameters then have no
             chain dimension, so that any model will do.
         compile_after: gradients of many chains after which the rest is compiled; None for never.
+        buffers: of the network, which all of these chains have; copies that are theirs.
+        given_buffers: names of those that the user gave, for any chain of the run.
     """
 
     def __init__(
@@ -59,6 +60,8 @@ class Chains:
         seed: int,
         together: bool = False,
         compile_after: int | None = None,
+        buffers: Params | None = None,
+        given_buffers: Collection[str] = (),
     ) -> None:
         if not together and len(starts) > 1:
             raise ValueError(f"{len(starts)} chains that are not together: make one Chains for each")
@@ -74,22 +77,26 @@ class Chains:
         one = {name: starts[0][name] for members in names.values() for name in members}
         self.layout = Layout(one)
         if self.many is None:
-            self.params, self.differentiate = one, Single(target, num_data)
+            self.params = one
         else:
             self.params = stacked([{name: start[name] for name in one} for start in starts])
-            self.differentiate = Many(target, num_data, self.layout, compile_after)
         self.leaves = list(self.params.values())
         self.labels = [labels[name] for name in one]
         groups = [{"name": label, "params": [self.params[m] for m in members]} for label, members in names.items()]
         device = self.leaves[0].device
         self.sampler = make_sampler(groups, torch.Generator(device=device).manual_seed(seed), self.many)
+        temperature = self.sampler.param_groups[0]["temperature"]
+        self.prior_weight = target.prior_weight(one, temperature)
+        if self.many is None:
+            self.differentiate = Single(target, num_data, self.prior_weight)
+        else:
+            self.differentiate = Many(target, num_data, self.layout, compile_after, self.prior_weight)
         self.slots: list[slice] = []
         sizes, end = iter(self.layout.sizes), 0
         for group in self.sampler.param_groups:
             begin, end = end, end + sum(next(sizes) for _ in group["params"])
             self.slots.append(slice(begin, end))
         flat = self.flat(self.leaves)
-        temperature = self.sampler.param_groups[0]["temperature"]
         self.curvature = Curvature(flat, self.slots, temperature, num_data, seed + 1)
         self.stiffness = Stiffness(flat, seed + 2)
         self.scaled = self.curvature  # until `enter_metric`
@@ -98,11 +105,19 @@ class Chains:
         self.loss = torch.full((self.count,), torch.nan, device=device)
         self.alive = torch.ones(self.count, dtype=torch.bool, device=device)
         if isinstance(self.sampler, ISGD):
-            self.sampler.attended = batches.independent  # else there is less noise than it seems
-        if self.shaped is not None:
-            self.shaped.alive = self.alive
+            self.sampler.independent_batches = batches.independent  # else there is less noise than it seems
+        if self.geometry is not None:
+            self.geometry.alive = self.alive
         self.failures: dict[int, DivergedError] = {}
         self.batch: Any = None
+        self.buffers: Params = {} if buffers is None else buffers
+        self.given_buffers = frozenset(given_buffers)
+        self.own_buffers: list[str] | None = None  # names of those that go with draws, once there was one
+        self._before: list[Tensor] | None = None  # the last gradient, where noise is the difference of two
+        self.graph: GraphGradients | None = None  # minibatches and gradients as CUDA graphs
+        self.graph_unsupported = ""
+        self.keys: Tensor | None = None  # of the fused step's random numbers, for going on
+        self._suspect = torch.zeros(1, dtype=torch.bool, device=device)  # a gradient was not finite, not looked at yet
 
     def say(self, say: Callable[[str], None]) -> None:
         """Where lines for the user go."""
@@ -134,9 +149,14 @@ class Chains:
                 By default where trajectories are taken: such a one is refused, and the chain is where it was.
             batch: to take instead of the next one.
         """
-        self.batch = self.batches.next(mixed=split) if batch is None else batch
-        forgiving = self.gliding is not None if forgiving is None else forgiving
-        loss, gradients, noise = self.differentiate(self.params, self.batch, split)
+        forgiving = self.hmc is not None if forgiving is None else forgiving
+        if self.graph is not None and batch is None:
+            return self._by_graph(self.graph, split, forgiving)
+        if self.successive:
+            loss, gradients, noise = self._successive(split, batch)
+        else:
+            self.batch = self.batches.next(mixed=split) if batch is None else batch
+            loss, gradients, noise = self.differentiate(self.params, self.batch, split)
         finite = self._finite(loss, gradients)
         if not bool(finite.all()):
             if not forgiving and bool((self.alive & ~finite).any()):
@@ -150,24 +170,112 @@ class Chains:
             leaf.grad = g
         return noise
 
+    @property
+    def successive(self) -> bool:
+        """Whether noise vectors are differences of successive gradients, and not of halves of a minibatch."""
+        return self.graph is not None or self.target.ties_examples
+
+    def forget_gradient(self) -> None:
+        """The chains have moved since the last gradient, or will: no noise vector is made of it."""
+        self._before = None
+
+    def accelerate(self) -> None:
+        """Have minibatches and gradients captured as CUDA graphs, where that can be done."""
+        self.graph_unsupported = unsupported_reason(self)
+        if not self.graph_unsupported:
+            try:
+                self.graph = GraphGradients(self)
+            except Exception as error:  # whatever a user's model may raise while it is captured
+                self.graph_unsupported = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+
+    def _by_graph(self, graph: GraphGradients, split: bool, forgiving: bool) -> list[Tensor] | None:
+        """`evaluate` by CUDA graphs. What is not finite is found later, by `check_finite`: nothing waits here."""
+        if split and self._before is None:
+            self.batch = graph.next()
+            self._before = self._at_batch()[1]
+            self.gradients += 1
+        self.batch = graph.next()
+        self.loss, gradients, finite = self._at_batch()
+        if not forgiving:
+            self._suspect |= ~finite
+        noise = None
+        if split and self._before is not None:
+            noise = list(torch._foreach_sub(gradients, self._before))
+            torch._foreach_mul_(noise, math.sqrt(0.5))
+        self._before = gradients
+        self.gradients += 1
+        for leaf, g in zip(self.leaves, gradients, strict=True):
+            leaf.grad = g
+        return noise
+
+    def _at_batch(self) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Loss, gradients, and whether they are finite, at the last minibatch."""
+        if self.graph is not None and self.batch is self.graph.batch:
+            return self.graph()
+        loss, gradients, _ = self.differentiate(self.params, self.batch)
+        return loss, gradients, self._finite(loss, gradients)
+
+    def _gradients_at_batch(self) -> list[Tensor]:
+        return self.differentiate(self.params, self.batch).gradients
+
+    def check_finite(self) -> None:
+        """Drop chains whose gradients were not finite since the last look."""
+        if self.graph is not None and bool(self._suspect):
+            self.diverged()
+
+    def diverged(self) -> None:
+        """Drop the only chain, whose loss or gradient is not finite."""
+        self._suspect.zero_()
+        self._give_up(torch.ones_like(self.alive), torch.full_like(self.loss, math.nan), [])
+
+    def _successive(self, split: bool, batch: Any) -> Found:
+        """Gradients whose noise vector is the difference of two successive ones, over sqrt(2).
+
+        Where examples of a batch are tied together (BatchNorm in training mode), its halves belong to another
+        potential. The step in between adds to the difference, by a share of order ``(rate * curvature)^2``. Without a
+        gradient of the step before, a second minibatch is taken.
+        """
+        if split and self._before is None:
+            self._before = self.differentiate(self.params, self.batches.next()).gradients
+            self.gradients += 1
+        self.batch = self.batches.next() if batch is None else batch
+        loss, gradients, _ = self.differentiate(self.params, self.batch)
+        noise = None
+        if split and self._before is not None:
+            noise = list(torch._foreach_sub(gradients, self._before))
+            torch._foreach_mul_(noise, math.sqrt(0.5))
+        self._before = gradients
+        return Found(loss, gradients, noise)
+
+    def look(self) -> bool:
+        """Let the sampler see the noise of the next minibatch, without a step; whether there was any to see.
+
+        A batch of one example cannot be split, and its gradient is no centred noise vector: it is passed over.
+        """
+        noise, centred = self.evaluate(split=True), self.sampler.estimator.centred
+        if centred and noise is None:
+            return False
+        self.sampler.observe(noise if centred else None)
+        return True
+
     def step(self, split: bool = False) -> None:
         """One gradient and one step of the sampler, from halves of the minibatch where the noise is to be measured."""
-        local = self.local
-        noise = self.evaluate(split or local is not None)
-        if noise is not None and not split and local is not None:
-            local.attend(local.flatten(noise))
+        tracking = self.tracking
+        noise = self.evaluate(split or tracking is not None)
+        if noise is not None and not split and tracking is not None:
+            tracking.track_level(tracking.flatten(noise))
         self.advance(noise if split else None)
 
     @property
-    def local(self) -> FullStep | None:
+    def tracking(self) -> Full | None:
         """The sampler's Lambda, where it follows the level of the noise from step to step."""
-        return self.shaped if isinstance(self.shaped, FullStep) and self.shaped.local else None
+        return self.geometry if isinstance(self.geometry, Full) and self.geometry.tracks_level else None
 
     def advance(self, noise: list[Tensor] | None) -> None:
         """One step of the sampler, from the gradients just evaluated."""
         saved = self.snapshot() if self.failures else None
-        if self.gliding is not None:
-            self.gliding.energy = self.energy()
+        if self.hmc is not None:
+            self.hmc.energy = self.energy()
         self.sampler.step(noise=noise)
         if saved is not None:  # chains that were given up stay where they were
             self.restore(saved, ~self.alive)
@@ -179,31 +287,32 @@ class Chains:
         scores = score(self.params)
         grads: list[Tensor] = [leaf.grad for leaf in self.leaves]  # type: ignore[misc]
         known = self._mask([scores[name] for name in self.params], torch.isfinite(self.loss))  # else there are none
-        return list(torch._foreach_add(grads, known, alpha=1.0 / self.num_data))
+        return list(torch._foreach_add(grads, known, alpha=self.prior_weight / self.num_data))
 
     @torch.no_grad()
     def change(self, move: Tensor) -> Tensor:
         """How the gradients on the last minibatch change when the parameters move, all flat."""
         before = self.flat([leaf.grad for leaf in self.leaves])  # type: ignore[misc]
-        here = self.snapshot()
+        here, last = self.snapshot(), self._before
         self.shift(move)
-        after = self.flat(self.differentiate(self.params, self.batch).gradients)
+        after = self.flat(self._at_batch()[1] if self.graph is not None else self._gradients_at_batch())
         self.restore(here)
+        self._before = last
         return torch.nan_to_num(after - before, posinf=0.0, neginf=0.0)
 
     def probe_curvature(self) -> None:
         """One power iteration on the minibatch just evaluated; costs one gradient."""
-        shaped = self.shaped
+        geometry = self.geometry
         if self.in_metric:
             self.scaled.probe(
                 self.whiten(self.flat(self.leaves), -0.5), lambda x: self.whiten(self.change(self.whiten(x)))
             )
-        elif shaped is None or not shaped.known:
+        elif geometry is None or not geometry.known:
             self.curvature.probe(self.flat(self.leaves), self.change)
-        elif shaped.axes and self.probes % 2:
-            self.stiffness.probe_axis(shaped, self.change)
+        elif geometry.axes and self.probes % 2:
+            self.stiffness.probe_axis(geometry, self.change)
         else:
-            self.stiffness.probe(shaped, self.change)
+            self.stiffness.probe(geometry, self.change)
         self.gradients += 1
         self.probes += 1
 
@@ -212,12 +321,12 @@ class Chains:
     @property
     def in_metric(self) -> bool:
         """Whether curvature is measured in the metric of a sampler that has one."""
-        return isinstance(self.sampler, Preconditioned) and self.sampler.in_metric
+        return self.sampler.metric is not None and self.sampler.metric.entered
 
     def enter_metric(self) -> bool:
         """From now on, where the sampler has a metric. It must have seen noise."""
-        if isinstance(self.sampler, Preconditioned):
-            self.sampler.in_metric = True
+        if self.sampler.metric is not None:
+            self.sampler.metric.entered = True
             group = self.sampler.param_groups[0]
             like = self.flat(self.leaves)
             self.scaled = Curvature(like, self.slots, group["temperature"], self.num_data, self._seed + 3)
@@ -225,42 +334,42 @@ class Chains:
 
     def whiten(self, x: Tensor, power: float = 0.5) -> Tensor:
         """``P^power`` times flat vectors."""
-        assert isinstance(self.sampler, Preconditioned)
+        assert self.sampler.metric is not None
         parts = self.layout.views(x if self.many is not None else x[0])
-        return self.flat(self.sampler.whiten([parts[name] for name in self.params], power))
+        return self.flat(self.sampler.metric.whiten([parts[name] for name in self.params], power))
 
     @property
-    def shaped(self) -> Shaped | None:
+    def geometry(self) -> Geometry | None:
         """The sampler's Lambda, where it knows directions."""
-        return self.sampler.shaped if isinstance(self.sampler, ISGD) else None
+        return self.sampler.geometry
 
     @property
-    def gliding(self) -> Gliding | None:
-        """The sampler, where it takes trajectories on all of the data."""
-        return self.sampler if isinstance(self.sampler, Gliding) else None
+    def hmc(self) -> HMC | None:
+        """The sampler, where it is HMC on all of the data."""
+        return self.sampler if isinstance(self.sampler, HMC) else None
 
     @property
     def follows(self) -> bool:
         """Whether there is gradient noise for the sampler to follow."""
-        return self.sampler.estimator.centred and self.gliding is None
+        return self.sampler.estimator.centred and self.hmc is None
 
     def energy(self) -> Tensor:
-        """``f / T`` of each chain from the last loss, which must be that of all data."""
+        """The negative log density that is sampled, of each chain, from the last loss: it must be that of all data."""
         temperature: float = self.sampler.param_groups[0]["temperature"]
         return (self.num_data * self.loss - self.log_prior()) / temperature
 
     @property
     def level(self) -> Tensor:
         """The loss of each chain: of the last minibatch, or of all data where the last trajectory ended."""
-        if self.gliding is None or self.gliding.home is None:
+        if self.hmc is None or self.hmc.home is None:
             return self.loss
         temperature: float = self.sampler.param_groups[0]["temperature"]
-        return temperature * self.gliding.home_energy / self.num_data
+        return temperature * self.hmc.home_energy / self.num_data
 
     @property
     def current(self) -> Params:
         """The parameters that count: where the last trajectory ended, while the next one is under way."""
-        home = None if self.gliding is None else self.gliding.home
+        home = None if self.hmc is None else self.hmc.home
         if home is None:
             return self.params
         return self.layout.views(home.to(self.leaves[0].dtype) if self.many is not None else home[0])
@@ -275,38 +384,38 @@ class Chains:
 
     def curvatures(self) -> Tensor:
         """Top curvature of each group; under a Lambda that knows directions, what makes up ``rate * curvature``."""
-        if self.shaped is None or not self.shaped.known:
+        if self.geometry is None or not self.geometry.known:
             return (self.scaled if self.in_metric else self.curvature).values().double()
-        return self.stiffness.value(self.shaped).double().unsqueeze(-1) / self.rates()
+        return self.stiffness.value(self.geometry).double().unsqueeze(-1) / self.rates()
 
     def adapt(self, curvatures: Tensor, rise: float = 2.0) -> None:
         """Set the sampler's rates from the noise it has seen and the curvature ``[chains, groups]``."""
         columns = curvatures.to(self.leaves[0].device, torch.float32)
         numbers = list((columns if self.many is not None else columns[0]).unbind(-1))
-        if isinstance(self.sampler, ISGD) and self.shaped is not None:
+        if isinstance(self.sampler, ISGD) and self.geometry is not None:
             prior = self._known_curvature() if rise > 1.0 else None
             self.sampler.adapt(numbers, rise, prior)
             if rise > 1.0 and self.stiffness.probes:
-                self.sampler.relax(self.stiffness.value(self.shaped) / self.shaped.unit_rate)
+                self.sampler.relax(self.stiffness.value(self.geometry) / self.geometry.unit_rate)
         else:
             self.sampler.adapt(numbers, rise)
 
     @property
     def structure(self) -> str | None:
         """The shape of I-SGD's Lambda, by name."""
-        return self.sampler.structure.name if isinstance(self.sampler, ISGD) else None
+        return self.sampler.structure.name if isinstance(self.sampler, ISGD | HMC) else None
 
     def conditioning(self) -> dict[str, float] | None:
         """Condition numbers that simpler shapes of Lambda would leave; None where that is not known."""
-        return self.shaped.conditioning() if isinstance(self.shaped, Full) and self.shaped.known else None
+        return self.geometry.conditioning() if isinstance(self.geometry, Full) and self.geometry.known else None
 
     def decide(self) -> bool:
         """Whether another shape of Lambda is to have a first look, since the one before was not worth its cost."""
         return isinstance(self.sampler, ISGD) and self.sampler.decide()
 
     def shape(self) -> None:
-        """Shape Lambda by the noise seen alone; how large it is does not matter to trajectories."""
-        assert isinstance(self.sampler, ISGD)
+        """Shape Lambda by the noise seen alone; how large it is does not matter to HMC."""
+        assert isinstance(self.sampler, ISGD | HMC)
         self.sampler.adapt(rise=math.inf, prior=self._known_curvature())
 
     def _known_curvature(self) -> list[Tensor]:
@@ -317,7 +426,8 @@ class Chains:
         """
         found = self.target.prior_curvature(self.params, self.many is not None)
         scales = set(self.target.noise_scales())
-        return [h + SCALE * self.num_data if name in scales else h for name, h in zip(self.params, found, strict=True)]
+        prior = dict(zip(self.params, torch._foreach_mul(found, self.prior_weight), strict=True))
+        return [h + SCALE * self.num_data if name in scales else h for name, h in prior.items()]
 
     # -- what chains are ----------------------------------------------------------------------------------------------
 
@@ -330,10 +440,10 @@ class Chains:
 
     @torch.no_grad()
     def log_prior(self) -> Tensor:
-        """Log prior, ``[chains]``."""
+        """Log prior as it counts in the loss, `prior_weight` times that of the target, ``[chains]``."""
         if self.many is None:
-            return self.target.log_prior(self.params).unsqueeze(0)
-        return vmap(self.target.log_prior)(self.params)
+            return self.prior_weight * self.target.log_prior(self.params).unsqueeze(0)
+        return self.prior_weight * vmap(self.target.log_prior)(self.params)
 
     @torch.no_grad()
     def natural(self, copy: bool = True) -> Params:
@@ -341,6 +451,35 @@ class Chains:
         found = self.target.constrain(self.current)
         kept = {name: x.detach().clone() if copy else x.detach() for name, x in found.items()}
         return {name: x.view((self.count, *self.layout.shapes[name])) for name, x in kept.items()}
+
+    @torch.no_grad()
+    def draw_buffers(self, number: int) -> Params:
+        """Buffers that go with a draw, ``[chains, *shape]``: those that are not the target's, and fresh statistics.
+
+        BatchNorm layers in training mode normalise by the minibatch while sampling; predictions need statistics of
+        the data at the draw, which are averages over minibatches that no step sees.
+
+        Args:
+            number: of the draw.
+        """
+        if self.own_buffers is None:
+            self.own_buffers = self._changed_buffers()
+        found = {name: self.buffers[name].expand(self.count, *self.buffers[name].shape) for name in self.own_buffers}
+        module = self.target.module
+        if module is None or not module.statistics:
+            return found
+        natural = self.target.constrain(self.current)
+        each = []
+        for k in range(self.count):
+            own = natural if self.many is None else {name: x[k] for name, x in natural.items()}
+            fresh = self.batches.fresh(number, REFRESH_BATCHES, REFRESH_SIZE, k)
+            each.append(module.refreshed(own, fresh))
+        return found | {name: torch.stack([one[name] for one in each]) for name in each[0]}
+
+    def _changed_buffers(self) -> list[str]:
+        """Names of the buffers that are not those of the target: given by ``init``, or changed by passes."""
+        known, given = self.target.buffers, self.given_buffers
+        return [n for n, x in self.buffers.items() if n in given or not torch.equal(x.to(known[n]), known[n])]
 
     def snapshot(self) -> list[Tensor]:
         """A copy of where the chains are."""
@@ -352,6 +491,7 @@ class Chains:
         if chains is not None:
             saved = [torch.where(self.wide(chains, leaf), s, leaf) for s, leaf in zip(saved, self.leaves, strict=True)]
         torch._foreach_copy_(self.leaves, list(saved))
+        self._before = None
 
     def merged(self, here: Sequence[Tensor], there: Sequence[Tensor], chains: Tensor) -> list[Tensor]:
         """A snapshot that is ``there`` for the chains of a mask, and ``here`` for the others."""
@@ -383,7 +523,7 @@ class Chains:
         natural = self.natural()
         for k in chains.nonzero().flatten().tolist():
             parts = [g if self.many is None else g[k] for g in gradients]
-            bad = [label for label, g in zip(self.labels, parts, strict=True) if not bool(torch.isfinite(g).all())]
+            bad = [label for label, g in zip(self.labels, parts, strict=False) if not bool(torch.isfinite(g).all())]
             what = f"the gradient of group {bad[0]!r} is not finite" if bad else f"the loss is {float(loss[k])}"
             if not bad and bool(torch.isfinite(loss[k])):
                 what, bad = "the gradient overflows", [self.labels[0]]
@@ -396,7 +536,7 @@ class Chains:
                 state={name: x[k].clone() for name, x in natural.items()},
             )
         self.alive = self.alive & ~chains
-        if self.shaped is not None:
-            self.shaped.alive = self.alive
+        if self.geometry is not None:
+            self.geometry.alive = self.alive
         if not bool(self.alive.any()):
             raise next(iter(self.failures.values()))

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from isosgd.geometry.base import Geometry
 from isosgd.noise import dot
-from isosgd.samplers.shaped import Shaped
 
 MEMORY = 0.1  # weight of a new probe, once ten have been taken
 LONG_MEMORY = 0.03  # for `Stiffness`: minibatches differ in their stiffest direction, which looks like stiffness
@@ -48,39 +48,39 @@ class Stiffness:
         self.turn = -1
 
     @torch.no_grad()
-    def probe(self, shaped: Shaped, change: Change) -> None:
+    def probe(self, geometry: Geometry, change: Change) -> None:
         """One power iteration."""
-        along, length = self._along(shaped)
-        image = self._image(shaped, along / length.unsqueeze(-1), change)
+        along, length = self._along(geometry)
+        image = self._image(geometry, along / length.unsqueeze(-1), change)
         if self.length is not None:  # H may have changed since, and with it what a length is
             self.image.mul_((length / self.length).unsqueeze(-1))
         self.image.lerp_(image, max(LONG_MEMORY, 1.0 / (self.probes + 1)))
-        self.length = self._along(shaped)[1]
+        self.length = self._along(geometry)[1]
         self.probes += 1
 
     @torch.no_grad()
-    def probe_axis(self, shaped: Shaped, change: Change) -> None:
+    def probe_axis(self, geometry: Geometry, change: Change) -> None:
         """The Hessian along the next axis of the shape."""
-        self.turn = (self.turn + 1) % shaped.axes
-        shaped.learn(self.turn, self._image(shaped, shaped.axis(self.turn), change))
+        self.turn = (self.turn + 1) % geometry.axes
+        geometry.learn(self.turn, self._image(geometry, geometry.axis(self.turn), change))
 
-    def _image(self, shaped: Shaped, axis: Tensor, change: Change) -> Tensor:
+    def _image(self, geometry: Geometry, axis: Tensor, change: Change) -> Tensor:
         """The Hessian times a vector along which H says that the curvature is 1."""
-        far = shaped.scale**0.5  # times such a vector: a posterior standard deviation
+        far = geometry.scale**0.5  # times such a vector: a posterior standard deviation
         return change((far * axis).to(self.image.dtype)).div(far)
 
     def forget(self) -> None:
         """Give new probes more weight, since Lambda or the place has changed."""
         self.probes = min(self.probes, KEPT)
 
-    def value(self, shaped: Shaped) -> Tensor:
+    def value(self, geometry: Geometry) -> Tensor:
         """The largest ``rate * curvature``."""
-        length = self._along(shaped)[1]
-        return length * (length / (length if self.length is None else self.length)) * shaped.unit_rate
+        length = self._along(geometry)[1]
+        return length * (length / (length if self.length is None else self.length)) * geometry.unit_rate
 
-    def _along(self, shaped: Shaped) -> tuple[Tensor, Tensor]:
+    def _along(self, geometry: Geometry) -> tuple[Tensor, Tensor]:
         """``H^-1 w``, and the length of w."""
-        along = shaped.direction(self.image).to(self.image.dtype) / shaped.unit_rate.unsqueeze(-1)
+        along = geometry.direction(self.image).to(self.image.dtype) / geometry.unit_rate.unsqueeze(-1)
         return along, dot(self.image, along).clamp_min(1e-36).sqrt()
 
 

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isosgd.samplers.rule import Rule
-from isosgd.samplers.shaped import Shaped
+from isosgd.geometry.base import Geometry
+from isosgd.geometry.rule import Rule
 
 SHOWN = 9  # rates, from the largest to the smallest
 OCTAVES = 3  # how often a batch is halved and doubled
 
 
-def directions(shaped: Shaped, rule: Rule) -> list[dict[str, Any]]:
+def directions(geometry: Geometry, rule: Rule) -> list[dict[str, Any]]:
     """Of each chain, what is known of its directions.
 
     Args:
-        shaped: Lambda.
+        geometry: Lambda.
         rule: by which it was sized.
 
     Returns:
@@ -31,7 +31,7 @@ def directions(shaped: Shaped, rule: Rule) -> list[dict[str, Any]]:
         ``epochs_to_forget``: along the direction that forgets fastest and along the slowest, as far as curvature was
         measured along directions (``full``); by the curvature H that Lambda was made of for other shapes.
     """
-    rates, shares = shaped.principal_rates(), shaped.rate_curvatures()
+    rates, shares = geometry.principal_rates(), geometry.rate_curvatures()
     found = []
     for own, pulls in zip(rates.double().cpu(), shares.double().cpu(), strict=True):
         falling = own.sort(descending=True).values
@@ -43,12 +43,12 @@ def directions(shaped: Shaped, rule: Rule) -> list[dict[str, Any]]:
     return found
 
 
-def batch_sizes(rule: Rule, stretch: Tensor) -> list[dict[str, float]]:
+def batch_sizes(rule: Rule, curvature_ratio: Tensor) -> list[dict[str, float]]:
     """What minibatches of other sizes would cost and gain, by the rule, for directions whose curvature is H.
 
     Args:
         rule: of the size there is.
-        stretch: the true curvature over H in the worst direction, of one chain.
+        curvature_ratio: the true curvature over H in the worst direction, of one chain.
 
     Returns:
         For each ``batch_size``: ``rate_curvature``, a; ``noise_share``, that of gradient noise in Lambda; and
@@ -67,7 +67,7 @@ def batch_sizes(rule: Rule, stretch: Tensor) -> list[dict[str, float]]:
     sizes = {rule.batch_size << k for k in range(OCTAVES + 1)} | {rule.batch_size >> k for k in range(OCTAVES + 1)}
     rows = []
     for n in sorted({rule.batch_size} | {min(max(n, least), most) for n in sizes}):
-        factor = float(replace(rule, batch_size=n).factor(stretch))
+        factor = float(replace(rule, batch_size=n).factor(curvature_ratio))
         a = rule.scale / factor
         rows.append(
             {

@@ -1,6 +1,6 @@
 """Several steps of a trajectory on all data in one call: between its ends only gradients and kicks are left to do.
 
-The step that ends a trajectory and begins the next one is that of `isosgd.samplers.gliding.Gliding`. All others are a
+The step that ends a trajectory and begins the next one is that of `isosgd.samplers.hmc.HMC`. All others are a
 loop in compiled code, a few chains at a time, and a part of the rows after the other where they are many, so that what
 is read and written stays in the cache. Nothing is drawn in it: the trajectories are the same, but for rounding.
 """
@@ -19,7 +19,7 @@ from isosgd.chain.gradients import Many, batchable
 from isosgd.chain.repeated import CACHE, LOOP, Tensors, block, bytes_of, repeat
 from isosgd.chain.stride import LARGE
 from isosgd.noise import dot
-from isosgd.samplers.gliding import Gliding
+from isosgd.samplers.hmc import HMC
 
 MOST = 1 << 16  # steps of a trajectory
 
@@ -45,9 +45,9 @@ class Glide:
     """
 
     def __init__(self, run: Chains, compiled: bool = True, say: Callable[[str], None] | None = None) -> None:
-        assert isinstance(run.sampler, Gliding) and run.shaped is not None
-        self.run, self.sampler, self.shaped, self.compiled, self.say = run, run.sampler, run.shaped, compiled, say
-        self.gradient = Many(run.target, run.num_data, run.layout)
+        assert isinstance(run.sampler, HMC) and run.geometry is not None
+        self.run, self.sampler, self.geometry, self.compiled, self.say = run, run.sampler, run.geometry, compiled, say
+        self.gradient = Many(run.target, run.num_data, run.layout, prior_weight=run.prior_weight)
         self.batch: Tensors = tuple(t if run.many is not None else t.unsqueeze(0) for t in run.batches.next())
         # Equal parts of the rows: those of a chain are in the cache together with what its layers give for them.
         self.whole = self.batch[0].shape[1]
@@ -83,10 +83,10 @@ class Glide:
     def glide(self, count: int) -> None:
         """Take steps between the ends of a trajectory, at most as many as are `inside`."""
         run, sampler = self.run, self.sampler
-        theta, sampler.velocity, sampler.gained, run.loss = self._moved(
-            count, run.flat(run.leaves), sampler.velocity, sampler.gained
+        theta, sampler.velocities, sampler.gained, run.loss = self._moved(
+            count, run.flat(run.leaves), sampler.velocities, sampler.gained
         )
-        sampler._put(self.shaped, theta)
+        sampler.put(theta)
         sampler.place += count
         sampler.ended = False
         run.gradients += count
@@ -96,8 +96,8 @@ class Glide:
     @torch.no_grad()
     def _moved(self, count: int, theta: Tensor, velocity: Tensor, gained: Tensor) -> Tensors:
         """Where so many steps lead to: parameters, velocities, gains in kinetic energy, and the last losses."""
-        number, tensors = torch.tensor(count), self.shaped.tensors()
-        own, loop = self.sampler.own.unsqueeze(-1), self._compiled(tensors)
+        number, tensors = torch.tensor(count), self.geometry.tensors()
+        own, loop = self.sampler.jittered.unsqueeze(-1), self._compiled(tensors)
         size = block(self.run.count, self.each + bytes_of(tensors) / self.run.count, CACHE)
         found: list[Tensors] = []
         for a in range(0, self.run.count, size):
@@ -123,8 +123,8 @@ class Glide:
         batch: Tensors,
         shape: Tensors,
     ) -> Tensors:
-        shaped, scale = self.shaped, self.shaped.scale
-        still = velocity.new_zeros(len(velocity), shaped.total + shaped.extra)
+        geometry, scale = self.geometry, self.geometry.scale
+        still = velocity.new_zeros(len(velocity), geometry.total + geometry.extra_innovations)
 
         def body(k: int, state: Tensors) -> Tensors:
             theta, velocity, gained, _ = state
@@ -132,8 +132,8 @@ class Glide:
             finite = torch.isfinite(loss + gradient.sum(-1)).unsqueeze(-1)
             gradient = torch.where(finite, gradient, 0.0).to(velocity.dtype)
             tensors = tuple(t.view(t.shape) for t in shape)  # as in `isosgd.chain.repeated.Looped`
-            pull = own * shaped.displace(tensors, gradient, still).to(velocity.dtype)
-            # Two half kicks, one that ends a step and one that begins the next (`Gliding._kick`).
+            pull = own * geometry.displace(tensors, gradient, still).to(velocity.dtype)
+            # Two half kicks, one that ends a step and one that begins the next (`HMC._half_kick`).
             gained = gained + (dot(gradient, pull) - dot(gradient, velocity)) / scale
             velocity = velocity - 2.0 * pull
             return (theta + velocity).to(theta.dtype), velocity, gained, loss

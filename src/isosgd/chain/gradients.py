@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
-from isosgd.chain.batches import Batch, batch_length, halves, tensors_of, tree_map
+from isosgd.chain.batches import Batch, batch_length, halves
 from isosgd.chain.compiled import Compiled
 from isosgd.chain.repeated import Tensors, repeat
 from isosgd.native import perceptron
 from isosgd.noise import join_halves
 from isosgd.potential import Params, Target
+from isosgd.potential.batches import tensors_of, tree_map
 
 
 class Found(NamedTuple):
@@ -30,20 +31,26 @@ class Found(NamedTuple):
 
 
 class Single:
-    """Gradients of one chain, whose parameters have no chain dimension."""
+    """Gradients of one chain, whose parameters have no chain dimension.
 
-    def __init__(self, target: Target, num_data: int) -> None:
-        self.target, self.num_data = target, num_data
+    Args:
+        target: what is sampled.
+        num_data: N.
+        prior_weight: of the prior in the loss, see `isosgd.Target.prior_weight`.
+    """
+
+    def __init__(self, target: Target, num_data: int, prior_weight: float = 1.0) -> None:
+        self.target, self.num_data, self.prior_weight = target, num_data, prior_weight
 
     def __call__(self, params: Params, batch: Batch, split: bool = False) -> Found:
         """Gradients at the parameters, which require them; with ``split`` also the noise vector."""
         if not (split and batch_length(batch) >= 2):
-            loss, gradients = self.target.gradient(params, batch, self.num_data)
-            return Found(loss.unsqueeze(0), gradients, None)
+            loss, gradients = self.target.gradient(params, batch, self.num_data, self.prior_weight)
+            return Found(loss.unsqueeze(0), list(gradients), None)
         first, second, sizes = halves(batch)
-        loss1, g1 = self.target.gradient(params, first, self.num_data)
-        loss2, g2 = self.target.gradient(params, second, self.num_data)
-        gradients, noise = join_halves(g1, g2, sizes)
+        loss1, g1 = self.target.gradient(params, first, self.num_data, self.prior_weight)
+        loss2, g2 = self.target.gradient(params, second, self.num_data, self.prior_weight)
+        gradients, noise = join_halves(list(g1), list(g2), sizes)
         return Found((sizes[0] * loss1 + sizes[1] * loss2).unsqueeze(0) / sum(sizes), gradients, noise)
 
 
@@ -81,10 +88,18 @@ class Many:
         num_data: N.
         layout: of the parameters of one chain.
         compile_after: calls after which the rest is compiled; None for never.
+        prior_weight: as for `Single`.
     """
 
-    def __init__(self, target: Target, num_data: int, layout: Layout, compile_after: int | None = None) -> None:
-        self.target, self.num_data, self.layout = target, num_data, layout
+    def __init__(
+        self,
+        target: Target,
+        num_data: int,
+        layout: Layout,
+        compile_after: int | None = None,
+        prior_weight: float = 1.0,
+    ) -> None:
+        self.target, self.num_data, self.layout, self.prior_weight = target, num_data, layout, prior_weight
         self.network = target.perceptron()
         self.evaluate = Compiled(self.flat, compile_after)
 
@@ -113,7 +128,7 @@ class Many:
                 (g1, g2), (loss1, loss2) = (x.unbind(1) for x in self._each(theta, both, halves=True))
             (gradient,), (noise,) = join_halves([g1], [g2], sizes)
             loss = (sizes[0] * loss1 + sizes[1] * loss2) / n
-        return loss, gradient - vmap(self._score)(theta) * (1.0 / self.num_data), noise
+        return loss, gradient - vmap(self._score)(theta) * (self.prior_weight / self.num_data), noise
 
     def in_parts(self, theta: Tensor, parts: Tensors, rest: Tensors) -> tuple[Tensor, Tensor]:
         """Loss and gradient at flat parameters, part after part, so that what the layers give stays in the cache.
@@ -136,7 +151,7 @@ class Many:
         if rest:
             last_gradient, last_loss = self._each(theta, rest)
             loss, gradient = loss + share * more / rows * last_loss, gradient + share * more / rows * last_gradient
-        return loss, gradient - vmap(self._score)(theta) * (1.0 / self.num_data)
+        return loss, gradient - vmap(self._score)(theta) * (self.prior_weight / self.num_data)
 
     def _each(self, theta: Tensor, batch: Batch, halves: bool = False) -> tuple[Tensor, Tensor]:
         """Gradients and mean negative log likelihoods of the chains, or of both halves of their batches."""

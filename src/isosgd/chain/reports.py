@@ -91,13 +91,13 @@ def drifting(losses: Array) -> str:
 
 def direction_reports(chains: Chains) -> list[dict[str, Any]]:
     """What is known of directions, and of other batch sizes, for each chain."""
-    sampler, shaped = chains.sampler, chains.shaped
-    if shaped is None or not isinstance(sampler, ISGD) or not bool((shaped.unit_rate > 0).all()):
+    sampler, geometry = chains.sampler, chains.geometry
+    if geometry is None or not isinstance(sampler, ISGD) or not bool((geometry.unit_rate > 0).all()):
         return [{} for _ in range(chains.count)]
     rule, conditioning = sampler.rule(), chains.conditioning()
     return [
-        {"directions": own, "batch_sizes": batch_sizes(rule, stretch), "conditioning": conditioning}
-        for own, stretch in zip(directions(shaped, rule), shaped.stretch, strict=True)
+        {"directions": own, "batch_sizes": batch_sizes(rule, curvature_ratio), "conditioning": conditioning}
+        for own, curvature_ratio in zip(directions(geometry, rule), geometry.curvature_ratio, strict=True)
     ]
 
 
@@ -114,10 +114,10 @@ def group_reports(chains: Chains, curvatures: Array | None, tails: Sequence[floa
     columns = []
     for group in sampler.param_groups:
         counted, share = chains.each(1.0), chains.each(math.nan)  # of the composite noise, what makes for a bias
-        if chains.shaped is not None and isinstance(sampler, ISGD):
-            share = (0.5 / (sampler.rule().batch_size * chains.shaped.factor)).clamp_max(1.0).double()
+        if chains.geometry is not None and isinstance(sampler, ISGD):
+            share = (0.5 / (sampler.rule().batch_size * chains.geometry.factor)).clamp_max(1.0).double()
             counted = share if sampler.averaged else counted
-        elif sampler.group_noise(group):
+        elif sampler.noise.of_group(group):
             lam = sampler.friction * group["temperature"] / (group["num_data"] * chains.each(group["rate"]))
             share = chains.each(sampler.noise_summary(group, "top")) / lam
         clipped = (

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from isosgd.chain.chain import Chains
+from isosgd.geometry.base import Geometry
 from isosgd.samplers import ISGD
-from isosgd.samplers.shaped import Shaped
 
 LOSSES = 20  # of which the median is looked at: one bad minibatch is none
 BEYOND = 20.0  # times what the loss can be above that of the mode, and deviations of such a median
@@ -30,7 +30,7 @@ class Start(NamedTuple):
 
     place: list[Tensor]
     factor: Tensor
-    stretch: Tensor
+    curvature_ratio: Tensor
     image: Tensor
     length: Tensor | None
 
@@ -71,23 +71,23 @@ class Runaway:
 
     def begin(self) -> None:
         """A window begins: where chains are now they may be sent back to."""
-        chains, shaped, stiffness = self.chains, self.chains.shaped, self.chains.stiffness
-        if shaped is not None:
-            believed = shaped.factor.clone(), shaped.stretch.clone(), stiffness.image.clone(), stiffness.length
-            self.start = Start(chains.snapshot(), *believed)
+        chains, geometry, stiffness = self.chains, self.chains.geometry, self.chains.stiffness
+        if geometry is not None:
+            sizes = geometry.factor.clone(), geometry.curvature_ratio.clone()
+            self.start = Start(chains.snapshot(), *sizes, stiffness.image.clone(), stiffness.length)
 
     def look(self, losses: Sequence[Tensor]) -> bool:
         """Bring chains back by the last losses of a window; whether there were any.
 
         What was measured on the way is forgotten, by all chains: it is not of the posterior.
         """
-        chains, shaped, start = self.chains, self.chains.shaped, self.start
-        if shaped is None or start is None or len(losses) < LOSSES:
+        chains, geometry, start = self.chains, self.chains.geometry, self.start
+        if geometry is None or start is None or len(losses) < LOSSES:
             return False
         middle = torch.stack(list(losses[-LOSSES:])).double().median(0).values
         away = chains.alive & (middle > self.limit) & (self.caught < MOST)
         if bool(away.any()):
-            away &= middle > self.limit + SCATTER * self._scatter(shaped)
+            away &= middle > self.limit + SCATTER * self._scatter(geometry)
         if not bool(away.any()):
             return False
         chains.restore(start.place, away)
@@ -96,25 +96,25 @@ class Runaway:
         chains.sampler.forget_noise(void=True)
         slower = SLOWER * torch.maximum(start.factor.to(self.least), self.least)
         self.caught, self.least = self.caught + away, torch.where(away, slower, self.least)
-        shaped.stretch = torch.where(away, start.stretch, shaped.stretch)
-        shaped.slow(torch.where(away, slower.to(shaped.factor) / shaped.factor, 1.0))
+        geometry.curvature_ratio = torch.where(away, start.curvature_ratio, geometry.curvature_ratio)
+        geometry.slow(torch.where(away, slower.to(geometry.factor) / geometry.factor, 1.0))
         self.hold()
         return True
 
-    def _scatter(self, shaped: Shaped) -> Tensor:
+    def _scatter(self, geometry: Geometry) -> Tensor:
         """Deviation of minibatches' losses over the posterior, at the most.
 
         Over a direction in which ``rate * curvature`` is a and the noise has the share s of Lambda it is
         ``(T / N) sqrt(2 s / a)``; much where there is noise without curvature.
         """
-        pulls, d = shaped.rate_curvatures().to(self.limit), sum(self.chains.layout.sizes)
-        return shaped.scale * (2.0 * d / pulls).mean(-1).sqrt()
+        pulls, d = geometry.rate_curvatures().to(self.limit), sum(self.chains.layout.sizes)
+        return geometry.scale * (2.0 * d / pulls).mean(-1).sqrt()
 
     def hold(self) -> None:
         """Chains that ran away stay slower, whatever rates have been found since."""
-        chains, shaped = self.chains, self.chains.shaped
-        if shaped is None or not isinstance(chains.sampler, ISGD) or not bool(self.caught.any()):
+        chains, geometry = self.chains, self.chains.geometry
+        if geometry is None or not isinstance(chains.sampler, ISGD) or not bool(self.caught.any()):
             return
-        least = self.least.to(shaped.factor)
-        shaped.slow((least / shaped.factor).clamp_min(1.0))
-        chains.sampler.cool()
+        least = self.least.to(geometry.factor)
+        geometry.slow((least / geometry.factor).clamp_min(1.0))
+        chains.sampler.limit_excess()

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isosgd.chain.batches import tree_map
 from isosgd.chain.chain import Chains
 from isosgd.diagnostics.traces import integrated_time
+from isosgd.potential.batches import tree_map
 
 EXAMPLES, LENGTH = 16, 400
 DRAWS_A_TIME = 2  # draws in an autocorrelation time: one would lose a quarter of what the chain knows, two lose 7%

@@ -21,12 +21,7 @@ from isosgd.chain.batches import TensorBatches
 from isosgd.chain.chain import Chains
 from isosgd.chain.compiled import Compiled
 from isosgd.chain.gradients import Many, batchable
-from isosgd.chain.innovations import innovations
 from isosgd.chain.repeated import UNCHECKED, Captured, Looped, Repeated, Tensors, bytes_of
-from isosgd.samplers import ISGD, SGLD
-from isosgd.samplers.innovations import as_bits
-from isosgd.samplers.lowrank_step import LowRankStep
-from isosgd.samplers.structure import outer_factor
 
 MOST = 64  # steps of a call
 BYTES = {"cpu": 1 << 27, "cuda": 1 << 29}  # of minibatches and innovations that are drawn at once, at most
@@ -36,12 +31,9 @@ LARGE = 1 << 20  # parameters of a chain from which a step is more work than to 
 def why_not(run: Chains) -> str:
     """Why chains cannot take several steps in a call; empty when they can."""
     sampler, batches = run.sampler, run.batches
-    if run.gliding is not None:
-        return "trajectories are accepted or refused step by step"
-    if type(sampler) not in (ISGD, SGLD) or any(group.get("decay") for group in sampler.param_groups):
-        return "the sampler takes its steps one by one"
-    if _follows(run) and not sampler.estimator.centred:
-        return "the noise is followed by single gradients"
+    program = sampler.program()
+    if isinstance(program, str):
+        return program
     if not isinstance(batches, TensorBatches) or batches.whole:
         return "minibatches are not drawn from tensors"
     if sum(run.layout.sizes) > LARGE or _steps(run) < 2:
@@ -52,11 +44,6 @@ def why_not(run: Chains) -> str:
         first = torch.arange(batches.batch_size, device=batches.device)
         return batchable(run.target, run.params, batches.at(first), run.num_data)
     return ""
-
-
-def _follows(run: Chains) -> bool:
-    """Whether steps depend on the gradient noise."""
-    return run.shaped is not None or any(run.sampler._follows)
 
 
 def _steps(run: Chains) -> int:
@@ -85,45 +72,38 @@ class Stride:
         self, run: Chains, noise_every: int, compiled: bool = True, say: Callable[[str], None] | None = None
     ) -> None:
         self.run, self.compiled, self.say = run, compiled, say
-        self.most, self.noise_every = _steps(run), noise_every
-        self.follows, self.local = _follows(run), run.local
-        self.width = sum(run.layout.sizes) + run.sampler._extra
-        self.averaged = isinstance(run.sampler, ISGD) and run.sampler.averaged
-        self.dtype = torch.promote_types(torch.float32, run.leaves[0].dtype)
-        device = run.leaves[0].device
-        self.bits = as_bits(run.sampler.innovations, self.most * run.count * self.width, device)
-        self.gradient = Many(run.target, run.num_data, run.layout)
+        program = run.sampler.program()
+        if isinstance(program, str):
+            raise ValueError(f"{type(run.sampler).__name__} takes single steps: {program}")
+        self.program, self.most, self.noise_every = program, _steps(run), noise_every
+        self.gradient = Many(run.target, run.num_data, run.layout, prior_weight=run.prior_weight)
         # The compiled functions know shapes of tensors by heart; those of Lambda may change in number.
         self.known: dict[tuple[Any, ...], tuple[Repeated, Compiled]] = {}
         self._turned: tuple[Tensor, int, Tensor] | None = None
-        for leaf in run.leaves:  # the sampler lays out parameters that have gradients
-            leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        run.sampler._lay_out()
-        run.sampler._source.prepare()  # what was drawn ahead is drawn again, here
-        run.sampler.refresh()
+        program.prepare(self.most)
         self.failed = self._try()
 
     def _try(self) -> str:
         """Compile, with nothing moved and nothing drawn."""
         if not self.compiled:
             return ""
-        theta, tensors = self._theta(), self._tensors()
-        batches = self.run.batches
+        theta, tensors = self.program.begin(), self._tensors()
+        batches, program = self.run.batches, self.program
         assert isinstance(batches, TensorBatches)
         index = torch.zeros(self.most, self.run.count, batches.batch_size, dtype=torch.int64, device=batches.device)
-        xi = theta.new_zeros(self.most + self.averaged, self.run.count, self.width, dtype=self.dtype)
+        xi = theta.new_zeros(self.most + program.lead, self.run.count, program.width, dtype=program.dtype)
         loop, split = self._functions(tensors)
         with torch.no_grad():
             loop(self.most, theta, batches.at(index), xi, tensors)
-            if self.follows:
-                split(theta, self._at(batches.at(index), 0), self._innovation(xi, 0), tensors)
+            if program.follows_noise:
+                split(theta, self._at(batches.at(index), 0), program.innovation(xi, 0), tensors)
         return loop.why_not or split.why_not
 
     # -- the step, of tensors alone -----------------------------------------------------------------------------------
 
     def step(self, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """Where one step leads to from flat parameters ``[chains, d]``, and the losses."""
-        theta, loss, _ = self._stepped(theta, batch, xi, tensors, self.local is not None)
+        theta, loss, _ = self._stepped(theta, batch, xi, tensors, self.program.needs_noise)
         return theta, loss
 
     def split(self, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,27 +115,8 @@ class Stride:
     def _stepped(
         self, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors, split: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        loss, gradient, noise = self.gradient.flat(self._parameters(theta), batch, split)
-        return self._moved(theta, gradient, noise, xi, tensors), loss, noise
-
-    def _parameters(self, theta: Tensor) -> Tensor:
-        """Without the level of the noise behind them."""
-        return theta if self.local is None else theta[:, :-1]
-
-    def _moved(self, theta: Tensor, gradient: Tensor, noise: Tensor | None, xi: Tensor, tensors: Tensors) -> Tensor:
-        shaped, local = self.run.shaped, self.local
-        if shaped is None:  # innovations are kicks already
-            return (theta - tensors[0] * gradient - xi).to(theta.dtype)
-        if local is None:
-            return theta - shaped.displace(tensors, gradient.to(shaped.dtype), xi).to(theta.dtype)
-        assert noise is not None
-        level = local.levels(tensors, theta[:, -1].to(local.dtype), noise)
-        moved = local.displace((*tensors, level), gradient.to(local.dtype), xi)
-        return torch.cat([theta[:, :-1] - moved.to(theta.dtype), level.unsqueeze(-1).to(theta.dtype)], -1)
-
-    def _innovation(self, xi: Tensor, k: int) -> Tensor:
-        """Of step k; averaged over two steps where the sampler does that."""
-        return 0.5 * (xi.select(0, k) + xi.select(0, k + 1)) if self.averaged else xi.select(0, k)
+        loss, gradient, noise = self.gradient.flat(self.program.parameters(theta), batch, split)
+        return self.program.move(theta, gradient, noise, xi, tensors), loss, noise
 
     @staticmethod
     def _at(batch: Tensors, k: int) -> Tensors:
@@ -163,7 +124,7 @@ class Stride:
 
     def _kth(self, k: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """Step k of a call."""
-        return self.step(theta, self._at(batch, k), self._innovation(xi, k), tensors)
+        return self.step(theta, self._at(batch, k), self.program.innovation(xi, k), tensors)
 
     def _functions(self, tensors: Tensors) -> tuple[Repeated, Compiled]:
         """The loop over steps and the split step, for tensors of such shapes."""
@@ -180,26 +141,11 @@ class Stride:
 
     # -- what goes in -------------------------------------------------------------------------------------------------
 
-    def _theta(self) -> Tensor:
-        theta = self.run.flat(self.run.leaves)
-        return theta if self.local is None else torch.cat([theta, self.local.level.unsqueeze(-1).to(theta)], -1)
-
     def _tensors(self) -> Tensors:
-        """What a step takes besides: the shape of Lambda, or the rate of each parameter."""
-        run, sampler = self.run, self.run.sampler
-        if run.shaped is not None:
-            tensors = (
-                run.shaped.tensors()[:-1] if self.local is not None else run.shaped.tensors()
-            )  # levels move with the chains
-            rows = self.compiled and isinstance(run.shaped, LowRankStep) and run.shaped.reads_rows(tensors)
-            return tensors if rows else tuple(self._by_columns(t) for t in tensors)
-        sampler._make_plan()
-        rates = [torch.as_tensor(move.rate).to(laid.flat) for laid, move in sampler._moves]
-        wide = [
-            (rate.unsqueeze(-1) if rate.dim() else rate).expand_as(laid.flat)
-            for rate, (laid, _) in zip(rates, sampler._moves, strict=True)
-        ]
-        return (torch.cat(wide, dim=-1).view(run.count, -1),)
+        """What a step takes besides."""
+        tensors = self.program.tensors()
+        rows = self.compiled and self.program.reads_rows(tensors)
+        return tensors if rows else tuple(self._by_columns(t) for t in tensors)
 
     def _by_columns(self, t: Tensor) -> Tensor:
         """A few long rows of each chain laid out column by column: so compiled code reads them in one go, both ways."""
@@ -210,35 +156,6 @@ class Stride:
             turned = t.mT.contiguous().mT
             self._turned = t, t._version, turned
         return turned
-
-    def _draw(self, steps: int) -> Tensor:
-        """Innovations of the next steps, ``[steps, chains, width]``; one more in front where they are averaged."""
-        run, sampler = self.run, self.run.sampler
-        xi = run.leaves[0].new_empty(steps + self.averaged, run.count, self.width, dtype=self.dtype)
-        fresh = xi[1:] if self.averaged else xi
-        scale = None if run.shaped is not None else sampler._scale.view(run.count, -1)
-        innovations(fresh, sampler.generator, self.bits, scale)
-        if self.averaged:
-            assert isinstance(sampler, ISGD)
-            xi[0] = xi[1] if sampler._last is None else sampler._last.view(run.count, -1)
-            sampler._last = xi[-1].clone().view(sampler._source.out.shape)
-        if run.shaped is None:
-            self._take_out(fresh)
-        return xi
-
-    def _take_out(self, kicks: Tensor) -> None:
-        """Noise vectors out of the kicks, as `isosgd.samplers.structure.take_out_` does for one step."""
-        sampler, begin = self.run.sampler, 0
-        for laid, move in sampler._moves:
-            end = begin + laid.flat.shape[-1]
-            if move.outer is not None:
-                ring, *spectrum, count = sampler.spectrum(laid.group)
-                factor = outer_factor(ring, (spectrum[0], spectrum[1]), move.outer, count)
-                factor = factor if isinstance(factor, Tensor) else factor * ring
-                ring, factor = (t.view(self.run.count, *t.shape[-2:]).to(kicks.dtype) for t in (ring, factor))
-                part = kicks[..., begin:end].transpose(0, 1)  # [chains, steps, d]
-                part.sub_((part @ ring.mT) @ factor)
-            begin = end
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -251,35 +168,27 @@ class Stride:
             steps: to take.
             tick: told how many were taken.
         """
-        theta, end = self._theta(), done + steps
+        theta, end = self.program.begin(), done + steps
         while done < end:
             until = min(end, done + self.most)
-            if self.follows:  # a step that is split is the last of its call
+            if self.program.follows_noise:  # a step that is split is the last of its call
                 until = min(until, (done // self.noise_every + 1) * self.noise_every)
-            theta = self._call(theta, until - done, self.follows and until % self.noise_every == 0)
+            theta = self._call(theta, until - done, self.program.follows_noise and until % self.noise_every == 0)
             tick(until - done)
             done = until
-        self._leave(theta)
-
-    def _leave(self, theta: Tensor) -> None:
-        """Bring the chains to flat parameters."""
-        own = self._parameters(theta)
-        parts = self.run.layout.views(own if self.run.many is not None else own[0])
-        self.run.restore([parts[name] for name in self.run.params])
-        if self.local is not None:
-            self.local.take_level(theta[:, -1])
+        self.program.finish(theta)
 
     def _call(self, theta: Tensor, steps: int, split: bool) -> Tensor:
         run, batches = self.run, self.run.batches
         assert isinstance(batches, TensorBatches)
         tensors = self._tensors()
-        batch, xi = batches.at(batches.indices(steps)), self._draw(steps)
+        batch, xi = batches.at(batches.indices(steps)), self.program.draw(steps)
         loop, halves = self._functions(tensors)
         after, loss, total = loop(steps - split, theta, batch, xi, tensors)
         noise = None
         if split:
             last = steps - 1
-            after, loss, noise = halves(after, self._at(batch, last), self._innovation(xi, last), tensors)
+            after, loss, noise = halves(after, self._at(batch, last), self.program.innovation(xi, last), tensors)
             total = total + loss
         finite = torch.isfinite(total + after.sum(-1))
         good = bool((finite | ~run.alive).all())
@@ -291,8 +200,7 @@ class Stride:
             loss = torch.where(run.alive, loss, torch.inf)
         run.loss = loss
         run.gradients += steps
-        for group in run.sampler.param_groups:
-            group["step"] += steps
+        self.program.count(steps)
         if noise is not None:
             noise = torch.where(finite.unsqueeze(-1), noise, 0.0) if run.failures else noise
             parts = run.layout.views(noise if run.many is not None else noise[0])
@@ -305,18 +213,18 @@ class Stride:
         loss = gradient = theta
         for k in range(steps):
             loss, gradient, noise = self.gradient.flat(
-                self._parameters(theta), self._at(batch, k), self.local is not None
+                self.program.parameters(theta), self._at(batch, k), self.program.needs_noise
             )
             last = torch.full_like(bad, k == steps - 1)  # rounding may hide what compiled code met
             new = bad & run.alive & (last | ~torch.isfinite(loss + gradient.sum(-1)))
             if bool(new.any()):
-                self._leave(theta)
+                self.program.finish(theta)
                 run.gradients = before + k
                 try:
                     run._give_up(new, loss, self._parts(gradient))
                 finally:
                     run.gradients = before
-            moved = self._moved(theta, gradient, noise, self._innovation(xi, k), tensors)
+            moved = self.program.move(theta, gradient, noise, self.program.innovation(xi, k), tensors)
             theta = torch.where(run.alive.unsqueeze(-1), moved, theta)
 
     def _parts(self, gradient: Tensor) -> Sequence[Tensor]:

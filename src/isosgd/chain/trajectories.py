@@ -2,7 +2,7 @@
 
 1. *Go down* by Adam's steps on all of the data, or on parts of them where they are many; keep the lowest place found.
 2. *Glide* in windows that double. In each, differences of gradients between random halves of the data say how Lambda
-   should be shaped, and each chain's pace is set so that a chosen share of its trajectories is accepted.
+   should be geometry, and each chain's pace is set so that a chosen share of its trajectories is accepted.
 3. In a *last* window Lambda is fixed and only paces are set; then they are frozen too.
 
 Trajectories are accepted or refused from the first on, so that nothing here can drive a chain astray.
@@ -29,7 +29,7 @@ from isosgd.chain.glide import Glide
 from isosgd.chain.progress import Progress
 from isosgd.chain.reports import GroupReport, WarmupReport, drifting
 from isosgd.chain.spacing import Traces
-from isosgd.samplers.gliding import Gliding
+from isosgd.samplers.hmc import HMC
 
 FIRST_WINDOW = 100
 LAST_SHARE = 0.4  # of what is left after the descent, for the last window
@@ -86,7 +86,7 @@ class Averaging:
 
 
 class Trajectories:
-    """The warm-up of chains whose sampler is `Gliding`; see `isosgd.chain.warmup.warm_up` for the arguments."""
+    """The warm-up of chains whose sampler is `HMC`; see `isosgd.chain.warmup.warm_up` for the arguments."""
 
     kept = ("stage", "spent", "fallen", "length", "reasons", "loss", "last")
 
@@ -102,8 +102,8 @@ class Trajectories:
         self.loss: tuple[Array, Array] | None = None
 
     @property
-    def sampler(self) -> Gliding:
-        return cast(Gliding, self.chains.sampler)
+    def sampler(self) -> HMC:
+        return cast(HMC, self.chains.sampler)
 
     def state(self) -> State:
         """What is needed to go on from between two windows, beside the chains."""
@@ -118,9 +118,9 @@ class Trajectories:
     def run(self, measure_spacing: bool) -> list[WarmupReport]:
         """All of it."""
         self.traced = measure_spacing
-        shaped = self.sampler.shaped
-        assert shaped is not None
-        needed = shaped.least + 5 * FIRST_WINDOW
+        geometry = self.sampler.geometry
+        assert geometry is not None
+        needed = geometry.min_vectors + 5 * FIRST_WINDOW
         if self.budget < needed:
             raise ValueError(
                 f"warmup = {self.budget} is too short for trajectories on all data: give at least {needed}"
@@ -128,7 +128,7 @@ class Trajectories:
         if self.stage == "start":
             self.chains.evaluate(forgiving=False)
             self._descend(min(int(DESCENT_SHARE * self.budget), MOST_DESCENT))
-            for _ in range(shaped.least):
+            for _ in range(geometry.min_vectors):
                 self.last = self.chains.evaluate(split=True)
                 self.sampler.observe(self.last)
                 self._count("measuring noise")
@@ -195,12 +195,12 @@ class Trajectories:
         chains, sampler = self.chains, self.sampler
         sampler.forget_noise()
         self.traces.begin(steps)
-        paces = Averaging(sampler.pace.sqrt())
+        paces = Averaging(sampler.step_size.sqrt())
         self._choose_length(steps)
         levels: list[Tensor] = []
         accepted: list[Tensor] = []
-        assert sampler.shaped is not None
-        every = steps + 1 if fixed else max(1, steps // (VECTORS * sampler.shaped.least))
+        assert sampler.geometry is not None
+        every = steps + 1 if fixed else max(1, steps // (VECTORS * sampler.geometry.min_vectors))
         i = 0
         while i < steps:
             looks = not fixed and i % every == 0
@@ -220,10 +220,10 @@ class Trajectories:
             if count == 1 and sampler.ended:
                 accepted.append(sampler.acceptance)
                 paces.take(sampler.acceptance)
-                sampler.pace = paces.value.square()
+                sampler.step_size = paces.value.square()
                 if fixed and i <= steps // 4:  # paces are about right, so that lengths are too
                     self._choose_length(steps)
-        sampler.pace = paces.mean.square()
+        sampler.step_size = paces.mean.square()
         losses, shares = _array(levels), _array(accepted[len(accepted) // 2 :]).mean(0)
         self.loss = losses.mean(0), losses.std(0)
         self.reasons = [self._unsettled(k, shares[k], losses[:, k]) for k in range(chains.count)]
@@ -238,7 +238,9 @@ class Trajectories:
 
     def _choose_length(self, steps: int) -> None:
         """A trajectory's, by the median pace: chains take their steps together."""
-        reach = REACH / float(self.sampler.pace.sqrt().median())
+        # A step size may fall to zero where every trajectory is rejected; the longest one is taken then, and reports
+        # say so.
+        reach = REACH / max(float(self.sampler.step_size.sqrt().median()), REACH / MOST_LENGTH)
         self.sampler.length = max(1, min(math.ceil(reach), MOST_LENGTH, steps // TRAJECTORIES))
 
     def _unsettled(self, k: int, accepted: float, losses: Array) -> str:
@@ -256,10 +258,10 @@ class Trajectories:
         self.progress.advance(stage, steps * self.chains.count)
 
     def _reports(self, keep: int | None) -> list[WarmupReport]:
-        sampler, shaped = self.sampler, self.sampler.shaped
-        assert shaped is not None and self.loss is not None
-        sampler.report_pace()
-        rates, paces = self.chains.rates().cpu().numpy(), sampler.pace.double().cpu().numpy()
+        sampler, geometry = self.sampler, self.sampler.geometry
+        assert geometry is not None and self.loss is not None
+        sampler.report_step_size()
+        rates, paces = self.chains.rates().cpu().numpy(), sampler.step_size.double().cpu().numpy()
         structure, conditioning = self.chains.structure, self.chains.conditioning()
         reports = []
         for k, reason in enumerate(self.reasons):
@@ -267,7 +269,7 @@ class Trajectories:
                 GroupReport(
                     name=group["name"],
                     rate=float(rate),
-                    lam=shaped.scale / float(rate),
+                    lam=geometry.scale / float(rate),
                     curvature=0.5 * float(paces[k]) / float(rate),  # H
                     rate_curvature=0.5 * float(paces[k]),
                     predicted_bias=0.0,

@@ -31,10 +31,10 @@ from isosgd.chain.reports import GroupReport, WarmupReport, direction_reports, d
 from isosgd.chain.runaway import Runaway
 from isosgd.chain.spacing import LENGTH, Traces
 from isosgd.chain.trajectories import Trajectories
+from isosgd.geometry.base import FIRST_RATIO
 from isosgd.noise import dot
 from isosgd.noise.stable import TailMeter
 from isosgd.samplers import ISGD
-from isosgd.samplers.shaped import CAUTION
 
 FIRST_WINDOW = 50
 LEAST_LAST_WINDOW = 400
@@ -84,7 +84,7 @@ def warm_up(
         One report for each chain.
     """
     warmup: _Warmup | Trajectories
-    if chains.gliding is None:
+    if chains.hmc is None:
         warmup = _Warmup(chains, steps, progress, mark)
     else:
         warmup = Trajectories(chains, steps, MOST_STEPS, progress, mark, glide)
@@ -182,32 +182,33 @@ class _Warmup:
     def _first_look(self) -> None:
         """Noise and curvature where the descent ended, and the first rates."""
         chains, length = self.chains, FIRST_WINDOW
-        if chains.shaped is not None:
-            length, axes = chains.shaped.least, 4 * chains.shaped.axes
+        if chains.geometry is not None:
+            length, axes = chains.geometry.min_vectors, 4 * chains.geometry.axes
             if self.spent + length + axes > self.budget:
                 raise ValueError(
-                    f"warmup = {self.asked} is too short for structure {chains.shaped.name!r}, which needs "
-                    f"{length + axes} gradients after the descent for a first look at {chains.shaped.total} "
+                    f"warmup = {self.asked} is too short for structure {chains.geometry.name!r}, which needs "
+                    f"{length + axes} gradients after the descent for a first look at {chains.geometry.total} "
                     f"parameters: give at least {4 * (length + axes)}, or structure='layer'"
                 )
         losses = []
-        for _ in range(length):  # a first noise estimate before the first move
-            noise = chains.evaluate(split=True)
-            chains.sampler.observe(noise if chains.sampler.estimator.centred else None)
+        chains.forget_gradient()
+        seen = 0
+        while seen < length:  # a first noise estimate before the first move
+            seen += chains.look()
             losses.append(chains.loss)
             self._count("measuring noise")
         self.runaway.know(losses)
         # A mode has far less noise than its surroundings: start well below the rate it suggests, and let it rise.
-        chains.adapt(CAUTION * chains.curvature.values())
+        chains.adapt(FIRST_RATIO * chains.curvature.values())
         if chains.decide():
             self._first_look()
             return
         if chains.enter_metric():
             for _ in range(2 * PROBE_EVERY):
                 self._probe("measuring curvature")
-            chains.adapt(CAUTION * chains.curvatures())
-        if chains.shaped is not None:  # and a look at the curvature along its axes, twice
-            for _ in range(4 * chains.shaped.axes):
+            chains.adapt(FIRST_RATIO * chains.curvatures())
+        if chains.geometry is not None:  # and a look at the curvature along its axes, twice
+            for _ in range(4 * chains.geometry.axes):
                 self._probe("measuring curvature")
             chains.adapt(chains.curvatures())
         self.length = length
@@ -239,10 +240,10 @@ class _Warmup:
             later = np.stack(self.seen_curvatures[len(self.seen_curvatures) // 2 :])
             self.curvatures = np.quantile(later, 0.75, axis=0)
             # A shape is measured in every direction, so it may be left quickly while the chain is still on its way.
-            early = chains.shaped is not None and length < LEAST_LAST_WINDOW
+            early = chains.geometry is not None and length < LEAST_LAST_WINDOW
             chains.adapt(torch.as_tensor(self.curvatures), rise=EARLY_RISE if early else 2.0)
             self.runaway.hold()
-            if chains.shaped is not None:  # over the Lambda there is now
+            if chains.geometry is not None:  # over the Lambda there is now
                 self.curvatures = chains.curvatures().cpu().numpy()
             with np.errstate(invalid="ignore"):  # the loss of a chain that was given up is infinite
                 self.loss = losses.mean(0), losses.std(0)
@@ -259,12 +260,12 @@ class _Warmup:
 
     def _sizes(self) -> Tensor:
         """How large the Lambda of each chain is, as a multiple of its H."""
-        shaped = self.chains.shaped
-        return self.chains.each(1.0) if shaped is None else shaped.factor.clone()
+        geometry = self.chains.geometry
+        return self.chains.each(1.0) if geometry is None else geometry.factor.clone()
 
     def _check_steps(self) -> int:
         """Gradients that are left for trying the last rates, where Lambda knows directions."""
-        if self.chains.shaped is None:
+        if self.chains.geometry is None:
             return 0
         share, most = (FALLING_SHARE, MOST_FALLING) if self.fell else (CHECK_SHARE, MOST_CHECKED)
         return min(int(share * self.asked), most)
@@ -272,7 +273,7 @@ class _Warmup:
     def _check(self, end: int) -> None:
         """Try the last rates, which no window has used: until ``end`` they may only fall."""
         chains, losses = self.chains, list[Tensor]()
-        if chains.shaped is None or self.spent >= end:
+        if chains.geometry is None or self.spent >= end:
             return
         self.runaway.begin()
         while self.spent < end:
@@ -287,7 +288,7 @@ class _Warmup:
                 else:
                     chains.adapt(chains.curvatures(), rise=1.0)
         if isinstance(chains.sampler, ISGD):
-            chains.sampler.cool()
+            chains.sampler.limit_excess()
         self.curvatures = chains.curvatures().cpu().numpy()
 
     def _settled(self, reasons: list[str]) -> bool:
@@ -296,13 +297,14 @@ class _Warmup:
         return sum(good) >= ENOUGH * len(good)
 
     def _least_last_window(self) -> int:
-        shaped = self.chains.shaped
-        return LEAST_LAST_WINDOW if shaped is None else max(LEAST_LAST_WINDOW, VECTORS * shaped.least)
+        geometry = self.chains.geometry
+        return LEAST_LAST_WINDOW if geometry is None else max(LEAST_LAST_WINDOW, VECTORS * geometry.min_vectors)
 
     def _window(self, length: int) -> Array | None:
         """Losses of a window, ``[steps, chains]``; None where it was given up, since a chain ran away."""
         chains = self.chains
         chains.sampler.forget_noise()
+        chains.forget_gradient()
         chains.stiffness.forget()
         self.tails = [TailMeter() for _ in chains.sampler.param_groups]
         self.signal, self.seen_curvatures = [], []
@@ -312,18 +314,20 @@ class _Warmup:
         end = self.spent + length
         while self.spent < end:
             i = len(losses)
-            noise = chains.evaluate(split=chains.shaped is not None or i % SPLIT_EVERY == 0)
+            noise = chains.evaluate(split=chains.geometry is not None or i % SPLIT_EVERY == 0)
             self._count("warming up")
             losses.append(chains.loss)
             if i % PROBE_EVERY == 0 and self.spent < end:
                 self._probe("warming up")
                 self.seen_curvatures.append(chains.curvatures().cpu().numpy())
             if noise is not None:
-                self._feed_tails(noise)
+                if not chains.successive or i % 4 == 0:  # sums of successive differences would cancel
+                    self._feed_tails(noise)
                 self._feed_signal(noise)
             self.traces.take(i)
             chains.advance(noise if chains.sampler.estimator.centred else None)
             if i % ADAPT_EVERY == ADAPT_EVERY - 1:  # within a window rates may only fall
+                chains.check_finite()
                 if self.runaway.look(losses):
                     return None
                 chains.adapt(chains.curvatures(), rise=1.0)
@@ -357,7 +361,7 @@ class _Warmup:
         sizes = np.array([slot.stop - slot.start for slot in self.chains.slots])
         # At stationarity E|grad f / N|^2 = T tr(H) / N: with top curvature h it cannot exceed T d h / N.
         most = groups[0]["temperature"] * curvatures * sizes / groups[0]["num_data"]
-        if self.chains.shaped is not None:  # the same in the metric of P, over all groups
+        if self.chains.geometry is not None:  # the same in the metric of P, over all groups
             most = groups[0]["temperature"] * rates * curvatures * sizes.sum() / groups[0]["num_data"]
         found, error = signal.mean(0), 3.0 * signal.std(0) / math.sqrt(len(signal))
         for group, value, spread, bound in zip(groups, found, error, most, strict=True):
@@ -435,8 +439,8 @@ class _Warmup:
         d, g = chains.flat(noise), chains.flat([leaf.grad for leaf in chains.leaves])  # type: ignore[misc]
         if chains.in_metric:
             d, g = chains.whiten(d), chains.whiten(g)
-        if chains.shaped is not None:
-            whole = dot(g, chains.shaped.direction(g)) - dot(d, chains.shaped.direction(d))
+        if chains.geometry is not None:
+            whole = dot(g, chains.geometry.direction(g)) - dot(d, chains.geometry.direction(d))
             signal = whole.unsqueeze(-1).expand(-1, len(chains.slots))
         else:
             squares = g.square() - d.square()

@@ -1,6 +1,7 @@
 """Gradient noise: what a minibatch adds to the gradient, measured online."""
 
 from isosgd.noise.estimators import AlphaStable, MovingAverage, NoiseEstimator, NoiseName, make_estimator
+from isosgd.noise.model import NoiseModel, Uses
 from isosgd.noise.paired import join_halves, paired_backward
 from isosgd.noise.summaries import Summary, dot, flat, join, power_step, summarise, top_eigenvalue
 
@@ -8,8 +9,10 @@ __all__ = [
     "AlphaStable",
     "MovingAverage",
     "NoiseEstimator",
+    "NoiseModel",
     "NoiseName",
     "Summary",
+    "Uses",
     "dot",
     "flat",
     "join",

@@ -1,11 +1,100 @@
-"""How many examples there are: in all, and in a batch."""
+"""Batches: the tensors in them, and how many examples there are, in all and in a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
+from torch.utils.data import SequentialSampler
+
+
+def is_array(x: Any) -> bool:
+    """Whether it is a tensor, an array of numpy, or what turns into one: a frame or series of pandas or polars."""
+    return isinstance(x, Tensor | np.ndarray) or hasattr(x, "to_numpy")
+
+
+def as_tensor(x: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """An array or frame as a tensor; a tensor as it is.
+
+    Args:
+        x: see `is_array`.
+        dtype: of the model; arrays of floats, which are float64 as a rule, are given it. Integers stay integers.
+
+    Example:
+        >>> as_tensor(np.array([0.5, 1.0]), torch.float32), as_tensor(np.array([3, 1]), torch.float32)
+        (tensor([0.5000, 1.0000]), tensor([3, 1]))
+    """
+    if isinstance(x, Tensor):
+        return x
+    if hasattr(x, "columns") and hasattr(x, "to_numpy"):
+        x = np.stack([_numbers(x[name].to_numpy(), f"column {name!r}") for name in x.columns], 1)
+    array = _numbers(x if isinstance(x, np.ndarray) else x.to_numpy(), f"the {type(x).__name__}")
+    if array.dtype.kind == "u" and array.dtype.itemsize > 1:
+        array = array.astype(np.int64)
+    # Torch wants memory of its own kind that it may write to.
+    good = array.flags.writeable and array.dtype.isnative and min(array.strides, default=0) >= 0
+    tensor = torch.from_numpy(array if good else array.astype(array.dtype.newbyteorder("=")))
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _numbers(array: np.ndarray[Any, Any], what: str) -> np.ndarray[Any, Any]:
+    if array.dtype.kind not in "biuf":
+        raise TypeError(
+            f"{what} of the data is of type {array.dtype}, not of numbers (missing values make it so, too): leave it "
+            "out, or encode it as numbers first"
+        )
+    return array.astype(np.float64) if array.dtype.itemsize > 8 else array
+
+
+def with_tensors(tree: Any, dtype: torch.dtype | None = None) -> Any:
+    """Nested tuples, lists and dicts with their arrays and frames as tensors."""
+    if is_array(tree):
+        return as_tensor(tree, dtype)
+    if isinstance(tree, Mapping):
+        return {key: with_tensors(value, dtype) for key, value in tree.items()} if _arrays_in(tree.values()) else tree
+    if isinstance(tree, tuple | list) and _arrays_in(tree):
+        every = [with_tensors(value, dtype) for value in tree]
+        return every if isinstance(tree, list) else tuple(every)
+    return tree
+
+
+def _arrays_in(values: Iterable[Any]) -> bool:
+    return any(not isinstance(x, Tensor) and (is_array(x) or isinstance(x, tuple | list | Mapping)) for x in values)
+
+
+def tree_map(function: Any, tree: Any) -> Any:
+    """Apply a function to every tensor of nested tuples, lists and dicts.
+
+    Example:
+        >>> import torch
+        >>> tree_map(len, (torch.zeros(3, 2), [{"mask": torch.zeros(4)}, "text"]))
+        (3, [{'mask': 4}, 'text'])
+    """
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, Mapping):
+        return {key: tree_map(function, value) for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        every = [tree_map(function, value) for value in tree]
+        if isinstance(tree, list):
+            return every
+        return type(tree)(*every) if hasattr(tree, "_fields") else tuple(every)  # named tuples keep their names
+    return tree
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """All tensors of nested tuples, lists and dicts, in order."""
+    found: list[Tensor] = []
+    tree_map(found.append, tree)
+    return found
+
+
+def batch_length(batch: Any) -> int | None:
+    """Number of examples in a batch: the rows of its first tensor that has any; None when there is none."""
+    return next((len(t) for t in tensors_of(batch) if t.ndim), None)
 
 
 def count_examples(data: Any) -> int | None:
@@ -22,15 +111,8 @@ def count_examples(data: Any) -> int | None:
     sampler = getattr(data, "sampler", None)
     if isinstance(sampler, Sized) and len(sampler) != len(examples):
         return None
+    # Of a fixed order the rest that fills no batch is never seen; of a shuffled one every example has its turn.
+    size = getattr(data, "batch_size", None)
+    if getattr(data, "drop_last", False) and isinstance(sampler, SequentialSampler) and isinstance(size, int):
+        return len(examples) // size * size
     return len(examples)
-
-
-def batch_length(batch: Any) -> int | None:
-    """Number of examples in a batch: the rows of its first tensor; None when there is none."""
-    if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.ndim else None
-    if isinstance(batch, Mapping):
-        batch = tuple(batch.values())
-    if isinstance(batch, (tuple, list)):
-        return next((length for part in batch if (length := batch_length(part)) is not None), None)
-    return None

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import math
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from isosgd.diagnostics.summary import PosteriorSummary
-from isosgd.diagnostics.verdict import ESS, RHAT, Verdict
+from isosgd.diagnostics.meter import LEAST
+from isosgd.diagnostics.summary import PosteriorSummary, summary_of
+from isosgd.diagnostics.traces import as_array
+from isosgd.diagnostics.verdict import ESS, RHAT, Verdict, judge
 from isosgd.metrics.checks import between_0_and_1
 from isosgd.potential import Params, Target
-from isosgd.predictive.arviz import to_arviz
-from isosgd.predictive.draws import Draws, batches_of, one_of, part_of, some_of
-from isosgd.predictive.examine import summary, trust
-from isosgd.predictive.mapped import Mapped, at_once, rows_of, tensors_of
-from isosgd.predictive.prediction import Average, Prediction, by_chain, join
-from isosgd.predictive.view import Function, View
+from isosgd.potential.batches import as_tensor, batch_length, is_array, tree_map, with_tensors
+from isosgd.potential.params import match
+from isosgd.predictive.draws import Draws, Mapped, Stack, batches_of, by_chain, device_of, moved, place_of
+from isosgd.predictive.prediction import Average, Prediction, join
+from isosgd.predictive.temperature import measure
+from isosgd.predictive.view import Function, View, inputs_of
+
+Device = torch.device | str | None
+
+FEW = 32  # parameters up to which all of them are followed
 
 
 class Posterior:
@@ -49,24 +58,32 @@ class Posterior:
         data: Any = None,
         buffers: Draws | None = None,
     ) -> None:
-        self.target, self.draws, self.info, self.data = target, draws, info, data
-        self.buffers: Draws = {} if buffers is None else buffers
+        self.target, self.info, self.data = target, info, data
+        self._stack = Stack(draws, buffers)
         self._view: View | None = None
+
+    @property
+    def draws(self) -> Draws:
+        """Natural parameters, tensors ``[chains, draws, *shape]`` by name."""
+        return self._stack.draws
+
+    @property
+    def buffers(self) -> Draws:
+        """Of the network at each draw, tensors ``[chains, draws, *shape]`` by their name in it."""
+        return self._stack.buffers
 
     @property
     def num_chains(self) -> int:
         """Number of chains."""
-        found = getattr(self.draws, "num_chains", None)
-        return int(next(iter(self.draws.values())).shape[0] if found is None else found)
+        return self._stack.num_chains
 
     @property
     def num_draws(self) -> int:
         """Draws of each chain."""
-        found = getattr(self.draws, "num_draws", None)
-        return int(next(iter(self.draws.values())).shape[1] if found is None else found)
+        return self._stack.num_draws
 
     def __len__(self) -> int:
-        return self.num_chains * self.num_draws
+        return len(self._stack)
 
     def __iter__(self) -> Iterator[Params]:
         """Every draw in turn, as natural parameters."""
@@ -76,7 +93,7 @@ class Posterior:
 
     def draw(self, chain: int, index: int) -> Params:
         """One draw, as natural parameters."""
-        return one_of(self.draws, chain, index)
+        return self._stack.draw(chain, index)
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name} {list(shape)}" for name, shape in self.shapes.items())
@@ -86,7 +103,7 @@ class Posterior:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each parameter."""
-        return {name: tuple(value.shape) for name, value in self.draw(0, 0).items()} if len(self) else {}
+        return self._stack.shapes
 
     @property
     def view(self) -> View:
@@ -113,8 +130,8 @@ class Posterior:
             key: [value[k] for k in kept] if key in by_chain and len(value) == self.num_chains else value
             for key, value in self.info.items()
         } | {"chains": len(kept)}
-        parts = (part_of(source, kept, which) for source in (self.draws, self.buffers))
-        return Posterior(self.target, next(parts), info, self.data, next(parts))
+        part = self._stack.select(kept, which)
+        return Posterior(self.target, part.draws, info, self.data, part.buffers)
 
     def of_set(self, index: int) -> Posterior:
         """The chains of one data set, of draws that are of several (see `isosgd.DataSets`)."""
@@ -143,11 +160,12 @@ class Posterior:
         levels: Sequence[float] = (),
         refresh: Any = None,
         return_draws: bool = False,
+        device: Device = None,
     ) -> Prediction:
         """Average the predictions of all draws; running sums are kept, so that memory does not grow with the draws.
 
         Args:
-            x: inputs, as the model or the target's ``predict`` takes them, on any device: draws go there.
+            x: inputs, as the model or the target's ``predict`` takes them, on any device: predictions come back there.
             batch_size: inputs worked on at once; all of them by default.
             function: a user's ``(model, params, x) -> Tensor[n, ...]``, averaged in place of the target's own
                 prediction; ``model`` is the network at a draw, to be called with inputs. A dict of ``mean`` and
@@ -156,6 +174,8 @@ class Posterior:
             refresh: batches of training data, or of inputs, over which each draw's BatchNorm statistics are found
                 anew.
             return_draws: whether to return what each draw says, too.
+            device: where to compute; that of the target's model if it is an accelerator, else that of the inputs, by
+                default. Draws go there some at a time.
 
         Example:
             >>> from isosgd import Target, priors
@@ -172,11 +192,13 @@ class Posterior:
             (tensor([-1.9600, -0.4883]), tensor([1.9600, 4.4883]))
         """
         levels = tuple(between_0_and_1("levels", level) for level in levels)
+        x = with_tensors(x, self.view.target.dtype)
         if refresh is not None:
-            return self.refreshed(refresh).predict(
-                x, batch_size=batch_size, function=function, levels=levels, return_draws=return_draws
+            place = self._place(device, x)
+            return self.refreshed(refresh, device=place).predict(
+                x, batch_size=batch_size, function=function, levels=levels, return_draws=return_draws, device=place
             )
-        view = self.view
+        view, place = self.view, self._place(device, x)
         self._warn_of_batch_statistics(view)
         call = Mapped(view.predict if function is None else lambda p, part: view.apply(function, p, part))
         classes, normal = view.classes and function is None, view.normal or function is not None
@@ -188,59 +210,69 @@ class Posterior:
         parts = []
         for part in batches_of(x, batch_size):
             average = Average(classes, keep=return_draws or bool(levels))
-            for block in self.blocks(part):
+            part = moved(part, place)
+            for block in self._stack.blocks(part, device=place):
                 found = call(block, part)
                 if isinstance(found, dict) and "mean" not in found:
                     raise ValueError(f"a prediction must be a tensor or have a 'mean'; it has {list(found)}")
                 values, variances = (found["mean"], found.get("variance")) if isinstance(found, dict) else (found, None)
-                if batch_size is not None and (values.ndim < 2 or values.shape[1] != rows_of(part)):
+                if batch_size is not None and (values.ndim < 2 or values.shape[1] != batch_length(part)):
                     raise ValueError(
-                        f"batch_size = {batch_size} needs predictions with a row for each input: {rows_of(part)} "
+                        f"batch_size = {batch_size} needs predictions with a row for each input: {batch_length(part)} "
                         f"inputs gave shape {list(values.shape[1:])}; leave batch_size out"
                     )
                 average.add(values, variances)
-            parts.append(average.prediction(self.num_chains, levels, normal, return_draws))
+            parts.append(average.prediction(self.num_chains, levels, normal, return_draws).to(device_of(x)))
         return join(parts)
 
     @torch.no_grad()
-    def log_likelihood(self, batch: Any, *, batch_size: int | None = None) -> Tensor:
+    def log_likelihood(self, batch: Any, *, batch_size: int | None = None, device: Device = None) -> Tensor:
         """Log likelihood of each example at each draw, ``[chains, draws, n]``.
 
         Args:
             batch: examples as in the data, for instance ``(x, y)``.
             batch_size: examples worked on at once; all of them by default.
+            device: where to compute, as for `predict`.
         """
-        call = Mapped(self.view.log_likelihood)
-        parts = [
-            torch.cat([_tensor(call(block, part)) for block in self.blocks(part)])
-            for part in batches_of(batch, batch_size)
-        ]
+        batch = with_tensors(batch, self.view.target.dtype)
+        parts = [torch.cat(list(every)).to(device_of(batch)) for every in self._likely(batch, batch_size, device)]
         return by_chain(torch.cat(parts, 1), self.num_chains)
 
     @torch.no_grad()
-    def log_predictive(self, batch: Any, *, batch_size: int | None = None) -> Tensor:
+    def log_predictive(self, batch: Any, *, batch_size: int | None = None, device: Device = None) -> Tensor:
         """Log density of each example under the model average: ``log mean_draws p(y | x, draw)``, ``[n]``.
 
         Args:
             batch: examples as in the data, for instance ``(x, y)``.
             batch_size: examples worked on at once; all of them by default.
+            device: where to compute, as for `predict`.
         """
-        call, parts = Mapped(self.view.log_likelihood), []
-        for part in batches_of(batch, batch_size):
-            total = torch.full((), -torch.inf, dtype=torch.float64)
-            for block in self.blocks(part):
-                values = _tensor(call(block, part))
-                total = torch.logaddexp(total, values.double().logsumexp(0))
-            parts.append((total - math.log(len(self))).to(values.dtype))
+        batch, parts = with_tensors(batch, self.view.target.dtype), []
+        for every in self._likely(batch, batch_size, device):
+            total = None
+            for values in every:
+                block = values.double().logsumexp(0)
+                total = block if total is None else torch.logaddexp(total, block)
+            assert total is not None
+            parts.append((total - math.log(len(self))).to(device_of(batch), values.dtype))
         return torch.cat(parts)
 
+    def _likely(self, batch: Any, batch_size: int | None, device: Device) -> Iterator[Iterator[Tensor]]:
+        """For some examples at a time, their log likelihoods at some draws at a time, ``[draws, n]``."""
+        call, place = Mapped(self.view.log_likelihood), self._place(device, batch)
+        for part in batches_of(batch, batch_size):
+            part = moved(part, place)
+            yield (_tensor(call(block, part)) for block in self._stack.blocks(part, device=place))
+
     @torch.no_grad()
-    def refreshed(self, batches: Any) -> Posterior:
+    def refreshed(self, batches: Any, *, device: Device = None) -> Posterior:
         """The same draws with BatchNorm statistics found anew for each: averages over these batches.
 
         Args:
             batches: an iterable of batches such as a DataLoader or a list, of data or of inputs alone; or one tuple of
                 tensors, taken as a single batch. It is gone through once for each draw.
+            device: where to compute; that of the target's model if it is an accelerator, else that of tensors given as
+                such or in a list, by default.
         """
         network = self.view.network
         if network is None:
@@ -249,25 +281,14 @@ class Posterior:
         if isinstance(batches, Tensor) or (isinstance(batches, tuple) and all(isinstance(t, Tensor) for t in batches)):
             batches = [batches]
         found: list[Params] = []
-        for block in self.blocks(None, 1):
-            found.append(network.refreshed({name: x[0] for name, x in block.items()}, batches))
-        fresh = {name: by_chain(torch.stack([one[name] for one in found]), self.num_chains) for name in found[0]}
-        return Posterior(self.target, self.draws, self.info, self.data, {**self.buffers, **fresh})
+        for block in self._stack.blocks(None, 1, self._place(device, batches)):
+            fresh = network.refreshed({name: x[0] for name, x in block.items()}, batches)
+            found.append({name: x.cpu() for name, x in fresh.items()})
+        each = {name: by_chain(torch.stack([one[name] for one in found]), self.num_chains) for name in found[0]}
+        return Posterior(self.target, self.draws, self.info, self.data, {**self.buffers, **each})
 
-    def blocks(self, inputs: Any, size: int | None = None) -> Iterator[Params]:
-        """All draws in turn, some at a time ``[draws, *shape]``, buffers included, on the device of the inputs.
-
-        Args:
-            inputs: what will be evaluated at them.
-            size: draws in a block; so many that memory stays bounded by default.
-        """
-        count, draws = len(self), self.num_draws
-        size = size or at_once(list(self.shapes.values()), inputs)
-        device = next((t.device for t in tensors_of(inputs)), None)
-        for first in range(0, count, size):
-            last = min(first + size, count)
-            block = some_of(self.draws, first, last, draws) | some_of(self.buffers, first, last, draws)
-            yield block if device is None else {name: x.to(device) for name, x in block.items()}
+    def _place(self, device: Device, inputs: Any) -> torch.device:
+        return place_of(device, self.view.target.device, inputs)
 
     def _warn_of_batch_statistics(self, view: View) -> None:
         if view.network is not None and not self.buffers and (layer := view.network.batch_statistics):
@@ -287,6 +308,7 @@ class Posterior:
         inputs: Any = None,
         parameters: Sequence[str] | None = None,
         examples: int = 16,
+        device: Device = None,
     ) -> PosteriorSummary:
         """R-hat, effective draws and Monte-Carlo errors of predictions, log likelihoods and parameters.
 
@@ -296,6 +318,7 @@ class Posterior:
             parameters: names or shell patterns of parameters to look at, such as ``["likelihood.scale", "*.bias"]``;
                 the scales of likelihood and prior, and all parameters where they are few, by default.
             examples: number of examples to look at, evenly spaced in the data.
+            device: where to compute, as for `predict`.
 
         Example:
             >>> draws = {"mu": torch.randn(4, 250, generator=torch.Generator().manual_seed(0))}
@@ -303,7 +326,13 @@ class Posterior:
             >>> found.rows[0].name, found.rhat < 1.01, found.as_dict()["chains"]
             ('mu', True, 4)
         """
-        return summary(self, data, inputs=inputs, parameters=parameters, examples=examples)
+        if isinstance(examples, bool) or not isinstance(examples, int) or examples < 1:
+            raise ValueError(f"examples = {examples!r} must be an integer of at least 1")
+        self._check_sets()
+        traces = self._function_traces(data, inputs, examples, device)
+        for name in self._chosen(parameters):
+            traces[name] = ("parameter", self.draws[name])
+        return summary_of(traces)
 
     def trust(
         self,
@@ -317,6 +346,7 @@ class Posterior:
         ess: float = ESS,
         examples: int = 16,
         seed: int = 0,
+        device: Device = None,
     ) -> Verdict:
         """Whether to believe the draws: "trust it", "run longer" or "it samples something else", and why.
 
@@ -334,8 +364,28 @@ class Posterior:
             ess: least effective number of draws to believe.
             examples: number of examples whose predictions are judged.
             seed: of the examples in gradients.
+            device: where to compute, as for `predict`.
         """
-        return trust(self, data, temperature, inputs, held_out, rows, rhat, ess, examples, seed)
+        self._check_sets()
+        view = self.view  # says so where there is no target
+        data = self.data if data is None else data
+        if data is None:
+            raise ValueError(
+                "the temperature is read from gradients of the training data: pass them, posterior.trust(data); "
+                "posterior.summary() does without"
+            )
+        wanted = float(self.info.get("temperature", 1.0) if temperature is None else temperature)
+        if not wanted > 0:
+            raise ValueError(f"temperature = {wanted} must be positive: the draws cannot be compared with a point")
+        if self.num_draws < LEAST:
+            raise ValueError(f"{self.num_draws} draws of a chain are too few for a verdict; {LEAST} at least")
+        found, along = measure(self._stack, view, data, self.info.get("num_data"), wanted, rows, seed, device)
+        traces = self._function_traces(held_out if held_out is not None else data, inputs, examples, device)
+        every = np.concatenate(
+            [as_array(x).reshape(self.num_chains, self.num_draws, -1) for _, x in traces.values()], -1
+        )
+        reports = self.info.get("warmup", [])
+        return judge(wanted, found, along, summary_of(traces), every, reports, rhat, ess)
 
     def to_arviz(self, data: Any = None, *, parameters: Sequence[str] | None = None) -> Any:
         """The draws as ArviZ takes them: an ``xarray.DataTree``, by ``pip install "isosgd[arviz]"``.
@@ -344,9 +394,99 @@ class Posterior:
             data: examples whose log likelihood at each draw goes along, as model comparison needs it.
             parameters: names or shell patterns of the parameters to take; all by default.
         """
-        return to_arviz(self, data, parameters)
+        try:
+            arviz = importlib.import_module("arviz_base")
+        except ImportError as error:
+            raise ImportError('to_arviz needs arviz-base: pip install "isosgd[arviz]"') from error
+        names = list(self.shapes) if parameters is None else self._chosen(parameters)
+        groups = {"posterior": {name: _array(self.draws[name]) for name in names}}
+        if data is not None:
+            groups["log_likelihood"] = {"y": _array(self.log_likelihood(data))}
+        # Attributes must be plain for files of ArviZ: what is nested goes as JSON.
+        attrs = {key: value if isinstance(value, str | int | float) else json.dumps(value, default=str)
+                 for key, value in self.info.items()}  # fmt: skip
+        attrs["inference_library"] = "isosgd"
+        return arviz.from_dict(groups, attrs={"posterior": attrs})
+
+    def _function_traces(self, data: Any, inputs: Any, examples: int, device: Device) -> dict[str, tuple[str, Any]]:
+        """Predictions and log likelihoods of some examples at each draw."""
+        traces: dict[str, tuple[str, Any]] = {}
+        batch = _some_examples(
+            self.data if data is None else data, examples, None if self.target is None else self.target.dtype
+        )
+        if batch is None and inputs is None:
+            return traces
+        network = self.view.network is not None
+        if inputs is not None or network:
+            x = (
+                tree_map(lambda t: _spaced(t, examples), with_tensors(inputs, self.view.target.dtype))
+                if inputs is not None
+                else inputs_of(batch)
+            )
+            predicted = self.predict(x, return_draws=True, device=device).draws
+            assert predicted is not None
+            traces["prediction"] = ("prediction", _without_last_class(predicted, self.view.classes))
+        if batch is not None:
+            each = self.log_likelihood(batch, device=device)
+            traces["log likelihood"] = ("log likelihood", each.double().mean(-1))
+            if "prediction" not in traces:  # the next best function of the parameters
+                traces["log likelihood of example"] = ("log likelihood", each)
+        return traces
+
+    def _chosen(self, patterns: Sequence[str] | None) -> list[str]:
+        """Names of the parameters to follow."""
+        shapes = self.shapes
+        if patterns is not None:
+            given = [patterns] if isinstance(patterns, str) else list(patterns)
+            for pattern in given:
+                if not any(match(name, [pattern]) for name in shapes):
+                    raise ValueError(f"parameters has {pattern!r}, which fits none of {list(shapes)}")
+            return [name for name in shapes if match(name, given)]
+        if sum(int(np.prod(shape)) for shape in shapes.values()) <= FEW:
+            return list(shapes)
+        scales = [name for name, shape in shapes.items() if not shape]
+        return scales[:FEW]
+
+    def _check_sets(self) -> None:
+        if (sets := int(self.info.get("sets", 1))) > 1:
+            raise ValueError(
+                f"these draws are of {sets} data sets, which have different posteriors: choose the chains of one, "
+                "posterior.of_set(i)"
+            )
 
 
 def _tensor(found: Any) -> Tensor:
     assert isinstance(found, Tensor)
     return found
+
+
+def _some_examples(data: Any, count: int, dtype: torch.dtype | None) -> Any:
+    """Some examples of the data, evenly spaced; of a loader, the first of its first batch."""
+    if data is None:
+        return None
+    if is_array(data):
+        data = (data,)
+    if isinstance(data, tuple | list) and data and all(map(is_array, data)):
+        return tuple(_spaced(as_tensor(x, dtype), count) for x in data)
+    batch = with_tensors(next(iter(data), None), dtype)
+    if batch is None:
+        raise ValueError("data yields no batches: it is empty, or an iterator that was gone through already")
+    size = batch_length(batch)
+    return tree_map(lambda t: t[:count] if t.ndim and len(t) == size else t, batch)
+
+
+def _spaced(x: Tensor, count: int) -> Tensor:
+    """So many rows, evenly spaced."""
+    if not x.ndim or len(x) <= count:
+        return x
+    return x[torch.linspace(0, len(x) - 1, count).round().long().to(x.device)]
+
+
+def _without_last_class(predicted: Tensor, classes: bool) -> Any:
+    """Probabilities sum to one: the last says nothing that the others do not."""
+    return predicted[:, :, :, :-1] if classes and predicted.ndim > 3 and predicted.shape[3] > 1 else predicted
+
+
+def _array(values: torch.Tensor) -> Any:
+    values = values.detach().cpu()
+    return (values.float() if values.dtype in (torch.bfloat16, torch.float16) else values).numpy()

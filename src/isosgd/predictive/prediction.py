@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from isosgd.metrics import mixture_quantiles
 from isosgd.metrics.checks import between_0_and_1
+from isosgd.predictive.draws import by_chain
 
 CLOSE = 1e-9  # levels closer than this are the same
 
@@ -89,6 +91,11 @@ class Prediction:
         """
         low, high = self.quantile(central(level))
         return low, high
+
+    def to(self, device: torch.device | str) -> Prediction:
+        """The same on a device."""
+        there: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **there)
 
     def __repr__(self) -> str:
         there = [f"{f.name} {list(x.shape)}" for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)]
@@ -198,11 +205,6 @@ class Average:
             shaped[1] if return_draws else None,
             normal,
         )
-
-
-def by_chain(values: Tensor, chains: int) -> Tensor:
-    """Draws of one chain after the other, ``[chains * draws, *shape]``, as ``[chains, draws, *shape]``."""
-    return values.reshape(chains, -1, *values.shape[1:])
 
 
 def join(parts: Sequence[Prediction]) -> Prediction:

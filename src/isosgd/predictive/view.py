@@ -12,7 +12,9 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isosgd.potential import Params, Target
+from isosgd.potential.batches import with_tensors
 from isosgd.potential.modules import ModuleLikelihood
+from isosgd.predictive.draws import moved
 
 NORMAL = {"Gaussian", "HeteroscedasticGaussian"}  # likelihoods under which y is normal around each draw's mean
 CLASSES = {"Categorical", "Bernoulli"}
@@ -70,8 +72,9 @@ class Network(ModuleLikelihood):
         tensors = [*of._module.parameters(), *of._module.buffers()]
         self._module = copy.deepcopy(of._module, {id(x): x for x in tensors})
         self._buffers = {name for name, _ in of._module.named_buffers()}
-        for layer in self._norms():
+        for _, layer in self._named_norms():
             layer.eval()
+            layer.track_running_stats = layer.running_mean is not None
 
     @property
     def batch_statistics(self) -> str:
@@ -109,8 +112,7 @@ class Network(ModuleLikelihood):
                 layer.train()
                 layer.momentum = None  # a plain average over batches
             for batch in batches:
-                inputs = tuple(x.to(first.device) if isinstance(x, Tensor) else x for x in inputs_of(batch))
-                self.output(natural | found, inputs)
+                self.output(natural | found, moved(with_tensors(inputs_of(batch), first.dtype), first.device))
                 count += 1
         finally:
             for (_, layer), momentum in zip(norms, before, strict=True):

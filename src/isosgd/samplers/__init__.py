@@ -1,13 +1,12 @@
 """Samplers: torch optimizers over two steppers. They see parameters and gradients, never models or data."""
 
+from isosgd.geometry.layer import Layer, Single, Structure
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import layer_groups
-from isosgd.samplers.isgd import ISGD
-from isosgd.samplers.presets import PRESETS
+from isosgd.samplers.isgd import ISGD, PRESETS
 from isosgd.samplers.registry import REGISTRY, Method
 from isosgd.samplers.sghmc import SGHMC
 from isosgd.samplers.sgld import SGLD
-from isosgd.samplers.structure import Layer, Single, Structure
 from isosgd.samplers.vsgd import VSGD
 
 METHODS: dict[str, type[Sampler]] = {name: method.kind for name, method in REGISTRY.items()}

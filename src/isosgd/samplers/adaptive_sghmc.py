@@ -13,23 +13,23 @@ Their step epsilon is ``sqrt(lr)`` here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isosgd.noise import join
+from isosgd.geometry.layer import diagonal_scale
+from isosgd.noise import Uses, join
 from isosgd.noise.estimators import state_dtype
+from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
-from isosgd.samplers.planning import Move
-from isosgd.samplers.preconditioned import Preconditioned, rms_metric
-from isosgd.samplers.sghmc import SGHMC
-from isosgd.samplers.steppers import Number
-from isosgd.samplers.structure import diagonal_scale
+from isosgd.samplers.injection import Move
+from isosgd.samplers.metric import DiagonalMetric, rms_metric
+from isosgd.samplers.program import StepProgram
+from isosgd.samplers.steppers import check_friction
 
 
-class AdaptiveSGHMC(Preconditioned, SGHMC):
+class AdaptiveSGHMC(Sampler):
     """SGHMC whose scales are adapted in the burn-in, then frozen.
 
     Targets ``exp(-f / T)`` after the burn-in, up to the discretisation bias ``rate h / (2 (2 - a))`` in the metric,
@@ -63,6 +63,7 @@ class AdaptiveSGHMC(Preconditioned, SGHMC):
     """
 
     targets = "exp(-f / T) after the burn-in, for independent gradient noise"
+    has_velocity = True
 
     def __init__(
         self,
@@ -82,15 +83,10 @@ class AdaptiveSGHMC(Preconditioned, SGHMC):
         if not eps > 0:
             raise ValueError(f"eps = {eps} must be positive: it bounds the preconditioner")
         self.burn_in, self.eps = burn_in, eps
-        super().__init__(
-            params,
-            num_data=num_data,
-            temperature=temperature,
-            lr=lr,
-            friction=friction,
-            corrected=corrected,
-            **settings,
-        )
+        super().__init__(params, num_data=num_data, temperature=temperature, lr=lr, **settings)
+        self.friction, self.corrected = check_friction(friction), corrected
+        self.metric: DiagonalMetric = DiagonalMetric(self.noise, self._metric, self._learn)
+        self.noise.uses = Uses(variances=corrected)
 
     @property
     def adapting(self) -> bool:
@@ -126,23 +122,19 @@ class AdaptiveSGHMC(Preconditioned, SGHMC):
         known = ["variance" if "variance" in self._scales(p) else "square" for p in params]
         return [self._metric(p) * self._scales(p)[name] for p, name in zip(params, known, strict=True)]
 
-    def adapt(self, curvature: Sequence[Number] | None = None, rise: float = 2.0) -> None:
-        if self.given or curvature is None or not self.corrected:
-            super().adapt(curvature, rise)
-            return
-        for group, h in zip(self.param_groups, curvature, strict=True):
-            noise = self._noise(group["params"])
-            # What is subtracted must fit under a T / (N lr), and what it leaves must drown in it.
-            most = 0.5 * join(noise, self.batched).amax(-1)
-            left = self.excess_noise(group, noise) / self.bias
-            self._fit_rate(group, h * self.stretch(group), torch.maximum(most, left), rise)
+    def noise_bound(self, group: Group) -> Tensor:
+        """What is subtracted must fit under a T / (N lr), and what it leaves must drown in it."""
+        if not self.corrected:
+            return super().noise_bound(group)
+        noise = self._noise(group["params"])
+        most = 0.5 * join(noise, self.batched).amax(-1)
+        return torch.maximum(most, self.metric.excess_noise(group, noise) / self.bias)
 
-    @property
-    def _follows(self) -> tuple[bool, bool]:
-        return self.corrected, False
+    def _program(self) -> StepProgram | str:
+        return "its scales are still adapted" if self.adapting else super()._program()
 
     def _move(self, group: Group, params: list[Tensor]) -> Move:
         if not self.corrected:
-            return super()._move(group, params)
+            return self._plain(group)
         scale = diagonal_scale(self.composite(group), join(self._noise(params), self.batched))
         return Move(self.rate(group), 1.0, scale=scale)

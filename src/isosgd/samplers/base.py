@@ -1,25 +1,34 @@
-"""What every sampler shares: its settings, the step, and the state that is saved.
+"""What every sampler shares: groups and units, rates, the step, and the state that is saved.
 
-What it knows of its gradient noise comes from `isosgd.samplers.following`, the noise that it injects from
-`isosgd.samplers.planning`, and its rates from `isosgd.samplers.rates`.
+A sampler *has* a model of its gradient noise (`isosgd.noise.NoiseModel`) and an `Injector` that draws what it injects.
+It may have a metric (`isosgd.samplers.metric`), a schedule of its rates (`isosgd.samplers.schedules`), and a Lambda
+that knows directions (`isosgd.geometry`). What is left to tell samplers apart is the `Move` of a group.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from isosgd.noise import NoiseEstimator, NoiseName, make_estimator
-from isosgd.samplers.groups import ParamsLike, check_groups, check_units, layer_groups, trained_groups
+from isosgd.geometry.base import Geometry
+from isosgd.geometry.layer import Number, diagonal_scale, root
+from isosgd.geometry.rule import allowed_rate_curvature
+from isosgd.noise import NoiseEstimator, NoiseModel, NoiseName, Summary, join, make_estimator, summarise
+from isosgd.samplers.groups import Group, ParamsLike, check_groups, check_units, layer_groups, trained_groups
+from isosgd.samplers.injection import Injector, Move
 from isosgd.samplers.innovations import Innovations, make_generator
-from isosgd.samplers.rates import Rated
-from isosgd.samplers.steppers import Number, langevin_
+from isosgd.samplers.metric import DiagonalMetric
+from isosgd.samplers.program import KickProgram, StepProgram
+from isosgd.samplers.schedules import Cycles, Schedule
+from isosgd.samplers.steppers import hamiltonian_, langevin_
 
 
-class Sampler(Rated):
+class Sampler(Optimizer, ABC):
     """A `torch.optim.Optimizer` whose steps draw from a posterior.
 
     The gradients it finds in ``.grad`` must be those of ``mean negative log likelihood + (negative log prior) / N``.
@@ -37,10 +46,23 @@ class Sampler(Rated):
         foreach: update all tensors of a group in one call.
         capturable: keep rates in tensors on the device, so that a step can be captured in a CUDA graph.
         innovations: ``normal``, ``bits`` (moment-matched, see `isosgd.samplers.innovations`) or ``auto``.
+        lr: a rate of the user's; left out, `adapt` sets it.
+        schedule: of rates.
         extra: further settings of a group, from the subclass.
+
+    Attributes:
+        noise: what is known of the gradient noise.
+        friction: a of Theorem 2; 1 is Theorem 1.
+        given: whether the rate is the user's.
+        metric: a diagonal preconditioner, or None.
+        geometry: a Lambda that knows directions, or None.
     """
 
     targets: ClassVar[str] = "exp(-f / T)"
+    has_velocity: ClassVar[bool] = False  # whether steps are those of Theorem 2
+    friction: float = 1.0
+    metric: DiagonalMetric | None = None
+    geometry: Geometry | None = None
 
     def __init__(
         self,
@@ -57,6 +79,8 @@ class Sampler(Rated):
         foreach: bool = True,
         capturable: bool = False,
         innovations: Innovations = "auto",
+        lr: float | None = None,
+        schedule: Schedule | None = None,
         extra: dict[str, Any] | None = None,
     ) -> None:
         check_units(num_data, temperature)
@@ -66,21 +90,176 @@ class Sampler(Rated):
             raise ValueError(f"innovations = {innovations!r} is unknown; choose 'auto', 'normal' or 'bits'")
         if track_every < 1:
             raise ValueError(f"track_every = {track_every} must be at least 1")
-        self.estimator = make_estimator(noise, momentum)
+        if lr is not None and not lr > 0:
+            raise ValueError(f"lr = {lr} must be positive; leave it out to have it set by the warm-up")
         self.bias, self.track_every, self.chains = bias, track_every, chains
-        self.foreach, self.capturable, self.innovations = foreach, capturable, innovations
-        counters = {"step": 0, "seen": 0, "vectors": 0, "frozen": False}
-        defaults = {"num_data": num_data, "temperature": temperature, **counters, **(extra or {})}
+        self.foreach, self.capturable = foreach, capturable
+        self.given, self.schedule = lr is not None, schedule
+        counters = {"step": 0, "seen": 0, "vectors": 0, "frozen": False, "rate": lr}
+        scheduled = {} if schedule is None else schedule.settings()
+        defaults = {"num_data": num_data, "temperature": temperature, **counters, **scheduled, **(extra or {})}
+        estimator = make_estimator(noise, momentum)
         super().__init__(layer_groups(params), defaults)
         check_groups(self.param_groups, chains)
         self.param_groups = trained_groups(self.param_groups)
         self.generator = make_generator(generator, self.param_groups[0]["params"][0].device)
-        self._start_plan()
+        self.noise = NoiseModel(self, estimator, self.generator, self.batched)
+        self.injector = Injector(self.noise, self.generator, innovations, chains, capturable, self._next_move)
+        if lr is not None:
+            for group in self.param_groups:
+                group["rate"] = self.number(lr)
+        if isinstance(schedule, Cycles):
+            for group in (self.defaults, *self.param_groups):
+                schedule.prepare(group, begun=self.given)
 
     @property
-    def batched(self) -> bool:  # type: ignore[override]
+    def batched(self) -> bool:
         """Whether parameters carry a leading chain dimension."""
         return self.chains is not None
+
+    @property
+    def estimator(self) -> NoiseEstimator:
+        """Of the variance of gradient noise."""
+        return self.noise.estimator
+
+    @property
+    def innovations(self) -> Innovations:
+        """Of which kind they are."""
+        return self.injector.innovations
+
+    # -- gradient noise -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def observe(self, noise: Sequence[Tensor] | None = None) -> None:
+        """Take in one noise vector, in the order of the parameters; the gradients themselves when None."""
+        if self.geometry is not None:
+            if noise is not None:  # what the model keeps, number by number, a geometry knows better
+                self.noise.check(noise)
+                self.geometry.observe(noise)
+                for group in self.param_groups:
+                    group["seen"] += 1
+            return
+        if self.metric is not None:
+            self.metric.see(observed=True)
+        self.noise.take(noise)
+        self.injector.noise_changed()
+        if self.metric is not None:
+            self.metric.take(noise)
+
+    def forget_noise(self, void: bool = False) -> None:
+        """Start the noise estimate anew where the chain now is; the old one serves until the first new vector.
+
+        Args:
+            void: the old one is worth nothing: it was not measured on the posterior.
+        """
+        self.noise.forget()
+        if self.geometry is not None:
+            self.geometry.forget(void)
+
+    def freeze(self) -> None:
+        """Rates stay as they are from now on; only the noise that a step depends on is still followed.
+
+        Cycles begin.
+        """
+        self.noise.freeze()
+        if isinstance(self.schedule, Cycles):
+            for group in self.param_groups:
+                group["start"] = group["step"]
+            self.refresh()
+
+    def noise_summary(self, group: Group, how: Summary) -> Tensor:
+        """One number for a group's noise, in units of ``b = v / 2``; in the metric, where there is one."""
+        if self.metric is None:
+            return self.noise.summary(group, how)
+        return self.metric.top(group) if how == "top" else summarise(self.metric.variances(group), how, self.batched)
+
+    # -- rates --------------------------------------------------------------------------------------------------------
+
+    def adapt(self, curvature: Sequence[Number] | None = None, rise: float = 2.0) -> None:
+        """Set every group's rate from the noise seen and, where known, the curvature of ``f / N`` in that group.
+
+        Rates fall at once and rise by at most a factor of ``rise``.
+        """
+        if self.given:
+            return
+        if curvature is None:
+            name = type(self).__name__
+            raise ValueError(f"{name} has no rate and no curvature to set it from: pass lr, or use isosgd.sample")
+        for group, h in zip(self.param_groups, curvature, strict=True):
+            ratio = 1.0 if self.metric is None else self.metric.curvature_ratio(group)
+            self._fit_rate(group, h if self.metric is None else h * ratio, self.noise_bound(group), rise)
+            if isinstance(self.schedule, Cycles):
+                group["peak"] = self.number(self.schedule.stable_peak(group, group["rate"], h))
+
+    def noise_bound(self, group: Group) -> Tensor:
+        """The smallest composite noise that a group's gradient noise asks for: what is ignored must drown in it."""
+        return self.noise_summary(group, "top") / self.bias
+
+    def _fit_rate(self, group: Group, curvature: Number, noise: Tensor, rise: float) -> None:
+        """The largest rate whose composite noise ``a T / (N rate)`` covers ``noise`` and whose bias is as allowed.
+
+        It falls at once and rises by at most a factor of ``rise``.
+        """
+        # Without a temperature there is no variance that noise could spoil: the curvature alone bounds the rate.
+        variance = self.friction * group["temperature"]
+        cover = group["num_data"] * noise / variance if variance else torch.zeros_like(noise)
+        guard = torch.as_tensor(curvature, dtype=noise.dtype, device=noise.device)
+        inverse = torch.maximum(cover, guard / allowed_rate_curvature(self.bias, self.friction))
+        old = None if group["rate"] is None else 1.0 / group["rate"]
+        group["rate"] = self.number(1.0 / slow_rise(old, inverse, rise))
+        self.refresh()
+
+    def number(self, value: Number) -> Number:
+        """A group's number in the form this sampler keeps: a float, or a tensor when chains or a capture need one."""
+        if self.chains is None and not self.capturable:
+            return float(value)
+        device = self.param_groups[0]["params"][0].device
+        return torch.as_tensor(value, dtype=torch.float32, device=device).clone()
+
+    def rate(self, group: Group) -> Number:
+        """The step of a group: ``theta -= rate * (...)``."""
+        rate: Number | None = group["rate"]
+        if rate is None:
+            raise RuntimeError(
+                f"group {group['name']!r} has no rate yet: give one, or call adapt() after noise was observed"
+            )
+        return rate if self.schedule is None else self.schedule.rate(group, rate)
+
+    def composite(self, group: Group) -> Number:
+        """The noise, gradient's and injected together, that goes with the rate: ``Sigma = a T / (N rate)``."""
+        sigma: Number = self.friction * group["temperature"] / (group["num_data"] * self.rate(group))
+        return sigma
+
+    # -- moves --------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _move(self, group: Group, params: list[Tensor]) -> Move:
+        """The rate and the injected noise of a group's next steps: all that tells samplers apart.
+
+        It is asked again when the noise estimate or the rates change, and after `refresh`.
+        """
+
+    def _next_move(self, group: Group, params: list[Tensor]) -> Move:
+        if isinstance(self.schedule, Cycles) and self.schedule.explores(group):
+            return Move(self.rate(group), 0.0)
+        return self._move(group, params)
+
+    def _plain(self, group: Group) -> Move:
+        """A move that injects all of the composite noise, as if gradients had none."""
+        return Move(self.rate(group), root(2.0 * self.composite(group)))
+
+    def _outer(self, lam: Number, rate: Number) -> Move:
+        """A move whose injected noise makes gradient noise isotropic, correlations included (see `take_out_`)."""
+        return Move(rate, root(2.0 * lam), outer=lam)
+
+    def _diagonal(self, params: list[Tensor], lam: Number, rate: Number) -> Move:
+        """A move whose injected noise makes up for the variance of each parameter's gradient noise on its own."""
+        variances = self.estimator.variance([self.noise.state_of(p) for p in params])
+        return Move(rate, 1.0, scale=diagonal_scale(lam, join(variances, self.batched)))
+
+    def refresh(self) -> None:
+        """Ask for the moves anew; call it after changing a group's settings by hand."""
+        self.injector.refresh()
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -102,22 +281,29 @@ class Sampler(Rated):
                 loss = closure()
         if noise is not None or self._takes_gradient():
             self.observe(noise)
-        self._lay_out()
+        self.injector.lay_out()
         self._update()
         for group in self.param_groups:
             group["step"] += 1
-        if not self._silent:
-            self._source.go_ahead()
+        if not self.injector.silent:
+            self.injector.source.prefetch()
         return loss
+
+    def _takes_gradient(self) -> bool:
+        """Whether this step's gradient serves as an (uncentred) noise vector."""
+        return not self.estimator.centred and self.param_groups[0]["step"] % self.track_every == 0
 
     def _update(self) -> None:
         """Draw the kicks and move the parameters."""
+        if self.metric is not None:
+            self.metric.see(observed=False)
         self._make_plan()
-        if not self._silent:
-            self._source.fill()
-        for params, rate, kicks in self._plan:
+        silent = self.injector.silent
+        if not silent:
+            self.injector.fill()
+        for params, rate, kicks in self.injector.plan:
             grads: list[Tensor] = [p.grad for p in params]  # type: ignore[misc]
-            kick = None if self._silent else kicks
+            kick = None if silent else kicks
             if self.foreach:
                 self._advance(params, grads, rate, kick)
                 continue
@@ -125,27 +311,63 @@ class Sampler(Rated):
                 own = rate[i] if isinstance(rate, list) else rate
                 self._advance([p], [g], own, None if kick is None else [kick[i]])
 
-    def _takes_gradient(self) -> bool:
-        """Whether this step's gradient serves as an (uncentred) noise vector."""
-        return not self.estimator.centred and self.param_groups[0]["step"] % self.track_every == 0
+    def _make_plan(self) -> None:
+        if self.schedule is not None and self.schedule.changes(self.param_groups):
+            self.refresh()  # the rate changes from step to step
+        self.injector.make_plan()
 
     def _advance(
         self, params: list[Tensor], grads: list[Tensor], rate: Number | list[float], kick: list[Tensor] | None
     ) -> None:
-        """Move the parameters, by Theorem 1 unless a sampler says otherwise."""
-        langevin_(params, grads, rate, kick)
+        """Move the parameters by Theorem 1 or 2, in the metric where there is one."""
+        if self.metric is not None:
+            metric, grads = self._drift(params, grads)
+            if kick is not None:
+                kick = list(torch._foreach_mul(kick, torch._foreach_sqrt(metric)))
+        if self.has_velocity:
+            hamiltonian_(params, [self.velocity(p) for p in params], grads, rate, self.friction, kick)
+        else:
+            langevin_(params, grads, rate, kick)
+
+    def _drift(self, params: list[Tensor], grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The diagonal of P, and what takes the place of the gradient."""
+        assert self.metric is not None
+        metric = [self.metric.value(p) for p in params]
+        return metric, list(torch._foreach_mul(metric, grads))
+
+    def velocity(self, p: Tensor) -> Tensor:
+        """The velocity of a parameter."""
+        state = self.state[p]
+        if "velocity" not in state:
+            state["velocity"] = torch.zeros_like(p)
+        velocity: Tensor = state["velocity"]
+        return velocity
+
+    def program(self) -> StepProgram | str:
+        """The next steps in the form that a backend executes many of at once, or why there is none."""
+        if self.schedule is not None and self.schedule.changes(self.param_groups):
+            return "rates change from step to step"
+        if any(self.noise.uses) and not self.estimator.centred:
+            return "the noise is followed by single gradients"
+        return self._program()
+
+    def _program(self) -> StepProgram | str:
+        return KickProgram(self)
 
     @property
     def sampling(self) -> bool:
         """Whether the last step makes a draw that counts."""
-        return True
+        return self.schedule.sampled(self.param_groups[0]) if isinstance(self.schedule, Cycles) else True
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, with the generator."""
-        state = self.generator.get_state() if self._laid_key is None else self._source.state()
-        return {**super().state_dict(), "generator": state}
+        """The optimizer's state, with the generator, and with the geometry where there is one."""
+        state = {**super().state_dict(), "generator": self.injector.generator_state()}
+        if self.geometry is not None:
+            last = self.injector.last
+            state["structure"] = {"name": self.geometry.name, "shape": self.geometry.state(), "last": last}
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave. Estimates keep their own dtype (torch would cast them to the parameter's)."""
@@ -153,13 +375,23 @@ class Sampler(Rated):
             raise ValueError(
                 "this state has no 'generator': it was not saved by an isosgd sampler and cannot resume a chain"
             )
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != "generator"})
+        saved = state_dict.get("structure")
+        if (saved or {}).get("name") != (None if self.geometry is None else self.geometry.name):
+            raise ValueError("the state was saved with another structure: make the sampler with the same one")
+        super().load_state_dict({k: v for k, v in state_dict.items() if k not in ("generator", "structure")})
         order = [p for group in self.param_groups for p in group["params"]]
-        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
-        for p, index in zip(order, saved, strict=True):
+        indices = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for p, index in zip(order, indices, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
                 self.state[p][name] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
         self.generator.set_state(state_dict["generator"].cpu())
-        self._laid_key = self._last_vectors = None
-        self._spectra.clear()
-        self._moves = []
+        self.noise.reset()
+        self.injector.reset()
+        if self.geometry is not None and saved is not None:
+            self.geometry.load(saved["shape"])
+            self.injector.last = None if saved["last"] is None else saved["last"].clone()
+
+
+def slow_rise(old: Number | None, new: Tensor, rise: float) -> Tensor:
+    """An inverse rate (a lambda) that grows at once and shrinks by at most a factor of ``rise``."""
+    return new if old is None else torch.maximum(new, torch.as_tensor(old, dtype=new.dtype, device=new.device) / rise)

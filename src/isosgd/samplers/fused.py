@@ -23,10 +23,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from isosgd.geometry.layer import diagonal_scale
 from isosgd.samplers.flat import Flat
 from isosgd.samplers.kernel import make_kernel
 from isosgd.samplers.steppers import hamiltonian_, langevin_
-from isosgd.samplers.structure import diagonal_scale
 
 CHUNK = 1024  # values of one program of the kernel
 WARPS = 4  # of one program

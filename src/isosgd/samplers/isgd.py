@@ -5,48 +5,72 @@
 Gradient noise and injected noise add up to a constant isotropic covariance in every layer p, so that Theorem 1 holds
 at a rate that is neither tuned nor annealed. In the code: ``lam`` is lambda^(p), ``b = v / 2`` the diagonal of B.
 
+Lambda covers the gradient noise. It may be estimated from outside (`ISGD.adapt`), or by the optimizer itself in its
+first ``warmup`` steps: by one of the paper's schemes, or in windows of growing length.
+
 Departures from the paper, each an option: noise is centred by default (``noise="paired"``); the injected noise corrects
 correlated gradient noise too (``correction="outer"``); lambda also obeys a curvature guard, ``lam >= T h / (N
-delta)``, that bounds the discretisation bias; and it is estimated in windows where the chain now is
-(``scheme="windowed"``). `PRESETS` names the paper's own rows.
-
-What a step does is in `isosgd.samplers.lambdas` for one lambda a layer, as in the paper, and in
-`isosgd.samplers.shaping` for a Lambda that knows directions.
+delta)``, that bounds the discretisation bias; it is estimated in windows where the chain now is
+(``scheme="windowed"``); and it may be a matrix that knows directions (`isosgd.geometry`). `PRESETS` names the paper's
+own rows.
 """
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from isosgd.errors import SamplingWarning
-from isosgd.noise import AlphaStable, Summary
-from isosgd.samplers.full import Full
-from isosgd.samplers.full_step import FullStep
-from isosgd.samplers.groups import ParamsLike
-from isosgd.samplers.lambdas import Scheme
-from isosgd.samplers.lowrank import LowRank
-from isosgd.samplers.presets import PRESETS
-from isosgd.samplers.rule import Rule
-from isosgd.samplers.shaped import Shaped
-from isosgd.samplers.shaping import ShapedLambda
-from isosgd.samplers.structure import Correction, Structure
-from isosgd.samplers.structures import StructureName, choose, instead, make_structure, provisional
+from isosgd.geometry.base import Geometry
+from isosgd.geometry.choice import StructureName, choose, instead, make_structure, provisional
+from isosgd.geometry.full import Full
+from isosgd.geometry.layer import Correction, Number, Structure, diagonal_scale
+from isosgd.geometry.lowrank import LowRank
+from isosgd.geometry.rule import Rule, allowed_rate_curvature
+from isosgd.noise import AlphaStable, MovingAverage, Summary, Uses, join
+from isosgd.samplers.base import Sampler, slow_rise
+from isosgd.samplers.groups import Group, ParamsLike
+from isosgd.samplers.injection import Move
+from isosgd.samplers.program import GeometryProgram, KickProgram, StepProgram
 
+Scheme = Literal["a", "b", "c", "windowed"]
+FIRST_WINDOW = 50
 HOT = 1e-2  # schemes that estimate at a mode were seen to diverge from this temperature on
 
 
-class ISGD(ShapedLambda):
+def _paper(noise: str, scheme: str, structure: str) -> dict[str, Any]:
+    common = {"scheme": scheme, "structure": structure, "correction": "diagonal", "track_every": 1}
+    if noise == "alpha":
+        return {"noise": AlphaStable(momentum=0.5, centred=False), "summary": "max", **common}
+    return {"noise": MovingAverage(0.9, centred=False), "summary": "sum", **common}
+
+
+# The paper's own variants by name. The letter before the dash says how gradient noise is estimated, the one after it
+# when; SLR is one lambda for all layers.
+PRESETS: dict[str, dict[str, Any]] = {
+    name + suffix: _paper(noise, scheme, structure)
+    for name, noise, scheme in (
+        ("alpha-a", "alpha", "a"),
+        ("alpha-c", "alpha", "c"),
+        ("G-b", "G", "b"),
+        ("G-c", "G", "c"),
+    )
+    for suffix, structure in (("", "layer"), ("-slr", "single"))
+}
+
+
+class ISGD(Sampler):
     """Isotropic SGD: posterior draws at a rate it finds itself.
 
     Targets ``exp(-f / T)``, f the negative log joint density, when lambda is constant and at least the top eigenvalue
     of B, up to the discretisation bias ``rate h / 2`` (bounded by ``bias`` where the curvature h is known).
 
     Departures from the paper, each an option: centred noise, a correction of correlated noise, a curvature guard,
-    lambda estimated in windows while sampling (see the top of this module), and shapes of Lambda that know directions.
+    lambda estimated in windows while sampling (see the top of this module), and Lambdas that know directions.
 
     Args:
         params: named parameters (one group a layer), or groups.
@@ -55,17 +79,17 @@ class ISGD(ShapedLambda):
         scheme: when lambda is estimated. ``a``, ``b``: while training goes on (from scratch, from a trained model), at
             the rate that the running estimate gives; ``c``: at a frozen trained model; ``windowed``: while sampling, in
             growing windows, so that lambda is that of the typical set.
-        structure: the shape of Lambda. ``layer``, ``single`` (the paper's SLR); or one that knows the geometry:
-            ``diagonal``, ``lowrank``, ``kronecker``, ``full`` (see `isosgd.samplers.shaped`); ``auto`` for the one of
-            these that fits the model (which a first look may still change, see `decide`); or a `Structure`.
+        structure: the form of Lambda. ``layer``, ``single`` (the paper's SLR); or one that knows directions:
+            ``diagonal``, ``lowrank``, ``kronecker``, ``full`` (see `isosgd.geometry`); ``auto`` for the one of these
+            that fits the model (which a first look may still change, see `decide`); or a `Structure` or `Geometry`.
         averaged: inject the mean of this step's and the last step's innovations (Leimkuhler and Matthews 2013), which
-            leaves only the discretisation bias of the gradient noise; the default for shapes that know the geometry.
+            leaves only the discretisation bias of the gradient noise; the default for a geometry.
         correction: ``outer`` corrects correlated noise and needs ``noise="paired"``, for which it is the default;
             ``diagonal`` is the paper's, and the default for other noise.
         summary: how a group's noise bounds lambda with ``correction="diagonal"``: ``max``, ``sum``, ``mean``, ``top``.
         warmup: steps of warm-up that the optimizer drives itself; 0 when something else calls `adapt`.
         batch_size: n; lets an optimizer-driven windowed warm-up guard the curvature by the Fisher information n Var(g).
-            Shapes that know the geometry need it.
+            A geometry needs it.
         budget: gradients that the warm-up of `isosgd.sample` may take, which ``structure="auto"`` heeds.
         lam: fixed lambda for all groups; nothing is adapted then.
         sets: with ``chains=K``, of how many data sets they are. Chains of one share what a full matrix is made from.
@@ -85,8 +109,8 @@ class ISGD(ShapedLambda):
         True
     """
 
-    measures = True  # whether its warm-up calls `decide`
-    attended = False  # whether every step measures the noise, where a shape asks for it
+    geometry: Geometry | None
+    independent_batches = False  # whether minibatches are, so that the level of the noise can be followed
 
     def __init__(
         self,
@@ -95,7 +119,7 @@ class ISGD(ShapedLambda):
         num_data: int,
         temperature: float = 1.0,
         scheme: Scheme = "windowed",
-        structure: StructureName | Structure = "layer",
+        structure: StructureName | Structure | Geometry = "layer",
         averaged: bool | None = None,
         correction: Correction | None = None,
         summary: Summary = "top",
@@ -116,32 +140,38 @@ class ISGD(ShapedLambda):
             raise ValueError(f"lam = {lam} must be positive; leave it out to have it estimated")
         if warmup < 0:
             raise ValueError(f"warmup = {warmup} must not be negative")
-        chains = settings.get("chains") or 1
-        if isinstance(sets, bool) or not isinstance(sets, int) or sets < 1 or chains % sets:
-            raise ValueError(f"sets = {sets!r} must divide the number of chains, {chains}; leave it to isosgd.sample")
-        self.scheme, self.summary, self.given = scheme, summary, lam is not None
-        self.undecided = False
+        check_sets(sets, settings.get("chains") or 1)
+        self.scheme, self.summary = scheme, summary
         self.warmup, self.batch_size, self.sets = warmup, batch_size, sets
-        super().__init__(
-            params, num_data=num_data, temperature=temperature, extra={"lam": None, "rate": None}, **settings
-        )
+        super().__init__(params, num_data=num_data, temperature=temperature, extra={"lam": None}, **settings)
+        self.given, self.undecided = lam is not None, False
         paired = self.estimator.centred and not isinstance(self.estimator, AlphaStable)
         if structure == "auto":
             knows = paired and scheme == "windowed" and batch_size is not None and not (correction or lam or warmup)
-            structure = choose(self._shapes(), budget, chains, self.measures) if knows else "layer"
-            self.undecided = provisional(self._shapes(), structure)
-        self.structure = make_structure(structure)
+            shapes = parameter_shapes(self)
+            structure = choose(shapes, budget, self.chains or 1) if knows else "layer"
+            self.undecided = provisional(shapes, structure)
         if correction == "outer" and not paired:
             raise ValueError(
                 "correction='outer' subtracts centred noise vectors: use it with noise='paired', or choose 'diagonal'"
             )
         self.correction: Correction = correction or ("outer" if paired else "diagonal")
-        self.shaped = self.structure if isinstance(self.structure, Shaped) else None
-        self.averaged = self.shaped is not None if averaged is None else averaged
-        if self.averaged and self.shaped is None:
+        self.noise.uses = Uses(variances=self.correction == "diagonal", vectors=self.correction == "outer")
+        self.structure = make_structure(structure)
+        known = isinstance(self.structure, Geometry)
+        self.averaged = known if averaged is None else averaged
+        if self.averaged and not known:
             raise ValueError("averaged=True goes with the structures diagonal, lowrank, kronecker and full")
-        if self.shaped is not None:
-            self._bind(self.shaped, paired, lam)
+        if isinstance(self.structure, Geometry):
+            if lam is not None:
+                name = self.structure.name
+                raise ValueError(f"lam = {lam} is one number, structure {name!r} has many: leave one of them out")
+            if not paired or scheme != "windowed":
+                raise ValueError(
+                    f"structure {self.structure.name!r} is estimated from centred noise in windows: it needs "
+                    f"noise='paired' and scheme='windowed', not {type(self.estimator).__name__} and {scheme!r}"
+                )
+            self._take_up(self.structure)
         if lam is not None:
             self._set([torch.as_tensor(lam) for _ in self.param_groups])
         if scheme == "c" and temperature >= HOT:
@@ -155,31 +185,209 @@ class ISGD(ShapedLambda):
                 stacklevel=2,
             )
 
-    def rule(self) -> Rule:
-        return replace(super().rule(), followed=self.attended and isinstance(self.shaped, FullStep))
+    @classmethod
+    def preset(cls, name: str, params: ParamsLike, *, num_data: int, **settings: Any) -> ISGD:
+        """The paper's rows by name: ``alpha-a``, ``alpha-c``, ``G-b``, ``G-c``, each also with ``-slr``."""
+        if name not in PRESETS:
+            raise ValueError(f"preset = {name!r} is unknown; choose one of {sorted(PRESETS)}")
+        return cls(params, num_data=num_data, **{**PRESETS[name], **settings})
+
+    def _take_up(self, geometry: Geometry) -> None:
+        """Go on with a Lambda that knows directions, and nothing yet."""
+        bind_geometry(self, geometry, self.batch_size, self.sets)
+        self.structure = self.geometry = geometry
+        self.noise.uses = Uses()
+        self.injector.averaged = self.averaged
+        self.injector.reset(geometry.extra_innovations)
 
     def decide(self) -> bool:
-        """After a first look of ``structure="auto"``: go on with a simpler shape where that is as good.
+        """After a first look of ``structure="auto"``: go on with a simpler Lambda where that is as good.
 
         Returns:
-            Whether the shape is another one now, which has seen nothing yet.
+            Whether Lambda is another one now, which has seen nothing yet.
         """
-        other = instead(self.shaped) if self.undecided and isinstance(self.shaped, Full) else None
+        before = self.geometry if self.undecided else None
+        other = instead(before) if isinstance(before, Full) else None
         self.undecided = False
-        if other is not None:
-            self._take_up(other)
-        return other is not None
-
-    def _take_up(self, shaped: Shaped) -> None:
-        """Go on with another shape, which knows nothing yet."""
-        alive = None if self.shaped is None else self.shaped.alive
-        self.structure = self.shaped = shaped
-        self._bind(shaped, paired=True, lam=None)
-        if alive is not None:
-            shaped.alive = alive
-        self._kept = None
-        self._start_plan()  # it may take other innovations
+        if before is None or other is None:
+            return False
+        self._take_up(other)
+        other.alive = before.alive
         self.forget_noise()
+        return True
+
+    # -- Lambda -------------------------------------------------------------------------------------------------------
+
+    def adapt(
+        self,
+        curvature: Sequence[Number] | None = None,
+        rise: float = 2.0,
+        prior: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Lambda from the noise seen and the curvature; it grows at once and shrinks by at most ``rise``.
+
+        Args:
+            curvature: the top curvature of ``f / N`` in each group.
+            rise: how much rates may rise. With 1 a geometry only slows down where the curvature asks for it.
+            prior: curvature of the negative log prior for each parameter, which a geometry needs.
+        """
+        if self.geometry is not None:
+            self.geometry.resize(self.rule(), curvature, rise, prior)
+            report_rates(self)
+        elif not self.given:
+            self._adapt_groups(curvature, rise)
+
+    def _adapt_groups(self, curvature: Sequence[Number] | None, rise: float) -> None:
+        """One lambda for each group, above its noise and so large that the discretisation bias is as allowed."""
+        noise = [self.noise_bound(group) for group in self.param_groups]
+        if curvature is None and self.batch_size is not None:
+            curvature = [2.0 * self.batch_size * self.noise_summary(group, "top") for group in self.param_groups]
+        delta = allowed_rate_curvature(self.bias)
+        guard = [torch.zeros_like(b) for b in noise]
+        if curvature is not None:
+            guard = [
+                torch.as_tensor(
+                    g["temperature"] * h / (g["num_data"] * delta), dtype=b.dtype, device=b.device
+                ).expand_as(b)
+                for g, h, b in zip(self.param_groups, curvature, noise, strict=True)
+            ]
+        lams = self._solve(noise, guard)
+        self._set([slow_rise(group["lam"], lam, rise) for group, lam in zip(self.param_groups, lams, strict=True)])
+
+    def noise_bound(self, group: Group) -> Tensor:
+        """The smallest lambda that leaves a non-negative covariance to inject."""
+        if self.correction == "diagonal":
+            return self.noise_summary(group, self.summary)
+        return self.noise.longest(group)
+
+    def _solve(self, noise: Sequence[Tensor], guard: Sequence[Tensor]) -> list[Tensor]:
+        assert isinstance(self.structure, Structure)
+        return self.structure.solve(noise, guard)
+
+    def _set(self, lams: Sequence[Tensor]) -> None:
+        assert isinstance(self.structure, Structure)
+        tiny = torch.finfo(torch.float32).tiny  # a group without any noise or curvature has no rate of its own
+        for group, lam in zip(self.param_groups, lams, strict=True):
+            group["lam"] = self.number(lam.clamp_min(tiny))
+            group["rate"] = self.structure.rate(group["lam"], group["temperature"], group["num_data"])
+        self.refresh()
+
+    def rule(self) -> Rule:
+        """How large a geometry must be."""
+        group = self.param_groups[0]
+        assert self.batch_size is not None and self.geometry is not None
+        n, t, kappa = self.batch_size, group["temperature"], self.geometry.kappa
+        trackable = self.independent_batches and isinstance(self.geometry, Full)
+        return Rule(group["num_data"], n, t, self.bias, self.averaged, kappa, trackable=trackable)
+
+    def relax(self, curvature_ratio: Tensor) -> None:
+        """Take back what a new geometry was enlarged too much: its ratio was measured against the old one.
+
+        Args:
+            curvature_ratio: the true curvature over the new H in the direction where the old one was too small by most.
+        """
+        assert self.geometry is not None
+        self.geometry.relax(self.rule(), curvature_ratio)
+        self.limit_excess()
+
+    def limit_excess(self) -> None:
+        """Slow down where noise that a geometry does not express would raise the temperature."""
+        assert self.geometry is not None
+        self.geometry.limit_excess()
+        report_rates(self)
+
+    def clipped_share(self, group: Group) -> Tensor:
+        """Share of the noise that exceeds lambda, so that it could not be made isotropic: a scalar, or ``[chains]``."""
+        if self.geometry is not None:
+            clipped = self.geometry.clipped()
+            return clipped if self.batched else clipped.squeeze(0)
+        if group["lam"] is None or self.noise.of_group(group) is None:
+            return torch.zeros(self.chains or ())
+        if self.correction == "outer":
+            over: Tensor = self.noise.recent_lengths(group) > 2.0 * group["lam"]
+            return over.float().mean(0)
+        scale = diagonal_scale(group["lam"], join(self.noise.variances(group), self.batched))
+        return (scale == 0).float().mean(-1)
+
+    # -- the optimizer's own warm-up ----------------------------------------------------------------------------------
+
+    @property
+    def warming(self) -> bool:
+        """Whether the optimizer's own warm-up is still on."""
+        return bool(self.param_groups[0]["step"] < self.warmup)
+
+    def _takes_gradient(self) -> bool:
+        return super()._takes_gradient() or (self.warming and not self.estimator.centred)
+
+    @torch.no_grad()
+    def observe(self, noise: Sequence[Tensor] | None = None) -> None:
+        super().observe(noise)
+        if self.geometry is None or self.geometry.seen >= self.geometry.min_vectors:
+            self._estimate()
+
+    def _estimate(self) -> None:
+        """Lambda from the noise seen so far, when the scheme says so."""
+        if self.given or not (self.warming and self.noise.ready()):
+            return
+        step = self.param_groups[0]["step"]
+        if self.scheme != "windowed":  # the running summary, with no guard, as in the paper
+            bounds = [self.noise_bound(group) for group in self.param_groups]
+            self._set(self._solve(bounds, [torch.zeros_like(b) for b in bounds]))
+        elif step % FIRST_WINDOW == 0 and (step // FIRST_WINDOW).bit_count() == 1:  # 50, 100, 200, 400, ...
+            self.adapt()
+            self.forget_noise()
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Tensor] | None = None, *, noise: Sequence[Tensor] | None = None
+    ) -> Tensor | None:
+        was_warming = self.warming
+        loss: Tensor | None = super().step(closure, noise=noise)
+        if was_warming and not self.warming:
+            self.freeze()
+            self.refresh()  # from training or estimating to sampling
+        return loss
+
+    def _move(self, group: Group, params: list[Tensor]) -> Move:
+        lam = group["lam"]
+        if self.warming and (self.scheme == "c" or lam is None):
+            return Move(0.0, 0.0)  # no estimate, no step; and scheme c estimates at a frozen model
+        if lam is None:
+            raise RuntimeError(
+                f"group {group['name']!r} has no lambda: let the optimizer warm up (warmup=), call adapt(), or give "
+                "lam="
+            )
+        if self.warming and self.scheme != "windowed":
+            # Training goes on, at the Bayesian rate whatever temperature is sampled later.
+            return Move(1.0 / (group["num_data"] * lam), 0.0)
+        rate = self.rate(group)
+        return self._outer(lam, rate) if self.correction == "outer" else self._diagonal(params, lam, rate)
+
+    def _update(self) -> None:
+        geometry = self.geometry
+        if geometry is None:
+            super()._update()
+            return
+        if not geometry.known and self.warming:
+            return  # no estimate, no step
+        if not geometry.known:
+            raise RuntimeError("Lambda is not known yet: let isosgd.sample warm up, or call adapt() after observe()")
+        params = self.injector.params
+        if len(params) != len(geometry.sizes):
+            raise RuntimeError("a parameter has no gradient: a Lambda that knows directions needs all of them")
+        xi = self.injector.fill()
+        gradient = geometry.flatten([p.grad for p in params])  # type: ignore[misc]
+        moved = geometry.displace_(geometry.tensors(), gradient, xi.view(geometry.chains, -1))
+        parts = torch.split(moved.to(xi.dtype), geometry.sizes, -1)
+        torch._foreach_sub_(params, [part.reshape(p.shape) for part, p in zip(parts, params, strict=True)])
+
+    def _program(self) -> StepProgram | str:
+        if self.warming:
+            return "the sampler is warming up"
+        return KickProgram(self) if self.geometry is None else GeometryProgram(self, self.geometry, self.averaged)
+
+    # -- saving -------------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.undecided and (state_dict.get("structure") or {}).get("name") == LowRank.name:
@@ -187,13 +395,41 @@ class ISGD(ShapedLambda):
             self.undecided = False
         super().load_state_dict(state_dict)
 
-    def _shapes(self) -> list[tuple[int, ...]]:
-        lead = 1 if self.batched else 0
-        return [tuple(p.shape[lead:]) for group in self.param_groups for p in group["params"]]
 
-    @classmethod
-    def preset(cls, name: str, params: ParamsLike, *, num_data: int, **settings: Any) -> ISGD:
-        """The paper's rows by name: ``alpha-a``, ``alpha-c``, ``G-b``, ``G-c``, each also with ``-slr``."""
-        if name not in PRESETS:
-            raise ValueError(f"preset = {name!r} is unknown; choose one of {sorted(PRESETS)}")
-        return cls(params, num_data=num_data, **{**PRESETS[name], **settings})
+# -- what I-SGD and HMC have in common: a geometry --------------------------------------------------------------------
+
+
+def parameter_shapes(sampler: Sampler) -> list[tuple[int, ...]]:
+    """Shapes of a sampler's parameters, without their chains."""
+    lead = 1 if sampler.batched else 0
+    return [tuple(p.shape[lead:]) for group in sampler.param_groups for p in group["params"]]
+
+
+def check_sets(sets: int, chains: int) -> None:
+    """Refuse a number of data sets that chains cannot be of."""
+    if isinstance(sets, bool) or not isinstance(sets, int) or sets < 1 or chains % sets:
+        raise ValueError(f"sets = {sets!r} must divide the number of chains, {chains}; leave it to isosgd.sample")
+
+
+def bind_geometry(sampler: Sampler, geometry: Geometry, batch_size: int | None, sets: int) -> None:
+    """Refuse settings that do not go with a geometry, and tell it of the parameters."""
+    if batch_size is None or batch_size < 2:
+        raise ValueError(
+            f"structure {geometry.name!r} takes the curvature from n Var(g): pass batch_size=n, not {batch_size}"
+        )
+    for name in ("temperature", "num_data"):
+        found = {group[name] for group in sampler.param_groups}
+        if len(found) > 1:
+            raise ValueError(f"groups with {name} = {sorted(found)}: structure {geometry.name!r} needs one for all")
+    geometry.bind(sampler.param_groups, sampler.chains, sets)
+
+
+def report_rates(sampler: Sampler) -> None:
+    """Let every group's rate and lambda say how large the geometry is there."""
+    geometry, first = sampler.geometry, sampler.param_groups[0]
+    assert geometry is not None
+    scale = first["temperature"] / first["num_data"]
+    for group, rate in zip(sampler.param_groups, geometry.group_rates().unbind(-1), strict=True):
+        group["rate"] = sampler.number(rate if sampler.batched else rate.squeeze(0))
+        # Without a temperature nothing moves: whatever Lambda is, its rate is zero, and its inverse infinite.
+        group["lam"] = sampler.number(scale / torch.as_tensor(group["rate"]))

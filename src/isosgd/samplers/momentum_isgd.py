@@ -13,14 +13,15 @@ from typing import Any
 
 from torch import Tensor
 
-from isosgd.noise import AlphaStable
+from isosgd.geometry.layer import Number
+from isosgd.noise import AlphaStable, Uses
+from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
-from isosgd.samplers.planning import Move
-from isosgd.samplers.sghmc import SGHMC
-from isosgd.samplers.steppers import Number
+from isosgd.samplers.injection import Move
+from isosgd.samplers.steppers import check_friction
 
 
-class MomentumISGD(SGHMC):
+class MomentumISGD(Sampler):
     """I-SGD with momentum, one lambda for each group, at a rate it finds itself.
 
     Targets ``exp(-f / T)`` when lambda is constant and at least the top eigenvalue of B, up to the discretisation bias
@@ -38,6 +39,9 @@ class MomentumISGD(SGHMC):
         settings: the settings common to all samplers, see `Sampler`.
     """
 
+    has_velocity = True
+    corrected = True
+
     def __init__(
         self,
         params: ParamsLike,
@@ -50,14 +54,18 @@ class MomentumISGD(SGHMC):
     ) -> None:
         if lam is not None and not lam > 0:
             raise ValueError(f"lam = {lam} must be positive; leave it out to have it estimated")
-        own: dict[str, Any] = {"num_data": num_data, "temperature": temperature, "friction": friction}
-        super().__init__(params, **own, lr=None, corrected=True, **settings)
+        super().__init__(params, num_data=num_data, temperature=temperature, **settings)
         if not self.estimator.centred or isinstance(self.estimator, AlphaStable):
             raise ValueError("momentum I-SGD takes centred noise vectors out of the injected noise: use noise='paired'")
-        self.given, self._lam = lam is not None, lam
+        self.friction, self.given, self._lam = check_friction(friction), lam is not None, lam
+        self.noise.uses = Uses(vectors=True)
         if lam is not None:
             for group in self.param_groups:
                 group["rate"] = self.number(friction * group["temperature"] / (group["num_data"] * lam))
+
+    def noise_bound(self, group: Group) -> Tensor:
+        """The smallest lambda that leaves a non-negative covariance to inject."""
+        return self.noise.longest(group)
 
     def lam(self, group: Group) -> Number:
         """The composite noise of a group."""
@@ -65,9 +73,9 @@ class MomentumISGD(SGHMC):
 
     def clipped_share(self, group: Group) -> float:
         """Share of the noise that exceeds lambda, so that it could not be made isotropic."""
-        if group["rate"] is None or self.group_noise(group) is None:
+        if group["rate"] is None or self.noise.of_group(group) is None:
             return 0.0
-        return float((self.recent_lengths(group) > 2.0 * self.lam(group)).float().mean())
+        return float((self.noise.recent_lengths(group) > 2.0 * self.lam(group)).float().mean())
 
     def _move(self, group: Group, params: list[Tensor]) -> Move:
         return self._outer(self.lam(group), self.rate(group))

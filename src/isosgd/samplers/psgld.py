@@ -15,12 +15,15 @@ from torch import Tensor
 
 from isosgd.noise import MovingAverage
 from isosgd.noise.estimators import state_dtype
+from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
-from isosgd.samplers.preconditioned import Preconditioned, rms_metric
-from isosgd.samplers.sgld import SGLD
+from isosgd.samplers.injection import Move
+from isosgd.samplers.metric import DiagonalMetric, rms_metric
+from isosgd.samplers.program import StepProgram
+from isosgd.samplers.schedules import Annealing
 
 
-class PSGLD(Preconditioned, SGLD):
+class PSGLD(Sampler):
     """SGLD with the preconditioner of RMSprop, whose divergence it drops.
 
     Targets ``exp(-f / T)`` only where V hardly depends on theta, that is where gradient noise exceeds the gradient
@@ -39,7 +42,9 @@ class PSGLD(Preconditioned, SGLD):
         lr: the rate; left out, `adapt` sets it.
         alpha: memory of V.
         eps: the paper's lambda, which bounds P. It has the units of a mean gradient.
-        settings: those of `SGLD` and the settings common to all samplers, see `Sampler`.
+        decay: exponent of the annealing, 0 for a fixed rate.
+        offset: steps after which the annealing sets in.
+        settings: the settings common to all samplers, see `Sampler`.
 
     Example:
         >>> net = torch.nn.Linear(2, 1)
@@ -59,6 +64,8 @@ class PSGLD(Preconditioned, SGLD):
         lr: float | None = None,
         alpha: float = 0.99,
         eps: float = 1e-5,
+        decay: float = 0.0,
+        offset: float = 1000.0,
         **settings: Any,
     ) -> None:
         if not eps > 0:
@@ -66,9 +73,22 @@ class PSGLD(Preconditioned, SGLD):
         if not 0.0 <= alpha < 1.0:
             raise ValueError(f"alpha = {alpha} must lie in [0, 1): the memory of the preconditioner")
         self.average, self.eps = MovingAverage(alpha), eps
-        super().__init__(params, num_data=num_data, temperature=temperature, lr=lr, **settings)
-        for group in (self.defaults, *self.param_groups):
-            group["gradients"] = 0
+        super().__init__(
+            params,
+            num_data=num_data,
+            temperature=temperature,
+            lr=lr,
+            schedule=Annealing(decay, offset),
+            extra={"gradients": 0},  # that V is made of
+            **settings,
+        )
+        self.metric = DiagonalMetric(self.noise, self._metric, self._learn)
+
+    def _program(self) -> StepProgram | str:
+        return "its metric is made of every gradient"
+
+    def _move(self, group: Group, params: list[Tensor]) -> Move:
+        return self._plain(group)
 
     def _learn(self, group: Group, params: list[Tensor]) -> None:
         squares = [{"variance": self._square(p)} for p in params]

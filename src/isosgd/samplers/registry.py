@@ -9,12 +9,12 @@ from types import MappingProxyType
 from typing import Any
 
 from isosgd.samplers.adaptive_sghmc import AdaptiveSGHMC
+from isosgd.samplers.base import Sampler
 from isosgd.samplers.cyclical import CSGHMC, CSGLD
-from isosgd.samplers.full_sgfs import FullSGFS
 from isosgd.samplers.isgd import ISGD
 from isosgd.samplers.momentum_isgd import MomentumISGD
 from isosgd.samplers.psgld import PSGLD
-from isosgd.samplers.sgfs import SGFS
+from isosgd.samplers.sgfs import SGFS, FullSGFS
 from isosgd.samplers.sghmc import SGHMC
 from isosgd.samplers.sgld import SGLD
 from isosgd.samplers.sgnht import SGNHT
@@ -22,7 +22,7 @@ from isosgd.samplers.sgrhmc import SGRHMC
 from isosgd.samplers.sgrld import SGRLD
 from isosgd.samplers.vsgd import VSGD
 
-NOT_SETTINGS = {"num_data", "temperature", "generator", "chains", "extra"}  # given by the loop, or inner
+NOT_SETTINGS = {"num_data", "temperature", "generator", "chains", "extra", "schedule"}  # given by the loop, or inner
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,6 @@ class Method:
         paper: where it comes from.
         departures: where our code departs from it, in a line; the docstring of ``kind`` says more.
         options: settings that differ from the defaults of ``kind``.
-        fixed: settings of its bases that it decides itself.
     """
 
     kind: type[Any]
@@ -43,7 +42,6 @@ class Method:
     paper: str
     departures: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    fixed: frozenset[str] = frozenset()
 
     @property
     def targets(self) -> str:
@@ -57,7 +55,8 @@ class Method:
         for kind in self.kind.__mro__:
             if "__init__" in vars(kind) and hasattr(kind, "targets"):
                 for name, parameter in inspect.signature(vars(kind)["__init__"]).parameters.items():
-                    if parameter.kind is parameter.KEYWORD_ONLY and name not in NOT_SETTINGS | self.fixed:
+                    inner = name in NOT_SETTINGS or (kind is Sampler and name == "lr")  # some have none
+                    if parameter.kind is parameter.KEYWORD_ONLY and not inner:
                         found.setdefault(name, parameter.default)
         return {**found, **self.options}
 
@@ -92,7 +91,6 @@ REGISTRY: Mapping[str, Method] = MappingProxyType(
             "hamiltonian",
             "Franzese et al. 2020, outlook",
             "those of isgd; one lambda a group only",
-            fixed=frozenset({"lr", "corrected"}),
         ),
         "vsgd": Method(VSGD, "langevin", "Mandt, Hoffman, Blei 2017", "none"),
         "sgld": Method(SGLD, "langevin", "Welling, Teh 2011", "the rate is fixed by default, and set by `adapt`"),
@@ -129,7 +127,6 @@ REGISTRY: Mapping[str, Method] = MappingProxyType(
             "hamiltonian",
             "Ding et al. 2014",
             "a thermostat for each group; the set point of the discrete recursion; a free thermal mass",
-            fixed=frozenset({"corrected"}),
         ),
         "csgld": Method(
             CSGLD, "langevin", "Zhang et al. 2020", "lr is that of the sampling stage; cycles begin after the warm-up"

@@ -1,11 +1,11 @@
-"""Stochastic gradient Fisher scoring (Ahn, Korattikara, Welling 2012), with a diagonal matrix.
+"""Stochastic gradient Fisher scoring (Ahn, Korattikara, Welling 2012), with a diagonal or a full matrix.
 
     theta <- theta - lr P (g + w),    P = Var(g)^-1,    Cov(w) = (2 T / (N lr) - 1 - n T / N) Var(g)
 
 In the notation of Theorem 1: P ~ B^-1, C = (T / (N lr) - 1/2 - n T / (2 N)) Var(g). Their step is ``2 (gamma N I +
 4 B / epsilon)^-1`` for the full gradient, with ``gamma = (n + N) / n`` and I the Fisher information: the same, with I =
 n Var(g), T = 1 and the user's matrix B, which sets the rate, a multiple of I. The term ``n T / N`` is what makes it
-exact, at any rate, where the curvature of f / N is I. With a full matrix: `isosgd.samplers.full_sgfs`.
+exact, at any rate, where the curvature of f / N is I.
 """
 
 from __future__ import annotations
@@ -16,52 +16,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isosgd.noise import join
+from isosgd.geometry.layer import Number, diagonal_scale
+from isosgd.noise import Summary, join
+from isosgd.noise.estimators import state_dtype
+from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
-from isosgd.samplers.planning import Move
-from isosgd.samplers.preconditioned import Preconditioned
-from isosgd.samplers.sgld import SGLD
-from isosgd.samplers.steppers import Number
-from isosgd.samplers.structure import diagonal_scale
+from isosgd.samplers.injection import Move
+from isosgd.samplers.metric import DiagonalMetric
+from isosgd.samplers.program import StepProgram
+from isosgd.samplers.schedules import Annealing
+from isosgd.samplers.steppers import langevin_
 
 TINY = 1e-30  # a variance that has no inverse
+MOST_PARAMETERS = 2000  # of a full matrix
 
 
-class Scoring(SGLD):
-    """What the diagonal and the full form have in common, see `SGFS`."""
-
-    targets = "exp(-f / T) where the curvature is the Fisher information"
-
-    def __init__(
-        self,
-        params: ParamsLike,
-        *,
-        num_data: int,
-        temperature: float = 1.0,
-        lr: float | None = None,
-        batch_size: int | None = None,
-        floor: float = 0.01,
-        **settings: Any,
-    ) -> None:
-        if not 0 < floor < 1:
-            raise ValueError(f"floor = {floor} must lie in (0, 1): the least variance, over the mean of its tensor")
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size = {batch_size} must be at least 1")
-        self.batch_size, self.floor = batch_size, floor
-        super().__init__(params, num_data=num_data, temperature=temperature, lr=lr, **settings)
-
-    def _taken(self, group: Group) -> float:
-        """What is subtracted from the injected noise, in units of Var(g): ``1 + n T / N``."""
-        return 1.0 + float((self.batch_size or 0) * group["temperature"] / group["num_data"])
+def check_scoring(batch_size: int | None, floor: float) -> None:
+    """Refuse settings that cannot be meant."""
+    if not 0 < floor < 1:
+        raise ValueError(f"floor = {floor} must lie in (0, 1): the least variance, over the mean of its tensor")
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size = {batch_size} must be at least 1")
 
 
-class SGFS(Preconditioned, Scoring):
+def subtracted_share(batch_size: int | None, group: Group) -> float:
+    """What is subtracted from the injected noise, in units of Var(g): ``1 + n T / N``."""
+    return 1.0 + float((batch_size or 0) * group["temperature"] / group["num_data"])
+
+
+class SGFS(Sampler):
     """Fisher scoring with the variance of each parameter's gradient noise.
 
     Targets ``exp(-f / T)`` when P is constant, gradient noise is independent between parameters, and the curvature k
     of f / N is the Fisher information ``n Var(g)``. Where it is not, variances are off by the factor
     ``(2 - rate n) / (2 - rate k)``, both in the metric (n = 0 when ``batch_size`` is not given); `adapt` keeps that,
-    and the heat of correlated noise, below ``bias``.
+    and the excess temperature of correlated noise, below ``bias``.
 
     Departures from the paper: P comes from the noise vectors, of which every method here has a running mean, and is
     constant once rates are frozen; the matrix B is a multiple of Var(g), chosen by the rate; P has a floor; T.
@@ -73,12 +62,37 @@ class SGFS(Preconditioned, Scoring):
         lr: the rate, which must be below ``2 T / N``; left out, `adapt` sets it.
         batch_size: n. Without it the step is exact to first order in the rate only.
         floor: least variance in P, over the mean of its tensor (of the matrix), for directions without noise.
-        settings: those of `SGLD` and the settings common to all samplers, see `Sampler`.
+        decay: exponent of the annealing, 0 for a fixed rate.
+        offset: steps after which the annealing sets in.
+        settings: the settings common to all samplers, see `Sampler`.
     """
+
+    targets = "exp(-f / T) where the curvature is the Fisher information"
+    metric: DiagonalMetric
+
+    def __init__(
+        self,
+        params: ParamsLike,
+        *,
+        num_data: int,
+        temperature: float = 1.0,
+        lr: float | None = None,
+        batch_size: int | None = None,
+        floor: float = 0.01,
+        decay: float = 0.0,
+        offset: float = 1000.0,
+        **settings: Any,
+    ) -> None:
+        check_scoring(batch_size, floor)
+        super().__init__(
+            params, num_data=num_data, temperature=temperature, lr=lr, schedule=Annealing(decay, offset), **settings
+        )
+        self.batch_size, self.floor = batch_size, floor
+        self.metric = DiagonalMetric(self.noise, self._metric)
 
     def _variance(self, p: Tensor) -> Tensor:
         if "variance" not in self.state.get(p, {}):
-            self._seen_noise(next(group for group in self.param_groups if any(p is q for q in group["params"])))
+            self.noise.seen_of_group(next(group for group in self.param_groups if any(p is q for q in group["params"])))
         return self.estimator.variance([self.state[p]])[0]
 
     def _metric(self, p: Tensor) -> Tensor:
@@ -86,16 +100,160 @@ class SGFS(Preconditioned, Scoring):
         mean = v.reshape(len(v), -1).mean(1).view(-1, *([1] * (v.dim() - 1))) if self.batched else v.mean()
         return 1.0 / torch.maximum(v, self.floor * mean).clamp_min(TINY)
 
+    def noise_bound(self, group: Group) -> Tensor:
+        """What is subtracted must fit under T / (N lr), and what it leaves must drown in it."""
+        noise = self.metric.variances(group)
+        subtracted = 0.5 * subtracted_share(self.batch_size, group) * join(noise, self.batched).amax(-1)
+        return subtracted + self.metric.excess_noise(group, noise) / self.bias
+
+    def _program(self) -> StepProgram | str:
+        frozen = self.param_groups[0]["frozen"]
+        return super()._program() if frozen else "its metric is still estimated"
+
+    def _move(self, group: Group, params: list[Tensor]) -> Move:
+        noise = join([self._metric(p) * self._variance(p) for p in params], self.batched)
+        scale = diagonal_scale(self.composite(group), subtracted_share(self.batch_size, group) * noise)
+        return Move(self.rate(group), 1.0, scale=scale)
+
+
+class FullSGFS(Sampler):
+    """Fisher scoring with the covariance matrix of all gradient noise: up to 2000 parameters.
+
+    Targets the density of `SGFS`, without its condition of independent noise, as far as the matrix is known: `adapt`
+    keeps the excess temperature of what m noise vectors in d dimensions leave unknown, ``(1 + sqrt(d / m))^2 - 1``,
+    below ``bias``.
+
+    Departures from the paper: those of `SGFS`; the matrix is shrunk towards its diagonal by ``d / (m + d)``; and P is
+    made anew only when rates are set, or with a given ``lr`` when the number of noise vectors has doubled.
+
+    Args: those of `SGFS`.
+    """
+
+    targets = SGFS.targets
+    in_metric: bool = False  # whether curvatures are told in the metric, as in `DiagonalMetric`
+
+    def __init__(
+        self,
+        params: ParamsLike,
+        *,
+        num_data: int,
+        temperature: float = 1.0,
+        lr: float | None = None,
+        batch_size: int | None = None,
+        floor: float = 0.01,
+        decay: float = 0.0,
+        offset: float = 1000.0,
+        **settings: Any,
+    ) -> None:
+        check_scoring(batch_size, floor)
+        super().__init__(
+            params,
+            num_data=num_data,
+            temperature=temperature,
+            lr=lr,
+            schedule=Annealing(decay, offset),
+            extra={"behind": 0},  # noise vectors behind the matrix in use
+            **settings,
+        )
+        self.batch_size, self.floor = batch_size, floor
+        self.size = sum(p.numel() for group in self.param_groups for p in group["params"]) // (self.chains or 1)
+        if self.size > MOST_PARAMETERS:
+            raise ValueError(f"{self.size} parameters: a full matrix is for at most {MOST_PARAMETERS}, use SGFS")
+        if len({(group["temperature"], group["num_data"]) for group in self.param_groups}) > 1:
+            raise ValueError("groups differ in temperature or num_data: one matrix over all of them needs one of each")
+
+    @property
+    def _kept(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[self.param_groups[0]["params"][0]]
+        return state
+
+    @torch.no_grad()
+    def observe(self, noise: Sequence[Tensor] | None = None) -> None:
+        super().observe(noise)
+        seen = self.param_groups[0]["seen"]
+        if self.param_groups[0]["frozen"]:
+            return
+        vectors = [p.grad for group in self.param_groups for p in group["params"]] if noise is None else list(noise)
+        d = join([v.to(state_dtype(v)) for v in vectors if v is not None], self.batched)
+        square = d.unsqueeze(-1) * d.unsqueeze(-2)
+        self._kept.setdefault("covariance", torch.zeros_like(square)).lerp_(square, 1.0 / seen)
+        if self.given and seen.bit_count() == 1:
+            self._renew()
+
+    def _renew(self) -> None:
+        """Make P of the noise vectors seen."""
+        self.noise.seen_of_group(self.param_groups[0])
+        matrix, m = self._kept["covariance"].double(), self.param_groups[0]["seen"]
+        matrix = matrix.lerp(torch.diag_embed(torch.diagonal(matrix, dim1=-2, dim2=-1)), self.size / (m + self.size))
+        values, basis = torch.linalg.eigh(torch.nan_to_num(matrix, posinf=0.0))  # lest one chain stop the others
+        inverse = 1.0 / torch.maximum(values, self.floor * values.mean(-1, keepdim=True)).clamp_min(TINY)
+        found = {"basis": basis, "inverse": inverse, "share": (inverse * values).clamp_min(0.0)}
+        self._kept.update({name: t.to(self._kept["covariance"].dtype) for name, t in found.items()})
+        for group in self.param_groups:
+            group["behind"] = m
+        self.refresh()
+
+    def _apply(self, power: float, x: Tensor) -> Tensor:
+        """``P^power`` times flat vectors."""
+        basis = self._kept["basis"]
+        return _times(basis, self._kept["inverse"] ** power * _times(basis.mT, x))
+
+    def whiten(self, vectors: Sequence[Tensor], power: float = 0.5) -> list[Tensor]:
+        """``P^power`` times vectors, one for each parameter in their order."""
+        flat = self._apply(power, join(list(vectors), self.batched))
+        parts = torch.split(flat, [v.numel() // (self.chains or 1) for v in vectors], dim=-1)
+        return [part.reshape(v.shape) for part, v in zip(parts, vectors, strict=True)]
+
+    def curvature_ratio(self, group: Group) -> Tensor:
+        """Curvature in the metric over plain curvature, as in `DiagonalMetric`."""
+        share, inverse = self._kept["share"], self._kept["inverse"]
+        top = (share / inverse).amax(-1).clamp_min(TINY)
+        return torch.ones_like(top) if self.in_metric else share.amax(-1) / top
+
+    def noise_summary(self, group: Group, how: Summary) -> Tensor:
+        return self._unknown() + 0.5 if how == "top" and group["behind"] else super().noise_summary(group, how)
+
+    def _unknown(self) -> Tensor:
+        excess = (1.0 + (self.size / self.param_groups[0]["behind"]) ** 0.5) ** 2 - 1.0
+        return torch.full_like(self._kept["share"][..., 0], 0.5 * excess)
+
     def adapt(self, curvature: Sequence[Number] | None = None, rise: float = 2.0) -> None:
         if self.given or curvature is None:
             super().adapt(curvature, rise)
             return
-        for group, h in zip(self.param_groups, curvature, strict=True):
-            noise = self._variances(group)
-            taken = 0.5 * self._taken(group) * join(noise, self.batched).amax(-1)
-            left = self.excess_noise(group, noise) / self.bias
-            self._fit_rate(group, h * self.stretch(group), taken + left, rise)
+        group = self.param_groups[0]
+        if not group["behind"] or (rise > 1.0 and group["seen"] >= self.size):
+            self._renew()
+        h = torch.stack([torch.as_tensor(h, dtype=torch.float32) for h in curvature]).amax(0)
+        for group in self.param_groups:
+            subtracted = 0.5 * subtracted_share(self.batch_size, group) * self._kept["share"].amax(-1)
+            bound = subtracted + self._unknown() / self.bias
+            self._fit_rate(group, h.to(subtracted) * self.curvature_ratio(group), bound, rise)
+
+    def _program(self) -> StepProgram | str:
+        return "a full matrix is applied step by step"
 
     def _move(self, group: Group, params: list[Tensor]) -> Move:
-        noise = join([self._metric(p) * self._variance(p) for p in params], self.batched)
-        return Move(self.rate(group), 1.0, scale=diagonal_scale(self.composite(group), self._taken(group) * noise))
+        return Move(self.rate(group), 1.0)  # `_update` does the rest
+
+    def _update(self) -> None:
+        params = self.injector.params
+        if len(params) != sum(len(group["params"]) for group in self.param_groups):
+            raise RuntimeError("a parameter has no gradient: a full matrix needs all of them")
+        group = self.param_groups[0]
+        if not group["behind"]:
+            self._renew()
+        self._make_plan()
+        inverse, share = self._kept["inverse"], self._kept["share"]
+        scale = diagonal_scale(self.composite(group), subtracted_share(self.batch_size, group) * share) * inverse.sqrt()
+        source = self.injector.source
+        source.out.copy_(_times(self._kept["basis"], scale * source.fill()))
+        drift = self._apply(1.0, join([p.grad for p in params], self.batched).to(inverse.dtype))  # type: ignore[misc]
+        parts = iter(torch.split(drift, [p.numel() // (self.chains or 1) for p in params], dim=-1))
+        for planned in self.injector.plan:
+            steps = [next(parts).reshape(p.shape) for p in planned.params]
+            langevin_(planned.params, steps, planned.rate, planned.kicks)
+
+
+def _times(matrix: Tensor, x: Tensor) -> Tensor:
+    return (matrix @ x.unsqueeze(-1)).squeeze(-1)

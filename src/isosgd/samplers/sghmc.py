@@ -9,17 +9,15 @@ N``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from isosgd.noise import Uses
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
-from isosgd.samplers.planning import Move
-from isosgd.samplers.steppers import Number, hamiltonian_
-from isosgd.samplers.structure import root
+from isosgd.samplers.injection import Move
+from isosgd.samplers.steppers import check_friction
 
 
 class SGHMC(Sampler):
@@ -42,6 +40,8 @@ class SGHMC(Sampler):
         settings: the settings common to all samplers, see `Sampler`.
     """
 
+    has_velocity = True
+
     def __init__(
         self,
         params: ParamsLike,
@@ -53,44 +53,13 @@ class SGHMC(Sampler):
         corrected: bool = False,
         **settings: Any,
     ) -> None:
-        if lr is not None and not lr > 0:
-            raise ValueError(f"lr = {lr} must be positive; leave it out to have it set by the warm-up")
-        if not 0 < friction <= 1:
-            raise ValueError(f"friction = {friction} must lie in (0, 1]")
-        self.given, self.friction, self.corrected = lr is not None, friction, corrected
-        super().__init__(params, num_data=num_data, temperature=temperature, extra={"rate": None}, **settings)
-        if lr is not None:
-            for group in self.param_groups:
-                group["rate"] = self.number(lr)
+        super().__init__(params, num_data=num_data, temperature=temperature, lr=lr, **settings)
+        self.friction, self.corrected = check_friction(friction), corrected
+        self.noise.uses = Uses(vectors=corrected)
 
-    def adapt(self, curvature: Sequence[Number] | None = None, rise: float = 2.0) -> None:
-        if self.given:
-            return
-        if curvature is None:
-            raise ValueError("SGHMC has no rate and no curvature to set it from: pass lr, or use isosgd.sample")
-        for group, h in zip(self.param_groups, curvature, strict=True):
-            # Corrected, the noise must fit under a T / (N lr); otherwise it must drown in it.
-            if self.corrected:
-                self._fit_rate(group, h, self.longest_noise(group), rise)
-            else:
-                self._fit_rate(group, h, self.noise_summary(group, "top") / self.bias, rise)
-
-    @property
-    def _follows(self) -> tuple[bool, bool]:
-        return False, self.corrected
+    def noise_bound(self, group: Group) -> Tensor:
+        """Corrected, the noise must fit under a T / (N lr); otherwise it must drown in it."""
+        return self.noise.longest(group) if self.corrected else super().noise_bound(group)
 
     def _move(self, group: Group, params: list[Tensor]) -> Move:
-        rate, sigma = self.rate(group), self.composite(group)
-        return self._outer(sigma, rate) if self.corrected else Move(rate, root(2.0 * sigma))
-
-    def _velocity(self, p: Tensor) -> Tensor:
-        state = self.state[p]
-        if "velocity" not in state:
-            state["velocity"] = torch.zeros_like(p)
-        velocity: Tensor = state["velocity"]
-        return velocity
-
-    def _advance(
-        self, params: list[Tensor], grads: list[Tensor], rate: Number | list[float], kick: list[Tensor] | None
-    ) -> None:
-        hamiltonian_(params, [self._velocity(p) for p in params], grads, rate, self.friction, kick)
+        return self._outer(self.composite(group), self.rate(group)) if self.corrected else self._plain(group)

@@ -8,16 +8,14 @@ gradient of the mean loss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
-from isosgd.samplers.planning import Move
-from isosgd.samplers.steppers import Number
-from isosgd.samplers.structure import root
+from isosgd.samplers.injection import Move
+from isosgd.samplers.schedules import Annealing
 
 
 class SGLD(Sampler):
@@ -57,39 +55,9 @@ class SGLD(Sampler):
         offset: float = 1000.0,
         **settings: Any,
     ) -> None:
-        if lr is not None and not lr > 0:
-            raise ValueError(f"lr = {lr} must be positive; leave it out to have it set by the warm-up")
-        if not 0 <= decay <= 1:
-            raise ValueError(f"decay = {decay} must lie in [0, 1]; 0 keeps the rate fixed")
-        if not offset > 0:
-            raise ValueError(f"offset = {offset} must be positive")
-        self.given = lr is not None
         super().__init__(
-            params,
-            num_data=num_data,
-            temperature=temperature,
-            extra={"rate": lr, "decay": decay, "offset": offset},
-            **settings,
+            params, num_data=num_data, temperature=temperature, lr=lr, schedule=Annealing(decay, offset), **settings
         )
-        if lr is not None:
-            for group in self.param_groups:
-                group["rate"] = self.number(lr)
-
-    def adapt(self, curvature: Sequence[Number] | None = None, rise: float = 2.0) -> None:
-        if self.given:
-            return
-        if curvature is None:
-            raise ValueError("SGLD has no rate and no curvature to set it from: pass lr, or use isosgd.sample")
-        for group, h in zip(self.param_groups, curvature, strict=True):
-            self._fit_rate(group, h, self.noise_summary(group, "top") / self.bias, rise)
 
     def _move(self, group: Group, params: list[Tensor]) -> Move:
-        return Move(self.rate(group), root(2.0 * self.composite(group)))
-
-    def rate(self, group: Group) -> Number:
-        return super().rate(group) * float((1.0 + group["step"] / group["offset"]) ** -group["decay"])
-
-    def _make_plan(self) -> None:
-        if any(group["decay"] for group in self.param_groups):
-            self.refresh()  # the rate changes from step to step
-        super()._make_plan()
+        return self._plain(group)

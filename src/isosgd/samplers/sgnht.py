@@ -10,19 +10,21 @@ noise and injected noise together keep the velocity at temperature T. With step 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from isosgd.geometry.layer import Number
 from isosgd.noise import dot, join
+from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
-from isosgd.samplers.sghmc import SGHMC
-from isosgd.samplers.steppers import Number, hamiltonian_, spread
+from isosgd.samplers.injection import Move
+from isosgd.samplers.program import StepProgram
+from isosgd.samplers.steppers import check_friction, hamiltonian_, spread
 
 
-class SGNHT(SGHMC):
+class SGNHT(Sampler):
     """SGHMC with a friction that adapts itself to gradient noise of unknown size.
 
     Targets ``exp(-f / T)`` when gradient noise is isotropic within each group, whatever its size. Otherwise the mean
@@ -51,6 +53,7 @@ class SGNHT(SGHMC):
     """
 
     targets = "exp(-f / T) for isotropic gradient noise"
+    has_velocity = True
 
     def __init__(
         self,
@@ -65,9 +68,9 @@ class SGNHT(SGHMC):
     ) -> None:
         if gain is not None and not gain > 0:
             raise ValueError(f"gain = {gain} must be positive; leave it out for 0.1 friction^2")
+        super().__init__(params, num_data=num_data, temperature=temperature, lr=lr, **settings)
+        self.friction = check_friction(friction)
         self.gain = 0.1 * friction**2 if gain is None else gain
-        own: dict[str, Any] = {"num_data": num_data, "temperature": temperature, "lr": lr, "friction": friction}
-        super().__init__(params, **own, corrected=False, **settings)
 
     def thermostat(self, group: Group) -> Tensor:
         """The friction xi of a group, one for each chain."""
@@ -78,32 +81,34 @@ class SGNHT(SGHMC):
         xi: Tensor = state["thermostat"]
         return xi
 
-    def adapt(self, curvature: Sequence[Number] | None = None, rise: float = 2.0) -> None:
-        if self.given or curvature is None:
-            super().adapt(curvature, rise)
-            return
-        for group, h in zip(self.param_groups, curvature, strict=True):
-            top, mean = self.noise_summary(group, "top"), self.noise_summary(group, "mean")
-            # What is not isotropic must drown; the rest may double the friction.
-            self._fit_rate(group, h, torch.maximum((top - mean) / self.bias - mean, mean), rise)
+    def noise_bound(self, group: Group) -> Tensor:
+        """What is not isotropic must drown; the rest may double the friction."""
+        top, mean = self.noise_summary(group, "top"), self.noise_summary(group, "mean")
+        return torch.maximum((top - mean) / self.bias - mean, mean)
+
+    def _program(self) -> StepProgram | str:
+        return "friction is regulated at every step"
+
+    def _move(self, group: Group, params: list[Tensor]) -> Move:
+        return self._plain(group)
 
     def _update(self) -> None:
-        for laid in self._laid:
-            velocity = [self._velocity(p) for p in laid.params]
+        for laid in self.injector.laid:
+            velocity = [self.velocity(p) for p in laid.params]
             torch._foreach_mul_(velocity, spread(1.0 - self.thermostat(laid.group), velocity))
         super()._update()
-        for laid in self._laid:
-            self._regulate(laid.group, join([self._velocity(p) for p in laid.params], self.batched).float())
+        for laid in self.injector.laid:
+            self._regulate(laid.group, join([self.velocity(p) for p in laid.params], self.batched).float())
 
     def _regulate(self, group: Group, velocity: Tensor) -> None:
         if not group["temperature"]:
             return
         xi = self.thermostat(group)
-        heat = group["temperature"] * self.rate(group) / group["num_data"]
-        found = dot(velocity, velocity) / (velocity.shape[-1] * heat)
+        variance = group["temperature"] * self.rate(group) / group["num_data"]
+        found = dot(velocity, velocity) / (velocity.shape[-1] * variance)
         xi.add_(self.gain * (found - 2.0 / (2.0 - xi))).clamp_(max=1.0)
 
     def _advance(
         self, params: list[Tensor], grads: list[Tensor], rate: Number | list[float], kick: list[Tensor] | None
     ) -> None:
-        hamiltonian_(params, [self._velocity(p) for p in params], grads, rate, 0.0, kick)  # friction was applied
+        hamiltonian_(params, [self.velocity(p) for p in params], grads, rate, 0.0, kick)  # friction was applied

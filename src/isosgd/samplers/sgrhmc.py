@@ -15,16 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isosgd.noise import Summary
+from isosgd.geometry.layer import Number
+from isosgd.noise import Summary, Uses
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
-from isosgd.samplers.preconditioned import Preconditioned
-from isosgd.samplers.sghmc import SGHMC
-from isosgd.samplers.sgrld import Field, Metric, heats
-from isosgd.samplers.steppers import Number, langevin_
+from isosgd.samplers.injection import Move
+from isosgd.samplers.metric import DiagonalMetric
+from isosgd.samplers.program import StepProgram
+from isosgd.samplers.sgrld import Field, Metric, scales
+from isosgd.samplers.steppers import check_friction, langevin_
 
 
-class SGRHMC(Preconditioned, SGHMC):
+class SGRHMC(Sampler):
     """SGHMC in a metric of the user's that depends on theta.
 
     Targets ``exp(-f / T)`` as ``lr -> 0``. At a fixed rate the variance is too large by ``rate h P^2 / 2`` or less, and
@@ -48,6 +50,8 @@ class SGRHMC(Preconditioned, SGHMC):
         settings: the settings common to all samplers, see `Sampler`.
     """
 
+    has_velocity = True
+
     def __init__(
         self,
         params: ParamsLike,
@@ -62,33 +66,31 @@ class SGRHMC(Preconditioned, SGHMC):
         **settings: Any,
     ) -> None:
         self.field = Field(metric, coupled, settings.get("chains") is not None)
-        super().__init__(
-            params,
-            num_data=num_data,
-            temperature=temperature,
-            lr=lr,
-            friction=friction,
-            corrected=corrected,
-            **settings,
-        )
-
-    def _metric(self, p: Tensor) -> Tensor:
-        return self.field.value(p)
+        super().__init__(params, num_data=num_data, temperature=temperature, lr=lr, **settings)
+        self.friction, self.corrected = check_friction(friction), corrected
+        self.metric = DiagonalMetric(self.noise, self.field.value)
+        self.noise.uses = Uses(vectors=corrected)
 
     def noise_summary(self, group: Group, how: Summary) -> Tensor:
-        return Sampler.noise_summary(self, group, how)  # friction has the metric in it too, so that it cancels
+        return self.noise.summary(group, how)  # friction has the metric in it too, so that it cancels
 
-    def _variances(self, group: Group) -> list[Tensor]:
-        return Sampler._variances(self, group)
+    def noise_bound(self, group: Group) -> Tensor:
+        return self.noise.longest(group) if self.corrected else super().noise_bound(group)
+
+    def _program(self) -> StepProgram | str:
+        return "its metric depends on where the chain is"
+
+    def _move(self, group: Group, params: list[Tensor]) -> Move:
+        return self._outer(self.composite(group), self.rate(group)) if self.corrected else self._plain(group)
 
     def _advance(
         self, params: list[Tensor], grads: list[Tensor], rate: Number | list[float], kick: list[Tensor] | None
     ) -> None:
-        heat, fields = heats(self), [self.field.at(p, 0.5) for p in params]
-        velocity = [self._velocity(p) for p in params]
+        scale, fields = scales(self), [self.field.at(p, 0.5) for p in params]
+        velocity = [self.velocity(p) for p in params]
         friction = [(self.friction * m.square()).clamp(max=1.0) for m, _ in fields]
         drift = [
-            m * g - heat[p] * divergence_weight(f) * d
+            m * g - scale[p] * divergence_weight(f) * d
             for (m, d), g, p, f in zip(fields, grads, params, friction, strict=True)
         ]
         if kick is not None:

@@ -17,9 +17,11 @@ from torch import Tensor
 from isosgd.noise.estimators import state_dtype
 from isosgd.noise.summaries import flat
 from isosgd.samplers.base import Sampler
-from isosgd.samplers.groups import ParamsLike
-from isosgd.samplers.preconditioned import Preconditioned
-from isosgd.samplers.sgld import SGLD
+from isosgd.samplers.groups import Group, ParamsLike
+from isosgd.samplers.injection import Move
+from isosgd.samplers.metric import DiagonalMetric
+from isosgd.samplers.program import StepProgram
+from isosgd.samplers.schedules import Annealing
 
 Metric = Callable[[Tensor], Tensor]
 LEEWAY = 1e-3  # rounding, in the check that entries are on their own
@@ -86,12 +88,12 @@ class Field:
             raise ValueError("the metric of an entry depends on other entries: pass coupled=True")
 
 
-def heats(sampler: Sampler) -> dict[Tensor, float]:
+def scales(sampler: Sampler) -> dict[Tensor, float]:
     """``T / N`` of each parameter."""
     return {p: g["temperature"] / g["num_data"] for g in sampler.param_groups for p in g["params"]}
 
 
-class SGRLD(Preconditioned, SGLD):
+class SGRLD(Sampler):
     """SGLD in a metric of the user's that depends on theta.
 
     Targets ``exp(-f / T)`` as ``lr -> 0``. At a fixed rate the variance is too large by ``rate h / 2`` and by
@@ -107,7 +109,9 @@ class SGRLD(Preconditioned, SGLD):
         lr: the rate; left out, `adapt` sets it.
         metric: from a parameter to the diagonal of ``G^-1`` in its shape, see `Field`. It is not saved.
         coupled: whether an entry of it depends on other entries of the parameter.
-        settings: those of `SGLD` and the settings common to all samplers, see `Sampler`.
+        decay: exponent of the annealing, 0 for a fixed rate.
+        offset: steps after which the annealing sets in.
+        settings: the settings common to all samplers, see `Sampler`.
 
     Example:
         >>> net = torch.nn.Linear(2, 1)
@@ -125,15 +129,23 @@ class SGRLD(Preconditioned, SGLD):
         lr: float | None = None,
         metric: Metric | None = None,
         coupled: bool = False,
+        decay: float = 0.0,
+        offset: float = 1000.0,
         **settings: Any,
     ) -> None:
         self.field = Field(metric, coupled, settings.get("chains") is not None)
-        super().__init__(params, num_data=num_data, temperature=temperature, lr=lr, **settings)
+        super().__init__(
+            params, num_data=num_data, temperature=temperature, lr=lr, schedule=Annealing(decay, offset), **settings
+        )
+        self.metric = DiagonalMetric(self.noise, self.field.value)
 
-    def _metric(self, p: Tensor) -> Tensor:
-        return self.field.value(p)
+    def _program(self) -> StepProgram | str:
+        return "its metric depends on where the chain is"
+
+    def _move(self, group: Group, params: list[Tensor]) -> Move:
+        return self._plain(group)
 
     def _drift(self, params: list[Tensor], grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        heat, fields = heats(self), [self.field.at(p) for p in params]
-        drift = [m * g - heat[p] * d for (m, d), g, p in zip(fields, grads, params, strict=True)]
+        scale, fields = scales(self), [self.field.at(p) for p in params]
+        drift = [m * g - scale[p] * d for (m, d), g, p in zip(fields, grads, params, strict=True)]
         return [m for m, _ in fields], drift

@@ -14,19 +14,23 @@ Both are discrete: for curvature ``h`` of ``f / N`` the stationary variance is l
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch
 from torch import Tensor
 
-# A number for a whole group: a float, a scalar tensor (capturable), or a tensor [chains].
-Number = float | Tensor
-N_ = TypeVar("N_", float, Tensor)
+from isosgd.geometry.layer import Number, over_chains
+from isosgd.geometry.rule import allowed_rate_curvature, variance_inflation
 
-
-def over_chains(value: Number) -> Number:
-    """A group's number in the form that broadcasts against flat tensors ``[chains, d]``."""
-    return value.unsqueeze(-1) if isinstance(value, Tensor) and value.dim() else value
+__all__ = [
+    "Number",
+    "add_scaled_",
+    "allowed_rate_curvature",
+    "check_friction",
+    "hamiltonian_",
+    "langevin_",
+    "over_chains",
+    "spread",
+    "variance_inflation",
+]
 
 
 def spread(value: Number, tensors: list[Tensor]) -> float | Tensor | list[Tensor]:
@@ -44,6 +48,13 @@ def add_scaled_(y: list[Tensor], x: list[Tensor], factor: list[float]) -> None:
         torch._foreach_add_(y, x, alpha=factor[0])
     else:  # of the foreach operations only this one takes a factor for each tensor
         torch._foreach_addcmul_(y, x, [torch.ones((), dtype=x[0].dtype, device=x[0].device)] * len(x), factor)
+
+
+def check_friction(friction: float) -> float:
+    """The friction a of Theorem 2, checked."""
+    if not 0 < friction <= 1:
+        raise ValueError(f"friction = {friction} must lie in (0, 1]")
+    return friction
 
 
 def langevin_(
@@ -71,25 +82,3 @@ def hamiltonian_(
     torch._foreach_mul_(velocity, 1.0 - friction)
     langevin_(velocity, grad, rate, kick)
     torch._foreach_add_(theta, velocity)
-
-
-def variance_inflation(rate_curvature: N_, friction: float = 1.0, share: float = 1.0) -> N_:
-    """Stationary variance over target variance for a quadratic potential: ``1 / (1 - rate h / (2 (2 - friction)))``.
-
-    Exact for both steppers (the recursion is linear); infinite where the step is unstable. Where injected noise is
-    averaged over two steps it adds no bias of its own (Leimkuhler and Matthews 2013), and only the ``share`` of the
-    composite noise that comes with the gradient counts.
-
-    Example:
-        >>> round(variance_inflation(0.04), 4)
-        1.0204
-    """
-    room = 1.0 - rate_curvature / (2.0 * (2.0 - friction))
-    if isinstance(room, Tensor):
-        return torch.where(room > 0, 1.0 - share + share / room, torch.inf)
-    return 1.0 - share + share / room if room > 0 else float("inf")
-
-
-def allowed_rate_curvature(bias: float, friction: float = 1.0) -> float:
-    """The largest ``rate * h`` whose relative variance bias is ``bias``: the inverse of `variance_inflation`."""
-    return 2.0 * (2.0 - friction) * bias / (1.0 + bias)

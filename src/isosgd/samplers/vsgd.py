@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isosgd.samplers.base import Sampler
+from isosgd.geometry.layer import Number
+from isosgd.samplers.base import Sampler, slow_rise
 from isosgd.samplers.groups import Group, ParamsLike
-from isosgd.samplers.planning import Move
-from isosgd.samplers.rates import slow_rise
-from isosgd.samplers.steppers import Number
+from isosgd.samplers.injection import Move
 
 
 class VSGD(Sampler):
@@ -51,7 +50,7 @@ class VSGD(Sampler):
         **settings: Any,
     ) -> None:
         self.per_layer = per_layer
-        super().__init__(params, num_data=num_data, temperature=temperature, extra={"rate": None}, **settings)
+        super().__init__(params, num_data=num_data, temperature=temperature, **settings)
 
     def adapt(self, curvature: Sequence[Number] | None = None, rise: float = 2.0) -> None:
         """Mandt's rate from the noise seen; the curvature plays no part in it."""

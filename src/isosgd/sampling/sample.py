@@ -12,13 +12,14 @@ import torch
 
 from isosgd.baselines import BASELINES, BaselineRun
 from isosgd.chain.backend import fastest_products
-from isosgd.chain.batches import as_data
+from isosgd.chain.batches import Transform, as_data
 from isosgd.chain.progress import Progress
-from isosgd.chain.team import Start, Team
+from isosgd.chain.team import Start, Team, start_of
 from isosgd.chain.warmup import MOST_STEPS
 from isosgd.diagnostics import Log
 from isosgd.errors import SamplingWarning
 from isosgd.potential import Target
+from isosgd.potential.batches import with_tensors
 from isosgd.predictive import Posterior
 from isosgd.samplers import ISGD, METHODS
 from isosgd.sampling.identity import described
@@ -50,16 +51,19 @@ def sample(
     log: str | Path | None = None,
     budget: int | None = None,
     held_out: Any = None,
+    transform: Transform | None = None,
     **options: Any,
 ) -> Posterior:
     """Draw from a posterior with stochastic gradients. Nothing needs to be tuned.
 
     Args:
         target: what to sample.
-        data: a tuple of tensors, one row an example (minibatches are drawn independently where they live); any
-            iterable of batches such as a DataLoader; or `isosgd.DataSets`, several data sets at once.
-        init: start values in natural parameters; where the target says by default. A function from the number of a
-            chain to such values gives each chain a start of its own.
+        data: tensors, numpy arrays, or frames of pandas or polars, as a tuple or list, one row an example (minibatches
+            are drawn independently; arrays of floats become of the parameters' dtype); any other iterable of batches
+            such as a DataLoader or a list of tuples; or `isosgd.DataSets`, several data sets at once.
+        init: start values in natural parameters, and of buffers where there are, such as the ``state_dict`` of a
+            trained network; where the target says by default. A function from the number of a chain to such values
+            gives each chain a start of its own.
         method: a name of `isosgd.methods`: ``isgd``, ``sgld``, ``sghmc`` and so on.
         draws: draws to keep from each chain; ``auto`` goes on until predictions have converged (R-hat of at most 1.01
             and 400 effective draws, over all chains) or the ``budget`` ends; ``info["stopped"]`` says which.
@@ -67,12 +71,15 @@ def sample(
             (``info["engine"]`` says so, or why not).
         batch_size: examples in a minibatch; half of the data, between 8 and 128, by default. ``all`` takes all of them
             for every gradient: trajectories are then accepted or refused, so that no bias is left (see
-            `isosgd.samplers.gliding`). It pays up to some thousand examples, above all for networks.
+            `isosgd.samplers.hmc`). It pays up to some thousand examples, above all for networks.
         keep_every: steps between draws; ``auto`` measures the autocorrelation of predictions in the warm-up.
         warmup: gradients to spend before the first draw; ``auto`` goes on until the chain has settled.
-        temperature: T; the target is ``exp(-f / T)``, so that 1 is the posterior.
+        temperature: T; 1 is the posterior. With a prior whose scales are fixed the density is
+            ``(likelihood * prior)^(1/T)``, that is ``exp(-f / T)``. Where scales of the prior are sampled
+            (`HierarchicalNormal`, `Relevance`) the likelihood alone is tempered, ``likelihood^(1/T) * prior``: as if
+            there were N/T examples. ``info["density"]`` says which.
         seed: same seed and settings, same draws.
-        device: where to sample; where the parameters are by default.
+        device: where to sample; where the parameters are by default. Data go there.
         progress: show a progress line on a terminal.
         store: a folder to write draws to as they come, so that memory does not grow with them and a crash takes none;
             `isosgd.load` reads it.
@@ -82,6 +89,9 @@ def sample(
         log: a folder for TensorBoard, which shows loss and rates at every draw (needs the extra ``tensorboard``).
         budget: with ``draws="auto"``, draws of each chain at most; 2,000 by default.
         held_out: with ``draws="auto"``, inputs at which predictions are watched; some of the training data by default.
+        transform: a function ``(batch, generator) -> batch`` that every minibatch goes through on its device, such as
+            augmentation or a change of type: images may so lie on a GPU as bytes. It must keep the number of examples,
+            take its random numbers from the generator, and is not applied in predictions.
         options: settings of the method (for instance ``noise``, ``scheme``, ``structure``, ``bias``, ``lr``),
             ``preset`` for a row of the paper (``alpha-a``, ``alpha-c``, ``G-b``, ``G-c``, each also ``-slr``), and
             ``noise_every``.
@@ -109,8 +119,10 @@ def sample(
             f"target of type {type(target).__name__}: pass an isosgd.Target; Target.from_module makes one from a model"
         )
     most = most_draws(draws, budget, held_out, method)
-    place = torch.device(device) if device is not None else None
-    data = as_data(data, batch_size, place)
+    leaf = next(iter(target.initial(start_of(init, 0), device=device).values()))
+    place = leaf.device  # where all parameters go, and the data with them
+    data = as_data(data, batch_size, place, leaf.dtype)
+    held_out = with_tensors(held_out, leaf.dtype)
     settings = {
         "method": method,
         "draws": draws,
@@ -122,7 +134,7 @@ def sample(
         "seed": seed,
         **({"budget": budget} if draws == "auto" else {}),
     }
-    asked = Asked(target, data, init, place, settings, options, store, resume, store_dtype, held_out)
+    asked = Asked(target, data, init, place, settings, options, store, resume, store_dtype, held_out, transform)
     # Draws that end by themselves may be far fewer than their limit.
     in_memory = most if draws != "auto" and (store is None or method in BASELINES) else 0
     check_room(asked.start(0), asked.count, in_memory)
@@ -132,13 +144,14 @@ def sample(
         if isinstance(batch_size, str):
             raise ValueError(f"batch_size = {batch_size!r} goes with method='isgd': give {method} a number")
         about = {"method": method, "options": {name: described(value) for name, value in options.items()}, "seed": seed}
-        about |= {"temperature": temperature, "target": target.describe(), "versions": versions()}
+        about |= {"temperature": temperature, "density": f"none: {BASELINES[method].kind.targets}"}
+        about |= {"target": target.describe(), "versions": versions()}
         baseline = BaselineRun(
             method, target, data, init, most, chains, batch_size, keep_every, warmup, temperature, seed, place,
             after, progress, given,
         )  # fmt: skip
         return keep_at_once(asked, about, lambda: baseline.posterior(about))
-    team = Team(target, data, init, chains, batch_size, seed, place, after)
+    team = Team(target, data, init, chains, batch_size, seed, place, after, transform)
     plan = Plan(
         most, keep_every, warmup, noise_every(given), team.count, after, draws == "auto", team.chains, held_out
     )  # fmt: skip
@@ -166,7 +179,7 @@ def sample(
             run.say(bar.note)
             if plan.auto and keeper.outcomes:  # chains that run in turn: the first says how many draws
                 plan = replace(plan, draws=keeper.outcomes[0].drawn, auto=False)
-            with fastest_products(run.alive.device):
+            with fastest_products(run.alive.device), target.using(run.buffers):
                 outcome = draw_from(run, first, plan, bar, keeper, keeper.saved, None if board is None else board.step)
             keeper.finished(outcome, last=first + run.count == team.count)
         failures = keeper.failures()
@@ -194,6 +207,7 @@ def _info(asked: Asked, team: Team, plan: Plan, outcomes: list[Outcome]) -> dict
         "method": asked.settings["method"],
         "options": {name: described(value) for name, value in asked.options.items()},
         "temperature": asked.settings["temperature"],
+        "density": asked.target.density(asked.start(0), asked.settings["temperature"]),
         "num_data": team.num_data,
         "batch_size": team.batch_size if team.tensors is not None else None,
         "draws": max((o.drawn for o in outcomes), default=0) if plan.auto else plan.draws,

@@ -14,7 +14,7 @@ from isosgd.chain.chain import MakeSampler
 from isosgd.chain.compiled import COMPILE_AFTER
 from isosgd.native import build
 from isosgd.samplers import ISGD, METHODS, PRESETS, REGISTRY, Sampler
-from isosgd.samplers.gliding import Gliding
+from isosgd.samplers.hmc import HMC
 from isosgd.sampling.methods import EVERY
 from isosgd.sampling.stopping import MOST_DRAWS
 
@@ -61,7 +61,9 @@ def sampler_factory(
                 "batch_size = 'all' leaves no gradient noise, on which other samplers and structures live: use it with "
                 "method='isgd' and structure 'auto', 'diagonal', 'lowrank', 'kronecker' or 'full', or give a number"
             )
-        kind, options = Gliding, {**options, "budget": None}  # a shape is needed, whatever it takes to find it
+        kind = HMC
+        unused = {"budget", *(name for name in ("scheme", "averaged") if options.get(name) in ("windowed", None))}
+        options = {name: value for name, value in options.items() if name not in unused}
 
     def make(groups: list[dict[str, Any]], generator: torch.Generator, chains: int | None) -> Sampler:
         return kind(groups, num_data=num_data, temperature=temperature, generator=generator, chains=chains, **options)

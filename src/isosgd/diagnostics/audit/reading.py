@@ -10,11 +10,9 @@ from torch.optim import SGD, Optimizer
 
 from isosgd.diagnostics.audit.findings import Finding
 from isosgd.samplers import ISGD, VSGD, Sampler
-from isosgd.samplers.cyclical import Cyclical
-from isosgd.samplers.full_sgfs import FullSGFS
 from isosgd.samplers.groups import Group
-from isosgd.samplers.preconditioned import Preconditioned
-from isosgd.samplers.sgfs import Scoring
+from isosgd.samplers.schedules import Cycles
+from isosgd.samplers.sgfs import SGFS, FullSGFS
 
 CLIPPED = 0.05  # accepted share of the noise above lambda
 UNSET = 1e-6  # in place of a rate that the warm-up has yet to set; temperatures do not depend on it
@@ -65,7 +63,7 @@ def _sampler(sampler: Sampler, group: Group) -> dict[str, Any]:
     assumed, temperature, friction = int(group["num_data"]), float(group["temperature"]), sampler.friction
     known = group.get("rate") is not None
     rate = _number(sampler.rate(group)) if known else UNSET
-    if known and isinstance(sampler, Cyclical):  # the rate of the sampling stage
+    if known and isinstance(sampler.schedule, Cycles):  # the rate of the sampling stage
         rate = _number(group["rate"])
     # What Theorems 1 and 2 require, gradient noise included.
     composite = rate * (2.0 * friction * temperature / (assumed * rate)) ** 0.5
@@ -74,10 +72,11 @@ def _sampler(sampler: Sampler, group: Group) -> dict[str, Any]:
         composite = 0.0
     elif isinstance(sampler, ISGD):
         composite = rate * (2.0 * _number(group["lam"])) ** 0.5 if known else composite
-    elif known and not isinstance(sampler, Cyclical):
+    elif known and not isinstance(sampler.schedule, Cycles):
         params = [p for p in group["params"] if p.requires_grad]
         move = sampler._move(group, params)
-        corrected = corrected or isinstance(sampler, Scoring) or move.scale is not None or move.outer is not None
+        scoring = isinstance(sampler, SGFS | FullSGFS)
+        corrected = corrected or scoring or move.scale is not None or move.outer is not None
         if not corrected and _number(move.amplitude):
             composite = _number(move.rate) * _number(move.amplitude)
     metric = _mean_metric(sampler, group) if known else 1.0
@@ -95,8 +94,8 @@ def _sampler(sampler: Sampler, group: Group) -> dict[str, Any]:
 
 def _mean_metric(sampler: Sampler, group: Group) -> float:
     """How much larger than its rate a sampler's steps are: by P, its noise by the root of P."""
-    if isinstance(sampler, Preconditioned):
-        metrics = [sampler._metric(p).double().flatten() for p in group["params"]]
+    if sampler.metric is not None:
+        metrics = [sampler.metric.value(p).double().flatten() for p in group["params"]]
         return float(torch.cat(metrics).mean())
     if isinstance(sampler, FullSGFS):
         return 0.5 / _number(sampler.noise_summary(group, "mean"))  # P is the inverse of Var(g)
@@ -105,7 +104,7 @@ def _mean_metric(sampler: Sampler, group: Group) -> float:
 
 def _gradient_noise(sampler: Sampler, group: Group) -> float | None:
     """Mean Var(g) over a group's parameters, if it was observed; a metric has units of its own."""
-    if isinstance(sampler, Preconditioned | FullSGFS) or sampler.group_noise(group) is None:
+    if sampler.metric is not None or isinstance(sampler, FullSGFS) or sampler.noise.of_group(group) is None:
         return None
     return 2.0 * _number(sampler.noise_summary(group, "mean"))
 

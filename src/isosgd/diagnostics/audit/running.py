@@ -312,8 +312,8 @@ def set_rate(optimizer: Optimizer, theta: Tensor, target: ConjugateTarget) -> bo
 def _warm_up(optimizer: Optimizer, noise: Callable[[], list[Tensor]], curvature: float) -> bool:
     if not isinstance(optimizer, Sampler) or not needs_rate(optimizer):
         return False
-    shaped = optimizer.shaped if isinstance(optimizer, ISGD) else None
-    for _ in range(WARMUP if shaped is None else max(WARMUP, shaped.least)):
+    geometry = optimizer.geometry if isinstance(optimizer, ISGD) else None
+    for _ in range(WARMUP if geometry is None else max(WARMUP, geometry.min_vectors)):
         optimizer.observe(noise())
     optimizer.adapt([curvature] * len(optimizer.param_groups))
     optimizer.freeze()
@@ -323,14 +323,14 @@ def _warm_up(optimizer: Optimizer, noise: Callable[[], list[Tensor]], curvature:
 def _with_own_target(loop: Loop, make: Factory) -> Loop:
     """The loop with a target on which a sampler that finds its own rate relaxes quickly.
 
-    A shaped Lambda takes its curvature from the noise, which must be that of a well specified model, and V-SGD needs
-    noise; for the others it is small.
+    A structured Lambda takes its curvature from the noise, which must be that of a well specified model, and V-SGD
+    needs noise; for the others it is small.
     """
     optimizer = make([torch.zeros(8, dtype=torch.float64).requires_grad_()])
     if not needs_rate(optimizer):
         return loop
     share = QUIET / loop.num_data
-    if isinstance(optimizer, ISGD) and optimizer.shaped is not None:
+    if isinstance(optimizer, ISGD) and optimizer.geometry is not None:
         share = 1.0 / (optimizer.batch_size or MOST_BATCH)
     elif isinstance(optimizer, VSGD):
         share = max(1.0 / MOST_BATCH, 2.0 / (LARGEST_STEP * loop.num_data))

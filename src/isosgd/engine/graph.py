@@ -1,0 +1,332 @@
+"""One chain on a GPU as CUDA graphs: minibatch, transform, network and update without work of the host in between.
+
+Three things are captured once and replayed: the next minibatch (drawn, gathered and transformed on the device), the
+gradient on the minibatch at hand, and a whole step. What they read and write stays in its place. Batches of a loader
+are copied into fixed buffers; one of another size is taken without a graph.
+
+Noise vectors are differences of successive gradients, over sqrt(2), so that there is one shape of a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from isosgd.chain.batches import IterableBatches, TensorBatches
+from isosgd.engine.fused import FlatParameters, FusedStep
+from isosgd.potential.batches import tensors_of, tree_map
+from isosgd.samplers.program import Elementwise, StepProgram
+
+if TYPE_CHECKING:
+    from isosgd.chain.chain import Chains
+
+WARM_UPS = 3  # runs before a capture, in which libraries choose and load what they use
+
+
+class Captured:
+    """A function without arguments as a CUDA graph.
+
+    Args:
+        body: it may not wait for the device; what it reads and writes must stay in its place.
+        generators: that it draws from.
+        keep: tensors that the runs before the capture must leave as they are.
+    """
+
+    def __init__(self, body: Callable[[], None], generators: Sequence[torch.Generator], keep: Sequence[Tensor]) -> None:
+        before = [generator.get_state() for generator in generators]
+        values = [x.detach().clone() for x in keep]
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                body()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            self.graph.register_generator_state(generator)
+        with torch.cuda.graph(self.graph):
+            body()
+        with torch.no_grad():
+            for x, value in zip(keep, values, strict=True):
+                x.copy_(value)
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
+
+    def __call__(self) -> None:
+        """Run it once."""
+        self.graph.replay()
+
+
+def unsupported_reason(run: Chains) -> str:
+    """Why chains cannot run as CUDA graphs; empty when they can."""
+    if not run.leaves[0].is_cuda:
+        return "not on a GPU"
+    if run.many is not None:
+        return "several chains in one computation"
+    if len({x.dtype for x in run.leaves}) > 1:
+        return "parameters have several dtypes"
+    if run.batches.whole:
+        return "all data at once"
+    return ""
+
+
+class GraphGradients:
+    """Minibatches and gradients of one chain as CUDA graphs.
+
+    Args:
+        run: the chain; its parameters become views of one flat tensor.
+    """
+
+    def __init__(self, run: Chains) -> None:
+        self.run, self.batches = run, run.batches
+        self.flat = FlatParameters(run.leaves)
+        self.gradient = torch.zeros_like(self.flat.values)
+        self.loss = torch.zeros(1, device=self.flat.values.device)
+        self.finite = torch.ones(1, dtype=torch.bool, device=self.flat.values.device)
+        self.precisions = run.target.prior_precisions(run.params)
+        self.batch: Any = None  # in its fixed place
+        self.irregular = 0  # batches of another size than the first
+        self._fixed: list[Tensor] = []
+        self._raw: Any = None
+        if isinstance(self.batches, TensorBatches):
+            self.generators = [self.batches.generator, self.batches.transform.generator]
+            self._next = Captured(self._draw, self.generators, [])
+        else:
+            self.generators = [self.batches.transform.generator]
+            first = self.batches.peek()
+            self._raw = tree_map(torch.clone, first)
+            self._fixed = tensors_of(self._raw)
+            self._next = Captured(self._transform, self.generators, [])
+        if not run.target._checked:
+            run.target.check(run.params, self.batch)
+        self._gradients = Captured(self._differentiate, [], [*run.leaves, *run.buffers.values()])
+
+    def _draw(self) -> None:
+        self.batch = self.batches.next()
+
+    def _transform(self) -> None:
+        self.batch = self.batches.transform(self._raw)
+
+    def next(self) -> Any:
+        """The next minibatch, in its fixed place; a batch of another size than the first is itself."""
+        if isinstance(self.batches, IterableBatches):
+            raw = self.batches.raw()
+            found = tensors_of(raw)
+            if [t.shape for t in found] != [t.shape for t in self._fixed]:
+                self.irregular += 1
+                return self.batches.transform(raw)
+            torch._foreach_copy_(self._fixed, found, non_blocking=True)
+        self._next()
+        return self.batch
+
+    def _differentiate(self) -> None:
+        self.differentiate(self.batch)
+
+    def differentiate(self, batch: Any, prior: bool = True) -> None:
+        """Loss and gradient at a minibatch, with or without the part of a Gaussian prior."""
+        run = self.run
+        weight = run.prior_weight if self.precisions is None else 0.0  # of what autograd's gradient gets added here
+        loss, gradients = run.target.gradient(run.params, batch, run.num_data, weight)
+        self.flat.join(gradients, self.gradient)
+        if prior and self.precisions is not None:
+            decays = [tau / run.num_data for tau in self.precisions]
+            pulls = torch._foreach_mul([p.detach() for p in run.leaves], decays)
+            torch._foreach_add_(self.flat.views(self.gradient), pulls)
+        self.loss.copy_(loss.reshape(1))
+        self.finite.copy_(torch.isfinite(self.loss + self.gradient.sum()))
+
+    def __call__(self) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Loss, gradients and whether they are finite, at the minibatch at hand: copies."""
+        self._gradients()
+        finite = self.finite.clone()
+        gradient = torch.where(finite, self.gradient, 0.0)
+        return torch.where(finite, self.loss, torch.inf), self.flat.views(gradient), finite
+
+
+class FusedUpdate:
+    """The update of a step that acts on each parameter on its own: one pass over memory.
+
+    Args:
+        run: the chain.
+        program: its sampler's steps.
+        like: a first step.
+    """
+
+    def __init__(self, run: Chains, program: StepProgram, like: Elementwise) -> None:
+        assert run.graph is not None and run.graph.precisions is not None
+        self.run, self.program = run, program
+        decays = [tau / run.num_data for tau in run.graph.precisions]
+        self.fused = FusedStep(run.graph.flat, like, decays, run.sampler.generator)
+        if run.keys is not None:
+            self.fused.keys.copy_(run.keys)
+        run.keys = self.fused.keys
+        self.kept = [run.graph.flat.values, self.fused.keys, self.fused.velocity]
+        self.prior = False  # the kernel adds that of the prior
+
+    def begin(self) -> None:
+        """Take up what the sampler remembers."""
+        if self.fused.friction is not None:
+            self.fused.flat.join([self.run.sampler.velocity(p) for p in self.run.leaves], self.fused.velocity)
+
+    def step(self, gradient: Tensor) -> None:
+        self.fused.step(gradient)
+
+    def renew(self) -> bool:
+        """Take rates and kicks as they are now; whether a captured step meets them."""
+        found = self.program.elementwise()
+        assert found is not None
+        self.fused.set(found)
+        return True
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Bring the sampler to where the steps have led."""
+        if self.fused.friction is not None:
+            views = self.fused.flat.views(self.fused.velocity)
+            torch._foreach_copy_([self.run.sampler.velocity(p) for p in self.run.leaves], views)
+
+
+class ProgramUpdate:
+    """The update of any sampler that exports its steps as a function of tensors.
+
+    Args:
+        run: the chain.
+        program: its sampler's steps.
+    """
+
+    def __init__(self, run: Chains, program: StepProgram) -> None:
+        assert run.graph is not None
+        self.run, self.program, self.graph = run, program, run.graph
+        self.state = program.begin()
+        self.now = torch.zeros(1, program.width, dtype=program.dtype, device=self.state.device)
+        self.last = self.now.clone()
+        self.tensors, self.injection = self._exported()
+        self.kept = [self.state, self.graph.flat.values, self.last]
+        self.prior = True
+
+    def _exported(self) -> tuple[list[Tensor], list[Tensor]]:
+        return [t.clone() for t in self.program.tensors()], [t.clone() for t in self.program.injection()]
+
+    def begin(self) -> None:
+        """Take up what the sampler remembers."""
+        self.state.copy_(self.program.begin())
+        if self.program.lead:
+            before = self.program.sampler.injector.last
+            if before is None:
+                self.last.normal_(generator=self.run.sampler.generator)
+            else:
+                self.last.copy_(before.view_as(self.last))
+
+    def step(self, gradient: Tensor) -> None:
+        program = self.program
+        flat = program.flat(self.graph.flat.views(gradient))
+        self.now.normal_(generator=self.run.sampler.generator)
+        xi = 0.5 * (self.now + self.last) if program.lead else self.now
+        if program.lead:
+            self.last.copy_(self.now)
+        xi = program.inject(xi, tuple(self.injection))
+        self.state.copy_(program.move(self.state, flat, None, xi, tuple(self.tensors)))
+        program.write([p.detach() for p in self.run.leaves], program.parameters(self.state))
+
+    def renew(self) -> bool:
+        """Take what the sampler exports now; whether a captured step meets it: not where shapes have changed."""
+        tensors, injection = self._exported()
+        old, new = [*self.tensors, *self.injection], [*tensors, *injection]
+        if [t.shape for t in old] != [t.shape for t in new]:
+            self.tensors, self.injection = tensors, injection
+            return False
+        torch._foreach_copy_(old, new)
+        return True
+
+    def finish(self) -> None:
+        """Bring the sampler to where the steps have led."""
+        self.program.finish(self.state)
+        if self.program.lead:
+            injector = self.program.sampler.injector
+            injector.last = self.last.clone().view(injector.source.out.shape)
+
+
+class GraphSteps:
+    """Whole steps of one chain as a CUDA graph: minibatch, gradient and update.
+
+    Args:
+        run: the chain, with `GraphGradients`.
+        noise_every: every so many steps a noise vector is taken in, where the sampler follows the noise.
+
+    Raises:
+        RuntimeError: where the sampler's steps cannot be captured; it says why.
+    """
+
+    def __init__(self, run: Chains, noise_every: int) -> None:
+        assert run.graph is not None
+        self.run, self.graph, self.noise_every = run, run.graph, noise_every
+        program = run.sampler.program()
+        if isinstance(program, str):
+            raise RuntimeError(program)
+        if program.needs_noise:
+            raise RuntimeError("every step takes a noise vector")
+        program.prepare(1)
+        self.program = program
+        single = program.elementwise() if self.graph.precisions is not None else None
+        self.update = ProgramUpdate(run, program) if single is None else FusedUpdate(run, program, single)
+        self.good = torch.ones(1, dtype=torch.bool, device=run.alive.device)
+        self._before = torch.zeros_like(self.graph.gradient)
+        self._loader = isinstance(run.batches, IterableBatches)
+        self._generators = [run.sampler.generator, *([] if self._loader else self.graph.generators)]
+        self._step = self._capture()
+
+    def _capture(self) -> Captured:
+        return Captured(self._body, self._generators, [*self.update.kept, self.good, *self.run.buffers.values()])
+
+    def _body(self) -> None:
+        self._step_at(self.graph.batch if self._loader else self.run.batches.next())
+
+    def _step_at(self, batch: Any) -> None:
+        self.graph.differentiate(batch, self.update.prior)
+        self.good.logical_and_(self.graph.finite)
+        self.update.step(self.graph.gradient)
+
+    @torch.no_grad()
+    def go(self, done: int, steps: int, tick: Callable[[int], None]) -> None:
+        """Take so many steps. Whether they were good is asked once, at the end.
+
+        Args:
+            done: steps that were taken before, since the warm-up.
+            steps: to take.
+            tick: told how many were taken.
+        """
+        run = self.run
+        start = self.graph.flat.values.clone()
+        self.update.begin()
+        for i in range(done, done + steps):
+            observed = self.program.follows_noise and (i + 1) % self.noise_every == 0 and i > done
+            if observed:
+                self._before.copy_(self.graph.gradient)
+            if self._loader:
+                self._from_loader()
+            else:
+                self._step()
+            if observed:
+                noise = (self.graph.gradient - self._before).mul_(math.sqrt(0.5))
+                run.sampler.observe(self.graph.flat.views(noise))
+                if not self.update.renew():
+                    self._step = self._capture()
+        self.update.finish()
+        run.gradients += steps
+        self.program.count(steps)
+        tick(steps)
+        run.loss = self.graph.loss.clone()
+        if not bool(self.good & torch.isfinite(self.graph.flat.values.sum())):
+            self.graph.flat.values.copy_(start)
+            run.diverged()
+
+    def _from_loader(self) -> None:
+        batch = self.graph.next()
+        if batch is self.graph.batch:
+            self._step()
+        else:
+            self._step_at(batch)

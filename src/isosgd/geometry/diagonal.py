@@ -1,0 +1,148 @@
+"""Lambda as a rate for each axis of a basis: that of the parameters (`Diagonal`), or one that is found.
+
+`AxisRates` does the work for whoever knows the basis; another one is `isosgd.geometry.kronecker.Kronecker`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from isosgd.geometry.base import MOST_EXCESS, Geometry
+from isosgd.geometry.rule import Rule, damped
+from isosgd.noise import dot, power_step
+
+
+class AxisRates:
+    """Noise, Lambda and rates along axes: ``H = diag(h)`` in their coordinates.
+
+    Lambda is q h, with h kept above a share of its layer's mean (``damping``): a unit that was dead in the warm-up and
+    wakes up must not meet an enormous rate.
+
+    Args:
+        of: the geometry that they are of.
+        damping: that share.
+
+    Attributes:
+        v: noise variance along each axis, ``[chains, d]``.
+        top: image of the direction in which noise exceeds Lambda most, and ``top_ratio`` its noise over Lambda there.
+    """
+
+    kept = ("v", "lam", "rate", "amplitude", "top", "top_ratio", "looks")
+
+    def __init__(self, of: Geometry, damping: float) -> None:
+        self.of, self.damping = of, damping
+        self.v = of.full(0.0, of.total)
+        self.lam, self.rate, self.amplitude = self.v.clone(), self.v.clone(), self.v.clone()
+        self.top, self.top_ratio, self.looks = self.v.clone(), of.full(0.0), 0
+
+    def take(self, z: Tensor) -> None:
+        """Take in a noise vector, in the coordinates of the axes."""
+        self.v.lerp_(z.square(), 1.0 / (self.of.seen + 1))
+        if self.of.known:
+            self._look(z * (2.0 * self.lam).rsqrt())
+        self.changed()
+
+    def _look(self, white: Tensor) -> None:
+        """Find the direction in which noise exceeds Lambda most, and by how much.
+
+        What a vector says of a direction that it helped to find is chance; so it is measured before it is taken in.
+        """
+        if not self.looks:
+            self.top = white.clone()
+        else:
+            along = dot(self.top, white).square() / self._length()
+            self.top_ratio = torch.lerp(self.top_ratio, along, max(1.0 / self.looks, 0.02))
+            power_step(self.top, white, max(1.0 / (self.looks + 1), 0.01))
+        self.looks += 1
+
+    def _length(self) -> Tensor:
+        return dot(self.top, self.top).clamp_min(1e-30)
+
+    def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:
+        """As `Geometry.settle`, the prior's curvature along the axes."""
+        of = self.of
+        h = damped(rule.batch_size * self.v + prior, self.damping, of.slots)
+        of.factor, of.scale = rule.factor(of.curvature_ratio), rule.scale
+        lam = of.factor[:, None] * h.clamp_min(torch.finfo(of.dtype).tiny)
+        lam = torch.maximum(lam, self.lam / rise) if of.known else lam
+        if self.looks > 1:  # the ratio was measured against the Lambda there was
+            self.top_ratio = self.top_ratio * dot(self.top.square(), self.lam / lam) / self._length()
+        self.lam, of.known = lam, True
+        self.slow((self.excess_temperature() / MOST_EXCESS).clamp_min(1.0))
+
+    def slow(self, factor: Tensor) -> None:
+        """Multiply each chain's Lambda by a factor."""
+        self.of.factor = self.of.factor * factor
+        self.lam = self.lam * factor[:, None]
+        self.top_ratio = self.top_ratio / factor
+        self.changed()
+
+    def changed(self) -> None:
+        """Work out rates and the scale of injected noise."""
+        if self.of.known:
+            self.rate = self.of.scale / self.lam
+            self.amplitude = self.rate * (2.0 * self.lam - self.of.noise_weight * self.v).clamp_min(0.0).sqrt()
+
+    def excess_temperature(self) -> Tensor:
+        """As of `Geometry`: noise that axes share, which a diagonal does not express."""
+        if self.looks < 2:
+            return torch.zeros_like(self.top_ratio)
+        expressed = dot(self.top.square(), self.v / (2.0 * self.lam)) / self._length()
+        return self.of.noise_weight * (self.top_ratio - expressed)
+
+    def clipped(self) -> Tensor:
+        """As of `Geometry`."""
+        over = self.of.noise_weight * self.v > 2.0 * self.lam
+        return over.to(self.of.dtype).mean(-1) if self.of.known else torch.zeros_like(self.top_ratio)
+
+
+class Diagonal(Geometry):
+    """One rate for each parameter.
+
+    Args:
+        damping: share of a layer's mean curvature that is added to every parameter's.
+    """
+
+    name = "diagonal"
+    kept = (*Geometry.kept, "on_axes")
+
+    def __init__(self, damping: float = 0.1) -> None:
+        self.damping = damping
+
+    def prepare(self) -> None:
+        self.on_axes = AxisRates(self, self.damping)
+
+    def take(self, noise: Tensor) -> None:
+        self.on_axes.take(noise)
+
+    def forget(self, void: bool = False) -> None:
+        super().forget(void)
+        self.on_axes.looks = 0
+
+    def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:
+        self.on_axes.settle(rule, prior, rise)
+
+    def slow(self, factor: Tensor) -> None:
+        self.on_axes.slow(factor)
+
+    def excess_temperature(self) -> Tensor:
+        return self.on_axes.excess_temperature()
+
+    def clipped(self) -> Tensor:
+        return self.on_axes.clipped()
+
+    def direction(self, gradient: Tensor) -> Tensor:
+        return self.on_axes.rate * gradient
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.on_axes.rate, self.on_axes.amplitude
+
+    def displace(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
+        rate, amplitude = tensors
+        return rate * gradient + amplitude * xi
+
+    def rates(self) -> Tensor:
+        return self.on_axes.rate

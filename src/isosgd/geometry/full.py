@@ -1,0 +1,305 @@
+"""Lambda as a full matrix: every direction of a small posterior at its own rate, exactly.
+
+With a root R of the inverse of H, ``R R^T = H^-1``, Lambda is q I in the coordinates ``R^-1 theta``, and gradient noise
+is nearly so.
+
+*The level of the noise.* With few data the noise is not the same over the posterior, and B is not what it is on
+average. Its shape hardly changes, but its level does, all the more where a noise scale is sampled. So the level may be
+followed: the squared length ``d . H^-1 d`` of the noise vectors of the last few steps over what it is on average. So
+many times B is left out of the injected noise, which is right for each place on average, and that is all that Theorem
+1 asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from isosgd.geometry.base import Geometry, WorstDirection
+from isosgd.geometry.linalg import times
+from isosgd.geometry.lowrank import RANK
+from isosgd.geometry.rule import Rule
+
+SINGULAR = 1e-12  # eigenvalues of H, scaled to a unit diagonal, below which the noise says nothing of a direction
+BELIEVED = 3.0  # ratio of curvature and Fisher information that is put down to the direction; less may be chance
+SAFE = 2.0  # times the curvature that was measured in a direction, for its own part of Lambda
+LEAST = 0.01  # curvature over Fisher information, at the least that is believed
+LEVEL_WEIGHT = 0.25  # of a new noise vector in the level of the noise: that of the last few steps
+
+
+class Full(Geometry):
+    """One matrix over all parameters; for up to a few hundred of them.
+
+    The Fisher information is checked against the Hessian, axis by axis of the basis in which H is the identity (see
+    `learn`), and gives way to it where they are far apart: gradient noise may lack directions that the posterior has,
+    or have directions of its own. Where it has, Lambda still covers it, but is no larger than that takes: without
+    curvature there is no bias to fear.
+
+    Chains of one data set share what they have seen: so many numbers take many noise vectors to estimate.
+
+    Everything is kept in float64, since raw regressions have condition numbers of 1e11 and more. The noise covariance
+    goes on being averaged while draws are taken, so that ``C = Lambda - B`` gets better and better; Lambda is fixed.
+    """
+
+    name = "full"
+    kappa = 1.25  # all of the noise is known, and its correlations
+    kept = (
+        *Geometry.kept,
+        *("worst", "cov", "root", "inverse_root", "pull", "push", "share", "level", "shares", "sight"),
+        *("hessian", "probed", "cover"),
+    )
+
+    def prepare(self) -> None:
+        self.worst, d = WorstDirection(self), self.total
+        self.cov = self.full(0.0, d, d).double()  # of the noise
+        self.root, self.inverse_root = torch.zeros_like(self.cov), torch.zeros_like(self.cov)
+        self.pull, self.push = torch.zeros_like(self.cov), torch.zeros_like(self.cov)
+        self.share = self.full(0.0)
+        self.level = self.full(1.0)  # of the noise, over its average
+        # Shares of the noise in Lambda, and what it is seen by; empty where its level is not followed.
+        self.shares = self.sight = self.full(0.0, 0)
+        self.hessian = torch.eye(d).to(self.cov).repeat(self.chains, 1, 1)  # of each chain, in the basis of its axes
+        self.probed = [0] * d
+        self.cover = 0.0  # Lambda over Var(g), at the least
+
+    @property
+    def min_vectors(self) -> int:
+        # With four times as many vectors as numbers, eigenvalues are right within a factor of (1 - 1/2)^2.
+        return max(20, -(-4 * self.total * self.sets // self.chains))
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """The mean over the chains of each data set, for each of them."""
+        each = x.view(self.sets, -1, *x.shape[1:])
+        alive = self.alive.view(self.sets, -1, *([1] * (x.dim() - 1)))
+        weight, each = alive.to(x.dtype), torch.where(alive, each, 0.0)  # what a lost chain says may not be finite
+        mean = each.sum(1, keepdim=True) / weight.sum(1, keepdim=True).clamp_min(1.0)
+        return mean.expand_as(each).reshape(x.shape)
+
+    def take(self, noise: Tensor) -> None:
+        d = noise.double()
+        self.cov.lerp_(self._shared(d.unsqueeze(-1) * d.unsqueeze(-2)), 1.0 / (self.seen + 1))
+        count = self.seen + 1
+        if self.known:
+            self.worst.take(d)
+        if self.tracks_level:
+            self.track_level(noise)
+        if self.known and count >= self.min_vectors and count & (count - 1) == 0:
+            self._inject()
+
+    # -- the Hessian ----------------------------------------------------------------------------------------------
+
+    @property
+    def axes(self) -> int:
+        return self.total
+
+    def axis(self, i: int) -> Tensor:
+        return self.root[..., i]
+
+    def learn(self, i: int, change: Tensor) -> None:
+        self.probed[i] += 1
+        self.hessian[..., i].lerp_(times(self.root.mT, change.double()), 1.0 / self.probed[i])
+
+    def _measured(self) -> Tensor:
+        """The Hessian as all chains of a data set have measured it, each along axes of its own."""
+        one = 0.5 * (self.hessian + self.hessian.mT)
+        return self._shared(self.inverse_root.mT @ one @ self.inverse_root)
+
+    def _curvature(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """A root R of the inverse of H, ``R R^T = H^-1``, and its own inverse."""
+        # Scaled to a unit diagonal first: parameters may have units that are many powers of ten apart.
+        diagonal = h.diagonal(dim1=-2, dim2=-1)
+        unit = torch.where(diagonal > 0, diagonal, self.fallback.double()).rsqrt()
+        values, vectors = torch.linalg.eigh(unit.unsqueeze(-1) * h * unit.unsqueeze(-2))
+        values = torch.where(values > SINGULAR, values, 1.0).unsqueeze(-2)
+        return unit.unsqueeze(-1) * vectors * values.rsqrt(), (vectors * values.sqrt()).mT / unit.unsqueeze(-2)
+
+    def conditioning(self) -> dict[str, float]:
+        """Condition numbers that simpler shapes would leave."""
+        return condition_numbers((self.inverse_root.mT @ self.inverse_root)[self.alive])
+
+    def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:
+        fisher = rule.batch_size * self.cov
+        root, inverse = self._curvature(fisher + torch.diag_embed(self._shared(prior.double())))
+        before = self.worst.direction() if self.worst.count else None
+        if self.known:
+            old = self.inverse_root
+            if all(self.probed):
+                found = self._measured()
+                root, inverse = rescale(root, inverse, found, believed)
+                root, inverse = rescale(root, inverse, fisher, at_least_one)
+                root, inverse = rescale(root, inverse, found, partial(soft, rule, self.curvature_ratio))
+            # Rates fall at once and rise slowly.
+            root, inverse = rescale(root, inverse, old.mT @ old / rise, at_least_one)
+        self.root, self.inverse_root = root, inverse
+        self._forget_axes()
+        self.factor, self.scale, self.known = rule.factor(self.curvature_ratio), rule.scale, True
+        self.cover = 0.0 if rule.whole else rule.cover
+        self.worst.rescale(before)
+        self._inject(rule.tracks_level)
+        self.worst.limit_excess()
+
+    def slow(self, factor: Tensor) -> None:
+        before = self.worst.direction() if self.worst.count else None
+        self.factor = self.factor * factor
+        if self.cover and bool((factor < 1.0).any()):  # where Lambda was as small as noise allows, it stays so
+            least = self.cover / self.factor.double().view(-1, 1, 1) * self.cov
+            self.root, self.inverse_root = rescale(self.root, self.inverse_root, least, at_least_one)
+            self._forget_axes()
+        self.worst.rescale(before)
+        self._inject()
+
+    def forget(self, void: bool = False) -> None:
+        if void:
+            self._forget_axes()
+            self.level = self.full(1.0)
+        self.worst.forget(void)
+        super().forget(void)
+
+    def _forget_axes(self) -> None:
+        """Measure the Hessian anew: the axes are others."""
+        self.hessian = torch.eye(self.total).to(self.root).repeat(self.chains, 1, 1)
+        self.probed = [0] * self.total
+
+    def rate_curvatures(self) -> Tensor:
+        if not all(self.probed):
+            return super().rate_curvatures()
+        ratios: Tensor = torch.linalg.eigvalsh(self.root.mT @ self._measured() @ self.root).clamp_min(LEAST)
+        return ratios * self.unit_rate.double().unsqueeze(-1)
+
+    def _inject(self, track_level: bool | None = None) -> None:
+        """The matrices of a step.
+
+        Args:
+            track_level: whether the level of the noise is followed; as before, when not given.
+        """
+        track_level = self.tracks_level if track_level is None else track_level
+        values, vectors = torch.linalg.eigh(self.root.mT @ self.cov @ self.root)
+        room = 2.0 * self.factor.double().unsqueeze(-1)
+        shares = self.noise_weight * values.clamp_min(0.0) / room
+        self.share = (shares > 1.0).to(self.dtype).mean(-1)
+        rate = self.unit_rate.double().view(-1, 1, 1)
+        self.pull = rate * (self.root @ self.root.mT)
+        if track_level:
+            self.push = rate * (self.root @ vectors) * room.sqrt().unsqueeze(-1)
+            length = values.clamp_min(0.0).sum(-1).clamp_min(torch.finfo(self.dtype).tiny)
+            self.shares, self.sight = shares, self.root.mT * length.rsqrt().view(-1, 1, 1)
+        else:
+            missing = (vectors * (room * (1.0 - shares)).clamp_min(0.0).sqrt().unsqueeze(-2)) @ vectors.mT
+            self.push = rate * (self.root @ missing)
+            self.shares = self.sight = self.full(0.0, 0)
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def direction(self, gradient: Tensor) -> Tensor:
+        return times(self.pull, gradient.double())
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        level = (self.shares, self.sight, self.level) if self.tracks_level else ()
+        return self.pull, self.push, *level
+
+    def displace(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
+        pull, push, *local = tensors
+        xi = xi.double()
+        if local:
+            shares, _, level = local
+            xi = (1.0 - level.unsqueeze(-1) * shares).clamp_min(0.0).sqrt() * xi
+        return times(pull, gradient.double()) + times(push, xi)
+
+    def rates(self) -> Tensor:
+        return self.pull.diagonal(dim1=-2, dim2=-1)
+
+    def principal_rates(self) -> Tensor:
+        rates: Tensor = torch.linalg.eigvalsh(self.pull)
+        return rates
+
+    def clipped(self) -> Tensor:
+        return self.share
+
+    # -- the level of the noise ---------------------------------------------------------------------------------------
+
+    @property
+    def tracks_level(self) -> bool:
+        return self.sight.numel() > 0
+
+    def levels(self, tensors: Sequence[Tensor], level: Tensor, noise: Tensor) -> Tensor:
+        """Levels after one more flat noise vector, ``[chains]``: a function of tensors alone, as `displace`.
+
+        Of those that a step takes they are the last.
+        """
+        found = times(tensors[3], noise.double()).square().sum(-1)
+        return torch.lerp(level, found.to(level), LEVEL_WEIGHT)
+
+    def set_level(self, level: Tensor) -> None:
+        """Go on from such levels."""
+        self.level = level.to(self.level, copy=True).contiguous()  # not a column of what chains are
+
+    def track_level(self, noise: Tensor) -> None:
+        """Take in a flat noise vector of each chain for the level alone."""
+        self.set_level(self.levels(self.tensors(), self.level, noise))
+
+    # -- along a direction --------------------------------------------------------------------------------------------
+
+    def inverse(self, x: Tensor) -> Tensor:
+        """``Lambda^-1 x``."""
+        return times(self.root, times(self.root.mT, x.double())) / self.factor.double().unsqueeze(-1)
+
+    def lambda_along(self, t: Tensor) -> Tensor:
+        """``t . Lambda t``."""
+        return self.factor * times(self.inverse_root, t).square().sum(-1)
+
+    def noise_along(self, t: Tensor) -> Tensor:
+        """``t . Var(g) t``, as far as it is known."""
+        return (t * times(self.cov, t)).sum(-1)
+
+    def excess_temperature(self) -> Tensor:
+        worst = self.worst
+        by_chance: Tensor = self.noise_weight * worst.chance * worst.ratio
+        return worst.excess_temperature() - by_chance
+
+
+def rescale(root: Tensor, inverse: Tensor, other: Tensor, choose: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """H, as a root of its inverse and the inverse of that, changed along the axes that it has in common with a matrix.
+
+    ``choose`` says by what factor, given the other matrix over H along each of them.
+    """
+    values, vectors = torch.linalg.eigh(root.mT @ other @ root)
+    values = choose(values).unsqueeze(-2)
+    return root @ (vectors * values.rsqrt()), (vectors * values.sqrt()).mT @ inverse
+
+
+def at_least_one(ratio: Tensor) -> Tensor:
+    """Only upwards."""
+    return ratio.clamp_min(1.0)
+
+
+def believed(ratio: Tensor) -> Tensor:
+    """A ratio far from 1, else 1."""
+    near = (ratio < BELIEVED) & (ratio > 1.0 / BELIEVED)
+    return torch.where(near, 1.0, ratio.clamp_min(LEAST))
+
+
+def soft(rule: Rule, curvature_ratio: Tensor, ratio: Tensor) -> Tensor:
+    """How much smaller Lambda may be where the curvature is below H, so that noise bounds it rather than the bias."""
+    needed = torch.minimum(SAFE * ratio.clamp_min(0.0), curvature_ratio.to(ratio).unsqueeze(-1))
+    return rule.factor(needed) / rule.factor(curvature_ratio.to(ratio)).unsqueeze(-1)
+
+
+def condition_numbers(h: Tensor) -> dict[str, float]:
+    """Condition numbers of curvatures ``[chains, d, d]``, the median over chains: what simpler shapes leave of them.
+
+    About so many times longer the slowest direction would take to forget. ``single``: with one rate; ``diagonal``: with
+    one for each parameter; ``lowrank``: and for each of the strongest directions, as many as `LowRank` has.
+
+    Example:
+        >>> found = condition_numbers(torch.diag(torch.logspace(0, 6, 30, dtype=torch.float64)).unsqueeze(0))
+        >>> {name: round(value) for name, value in found.items()}
+        {'single': 1000000, 'diagonal': 1, 'lowrank': 1}
+    """
+    unit = h.diagonal(dim1=-2, dim2=-1).clamp_min(torch.finfo(h.dtype).tiny).rsqrt()
+    raw, scaled = torch.linalg.eigvalsh(h), torch.linalg.eigvalsh(unit.unsqueeze(-1) * h * unit.unsqueeze(-2))
+    tiny = torch.finfo(h.dtype).eps
+    tops = {"single": (raw, 1), "diagonal": (scaled, 1), "lowrank": (scaled, min(RANK + 1, h.shape[-1]))}
+    return {name: float((v[:, -k] / torch.maximum(v[:, 0], tiny * v[:, -1])).median()) for name, (v, k) in tops.items()}

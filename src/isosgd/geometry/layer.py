@@ -1,0 +1,105 @@
+"""Lambda as a number for each group: its own (`Layer`, the paper's), or one for all (`Single`, the paper's SLR).
+
+A Lambda that knows directions is a `isosgd.geometry.base.Geometry`.
+
+Injected noise works on flat tensors: the innovations of a group are one vector ``[d]``, or ``[chains, d]``.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Correction = Literal["diagonal", "outer"]
+Number = float | Tensor  # for a whole group: a float, a scalar tensor (capturable), or a tensor [chains]
+
+
+def over_chains(value: Number) -> Number:
+    """A group's number in the form that broadcasts against flat tensors ``[chains, d]``."""
+    return value.unsqueeze(-1) if isinstance(value, Tensor) and value.dim() else value
+
+
+class Structure(ABC):
+    """A rule from the bounds of all groups to their lambdas."""
+
+    name: ClassVar[str] = "own"  # of a user's, unless it has another
+
+    @abstractmethod
+    def solve(self, noise: Sequence[Tensor], guard: Sequence[Tensor]) -> list[Tensor]:
+        """The smallest lambda of each group, above its noise bound and its curvature bound."""
+
+    def rate(self, lam: Number, temperature: float, num_data: int) -> Number:
+        """The step ``T / (N Lambda)`` that Theorem 1 asks for."""
+        return temperature / (num_data * lam)
+
+
+class Layer(Structure):
+    """One lambda for each group of parameters."""
+
+    name = "layer"
+
+    def solve(self, noise: Sequence[Tensor], guard: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.maximum(b, h) for b, h in zip(noise, guard, strict=True)]
+
+
+class Single(Structure):
+    """One lambda for all: the sum of the groups' noise bounds (the paper's SLR), or the largest curvature bound."""
+
+    name = "single"
+
+    def solve(self, noise: Sequence[Tensor], guard: Sequence[Tensor]) -> list[Tensor]:
+        lam = torch.maximum(torch.stack(list(noise)).sum(0), torch.stack(list(guard)).amax(0))
+        return [lam.clone() for _ in noise]
+
+
+def root(x: Number) -> Number:
+    """Square root of a group's number."""
+    return x.sqrt() if isinstance(x, Tensor) else x**0.5
+
+
+def diagonal_scale(lam: Number, variance: Tensor) -> Tensor:
+    """``sqrt(2 (lam - v/2))``: the scale of injected noise that makes up for noise of variance v, if uncorrelated.
+
+    Where the noise exceeds lambda nothing is injected. ``variance`` is flat.
+    """
+    return (2.0 * over_chains(lam) - variance).clamp_min_(0.0).sqrt_()
+
+
+def outer_factor(ring: Tensor, spectrum: tuple[Tensor, Tensor], lam: Number, count: int) -> Tensor | float:
+    """What `take_out_` needs beside the ring: ``Q = K M^T`` ``[(chains,) m, d]``; ``count`` of m vectors are filled.
+
+    With ``M = [D_1 ... D_m]`` and ``M^T M = V diag(e) V^T`` it has ``K = V diag(c) V^T``, ``c = (1 - sqrt(1 - s)) /
+    e``, ``s = e / (2 lam count)``, written without cancellation. Where s exceeds 1 it is clipped to 1. Of a single
+    vector on the CPU it is the number c alone, with ``Q = c D^T``.
+    """
+    values, vectors = spectrum
+    if ring.dim() == 2 and ring.shape[0] == 1 and ring.device.type == "cpu":
+        value = float(values)
+        most = max(value, 2.0 * count * float(lam))
+        return 1.0 / (most * (1.0 + math.sqrt(1.0 - value / most)))
+    longest = torch.clamp_min(values, 2.0 * count * over_chains(lam))
+    c = 1.0 / (longest * (1.0 + (1.0 - values / longest).sqrt()))
+    return (vectors * c.unsqueeze(-2)) @ (vectors.mT @ ring)
+
+
+def take_out_(xi: Tensor, ring: Tensor, factor: Tensor | float) -> None:
+    """``xi <- xi - Q^T M^T xi``, whose covariance, given m noise vectors, is ``I - (1/m) sum_i D_i D_i^T / (2 lam)``.
+
+    Times ``sqrt(2 lam)`` and on average over the ``D_i`` that is ``2 lam I - Var(g)``, so that gradient noise and
+    injected noise add up to exactly ``2 lam I`` *whatever the correlations* of the gradient noise, in O(d m). Q comes
+    from `outer_factor`. It needs ``2 lam`` above the top eigenvalue of the ``1/m`` sum: with m = 1 that is ``|D|^2``,
+    the paper's sum rule; with more vectors it comes down towards the top eigenvalue of Var(g).
+    """
+    if isinstance(factor, float):  # a large group. This may run beside torch's threads, so it must not start others
+        x, d = xi.numpy(), ring[0].numpy()
+        x -= x.dtype.type(factor * np.einsum("i,i->", d, x)) * d
+    elif xi.dim() > 1:
+        xi.sub_((factor.mT @ (ring @ xi.unsqueeze(-1))).squeeze(-1))
+    else:
+        xi.addmv_(factor.mT, torch.mv(ring, xi), alpha=-1.0)

@@ -1,0 +1,368 @@
+"""Lambda as a diagonal and a few directions more: the strongest that the noise of different parameters shares.
+
+With a diagonal matrix D and k directions, the rows of S,
+
+    Lambda = D + D S^T diag(strength) S D,    U = S D^1/2 with orthonormal rows,
+
+so that a step takes two products with S, O(d k): Lambda^-1 is diagonal plus ``S^T (k x k) S``. The noise is known in
+the same form, ``Var(g) = D^1/2 (diag(residual) + U^T shared U) D^1/2``: the diagonal is only what the directions leave
+(`isosgd.geometry.linalg.split`), so that the rule ``Lambda = q H`` holds along the directions and beside them, each by
+its own noise. What ``C = Lambda - Var(g) / 2`` has along the directions is injected by k innovations of their own.
+
+The directions are found in the warm-up, by power iteration, several of them at once (`Directions`).
+
+References:
+    Yang, Hsieh, Wang (2018), History PCA: a new algorithm for streaming PCA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isosgd.geometry.base import Geometry, WorstDirection
+from isosgd.geometry.linalg import (
+    blocks,
+    explained,
+    gram,
+    leftover,
+    mix_,
+    orthonormal_,
+    project,
+    split,
+    spread_out_,
+    symmetric_eigen,
+    times,
+)
+from isosgd.geometry.rule import Rule, damped
+from isosgd.native import lowrank
+from isosgd.noise import dot
+
+RANK = 20  # directions, by default
+LARGE = 1_000_000  # parameters from which S is kept in bfloat16 on an accelerator
+ROOM = 0.25  # strength that a direction has at the least, since its noise may be found larger later on
+SPILL = 0.1  # share of the noise along the directions that is reckoned with beside them: they turn as a chain moves
+SMALLEST = 0.01  # injected variance over that of Lambda, in the diagonal part
+NEGLIGIBLE = 0.01  # variance over that of the diagonal part that may be injected in excess
+OLD_BLOCKS = 3  # for how many blocks the directions of an earlier search count
+
+
+class Directions:
+    """The search for the strongest directions of the noise, for each chain.
+
+    A round takes a block of noise vectors and what is known from earlier blocks (history PCA). The noise along the
+    directions is measured on vectors that had no part in finding them: with millions of parameters and a hundred
+    vectors, the noise along a direction made of those vectors would look a thousand times too large.
+
+    Directions are compared, and are orthonormal, in coordinates ``unit * parameters``. The noise found there has the
+    covariance ``spread`` along them, and beside them variances ``left``.
+
+    Args:
+        rows: directions to start from, orthonormal, ``[chains, k, d]``; they are written over.
+        unit: ``[chains, d]``; None to find it, from the noise of each parameter.
+        left: what is known of the noise beside the rows, ``[chains, d]``.
+        spread: and along them, ``[chains, k, k]``.
+        damped: keeps variances of parameters off zero.
+    """
+
+    kept = ("rows", "image", "unit", "left", "spread", "block_spread", "in_block", "blocks")
+
+    def __init__(
+        self,
+        rows: Tensor,
+        unit: Tensor | None = None,
+        left: Tensor | None = None,
+        spread: Tensor | None = None,
+        *,
+        damped: Callable[[Tensor], Tensor],
+    ) -> None:
+        chains, k, d = rows.shape
+        self.rows, self.image, self.damped = rows, torch.zeros_like(rows), damped
+        self.unit = rows.new_ones(chains, d) if unit is None else unit
+        self.left = rows.new_zeros(chains, d) if left is None else left
+        self.spread = rows.new_zeros(chains, k, k) if spread is None else spread
+        self.block_spread = torch.zeros_like(self.spread)
+        self.in_block, self.blocks = 0, -1 if unit is None else OLD_BLOCKS  # a first block only says what the unit is
+
+    @property
+    def block(self) -> int:
+        """Noise vectors in a block."""
+        return max(self.rows.shape[1], 8)
+
+    def take(self, noise: Tensor) -> None:
+        """Take in a noise vector of each chain."""
+        scaled = noise * self.unit
+        along = project(self.rows, scaled)
+        self.block_spread.add_(along.unsqueeze(-1) * along.unsqueeze(-2))
+        self.image.addcmul_(along.unsqueeze(-1), scaled.unsqueeze(-2))
+        if self.blocks < 0:
+            self.left.lerp_(scaled.square_(), 1.0 / (self.in_block + 1))
+        else:
+            weight = OLD_BLOCKS / (self.blocks * self.block + self.in_block + OLD_BLOCKS)
+            self.left.lerp_(spread_out_(self.rows, -along, scaled).square_(), weight)
+        self.in_block += 1
+        if self.in_block == self.block:
+            self._end_block()
+
+    def _end_block(self) -> None:
+        """``image = (what is known + this block) rows^T``, made orthonormal: the next directions."""
+        weight = 1.0 if self.blocks <= 0 else OLD_BLOCKS / (self.blocks + OLD_BLOCKS)
+        known = (1.0 - weight) * self.spread
+        spread = known + weight / self.in_block * self.block_spread
+        old, image = self.rows, self.image.mul_(weight / self.in_block)
+        if weight < 1.0:
+            for part, block in zip(blocks(image), blocks(old), strict=True):
+                part.baddbmm_(known, block)
+        if self.blocks < 0:
+            self.unit = self.damped(self.left).clamp_min(torch.finfo(image.dtype).tiny).rsqrt()
+            image.mul_(self.unit.unsqueeze(1))
+        # Along the axes of `spread` each image has its own direction; as mixtures all would show the strongest one.
+        mix_(symmetric_eigen(spread)[1].mT, image)
+        orthonormal_(image)
+        if self.blocks >= 0:
+            # The new directions are better than those along which the noise was measured, and have as much of it.
+            both = torch.zeros_like(spread)
+            for part, block in zip(blocks(image), blocks(old), strict=True):
+                both.baddbmm_(part, block.mT)
+            left, _, right = torch.linalg.svd(torch.nan_to_num(both.double()))
+            turn = (left @ right).to(spread)
+            spread = turn @ spread @ turn.mT
+        self.rows, self.image, self.spread = image, old.zero_(), spread
+        self.block_spread.zero_()
+        self.in_block = 0
+        self.blocks += 1
+
+
+class LowRank(Geometry):
+    """A rate for each parameter, and one for each of a few directions that cross all of them.
+
+    Args:
+        rank: k, how many directions.
+        damping: share of a layer's mean that is added to the diagonal part of the curvature everywhere.
+        dtype: of S. By default that of the parameters (at least float32), and bfloat16 for a large model on an
+            accelerator: there the reading of S is the cost. CPUs without bfloat16 arithmetic are slower with it.
+
+    Example:
+        >>> structure = LowRank(rank=2)
+        >>> structure.bind([{"params": [torch.zeros(5)]}])
+        >>> for _ in range(100):
+        ...     structure.observe([torch.randn(()) * torch.ones(5) + 0.1 * torch.randn(5)])
+        >>> structure.settle(Rule(num_data=1000, batch_size=10, temperature=1.0, bias=0.02, averaged=True),
+        ...                  prior=torch.full((1, 5), 1e-3), rise=2.0)
+        >>> bool(structure.strength[0, 0] > 20 * structure.strength[0, 1])  # the one that all parameters share
+        True
+    """
+
+    name = "lowrank"
+    kept = (
+        *Geometry.kept,
+        *("worst", "search", "lam", "basis", "strength", "residual", "shared", "left", "spread"),
+        *("rate", "amplitude", "inner", "back", "add", "undo", "reach"),
+    )
+
+    def __init__(self, rank: int = RANK, damping: float = 0.1, dtype: torch.dtype | None = None) -> None:
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"rank = {rank!r} must be an integer of at least 1; for none use structure='diagonal'")
+        if not damping >= 0:
+            raise ValueError(f"damping = {damping} must not be negative; 0.1 is the default")
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"dtype = {dtype} must be a floating-point type, such as torch.bfloat16")
+        self.rank, self.damping, self.stored_as = rank, damping, dtype
+
+    def prepare(self) -> None:
+        small = self.device.type == "cpu" or self.total <= LARGE
+        self.short = self.stored_as or (self.dtype if small else torch.bfloat16)
+        self.k = min(self.rank, self.total)
+        self.worst, none = WorstDirection(self), self.full(0.0, 0)
+        self.lam = self.basis = self.strength = self.residual = self.shared = none
+        self.left = self.spread = none  # noise beside the directions and along them
+        self.rate = self.amplitude = self.inner = self.back = self.add = none  # of a step: vectors and small matrices
+        self.undo = self.reach = none  # empty unless more noise has to be taken out than Lambda has along a direction
+        generator = torch.Generator(self.device).manual_seed(0)  # of the start only its span matters
+        start = torch.empty(self.k, self.total, dtype=self.dtype, device=self.device).normal_(generator=generator)
+        orthonormal_(start.unsqueeze(0))
+        # Until Lambda is settled, and again from `forget` on.
+        self.search: Directions | None = Directions(start.repeat(self.chains, 1, 1), damped=self._damped)
+
+    @property
+    def min_vectors(self) -> int:
+        return max(super().min_vectors, 5 * max(self.k, 8))  # five rounds of the search
+
+    @property
+    def extra_innovations(self) -> int:
+        return self.k
+
+    # -- the noise ----------------------------------------------------------------------------------------------------
+
+    def take(self, noise: Tensor) -> None:
+        if self.search is not None:
+            self.search.take(noise)
+        if not self.known:
+            return
+        weight, along = 1.0 / (self.seen + 1), project(self.basis, noise)
+        self.spread.lerp_(along.unsqueeze(-1) * along.unsqueeze(-2), weight)
+        beside = spread_out_(self.basis, -along, noise / self.lam)
+        self.left.lerp_(beside.square_().mul_(self.lam), weight)
+        self.worst.take(noise)
+        count = self.seen + 1
+        if count >= self.min_vectors and count & (count - 1) == 0:
+            self.residual, self.shared = split(self.basis, self.lam.sqrt(), self.left, self.spread)
+            self._inject()
+
+    def _damped(self, h: Tensor) -> Tensor:
+        return damped(h, self.damping, self.slots)
+
+    def forget(self, void: bool = False) -> None:
+        """At the start of a window look for directions anew, from those that Lambda has on."""
+        if self.known and (void or self.search is None):
+            rows = self.basis.to(self.dtype, copy=True).mul_(self.lam.sqrt().unsqueeze(1))
+            known = self.lam.rsqrt(), self.left.clone(), self.spread.clone()
+            self.search = Directions(rows, *known, damped=self._damped)
+        self.worst.forget(void)
+        super().forget(void)
+
+    # -- Lambda -------------------------------------------------------------------------------------------------------
+
+    def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:
+        if self.search is not None:
+            self._renew(self.search, rule, prior, rise)
+            self.search = None
+        else:  # the noise is that of the last time; only the factor may have changed
+            self.slow((rule.factor(self.curvature_ratio) / self.factor).clamp_min(1.0 / rise))
+        self.worst.limit_excess()
+
+    def _renew(self, search: Directions, rule: Rule, prior: Tensor, rise: float) -> None:
+        """Lambda from the noise along the directions found and beside them."""
+        before = self.worst.direction() if self.worst.count else None
+        psi, shared = split(search.rows, torch.ones_like(search.unit), search.left, search.spread)
+        spilt = SPILL * explained(search.rows, shared.to(self.dtype)).clamp_min(0.0)
+        curvature = self._damped(rule.batch_size * (psi + spilt) / search.unit.square() + prior.to(self.dtype))
+        self.factor, self.scale = rule.factor(self.curvature_ratio), rule.scale
+        lam = self.factor.unsqueeze(-1) * curvature.clamp_min(torch.finfo(self.dtype).tiny)
+        self.lam = torch.maximum(lam, self.lam / rise) if self.known else lam
+        # Both in the new coordinates, those of U.
+        scale = (self.lam.sqrt() * search.unit).reciprocal()
+        rows, self.residual = search.rows.mul_(scale.unsqueeze(1)), psi * scale.square()
+        seen = gram(rows).double()
+        seen = orthonormal_(rows) @ seen
+        values, turn = symmetric_eigen(seen @ shared.double() @ seen.mT)
+        mix_(turn.flip(-1).mT, rows)
+        values = values.flip(-1).clamp_min(0.0).to(self.dtype)
+        self.shared = torch.diag_embed(values)
+        self.strength = (self.factor.unsqueeze(-1) * rule.batch_size * values).clamp_min(ROOM)
+        self.left, self.spread = leftover(rows, self.residual), self.shared + gram(rows, self.residual)
+        self.basis = rows.mul_(self.lam.rsqrt().unsqueeze(1)).to(self.short)
+        self.known = True
+        self._inject()
+        self.worst.rescale(before)
+
+    def slow(self, factor: Tensor) -> None:
+        self.factor = self.factor * factor
+        self.worst.ratio = self.worst.ratio / factor
+        vector, matrix = factor.view(-1, 1), factor.view(-1, 1, 1)
+        self.lam = self.lam * vector
+        self.left, self.residual = self.left / vector, self.residual / vector
+        self.shared, self.spread = self.shared / matrix, self.spread / matrix
+        self.basis = self.basis.mul_(matrix.rsqrt())
+        self._inject()
+
+    def clipped(self) -> Tensor:
+        if not self.known:
+            return torch.zeros_like(self.factor)
+        left = 2.0 * (gram(self.basis, self.lam) + torch.diag_embed(self.strength)) - self.noise_weight * self.spread
+        over = (self.noise_weight * self.residual > 2.0).sum(-1) + (symmetric_eigen(left)[0] < 0).sum(-1)
+        return over.to(self.dtype) / (self.total + self.k)
+
+    def excess_temperature(self) -> Tensor:
+        return self.worst.excess_temperature()
+
+    def _inject(self) -> None:
+        """What a step takes; exact for any S, so that rounding it to bfloat16 does no harm."""
+        one = torch.eye(self.k, dtype=torch.float64, device=self.device)
+        products, strength = gram(self.basis, self.lam).double(), torch.diag_embed(self.strength.double())
+        # Woodbury: Lambda^-1 = D^-1 + S^T inner S
+        half = strength.sqrt()
+        inner = -half @ torch.linalg.solve(one + half @ products @ half, half)
+        # 2 C = D^1/2 (A^2 + U^T missing U) D^1/2: what is positive of `missing` is injected along the directions ...
+        square = (2.0 - self.noise_weight * self.residual).clamp_min(2.0 * SMALLEST)
+        missing, axes = symmetric_eigen(2.0 * strength - self.noise_weight * self.shared.double())
+        along = self.scale * (one + inner @ products)
+        self.add = (along @ (axes * missing.clamp_min(0.0).sqrt().unsqueeze(-2))).to(self.dtype)
+        self.inner, self.back = inner.to(self.dtype), (self.scale * inner).to(self.dtype)
+        self.rate, self.amplitude = self.scale / self.lam, (square * self.lam).sqrt_()
+        # ... and what is negative is taken out of the innovations of the parameters.
+        self.undo = self.reach = self.full(0.0, 0)
+        if bool((missing < -NEGLIGIBLE).any()):
+            core = _root(gram(self.basis, self.lam / square), (axes * missing.clamp_max(0.0).unsqueeze(-2)) @ axes.mT)
+            self.undo, self.reach = (along @ core).to(self.dtype), self.lam / self.amplitude
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def inverse(self, x: Tensor) -> Tensor:
+        """``Lambda^-1 x``."""
+        return spread_out_(self.basis, times(self.inner, project(self.basis, x)), x / self.lam)
+
+    def direction(self, gradient: Tensor) -> Tensor:
+        return self.inverse(gradient.to(self.dtype)).mul_(self.scale)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        exact = (self.undo, self.reach) if self.undo.numel() else ()
+        return self.basis, self.back, self.add, self.rate, self.amplitude, *exact
+
+    def reads_rows(self, tensors: Sequence[Tensor]) -> bool:
+        return len(tensors) == 5 and lowrank.ready(*tensors)  # without `undo` and `reach`
+
+    def displace(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
+        basis, back, add, rate, amplitude, *exact = tensors
+        own, shared = xi[:, : self.total], xi[:, self.total :]
+        if torch.compiler.is_compiling() and gradient.dtype == xi.dtype == basis.dtype and self.reads_rows(tensors):
+            return lowrank.displace(basis, back, add, rate, amplitude, gradient, own, shared)
+        force = torch.addcmul(gradient, amplitude, own)
+        along = times(back, project(basis, force)) + times(add, shared)
+        if exact:
+            undo, reach = exact
+            along = along + times(undo, project(basis, reach * own))
+        return spread_out_(basis, along, force.mul_(rate))
+
+    def rates(self) -> Tensor:
+        return self.rate + explained(self.basis, self.back)
+
+    def principal_rates(self) -> Tensor:
+        stiff = self.basis.to(self.dtype) * self.lam.unsqueeze(1)  # the strongest noise, as gradients
+        rates = [dot(g, self.direction(g)) / dot(g, g) for g in stiff.unbind(1)]
+        return torch.cat([self.rates(), torch.stack(rates, -1)], -1)
+
+    # -- along a direction --------------------------------------------------------------------------------------------
+
+    def lambda_along(self, t: Tensor) -> Tensor:
+        """``t . Lambda t``."""
+        return self._along(t, 1.0, torch.diag_embed(self.strength))
+
+    def noise_along(self, t: Tensor) -> Tensor:
+        """``t . Var(g) t``, as far as it is known."""
+        return self._along(t, self.residual, self.shared)
+
+    def _along(self, t: Tensor, beside: Tensor | float, core: Tensor) -> Tensor:
+        """``t . (D^1/2 (diag(beside) + U^T core U) D^1/2) t``."""
+        image = self.lam * t
+        along = project(self.basis, image)
+        return dot(image * beside, t) + dot(along, times(core, along))
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def load(self, state: dict[str, Any]) -> None:
+        searching = state["search"] is not None
+        self.search = Directions(self.full(0.0, self.k, self.total), damped=self._damped) if searching else None
+        super().load(state)
+
+
+def _root(inverse: Tensor, missing: Tensor) -> Tensor:
+    """The core of a root ``A + U^T core U A^-1`` of ``A^2 + U^T missing U``, from ``U A^-2 U^T``."""
+    values, vectors = symmetric_eigen(inverse)
+    values = values.clamp_min(torch.finfo(torch.float32).tiny).sqrt().unsqueeze(-2)
+    up, down = (vectors * values) @ vectors.mT, (vectors / values) @ vectors.mT
+    sizes, axes = symmetric_eigen(up @ missing @ up)
+    return down @ (axes * ((1.0 + sizes).clamp_min(0.0).sqrt() - 1.0).unsqueeze(-2)) @ axes.mT @ down

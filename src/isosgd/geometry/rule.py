@@ -1,0 +1,138 @@
+"""How large Lambda must be: the discretisation bias of a step, and the rule that every `Geometry` follows.
+
+The Fisher information of one example, ``F = n Var(g)``, is the curvature of the log likelihood where the model fits.
+With the prior's, ``H = n Var(g) + (prior Hessian) / N`` is the curvature of ``f / N``, and
+
+    Lambda = q H,    q = max(what noise asks for, what the allowed bias asks for)
+
+makes ``rate * curvature = T / (N q)`` the same in *every* direction, so that none is left unmixed, and leaves ``C =
+Lambda - Var(g) / 2`` positive by construction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+N_ = TypeVar("N_", float, Tensor)
+
+HIGHEST = 0.2  # rate * curvature of averaged innovations, whatever bias is predicted
+CHANGE = 11.5  # bias of variances by noise that changes, over its share of Lambda and T / N: a sampled scale's
+TRACKED = 3.0  # times that share, for about the same bias, where the level of the noise is followed ...
+ROOM = 2.0  # ... but Lambda over B is at least so much, since levels that are measured step by step scatter
+WORTH = 1.3  # a Lambda smaller by this factor is worth the trouble
+WIDE = 0.15  # sqrt(T / N) above which a posterior is so wide that expansions say too much
+
+
+def variance_inflation(rate_curvature: N_, friction: float = 1.0, share: float = 1.0) -> N_:
+    """Stationary variance over target variance for a quadratic potential: ``1 / (1 - rate h / (2 (2 - friction)))``.
+
+    Exact for both steppers (the recursion is linear); infinite where the step is unstable. Where injected noise is
+    averaged over two steps it adds no bias of its own (Leimkuhler and Matthews 2013), and only the ``share`` of the
+    composite noise that comes with the gradient counts.
+
+    Example:
+        >>> round(variance_inflation(0.04), 4)
+        1.0204
+    """
+    room = 1.0 - rate_curvature / (2.0 * (2.0 - friction))
+    if isinstance(room, Tensor):
+        return torch.where(room > 0, 1.0 - share + share / room, torch.inf)
+    return 1.0 - share + share / room if room > 0 else float("inf")
+
+
+def allowed_rate_curvature(bias: float, friction: float = 1.0) -> float:
+    """The largest ``rate * h`` whose relative variance bias is ``bias``: the inverse of `variance_inflation`."""
+    return 2.0 * (2.0 - friction) * bias / (1.0 + bias)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How large Lambda must be, as a multiple of H.
+
+    Args:
+        num_data: N.
+        batch_size: n.
+        temperature: T.
+        bias: the relative error of the posterior variance that the step size may cause.
+        averaged: whether innovations are averaged over two steps, which leaves only the bias of the gradient noise.
+        kappa: Lambda over the gradient noise B, at the least.
+        whole: whether a batch is all of the data. Its gradient has no noise, and the size of a step is set otherwise.
+        trackable: whether the level of the noise can be followed from step to step.
+    """
+
+    num_data: int
+    batch_size: int
+    temperature: float
+    bias: float
+    averaged: bool
+    kappa: float = 2.0
+    whole: bool = False
+    trackable: bool = False
+
+    @property
+    def scale(self) -> float:
+        """``T / N``: rates are this over Lambda, posterior variances this over the curvature."""
+        return self.temperature / self.num_data
+
+    @property
+    def change(self) -> float:
+        """Lambda over the gradient noise B that noise asks for which is not the same over the posterior."""
+        # It must be a small share of Lambda. What is linear in the place averages out, and what is quadratic has the
+        # order of the posterior's squared width, T / N.
+        return CHANGE * min(self.scale, WIDE * math.sqrt(self.scale)) / self.bias
+
+    @property
+    def tracks_level(self) -> bool:
+        """Whether the level of the noise is followed, as it can be, and is worth it."""
+        if not self.trackable or self.whole:
+            return False
+        one = torch.ones(())
+        return bool(self._factor(one, self._average) > WORTH * self._factor(one, self._local))
+
+    @property
+    def _average(self) -> float:
+        """Lambda over B where noise is taken out by its average."""
+        return max(self.kappa, self.change)
+
+    @property
+    def _local(self) -> float:
+        """Lambda over B where its level is followed."""
+        return max(self.kappa, ROOM, self.change / TRACKED)
+
+    @property
+    def cover(self) -> float:
+        """Lambda over ``Var(g)``, at the least."""
+        return 0.5 * (self._local if self.tracks_level else self._average)
+
+    def factor(self, curvature_ratio: Tensor) -> Tensor:
+        """q, where the true curvature is up to ``curvature_ratio`` times H."""
+        if self.whole:  # so that a step is 1 where the curvature is H
+            return torch.full_like(curvature_ratio, 2.0 * self.scale)
+        return self._factor(curvature_ratio, 2.0 * self.cover)
+
+    def _factor(self, curvature_ratio: Tensor, cover: float) -> Tensor:
+        """q, where Lambda over B is to be ``cover`` at the least."""
+        noise, variance = 0.5 * cover / self.batch_size, self.scale * curvature_ratio
+        if not self.averaged:
+            return (variance / allowed_rate_curvature(self.bias)).clamp_min(noise)
+        # Gradient noise has the share s = 1 / (2 n q) of Lambda and inflates variances by s a / 2, a = variance / q.
+        by_bias = (variance / (4.0 * self.batch_size * self.bias)).sqrt()
+        return torch.maximum(variance / HIGHEST, by_bias).clamp_min(noise)
+
+    def rate_curvature(self, curvature_ratio: Tensor) -> Tensor:
+        """The top of ``rate * curvature`` that this gives."""
+        return self.scale * curvature_ratio / self.factor(curvature_ratio)
+
+
+def damped(h: Tensor, damping: float, slots: Sequence[slice]) -> Tensor:
+    """Curvatures ``[chains, d]`` with a share of each layer's mean added, so that none is nearly zero."""
+    out = h.clone()
+    for slot in slots:
+        out[:, slot] += damping * h[:, slot].mean(-1, keepdim=True)
+    return out

@@ -1,0 +1,260 @@
+"""What a sampler knows of its gradient noise, kept in the optimizer's state so that saving the one saves the other.
+
+For each parameter the variance of its noise (see `isosgd.noise.estimators`). For each group, in the state of its first
+parameter, the top eigenvector of the noise, its last few noise vectors (the *ring*), and how long their outer products
+were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from isosgd.noise.estimators import NoiseEstimator
+from isosgd.noise.summaries import Summary, flat, join, power_step, summarise, top_eigenvalue
+
+CLIPPED = 0.01  # share of noise vectors that may be longer than lambda covers
+LENGTHS_KEPT = 256  # recent lengths of each group's noise, of which the noise bound takes a quantile
+MOST_VECTORS = 16  # noise vectors kept for a group ...
+VECTOR_MEMORY = 1 << 15  # ... as long as a chain's hold at most so many numbers, so that large groups keep one
+
+Group = dict[str, Any]
+
+
+class Uses(NamedTuple):
+    """What of the noise a step depends on, and is followed for ever; the rest only until rates are frozen."""
+
+    variances: bool = False  # of each parameter
+    vectors: bool = False  # of each group
+
+
+class NoiseModel:
+    """The gradient noise of a sampler.
+
+    Args:
+        optimizer: the sampler, in whose groups and state everything is kept.
+        estimator: of variances.
+        generator: of start vectors.
+        batched: whether parameters carry a leading chain dimension.
+
+    Attributes:
+        uses: what the sampler's steps depend on.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, estimator: NoiseEstimator, generator: torch.Generator, batched: bool
+    ) -> None:
+        self.optimizer, self.estimator, self.generator, self.batched = optimizer, estimator, generator, batched
+        self.uses = Uses()
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop what was worked out from the state, since the state is another."""
+        self._spectra: dict[int, tuple[Tensor, Tensor]] = {}  # of each group's ring, by the identity of the group
+        self._large: _LargeGroups | None = None
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups of parameters."""
+        return self.optimizer.param_groups
+
+    # -- taking in ----------------------------------------------------------------------------------------------------
+
+    def take(self, noise: Sequence[Tensor | None] | None = None) -> None:
+        """Take in one noise vector, in the order of the parameters; the gradients themselves when None."""
+        if noise is not None:
+            self.check(noise)
+        given = iter(noise if noise is not None else [p.grad for group in self.groups for p in group["params"]])
+        done = {} if noise is None else self._take_large(noise)
+        self._spectra.update(done)
+        followed: dict[int, list[tuple[dict[str, Any], Tensor]]] = {}  # by the number of vectors seen before
+        for group in self.groups:
+            seen_now = [(p, d) for p, d in zip(group["params"], given, strict=False) if d is not None]
+            if not seen_now or id(group) in done:
+                continue
+            states = [self.state_of(p) for p, _ in seen_now]
+            vectors = [d.to(s["variance"].dtype) for s, (_, d) in zip(states, seen_now, strict=True)]
+            variances, vectors_too = self.uses if group["frozen"] else (True, True)
+            if variances:
+                followed.setdefault(group["seen"], []).extend(zip(states, vectors, strict=True))
+            if vectors_too:
+                self._take_group(group, states[0], vectors)
+            group["seen"] += 1
+        for seen, pairs in followed.items():
+            self.estimator.update([state for state, _ in pairs], [d for _, d in pairs], seen)
+
+    def check(self, noise: Sequence[Tensor | None]) -> None:
+        """Refuse noise vectors that do not fit the parameters."""
+        needed = [tuple(p.shape) for group in self.groups for p in group["params"]]
+        found = [None if d is None else tuple(d.shape) for d in noise]
+        if len(found) != len(needed) or any(f is not None and f != n for f, n in zip(found, needed, strict=True)):
+            raise ValueError(
+                f"noise has vectors of shapes {found}, the parameters have {needed}: give one for each, in their order"
+            )
+
+    def state_of(self, p: Tensor) -> dict[str, Any]:
+        """The state of a parameter, in which there is an estimate."""
+        state = self.optimizer.state[p]
+        if "variance" not in state:
+            state.update(self.estimator.init(p))
+        return cast(dict[str, Any], state)
+
+    def _take_group(self, group: Group, state: dict[str, Any], vectors: list[Tensor]) -> None:
+        """What is known of a group's noise as a whole."""
+        if "top" not in state:
+            vector = join(vectors, self.batched)
+            slots = min(MOST_VECTORS, max(1, VECTOR_MEMORY // vector.shape[-1]))
+            state["top"] = torch.empty_like(vector).normal_(generator=self.generator)
+            state["ring"] = vector.new_zeros((*vector.shape[:-1], slots, vector.shape[-1]))
+            state["longest"] = vector.new_zeros((LENGTHS_KEPT, *vector.shape[:-1]))
+        ring: Tensor = state["ring"]
+        slots = ring.shape[-2]
+        row = ring[..., group["vectors"] % slots, :]
+        torch.cat([flat(v, self.batched) for v in vectors], dim=-1, out=row)
+        if not group["frozen"]:
+            power_step(state["top"], row, max(1.0 - self.estimator.momentum, 1.0 / (group["seen"] + 1), 0.01))
+        group["vectors"] += 1
+        self._spectra[id(group)] = spectrum = ring_spectrum(ring)
+        # A ring that is not full, or holds vectors of an older window, says little: such lengths are soon written over.
+        index = max(group["seen"] - slots, 0) % LENGTHS_KEPT
+        state["longest"][index] = spectrum[0].amax(-1) / min(group["vectors"], slots)
+
+    def _take_large(self, noise: Sequence[Tensor | None]) -> dict[int, tuple[Tensor, Tensor]]:
+        """`take` in few calls for large groups, of which only the last vector is followed.
+
+        Returns:
+            The spectra of their rings, by the identities of the groups that were served.
+        """
+        if self.batched or self.uses != (False, True) or any(d is None for d in noise):
+            return {}
+        if self._large is None:
+            self._large = _LargeGroups([(g, self.of_group(g) if g["frozen"] else None) for g in self.groups])
+        return self._large.take(cast(Sequence[Tensor], noise))
+
+    def freeze(self) -> None:
+        """Follow only what a step depends on from now on."""
+        for group in self.groups:
+            group["frozen"] = True
+        self._large = None
+
+    def forget(self) -> None:
+        """Start the estimates anew where the chain now is; the old ones serve until the first new vector."""
+        for group in self.groups:
+            group["seen"] = 0
+
+    # -- what is known ------------------------------------------------------------------------------------------------
+
+    def ready(self) -> bool:
+        """Whether every group has a first estimate."""
+        return all(self.estimator.ready(group["seen"]) for group in self.groups)
+
+    def of_group(self, group: Group) -> dict[str, Any] | None:
+        """What is known of a group's noise as a whole, or None before any was seen."""
+        return next((self.optimizer.state[p] for p in group["params"] if self._knows(p, "top")), None)
+
+    def seen_of_group(self, group: Group) -> dict[str, Any]:
+        """The same, where there must be some."""
+        state = self.of_group(group)
+        if state is None:
+            raise RuntimeError(
+                f"no gradient noise was seen for group {group['name']!r}: pass "
+                "step(noise=isosgd.noise.paired_backward(...)), "
+                "or choose noise='gaussian'"
+            )
+        return state
+
+    def _knows(self, p: Tensor, name: str) -> bool:
+        return name in self.optimizer.state.get(p, {})
+
+    def variances(self, group: Group) -> list[Tensor]:
+        """Var(g) of each parameter of a group whose noise was seen."""
+        self.seen_of_group(group)
+        return self.estimator.variance([self.optimizer.state[p] for p in self.seen_params(group)])
+
+    def seen_params(self, group: Group) -> list[Tensor]:
+        """The parameters of a group whose noise was seen."""
+        return [p for p in group["params"] if self._knows(p, "variance")]
+
+    def summary(self, group: Group, how: Summary) -> Tensor:
+        """One number for a group's noise, in units of ``b = v / 2``."""
+        if how == "top":
+            return top_eigenvalue(self.seen_of_group(group)["top"])
+        return summarise(self.variances(group), how, self.batched)
+
+    def recent_lengths(self, group: Group) -> Tensor:
+        """Top eigenvalue of the outer products of the noise vectors kept, at recent steps: ``[seen]`` or ``[seen,
+        chains]``; those of full rings since the noise was last forgotten, or the last one.
+        """
+        state = self.seen_of_group(group)
+        longest: Tensor = state["longest"]
+        return longest[: min(max(int(group["seen"]) - state["ring"].shape[-2], 1), LENGTHS_KEPT)]
+
+    def longest(self, group: Group) -> Tensor:
+        """What lambda must cover for `isosgd.geometry.layer.take_out_` to be exact.
+
+        A quantile, not the maximum: one outlier must not slow the chain for ever. What it clips is measured.
+        """
+        return 0.5 * torch.quantile(self.recent_lengths(group), 1.0 - CLIPPED, dim=0)
+
+    def spectrum(self, group: Group) -> tuple[Tensor, Tensor, Tensor, int]:
+        """A group's ring of noise vectors, its eigenvalues and eigenvectors, and how many vectors are in it."""
+        ring = self.seen_of_group(group)["ring"]
+        if id(group) not in self._spectra:
+            self._spectra[id(group)] = ring_spectrum(ring)
+        return ring, *self._spectra[id(group)], min(group["vectors"], ring.shape[-2])
+
+
+class _LargeGroups:
+    """The noise vectors of groups so large that they keep a single one, renewed all at once.
+
+    A model of many layers would otherwise take several calls for each of them at every step.
+
+    Args:
+        groups: all groups, in order, each with what is known of its noise, or None for one that is not to be served.
+    """
+
+    def __init__(self, groups: Sequence[tuple[Group, dict[str, Any] | None]]) -> None:
+        self.groups: list[Group] = []
+        self.parts: list[tuple[int, Tensor]] = []  # index of a parameter, and its part of a ring
+        self.rings: list[Tensor] = []
+        self.longest: list[Tensor] = []
+        position = 0
+        for group, known in groups:
+            sizes = [p.numel() for p in group["params"]]
+            if known is not None and tuple(known["ring"].shape) == (1, sum(sizes)):
+                parts = zip(group["params"], torch.split(known["ring"][0], sizes), strict=True)
+                self.parts.extend((position + i, part.view(p.shape)) for i, (p, part) in enumerate(parts))
+                self.groups.append(group)
+                self.rings.append(known["ring"])
+                self.longest.append(known["longest"])
+            position += len(sizes)
+
+    def take(self, noise: Sequence[Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Take in a noise vector, in the order of all parameters; returns spectra by the identity of the group."""
+        if not self.groups:
+            return {}
+        torch._foreach_copy_([part for _, part in self.parts], [noise[i] for i, _ in self.parts])
+        squares = torch.stack(torch._foreach_norm(self.rings)).square()
+        one = squares.new_ones((1, 1))
+        found = {}
+        for group, square, kept in zip(self.groups, squares.view(-1, 1).unbind(), self.longest, strict=True):
+            found[id(group)] = square, one
+            kept[max(group["seen"] - 1, 0) % len(kept)] = square[0]
+            group["seen"] += 1
+            group["vectors"] += 1
+        return found
+
+
+def ring_spectrum(ring: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues ``[(chains,) m]`` and eigenvectors of the Gram matrix of m noise vectors ``[(chains,) m, d]``."""
+    if ring.shape[-2] == 1:
+        length = torch.linalg.vector_norm(ring, dim=-1).square()
+        return length, torch.ones_like(length).unsqueeze(-1)
+    gram = ring @ ring.mT
+    # In float64, since float32 may fail to converge; and finite, lest one chain that diverged stop the others.
+    values, vectors = torch.linalg.eigh(torch.nan_to_num(gram.double(), posinf=0.0))
+    return values.clamp_min(0.0).to(gram.dtype), vectors.to(gram.dtype)

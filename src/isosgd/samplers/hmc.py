@@ -1,0 +1,225 @@
+"""Hamiltonian Monte Carlo on all of the data, with a mass that is learned as I-SGD's Lambda is.
+
+Gradients of all data have no noise: B = 0, every Lambda is large enough, and energies are known exactly. So noise is
+injected only now and then, as fresh velocities of covariance ``2 (T / N) P``, ``P = (T / N) Lambda^-1``. In between the
+chain follows a trajectory of leapfrog steps without friction, and at its end the trajectory is accepted or rejected by
+what it gained in energy (Metropolis). Nothing is left of the discretisation bias. The mass is Lambda.
+
+With the squared step size ``tau`` of a chain, in units of Lambda's metric, a leapfrog step is
+
+    v -= tau P g,    theta += v,    v -= tau P g at the new place,
+
+and half a kick from a velocity v changes the kinetic energy over T by ``(N / 2 T) (tau g . P g / 2 - v . g)``.
+
+References:
+    Duane, Kennedy, Pendleton, Roweth (1987), Hybrid Monte Carlo. Neal (2011), MCMC using Hamiltonian dynamics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isosgd.geometry.base import Geometry
+from isosgd.geometry.choice import StructureName, choose, make_structure
+from isosgd.geometry.layer import Number
+from isosgd.geometry.rule import Rule
+from isosgd.noise import AlphaStable, dot
+from isosgd.samplers.base import Sampler
+from isosgd.samplers.groups import Group, ParamsLike
+from isosgd.samplers.injection import Move
+from isosgd.samplers.isgd import bind_geometry, check_sets, parameter_shapes, report_rates
+from isosgd.samplers.program import StepProgram
+
+JITTER = 0.3  # step sizes differ from trajectory to trajectory, so that none returns to its start for every direction
+FIRST_STEP_SIZE = 1e-3
+KEPT = (
+    *("step_size", "jittered", "velocities", "home", "home_gradient", "home_pull", "home_energy"),
+    *("gained", "acceptance", "place", "length"),
+)
+
+
+class HMC(Sampler):
+    """HMC on all data. Targets ``exp(-f / T)`` without a bias.
+
+    It must be told the energy ``f / T`` of each chain before every step (``energy``), as `isosgd.sample` does with
+    ``batch_size="all"``.
+
+    Args:
+        params: named parameters (one group a layer), or groups.
+        num_data: N.
+        temperature: T.
+        structure: the form of the mass: ``auto``, ``diagonal``, ``lowrank``, ``kronecker``, ``full``, or a `Geometry`.
+        batch_size: examples in a gradient, with which noise between halves of the data is measured.
+        sets: with ``chains=K``, of how many data sets they are. Chains of one share what a full matrix is made from.
+        settings: the settings common to all samplers, see `Sampler`.
+
+    Attributes:
+        step_size: the squared step size tau of each chain.
+        jittered: that of the trajectory under way.
+        length: leapfrog steps of a trajectory.
+        place: steps of the trajectory under way that were taken.
+        acceptance: probability with which each chain's last trajectory was accepted.
+        ended: whether the last step ended a trajectory.
+        error: energy gained on the way to where the last step was taken from.
+        home: where the chains are, flat: the ends of the last trajectories that were accepted. None before the first
+            step.
+    """
+
+    geometry: Geometry
+    averaged = False  # innovations
+
+    def __init__(
+        self,
+        params: ParamsLike,
+        *,
+        num_data: int,
+        temperature: float = 1.0,
+        structure: StructureName | Geometry = "auto",
+        batch_size: int | None = None,
+        sets: int = 1,
+        **settings: Any,
+    ) -> None:
+        # A velocity is kept for a whole trajectory, and its energy is reckoned as that of a normal one: counted bits,
+        # good enough where a chain adds up many small steps, would leave a bias here.
+        if settings.get("innovations", "auto") == "bits":
+            raise ValueError("innovations = 'bits' goes with minibatches: with batch_size='all' leave it out")
+        check_sets(sets, settings.get("chains") or 1)
+        settings = {**settings, "innovations": "normal"}
+        super().__init__(params, num_data=num_data, temperature=temperature, extra={"lam": None}, **settings)
+        if not self.estimator.centred or isinstance(self.estimator, AlphaStable):
+            raise ValueError(f"HMC takes its mass from centred noise: use noise='paired', not {self.estimator}")
+        if structure == "auto":
+            structure = choose(parameter_shapes(self), None, self.chains or 1, measured=False)
+        chosen = make_structure(structure)
+        if not isinstance(chosen, Geometry):
+            raise ValueError(
+                f"structure = {chosen.name!r} knows no directions: HMC needs 'auto', 'diagonal', 'lowrank', "
+                "'kronecker' or 'full'"
+            )
+        bind_geometry(self, chosen, batch_size, sets)
+        self.structure = self.geometry = chosen
+        self.batch_size = batch_size
+        self.injector.extra = chosen.extra_innovations
+        chosen.noise_weight = 0.0
+        self.energy: Tensor | None = None
+        self.step_size = chosen.full(FIRST_STEP_SIZE)
+        self.length, self.place, self.ended = 1, 0, False
+        self.error = self.jittered = self.velocities = self.gained = self.acceptance = chosen.full(0.0)
+        self.home: Tensor | None = None
+        self.home_gradient = self.home_pull = self.home_energy = chosen.full(0.0)
+
+    def rule(self) -> Rule:
+        """How large the geometry must be: whatever else is needed is done by the step size."""
+        group = self.param_groups[0]
+        assert self.batch_size is not None
+        return Rule(group["num_data"], self.batch_size, group["temperature"], self.bias, averaged=False, whole=True)
+
+    def adapt(
+        self,
+        curvature: Sequence[Number] | None = None,
+        rise: float = 2.0,
+        prior: Sequence[Tensor] | None = None,
+    ) -> None:
+        """The mass from the noise seen; the arguments are those of `isosgd.samplers.isgd.ISGD.adapt`."""
+        self.geometry.resize(self.rule(), curvature, rise, prior)
+        report_rates(self)
+
+    def _move(self, group: Group, params: list[Tensor]) -> Move:
+        raise RuntimeError("HMC injects velocities, not kicks")
+
+    def restart(self) -> None:
+        """Begin a new trajectory where the chains are, with the mass there is now."""
+        if self.home is not None:
+            self.put(self.home)
+        self.home, self.place = None, 0
+
+    def report_step_size(self) -> None:
+        """Let every group's rate be that of a step."""
+        for group, rate in zip(self.param_groups, self.geometry.group_rates().unbind(-1), strict=True):
+            group["rate"] = self.number(self.step_size * rate if self.batched else (self.step_size * rate).squeeze(0))
+            group["lam"] = self.number(self.geometry.scale / torch.as_tensor(group["rate"]))
+
+    def _update(self) -> None:
+        geometry, energy = self.geometry, self.energy
+        if not geometry.known:
+            raise RuntimeError("Lambda is not known yet: let isosgd.sample warm up")
+        if energy is None:
+            raise RuntimeError("HMC needs the energy of each chain before a step: let isosgd.sample take them")
+        params = self.injector.params
+        here = geometry.flatten([p.detach() for p in params])
+        gradient = geometry.flatten([p.grad for p in params])  # type: ignore[misc]
+        pull = geometry.direction(gradient).to(geometry.dtype)
+        energy, self.ended = energy.to(geometry.dtype), False
+        self.error = torch.zeros_like(energy)
+        if self.place:
+            self._half_kick(gradient, pull)
+            self.error = torch.nan_to_num(energy - self.home_energy + self.gained, nan=torch.inf, neginf=torch.inf)
+        if self.place == self.length:
+            here, gradient, pull, energy = self._accept_or_reject(here, gradient, pull, energy)
+        if self.place == 0:
+            self._begin(here, gradient, pull, energy)
+        self._half_kick(gradient, pull)
+        self.put(here + self.velocities)
+        self.place += 1
+
+    def _begin(self, here: Tensor, gradient: Tensor, pull: Tensor, energy: Tensor) -> None:
+        """Begin a trajectory: a fresh velocity, and a step size of its own."""
+        self.home, self.home_gradient, self.home_pull, self.home_energy = here, gradient, pull, energy
+        geometry = self.geometry
+        xi = self.injector.fill().view(geometry.chains, -1)
+        drawn = torch.rand(geometry.chains, generator=self.generator, device=geometry.device, dtype=geometry.dtype)
+        self.jittered = self.step_size * (1.0 + JITTER * (2.0 * drawn - 1.0)).square()
+        fresh = geometry.displace(geometry.tensors(), torch.zeros_like(gradient), xi)
+        self.velocities = self.jittered.sqrt().unsqueeze(-1) * fresh.to(geometry.dtype)
+        self.gained = torch.zeros_like(energy)
+
+    def _half_kick(self, gradient: Tensor, pull: Tensor) -> None:
+        """Half a kick, and what it does to the kinetic energy."""
+        pull = self.jittered.unsqueeze(-1) * pull
+        work = 0.5 * dot(gradient, pull) - dot(gradient, self.velocities)
+        self.gained = self.gained + work / (2.0 * self.geometry.scale)
+        self.velocities = self.velocities - pull
+
+    def _accept_or_reject(
+        self, here: Tensor, gradient: Tensor, pull: Tensor, energy: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Accept or reject the trajectory; returns where the chains are then, and what is known there."""
+        assert self.home is not None
+        self.acceptance = (-self.error).exp().clamp_max(1.0)
+        drawn = torch.rand(len(energy), generator=self.generator, device=energy.device, dtype=energy.dtype)
+        accepted = drawn < self.acceptance
+        self.place, self.ended = 0, True
+        wide = accepted.unsqueeze(-1)
+        return (
+            torch.where(wide, here, self.home),
+            torch.where(wide, gradient, self.home_gradient),
+            torch.where(wide, pull, self.home_pull),
+            torch.where(accepted, energy, self.home_energy),
+        )
+
+    @torch.no_grad()
+    def put(self, flat: Tensor) -> None:
+        """Write flat parameters."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        parts = torch.split(flat, self.geometry.sizes, -1)
+        torch._foreach_copy_(params, [part.reshape(p.shape) for part, p in zip(parts, params, strict=True)])
+
+    def _program(self) -> StepProgram | str:
+        return "HMC accepts or rejects where a trajectory ends"
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        state["trajectory"] = {name: getattr(self, name) for name in KEPT}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved = state_dict.get("trajectory")
+        if saved is None:
+            raise ValueError("the state has no trajectory: it was not saved by HMC")
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "trajectory"})
+        for name in KEPT:
+            setattr(self, name, saved[name])

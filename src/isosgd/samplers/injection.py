@@ -1,0 +1,231 @@
+"""Injected noise: from the moves of a sampler to its kicks.
+
+A sampler says what the `Move` of each group is. Here all moves become a plan: one rate for each tensor (or group), and
+one flat tensor of *kicks*, ``rate * w``, drawn, scaled and corrected at once for all groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from isosgd.geometry.layer import Number, outer_factor, over_chains, take_out_
+from isosgd.noise import NoiseModel
+from isosgd.samplers.groups import Group
+from isosgd.samplers.innovations import Innovations, Source
+
+
+class Move(NamedTuple):
+    """What a step of a group is made of, in the terms of Theorems 1 and 2 (see `isosgd.samplers.steppers`).
+
+    The injected noise is ``w = amplitude * scale * xi``. Where ``outer``, a lambda, is given, the noise vectors seen
+    lately are first taken out of xi (see `isosgd.geometry.layer.take_out_`). An amplitude of 0 injects none.
+    """
+
+    rate: Number
+    amplitude: Number
+    scale: Tensor | None = None  # flat, like the group's innovations
+    outer: Number | None = None
+
+
+class Laid(NamedTuple):
+    """A group's parameters that have gradients, and where their kicks lie, flat and by parameter."""
+
+    group: Group
+    params: list[Tensor]
+    flat: Tensor
+    kicks: list[Tensor]
+
+
+class Planned(NamedTuple):
+    """Parameters that move together."""
+
+    params: list[Tensor]
+    rate: Number | list[float]
+    kicks: list[Tensor]
+
+
+class Injector:
+    """The kicks of a sampler's steps.
+
+    A plan is laid out once, for the parameters that have gradients, and made anew as far as something has changed.
+
+    Args:
+        noise: what is known of the sampler's gradient noise, and of its groups.
+        generator: where all randomness comes from.
+        innovations: of which kind they are.
+        chains: K when every parameter carries a leading dimension of K chains.
+        capturable: whether tensors keep their places, so that a step can be captured in a CUDA graph.
+        move: the rate and the injected noise of a group's next steps.
+
+    Attributes:
+        extra: innovations that a step takes beyond one for each parameter.
+        averaged: whether `fill` gives the mean of this step's and the last step's innovations.
+        laid: the groups, laid out.
+        moves: their moves; empty when they are to be asked for anew.
+        plan: what `isosgd.samplers.base.Sampler.step` goes through.
+        scale: of the kicks, flat.
+        silent: whether nothing is injected.
+        source: of innovations.
+    """
+
+    def __init__(
+        self,
+        noise: NoiseModel,
+        generator: torch.Generator,
+        innovations: Innovations,
+        chains: int | None,
+        capturable: bool,
+        move: Callable[[Group, list[Tensor]], Move],
+    ) -> None:
+        self.noise, self.generator, self.innovations = noise, generator, innovations
+        self.chains, self.capturable, self.move = chains, capturable, move
+        self.extra, self.averaged = 0, False
+        self.source: Source
+        self.reset()
+
+    def reset(self, extra: int | None = None) -> None:
+        """Lay out anew, and forget the last innovations; a step may take another number of extra ones."""
+        self.extra = self.extra if extra is None else extra
+        self._key: tuple[bool, ...] | None = None
+        self._last: Tensor | None = None  # innovations of the last step, unless the source keeps them
+        self.laid: list[Laid] = []
+        self.moves: list[tuple[Laid, Move]] = []
+        self.plan: list[Planned] = []
+        self.scale = torch.empty(0)
+        self.silent = self._corrected = False
+
+    # -- the layout ---------------------------------------------------------------------------------------------------
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The parameters that move, in order."""
+        return [p for laid in self.laid for p in laid.params]
+
+    def lay_out(self) -> None:
+        """Lay out the parameters that have gradients in a flat tensor of kicks."""
+        groups = self.noise.groups
+        key = tuple([p.grad is not None for group in groups for p in group["params"]])
+        if key == self._key:
+            return
+        last = self.last
+        active = [[p for p in group["params"] if p.grad is not None] for group in groups]
+        every = [p for params in active for p in params]
+        if not every:
+            raise RuntimeError("no parameter has a gradient: call backward() before step()")
+        dtype = torch.float32
+        for p in every:
+            dtype = torch.promote_types(dtype, p.dtype)
+        lead = () if self.chains is None else (self.chains,)
+        sizes = [p.numel() // (self.chains or 1) for p in every]
+        drawn = torch.zeros((*lead, sum(sizes) + self.extra), dtype=dtype, device=every[0].device)
+        self.source = Source(drawn, self.generator, self.innovations)
+        self.source.averaged = self.source.bits and self.averaged
+        out = drawn[..., : sum(sizes)]
+        self.laid = []
+        parts = iter(torch.split(out, sizes, dim=-1))
+        counts = [sum(p.numel() // (self.chains or 1) for p in params) for params in active]
+        for group, params, whole in zip(groups, active, torch.split(out, counts, dim=-1), strict=True):
+            if params:
+                self.laid.append(Laid(group, params, whole, [next(parts).view(p.shape) for p in params]))
+        self._key = key
+        self.moves, self.scale = [], torch.empty(0)
+        if self.averaged:
+            self.last = last
+
+    # -- the plan -----------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Ask for the moves anew. A captured step meets the change at once: the tensors it reads are written over."""
+        again = self.capturable and bool(self.moves)
+        self.moves = []
+        if again:
+            self.make_plan()
+
+    def noise_changed(self) -> None:
+        """Follow the noise: its variances may change the moves, its vectors what is taken out of the kicks."""
+        if self.noise.uses.variances or not self.noise.groups[0]["frozen"]:
+            self.refresh()
+        self._corrected = False
+
+    def make_plan(self) -> None:
+        """Turn the samplers' moves into a plan, as far as something has changed.
+
+        Where every rate is a float all groups become one, so that a step is a few calls however many layers there are.
+        """
+        if not self.moves:
+            self.moves = [(laid, self.move(laid.group, laid.params)) for laid in self.laid]
+            self.silent = all(isinstance(m.amplitude, float) and m.amplitude == 0 for _, m in self.moves)
+            if any(isinstance(move.rate, Tensor) for _, move in self.moves):
+                self.plan = [Planned(laid.params, move.rate, laid.kicks) for laid, move in self.moves]
+            else:
+                rates = [cast(float, move.rate) for laid, move in self.moves for _ in laid.params]
+                self.plan = [Planned(self.params, rates, [kick for laid in self.laid for kick in laid.kicks])]
+            scales = []
+            for laid, move in self.moves:
+                scale = over_chains(move.rate * move.amplitude) * (1.0 if move.scale is None else move.scale)
+                scales.append(torch.as_tensor(scale).to(laid.flat).expand_as(laid.flat))
+            if self.capturable and self.scale.numel():
+                torch.cat(scales, dim=-1, out=self.scale)
+            else:
+                self.scale = torch.cat(scales, dim=-1)
+            self._corrected = False
+        if not self._corrected and not self.silent:
+            self.source.prepare(self.scale, self._correction())
+            self._corrected = True
+
+    def outer_corrections(self) -> list[tuple[Laid, Tensor, Tensor | float]]:
+        """Groups whose kicks have noise vectors taken out, with the vectors and what `take_out_` needs beside them."""
+        found = []
+        for laid, move in self.moves:
+            if move.outer is not None:
+                ring, *spectrum, count = self.noise.spectrum(laid.group)
+                factor = outer_factor(ring, (spectrum[0], spectrum[1]), move.outer, count)
+                found.append((laid, ring, factor))
+        return found
+
+    def _correction(self) -> Callable[[], None] | None:
+        """What takes noise vectors out of the kicks: one number scales a group, so that the order is free."""
+        outers = self.outer_corrections()
+
+        def finish() -> None:
+            for laid, ring, factor in outers:
+                take_out_(laid.flat, ring, factor)
+
+        return finish if outers else None
+
+    # -- innovations --------------------------------------------------------------------------------------------------
+
+    def fill(self) -> Tensor:
+        """Fresh kicks, or plain innovations where there is no plan."""
+        if not self.averaged or self.source.averaged:
+            return self.source.fill()
+        xi = self.source.fill()
+        last = xi.clone() if self._last is None else self._last  # the first step has no other
+        if self.capturable:  # a captured step knows tensors by their place
+            mean = torch.lerp(last, xi, 0.5)
+            self._last = last.copy_(xi)
+            return mean
+        self._last, self.source.out = xi, last  # they change places, so that nothing is copied
+        return last.lerp_(xi, 0.5)
+
+    @property
+    def last(self) -> Tensor | None:
+        """Innovations of the last step, where they are averaged; None before the first."""
+        return self.source.last if self._key is not None and self.source.averaged else self._last
+
+    @last.setter
+    def last(self, value: Tensor | None) -> None:
+        if self._key is not None and self.source.averaged:
+            self.source.last = value
+        else:
+            self._last = value
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def generator_state(self) -> Tensor:
+        """State of the generator from which the next step follows."""
+        return self.generator.get_state() if self._key is None else self.source.state()

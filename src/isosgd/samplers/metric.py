@@ -1,0 +1,110 @@
+"""Diagonal preconditioning, put over a sampler: the same step in other coordinates.
+
+    theta -= rate P g + P^1/2 kick        instead of        theta -= rate g + kick
+
+In the coordinates ``P^-1/2 theta`` that is the step without P. So what bounds the rate are the gradient noise and the
+curvature in those coordinates, ``P^1/2 V P^1/2`` and ``P^1/2 H P^1/2``. The first is measured here, the second by a
+loop that probes along `whiten`; where only the top eigenvalue of H is known, noise stands in for it (see
+`curvature_ratio`).
+
+A P that changes with theta adds a drift that a sampler must make up for, ``(T / N) div P`` (Theorem 1), or may drop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from isosgd.noise import NoiseModel, dot, join, power_step, top_eigenvalue
+from isosgd.samplers.groups import Group
+
+Learn = Callable[[Group, list[Tensor]], None]
+
+
+def rms_metric(square: Tensor, eps: float) -> Tensor:
+    """The diagonal of P that RMSprop has, ``1 / (eps + sqrt(V))``, from a running mean V of squared gradients."""
+    return 1.0 / (eps + square.sqrt())
+
+
+class Metric(Protocol):
+    """A preconditioner, for whoever measures curvature in its coordinates."""
+
+    entered: bool  # whether curvatures are told in the metric, by a loop that probes along `whiten`
+
+    def whiten(self, vectors: Sequence[Tensor], power: float = 0.5) -> list[Tensor]:
+        """``P^power`` times vectors, one for each parameter in their order."""
+
+
+class DiagonalMetric:
+    """The preconditioner of a sampler, and its gradient noise in that metric.
+
+    Args:
+        noise: the sampler's gradient noise, and its groups.
+        value: the diagonal of P for one parameter, in its shape, in float32 at least.
+        learn: takes in the gradients of a group, each once, where P is made of them.
+    """
+
+    def __init__(self, noise: NoiseModel, value: Callable[[Tensor], Tensor], learn: Learn | None = None) -> None:
+        self.noise, self.value, self.learn = noise, value, learn
+        self.entered = False
+
+    def whiten(self, vectors: Sequence[Tensor], power: float = 0.5) -> list[Tensor]:
+        """``P^power`` times vectors, one for each parameter in their order."""
+        every = [p for group in self.noise.groups for p in group["params"]]
+        return [self.value(p) ** power * d for p, d in zip(every, vectors, strict=True)]
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def see(self, observed: bool) -> None:
+        """Learn from the gradients there are, once: when they are observed, else before the step that they serve."""
+        first = self.noise.groups[0]
+        if observed or not first.get("learnt"):
+            for group in self.noise.groups:
+                params = [p for p in group["params"] if p.grad is not None]
+                if params and self.learn is not None:
+                    self.learn(group, params)
+        first["learnt"] = observed
+
+    # -- noise --------------------------------------------------------------------------------------------------------
+
+    def take(self, noise: Sequence[Tensor] | None) -> None:
+        """Follow the top direction of the noise in the metric, after `NoiseModel.take`."""
+        groups = self.noise.groups
+        given = iter(noise if noise is not None else [p.grad for group in groups for p in group["params"]])
+        for group in groups:
+            seen = [(p, d) for p, d in zip(group["params"], given, strict=False) if d is not None]
+            if not seen or group["frozen"]:
+                continue
+            vector = join([d * self.value(p).sqrt() for p, d in seen], self.noise.batched)
+            state = self.noise.seen_of_group(group)
+            image: Tensor = state.setdefault("scaled", torch.zeros_like(vector))
+            image.copy_(torch.where((image == 0).all(-1, keepdim=True), vector, image))
+            power_step(image, vector, max(1.0 - self.noise.estimator.momentum, 1.0 / group["seen"], 0.01))
+
+    def variances(self, group: Group) -> list[Tensor]:
+        """Var(g) in the metric."""
+        params = self.noise.seen_params(group)
+        return [v * self.value(p) for v, p in zip(self.noise.variances(group), params, strict=True)]
+
+    def top(self, group: Group) -> Tensor:
+        """The largest eigenvalue of B in the metric."""
+        return top_eigenvalue(self.noise.seen_of_group(group)["scaled"])
+
+    def excess_noise(self, group: Group, corrected: list[Tensor]) -> Tensor:
+        """How much noise is left along its top direction when a diagonal of it, in the metric, is made up for."""
+        image = self.noise.seen_of_group(group)["scaled"]
+        along = dot(0.5 * join(corrected, self.noise.batched), image.square()) / dot(image, image).clamp_min(1e-30)
+        return (top_eigenvalue(image) - along).clamp_min(0.0)
+
+    def curvature_ratio(self, group: Group) -> Tensor:
+        """Curvature in the metric over the curvature that is told: the ratio of the noise's top eigenvalues.
+
+        It is exact when noise and curvature are proportional, as for a model that fits its data.
+        """
+        plain, scaled = self.noise.summary(group, "top"), self.top(group)
+        largest = join([self.value(p) for p in group["params"]], self.noise.batched).amax(-1)
+        ratio = torch.where(plain > 0, scaled / plain, largest.to(plain))
+        return torch.ones_like(ratio) if self.entered else ratio

@@ -1,0 +1,331 @@
+"""What a sampler exports of its steps: tensors, and a pure function of them, which a backend executes many times.
+
+A backend keeps a *state*, flat parameters ``[chains, d]`` with further columns behind them where a step has more to
+remember (a velocity, a thermostat). It asks for the innovations of the next steps and for the tensors that a step
+reads, and moves the state step by step, in compiled code or in a captured graph. No backend looks into a sampler.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from isosgd.geometry.base import Geometry
+from isosgd.geometry.diagonal import Diagonal
+from isosgd.geometry.full import Full
+from isosgd.samplers.groups import Group
+from isosgd.samplers.innovations import as_bits, fill_steps
+
+if TYPE_CHECKING:
+    from isosgd.samplers.base import Sampler
+
+Tensors = tuple[Tensor, ...]
+
+
+@dataclass
+class Elementwise:
+    """A step that acts on each parameter on its own: ``theta -= rate (g) + kick xi``, or the same with a velocity.
+
+    Attributes:
+        rates: a number for each parameter tensor, or a tensor of its shape.
+        kicks: the size of injected noise, likewise.
+        averaged: whether innovations are averaged over two steps.
+        friction: of Theorem 2, where there is a velocity.
+    """
+
+    rates: list[Tensor]
+    kicks: list[Tensor]
+    averaged: bool = False
+    friction: float | None = None
+
+
+class StepProgram(ABC):
+    """Steps of a sampler whose rates stay as they are.
+
+    Args:
+        sampler: whose steps they are. Nothing is changed before `prepare`.
+
+    Attributes:
+        dim: d, parameters of a chain.
+        width: innovations that a step takes.
+        lead: innovations in front of those of the first step.
+        follows_noise: whether the sampler wants noise vectors from time to time (`isosgd.samplers.Sampler.observe`).
+        needs_noise: whether every step takes a noise vector.
+    """
+
+    lead = 0
+    needs_noise = False
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+        self.params = [p for group in sampler.param_groups for p in group["params"]]
+        self.chains = sampler.chains or 1
+        self.sizes = [p.numel() // self.chains for p in self.params]
+        self.dim = sum(self.sizes)
+        self.width = self.dim + sampler.injector.extra
+        self.follows_noise = any(sampler.noise.uses) or sampler.geometry is not None
+        self.dtype = torch.promote_types(torch.float32, self.params[0].dtype)
+        self.bits = False
+
+    def prepare(self, most: int) -> None:
+        """Get ready for calls of up to so many steps; what the sampler has prefetched is drawn again, here."""
+        injector = self.sampler.injector
+        for p in self.params:  # parameters that have gradients are laid out
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        injector.lay_out()
+        injector.source.prepare()
+        self.sampler.refresh()
+        self.bits = as_bits(injector.innovations, most * self.chains * self.width, self.params[0].device)
+
+    # -- the state ------------------------------------------------------------------------------------------------
+
+    def flat(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Tensors like the parameters as one ``[chains, d]``."""
+        return torch.cat([t.detach().reshape(self.chains, -1) for t in tensors], dim=-1)
+
+    def columns(self) -> list[Tensor]:
+        """What a step remembers besides the parameters, each ``[chains, columns]``."""
+        return []
+
+    def begin(self) -> Tensor:
+        """The state from which to go on."""
+        theta = self.flat(self.params)
+        return torch.cat([theta, *(column.to(theta) for column in self.columns())], dim=-1)
+
+    def parameters(self, state: Tensor) -> Tensor:
+        """The parameters in a state."""
+        return state if state.shape[-1] == self.dim else state[:, : self.dim]
+
+    @torch.no_grad()
+    def write(self, tensors: Sequence[Tensor], flat: Tensor) -> None:
+        """Write flat values ``[chains, d]`` into tensors like the parameters."""
+        parts = torch.split(flat, self.sizes, -1)
+        torch._foreach_copy_(list(tensors), [part.reshape(t.shape) for part, t in zip(parts, tensors, strict=True)])
+
+    def finish(self, state: Tensor) -> None:
+        """Bring the sampler and its parameters to a state."""
+        self.write(self.params, self.parameters(state))
+
+    def count(self, steps: int) -> None:
+        """So many steps were taken."""
+        for group in self.sampler.param_groups:
+            group["step"] += steps
+
+    # -- the steps ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def tensors(self) -> Tensors:
+        """What a step reads besides its state; it may change between calls, not within one."""
+
+    def reads_rows(self, tensors: Tensors) -> bool:
+        """Whether a compiled step is one operation, which reads the rows of these tensors as they lie."""
+        return False
+
+    @abstractmethod
+    def draw(self, steps: int) -> Tensor:
+        """Innovations of the next steps, ``[lead + steps, chains, width]``, from the sampler's generator."""
+
+    def innovation(self, drawn: Tensor, k: int) -> Tensor:
+        """Of step k, from those of all."""
+        return drawn.select(0, k)
+
+    def injection(self) -> Tensors:
+        """What turns standard normal numbers into a step's innovations; it may change between calls."""
+        return ()
+
+    def inject(self, normals: Tensor, tensors: Tensors) -> Tensor:
+        """Innovations ``[chains, width]`` of standard normal numbers: a function of tensors alone."""
+        return normals
+
+    def elementwise(self) -> Elementwise | None:
+        """The step, where it acts on each parameter on its own; one pass over memory then does it."""
+        return None
+
+    @abstractmethod
+    def move(self, state: Tensor, gradient: Tensor, noise: Tensor | None, xi: Tensor, tensors: Tensors) -> Tensor:
+        """Where one step leads to: a function of tensors alone.
+
+        Args:
+            state: before it.
+            gradient: flat, of the mean loss.
+            noise: the noise vector of the minibatch, where there is one.
+            xi: its innovations.
+            tensors: what `tensors` gave.
+        """
+
+    def _empty(self, steps: int) -> Tensor:
+        shape = self.lead + steps, self.chains, self.width
+        return torch.empty(shape, dtype=self.dtype, device=self.params[0].device)
+
+    def wide(self, numbers: Sequence[Tensor | float], groups: Sequence[Group]) -> Tensor:
+        """A number of each group as ``[chains, d]``."""
+        parts = []
+        for number, group in zip(numbers, groups, strict=True):
+            size = sum(p.numel() // self.chains for p in group["params"])
+            value = torch.as_tensor(number, device=self.params[0].device).to(self.dtype)
+            parts.append((value.unsqueeze(-1) if value.dim() else value).expand(self.chains, size))
+        return torch.cat(parts, dim=-1)
+
+
+class KickProgram(StepProgram):
+    """Steps whose innovations are kicks, scaled and corrected as they are drawn; with a velocity by Theorem 2.
+
+    Args:
+        sampler: whose metric, if there is one, must be constant.
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        super().__init__(sampler)
+        self.friction = sampler.friction if sampler.has_velocity else None
+
+    def columns(self) -> list[Tensor]:
+        if self.friction is None:
+            return []
+        return [self.flat([self.sampler.velocity(p) for p in self.params])]
+
+    def finish(self, state: Tensor) -> None:
+        super().finish(state)
+        if self.friction is not None:
+            self.write([self.sampler.velocity(p) for p in self.params], state[:, self.dim : 2 * self.dim])
+
+    def rates(self) -> Tensor:
+        """Of each parameter, ``[chains, d]``."""
+        self.sampler.injector.make_plan()
+        moves = self.sampler.injector.moves
+        return self.wide([move.rate for _, move in moves], [laid.group for laid, _ in moves])
+
+    def tensors(self) -> Tensors:
+        metric = self.sampler.metric
+        if metric is None:
+            return (self.rates(),)
+        values = self.flat([metric.value(p) for p in self.params]).to(self.dtype)
+        return self.rates(), values, values.sqrt()
+
+    def draw(self, steps: int) -> Tensor:
+        injector = self.sampler.injector
+        injector.make_plan()
+        kicks = fill_steps(self._empty(steps), self.sampler.generator, self.bits, injector.scale.view(self.chains, -1))
+        begins = dict(zip(map(id, (laid.group for laid in injector.laid)), self._begins(), strict=True))
+        for laid, ring, factor in injector.outer_corrections():
+            factor = factor if isinstance(factor, Tensor) else factor * ring
+            ring, factor = (t.view(self.chains, *t.shape[-2:]).to(kicks.dtype) for t in (ring, factor))
+            begin = begins[id(laid.group)]
+            part = kicks[..., begin : begin + laid.flat.shape[-1]].transpose(0, 1)  # [chains, steps, d]
+            part.sub_((part @ ring.mT) @ factor)
+        return kicks
+
+    def injection(self) -> Tensors:
+        injector = self.sampler.injector
+        injector.make_plan()
+        found = [injector.scale.view(self.chains, -1)]
+        for _, ring, factor in injector.outer_corrections():
+            factor = factor if isinstance(factor, Tensor) else factor * ring
+            found += [t.view(self.chains, *t.shape[-2:]).to(self.dtype) for t in (ring, factor)]
+        return tuple(found)
+
+    def inject(self, normals: Tensor, tensors: Tensors) -> Tensor:
+        scale, *outer = tensors
+        kicks = normals * scale
+        begins = iter(zip(self._begins(), self.sampler.injector.moves, strict=True))
+        for ring, factor in zip(outer[::2], outer[1::2], strict=True):
+            begin = next(begin for begin, (_, move) in begins if move.outer is not None)
+            part = kicks[:, begin : begin + ring.shape[-1]].unsqueeze(1)
+            part -= (part @ ring.mT) @ factor
+        return kicks
+
+    def elementwise(self) -> Elementwise | None:
+        injector = self.sampler.injector
+        injector.make_plan()
+        if self.chains > 1 or self.sampler.metric is not None or any(m.outer is not None for _, m in injector.moves):
+            return None
+        found = Elementwise([], [], friction=self.friction)
+        for laid, move in injector.moves:
+            rate = torch.as_tensor(move.rate, dtype=self.dtype, device=laid.flat.device).reshape(())
+            kick = (rate * move.amplitude).reshape(())
+            shares = None if move.scale is None else torch.split(move.scale.flatten(), [p.numel() for p in laid.params])
+            for i, p in enumerate(laid.params):
+                found.rates.append(rate)
+                found.kicks.append(kick if shares is None else (kick * shares[i]).view(p.shape))
+        return found
+
+    def _begins(self) -> list[int]:
+        found, end = [], 0
+        for laid in self.sampler.injector.laid:
+            found.append(end)
+            end += laid.flat.shape[-1]
+        return found
+
+    def move(self, state: Tensor, gradient: Tensor, noise: Tensor | None, xi: Tensor, tensors: Tensors) -> Tensor:
+        rate, *metric = tensors
+        if metric:
+            gradient, xi = metric[0] * gradient, metric[1] * xi
+        if self.friction is None:
+            return (state - rate * gradient - xi).to(state.dtype)
+        theta, velocity = state[:, : self.dim], state[:, self.dim :]
+        velocity = (1.0 - self.friction) * velocity - rate * gradient - xi
+        return torch.cat([theta + velocity, velocity], -1).to(state.dtype)
+
+
+class GeometryProgram(StepProgram):
+    """Steps of I-SGD with a Lambda that knows directions; where it tracks the level of the noise, that is a column.
+
+    Args:
+        sampler: whose geometry it is.
+        geometry: Lambda.
+        averaged: whether innovations are averaged over two steps.
+    """
+
+    def __init__(self, sampler: Sampler, geometry: Geometry, averaged: bool) -> None:
+        super().__init__(sampler)
+        self.geometry, self.lead = geometry, int(averaged)
+        self.level = geometry if isinstance(geometry, Full) and geometry.tracks_level else None
+        self.needs_noise = self.level is not None
+
+    def columns(self) -> list[Tensor]:
+        return [] if self.level is None else [self.level.level.unsqueeze(-1)]
+
+    def finish(self, state: Tensor) -> None:
+        super().finish(state)
+        if self.level is not None:
+            self.level.set_level(state[:, -1])
+
+    def tensors(self) -> Tensors:
+        tensors = self.geometry.tensors()
+        return tensors if self.level is None else tensors[:-1]  # levels move with the chains
+
+    def reads_rows(self, tensors: Tensors) -> bool:
+        return self.geometry.reads_rows(tensors)
+
+    def elementwise(self) -> Elementwise | None:
+        if self.chains > 1 or not isinstance(self.geometry, Diagonal):
+            return None
+        rates, kicks = (
+            [part.view(p.shape) for part, p in zip(torch.split(t[0], self.sizes), self.params, strict=True)]
+            for t in self.geometry.tensors()
+        )
+        return Elementwise(rates, kicks, bool(self.lead))
+
+    def draw(self, steps: int) -> Tensor:
+        xi, injector = self._empty(steps), self.sampler.injector
+        fill_steps(xi[self.lead :], self.sampler.generator, self.bits)
+        if self.lead:
+            xi[0] = xi[1] if injector.last is None else injector.last.view(self.chains, -1)
+            injector.last = xi[-1].clone().view(injector.source.out.shape)
+        return xi
+
+    def innovation(self, drawn: Tensor, k: int) -> Tensor:
+        return 0.5 * (drawn.select(0, k) + drawn.select(0, k + 1)) if self.lead else drawn.select(0, k)
+
+    def move(self, state: Tensor, gradient: Tensor, noise: Tensor | None, xi: Tensor, tensors: Tensors) -> Tensor:
+        geometry, level = self.geometry, self.level
+        if level is None:
+            return state - geometry.displace(tensors, gradient.to(geometry.dtype), xi).to(state.dtype)
+        assert noise is not None
+        now = level.levels(tensors, state[:, -1].to(geometry.dtype), noise)
+        moved = geometry.displace((*tensors, now), gradient.to(geometry.dtype), xi)
+        return torch.cat([state[:, :-1] - moved.to(state.dtype), now.unsqueeze(-1).to(state.dtype)], -1)

@@ -1,0 +1,94 @@
+"""What is sampled at a temperature where scales of the prior are sampled too: the likelihood alone is tempered."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.integrate import trapezoid
+
+from isosgd import Posterior, Target, priors, sample
+
+DIM, NUM_DATA, CHAINS = 8, 200, 32
+SPREAD = 1.0  # of the logarithm of the scale, before any data
+BIAS = 0.02  # of a variance, that the steps of a minibatch sampler may leave
+
+
+def problem() -> tuple[Target, torch.Tensor]:
+    """``y ~ N(w, I)``, ``w ~ N(0, s^2)``, ``log s ~ N(log .3, 1)``; the data tell s from zero."""
+    g = torch.Generator().manual_seed(0)
+    y = torch.randn(NUM_DATA, DIM, generator=g)
+    y = y - y.mean(0) + 0.3 * torch.linspace(-1.5, 1.5, DIM)
+
+    def log_likelihood(params, batch):
+        return -0.5 * (batch[0] - params["w"]).square().sum(-1)
+
+    prior = priors.HierarchicalNormal(hyper=priors.LogNormal(0.3, SPREAD), per="all")
+    return Target(log_likelihood, prior, init={"w": torch.zeros(DIM)}), y
+
+
+def known(y: torch.Tensor, temperature: float) -> dict[str, float]:
+    """Moments under ``likelihood^(1/T) * prior``, with w integrated out by hand and log s on a grid."""
+    noise, mean = temperature / NUM_DATA, y.mean(0).double().numpy()
+    log_s = np.linspace(np.log(0.3) - 8, np.log(0.3) + 8, 20_001)
+    total = np.exp(2 * log_s)[:, None] + noise
+    log_p = (-0.5 * mean**2 / total - 0.5 * np.log(total)).sum(1) - 0.5 * ((log_s - np.log(0.3)) / SPREAD) ** 2
+    p = np.exp(log_p - log_p.max())
+    p /= trapezoid(p, log_s)
+    centre = mean * (1 - noise / total)
+    square = centre**2 + noise * (1 - noise / total)
+    first = float(trapezoid(p * log_s, log_s))
+    return {
+        "log s": first,
+        "log s, variance": float(trapezoid(p * (log_s - first) ** 2, log_s)),
+        "w, last": float(trapezoid(p * centre[:, -1], log_s)),
+        "|w|^2": float(trapezoid(p * square.sum(1), log_s)),
+    }
+
+
+def compare(posterior: Posterior, expected: dict[str, float], most: float = 4.0) -> None:
+    """Means over draws of each chain, against what is known: chains are independent, so they tell the error."""
+    log_s, w = posterior.draws["prior.scale"].double().log(), posterior.draws["w"].double()
+    found = {
+        "log s": log_s,
+        "log s, variance": (log_s - expected["log s"]).square(),
+        "w, last": w[..., -1],
+        "|w|^2": w.square().sum(-1),
+    }
+    for name, x in found.items():
+        each = x.mean(1)
+        error = float(each.std()) / len(each) ** 0.5
+        slack = BIAS * abs(expected[name]) if name != "log s" else BIAS
+        assert abs(float(each.mean()) - expected[name]) < most * error + slack, (name, each.mean(), error, expected)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.1])
+def test_the_likelihood_alone_is_tempered(temperature):
+    target, y = problem()
+    posterior = sample(
+        target,
+        (y,),
+        chains=CHAINS,
+        batch_size=50,
+        draws=60,
+        warmup=2000,
+        temperature=temperature,
+        progress=False,
+        compile=False,
+    )
+    compare(posterior, known(y, temperature))
+    assert "likelihood" in posterior.info["density"]
+
+
+def test_the_likelihood_alone_is_tempered_on_all_data():
+    target, y = problem()
+    posterior = sample(
+        target,
+        (y,),
+        chains=CHAINS,
+        batch_size="all",
+        draws=60,
+        warmup=1500,
+        temperature=0.1,
+        progress=False,
+        compile=False,
+    )
+    compare(posterior, known(y, 0.1))
