@@ -52,7 +52,7 @@ class Verdict:
         rhat: largest R-hat over predictions and log likelihoods.
         ess: smallest effective number of draws over them.
         warmup: for each layer, over chains: the largest predicted bias of variances and share of clipped noise, the
-            mean share of gradient noise in the total noise, the smallest tail index.
+            mean share of gradient noise in the composite noise, the smallest tail index.
     """
 
     summary: Conclusion

@@ -152,12 +152,12 @@ def rates(reports: Sequence[Mapping[str, Any]], subject: Subject) -> list[Figure
         )
     share = each("noise_share")
     if np.isfinite(share).any() and np.nanmax(share) > 0:  # none with all data in a batch
-        plot = _rows(labels, (0, max(100.0, float(np.nanmax(share)) * 105)), "% of the total noise")
+        plot = _rows(labels, (0, max(100.0, float(np.nanmax(share)) * 105)), "% of the composite noise")
         _dots_by_chain(plot, 100 * share)
         found.append(
             Figure(
                 "Noise by layer",
-                plot.svg("Share of gradient noise in the total noise of each layer."),
+                plot.svg("Share of gradient noise in the composite noise of each layer."),
                 "The share of the noise that minibatches bring; the sampler injects the rest.",
             )
         )

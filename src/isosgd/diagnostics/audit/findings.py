@@ -37,7 +37,7 @@ def findings(loop: Loop) -> list[Finding]:
 
 
 def wrong_noise(loop: Loop, found: float, target: float, measured: str = "", within: float = 0.01) -> Iterator[Finding]:
-    """Why the temperature of a noise is wrong, as far as it can be told.
+    """Why the temperature of a noise is wrong, as far as it can be inferred.
 
     Args:
         loop: the description.
