@@ -305,8 +305,8 @@ def test_a_temperature_without_meaning_is_refused(method: str) -> None:
         ("mcdropout", {"p": 1.0}, "p = 1.0"),
         ("mcdropout", {"p": {"0": -0.1}}, "p = -0.1"),
         ("mcdropout", {"p": {"7": 0.1}}, "p has '7', which fits no layer"),
-        ("mcdropout", {"p": 0.0}, "no unit is ever missing"),
-        ("mcdropout", {"units": {"2.weight": 1}}, "units is for targets that are no modules"),
+        ("mcdropout", {"p": 0.0}, "nothing is ever dropped"),
+        ("mcdropout", {"units": {"2.weight": 1}}, "units is for targets that are not modules"),
     ],
 )
 def test_bad_settings_of_its_own_are_named(method: str, settings: dict[str, Any], message: str) -> None:
@@ -319,8 +319,8 @@ def test_bad_settings_of_its_own_are_named(method: str, settings: dict[str, Any]
     [
         (None, "pass units="),
         ({"v": 0}, "units has 'v'"),
-        ({"s": 0}, "units has 's', which is no weight"),
-        ({"w": 1}, "is no axis of a weight of shape"),
+        ({"s": 0}, "units has 's', which is not a weight"),
+        ({"w": 1}, "is not an axis of a weight of shape"),
     ],
 )
 def test_units_that_do_not_fit_are_named(units: dict[str, int] | None, message: str) -> None:

@@ -203,13 +203,13 @@ def test_the_true_temperature_is_read(regression: Regression, rule: Rule, temper
 )
 def test_a_faulty_rule_raises_the_alarm(regression: Regression, name: str, temperature: float) -> None:
     found = regression.run(FAULTS[name][0], temperature).trust()
-    assert found.words == "it samples something else", str(found)
+    assert found.summary == "it samples something else", str(found)
 
 
 def test_gradient_noise_that_is_left_in_raises_the_alarm(regression: Regression) -> None:
     """Minibatches at a large rate and a low temperature: their noise heats, and no rule takes it out."""
     found = regression.run(langevin, 0.1, batch=BATCH, delta=0.2).trust()
-    assert found.words == "it samples something else" and found.readings[0].temperature > 0.13, str(found)
+    assert found.summary == "it samples something else" and found.readings[0].temperature > 0.13, str(found)
 
 
 def test_burn_in_that_ends_too_early_is_not_trusted(regression: Regression) -> None:
@@ -233,7 +233,7 @@ def test_right_draws_are_hardly_ever_called_wrong(regression: Regression) -> Non
         parts = {"a": theta[..., : DIM // 2], "b": theta[..., DIM // 2 :]}
         info = {"num_data": NUM_DATA}
         verdicts.append(Posterior(regression.target, parts, info, (regression.x, regression.y)).trust())
-    assert [str(v) for v in verdicts if v.words == "it samples something else"] == []
+    assert [str(v) for v in verdicts if v.summary == "it samples something else"] == []
 
 
 # ---------------------------------------------------------------- the exact toy
@@ -270,7 +270,7 @@ def test_toy_at_another_temperature_is_not(toy: Toy, sampled: Posterior, factor:
     mean = sampled.draws["w"].mean((0, 1))
     draws = mean + math.sqrt(factor) * (sampled.draws["w"] - mean)
     found = Posterior(toy.target, {"w": draws}, sampled.info, toy.data).trust()
-    assert found.words == "it samples something else", str(found)
+    assert found.summary == "it samples something else", str(found)
     assert found.readings[0].temperature == pytest.approx(factor, rel=0.1)
 
 
@@ -284,7 +284,7 @@ def test_toy_isgd_at_its_defaults(toy: Toy, temperature: float) -> None:
     assert found.trusted, str(found)
     assert abs(found.readings[0].temperature / temperature - 1) < 0.05
     wrong = posterior.trust(toy.data, temperature=1.5 * temperature)
-    assert wrong.words == "it samples something else"
+    assert wrong.summary == "it samples something else"
 
 
 @pytest.mark.slow
@@ -297,4 +297,4 @@ def test_toy_sgld_at_a_large_rate_is_too_hot(toy: Toy) -> None:
             temperature=0.1, warmup=2000, progress=False,
         )  # fmt: skip
     found = posterior.trust(toy.data)
-    assert found.words == "it samples something else", str(found)
+    assert found.summary == "it samples something else", str(found)

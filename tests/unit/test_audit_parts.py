@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from isosgd.cli import audit as command
 from isosgd.diagnostics.audit import Loop
-from isosgd.diagnostics.auditing.epochs import share_left
-from isosgd.diagnostics.auditing.expressions import evaluate
-from isosgd.diagnostics.auditing.recursion import temperature_at
+from isosgd.diagnostics.audit.description import epoch_noise_share, evaluate
 from isosgd.samplers.steppers import variance_inflation
 
 # -- expressions ------------------------------------------------------------------------------------------------------
@@ -97,7 +95,7 @@ def test_what_is_no_number_is_refused(value):
 @pytest.mark.parametrize("step", [0.01, 0.3])
 def test_the_recursion_knows_the_inflation_of_both_steppers(momentum, step):
     loop = Loop(num_data=100, lr=step, noise="sqrt(2*a*lr/N)", momentum=momentum)
-    assert temperature_at(loop, 1.0) == pytest.approx(variance_inflation(step, 1 - momentum))
+    assert loop.exact_temperature(1.0) == pytest.approx(variance_inflation(step, 1 - momentum))
 
 
 LOOPS = st.fixed_dictionaries(
@@ -129,7 +127,7 @@ def test_stated_temperatures_are_the_limit_of_the_recursion(settings):
     loop = Loop(**settings)
     small = 1e-6 / (loop.lr * loop.scale * loop.response.mean() * loop.period)
     stated = loop.noise_temperature() + loop.gradient_temperature()
-    assert temperature_at(loop, small, loop.gradient_noise) == pytest.approx(stated, rel=1e-3)
+    assert loop.exact_temperature(small, loop.gradient_noise) == pytest.approx(stated, rel=1e-3)
 
 
 @pytest.mark.parametrize("forgets", [0.003, 0.1, 0.7])
@@ -146,7 +144,7 @@ def test_the_share_of_an_epoch_by_brute_force(forgets, steps):
         weights[: total - steps + done] = (1 - forgets) ** age
         rows = weights.reshape(epochs, steps)
         shares.append(np.einsum("ei,ij,ej->", rows, block, rows) / (weights**2).sum())
-    assert share_left(forgets, steps) == pytest.approx(np.mean(shares), rel=1e-6)
+    assert epoch_noise_share(forgets, steps) == pytest.approx(np.mean(shares), rel=1e-6)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -183,7 +181,7 @@ def test_the_command_ends_with_0_when_all_is_well(capsys):
 def test_the_command_ends_with_2_when_asked_wrongly(capsys):
     assert run("--noise", "sqrt(2*Q)", *COMMON) == 2
     printed = capsys.readouterr()
-    assert not printed.out and "Q is not understood" in printed.err
+    assert not printed.out and "Q is not allowed" in printed.err
     with pytest.raises(SystemExit) as ended:
         run("--noise", "1")
     assert ended.value.code == 2
@@ -195,7 +193,7 @@ def test_a_temperature_that_is_a_number_is_the_one_that_is_meant(capsys):
     argv += ["--momentum", "0.9", "--prior", "1", "--momentum-noise", "sqrt(lr)", "--refresh-every", "10"]
     assert run(*argv, "--order", "move", "--json") == 3
     found = strict(capsys.readouterr().out)
-    assert [breach["name"] for breach in found["breaches"]] == ["momentum refreshed at the wrong variance"]
+    assert [finding["name"] for finding in found["findings"]] == ["momentum refreshed at the wrong variance"]
 
 
 def test_every_flag_reaches_the_description(capsys):
@@ -207,5 +205,5 @@ def test_every_flag_reaches_the_description(capsys):
     argv += ["--gradient-noise", "0.1", "--curvature", "1"]
     assert run(*argv, *COMMON, "--json") == 3
     found = strict(capsys.readouterr().out)
-    unsaid = {"corrected", "told_num_data", "averaged"}  # of samplers of ours, and what goes without momentum
+    unsaid = {"corrected", "assumed_num_data", "averaged"}  # of samplers of ours, and what goes without momentum
     assert set(found["description"]) == set(Loop.__dataclass_fields__) - unsaid

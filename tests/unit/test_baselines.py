@@ -15,7 +15,7 @@ from experiments.models import lenet5, resnet56
 from isosgd import DataSets, Target, priors
 from isosgd.baselines import runner
 from isosgd.baselines.base import LOOKS, PROBES
-from isosgd.baselines.masks import find_places
+from isosgd.baselines.mcdropout import masked_weights
 from isosgd.baselines.swag import Moments
 from isosgd.chain.progress import Progress
 
@@ -92,7 +92,7 @@ def test_masks_of_chains_together_and_alone_have_the_same_form() -> None:
 def places(
     model: nn.Module, example: tuple[Tensor, Tensor], p: Any = None, likelihood: Any = GAUSSIAN
 ) -> dict[str, float]:
-    found = find_places(Target.from_module(model.eval(), likelihood), p, None, example)
+    found = masked_weights(Target.from_module(model.eval(), likelihood), p, None, example)
     return {place.name: round(place.p, 6) for place in found}
 
 
@@ -125,14 +125,14 @@ def test_dropout_layers_of_the_model_are_found_where_they_act() -> None:
 def test_a_shared_weight_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2), nn.Linear(2, 1))
     model[2].weight = model[0].weight
-    with pytest.raises(ValueError, match="the weight of layer '0' is that of another layer"):
+    with pytest.raises(ValueError, match="the weight of layer '0' is shared with another layer"):
         places(model, (torch.randn(3, 2), torch.randn(3, 1)), {"0": 0.1})
 
 
 def test_dropout_needs_a_layer() -> None:
     model = nn.Embedding(3, 1)
     example = (torch.zeros(4, dtype=torch.long), torch.randn(4, 1))
-    with pytest.raises(ValueError, match="no unit is ever missing"):
+    with pytest.raises(ValueError, match="nothing is ever dropped"):
         places(model, example)
 
 

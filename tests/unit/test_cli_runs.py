@@ -79,7 +79,7 @@ def test_fit_says_what_it_did_and_leaves_a_whole_run(fitted):
     folder, told = fitted
     assert told["counts"] == {"rows": 344, "train": 308, "heldout": 34, "dropped": 2}
     assert {"rmse", "mnll", "coverage95", "rows"} == set(told["scores"])
-    assert told["verdict"]["words"] in ("trust it", "run longer", "it samples something else")
+    assert told["verdict"]["summary"] in ("trust it", "run longer", "it samples something else")
     assert (told["draws"], told["chains"]) == (12, 2)
     for name in ("manifest.json", "table.json", "data.safetensors", "report.html"):
         assert (folder / name).is_file()
@@ -179,7 +179,7 @@ def test_classes_are_held_out_in_proportion():
 def test_without_held_out_rows(tmp_path, capsys):
     argv = ["fit", PENGUINS, "--target", "body_mass_g", "--out", tmp_path / "run", "--holdout", "0", *SHORT]
     assert "training rows (no rows were held out)" in run(argv, capsys).out
-    assert "flatter every score" in (tmp_path / "run" / "report.html").read_text()
+    assert "scores are optimistic" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_predictions_match_the_posterior(fitted, tmp_path, capsys):
@@ -232,12 +232,12 @@ def test_probabilities_of_classes(classified, capsys):
 def test_diagnose_and_report(fitted, tmp_path, capsys):
     folder, told = fitted
     found = strict(run(["diagnose", folder, "--json"], capsys).out)
-    assert found["complete"] and found["verdict"]["words"] == told["verdict"]["words"]
+    assert found["complete"] and found["verdict"]["summary"] == told["verdict"]["summary"]
     assert found["summary"]["chains"] == 2
     words = run(["diagnose", folder], capsys).out
-    assert words.startswith(told["verdict"]["words"].capitalize()) and "R-hat" in words
+    assert words.startswith(told["verdict"]["summary"].capitalize()) and "R-hat" in words
     assert "\n  hidden layer: " in words and "\n  0: " not in words
-    trusted = told["verdict"]["words"] == "trust it"
+    trusted = told["verdict"]["summary"] == "trust it"
     assert main(["diagnose", str(folder), "--check"]) == (0 if trusted else 1)
     page = tmp_path / "page.html"
     assert str(page) in run(["report", folder, "--out", page], capsys).out
@@ -458,7 +458,7 @@ def test_a_real_table_in_two_minutes_with_honest_intervals(tmp_path, capsys, see
     assert 0.88 <= told["scores"]["coverage95"] <= 0.99
     assert told["scores"]["rmse"] < 400, "the standard deviation of the masses is 802"
     # Trajectories on all rows are right; whether there are enough of them is a matter of degree.
-    assert told["verdict"]["words"] in ("trust it", "run longer") and told["verdict"]["rhat"] < 1.2
+    assert told["verdict"]["summary"] in ("trust it", "run longer") and told["verdict"]["rhat"] < 1.2
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["in the run's folder", "by a relative name"])

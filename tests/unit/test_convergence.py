@@ -1,13 +1,12 @@
 """R-hat and effective draws: against arviz-stats, against theory, and as draws arrive."""
 
 import math
-import sys
 
 import numpy as np
 import pytest
 import torch
 
-from isosgd.diagnostics import Convergence, convergence, ess, integrated_time, rhat, summarise, traces
+from isosgd.diagnostics import Convergence, convergence, ess, integrated_time, rhat, traces
 
 SIGMAS = 5.0
 SHAPES = [(2, 4), (3, 5), (4, 7), (2, 8), (5, 33), (4, 101), (1, 60), (8, 500)]
@@ -63,47 +62,6 @@ def test_one_chain_is_judged_by_its_halves() -> None:
     both = halves, abs(halves - np.median(halves))
     expected = max(float(arviz.rhat(scores(x), method="identity")) for x in both)
     assert float(rhat(halves.reshape(1, 400))) == pytest.approx(expected, rel=1e-12)
-
-
-def test_summary() -> None:
-    pytest.importorskip("arviz_stats")
-    x = autoregression((4, 1000, 3, 2), 0.5)
-    found = summarise(torch.from_numpy(x))
-    np.testing.assert_allclose(found.rhat, rhat(x), rtol=1e-9)
-    np.testing.assert_allclose(found.ess_bulk, ess(x), rtol=1e-9)
-    np.testing.assert_allclose(found.ess_tail, ess(x, "tail"), rtol=1e-9)
-    np.testing.assert_allclose(found.mcse_mean, x.std((0, 1), ddof=1) / np.sqrt(ess(x, "mean")), rtol=1e-9)
-    assert found.mean.shape == found.sd.shape == found.mcse_sd.shape == (3, 2)
-    assert (abs(found.mean) < SIGMAS * found.mcse_mean).all()
-    assert (abs(found.sd - 1) < SIGMAS * found.mcse_sd).all()
-
-
-def test_summary_of_a_trace_that_does_not_move() -> None:
-    pytest.importorskip("arviz_stats")
-    found = summarise(np.ones((4, 100)))
-    assert float(found.mean) == 1
-    assert float(found.mcse_mean) == 0
-    assert math.isnan(found.rhat)
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        (np.ones(10), r"\[chains, draws, ...\]"),
-        (np.ones((4, 3)), "4 draws at least"),
-        (np.array([[1.0, 2.0, np.inf, 3.0]]), r"not finite at \[0, 2\]"),
-    ],
-)
-def test_summary_refuses(values: np.ndarray, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        summarise(values)
-
-
-def test_without_arviz_stats_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "arviz_stats.base", None)
-    with pytest.raises(ImportError, match=r"isosgd\[diagnostics\]"):
-        summarise(np.ones((2, 10)))
-    assert rhat(autoregression((4, 100), 0.0)) < 1.1  # ours does without
 
 
 # ---------------------------------------------------------------- against theory
@@ -184,21 +142,8 @@ def test_wrong_shapes_are_refused(values: np.ndarray) -> None:
 def test_unknown_kinds_and_single_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="kind = 'best' must be one of 'bulk', 'tail', 'mean'"):
         ess(np.ones((2, 5)), "best")
-    with pytest.raises(ValueError, match="no trace"):
+    with pytest.raises(ValueError, match="not a trace"):
         integrated_time(1.0)
-
-
-@pytest.mark.parametrize("least", [1, 2, 7, 400, 401, 1025, 19_999])
-def test_transform_lengths(least: int) -> None:
-    scipy = pytest.importorskip("scipy.fft")
-    found = traces._fast_length(least)
-    assert least <= found <= 2 * least
-    rest = found
-    for prime in (2, 3, 5):
-        while rest % prime == 0:
-            rest //= prime
-    assert rest == 1
-    assert found >= scipy.next_fast_len(least)
 
 
 # ---------------------------------------------------------------- as draws arrive
@@ -218,7 +163,7 @@ def test_as_draws_arrive_it_says_what_the_whole_says() -> None:
     assert watch.rhat() == rhat(x).max()
     assert watch.ess() == ess(x).min()
     np.testing.assert_array_equal(watch.traces(), x)
-    watch.append(torch.zeros(4, 5))  # kept answers are not kept too long
+    watch.append(torch.zeros(4, 5))
     assert watch.rhat() != rhat(x).max()
 
 
@@ -251,7 +196,6 @@ def test_groups_are_compared_within_not_between() -> None:
     assert watch.rhat() == watch.rhat(7) > 1.2
     assert watch.ess() == watch.ess(7) < 30
     assert watch.rhat(0) < 1.01
-    assert "group 7" in str(watch)
     assert not watch.converged()
 
 
@@ -301,13 +245,10 @@ def test_a_trace_that_never_moves_is_passed_over() -> None:
     assert not watch.converged()
 
 
-def test_it_says_where_the_worst_is() -> None:
+def test_it_reads_as_one_line() -> None:
     x = autoregression((4, 300, 3), 0.0)
     x[0, :, 1] += 2
-    found = str(fed(x))
-    assert found.startswith("300 draws of 4 chains: R-hat 1.")
-    assert found.count("(trace 1)") == 2
-    assert "trace" not in str(fed(x[..., :1]))
+    assert str(fed(x)) == f"300 draws of 4 chains: R-hat {rhat(x).max():.3f}, ESS {ess(x).min():,.0f}"
 
 
 @pytest.mark.parametrize(

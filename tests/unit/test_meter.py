@@ -128,7 +128,7 @@ def exact(
 @pytest.mark.parametrize("temperature", [1.0, 0.1, 0.01])
 def test_exact_draws_are_trusted(temperature: float) -> None:
     found = exact((4, 200), 0, temperature).trust()
-    assert found.trusted and found.words == "trust it", str(found)
+    assert found.trusted and found.summary == "trust it", str(found)
     whole = found.readings[0]
     assert abs(whole.temperature / temperature - 1) < 0.05 + 3 * whole.error / temperature
     assert whole.error / temperature < 0.03
@@ -158,8 +158,8 @@ def test_fresh_examples_will_do() -> None:
 @pytest.mark.parametrize("heat", [0.5, 1.6])
 def test_a_wrong_temperature_is_found(heat: float) -> None:
     found = exact((4, 200), 1, 0.1, heat).trust()
-    assert found.words == "it samples something else"
-    assert f"times the {0.1:g} that was asked for" in found.reasons[0] and found.mends
+    assert found.summary == "it samples something else"
+    assert f"times its target {0.1:g}" in found.reasons[0] and found.fixes
     assert found.readings[0].temperature == pytest.approx(0.1 * heat, rel=0.1)
 
 
@@ -168,7 +168,7 @@ def test_heat_that_the_mean_hides_is_found() -> None:
     heat = torch.tensor([1.9, 0.1, 1.9, 0.1, 1.9, 0.1], dtype=F64)
     found = exact((4, 250), 0, heat=heat).trust()
     assert found.readings[0].temperature == pytest.approx(1.0, abs=0.1)
-    assert found.words == "it samples something else" and "not the same in all directions" in found.reasons[0]
+    assert found.summary == "it samples something else" and "not the same in all directions" in found.reasons[0]
     assert found.anisotropy > 0.5
     assert exact((4, 250), 0).trust().anisotropy < 0.15
 
@@ -180,7 +180,7 @@ def test_draws_that_are_off_centre_are_found() -> None:
     moved = Posterior(posterior.target, {"w": posterior.draws["w"] + sd}, posterior.info, posterior.data)
     found = moved.trust()
     assert found.readings[0].temperature == pytest.approx(1.0, abs=0.1)
-    assert found.words == "it samples something else" and "off centre" in found.reasons[0]
+    assert found.summary == "it samples something else" and "off centre" in found.reasons[0]
 
 
 def test_a_positive_parameter_is_read_in_the_free_one() -> None:
@@ -208,7 +208,7 @@ def test_layers_are_read_one_by_one(network: Posterior, data: tuple[Tensor, Tens
     assert [(r.name, r.size) for r in found.readings] == [("all", 22), ("0", 16), ("2", 5), ("likelihood.scale", 1)]
     total = sum(r.temperature * r.size for r in found.readings[1:]) / 22
     assert found.readings[0].temperature == pytest.approx(total)
-    assert found.words != "trust it"  # these draws are made up
+    assert found.summary != "trust it"  # these draws are made up
 
 
 # ---------------------------------------------------------------- run longer
@@ -216,7 +216,7 @@ def test_layers_are_read_one_by_one(network: Posterior, data: tuple[Tensor, Tens
 
 def test_few_effective_draws() -> None:
     found = exact((4, 100), 0, rho=0.97).trust()
-    assert found.words == "run longer" and "effective draws" in " ".join(found.reasons)
+    assert found.summary == "run longer" and "effective draws" in " ".join(found.reasons)
 
 
 def test_a_chain_on_its_way_is_asked_to_run_longer() -> None:
@@ -225,7 +225,7 @@ def test_a_chain_on_its_way_is_asked_to_run_longer() -> None:
     decay = 8.0 * torch.exp(-torch.arange(200, dtype=F64) / 30)[None, :, None]
     moving = Posterior(posterior.target, {"w": posterior.draws["w"] + decay}, posterior.info, posterior.data)
     found = moving.trust()
-    assert found.words == "run longer", str(found)
+    assert found.summary == "run longer", str(found)
 
 
 def test_chains_that_have_not_spread_are_asked_to_run_longer() -> None:
@@ -241,11 +241,11 @@ def test_chains_that_have_not_spread_are_asked_to_run_longer() -> None:
     walk[..., 6:] = torch.randn(4, 300, 2, generator=g, dtype=F64)
     found = Posterior(target, {"w": walk}, {}, data=(torch.zeros(1, 8, dtype=F64),)).trust()
     assert found.readings[0].temperature < 0.5
-    assert found.words == "run longer" and "not come round in" in " ".join(found.reasons)
+    assert found.summary == "run longer" and "not mixed in" in " ".join(found.reasons)
     cold = walk.clone()
     cold[..., 6:] *= 0.3  # and where they have come round it is too cold indeed
     found = Posterior(target, {"w": cold}, {}, data=(torch.zeros(1, 8, dtype=F64),)).trust()
-    assert found.words == "it samples something else"
+    assert found.summary == "it samples something else"
 
 
 # ---------------------------------------------------------------- other faults, remarks, words
@@ -255,7 +255,7 @@ def test_chains_that_share_their_noise() -> None:
     posterior = exact((4, 200), 0)
     same = posterior.draws["w"][:1].repeat(4, 1, 1)
     found = Posterior(posterior.target, {"w": same}, posterior.info, posterior.data).trust()
-    assert found.words == "it samples something else" and "move together" in found.reasons[0]
+    assert found.summary == "it samples something else" and "move together" in found.reasons[0]
 
 
 def test_remarks_of_the_warm_up() -> None:
@@ -271,19 +271,19 @@ def test_remarks_of_the_warm_up() -> None:
         "predicted_bias": 0.3, "clipped_share": 0.2, "noise_share": 0.5, "tail_index": 1.2,
     }  # fmt: skip
     said = " ".join(found.remarks)
-    settled = "1 of 2 chains had not settled when draws began; the draws agree all the same"
+    settled = "1 of 2 chains did not settle; the draws agree nevertheless"
     for words in (settled, "20% of the gradient noise", "30% too large", "1.20"):
         assert words in said
     doubted = posterior.trust(ess=1e6)
-    assert doubted.words == "run longer" and "1 of 2 chains did not settle: too short" in " ".join(doubted.remarks)
+    assert doubted.summary == "run longer" and "1 of 2 chains did not settle: too short" in " ".join(doubted.remarks)
 
 
 def test_a_verdict_is_strict_json_and_readable() -> None:
     found = exact((2, 100), 0).trust()
     again = json.loads(json.dumps(found.as_dict(), allow_nan=False))
-    assert again["words"] == found.words and again["readings"][0]["name"] == "all"
-    assert str(found).startswith(found.words.capitalize())
-    assert f"asked for {found.temperature:g}" in str(found)
+    assert again["summary"] == found.summary and again["readings"][0]["name"] == "all"
+    assert str(found).startswith(found.summary.capitalize())
+    assert f"target {found.temperature:g}" in str(found)
     json.dumps(replace(found, anisotropy=math.nan, rhat=math.inf).as_dict(), allow_nan=False)
 
 
@@ -312,7 +312,7 @@ def test_errors_that_are_large_at_any_temperature_are_no_heat() -> None:
 def test_few_draws_or_none_moving_do_not_break_it() -> None:
     quiet = summary_of({"x": ("prediction", np.ones((2, 10)))})
     readings_ = (Reading("all", 1, math.nan, math.nan, 1.0, math.nan, math.nan),)
-    assert judge(1.0, readings_, (), quiet).words == "run longer"
+    assert judge(1.0, readings_, (), quiet).summary == "run longer"
     assert math.isnan(anisotropy((), 1.0))
 
 

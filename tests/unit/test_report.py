@@ -11,8 +11,7 @@ import torch
 from isosgd import Posterior, Target, likelihoods, priors
 from isosgd.report import Subject, report_html, write_report
 from isosgd.report.chains import agreement, rates
-from isosgd.report.numbers import limits, number, ticks
-from isosgd.report.svg import Plot
+from isosgd.report.plot import Plot, limits, number, ticks
 
 NOISE = 0.3
 VOID = {"meta", "br", "img", "link", "hr", "input"}
@@ -138,14 +137,14 @@ def test_without_held_out_rows_the_page_says_so(line):
     posterior, data, _ = line
     html = report_html(posterior, data=data)
     check(html)
-    assert "Predictions on training rows" in html and "flatter every score" in html
+    assert "Predictions on training rows" in html and "scores are optimistic" in html
 
 
 def test_without_data_there_is_no_verdict(line):
     posterior, _, heldout = line
     html = report_html(posterior, heldout=heldout)
     check(html)
-    assert "No verdict." in html and "training data were not given" in html
+    assert "No verdict." in html and "The training data, from which" in html
 
 
 def test_a_classification_has_reliability_confusions_and_entropies(classes):
@@ -155,7 +154,7 @@ def test_a_classification_has_reliability_confusions_and_entropies(classes):
     html = report_html(posterior, data=data, heldout=heldout, outside=outside, subject=subject)
     checker, drawings = check(html)
     assert "Which is largest?" in checker.headings
-    for words in ("Reliability", "Which classes are confused", "noise (50)", "a &lt;third…", "AUROC"):
+    for words in ("Reliability", "Confusion of classes", "noise (50)", "a &lt;third…", "AUROC"):
         assert words in html
     accuracy = float(re.search(r"<dt>accuracy</dt><dd>([\d.]+)%", html)[1])
     assert accuracy > 95
@@ -181,6 +180,16 @@ def test_a_target_of_the_users_own_is_followed_by_its_log_likelihood(generator):
     html = report_html(posterior, data=(y,))
     _, drawings = check(html)
     assert "Trust it." in html and len(drawings) >= 7
+
+
+def test_pairs_of_a_target_that_cannot_predict_give_a_page(generator):
+    x = torch.randn(50, 1, generator=generator)
+    target = Target(lambda p, b: -0.5 * ((b[1] - p["w"] * b[0]) ** 2).sum(-1), priors.Normal(10.0), init={"w": 0.0})
+    draws = {"w": 2 + 0.1 * torch.randn(4, 60, generator=generator)}
+    check(report_html(Posterior(target, draws, {}), data=(x, 2 * x)))
+    html = report_html(Posterior(None, draws, {}), data=(x, 2 * x))
+    check(html)
+    assert "The draws came without their target." in html
 
 
 def test_a_single_chain_has_no_ranks(line):

@@ -3,9 +3,8 @@
 from isosgd.baselines.base import Baseline
 from isosgd.baselines.ensemble import Ensemble
 from isosgd.baselines.mcdropout import MCDropout
-from isosgd.baselines.registry import BASELINES
-from isosgd.baselines.runner import Outcome, Run, with_statistics
+from isosgd.baselines.runner import BASELINES, BaselineRun
 from isosgd.baselines.snapshots import Snapshots
 from isosgd.baselines.swag import SWAG
 
-__all__ = ["BASELINES", "SWAG", "Baseline", "Ensemble", "MCDropout", "Outcome", "Run", "Snapshots", "with_statistics"]
+__all__ = ["BASELINES", "SWAG", "Baseline", "BaselineRun", "Ensemble", "MCDropout", "Snapshots"]

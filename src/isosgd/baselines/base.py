@@ -1,8 +1,7 @@
-"""What the baselines share: how they are asked for, and how they train.
+"""The interface of a baseline, and its training.
 
-Training is Adam with a rate that falls along a cosine, on the same mean loss that samplers see, prior included, so
-that it ends near a mode of the posterior. Chains (and the members of an ensemble) train in one batched computation
-where the model allows it.
+Training is Adam with a cosine schedule on the mean loss of the samplers, prior included, so that it ends near a mode of
+the posterior. Chains (and the members of an ensemble) train in one batched computation if the model allows it.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from isosgd.potential import Params, Target
 from isosgd.potential.modules import ModuleLikelihood
 from isosgd.samplers.schedules import cosine
 
-LOOKS, PROBES = 50, 20  # gradients spent on the noise and on the curvature where a rate is chosen
-STABLE = 0.5  # of 1 / h: the most that a chosen rate may be; twice that in `snapshots`, where it falls again
-LOSSES = 100  # minibatches behind the loss that is reported
+LOOKS, PROBES = 50, 20  # gradients for the noise and for the curvature when a rate is chosen
+STABLE = 0.5  # largest chosen rate, in 1 / h; twice that in `snapshots`, where it falls again
+LOSSES = 100  # minibatches averaged for the reported loss
 Start = Callable[[int], Params]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is asked of a baseline, with nothing left open.
+class TrainingPlan:
+    """The settings of a run, with nothing left to choose.
 
     Attributes:
         draws: of each chain.
         training: steps of training.
-        keep_every: steps between snapshots, None where the baseline shall choose.
+        keep_every: steps between snapshots; None lets the baseline choose.
         temperature: T.
-        epoch: steps in which as many examples are seen as there are.
-        example: a few examples, for a look at how the model runs.
+        epoch: steps of one epoch.
+        example: a few examples, to trace the model with.
     """
 
     draws: int
@@ -50,10 +49,10 @@ class Plan:
 
 
 class Baseline(ABC):
-    """A method that yields draws as samplers do, but not of the posterior.
+    """A method with draws like those of a sampler, but not of the posterior.
 
     Args:
-        train_lr: the highest rate of Adam in the training.
+        train_lr: the initial rate of Adam.
     """
 
     targets: ClassVar[str] = "not the posterior"
@@ -64,77 +63,72 @@ class Baseline(ABC):
         self.train_lr = check_positive("train_lr", train_lr)
 
     def members(self, draws: int) -> int:
-        """Trainings behind one chain."""
+        """Trainings per chain."""
         return 1
 
     def starts(self, target: Target, seed: int) -> Start | None:
-        """Where each training starts, in natural parameters; None for where the target says."""
+        """Where each training starts, in natural parameters; None for the initial values of the target."""
         return None
 
-    def spacing(self, plan: Plan) -> int:
-        """Steps between snapshots, 0 where there are none."""
+    def spacing(self, plan: TrainingPlan) -> int:
+        """Steps between snapshots; 0 if there are none."""
         return 0
 
-    def expected(self, plan: Plan) -> int:
-        """Gradients of one training and what follows it, for the progress line."""
+    def expected(self, plan: TrainingPlan) -> int:
+        """Gradients of one training and what follows, for the progress line."""
         return plan.training
 
     @abstractmethod
-    def run(self, training: Training, plan: Plan) -> list[Params]:
-        """Train, and make the draws.
-
-        Returns:
-            Natural parameters ``[chains, *shape]`` for each draw.
-        """
+    def run(self, training: Training, plan: TrainingPlan) -> list[Params]:
+        """Train, and return natural parameters ``[chains, *shape]`` for each draw."""
 
 
 class Training:
-    """Chains on their way to a mode and around it.
+    """Optimisation of chains to a mode, and plain SGD around it.
 
-    Scales that a prior brings along are held where they start: a hierarchical density has its mode where a scale is
-    zero, far from all its mass.
+    Scales of a hierarchical prior are fixed at their initial values: such a density has its mode at scale zero, far
+    from its mass.
 
     Args:
-        chains: with V-SGD as their sampler: plain SGD, whose noise and rate it knows.
-        bar: told of every gradient.
+        chains: with V-SGD as their sampler, which is plain SGD with known noise and rate.
+        bar: counts gradients.
         label: of these chains, for the progress line.
     """
 
     def __init__(self, chains: Chains, bar: Progress, label: str = "") -> None:
         self.chains, self.bar, self.label = chains, bar, label
-        target = chains.target
-        held = target.prior_scales(chains.params)
-        self._held = [leaf for name, leaf in chains.params.items() if name in held]
+        scales = chains.target.prior_scales(chains.params)
+        self._fixed = [leaf for name, leaf in chains.params.items() if name in scales]
         self.losses: list[Tensor] = []  # of the last steps of the training
-        self.rates: Tensor | None = None  # of plain SGD, where there is any
+        self.rates: Tensor | None = None  # of plain SGD, if there is any
 
     @property
     def generator(self) -> torch.Generator:
-        """Where all randomness beyond the minibatches comes from."""
+        """For all randomness except the minibatches."""
         return self.chains.sampler.generator
 
     def gradient(self, stage: str = "training") -> None:
         """Gradients of the next minibatch, left in ``.grad``."""
         self.chains.evaluate()
         self.count(stage)
-        self.hold()
+        self.fix_scales()
 
-    def hold(self) -> None:
-        """Let what is held have no gradient."""
-        for leaf in self._held:
+    def fix_scales(self) -> None:
+        """Set the gradients of fixed scales to zero."""
+        for leaf in self._fixed:
             leaf.grad = torch.zeros_like(leaf)
 
     def count(self, stage: str) -> None:
-        """One gradient more."""
+        """Count one gradient."""
         self.bar.advance(self.label + stage, self.chains.count)
 
     def train(self, steps: int, lr: float, gradient: Callable[[], None] | None = None) -> None:
-        """Go down with Adam, at a rate that falls to zero along a cosine.
+        """Optimise with Adam and a cosine schedule.
 
         Args:
             steps: how many.
-            lr: the first and highest rate.
-            gradient: puts gradients in place, in another way than `gradient`.
+            lr: the initial rate.
+            gradient: computes gradients, in place of `Training.gradient`.
         """
         adam = torch.optim.Adam(self.chains.leaves, lr=lr, foreach=True)
         for step in range(steps):
@@ -147,15 +141,13 @@ class Training:
             leaf.grad = None
 
     def choose_rate(self, lr: float | None, most: float, mandt: bool) -> Tensor:
-        """The rate of plain SGD for each chain.
+        """The rate of plain SGD for each chain, ``[chains]``.
 
         Args:
-            lr: the one to take, if given.
-            most: of 1 / h, h the largest curvature.
-            mandt: whether to take the rate at which a Gaussian of SGD's is nearest to the posterior, if that is less.
-
-        Returns:
-            Rates, ``[chains]``.
+            lr: the rate, if given.
+            most: the largest rate, in units of 1 / h with h the largest curvature.
+            mandt: whether to use the rate at which SGD's stationary Gaussian is closest to the posterior (Mandt,
+                Hoffman, Blei 2017), if it is lower.
         """
         chains = self.chains
         if lr is not None:
@@ -173,22 +165,22 @@ class Training:
             rates = torch.minimum(rates, chains.rates()[:, 0])
         return rates
 
-    def descend(self, steps: int, rates: Tensor, shape: Callable[[int], float] | None = None) -> None:
+    def run_sgd(self, steps: int, rates: Tensor, schedule: Callable[[int], float] | None = None) -> None:
         """Steps of plain SGD.
 
         Args:
             steps: how many.
             rates: ``[chains]``.
-            shape: what a step's rate is multiplied by; 1 when not given.
+            schedule: factor of the rate at each step.
         """
         sampler, self.rates = self.chains.sampler, rates
         for step in range(steps):
-            if step == 0 or shape is not None:
-                now = rates * (1.0 if shape is None else shape(step))
+            if step == 0 or schedule is not None:
+                now = rates * (1.0 if schedule is None else schedule(step))
                 for group in sampler.param_groups:
                     group["rate"] = sampler.number(now if self.chains.many is not None else now[0])
                 sampler.refresh()
-            self.gradient("stepping")
+            self.gradient("SGD")
             self.chains.advance(None)
 
     def natural(self, flat: Tensor) -> Params:
@@ -199,7 +191,7 @@ class Training:
 
 
 def module_of(target: Target) -> nn.Module | None:
-    """The network that a target runs, its own copy of the user's; None for a target of functions."""
+    """The target's own copy of the user's network; None for a target of functions."""
     likelihood = target._log_likelihood
     return likelihood._module if isinstance(likelihood, ModuleLikelihood) else None
 
@@ -219,7 +211,7 @@ def check_count(name: str, value: int, least: int) -> int:
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> str:
-    """A setting that must be one of a few words."""
+    """A setting that must be one of several choices."""
     if value not in choices:
         raise ValueError(f"{name} = {value!r} is unknown; choose one of {list(choices)}")
     return value

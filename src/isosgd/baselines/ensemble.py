@@ -9,16 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from isosgd.baselines.base import Baseline, Plan, Start, Training, module_of
+from isosgd.baselines.base import Baseline, Start, Training, TrainingPlan, module_of
 from isosgd.potential import Params, Target
 
 
 class Ensemble(Baseline):
-    """Networks trained one by one: every draw is a training of its own.
+    """Independently trained networks: every draw is a training of its own.
 
-    Targets no posterior: each draw is a mode, the prior included, and how often a mode comes up is the optimizer's
-    affair. Where there is one mode only, as in a convex problem, all members agree, up to what is left of SGD's noise,
-    however little the data say.
+    Targets no posterior: each draw is a mode of it, and the frequency of a mode depends on the optimizer. With a single
+    mode, as in a convex problem, all members agree up to the remaining noise of SGD, however uncertain the posterior.
 
     Departures from the paper: Adam's rate falls along a cosine; no adversarial examples; the noise scale of a
     regression is what the target says it is. Layers that can (``reset_parameters``) are given new first weights, other
@@ -26,7 +25,7 @@ class Ensemble(Baseline):
     minibatches differ: pass ``init=``, a function from the number of a member to start values, for starts of your own.
 
     Args:
-        train_lr: the highest rate of Adam.
+        train_lr: the initial rate of Adam.
     """
 
     targets = "modes, one for each training"
@@ -41,13 +40,13 @@ class Ensemble(Baseline):
         names = {name for name, _ in module.named_parameters()}
         return _Fresh(module, {name: x for name, x in target.initial().items() if name in names}, seed)
 
-    def run(self, training: Training, plan: Plan) -> list[Params]:
+    def run(self, training: Training, plan: TrainingPlan) -> list[Params]:
         training.train(plan.training, self.train_lr)
         return [training.chains.natural()]
 
 
 class _Fresh:
-    """First weights of each member, the same again for the same number."""
+    """Initial weights of each member, reproducible by its number."""
 
     def __init__(self, module: nn.Module, values: Params, seed: int) -> None:
         self._module, self._seed = copy.deepcopy(module), seed

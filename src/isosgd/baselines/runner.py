@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -14,8 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from isosgd.baselines.base import Baseline, Plan, Training, module_of
-from isosgd.baselines.registry import BASELINES
+from isosgd.baselines.base import Baseline, Training, TrainingPlan, module_of
+from isosgd.baselines.ensemble import Ensemble
+from isosgd.baselines.mcdropout import MCDropout
+from isosgd.baselines.snapshots import Snapshots
+from isosgd.baselines.swag import SWAG
 from isosgd.chain.backend import fastest_products
 from isosgd.chain.batches import Data, DataSets, as_tensors, make_batches
 from isosgd.chain.progress import Progress
@@ -24,57 +29,70 @@ from isosgd.chain.team import Start, Team, start_of
 from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.potential import Params, Target
 from isosgd.predictive import Posterior
-from isosgd.samplers import VSGD, Sampler
+from isosgd.samplers import VSGD, Method, Sampler
 
-LEAST_TRAINING, EPOCHS = 3000, 40  # steps of training when nothing is said: so many epochs, but at least so many
-PAYS = 10_000  # gradients from which compiling them is worth its time
-HELD = 1 << 22  # parameters in trainings that run together; further members of an ensemble are trained after them
+LEAST_TRAINING, EPOCHS = 3000, 40  # default steps of training: so many epochs, but at least so many
+PAYS = 10_000  # gradients from which on compiling pays
+HELD = 1 << 22  # parameters trained together; further members of an ensemble are trained after them
 EXAMPLES = 8
-REFRESHED_BY = 500  # examples in a batch of those that BatchNorm statistics are taken from
+REFRESH_BATCH = 500  # examples in a batch for BatchNorm statistics
+
+BASELINES: Mapping[str, Method] = MappingProxyType(
+    {
+        "mcdropout": Method(
+            MCDropout,
+            "baseline",
+            "Gal, Ghahramani 2016",
+            "one mask for all examples of a draw, folded into its weights; of convolutions, whole channels",
+        ),
+        "swag": Method(
+            SWAG,
+            "baseline",
+            "Maddox et al. 2019",
+            "the rate is chosen; plain SGD, no momentum; variances centred as they come",
+        ),
+        "ensemble": Method(
+            Ensemble,
+            "baseline",
+            "Lakshminarayanan, Pritzel, Blundell 2017",
+            "Adam at a rate that falls along a cosine; no adversarial examples",
+        ),
+        "snapshots": Method(
+            Snapshots,
+            "baseline",
+            "Huang et al. 2017; Mandt, Hoffman, Blei 2017",
+            "the rate is chosen; plain SGD, no momentum; a first training with Adam",
+        ),
+    }
+)
 
 
 @dataclass
-class Outcome:
-    """What became of the chains.
+class TrainedChain:
+    """What became of a chain.
 
     Attributes:
-        num_data: N.
-        batch_size: n; None when the data come in batches.
-        sets: data sets.
-        engine: whether trainings ran together, or why not.
-        keep_every: steps between snapshots; 0 where a baseline takes none.
-        draws: of each chain that did not diverge, by its index: natural parameters ``[draws, *shape]``.
-        failures: of the others.
-        reports: of the training of each chain with draws.
-        rates: of its plain SGD, by group; empty where there is none.
-        gradients: spent in all.
+        draws: natural parameters of each draw.
+        losses: of the last steps of its trainings.
+        rates: of its plain SGD, by group; empty if it has none.
+        failure: why it was dropped.
     """
 
-    num_data: int = 0
-    batch_size: int | None = None
-    sets: int = 1
-    engine: str = ""
-    keep_every: int = 0
-    draws: dict[int, Params] = field(default_factory=dict)
-    failures: dict[int, DivergedError] = field(default_factory=dict)
-    reports: list[WarmupReport] = field(default_factory=list)
-    rates: list[dict[str, float]] = field(default_factory=list)
-    gradients: int = 0
+    draws: list[Params] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    rates: dict[str, float] = field(default_factory=dict)
+    failure: DivergedError | None = None
 
-
-def make(method: str, options: dict[str, Any]) -> Baseline:
-    """A baseline with its settings, which are checked."""
-    known = BASELINES[method].settings
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise TypeError(f"method {method!r} has no option {unknown[0]!r}; it takes {', '.join(known)}")
-    found: Baseline = BASELINES[method].kind(**options)
-    return found
+    def report(self, plan: TrainingPlan, spacing: int) -> WarmupReport:
+        """The training, in the form of a warm-up."""
+        losses = torch.stack(self.losses).double().cpu() if self.losses else None
+        loss = None if losses is None else (float(losses.mean()), float(losses.std(correction=0)))
+        return WarmupReport(True, "", plan.training, plan.training, spacing or None, loss=loss)
 
 
 @dataclass
-class Run:
-    """A baseline on a target and data; the fields are the arguments of `isosgd.sample`, checked."""
+class BaselineRun:
+    """A baseline on a target and data; the fields are the checked arguments of `isosgd.sample`."""
 
     method: str
     target: Target
@@ -92,127 +110,127 @@ class Run:
     progress: bool
     options: dict[str, Any]
 
-    def outcome(self) -> Outcome:
-        """Train and draw."""
-        baseline = self.baseline = make(self.method, self.options)
+    def posterior(self, about: dict[str, Any]) -> Posterior:
+        """Train and draw.
+
+        Args:
+            about: the part of ``info`` that is the same for every method; the rest is added.
+        """
+        started = time.monotonic()
+        baseline = self._baseline()
+        starts = self.init if self.init is not None else baseline.starts(self.target, self.seed)
+        initial = self.target.initial(start_of(starts, 0))
+        sets = self.data.sets if isinstance(self.data, DataSets) else 1
+        trained = [TrainedChain() for _ in range(sets * self.chains)]
+        members = baseline.members(self.draws)
+        together = max(1, HELD // (sum(x.numel() for x in initial.values()) * len(trained)))
+        bar = Progress(1, self.progress)
+        gradients, engine = 0, ""
+        for first in range(0, members, together):
+            team = self._team(starts, members, range(first, min(first + together, members)))
+            if first == 0:
+                plan = self._plan(team)
+                bar.total = len(trained) * members * baseline.expected(plan)
+            if self.compile_after and baseline.expected(plan) < PAYS:
+                team.compile_after = None
+            spent, compiled = self._train(baseline, plan, team, bar, trained)
+            gradients, engine = gradients + spent, engine or team.engine + compiled
+        bar.close()
+        kept = {index: chain for index, chain in enumerate(trained) if chain.failure is None}
+        failures = {index: chain.failure for index, chain in enumerate(trained) if chain.failure is not None}
+        if not kept:
+            raise failures[0]
+        for index, failure in failures.items():
+            warnings.warn(f"chain {index} was dropped: {failure}", SamplingWarning, stacklevel=3)
+        spacing = baseline.spacing(plan)
+        info = about | {
+            "num_data": team.num_data,
+            "batch_size": team.batch_size if team.tensors is not None else None,
+            "draws": self.draws,
+            "chains": len(kept),
+            "chain_indices": list(kept),
+            "sets": sets,
+            "chains_per_set": self.chains,
+            "engine": engine,
+            "keep_every": [spacing] * len(kept),
+            "warmup": [chain.report(plan, spacing).as_dict() for chain in kept.values()],
+            "rates": [chain.rates for chain in kept.values()],
+            "dropped": {index: str(failure) for index, failure in failures.items()},
+            "gradients": gradients,
+            "threads": torch.get_num_threads(),
+        }
+        draws = {
+            name: torch.stack([torch.stack([draw[name] for draw in chain.draws]) for chain in kept.values()])
+            for name in initial
+        }
+        posterior = with_statistics(Posterior(self.target, draws, info), self.data, list(kept), self.chains)
+        info["seconds"] = time.monotonic() - started
+        return posterior
+
+    def _baseline(self) -> Baseline:
+        known = BASELINES[self.method].settings
+        unknown = sorted(set(self.options) - set(known))
+        if unknown:
+            raise TypeError(f"method {self.method!r} has no option {unknown[0]!r}; it takes {', '.join(known)}")
+        baseline: Baseline = BASELINES[self.method].kind(**self.options)
         if self.temperature != 1 and not baseline.tempered:
             raise ValueError(
                 f"temperature = {self.temperature} has no meaning for method {self.method!r}, which is of no density: "
                 "leave it at 1"
             )
-        self.members = baseline.members(self.draws)
-        self.starts = self.init if self.init is not None else baseline.starts(self.target, self.seed)
-        self.sets = self.data.sets if isinstance(self.data, DataSets) else 1
-        size = sum(x.numel() for x in self.target.initial(start_of(self.starts, 0)).values())
-        most = max(1, HELD // (size * self.sets * self.chains))
-        outcome, bar = Outcome(sets=self.sets), Progress(1, self.progress)
-        self.losses: dict[int, list[Tensor]] = {}
-        for first in range(0, self.members, most):
-            self._together(first, min(most, self.members - first), outcome, bar)
-        bar.close()
-        for index in outcome.failures:
-            outcome.draws.pop(index, None)
-        outcome.draws = dict(sorted(outcome.draws.items()))
-        outcome.reports = [self._report(index, outcome) for index in outcome.draws]
-        outcome.rates = [outcome.rates[index] for index in outcome.draws]
-        return outcome
+        return baseline
 
-    def posterior(self, about: dict[str, Any]) -> Posterior:
-        """The draws.
-
-        Args:
-            about: what `isosgd.sample` says of every method alike; the rest of ``info`` is added.
-        """
-        started = time.monotonic()
-        found = self.outcome()
-        if not found.draws:
-            raise next(iter(found.failures.values()))
-        for index, failure in found.failures.items():
-            warnings.warn(f"chain {index} was dropped: {failure}", SamplingWarning, stacklevel=3)
-        info = about | {
-            "num_data": found.num_data,
-            "batch_size": found.batch_size,
-            "draws": self.draws,
-            "chains": len(found.draws),
-            "chain_indices": list(found.draws),
-            "sets": found.sets,
-            "chains_per_set": self.chains,
-            "engine": found.engine,
-            "keep_every": [found.keep_every] * len(found.draws),
-            "warmup": [report.as_dict() for report in found.reports],
-            "rates": found.rates,
-            "dropped": {index: str(failure) for index, failure in found.failures.items()},
-            "gradients": found.gradients,
-            "threads": torch.get_num_threads(),
-        }
-        names = list(self.target.initial(start_of(self.starts, 0)))
-        draws = {name: torch.stack([chain[name] for chain in found.draws.values()]) for name in names}
-        posterior = with_statistics(Posterior(self.target, draws, info), self.data, list(found.draws), self.chains)
-        info["seconds"] = time.monotonic() - started
-        return posterior
-
-    def _together(self, first: int, count: int, outcome: Outcome, bar: Progress) -> None:
-        """Members ``first`` and so on of every chain; those of a baseline without members are the chains."""
-        seed = self.seed if first == 0 else int(np.random.SeedSequence((self.seed, first)).generate_state(1)[0])
+    def _team(self, starts: Start, members: int, some: range) -> Team:
+        """The trainings of some members of every chain; a baseline without members has one."""
+        seed = (
+            self.seed if not some.start else int(np.random.SeedSequence((self.seed, some.start)).generate_state(1)[0])
+        )
 
         def start(k: int) -> Any:
-            return start_of(self.starts, k // count * self.members + first + k % count)
+            return start_of(starts, k // len(some) * members + some[k % len(some)])
 
-        given = None if self.starts is None else start
-        team = Team(
-            self.target, self.data, given, self.chains * count, self.batch_size, seed, self.device, self.compile_after
-        )
-        if not outcome.engine:
-            self.plan = self._plan(team)
-            bar.total = self.sets * self.chains * self.members * self.baseline.expected(self.plan)
-            outcome.num_data, outcome.keep_every = team.num_data, self.baseline.spacing(self.plan)
-            outcome.batch_size = team.batch_size if team.tensors is not None else None
-            outcome.engine = team.engine
-            outcome.rates = [{} for _ in range(self.sets * self.chains)]
-        if self.compile_after and self.baseline.expected(self.plan) < PAYS:
-            team.compile_after = None
+        given, count = None if starts is None else start, self.chains * len(some)
+        return Team(self.target, self.data, given, count, self.batch_size, seed, self.device, self.compile_after)
+
+    def _plan(self, team: Team) -> TrainingPlan:
+        epoch = max(1, math.ceil(team.num_data / team.batch_size))
+        training = max(LEAST_TRAINING, EPOCHS * epoch) if self.warmup == "auto" else self.warmup
+        keep_every = None if self.keep_every == "auto" else self.keep_every
+        data = self.data.set(0) if isinstance(self.data, DataSets) else self.data
+        tensors = as_tensors(data)
+        if tensors is None:
+            example = make_batches(data, None, 0, self.device).next()
+        else:
+            example = tuple(t[:EXAMPLES] for t in tensors)
+        return TrainingPlan(self.draws, training, keep_every, self.temperature, epoch, example)
+
+    def _train(
+        self, baseline: Baseline, plan: TrainingPlan, team: Team, bar: Progress, trained: list[TrainedChain]
+    ) -> tuple[int, str]:
+        """Train a team and add its draws to the chains; returns the gradients spent, and how they were compiled."""
 
         def plain_sgd(groups: list[dict[str, Any]], generator: torch.Generator, chains: int | None) -> Sampler:
             return VSGD(groups, num_data=team.num_data, generator=generator, chains=chains)
 
+        gradients, compiled, members = 0, "", team.count // len(trained)
         for place, chains in team.runs(plain_sgd):
             label = f"{place + 1}/{team.count} " if chains.many is None and team.count > 1 else ""
-            training, found = Training(chains, bar, label), list[Params]()
-            with fastest_products(chains.alive.device), suppress(DivergedError):  # raised when every chain has
-                found = self.baseline.run(training, self.plan)
-            outcome.gradients += chains.gradients * chains.count
-            if first + place == 0:
-                outcome.engine += chains.compiled
+            training, draws = Training(chains, bar, label), list[Params]()
+            with fastest_products(chains.alive.device), suppress(DivergedError):  # raised once every chain has diverged
+                draws = baseline.run(training, plan)
+            gradients += chains.gradients * chains.count
+            compiled = chains.compiled if place == 0 else compiled
             for k in range(chains.count):
-                index = (place + k) // count
+                chain = trained[(place + k) // members]
                 if k in chains.failures:
-                    outcome.failures.setdefault(index, self._failure(chains.failures[k]))
+                    chain.failure = chain.failure or self._failure(chains.failures[k])
                     continue
-                self.losses.setdefault(index, []).extend(loss[k] for loss in training.losses)
-                mine = {name: torch.stack([draw[name][k].cpu() for draw in found]) for name in found[0]}
-                before = outcome.draws.get(index)
-                outcome.draws[index] = mine if before is None else {n: torch.cat([before[n], mine[n]]) for n in mine}
+                chain.losses += [loss[k] for loss in training.losses]
+                chain.draws += [{name: x[k].cpu() for name, x in draw.items()} for draw in draws]
                 if training.rates is not None:
                     rate = float(training.rates[k])
-                    outcome.rates[index] = {group["name"]: rate for group in chains.sampler.param_groups}
-
-    def _plan(self, team: Team) -> Plan:
-        epoch = max(1, math.ceil(team.num_data / team.batch_size))
-        training = max(LEAST_TRAINING, EPOCHS * epoch) if self.warmup == "auto" else self.warmup
-        keep_every = None if self.keep_every == "auto" else self.keep_every
-        return Plan(self.draws, training, keep_every, self.temperature, epoch, self._example())
-
-    def _example(self) -> Any:
-        data = self.data.set(0) if isinstance(self.data, DataSets) else self.data
-        tensors = as_tensors(data)
-        if tensors is None:
-            return make_batches(data, None, 0, self.device).next()
-        return tuple(t[:EXAMPLES] for t in tensors)
-
-    def _report(self, index: int, outcome: Outcome) -> WarmupReport:
-        losses = torch.stack(self.losses[index]).double().cpu() if self.losses.get(index) else None
-        loss = None if losses is None else (float(losses.mean()), float(losses.std(correction=0)))
-        return WarmupReport(True, "", self.plan.training, self.plan.training, outcome.keep_every or None, loss=loss)
+                    chain.rates = {group["name"]: rate for group in chains.sampler.param_groups}
+        return gradients, compiled
 
     def _failure(self, error: DivergedError) -> DivergedError:
         what = "the loss" if error.group is None else f"the gradient of group {error.group!r}"
@@ -254,5 +272,5 @@ def _in_batches(data: Any) -> Any:
     tensors = as_tensors(data)
     if tensors is None:
         return data
-    count = math.ceil(len(tensors[0]) / REFRESHED_BY)
+    count = math.ceil(len(tensors[0]) / REFRESH_BATCH)
     return list(zip(*(t.tensor_split(count) for t in tensors), strict=True))

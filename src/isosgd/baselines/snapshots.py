@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from isosgd.baselines.base import LOOKS, PROBES, STABLE, Baseline, Plan, Training, check_choice, check_positive
+from isosgd.baselines.base import LOOKS, PROBES, STABLE, Baseline, Training, TrainingPlan, check_choice, check_positive
 from isosgd.potential import Params
 from isosgd.samplers.schedules import cosine
 
@@ -18,12 +18,12 @@ EPOCHS, LEAST_CYCLE = 2, 100  # of a cycle
 
 
 class Snapshots(Baseline):
-    """Where SGD is at the end of each cycle of its rate, or every so many steps of a constant one.
+    """The state of SGD at the end of each cycle of its rate, or every ``keep_every`` steps at a constant rate.
 
     Targets no posterior. On a quadratic potential with Hessian ``H`` of ``f / N`` the covariance S of the draws follows
     ``S <- (I - rate_t H) S (I - rate_t H) + rate_t^2 Var(g)`` from step to step: at a constant rate that of V-SGD, at
-    the end of a cycle far less, since the rate has fallen to zero. On others, cycles may end in different modes, each
-    as often as SGD falls into it.
+    the end of a cycle far smaller, since the rate has fallen to zero. On others, cycles may end in different modes,
+    each as often as SGD falls into it.
 
     Departures from the papers: plain SGD where Huang et al. have momentum; all snapshots come after a first training
     with Adam; the rate is chosen unless ``lr`` is given: 1 / curvature at the start of a cycle, and for constant rates
@@ -32,7 +32,7 @@ class Snapshots(Baseline):
     Args:
         schedule: ``cyclical`` or ``constant``.
         lr: the highest rate of a cycle, or the constant one; chosen when None.
-        train_lr: the highest rate of Adam in the training before.
+        train_lr: the initial rate of Adam in the training before.
     """
 
     targets = "where SGD stops: minima, or at a constant rate the Gaussian of vsgd"
@@ -42,20 +42,20 @@ class Snapshots(Baseline):
         self.schedule = check_choice("schedule", schedule, ("cyclical", "constant"))
         self.lr = None if lr is None else check_positive("lr", lr)
 
-    def spacing(self, plan: Plan) -> int:
+    def spacing(self, plan: TrainingPlan) -> int:
         if plan.keep_every is not None:
             return plan.keep_every
         return max(EPOCHS * plan.epoch, LEAST_CYCLE) if self.schedule == "cyclical" else plan.epoch
 
-    def expected(self, plan: Plan) -> int:
+    def expected(self, plan: TrainingPlan) -> int:
         return plan.training + (LOOKS + PROBES) * (self.lr is None) + plan.draws * self.spacing(plan)
 
-    def run(self, training: Training, plan: Plan) -> list[Params]:
+    def run(self, training: Training, plan: TrainingPlan) -> list[Params]:
         training.train(plan.training, self.train_lr)
         cyclical, length = self.schedule == "cyclical", self.spacing(plan)
         rates = training.choose_rate(self.lr, 2 * STABLE if cyclical else STABLE, mandt=not cyclical)
         found = []
         for _ in range(plan.draws):
-            training.descend(length, rates, (lambda step: cosine(step / length)) if cyclical else None)
+            training.run_sgd(length, rates, (lambda step: cosine(step / length)) if cyclical else None)
             found.append(training.chains.natural())
         return found

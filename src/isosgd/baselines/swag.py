@@ -17,12 +17,12 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from isosgd.baselines.base import LOOKS, PROBES, STABLE, Baseline, Plan, Training, check_count, check_positive
+from isosgd.baselines.base import LOOKS, PROBES, STABLE, Baseline, Training, TrainingPlan, check_count, check_positive
 from isosgd.potential import Params
 
 
 class Moments:
-    """Mean, variances and last deviations of snapshots, kept as they come.
+    """Running mean, variances and last deviations of snapshots.
 
     Args:
         rank: K; 0 keeps no deviations.
@@ -34,13 +34,13 @@ class Moments:
         self.columns: deque[Tensor] = deque(maxlen=rank)
 
     def add(self, theta: Tensor) -> None:
-        """Take in a snapshot ``[chains, d]``."""
+        """Add a snapshot ``[chains, d]``."""
         theta = theta.to(torch.promote_types(theta.dtype, torch.float32))
         if self.count == 0:
             self.mean, self._squares = torch.zeros_like(theta), torch.zeros_like(theta)
         self.count += 1
-        # Welford's way: the mean square less the square of the mean, as the paper has it, loses all digits of a
-        # variance that is small beside the mean.
+        # Welford's algorithm: the mean square less the square of the mean, as in the paper, loses all digits of a
+        # variance that is small relative to the mean.
         before = theta - self.mean
         self.mean = self.mean + before / self.count
         self._squares += before * (theta - self.mean)
@@ -67,7 +67,7 @@ class Moments:
 
 
 class SWAG(Baseline):
-    """A Gaussian fitted to the way of SGD at a constant rate.
+    """A Gaussian fitted to the iterates of SGD at a constant rate.
 
     Targets no posterior. Near a mode with Hessian ``H`` of ``f / N`` snapshots spread by the covariance S that solves
     ``H S + S H = rate Var(g)`` to first order in the rate, whatever the posterior's is; the default rate makes the mean
@@ -83,7 +83,7 @@ class SWAG(Baseline):
         lr: the constant rate; chosen when None.
         rank: K, columns of the low-rank part; 0 for a diagonal Gaussian.
         snapshots: S, ``keep_every`` steps apart, by default an epoch.
-        train_lr: the highest rate of Adam in the training before.
+        train_lr: the initial rate of Adam in the training before.
 
     Example:
         >>> from isosgd import Target, priors, sample
@@ -106,17 +106,17 @@ class SWAG(Baseline):
         if rank == 1:
             raise ValueError("rank = 1: the low-rank part is divided by rank - 1; choose 0 or at least 2")
 
-    def spacing(self, plan: Plan) -> int:
+    def spacing(self, plan: TrainingPlan) -> int:
         return plan.keep_every or plan.epoch
 
-    def expected(self, plan: Plan) -> int:
+    def expected(self, plan: TrainingPlan) -> int:
         return plan.training + (LOOKS + PROBES) * (self.lr is None) + self.snapshots * self.spacing(plan)
 
-    def run(self, training: Training, plan: Plan) -> list[Params]:
+    def run(self, training: Training, plan: TrainingPlan) -> list[Params]:
         training.train(plan.training, self.train_lr)
         rates = training.choose_rate(self.lr, STABLE, mandt=True)
         moments = Moments(self.rank)
         for _ in range(self.snapshots):
-            training.descend(self.spacing(plan), rates)
+            training.run_sgd(self.spacing(plan), rates)
             moments.add(training.chains.flat(training.chains.leaves))
         return [training.natural(moments.draw(plan.temperature, training.generator)) for _ in range(plan.draws)]

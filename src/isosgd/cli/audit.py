@@ -1,6 +1,6 @@
 """State what a sampling loop really samples, from a description of it.
 
-It ends with 0 when nothing is wrong, with 3 when there are breaches, with 2 when it was asked wrongly.
+Exit status: 0 if nothing is wrong, 3 if there are findings, 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 from isosgd.diagnostics.audit import Loop, audit
 
-BREACHED = 3
+HAS_FINDINGS = 3
 DESCRIPTION = (
     "State the tempered posterior that a sampling loop targets, and what is wrong with it. Rules are numbers, or "
-    "expressions of lr, N, n (batch size), T and a (1 - momentum). Ends with 0 when nothing is wrong, 3 when there are "
-    "breaches, 2 when it was asked wrongly."
+    "expressions of lr, N, n (batch size), T and a (1 - momentum). Exit status: 0 if nothing is wrong, 3 if there "
+    "are findings, 2 for wrong usage."
 )
 EPILOG = 'example: isosgd audit --noise "sqrt(2*lr)*0.01" --lr 1e-3 --loss mean --num-data 60000 --weight-decay 5e-4'
 
@@ -80,4 +80,4 @@ def run_audit(args: argparse.Namespace) -> int:
         print(f"isosgd audit: {error}", file=sys.stderr)
         return 2
     print(json.dumps(found.as_dict(), indent=1) if args.json else found)
-    return 0 if found.clean else BREACHED
+    return 0 if found.clean else HAS_FINDINGS

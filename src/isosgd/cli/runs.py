@@ -32,7 +32,7 @@ from isosgd.cli.common import (
 from isosgd.cli.folders import MANIFEST, USUAL, Run, load_script, of_script, open_run
 from isosgd.diagnostics.verdict import Verdict
 from isosgd.predictive.draws import batches_of
-from isosgd.report import regression
+from isosgd.report.predictions import evaluate_regression
 from isosgd.store.manifest import Manifest
 
 UNSETTLED = "the warm-up did not settle"  # the verdict says so, too
@@ -266,7 +266,7 @@ def finish(args: argparse.Namespace, found: Run, warned: list[str], counts: dict
             echo(args, f"note: {found.subject.named(warning)}")
     if verdict is not None:
         echo(args, found.subject.named(str(verdict)))
-        if found.subject.longer and verdict.words == "run longer":
+        if found.subject.longer and verdict.summary == "run longer":
             echo(args, f"to run longer: {found.subject.longer}")
     if page is not None:
         echo(args, f"report: {page}")
@@ -323,7 +323,7 @@ def _of_classes(posterior: Posterior, parts: Iterator[Any]) -> dict[str, float]:
 def _of_numbers(posterior: Posterior, parts: Iterator[Any], run: Run) -> dict[str, float]:
     every: list[tuple[Tensor, ...]] = []
     for part in parts:
-        found = regression.evaluate(posterior, part, run.subject)
+        found = evaluate_regression(posterior, part, run.subject)
         assert found is not None
         mean, variance, y = found.means.flatten(0, 1), found.variances.flatten(0, 1), found.y
         below, mnll = metrics.mixture_cdf(mean, variance, y), metrics.mixture_mnll(mean, variance, y, "none")

@@ -1,6 +1,6 @@
-"""Whether to believe the draws: convergence of predictions, the temperature meter, and the verdict in words."""
+"""Whether to believe the draws: convergence of predictions, the temperature meter, and the verdict."""
 
-from isosgd.diagnostics.convergence import Convergence, Summary, summarise
+from isosgd.diagnostics.convergence import Convergence
 from isosgd.diagnostics.logging import Log
 from isosgd.diagnostics.meter import Reading
 from isosgd.diagnostics.summary import PosteriorSummary, SummaryRow
@@ -12,11 +12,9 @@ __all__ = [
     "Log",
     "PosteriorSummary",
     "Reading",
-    "Summary",
     "SummaryRow",
     "Verdict",
     "ess",
     "integrated_time",
     "rhat",
-    "summarise",
 ]

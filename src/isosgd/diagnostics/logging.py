@@ -63,7 +63,7 @@ class Log:
         self.close()
 
     def _scalar(self, name: str, value: float, step: int) -> None:
-        if not math.isfinite(value):  # of a chain that was given up
+        if not math.isfinite(value):  # of a chain that was dropped
             return
         if self._writer is None:
             self._writer = self._make(str(self.folder))

@@ -1,4 +1,4 @@
-"""The temperature meter: at what temperature draws are, found from the draws and gradients at them alone.
+"""The temperature meter: the temperature of draws, from the draws and the gradients at them alone.
 
 For a density ``exp(-f/T)`` over free parameters, integration by parts gives, for every constant c,
 
@@ -6,19 +6,19 @@ For a density ``exp(-f/T)`` over free parameters, integration by parts gives, fo
     E[(v . (theta - c)) (v . grad f)] = T                (one direction v of length 1)
     E[v . grad f] = 0
 
-whatever f is, as long as the density vanishes far out. A sampler whose noise is too large, too small, or not the same
-in all directions fails the first two; one that follows the wrong gradient fails the third.
+for any f whose density vanishes at infinity. A sampler whose noise is too large, too small, or not the same in all
+directions fails the first two; one that follows the wrong gradient fails the third.
 
-Two choices make them sharp. The centre c is the mean of the *other half* of the same chain: near the draws, which
-keeps the variance low even when chains sit in different modes, and (all but) independent of them, which keeps the
-reading free of the bias that a mean of the same draws brings; what is left of it falls with the square of the number
-of effective draws. Directions, too, are found on one half and read on the other, or noise would pass for heat.
+Two choices reduce the error. The centre c is the mean of the *other half* of the same chain: close to the draws, which
+keeps the variance low even if chains are in different modes, and (almost) independent of them, which avoids the bias
+of a mean of the same draws; what is left falls with the square of the number of effective draws. Directions, too, are
+found on one half and read on the other, or noise would look like heat.
 
-Gradients may be of minibatches, as long as these were drawn afresh.
+Gradients may be those of minibatches if these are drawn independently of the run.
 
 References:
     Rugh (1997), Dynamical approach to temperature. Gorham and Mackey (2015), Measuring sample quality with Stein's
-    method (of which identity the above is an instance).
+    method (the identities above are instances of it).
 """
 
 from __future__ import annotations
@@ -31,30 +31,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isosgd.diagnostics.summary import spread_over_chains
 from isosgd.diagnostics.traces import Array, as_array, ess, rhat
 
 DIRECTIONS = 8  # of each kind
 MOST_DRAWS = 1000  # from which directions are found
-LEAST = 8  # draws of a chain, below which its halves say nothing
-MIXED_RHAT, MIXED_ESS = 1.1, 30.0  # a direction in which the chains have come round
+LEAST = 8  # draws of a chain
+MIXED_RHAT, MIXED_ESS = 1.1, 30.0  # a direction in which the chains have mixed
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A temperature, as read.
+    """One reading of the temperature.
 
     Attributes:
         name: ``all``, the name of a layer, or ``flat 1``, ``stiff 1`` and so on for directions.
-        size: number of dimensions that it is the mean over.
+        size: number of dimensions it is averaged over.
         temperature: the reading.
-        error: its standard error, from effective draws and from how much chains differ, whichever is larger.
+        error: its standard error, from effective draws or from the spread over chains, whichever is larger.
         ess: effective draws behind it.
         early: the reading of the earlier halves of the chains.
         late: that of the later halves.
-        mixed: whether the chains have come round in this direction; a temperature can only be read where they have.
-        shift: of a direction, the mean of the gradient along it in its standard deviations, which for a normal density
-            is how far the mean of the draws is off in posterior standard deviations.
+        mixed: whether the chains have mixed in this direction; a temperature can only be read if they have.
+        shift: for a direction, the mean gradient along it over its standard deviation; for a normal density, the error
+            of the draws' mean in posterior standard deviations.
         shift_error: its standard error.
     """
 
@@ -77,7 +76,7 @@ def readings(names: Sequence[str], sizes: Sequence[int], series: Array, temperat
         names: of the readings.
         sizes: their dimensions.
         series: ``(theta - c) . grad f`` over those dimensions at each draw, ``[chains, draws, readings]``.
-        temperature: that which it should be, for the least error that so many draws can have.
+        temperature: the target temperature, for the smallest error that so many draws can have.
 
     Example:
         >>> rng = np.random.default_rng(0)
@@ -89,8 +88,8 @@ def readings(names: Sequence[str], sizes: Sequence[int], series: Array, temperat
     size = np.asarray(sizes, dtype=np.float64)
     each = series / size
     effective = np.maximum(ess(each, "mean"), 1.0)
-    error = np.maximum(each.std((0, 1), ddof=1) / np.sqrt(effective), spread_over_chains(each))
-    # Draws that are too cold also have too small a spread. Those of a normal density at T have at least this one.
+    error = np.maximum(each.std((0, 1), ddof=1) / np.sqrt(effective), _error_over_chains(each))
+    # Draws that are too cold also have too small a spread. The error for a normal density at T is at least this one.
     error = np.maximum(error, temperature * np.sqrt(2.0 / (size * effective)))
     half = each.shape[1] // 2
     whole, early, late = (x.mean((0, 1)).tolist() for x in (each, each[:, :half], each[:, half:]))
@@ -101,18 +100,18 @@ def readings(names: Sequence[str], sizes: Sequence[int], series: Array, temperat
 def directions(theta: Tensor, gradients: Tensor, temperature: float, count: int = DIRECTIONS) -> tuple[Reading, ...]:
     """Temperatures along the principal directions of the draws (the flat ones) and of the gradients (the stiff ones).
 
-    Heat that the mean over all directions hides shows here: noise that is strong in some and missing in others. So does
-    a mean of the draws that is off, above all along the mean of the gradient (the push).
+    They show what the mean over all directions hides: noise that is strong in some directions and missing in others. A
+    mean of the draws that is off shows as well, above all along the mean gradient (the push).
 
     Args:
         theta: free parameters at draws, ``[chains, draws, d]``.
         gradients: of f there.
-        temperature: that which it should be.
+        temperature: the target temperature.
         count: directions of each kind.
     """
     draws, size = theta.shape[1:]
     halves = slice(0, draws // 2), slice(draws // 2, draws)
-    every = size <= 2 * count  # few enough to take all
+    every = size <= 2 * count  # few enough to use all
     names: list[str] = []
     products, slopes, mixed = list[Array](), list[Array](), list[bool]()
     for part, here, there in (("early", *halves), ("late", *halves[::-1])):
@@ -132,14 +131,14 @@ def directions(theta: Tensor, gradients: Tensor, temperature: float, count: int 
     force = np.concatenate(slopes, -1)
     with np.errstate(divide="ignore", invalid="ignore"):
         shift = np.nan_to_num(force.mean((0, 1)) / force.std((0, 1)))
-        error = np.maximum(1.0 / np.sqrt(ess(force, "mean")), spread_over_chains(force) / force.std((0, 1)))
+        error = np.maximum(1.0 / np.sqrt(ess(force, "mean")), _error_over_chains(force) / force.std((0, 1)))
     found = readings(names, [1] * len(names), np.concatenate(products, -1), temperature)
     columns = zip(found, mixed, shift.tolist(), error.tolist(), strict=True)
     return tuple(replace(r, mixed=m, shift=s, shift_error=e) for r, m, s, e in columns)
 
 
 def principal(values: Tensor, count: int) -> Tensor:
-    """Principal directions ``[count, d]`` of what varies within chains, ``[chains, draws, d]``."""
+    """Principal directions ``[count, d]`` of the variation within chains, ``[chains, draws, d]``."""
     centred = (values - values.mean(1, keepdim=True)).flatten(0, 1).double()
     rows, size = centred.shape
     if rows > MOST_DRAWS:
@@ -154,9 +153,17 @@ def principal(values: Tensor, count: int) -> Tensor:
 
 
 def anisotropy(found: Sequence[Reading], temperature: float) -> float:
-    """How much temperature differs between directions: its standard deviation over T, sampling errors taken out."""
+    """Standard deviation of the temperature over directions, relative to T, with sampling errors removed."""
     used = [r for r in found if r.mixed and not r.name.startswith("push")]
     if len(used) < 2:
         return math.nan
     spread = float(np.var([r.temperature for r in used], ddof=1) - np.mean([r.error**2 for r in used]))
     return math.sqrt(max(spread, 0.0)) / temperature
+
+
+def _error_over_chains(values: Array) -> Array:
+    """Standard error of a mean from the spread of the chains' means, ``[...]``; 0 for a single chain."""
+    if len(values) < 2:
+        return np.zeros(values.shape[2:])
+    error: Array = values.mean(1).std(0, ddof=1) / math.sqrt(len(values))
+    return error

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from isosgd.diagnostics.traces import LEAST_DRAWS, Array, as_array, ess, rhat
+from isosgd.diagnostics.traces import LEAST_DRAWS, as_array, ess, rhat
 
 SHOWN = 12  # rows of a printed table
 
@@ -24,7 +24,7 @@ class SummaryRow:
         mean: over all draws.
         sd: standard deviation over all draws.
         mcse: Monte-Carlo standard error of the mean.
-        rhat: rank-normalised split R-hat; not a number where the quantity never changes.
+        rhat: rank-normalised split R-hat; not a number for a constant.
         ess_bulk: effective draws for the middle of the distribution.
         ess_tail: effective draws for its 5% and 95% quantiles.
     """
@@ -41,7 +41,7 @@ class SummaryRow:
 
 @dataclass(frozen=True)
 class PosteriorSummary:
-    """All quantities that were looked at, and the worst of them.
+    """All quantities that were followed, and the worst of them.
 
     Attributes:
         rows: one for each quantity.
@@ -73,10 +73,10 @@ class PosteriorSummary:
         return PosteriorSummary(tuple(row for row in self.rows if row.kind in kinds), self.chains, self.draws)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values that strict JSON can hold: what is not a number is None."""
+        """Plain values that strict JSON can hold; numbers that are not finite are None."""
         worst = {"rhat": self.rhat, "ess_bulk": self.ess_bulk, "ess_tail": self.ess_tail}
         found = {"chains": self.chains, "draws": self.draws, "worst": worst, "rows": [asdict(row) for row in self.rows]}
-        return strict(found)  # type: ignore[no-any-return]
+        return json_values(found)  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
         lines = [f"{self.chains} chains of {self.draws} draws; worst first"]
@@ -129,22 +129,12 @@ def summary_of(traces: Mapping[str, tuple[str, Any]]) -> PosteriorSummary:
     return PosteriorSummary(tuple(rows), *size)
 
 
-def strict(value: Any) -> Any:
-    """Plain values as strict JSON holds them: numbers that are not finite become None."""
+def json_values(value: Any) -> Any:
+    """Values that strict JSON can hold: numbers that are not finite become None."""
     if isinstance(value, dict):
-        return {key: strict(x) for key, x in value.items()}
+        return {key: json_values(x) for key, x in value.items()}
     if isinstance(value, list | tuple):
-        return [strict(x) for x in value]
+        return [json_values(x) for x in value]
     if isinstance(value, float | np.floating):
         return float(value) if math.isfinite(value) else None
     return value
-
-
-def spread_over_chains(values: Array) -> Array:
-    """Standard error of a mean from how much the chains' own means differ, ``[...]``; 0 for a single chain."""
-    chains = values.shape[0]
-    if chains < 2:
-        return np.zeros(values.shape[2:])
-    means: Array = values.mean(1)
-    found: Array = means.std(0, ddof=1) / math.sqrt(chains)
-    return found

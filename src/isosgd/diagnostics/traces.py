@@ -1,8 +1,7 @@
-"""R-hat and effective numbers of draws, for many traces at once: numpy and torch only, so that sampling can use them.
+"""R-hat and effective numbers of draws for many traces at once, with numpy and torch only, which sampling needs.
 
-A trace is a number followed over the draws of several chains, such as a held-out prediction; arrays are ``[chains,
-draws, ...]``, and what is found has the shape of the rest. The estimators are those of arviz-stats and Stan, to
-rounding; `isosgd.diagnostics.summarise` asks arviz-stats itself.
+A trace is a number followed over the draws of several chains, such as a held-out prediction. Arrays are ``[chains,
+draws, ...]``, results have the shape of the rest. The estimators are those of arviz-stats and Stan, to rounding.
 
 References:
     Vehtari, Gelman, Simpson, Carpenter and Bürkner (2021), Rank-normalization, folding, and localization: an improved
@@ -25,22 +24,22 @@ Kind = Literal["bulk", "tail", "mean"]
 
 LEAST_DRAWS = 4  # of a chain; below, halves have no variance
 TAIL = 0.05  # the quantiles that the ESS of the tails is about, this one and one minus it
-HELD = 1 << 21  # numbers worked on at once; more traces than fit are taken in turns
+HELD = 1 << 21  # numbers processed at once
 CONSTANT = 1e-15  # values closer together than this do not vary
 
 
 def rhat(traces: Any) -> Array:
     """Split R-hat with rank normalisation: near 1 when chains, and halves of chains, agree.
 
-    It is the larger of two: of the normal scores of the ranks, and of those of distances from the median, which tell
-    when chains agree in place but not in width.
+    The larger of two values: of the normal scores of the ranks, and of those of distances from the median, which show
+    chains that agree in location but not in width.
 
     Args:
-        traces: ``[chains, draws, ...]``; one chain will do, since it is cut in two.
+        traces: ``[chains, draws, ...]``; a single chain is split in two.
 
     Returns:
-        ``[...]``; not a number where a trace is constant, not finite, or has less than four draws; huge where no chain
-        moves but they differ.
+        ``[...]``; not a number where a trace is constant, not finite, or shorter than four draws; huge where constant
+        chains differ.
 
     Example:
         >>> x = np.random.default_rng(0).standard_normal((4, 500, 2))
@@ -60,14 +59,14 @@ def ess(traces: Any, kind: Kind = "bulk") -> Array:
             mean of the trace as it is.
 
     Returns:
-        ``[...]``; not a number where a trace is not finite or has less than four draws. A constant trace counts all
-        its draws.
+        ``[...]``; not a number where a trace is not finite or shorter than four draws. A constant trace counts all its
+        draws.
 
     Example:
         >>> rng = np.random.default_rng(0)
         >>> x = rng.standard_normal((4, 500, 2))
         >>> for t in range(1, 500):
-        ...     x[:, t, 1] += 0.9 * x[:, t - 1, 1]  # forgets in 19 draws
+        ...     x[:, t, 1] += 0.9 * x[:, t - 1, 1]  # an autocorrelation time of 19
         >>> found = ess(x)
         >>> bool(1500 < found[0] < 2600), bool(60 < found[1] < 160)
         (True, True)
@@ -78,13 +77,13 @@ def ess(traces: Any, kind: Kind = "bulk") -> Array:
 
 
 def integrated_time(traces: Any) -> Array:
-    """Draws that one chain needs to forget, ``1 + 2 sum rho_t``, at least 1.
+    """Integrated autocorrelation time of one chain, in draws: ``1 + 2 sum rho_t``, at least 1.
 
     Args:
-        traces: ``[draws, ...]`` of one chain; not cut in two.
+        traces: ``[draws, ...]`` of one chain, not split.
 
     Returns:
-        ``[...]``; 1 for a constant trace, and for one of less than four draws.
+        ``[...]``; 1 for a constant trace, and for fewer than four draws.
 
     Example:
         >>> rng = np.random.default_rng(0)
@@ -96,7 +95,7 @@ def integrated_time(traces: Any) -> Array:
     """
     values = as_array(traces)
     if values.ndim < 1:
-        raise ValueError("a single number is no trace; pass [draws, ...]")
+        raise ValueError("a single number is not a trace; pass [draws, ...]")
     if len(values) < LEAST_DRAWS:
         return np.ones(values.shape[1:])
     return np.maximum(_each(_time, values[None]), 1.0)
@@ -110,7 +109,7 @@ def as_array(values: Any) -> Array:
 
 
 def _each(measure: Callable[[Array], Array], traces: Any) -> Array:
-    """Apply a measure of ``[traces, chains, draws]`` to all traces, so many at a time that memory stays bounded."""
+    """Apply a measure of ``[traces, chains, draws]`` to all traces, in parts of bounded memory."""
     values = as_array(traces)
     if values.ndim < 2 or not all(values.shape[:2]):
         raise ValueError(f"traces of shape {list(values.shape)} must be [chains, draws, ...] with at least one of each")
@@ -129,7 +128,7 @@ def _each(measure: Callable[[Array], Array], traces: Any) -> Array:
 
 
 def _halves(x: Array) -> Array:
-    """Each chain cut in two; the middle draw of an odd number is left out."""
+    """Each chain split in two, without the middle draw of an odd number."""
     half = x.shape[2] // 2
     return np.concatenate([x[..., :half], x[..., -half:]], 1)
 
@@ -162,51 +161,38 @@ def _rhat(x: Array) -> Array:
 
 def _rank_rhat(halves: Array) -> Array:
     distance = np.abs(halves - np.median(halves, (1, 2), keepdims=True))
-    # Distances from the median of a trace of two values are all the same: they say nothing, and fmax passes them over.
+    # Distances from the median are constant for a trace of two values; fmax then ignores them.
     return np.fmax(_rhat(_normal_scores(halves)), _rhat(_normal_scores(distance)))
 
 
 def _time(x: Array) -> Array:
     """Integrated autocorrelation time of ``[traces, chains, draws]``.
 
-    Autocovariances are averaged over chains, and what the chains' means differ by is added to the variance. The sum
+    Autocovariances are averaged over chains, and the variance of the chains' means is added to the variance. The sum
     stops where adjacent pairs stop being positive, and pairs never grow (Geyer's initial monotone sequence).
     """
     _, chains, draws = x.shape
     centred = x - x.mean(2, keepdims=True)
-    # The transform is linear: the mean over chains can be taken before going back, which saves all transforms but one.
-    power = np.abs(np.fft.rfft(centred, _fast_length(2 * draws))) ** 2
-    covariance = np.fft.irfft(power.mean(1), _fast_length(2 * draws))[:, :draws] / draws
+    # The transform is linear: the mean over chains is taken before the inverse transform.
+    length = 1 << (2 * draws - 1).bit_length()
+    power = np.abs(np.fft.rfft(centred, length)) ** 2
+    covariance = np.fft.irfft(power.mean(1), length)[:, :draws] / draws
     within = covariance[:, :1] * draws / (draws - 1)
     total = covariance[:, :1] + (x.mean(2).var(1, ddof=1)[:, None] if chains > 1 else 0.0)
     moves = np.ptp(x, (1, 2)) >= CONSTANT
     rho = 1 - (within - covariance) / np.where(moves[:, None], total, 1.0)
     rho[:, 0] = 1.0
-    count = max(1, (draws - 1) // 2)  # pairs looked at
+    count = max(1, (draws - 1) // 2)  # pairs considered
     even = rho[:, 0 : 2 * count : 2]
     pairs = even + rho[:, 1 : 2 * count : 2]
-    # The last pair looked at is the first that is not positive; it gives its even lag alone, once.
+    # The last pair is the first that is not positive; only its even lag counts, once.
     last = np.where((pairs <= 0).any(1), (pairs <= 0).argmax(1), count - 1)[:, None]
     before = np.arange(count) < last
     end, end_pair = np.take_along_axis(even, last, 1), np.take_along_axis(pairs, last, 1)
     end = np.where((end > 0) | (end_pair >= 0), end, 0.0)
     time = 2 * (np.minimum.accumulate(pairs, 1) * before).sum(1) + end[:, 0] - 1
-    # Chains that swing to and fro may count for more draws than there are, within reason.
+    # Antithetic chains may count for more draws than there are, within reason.
     return np.where(moves, np.maximum(time, 1 / np.log10(chains * draws)), 1.0)
-
-
-def _fast_length(least: int) -> int:
-    """The least ``2^a 3^b 5^c`` that is not below ``least``: lengths that transforms are quick at."""
-    best = 1 << (least - 1).bit_length()
-    five = 1
-    while five < best:
-        three = five
-        while three < best:
-            factor = -(-least // three)
-            best = min(best, three << max(0, (factor - 1).bit_length()))
-            three *= 3
-        five *= 5
-    return best
 
 
 def _ess(x: Array) -> Array:

@@ -1,8 +1,8 @@
-"""The verdict on draws, in words: trust it, run longer, or it samples something else; why, and what would mend it.
+"""The verdict on draws: trust it, run longer, or it samples something else; with the reasons and the fixes.
 
-It joins three things: convergence of predictions (R-hat, effective draws), the temperature meter, and what the warm-up
-found. Thresholds grow with the standard errors and with the number of things looked at, so that all is well with draws
-that are right in all but about one case of a thousand.
+It combines convergence of predictions (R-hat, effective draws), the temperature meter, and the warm-up's reports.
+Thresholds account for standard errors and for the number of tests, so that about one in a thousand verdicts on correct
+draws is a false alarm.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import Any, Literal
 import numpy as np
 
 from isosgd.diagnostics.meter import Reading, anisotropy
-from isosgd.diagnostics.summary import PosteriorSummary, strict
+from isosgd.diagnostics.summary import PosteriorSummary, json_values
 from isosgd.diagnostics.traces import Array, ess
 
-Words = Literal["trust it", "run longer", "it samples something else"]
+Conclusion = Literal["trust it", "run longer", "it samples something else"]
 
-RHAT = 1.05  # largest R-hat of a prediction that is believed; the literature's 1.01 is for the last digit
+RHAT = 1.05  # largest accepted R-hat of a prediction; the literature's 1.01 is for the last digit
 ESS = 100.0  # effective draws: the Monte-Carlo error of a mean is then a tenth of its standard deviation
-TOLERANCE = 0.10  # by which the temperature may be off: discretisation is allowed some percent
-DIRECTION_TOLERANCE = 0.25  # the same of a single direction
-SHIFT_TOLERANCE = 0.25  # posterior standard deviations by which the mean may be off
-KNOWN = 0.10  # standard error at which the temperature counts as known
-CHANGING, CHANGED = 3.0, 2.0  # standard errors, or a factor, between earlier and later draws
-LEAST_FREE = 4.0  # effective draws, less one, that a standard error must come from to raise an alarm
+TOLERANCE = 0.10  # accepted relative error of the temperature: discretisation is allowed some percent
+DIRECTION_TOLERANCE = 0.25  # the same for a single direction
+SHIFT_TOLERANCE = 0.25  # accepted error of the mean, in posterior standard deviations
+KNOWN = 0.10  # relative standard error at which the temperature counts as known
+CHANGING, CHANGED = 3.0, 2.0  # standard errors, or a factor, between early and late draws
+LEAST_FREE = 4.0  # least degrees of freedom of a standard error that can raise an alarm
 FALSE_ALARMS = 1e-3
-SQUARES = 0.8  # of the most errors that a mean of squares can be above what was asked for
-NORMAL = 1.5  # errors over those of a mean of squares, up to which a density is taken for normal
-COUPLED = 0.5  # correlation of two chains, draw by draw
-CLIPPED, BIASED, HEAVY = 0.05, 0.10, 1.5  # what is worth a remark in the warm-up's report
+SQUARES = 0.8  # of the largest number of errors by which a mean of squares can exceed its target
+NORMAL = 1.5  # error relative to that of a mean of squares, up to which a density counts as normal
+COUPLED = 0.5  # correlation of two chains
+CLIPPED, BIASED, HEAVY = 0.05, 0.10, 1.5  # of the warm-up's report, from where on they are mentioned
 
 
 @dataclass(frozen=True)
@@ -41,23 +41,23 @@ class Verdict:
     """Whether to believe the draws.
 
     Attributes:
-        words: "trust it", "run longer" or "it samples something else".
-        reasons: why, the weightiest first.
-        mends: what would help, one for each reason that has one.
-        remarks: what is worth knowing beside it.
-        temperature: T that was asked for.
+        summary: "trust it", "run longer" or "it samples something else".
+        reasons: why, the most important first.
+        fixes: what would help, one for each reason that has one.
+        remarks: notes about the warm-up.
+        temperature: the target temperature T.
         readings: the temperature over all parameters (first) and for each layer.
         directions: the temperature along single directions.
-        anisotropy: standard deviation of the temperature over directions, over T; not a number when not known.
+        anisotropy: standard deviation of the temperature over directions, over T; not a number if unknown.
         rhat: largest R-hat over predictions and log likelihoods.
-        ess: least effective number of draws over them.
+        ess: smallest effective number of draws over them.
         warmup: for each layer, over chains: the largest predicted bias of variances and share of clipped noise, the
-            mean share of gradient noise in the composite noise, the least tail index.
+            mean share of gradient noise in the composite noise, the smallest tail index.
     """
 
-    words: Words
+    summary: Conclusion
     reasons: tuple[str, ...]
-    mends: tuple[str, ...]
+    fixes: tuple[str, ...]
     remarks: tuple[str, ...]
     temperature: float
     readings: tuple[Reading, ...]
@@ -69,20 +69,20 @@ class Verdict:
 
     @property
     def trusted(self) -> bool:
-        """Whether the words are "trust it"."""
-        return self.words == "trust it"
+        """Whether the summary is "trust it"."""
+        return self.summary == "trust it"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values that strict JSON can hold."""
-        return strict(asdict(self))  # type: ignore[no-any-return]
+        return json_values(asdict(self))  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
-        lines = [self.words.capitalize() + "."]
+        lines = [self.summary.capitalize() + "."]
         lines += [f"- {reason}" for reason in self.reasons]
-        lines += [f"To mend it: {mend}" for mend in self.mends]
+        lines += [f"Fix: {fix}" for fix in self.fixes]
         whole = self.readings[0] if self.readings else None
         if whole is not None:
-            lines.append(f"Temperature {whole.temperature:.4g} ± {whole.error:.2g}, asked for {self.temperature:g}.")
+            lines.append(f"Temperature {whole.temperature:.4g} ± {whole.error:.2g}, target {self.temperature:g}.")
             for r in self.readings[1:]:
                 lines.append(f"  {r.name}: {r.temperature:.4g} ± {r.error:.2g} ({r.size} parameters)")
         lines += [f"Note: {remark}" for remark in self.remarks]
@@ -99,28 +99,33 @@ def judge(
     rhat: float = RHAT,
     least: float = ESS,
 ) -> Verdict:
-    """Put it into words.
+    """The verdict.
 
     Args:
-        temperature: T that was asked for.
+        temperature: the target temperature T.
         found: the temperature over all parameters, then that of each layer.
         along: temperatures along single directions.
         summary: of predictions and log likelihoods.
-        traces: ``[chains, draws, ...]``, to tell whether chains are independent.
+        traces: ``[chains, draws, ...]``, to check that chains are independent.
         reports: of each chain's warm-up.
-        rhat: largest R-hat to believe.
-        least: effective draws to ask for.
+        rhat: largest accepted R-hat.
+        least: required effective draws.
     """
     wrong = _wrong(temperature, found, along) + ([] if traces is None else _coupled(traces))
     short = [] if wrong else _short(temperature, found, along, summary, rhat, least)
-    words: Words = "it samples something else" if wrong else "run longer" if short else "trust it"
-    reasons = wrong or short or [_praise(temperature, found[0], summary)]
+    conclusion: Conclusion = "it samples something else" if wrong else "run longer" if short else "trust it"
+    whole = found[0]
+    good = (
+        f"chains agree on predictions (R-hat {summary.rhat:.3f}, {summary.ess_bulk:.0f} effective draws) and the "
+        f"temperature agrees with its target: {whole.temperature:.3g} ± {whole.error:.2g}"
+    )
+    cases = wrong or short or [(good, "")]
     warmup = by_layer(reports)
     return Verdict(
-        words,
-        tuple(reason for reason, _ in reasons),
-        tuple(dict.fromkeys(mend for _, mend in reasons if mend)),
-        tuple(_remarks(warmup, reports, words == "trust it")),
+        conclusion,
+        tuple(reason for reason, _ in cases),
+        tuple(dict.fromkeys(fix for _, fix in cases if fix)),
+        tuple(_remarks(warmup, reports, conclusion == "trust it")),
         temperature,
         tuple(found),
         tuple(along),
@@ -132,10 +137,10 @@ def judge(
 
 
 def threshold(tests: int, effective: float) -> float:
-    """Standard errors that something may be off by chance.
+    """Standard errors that one of so many tests may be off by chance.
 
-    For so many tests that one in a thousand verdicts on right draws is wrong, with what a standard error from few
-    effective draws needs more than one that is known (Student's t, by its expansion).
+    At one false alarm in a thousand verdicts; larger for standard errors from few effective draws (Student's t, by its
+    expansion).
     """
     z, free = NormalDist().inv_cdf(1.0 - FALSE_ALARMS / (2.0 * max(tests, 1))), effective - 1.0
     if not free >= LEAST_FREE:
@@ -144,12 +149,12 @@ def threshold(tests: int, effective: float) -> float:
 
 
 def off(reading: Reading, temperature: float, tests: int, tolerance: float) -> int:
-    """1 when a reading is hot and -1 when it is cold by more than chance and tolerance allow; else 0."""
+    """1 if a reading is too hot, -1 if it is too cold, by more than chance and tolerance allow; else 0."""
     z = threshold(tests, reading.ess)
     ratio, error = reading.temperature / temperature, reading.error / temperature
-    # On the hot side by logarithms, since the error of a large reading is itself large; that of squares is, so that
-    # such a reading cannot be more than sqrt(ess / 2) errors above. Where a density is far from normal errors are large
-    # at every temperature, and then it must be many of them above, too.
+    # On the hot side logarithms are compared, since the error of a mean of squares grows with it: such a reading cannot
+    # be more than sqrt(ess / 2) errors too high. For a density far from normal errors are large at every temperature,
+    # and the reading must also be many errors too high.
     normal = error <= NORMAL * ratio * math.sqrt(2.0 / reading.ess)
     far = normal or ratio - 1.0 - tolerance > min(z, SQUARES * math.sqrt(reading.ess / 2.0)) * error
     if ratio > 1.0 and far and math.log(ratio) > math.log1p(tolerance) + z * error / ratio:
@@ -157,45 +162,44 @@ def off(reading: Reading, temperature: float, tests: int, tolerance: float) -> i
     return -1 if ratio < 1.0 - tolerance - z * error else 0
 
 
-Case = tuple[str, str]  # a reason and what would mend it
+Case = tuple[str, str]  # a reason and its fix
 
 
 def _wrong(temperature: float, found: Sequence[Reading], along: Sequence[Reading]) -> list[Case]:
-    """Reasons to think that another density is sampled."""
+    """Evidence that another density is sampled."""
     tests = len(found) + 2 * len(along)
     mixed = [r for r in along if r.mixed]
     signs = [off(r, temperature, tests, DIRECTION_TOLERANCE) for r in mixed]
-    for reading in found:  # that over all parameters comes first
+    for reading in found:  # all parameters come first
         sign = off(reading, temperature, tests, TOLERANCE)
-        # In directions where chains have not come round they cannot show their heat: cold counts where they have.
-        if sign and not _on_its_way(reading, sign) and (sign > 0 or len(mixed) == len(along) or -1 in signs):
-            return [(_temperature(reading, temperature), HOT if sign > 0 else COLD)]
+        # Chains that have not mixed in a direction read cold there: cold counts only where they have mixed.
+        if sign and not _approaching(reading, sign) and (sign > 0 or len(mixed) == len(along) or -1 in signs):
+            return [(_temperature(reading, temperature), TOO_HOT if sign > 0 else TOO_COLD)]
     if not any(signs):
-        return _pushed(mixed, tests)
-    crooked = [r for r, sign in zip(mixed, signs, strict=True) if sign]
-    worst = max(crooked, key=lambda r: abs(math.log(max(r.temperature / temperature, 1e-9))))
+        return _off_centre(mixed, tests)
+    uneven = [r for r, sign in zip(mixed, signs, strict=True) if sign]
+    worst = max(uneven, key=lambda r: abs(math.log(max(r.temperature / temperature, 1e-9))))
     reason = (
         f"the temperature is not the same in all directions: {worst.temperature:.3g} ± {worst.error:.2g} along the "
-        f"direction '{worst.name}', where {temperature:g} was asked for ({len(crooked)} of {len(mixed)} directions "
-        "are off)"
+        f"direction '{worst.name}', target {temperature:g} ({len(uneven)} of {len(mixed)} directions are off)"
     )
-    return [(reason, CROOKED)]
+    return [(reason, UNEVEN)]
 
 
-def _pushed(mixed: Sequence[Reading], tests: int) -> list[Case]:
-    """A gradient that is not zero on average: the draws are not where the density is."""
+def _off_centre(mixed: Sequence[Reading], tests: int) -> list[Case]:
+    """A mean gradient that is not zero: the draws are in the wrong place."""
     worst = max(mixed, key=lambda r: abs(r.shift) / max(r.shift_error, 1e-9), default=None)
     if worst is None or not abs(worst.shift) > SHIFT_TOLERANCE + threshold(tests, worst.ess) * worst.shift_error:
         return []
     reason = (
-        f"the draws are off centre: along the direction '{worst.name}' the gradient is not zero on average, as if "
-        f"their mean were {abs(worst.shift):.2g} ± {worst.shift_error:.1g} standard deviations off"
+        f"the draws are off centre: the mean gradient along the direction '{worst.name}' is not zero, which means an "
+        f"error of the mean of {abs(worst.shift):.2g} ± {worst.shift_error:.1g} standard deviations"
     )
-    return [(reason, PUSHED)]
+    return [(reason, OFF_CENTRE)]
 
 
-def _on_its_way(reading: Reading, sign: int) -> bool:
-    """A chain that comes down from a bad start is hot, and one that has not spread yet is cold: both change."""
+def _approaching(reading: Reading, sign: int) -> bool:
+    """Whether the reading moves towards its target: hot after a bad start, or cold before the chain has spread."""
     change = sign * (reading.late - reading.early)
     far = max(reading.late, reading.early) > CHANGED * max(min(reading.late, reading.early), 0.0)
     return change < 0 and (far or change < -2.0 * CHANGING * reading.error)
@@ -213,23 +217,23 @@ def _short(
     reasons = []
     whole = found[0]
     if not summary.rhat <= rhat:
-        reasons.append(f"chains do not agree about predictions: R-hat is {summary.rhat:.3f}, above {rhat:g}")
+        reasons.append(f"chains do not agree on predictions: R-hat is {summary.rhat:.3f}, above {rhat:g}")
     if not summary.ess_bulk >= least:
         reasons.append(f"the slowest prediction has {summary.ess_bulk:.0f} effective draws, below {least:g}")
     if not whole.error <= KNOWN * max(temperature, whole.temperature):
         reasons.append(
-            f"the temperature is known to {100 * whole.error / temperature:.0f}% only, as {whole.temperature:.3g} ± "
+            f"the temperature is only known to {100 * whole.error / temperature:.0f}%: {whole.temperature:.3g} ± "
             f"{whole.error:.2g}"
         )
     elif off(whole, temperature, len(found) + len(along), TOLERANCE):
         slow = sum(not r.mixed for r in along)
-        where = f", and chains have not come round in {slow} of {len(along)} directions" if slow else " so far"
+        where = f", and chains have not mixed in {slow} of {len(along)} directions" if slow else " so far"
         reasons.append(_temperature(whole, temperature) + where)
-    return [(reason, LONGER) for reason in reasons]
+    return [(reason, RUN_LONGER) for reason in reasons]
 
 
 def _coupled(traces: Array) -> list[Case]:
-    """Chains that move together."""
+    """Chains that are correlated with each other."""
     chains, draws = traces.shape[:2]
     if chains < 2 or draws < 20:
         return []
@@ -240,7 +244,7 @@ def _coupled(traces: Array) -> list[Case]:
     effective = max(float(np.min(ess(moving, "mean"))) / chains, 4.0)
     unit = (moving - moving.mean(1, keepdims=True)) / moving.std(1, keepdims=True)
     correlation = np.einsum("adk,bdk->abk", unit, unit) / draws
-    # Two chains are coupled when all that is traced moves together, not one thing by chance.
+    # Two chains are coupled if all traces move together, not one by chance.
     together = correlation.mean(-1)
     np.fill_diagonal(together, 0.0)
     pairs = chains * (chains - 1) // 2
@@ -248,59 +252,35 @@ def _coupled(traces: Array) -> list[Case]:
     a, b = (int(i) for i in np.unravel_index(np.abs(together).argmax(), together.shape))
     if abs(together[a, b]) <= max(COUPLED, z):
         return []
-    return [
-        (
-            f"chains {min(a, b)} and {max(a, b)} move together (correlation {together[a, b]:.2f}): "
-            "they are not independent",
-            "give every chain a random generator of its own",
-        )
-    ]
+    pair, found = f"chains {min(a, b)} and {max(a, b)}", f"correlation {together[a, b]:.2f}"
+    return [(f"{pair} move together ({found}): they are not independent", "give every chain its own random generator")]
 
 
 def _temperature(reading: Reading, temperature: float) -> str:
     ratio = reading.temperature / temperature
     where = "" if reading.name == "all" else f" of layer {reading.name!r}"
-    much = f"{ratio:.3g} times" if ratio > 0 else "nothing like"
-    return (
-        f"the temperature{where} is {reading.temperature:.3g} ± {reading.error:.2g}, {much} the {temperature:g} that "
-        "was asked for"
-    )
-
-
-def _praise(temperature: float, whole: Reading, summary: PosteriorSummary) -> Case:
-    return (
-        f"chains agree about predictions (R-hat {summary.rhat:.3f}, {summary.ess_bulk:.0f} effective draws), and the "
-        f"draws are at temperature {whole.temperature:.3g} ± {whole.error:.2g}, as asked for",
-        "",
-    )
+    times = f", {ratio:.3g} times its target {temperature:g}" if ratio > 0 else f", target {temperature:g}"
+    return f"the temperature{where} is {reading.temperature:.3g} ± {reading.error:.2g}{times}"
 
 
 def _remarks(warmup: dict[str, dict[str, float]], reports: Sequence[Mapping[str, Any]], trusted: bool) -> list[str]:
     remarks = []
     unsettled = [report for report in reports if not report.get("settled", True)]
-    if unsettled and trusted:
-        remarks.append(
-            f"the warm-up of {len(unsettled)} of {len(reports)} chains had not settled when draws began; the draws "
-            "agree all the same"
-        )
-    elif unsettled:
-        remarks.append(
-            f"the warm-up of {len(unsettled)} of {len(reports)} chains did not settle: {unsettled[0].get('reason', '')}"
-        )
+    if unsettled:
+        what = f"the warm-up of {len(unsettled)} of {len(reports)} chains did not settle"
+        remarks.append(f"{what}; the draws agree nevertheless" if trusted else f"{what}: {unsettled[0].get('reason')}")
     for layer, found in warmup.items():
         if found["clipped_share"] > CLIPPED:
             remarks.append(f"{100 * found['clipped_share']:.0f}% of the gradient noise of {layer!r} exceeds lambda")
         if found["predicted_bias"] > BIASED:
-            remarks.append(
-                f"variances of {layer!r} are predicted to be {100 * found['predicted_bias']:.0f}% too large at its rate"
-            )
+            remarks.append(f"variances of {layer!r} are predicted to be {100 * found['predicted_bias']:.0f}% too large")
         if found["tail_index"] < HEAVY:
             remarks.append(f"the gradient noise of {layer!r} is heavy-tailed (index {found['tail_index']:.2f})")
     return remarks
 
 
 def by_layer(reports: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """What the warm-ups of all chains found for each layer, the worst over chains."""
+    """The warm-up reports of all chains for each layer, the worst over chains."""
     picks: dict[str, Any] = {
         "predicted_bias": np.max,
         "clipped_share": np.max,
@@ -320,20 +300,20 @@ def by_layer(reports: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]
     return found
 
 
-HOT = (
-    "the noise is too large for the step: check that injected noise is divided by the number of data N, that N is that "
-    "of the data, and lower the rate (bias=) or enlarge the batch"
+TOO_HOT = (
+    "the noise is too large for the step: check that injected noise is divided by the number of data N and that N is "
+    "right; lower the rate (bias=) or use a larger batch"
 )
-COLD = (
+TOO_COLD = (
     "the noise is too small for the step: check that N and the temperature enter once, and that batches are drawn "
     "independently"
 )
-CROOKED = (
+UNEVEN = (
     "noise is missing in some directions and too strong in others: use structure='full', 'lowrank' or 'kronecker', a "
-    "larger batch, and noise of its own for every parameter"
+    "larger batch, and independent noise for every parameter"
 )
-PUSHED = (
-    "check that the sampler followed the gradient of this target: the same data, number of data N, prior and "
-    "likelihood; else a longer warmup="
+OFF_CENTRE = (
+    "check that the sampler used the gradient of this target: the same data, number of data N, prior and likelihood; "
+    "otherwise use a longer warmup="
 )
-LONGER = "draw more (draws=), from more chains (chains=), further apart (keep_every=), or after a longer warmup="
+RUN_LONGER = "more draws (draws=), more chains (chains=), a larger spacing (keep_every=) or a longer warmup="

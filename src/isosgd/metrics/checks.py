@@ -78,10 +78,10 @@ def between_0_and_1(name: str, value: float) -> float:
 
 
 def _check_shape(name: str, value: Tensor, dims: tuple[str, ...]) -> None:
-    wanted = f"[{', '.join(dims)}]"
+    expected = f"[{', '.join(dims)}]"
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} of type {type(value).__name__}: pass a tensor {wanted}")
+        raise TypeError(f"{name} of type {type(value).__name__}: pass a tensor {expected}")
     if value.ndim != len(dims):
-        raise ValueError(f"{name} has shape {list(value.shape)} but must be {wanted}; squeeze or reshape it")
+        raise ValueError(f"{name} has shape {list(value.shape)} but must be {expected}; squeeze or reshape it")
     if not value.numel():
         raise ValueError(f"{name} of shape {list(value.shape)} is empty; there is nothing to score")

@@ -1,4 +1,4 @@
-"""Do the chains agree, are they at the temperature that was asked for, and what did the warm-up find?"""
+"""Do the chains agree, do they have the target temperature, and what did the warm-up find?"""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from isosgd.diagnostics import ess, rhat
 from isosgd.diagnostics.verdict import RHAT, Verdict
-from isosgd.report.numbers import decades, limits, number
+from isosgd.report.plot import SERIES, Array, Plot, decades, evenly, limits, number
 from isosgd.report.subject import Figure, Subject
-from isosgd.report.svg import SERIES, Plot
 
-Array = NDArray[np.float64]
 TRACED = 64  # predictions whose R-hat is shown
 POINTS = 200  # of a trace that are drawn
 MOST_LAYERS = 18
@@ -29,13 +26,13 @@ def agreement(traces: Array, log_likelihood: Array | None) -> tuple[Figure | Non
         traces: of predictions, ``[chains, draws, n]``.
         log_likelihood: mean over rows, ``[chains, draws]``.
     """
-    some = traces[..., np.unique(np.linspace(0, traces.shape[-1] - 1, min(TRACED, traces.shape[-1])).astype(int))]
+    some = traces[..., evenly(traces.shape[-1], TRACED)]
     found, draws = rhat(some), ess(some)
     if not np.isfinite(found).any():
         return None, []
     order = np.argsort(np.where(np.isfinite(found), found, -np.inf))
     chosen = {
-        "The prediction that chains agree on least": some[..., order[-1]],
+        "Prediction with the largest R-hat": some[..., order[-1]],
         "A typical prediction": some[..., order[len(order) // 2]],
     }
     if log_likelihood is not None:
@@ -50,15 +47,15 @@ def agreement(traces: Array, log_likelihood: Array | None) -> tuple[Figure | Non
 
 def _trace(name: str, values: Array) -> Figure:
     chains, draws = values.shape
-    at = np.unique(np.linspace(0, draws - 1, min(POINTS, draws)).round().astype(int))
+    at = evenly(draws, POINTS)
     plot = Plot((1, max(draws, 2)), limits(values), xlabel="draw", ylabel="value", height=220)
     for k in range(min(chains, MOST_DRAWN)):
         plot.line(at + 1, values[k, at], SERIES[k], style="thin", label=f"chain {k + 1}")
     r, e = float(rhat(values)), float(ess(values))
     return Figure(
         name,
-        plot.svg(f"Trace of {name.lower()} in each chain; R-hat {number(r)}."),
-        f"R-hat {_rhat_text(r)}; {number(e, 2)} of {chains * draws:,} draws are effective. Good traces overlap.",
+        plot.svg(f"{name}, the trace of each chain; R-hat {number(r)}."),
+        f"R-hat {_rhat_text(r)}; {number(e, 2)} effective of {chains * draws:,} draws. Good traces overlap.",
     )
 
 
@@ -80,8 +77,8 @@ def _ranks(name: str, values: Array) -> Figure:
         plot.line(np.repeat(edges, 2)[1:-1], np.repeat(counts[k], 2), SERIES[k], style="thin")
     return Figure(
         f"{name}: ranks",
-        plot.svg(f"Histogram of the ranks of each chain's draws, for {name.lower()}."),
-        "Steps within the grey band: the chains sample the same. Draws that remember each other stray further.",
+        plot.svg(f"Histogram of the ranks of each chain's draws, for {name}."),
+        "Within the grey band the chains sample the same distribution. Autocorrelated draws stray further.",
     )
 
 
@@ -91,7 +88,7 @@ def _overview(found: Array, draws: Array, shape: Sequence[int]) -> Figure:
         (0, max(float(np.nanmax(draws)) * 1.05, 1)), (min(0.99, float(np.nanmin(found))), top + 0.05 * (top - 1)),
         xlabel="effective draws", ylabel="R-hat",
     )  # fmt: skip
-    plot.line(plot.x, (RHAT, RHAT), "grey", style="dashed", label=f"R-hat {RHAT:g}: below it chains agree")
+    plot.line(plot.x, (RHAT, RHAT), "grey", style="dashed", label=f"R-hat {RHAT:g}: chains agree below")
     plot.dots(draws, found, "a", label="a prediction", radius=3)
     share = float(np.mean(found <= RHAT))
     return Figure(
@@ -102,7 +99,7 @@ def _overview(found: Array, draws: Array, shape: Sequence[int]) -> Figure:
 
 
 def temperatures(verdict: Verdict, subject: Subject) -> Figure | None:
-    """What the temperature meter reads for each layer."""
+    """The temperature meter's reading of each layer."""
     shown = [r for r in verdict.readings if math.isfinite(r.temperature) and math.isfinite(r.error)][:MOST_LAYERS]
     if not shown:
         return None
@@ -114,15 +111,15 @@ def temperatures(verdict: Verdict, subject: Subject) -> Figure | None:
         (low, high),
         "temperature",
     )
-    plot.line((verdict.temperature,) * 2, plot.y, "grey", style="dashed", label=f"asked for: {verdict.temperature:g}")
+    plot.line((verdict.temperature,) * 2, plot.y, "grey", style="dashed", label=f"target: {verdict.temperature:g}")
     for k, (v, e) in enumerate(zip(value, error, strict=True)):
         plot.line((v - e, v + e), (-k, -k), "a")
     plot.dots(value, -np.arange(len(shown)), "a", radius=3.4, label="read, ± 2 standard errors")
     return Figure(
         "Temperature by layer",
         plot.svg("Temperature read from draws and gradients for each layer."),
-        "Found from the draws and the gradients at them. Too high: the draws are spread too far; too low: not enough. "
-        "Layers whose draws have few effective ones cannot be read well.",
+        "Read from the draws and the gradients at them. Too high: the draws are too spread out; too low: not enough. "
+        "Readings of layers with few effective draws are uncertain.",
     )
 
 
@@ -150,18 +147,18 @@ def rates(reports: Sequence[Mapping[str, Any]], subject: Subject) -> list[Figure
             Figure(
                 "Rates by layer",
                 plot.svg("Rate of each layer in each chain, on a logarithmic axis."),
-                "A dot for each chain. Rates are found in the warm-up, from noise and curvature; nobody tunes them.",
+                "A dot for each chain. The warm-up sets the rates from gradient noise and curvature.",
             )
         )
     share = each("noise_share")
-    if np.isfinite(share).any() and np.nanmax(share) > 0:  # all data in a batch bring none
+    if np.isfinite(share).any() and np.nanmax(share) > 0:  # none with all data in a batch
         plot = _rows(labels, (0, max(100.0, float(np.nanmax(share)) * 105)), "% of the composite noise")
         _dots_by_chain(plot, 100 * share)
         found.append(
             Figure(
                 "Noise by layer",
                 plot.svg("Share of gradient noise in the composite noise of each layer."),
-                "How much of the noise the minibatches bring themselves; the sampler injects the rest.",
+                "The share of the noise that minibatches bring; the sampler injects the rest.",
             )
         )
     return found

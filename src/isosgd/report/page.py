@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from isosgd.diagnostics.verdict import Verdict
-from isosgd.report.style import STYLE
 from isosgd.report.subject import Figure, Tile
 
+STYLE = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
 KINDS = {"trust it": "good", "run longer": "wait", "it samples something else": "bad"}
 HEADLINES = {
     "trust it": "Trust it.",
@@ -31,7 +32,7 @@ def page(title: str, body: Iterable[str]) -> str:
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>{escape(title)}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(body)
         + "\n</main>\n</body>\n</html>\n"
     )
@@ -42,19 +43,19 @@ def header(title: str, lead: str) -> str:
     return f'<p class="kicker">isosgd report</p>\n<h1>{escape(title)}</h1>\n<p class="lead">{escape(lead)}</p>'
 
 
-def verdict_card(verdict: Verdict | None, why_not: str = "", longer: str = "") -> str:
-    """The verdict, first of all; without one, the reason. ``longer`` is a command that runs longer."""
+def verdict_card(verdict: Verdict | None, reason: str = "", longer: str = "") -> str:
+    """The verdict, or the reason why there is none. ``longer`` is a command that runs longer."""
     if verdict is None:
-        return f'<div class="verdict"><strong>No verdict.</strong>{escape(why_not)}</div>'
-    parts = [f'<div class="verdict {KINDS[verdict.words]}"><strong>{HEADLINES[verdict.words]}</strong>']
-    parts.append(_list(_sentence(reason) for reason in verdict.reasons))
-    if longer and verdict.words == "run longer":
-        parts.append(f'<p class="mend">To run longer:</p>{code([longer])}')
-    elif verdict.mends:
-        parts.append(f'<p class="mend">To mend it: {escape("; ".join(verdict.mends))}.</p>')
+        return f'<div class="verdict"><strong>No verdict.</strong>{escape(reason)}</div>'
+    parts = [f'<div class="verdict {KINDS[verdict.summary]}"><strong>{HEADLINES[verdict.summary]}</strong>']
+    parts.append(_list(_sentence(text) for text in verdict.reasons))
+    if longer and verdict.summary == "run longer":
+        parts.append(f'<p class="fix">To run longer:</p>{code([longer])}')
+    elif verdict.fixes:
+        parts.append(f'<p class="fix">Fix: {escape("; ".join(verdict.fixes))}.</p>')
     shown = list(verdict.remarks[:MOST_REMARKS])
     if len(verdict.remarks) > MOST_REMARKS:
-        shown.append(f"and {len(verdict.remarks) - MOST_REMARKS} remarks more")
+        shown.append(f"and {len(verdict.remarks) - MOST_REMARKS} more remarks")
     if shown:
         parts.append(f'<div class="remarks">From the warm-up:{_list(_sentence(r) for r in shown)}</div>')
     return "".join(parts) + "</div>"

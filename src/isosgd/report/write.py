@@ -17,9 +17,9 @@ from torch import Tensor
 from isosgd.diagnostics.summary import PosteriorSummary
 from isosgd.diagnostics.verdict import RHAT, Verdict
 from isosgd.predictive import Posterior
-from isosgd.report import chains, classification, page, regression
-from isosgd.report.numbers import number
-from isosgd.report.subject import Subject, Tile
+from isosgd.report import chains, page, predictions
+from isosgd.report.plot import number
+from isosgd.report.subject import Figure, Subject, Tile
 
 MOST_ROWS = 2_000  # of held-out data that are predicted
 MOST_LISTED = 9  # rows of a table
@@ -74,28 +74,27 @@ def report_html(
     if isinstance(outside, Tensor) and outside.ndim:
         (outside,) = _some((outside,))
     found = _evaluated(posterior, rows, outside, subject)
-    verdict, why_not = _judged(posterior, data, rows, subject)
+    verdict, reason = _judged(posterior, data, rows, subject)
     summary = _summarised(posterior, rows)
     band = None
-    if isinstance(found, regression.Regression) or (found is None and _is_pair(rows)):
-        band = regression.bands(posterior, _some(data) if _is_pair(data) else rows, subject, "data")
-    log_likelihood = None
+    predicts = posterior.target is not None and posterior.target.predicts
+    if predicts and _has_targets(rows) and not isinstance(found, predictions.Classification):
+        band = predictions.bands(posterior, _some(data) if _has_targets(data) else rows, subject, "data")
+    overview, followed = None, list[Figure]()
     if rows is not None and posterior.target is not None:
-        log_likelihood = posterior.log_likelihood(rows).double().mean(-1).cpu().numpy()
-    traced = found.traces.cpu().numpy() if found is not None else None
-    if traced is None and log_likelihood is not None:
-        traced = posterior.log_likelihood(rows).double().cpu().numpy()
-    overview, followed = chains.agreement(traced, log_likelihood) if traced is not None else (None, [])
+        log_likelihood = posterior.log_likelihood(rows).double().cpu()
+        traces = log_likelihood if found is None else found.traces.cpu()
+        overview, followed = chains.agreement(traces.numpy(), log_likelihood.mean(-1).numpy())
     info = posterior.info
     about_rows = (
         f"{len(rows[-1]):,} rows that the sampler never saw."
         if heldout is not None
-        else "No held-out rows were given: these are training rows, which flatter every score."
+        else "No held-out rows were given: these are training rows, so scores are optimistic."
     )
     reports = [r for r in info.get("warmup", []) if isinstance(r, Mapping)]
     body = [
         page.header(subject.title, _lead(posterior, subject)),
-        page.verdict_card(verdict, why_not, subject.longer),
+        page.verdict_card(verdict, reason, subject.longer),
         page.tiles([*(found.tiles() if found is not None else []), *_chain_tiles(verdict, summary, info)]),
         page.section(
             f"Predictions on {seen}" if rows is not None else "Predictions",
@@ -104,13 +103,13 @@ def report_html(
         ),
         page.section(
             "Do the chains agree?",
-            "Judged on functions of the draws: weights of a network may differ and still compute the same.",
+            "Judged on functions of the draws: networks with different weights can compute the same function.",
             page.figures([overview], _summary_table(summary)),
             page.figures(followed),
         ),
         page.section(
             "Temperature, rates and noise",
-            "Whether the draws are as spread out as the posterior is, and the rates that the warm-up found.",
+            "Whether the draws are as spread out as the posterior, and the rates that the warm-up set.",
             page.figures([chains.temperatures(verdict, subject) if verdict else None, *chains.rates(reports, subject)]),
             _layer_table(reports, subject),
         ),
@@ -120,33 +119,31 @@ def report_html(
             "The same seed and settings give the same draws on the same machine.",
             page.facts(_settings(info)),
         ),
-        page.section("Do it again", "Commands that made the draws and this page.", page.code(list(subject.commands))),
+        page.section("Reproduce", "Commands that made the draws and this page.", page.code(list(subject.commands))),
         _footer(info),
     ]
     return page.page(subject.title, [part for part in body if part])
 
 
-Found = regression.Regression | classification.Classification | None
+Found = predictions.Regression | predictions.Classification | None
 
 
 def _evaluated(posterior: Posterior, rows: Any, outside: Any, subject: Subject) -> Found:
     if posterior.target is None or not _has_targets(rows):
         return None
     try:
-        return classification.evaluate(posterior, rows, outside, subject) or regression.evaluate(
+        return predictions.evaluate_classification(posterior, rows, outside) or predictions.evaluate_regression(
             posterior, rows, subject
         )
     except (ValueError, TypeError, KeyError, IndexError, RuntimeError, NotImplementedError):
-        return (
-            None  # a target of the user's own, whose data are not inputs and targets: traces are shown in their place
-        )
+        return None  # a user's own target, whose data are not inputs and targets: its log likelihood is shown instead
 
 
 def _judged(posterior: Posterior, data: Any, rows: Any, subject: Subject) -> tuple[Verdict | None, str]:
     if posterior.target is None:
         return None, "The draws came without their target."
     if data is None:
-        return None, "The training data were not given, from which the temperature is read."
+        return None, "The training data, from which the temperature is read, were not given."
     try:
         found = posterior.trust(data, held_out=rows)
         reasons, remarks = (tuple(subject.named(text) for text in words) for words in (found.reasons, found.remarks))
@@ -164,10 +161,6 @@ def _summarised(posterior: Posterior, rows: Any) -> PosteriorSummary | None:
 
 def _has_targets(rows: Any) -> bool:
     return isinstance(rows, tuple) and len(rows) > 1 and all(isinstance(x, Tensor) for x in rows)
-
-
-def _is_pair(rows: Any) -> bool:
-    return _has_targets(rows) and len(rows) == 2
 
 
 def _some(rows: Any) -> Any:
@@ -205,11 +198,11 @@ def _chain_tiles(verdict: Verdict | None, summary: PosteriorSummary | None, info
     found = []
     judged = summary.of("prediction", "log likelihood") if summary is not None else None
     if judged is not None and math.isfinite(judged.rhat):
-        found.append(Tile("largest R-hat", f"{judged.rhat:.3f}", f"{RHAT:g} or less is believed"))
-        found.append(Tile("least effective draws", number(judged.ess_bulk, 2), "of any prediction"))
+        found.append(Tile("largest R-hat", f"{judged.rhat:.3f}", f"{RHAT:g} or less is accepted"))
+        found.append(Tile("fewest effective draws", number(judged.ess_bulk, 2), "of any prediction"))
     if verdict is not None and verdict.readings:
         whole = verdict.readings[0]
-        note = f"± {number(whole.error, 2)}, asked for {verdict.temperature:g}"
+        note = f"± {number(whole.error, 2)}, target {verdict.temperature:g}"
         found.append(Tile("temperature", number(whole.temperature), note))
     if info.get("gradients"):
         found.append(Tile("gradients", f"{info['gradients']:,}", f"in {_duration(info.get('seconds') or 0)}"))
@@ -221,7 +214,7 @@ def _summary_table(summary: PosteriorSummary | None) -> str:
         return ""
     ordered = sorted(summary.rows, key=lambda r: (math.isnan(r.rhat), -r.rhat))[:MOST_LISTED]
     rows = [[r.name, number(r.mean), number(r.sd), number(r.rhat, 4), number(r.ess_bulk, 2)] for r in ordered]
-    caption = f"The {len(rows)} of {len(summary.rows)} quantities that chains agree on least, in the model's units"
+    caption = f"The {len(rows)} of {len(summary.rows)} quantities with the largest R-hat, in the model's units"
     return page.table(["quantity", "mean", "sd", "R-hat", "effective draws"], rows, caption)
 
 
@@ -240,11 +233,11 @@ def _layer_table(reports: list[Mapping[str, Any]], subject: Subject) -> str:
             percent = label in ("predicted bias", "clipped noise") and math.isfinite(middle)
             cells.append(f"{100 * middle:.1f}%" if percent else number(middle))
         rows.append(cells)
-    return page.table(["layer", *columns], rows, "What the warm-up found, the median over chains")
+    return page.table(["layer", *columns], rows, "Results of the warm-up, medians over chains")
 
 
 def _settings(info: Mapping[str, Any]) -> dict[str, Any]:
-    """What was chosen and what was found to choose, as words."""
+    """Settings, given and chosen, as text."""
     skipped = {"warmup", "rates", "versions", "target", "dropped", "chain_indices", "sets", "lengths", "store"}
     found: dict[str, Any] = {}
     for name, value in info.items():

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from isosgd.baselines import BASELINES, Run
+from isosgd.baselines import BASELINES, BaselineRun
 from isosgd.chain.backend import fastest_products
 from isosgd.chain.batches import Transform, as_data
 from isosgd.chain.progress import Progress
@@ -146,7 +146,7 @@ def sample(
         about = {"method": method, "options": {name: described(value) for name, value in options.items()}, "seed": seed}
         about |= {"temperature": temperature, "density": f"none: {BASELINES[method].kind.targets}"}
         about |= {"target": target.describe(), "versions": versions()}
-        baseline = Run(
+        baseline = BaselineRun(
             method, target, data, init, most, chains, batch_size, keep_every, warmup, temperature, seed, place,
             after, progress, given,
         )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Plots as SVG text: small, sharp at any size, and coloured by the page's own style, in dark mode and print too.
+"""Plots as SVG text: small, sharp at any size, and coloured by the page's style sheet, in dark mode and print too.
 
-Colours are classes (``a`` to ``f`` for series, ``grey``); the page's style sheet says what they look like.
+Colours are classes (``a`` to ``f`` for series, ``grey``); the style sheet says what they look like.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isosgd.report.numbers import Limits, decades, ticks, widened
-
 Array = NDArray[np.float64]
+Limits = tuple[float, float]
 SERIES = "abcdef"
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 CHARACTER = 6.1  # width of a digit of a tick label
 
 
@@ -30,7 +30,6 @@ class Plot:
         ylabel: what y is.
         xticks: places and labels, where numbers would not do.
         yticks: the same for y.
-        log_y: a logarithmic y axis.
         width: in the units of the drawing, about pixels.
         height: of the drawing.
         grid: whether faint lines go across at the ticks of y.
@@ -52,18 +51,14 @@ class Plot:
         ylabel: str = "",
         xticks: Sequence[tuple[float, str]] | None = None,
         yticks: Sequence[tuple[float, str]] | None = None,
-        log_y: bool = False,
         width: int = 440,
         height: int = 290,
         grid: bool = True,
     ) -> None:
-        self.log_y, self.grid = log_y, grid
-        self.x, self.y = widened(x), widened((math.log10(y[0]), math.log10(y[1])) if log_y else y)
+        self.x, self.y, self.grid = widened(x), widened(y), grid
         self.xlabel, self.ylabel, self.width, self.height = xlabel, ylabel, width, height
         self.xticks = list(xticks) if xticks is not None else ticks(*self.x, count=width / 75)
-        if yticks is None:
-            yticks = decades(*self.y) if log_y else ticks(*self.y, count=height / 48)
-        self.yticks = list(yticks)
+        self.yticks = list(yticks) if yticks is not None else ticks(*self.y, count=height / 48)
         self.left = 14 + CHARACTER * max([len(label) for _, label in self.yticks] + [1]) + (16 if ylabel else 0)
         self.right, self.top, self.bottom = width - 14.0, 12.0, height - (42.0 if xlabel else 26.0)
         self._parts: list[str] = []
@@ -103,19 +98,12 @@ class Plot:
     def bars(self, edges: Any, heights: Any, colour: str, *, label: str = "", style: str = "") -> None:
         """A histogram: bars between edges, from zero."""
         lefts, tops = self._places(np.asarray(edges)[:-1], heights)
-        rights, floor = self._places(
-            np.asarray(edges)[1:], np.full(len(lefts), 0.0 if not self.log_y else 10 ** self.y[0])
-        )
+        rights, floor = self._places(np.asarray(edges)[1:], np.zeros(len(lefts)))
         parts = "".join(
             f'<rect x="{a:.1f}" y="{t:.1f}" width="{max(b - a - 1, 0.5):.1f}" height="{max(f - t, 0):.1f}"/>'
             for a, b, t, f in zip(lefts, rights, tops, floor, strict=True)
         )
         self._add(f'<g class="bar {colour} {style}">{parts}</g>', label, colour, f"bar {style}")
-
-    def words(self, x: float, y: float, text: str, *, anchor: str = "start", style: str = "") -> None:
-        """Text at a point."""
-        (a,), (b,) = self._places([x], [y])
-        self._parts.append(_text(a, b, text, style, anchor))
 
     def cell(self, x: float, y: float, strength: float, text: str) -> None:
         """A square of size 1 around a point, the more coloured the greater its strength in [0, 1]."""
@@ -144,8 +132,6 @@ class Plot:
 
     def _places(self, x: Any, y: Any) -> tuple[Array, Array]:
         xs, ys = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-        if self.log_y:
-            ys = np.log10(np.maximum(ys, 1e-300))
         # What lies far outside is held at a little beyond the frame, where it is cut off.
         across = np.clip((xs - self.x[0]) / (self.x[1] - self.x[0]), -0.01, 1.01)
         up = np.clip((ys - self.y[0]) / (self.y[1] - self.y[0]), -0.02, 1.02)
@@ -154,7 +140,7 @@ class Plot:
     def _axes(self) -> str:
         parts = []
         for value, label in self.yticks:
-            _, (at,) = self._places([self.x[0]], [10**value if self.log_y else value])
+            _, (at,) = self._places([self.x[0]], [value])
             if self.grid:
                 parts.append(f'<path class="grid" d="M{self.left:.1f} {at:.1f}H{self.right:.1f}"/>')
             parts.append(_text(self.left - 7, at + 3.8, label, "tick", "end"))
@@ -202,3 +188,81 @@ class Plot:
 
 def _text(x: float, y: float, words: str, style: str, anchor: str = "middle") -> str:
     return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+# -- numbers and axes --------------------------------------------------------------------------------------------------
+
+
+def limits(*values: Any, margin: float = 0.05) -> Limits:
+    """Limits that hold all finite values, with a margin.
+
+    Example:
+        >>> limits([0.0, 10.0], [float("nan")], margin=0.1)
+        (-1.0, 11.0)
+    """
+    every = np.concatenate([np.ravel(np.asarray(v, dtype=np.float64)) for v in values])
+    every = every[np.isfinite(every)]
+    if not len(every):
+        return 0.0, 1.0
+    low, high = float(every.min()), float(every.max())
+    room = margin * (high - low)
+    return low - room, high + room
+
+
+def number(value: float, digits: int = 3) -> str:
+    """A number for people to read: few digits, thousands apart.
+
+    Example:
+        >>> number(12345.6), number(0.01234), number(-0.0), number(3.0), number(2.5e-7)
+        ('12,346', '0.0123', '0', '3', '2.5×10⁻⁷')
+    """
+    if not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    size = math.floor(math.log10(abs(value)))
+    if size < -4 or size > 8:
+        mantissa = f"{value / 10.0**size:.{digits - 1}f}".rstrip("0").rstrip(".")
+        return f"{mantissa}×10{str(size).translate(_SUPERSCRIPTS)}".replace("-", "−")
+    text = f"{value:,.{max(digits - 1 - size, 0)}f}"
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return text.replace("-", "−")
+
+
+def evenly(count: int, most: int) -> NDArray[np.int64]:
+    """Indices of at most so many of ``count`` items, evenly spaced.
+
+    Example:
+        >>> evenly(9, 3), evenly(2, 3)
+        (array([0, 4, 8]), array([0, 1]))
+    """
+    return np.unique(np.linspace(0, count - 1, min(most, count)).round().astype(np.int64))
+
+
+def widened(ends: Limits) -> Limits:
+    """Ends that are apart, and finite."""
+    low, high = (float(end) for end in ends)
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return 0.0, 1.0
+    return (low, high) if high - low > 1e-12 * max(abs(low), abs(high), 1e-30) else (low - 0.5, high + 0.5)
+
+
+def ticks(low: float, high: float, count: float) -> list[tuple[float, str]]:
+    """Round numbers between two ends, about so many."""
+    rough = (high - low) / max(count, 2)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    values = [k * step for k in range(first, last + 1)]
+    largest = max((abs(v) for v in values), default=1.0)
+    if largest >= 1e6 or largest < 1e-4:
+        return [(v, number(v)) for v in values]
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9) + (1 if abs(step / power - 2.5) < 1e-9 else 0))
+    return [(v, f"{v:,.{decimals}f}".replace("-", "−") if abs(v) > 1e-12 * largest else "0") for v in values]
+
+
+def decades(low: float, high: float) -> list[tuple[float, str]]:
+    """Powers of ten between two exponents."""
+    first, last = math.ceil(low - 1e-9), math.floor(high + 1e-9)
+    step = max(1, (last - first) // 5 + 1) if last - first > 5 else 1
+    return [(k, f"10{str(k).translate(_SUPERSCRIPTS)}") for k in range(first, last + 1, step)]

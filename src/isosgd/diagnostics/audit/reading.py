@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from isosgd.diagnostics.auditing.breaches import Breach
+from isosgd.diagnostics.audit.findings import Finding
 from isosgd.samplers import ISGD, VSGD, Sampler
 from isosgd.samplers.groups import Group
 from isosgd.samplers.schedules import Cycles
 from isosgd.samplers.sgfs import SGFS, FullSGFS
 
-CLIPPED = 0.05  # share of the noise above lambda that is let pass
-UNSET = 1e-6  # stands in for a rate that a warm-up has yet to set; temperatures do not depend on it
+CLIPPED = 0.05  # accepted share of the noise above lambda
+UNSET = 1e-6  # in place of a rate that the warm-up has yet to set; temperatures do not depend on it
 
 
-def read(optimizer: Optimizer) -> tuple[list[dict[str, Any]], list[Breach]]:
-    """Fields of a `Loop` for each parameter group, and breaches that only the optimizer itself shows."""
+def read(optimizer: Optimizer) -> tuple[list[dict[str, Any]], list[Finding]]:
+    """Fields of a `Loop` for each parameter group, and findings that only the optimizer itself shows."""
     if isinstance(optimizer, Sampler):
         return [_sampler(optimizer, group) for group in optimizer.param_groups], _of_sampler(optimizer)
     if isinstance(optimizer, SGD):
@@ -45,14 +45,14 @@ def _others(group: Group) -> dict[str, Any]:
     return found
 
 
-def _of_others(optimizer: Optimizer) -> list[Breach]:
+def _of_others(optimizer: Optimizer) -> list[Finding]:
     if not type(optimizer).__module__.startswith("torch.optim"):
         return []
     return [
-        Breach(
+        Finding(
             "preconditioner from gradients",
-            f"{type(optimizer).__name__} scales each step by the gradients it has seen: Theorem 1 then asks for noise "
-            "scaled alike and for the divergence of that scale, and neither is there; no tempered posterior is known",
+            f"{type(optimizer).__name__} scales each step by past gradients: Theorem 1 then requires noise scaled "
+            "alike and the divergence of that scale, and both are missing; no tempered posterior is known",
             "plain SGD with noise, or a sampler with a metric: isosgd.methods()",
         )
     ]
@@ -60,13 +60,13 @@ def _of_others(optimizer: Optimizer) -> list[Breach]:
 
 def _sampler(sampler: Sampler, group: Group) -> dict[str, Any]:
     """A sampler of ours: the noise is that of its next step, so that a setting changed by hand shows."""
-    told, temperature, friction = int(group["num_data"]), float(group["temperature"]), sampler.friction
+    assumed, temperature, friction = int(group["num_data"]), float(group["temperature"]), sampler.friction
     known = group.get("rate") is not None
     rate = _number(sampler.rate(group)) if known else UNSET
-    if known and isinstance(sampler.schedule, Cycles):  # the rate of the stage that counts
+    if known and isinstance(sampler.schedule, Cycles):  # the rate of the sampling stage
         rate = _number(group["rate"])
-    # What Theorems 1 and 2 ask for, gradient noise included.
-    composite = rate * (2.0 * friction * temperature / (told * rate)) ** 0.5
+    # What Theorems 1 and 2 require, gradient noise included.
+    composite = rate * (2.0 * friction * temperature / (assumed * rate)) ** 0.5
     corrected = bool(getattr(sampler, "corrected", False)) or isinstance(sampler, ISGD)
     if isinstance(sampler, VSGD):
         composite = 0.0
@@ -85,7 +85,7 @@ def _sampler(sampler: Sampler, group: Group) -> dict[str, Any]:
         "noise": composite * metric**0.5,
         "temperature": temperature,
         "momentum": 1.0 - friction,
-        "told_num_data": told,
+        "assumed_num_data": assumed,
         "corrected": corrected,
         "averaged": bool(getattr(sampler, "averaged", False)),
         "gradient_noise": _gradient_noise(sampler, group),
@@ -103,27 +103,27 @@ def _mean_metric(sampler: Sampler, group: Group) -> float:
 
 
 def _gradient_noise(sampler: Sampler, group: Group) -> float | None:
-    """Mean Var(g) over a group's parameters, where it was seen; a metric has units of its own."""
+    """Mean Var(g) over a group's parameters, if it was observed; a metric has units of its own."""
     if sampler.metric is not None or isinstance(sampler, FullSGFS) or sampler.noise.of_group(group) is None:
         return None
     return 2.0 * _number(sampler.noise_summary(group, "mean"))
 
 
-def _of_sampler(sampler: Sampler) -> list[Breach]:
+def _of_sampler(sampler: Sampler) -> list[Finding]:
     if not isinstance(sampler, ISGD):
         return []
     clipped = max(_number(sampler.clipped_share(group)) for group in sampler.param_groups)
     if clipped <= CLIPPED:
         return []
     return [
-        Breach(
+        Finding(
             "gradient noise above lambda",
-            f"{clipped:.0%} of the gradient noise exceeds lambda, and is left in: too hot along it",
+            f"{clipped:.0%} of the gradient noise exceeds lambda and is not corrected: too hot along it",
             "warm up again where the chain now is (scheme='windowed'), or a larger lambda",
         )
     ]
 
 
 def _number(value: float | Tensor) -> float:
-    """Of chains, the first."""
+    """A number; for chains, that of the first."""
     return float(torch.as_tensor(value).flatten()[0])

@@ -1,0 +1,269 @@
+"""`isosgd.audit`, and its result."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from isosgd.diagnostics.audit.description import NAMES, Loop
+from isosgd.diagnostics.audit.findings import Finding, close, findings, number, wrong_noise
+from isosgd.diagnostics.audit.reading import read
+from isosgd.diagnostics.audit.running import ConjugateTarget, Factory, Measured, measure, probe_noise, set_rate
+from isosgd.diagnostics.summary import json_values
+from isosgd.samplers import Sampler
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What a loop samples: ``exp(-(L + p |theta|^2 / 2) / T)``, L the negative log likelihood of all data.
+
+    Attributes:
+        loop: the description that was judged.
+        temperature: T, including gradient noise if its variance is known; None if unknown.
+        injected: the part of T from injected noise.
+        from_gradients: the part of T from gradient noise; None if its variance is unknown.
+        prior_precision: p; None if the prior is in a loss that was not described.
+        prior_temperature: T divided by how many times the intended prior is counted; None if unknown.
+        findings: why the draws are not from the target posterior: (name, explanation, fix).
+        measured: what a run on a known posterior showed, if there was one.
+        name: of the optimizer.
+        make: makes the optimizer, if it was passed as a function.
+    """
+
+    loop: Loop
+    temperature: float | None
+    injected: float | None
+    from_gradients: float | None
+    prior_precision: float | None
+    prior_temperature: float | None
+    findings: list[Finding]
+    measured: Measured | None = None
+    name: str | None = None
+    make: Factory | None = None
+
+    @property
+    def clean(self) -> bool:
+        """Whether there are no findings."""
+        return not self.findings
+
+    def measure(self, seed: int = 0, relaxations: float = 40.0) -> Audit:
+        """Run the loop on a conjugate Gaussian target with real minibatch noise, and add the result.
+
+        Runs the optimizer if it was passed as a function, otherwise its description.
+        """
+        return replace(self, measured=measure(self.loop, self.make, seed=seed, relaxations=relaxations))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values that strict JSON can hold; numbers that are not finite are None."""
+        values = asdict(self.loop)
+        numbers = ("temperature", "injected", "from_gradients", "prior_precision", "prior_temperature")
+        found = {
+            "optimizer": self.name,
+            "description": {f.name: values[f.name] for f in fields(self.loop) if values[f.name] != f.default},
+            **{name: getattr(self, name) for name in numbers},
+            "clean": self.clean,
+            "findings": [finding._asdict() for finding in self.findings],
+            "measured": None if self.measured is None else self.measured.as_dict(),
+        }
+        return json_values(found)  # type: ignore[no-any-return]
+
+    def __str__(self) -> str:
+        lines = [f"{self._subject()}: {self._statement()}", *self._remarks()]
+        if self.clean:
+            return "\n".join([*lines, "no findings"])
+        listed = [f"- {f.name}: {f.explanation}.\n  Fix: {f.fix}." for f in self.findings]
+        return "\n".join([*lines, "1 finding:" if len(listed) == 1 else f"{len(listed)} findings:", *listed])
+
+    def _subject(self) -> str:
+        loop = self.loop
+        described = "unknown noise" if loop.noise is None else f"noise {loop.noise}" if loop.sigma else "no noise"
+        loss = {"mean": "a mean loss", "sum": "a summed loss", "full": "a full-data loss"}[loop.loss_reduction]
+        momentum = f", momentum {loop.momentum:g}" if loop.momentum else ""
+        return f"{self.name or described} on {loss}{momentum}, N={loop.num_data}"
+
+    def _statement(self) -> str:
+        temperature = "unknown" if self.temperature is None else _degrees(self.temperature)
+        prior = "that of the loss" if self.prior_precision is None else number(self.prior_precision)
+        return f"temperature {temperature}, prior precision {prior}"
+
+    def _remarks(self) -> list[str]:
+        found = []
+        if self.temperature and self.prior_precision:
+            density = f"exp(-(L + {number(self.prior_precision)} |theta|^2 / 2) / {_degrees(self.temperature)})"
+            prior = f"N(0, {number(self.temperature / self.prior_precision)})"
+            found.append(f"draws are from {density}, L the negative log likelihood of all data: the prior is {prior}")
+        if self.from_gradients is None and self.loop.noise is not None:
+            each = number(self.loop.gradient_heat())
+            found.append(f"gradient noise of variance v (of a mean loss) adds {each} v to the temperature")
+        elif self.from_gradients:
+            found.append(f"{number(self.from_gradients)} of the temperature comes from gradient noise")
+        if (seen := self.measured) is not None:
+            expected = f" (expected {_degrees(seen.expected)}, with its gradient noise)" if seen.expected else ""
+            found.append(
+                f"measured on a conjugate target: {_degrees(seen.temperature)} ± {number(seen.error)}{expected}"
+            )
+        return found
+
+
+def audit(
+    optimizer: Optimizer | Callable[[list[Tensor]], Optimizer] | None = None,
+    *,
+    num_data: Any = None,
+    check: bool = False,
+    seed: int = 0,
+    **description: Any,
+) -> Audit:
+    """State the tempered posterior that a loop samples, and what is wrong with it.
+
+    Args:
+        optimizer: a sampler of ours, a torch optimizer, or a function that makes one from a list of tensors; None if
+            everything is described.
+        num_data: N, or the data themselves: a data set, a loader, a tensor or a tuple of tensors. Finds a sampler that
+            was given another N.
+        check: run the optimizer, which must be given as a function: measure its temperature on a known posterior, and
+            look for noise used twice.
+        seed: of that run.
+        description: the fields of `isosgd.diagnostics.audit.Loop`: ``noise``, ``lr``, ``loss_reduction``,
+            ``batch_size``, ``weight_decay`` and so on, and ``friction`` for ``1 - momentum``. They take precedence over
+            what the optimizer says about itself.
+
+    Example:
+        >>> found = audit(noise="sqrt(2*lr)*0.01", lr=1e-3, loss_reduction="mean", num_data=60000, weight_decay=5e-4)
+        >>> print(str(found).splitlines()[0])
+        noise sqrt(2*lr)*0.01 on a mean loss, N=60000: temperature 6.0, prior precision 30
+        >>> print(*(finding.name for finding in found.findings))
+        N missing in noise
+    """
+    given = _checked(description)
+    make = None if optimizer is None or isinstance(optimizer, Optimizer) else optimizer
+    if make is not None and not callable(make):
+        raise TypeError(f"optimizer is of type {type(make).__name__}: pass an optimizer, or a function that makes one")
+    if check and make is None:
+        raise TypeError(
+            "check=True runs the optimizer on its own tensors: pass a function that makes it from a list of tensors,"
+            " such as lambda params: MySGLD(params, lr=1e-3)"
+        )
+    if num_data is not None:
+        given["num_data"] = _count(num_data)
+    if optimizer is None:
+        return _judged(_loop(given), [])
+    made = _made(make, given) if make is not None else optimizer
+    assert isinstance(made, Optimizer)
+    groups, extra = read(made)
+    loops = [_loop({**group, **given}, made) for group in groups]
+    extra, name = [*extra, *_differing(loops)], type(made).__name__
+    if not check or make is None:
+        return _judged(loops[0], extra, name, make)
+    loop, probed = probe_noise(make, loops[0])
+    found = _judged(loop, extra, name, make).measure(seed)
+    assert found.measured is not None
+    known = {finding.name for finding in found.findings}
+    probed = [finding for finding in probed if finding.name not in known]
+    return replace(found, findings=[*found.findings, *probed, *_contradicted(loop, found.measured)])
+
+
+def _judged(loop: Loop, extra: list[Finding], name: str | None = None, make: Factory | None = None) -> Audit:
+    """The audit of a description; ``extra`` are findings that it does not show."""
+    temperature, injected, added = loop.temperatures()
+    strength = loop.prior_strength()
+    prior = temperature / strength if temperature is not None and strength else None
+    found = [*findings(loop), *extra]
+    return Audit(loop, temperature, injected, added, loop.precision, prior, found, name=name, make=make)
+
+
+def _checked(description: dict[str, Any]) -> dict[str, Any]:
+    given = dict(description)
+    if "friction" in given:
+        if "momentum" in given:
+            raise TypeError("friction is 1 - momentum: give one of them")
+        friction = given.pop("friction")
+        if not 0 < friction <= 1:
+            raise ValueError(f"friction = {friction} must lie in (0, 1]; 1 is no momentum")
+        given["momentum"] = 1.0 - friction
+    for name in given:
+        if name not in NAMES:
+            near = difflib.get_close_matches(name, NAMES, 1)
+            hint = f"did you mean {near[0]}?" if near else f"fields are {', '.join(NAMES)}"
+            raise TypeError(f"{name} is not a field of a description; {hint}")
+    return given
+
+
+def _loop(given: dict[str, Any], optimizer: Optimizer | None = None) -> Loop:
+    given = dict(given)
+    if isinstance(optimizer, Sampler):
+        count = given["num_data"] = given.get("num_data") or given["assumed_num_data"]
+        # The contract of every sampler: the loss contains the negative log prior, divided by N.
+        given.setdefault("prior", 1.0 / count)
+    missing = [f.name for f in fields(Loop) if f.default is MISSING and given.get(f.name) is None]
+    if missing:
+        raise ValueError(f"{' and '.join(missing)} must be given: the temperature depends on it")
+    return Loop(**given)
+
+
+def _count(data: Any) -> int:
+    """N of an integer, a tensor, a tuple of tensors, a data set or a loader."""
+    if isinstance(data, int):
+        return data
+    data = getattr(data, "dataset", data)
+    if isinstance(data, tuple | list) and data and isinstance(data[0], Tensor):
+        data = data[0]
+    try:
+        return len(data)
+    except TypeError as error:
+        raise TypeError(f"num_data of type {type(data).__name__} has no length: give the number of examples") from error
+
+
+def _made(make: Factory, given: dict[str, Any]) -> Optimizer:
+    """An optimizer to read; a sampler of ours without a rate sets it on a plain target."""
+    theta = torch.zeros(64, dtype=torch.float64).requires_grad_()
+    optimizer = make([theta])
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"the function made a {type(optimizer).__name__}, not an optimizer")
+    count = given.get("num_data") or optimizer.param_groups[0].get("num_data")
+    if isinstance(optimizer, Sampler) and count:
+        curvature = given.get("curvature") or 1.0
+        plain = Loop(num_data=count, lr=1e-3, noise=None, curvature=curvature, gradient_noise=curvature / 32)
+        with torch.random.fork_rng(devices=[]):
+            set_rate(optimizer, theta, ConjugateTarget(plain, torch.Generator().manual_seed(0), len(theta)))
+    return optimizer
+
+
+def _differing(loops: list[Loop]) -> list[Finding]:
+    def same(a: float | None, b: float | None) -> bool:
+        return a == b if a is None or b is None else close(a, b, 0.01)
+
+    seen = [(loop.temperatures()[0], loop.precision) for loop in loops]
+    if all(same(a, b) for pair in seen for a, b in zip(pair, seen[0], strict=True)):
+        return []
+    listed = "; ".join(
+        f"group {i}: temperature {'unknown' if t is None else number(t)}, prior precision "
+        f"{'unknown' if p is None else number(p)}"
+        for i, (t, p) in enumerate(seen)
+    )
+    return [Finding("groups differ", f"there is no single temperature ({listed})", "the same N and T in all groups")]
+
+
+def _contradicted(loop: Loop, seen: Measured) -> list[Finding]:
+    """Where the run contradicts the description or the target temperature."""
+    room = 4.0 * seen.error / max(seen.temperature, 1e-300) + 0.05
+    measured = f"measured temperature {number(seen.temperature)} ± {number(seen.error)}"
+    if seen.expected is not None:
+        if close(seen.temperature, seen.expected, room):
+            return []
+        why = f"{measured}, expected {number(seen.expected)}"
+        return [Finding("not as described", why, "correct the description, or the optimizer")]
+    heat, target = seen.temperature - loop.gradient_heat(seen.gradient_noise), loop.target_temperature
+    if close(heat, target, room):
+        return []
+    return list(wrong_noise(loop, heat, target, f"{measured} instead of {number(target)}", room))
+
+
+def _degrees(value: float) -> str:
+    text = number(value)
+    return f"{text}.0" if text.isdigit() else text

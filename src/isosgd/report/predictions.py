@@ -1,0 +1,374 @@
+"""How good predictions on held-out rows are: figures and scores of regressions and classifications."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isosgd.metrics import (
+    accuracy,
+    auroc,
+    brier,
+    categorical_mnll,
+    ece,
+    fpr95,
+    mixture_cdf,
+    mixture_coverage,
+    mixture_crps,
+    mixture_interval,
+    mixture_mnll,
+    predictive_entropy,
+    rmse,
+)
+from isosgd.predictive import Posterior
+from isosgd.report.plot import Array, Plot, evenly, limits, number
+from isosgd.report.subject import Figure, Subject, Tile
+
+SHOWN = 250  # points of a scatter plot
+GRID = 321
+LEVELS = np.linspace(0.05, 0.95, 19)
+MOST_SHOWN = 10  # classes of a table of confusions
+BINS = 24
+
+
+@dataclass(frozen=True)
+class Regression:
+    """Predictions of rows whose targets are known, in the units of the data.
+
+    Attributes:
+        means: of each draw, ``[chains, draws, n]``.
+        variances: of the noise, ``[chains, draws, n]``.
+        y: what was observed, ``[n]``.
+    """
+
+    means: Tensor
+    variances: Tensor
+    y: Tensor
+
+    @property
+    def traces(self) -> Tensor:
+        """What to follow over draws."""
+        return self.means
+
+    def tiles(self) -> list[Tile]:
+        """Scores."""
+        mean, variance = self.means.flatten(0, 1), self.variances.flatten(0, 1)
+        error, plain = float(rmse(mean.mean(0), self.y)), float(self.y.std(correction=0))
+        covered = float(mixture_coverage(mean, variance, self.y))
+        return [
+            Tile("RMSE", number(error), f"{number(plain)} for predicting the mean"),
+            Tile("in 95% intervals", f"{100 * covered:.1f}%", f"of {len(self.y):,} rows"),
+            Tile("MNLL", number(float(mixture_mnll(mean, variance, self.y))), "nats per row, lower is better"),
+            Tile("CRPS", number(float(mixture_crps(mean[:: _thin(mean)], variance[:: _thin(mean)], self.y)))),
+        ]
+
+    def figures(self, subject: Subject) -> list[Figure]:
+        """Predictions against truth, residuals, coverage of intervals, and where in its prediction each target fell."""
+        mean, variance = self.means.flatten(0, 1), self.variances.flatten(0, 1)
+        low, high = mixture_interval(mean, variance)
+        below = mixture_cdf(mean, variance, self.y).numpy()
+        middle, y = mean.mean(0).numpy(), self.y.numpy()
+        sd = (variance.mean(0) + mean.var(0, correction=0)).sqrt().numpy()
+        shown = evenly(len(y), SHOWN)
+        return [
+            _against_truth(subject, middle[shown], y[shown], low.numpy()[shown], high.numpy()[shown]),
+            _coverage(below),
+            _residuals(subject, middle[shown], (y[shown] - middle[shown]) / sd[shown]),
+            _pit(below),
+        ]
+
+
+def evaluate_regression(posterior: Posterior, data: Any, subject: Subject) -> Regression | None:
+    """Predict held-out rows; None where the predictions are not those of a normal regression of one number."""
+    x, y = data[0] if len(data) == 2 else tuple(data[:-1]), data[-1]
+    found = posterior.predict(x, return_draws=True)
+    if found.draws is None or found.draw_variances is None or not found.normal:
+        return None
+    y = y.cpu()
+    means, variances = found.draws.cpu(), found.draw_variances.expand_as(found.draws).cpu()
+    if means.ndim == 4 and means.shape[-1] == 1:
+        means, variances = means.squeeze(-1), variances.squeeze(-1)
+    if means.ndim != 3 or y.numel() != means.shape[-1]:
+        return None
+    scaled = means.double() * subject.y_scale + subject.y_mean
+    return Regression(
+        scaled, variances.double() * subject.y_scale**2, y.double().flatten() * subject.y_scale + subject.y_mean
+    )
+
+
+def bands(posterior: Posterior, data: Any, subject: Subject, label: str) -> Figure | None:
+    """Predictions over a single input; None where there are more."""
+    x, y = data[0], data[-1]
+    if len(data) != 2 or not isinstance(x, Tensor) or not x.is_floating_point() or x.numel() != len(x):
+        return None
+    low, high = limits(x.cpu().numpy(), margin=0.15)
+    grid = torch.linspace(low, high, GRID, dtype=x.dtype, device=x.device).reshape(-1, *x.shape[1:])
+    found = posterior.predict(grid)
+    if found.mean.numel() != GRID:
+        return None
+    shown = evenly(len(x), SHOWN)
+    at, place = (_flat(v) * subject.x_scale + subject.x_mean for v in (grid, x))
+    middle, truth = (_flat(v) * subject.y_scale + subject.y_mean for v in (found.mean, y))
+    whole, model = (2 * _flat(v) * subject.y_scale for v in (found.std, found.model_variance.double().sqrt()))
+    name = subject.inputs[0] if subject.inputs else "x"
+    drawn = []
+    for width in (940, 440):
+        plot = Plot(
+            (float(at[0]), float(at[-1])), limits(middle - whole, middle + whole, truth),
+            xlabel=name, ylabel=subject.target, width=width, height=330,
+        )  # fmt: skip
+        if found.noise_variance is not None:
+            plot.band(at, middle - whole, middle + whole, "a", label="with noise, ± 2 sd", style="faint")
+        plot.band(at, middle - model, middle + model, "a", label="of the mean, ± 2 sd")
+        plot.dots(place[shown], truth[shown], "grey", label=label)
+        plot.line(at, middle, "a", label="predicted mean")
+        drawn.append(
+            plot.svg(f"Predicted mean of {subject.target} over {name}, with bands of two standard deviations.")
+        )
+    caption = (
+        "The inner band is the uncertainty of the mean, which more data would reduce; the outer one adds the noise of "
+        "single observations. Away from the data the inner band should widen."
+    )
+    return Figure(f"Prediction of {subject.target} over {name}", drawn[0], caption, drawn[1])
+
+
+def _against_truth(subject: Subject, middle: Any, y: Any, low: Any, high: Any) -> Figure:
+    ends = limits(y, middle)
+    plot = Plot(ends, limits(low, high, y), xlabel=f"observed {subject.target}", ylabel="predicted")
+    inside = (low <= y) & (y <= high)
+    plot.line(ends, ends, "grey", style="dashed", label="prediction = truth")
+    plot.rods(y[inside], low[inside], high[inside], "a", label="95% interval")
+    plot.rods(y[~inside], low[~inside], high[~inside], "b", label="misses the truth")
+    plot.dots(y[inside], middle[inside], "a")
+    plot.dots(y[~inside], middle[~inside], "b")
+    share = f"{int(inside.sum())} of {len(y)}"
+    return Figure(
+        "Predicted and observed",
+        plot.svg(f"Predictions with 95% intervals against observations; {share} intervals hold the truth."),
+        f"{share} of the intervals shown cross the dashed line, where prediction and truth are equal.",
+    )
+
+
+def _coverage(below: Any) -> Figure:
+    tails = (1 - LEVELS) / 2
+    share = np.array([np.mean((below >= t) & (below <= 1 - t)) for t in tails])
+    error = 2 * np.sqrt(LEVELS * (1 - LEVELS) / len(below))
+    plot = Plot((0, 1), (0, 1), xlabel="probability that the interval claims", ylabel="share of rows inside")
+    plot.band(LEVELS, np.clip(LEVELS - error, 0, 1), np.clip(LEVELS + error, 0, 1), "grey", label="± 2 standard errors")
+    plot.line([0, 1], [0, 1], "grey", style="dashed")
+    plot.line(LEVELS, share, "a", label="measured")
+    plot.dots(LEVELS, share, "a")
+    return Figure(
+        "Coverage of intervals",
+        plot.svg("Share of rows inside central intervals against their probability."),
+        "Above the diagonal intervals are too wide, below it too narrow. The grey band is what chance allows.",
+    )
+
+
+def _residuals(subject: Subject, middle: Any, residual: Any) -> Figure:
+    top = max(3.2, float(np.abs(residual).max()) * 1.06)
+    plot = Plot(limits(middle), (-top, top), xlabel=f"predicted {subject.target}", ylabel="residual / predicted sd")
+    ends = limits(middle)
+    plot.band(ends, (-2, -2), (2, 2), "grey", label="± 2")
+    plot.line(ends, (0, 0), "grey", style="dashed")
+    plot.dots(middle, residual, "a")
+    return Figure(
+        "Residuals",
+        plot.svg("Residuals in units of the predicted standard deviation against the prediction."),
+        "A bend or a funnel shows what the model misses; about one in twenty lies beyond ± 2.",
+    )
+
+
+def _pit(below: Any) -> Figure:
+    count = int(np.clip(len(below) // 12, 5, 20))
+    heights, edges = np.histogram(below, bins=count, range=(0, 1))
+    mean = len(below) / count
+    error = 2 * math.sqrt(mean * (1 - 1 / count))
+    plot = Plot(
+        (0, 1), (0, max(float(heights.max()), mean + error) * 1.08), xlabel="probability predicted below the truth",
+        ylabel="rows",
+    )  # fmt: skip
+    plot.band((0, 1), (max(mean - error, 0),) * 2, (mean + error,) * 2, "grey", label="even, ± 2 standard errors")
+    plot.bars(edges, heights, "a")
+    plot.line((0, 1), (mean, mean), "grey", style="dashed")
+    return Figure(
+        "Observations within their predicted distributions",
+        plot.svg("Histogram of the probability integral transform."),
+        "Even bars: predicted distributions are right. A peak in the middle: too wide; peaks at the ends: too narrow.",
+    )
+
+
+def _flat(x: Tensor) -> Array:
+    flat: Array = x.double().cpu().flatten().numpy()
+    return flat
+
+
+def _thin(draws: Tensor) -> int:
+    """The CRPS compares every draw with every other: a hundred are enough."""
+    return max(1, len(draws) // 100)
+
+
+# -- classification ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Classification:
+    """Predictions of rows whose class is known.
+
+    Attributes:
+        draws: probabilities that each draw gives, ``[chains, draws, n, classes]``.
+        y: classes ``[n]``.
+        outside: mean probabilities ``[m, classes]`` of inputs unlike the training data, if any.
+    """
+
+    draws: Tensor
+    y: Tensor
+    outside: Tensor | None = None
+
+    @property
+    def mean(self) -> Tensor:
+        """Probabilities of the model average, ``[n, classes]``."""
+        return self.draws.double().flatten(0, 1).mean(0)
+
+    @property
+    def traces(self) -> Tensor:
+        """What to follow over draws: the probability of each row's own class."""
+        index = self.y.expand(*self.draws.shape[:2], -1).unsqueeze(-1)
+        return self.draws.gather(-1, index).squeeze(-1).double()
+
+    def tiles(self) -> list[Tile]:
+        """Scores."""
+        mean = self.mean
+        most = float(self.y.bincount().max()) / len(self.y)
+        found = [
+            Tile(
+                "accuracy",
+                f"{100 * float(accuracy(mean, self.y)):.1f}%",
+                f"{100 * most:.1f}% for the most frequent class",
+            ),
+            Tile("MNLL", number(float(categorical_mnll(mean, self.y))), "nats per row, lower is better"),
+            Tile("calibration error", number(float(ece(mean, self.y))), f"ECE over {len(self.y):,} rows"),
+        ]
+        if self.outside is None:
+            found.append(Tile("Brier score", number(float(brier(mean, self.y)))))
+        else:
+            inner, outer = predictive_entropy(mean), predictive_entropy(self.outside)
+            note = f"FPR95 {100 * float(fpr95(inner, outer)):.0f}%"
+            found.append(Tile("AUROC, out of distribution", number(float(auroc(inner, outer))), note))
+        return found
+
+    def figures(self, subject: Subject) -> list[Figure]:
+        """Reliability, confusions, and entropies."""
+        mean, y = self.mean.numpy(), self.y.numpy()
+        entropy = predictive_entropy(self.mean).numpy()
+        right = mean.argmax(1) == y
+        found = [_reliability(mean, y), _confusion(mean, y, subject)]
+        most = math.log(mean.shape[1])
+        found.append(
+            _histograms(
+                "Entropy of correct and wrong predictions",
+                {f"correct ({right.sum():,})": entropy[right], f"wrong ({(~right).sum():,})": entropy[~right]},
+                most,
+                "Errors should be where the entropy is high.",
+            )
+        )
+        if self.outside is not None:
+            outer = predictive_entropy(self.outside).numpy()
+            found.append(
+                _histograms(
+                    "Entropy in and out of distribution",
+                    {f"held-out rows ({len(entropy):,})": entropy, f"{subject.outside} ({len(outer):,})": outer},
+                    most,
+                    "Inputs unlike the training data should have a higher entropy.",
+                )
+            )
+        return found
+
+
+def evaluate_classification(posterior: Posterior, data: Any, outside: Any) -> Classification | None:
+    """Predict held-out rows; None where predictions are not class probabilities, one label a row."""
+    x, y = data[0] if len(data) == 2 else tuple(data[:-1]), data[-1]
+    found = posterior.predict(x, return_draws=True)
+    if found.draws is None or found.expected_entropy is None or y.ndim != 1:
+        return None
+    draws = _both(found.draws, y)
+    if draws is None:
+        return None
+    outer = None
+    if outside is not None:
+        outer = _both(posterior.predict(outside).mean[None, None], y)
+        outer = None if outer is None else outer[0, 0].double().cpu()
+    return Classification(draws.cpu(), y.long().cpu(), outer)
+
+
+def _both(draws: Tensor, y: Tensor) -> Tensor | None:
+    """Probabilities of all classes ``[chains, draws, n, classes]``; for one of two outcomes the other is added."""
+    if draws.ndim == 4 and draws.shape[-1] > 1:
+        return draws
+    if draws.ndim == 4:
+        draws = draws.squeeze(-1)
+    return torch.stack([1 - draws, draws], -1) if draws.ndim == 3 else None
+
+
+def _reliability(mean: Any, y: Any) -> Figure:
+    """In bins of equally many rows, so that every dot has the same weight."""
+    sure, right = mean.max(1), (mean.argmax(1) == y).astype(float)
+    count = int(np.clip(len(y) // 20, 1, 10))
+    parts = [part for part in np.array_split(np.argsort(sure), count) if len(part)]
+    confidence, share = (np.array([v[part].mean() for part in parts]) for v in (sure, right))
+    # One row more of each kind keeps the error of an all-right bin from being zero.
+    error = np.array([
+        2 * math.sqrt((k := right[p].sum() + 1) * (len(p) + 2 - k)) / (len(p) + 2) ** 1.5 for p in parts
+    ])  # fmt: skip
+    least = min(float(confidence.min()), float((share - error).min())) - 0.05
+    ends = (max(0.0, least), 1.0)
+    plot = Plot(ends, ends, xlabel="confidence", ylabel="share correct")
+    plot.line(ends, ends, "grey", style="dashed", label="perfect")
+    plot.rods(confidence, np.clip(share - error, *ends), np.clip(share + error, *ends), "a")
+    plot.line(confidence, share, "a", label="measured, ± 2 standard errors")
+    plot.dots(confidence, share, "a", radius=3.4)
+    return Figure(
+        "Reliability",
+        plot.svg("Share of correct predictions against confidence."),
+        "On the dashed line: of predictions made with 80% confidence, 80% are correct. Below it: overconfident.",
+    )
+
+
+def _confusion(mean: Any, y: Any, subject: Subject) -> Figure:
+    guess, count = mean.argmax(1), mean.shape[1]
+    kept = np.argsort(-np.bincount(y, minlength=count), kind="stable")[:MOST_SHOWN]
+    kept = np.sort(kept)
+    names = [subject.classes[k] if k < len(subject.classes) else str(k) for k in kept]
+    short = [name if len(name) <= 9 else name[:8] + "…" for name in names]
+    size = len(kept)
+    ticks = [(float(k), name) for k, name in enumerate(short)]
+    plot = Plot(
+        (-0.5, size - 0.5), (-0.5, size - 0.5), xlabel="predicted", ylabel="true", xticks=ticks,
+        yticks=[(size - 1 - at, name) for at, name in ticks], grid=False, height=330,
+    )  # fmt: skip
+    for row, true in enumerate(kept):
+        total = max(int((y == true).sum()), 1)
+        for column, predicted in enumerate(kept):
+            cases = int(((y == true) & (guess == predicted)).sum())
+            plot.cell(column, size - 1 - row, cases / total, f"{cases:,}" if cases else "")
+    less = "" if size == count else f" The {size} most frequent of {count} classes are shown."
+    return Figure(
+        "Confusion of classes",
+        plot.svg("Table of true and predicted classes."),
+        f"Rows are true classes, columns predicted ones; the diagonal is correct.{less}",
+    )
+
+
+def _histograms(title: str, groups: dict[str, Any], most: float, caption: str) -> Figure:
+    edges = np.linspace(0.0, most, BINS + 1)
+    shares = {name: np.histogram(v, edges)[0] / max(len(v), 1) for name, v in groups.items()}
+    top = max(float(share.max()) for share in shares.values()) * 1.06
+    plot = Plot((0, most), (0, top), xlabel="entropy of the prediction (nats)", ylabel="share of each group")
+    for (name, share), colour in zip(shares.items(), "ab", strict=False):
+        plot.bars(edges, share, colour, label=name, style="overlaid")
+    return Figure(title, plot.svg(f"{title}: histograms of entropy for {' and '.join(groups)}."), caption)
