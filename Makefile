@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # two installs into one environment must not meet
-.PHONY: help demo test test-all lint format docs bench bench-peers clean
+.PHONY: help demo test test-long test-all lint format docs bench bench-peers clean
 
 help: ## Show this list
 	@echo "usage: make TARGET [PYTHON=python3.12]"
@@ -19,10 +19,13 @@ help: ## Show this list
 demo: $(VENV)/.installed-demo ## Sample posteriors that are known exactly, and two real data sets; figures in demo-output/
 	$(PY) -m isosgd.demo --out demo-output
 
-test: lint ## Lint, the fast tests and every doctest
-	$(PYTEST) -m "not slow"
+test: lint ## Lint, the tests to run before every commit, and every doctest; under 5 minutes on 2 cores
+	$(PYTEST) -m "not long and not slow"
 
-test-all: lint ## Lint and all tests, the long statistical ones too
+test-long: $(VENV)/.installed-dev ## The long tests: statistics, runs that are killed, compiled and native code
+	$(PYTEST) -m "long and not slow" --timeout 900
+
+test-all: lint ## Lint and all tests, those that take minutes too
 	$(PYTEST) --timeout 3600
 
 lint: $(VENV)/.installed-dev ## ruff check, ruff format --check, mypy --strict
@@ -38,14 +41,14 @@ docs: $(VENV)/.installed-docs ## Build the documentation into site/; any warning
 	$(PY) -m mkdocs build --strict
 
 bench: $(VENV)/.installed-dev ## Time one update of each sampler against torch.optim
-	$(PY) benchmarks/step.py
+	$(PY) -m benchmarks.step
 
 bench-peers: $(PEERS)/.installed ## Chain-steps per second against blackjax and posteriors, on one core
-	$(PEERS)/bin/python -W ignore benchmarks/chains.py
+	$(PEERS)/bin/python -W ignore -m benchmarks.chains
 
 clean: ## Remove the environment and everything built (demo-output/ too)
 	rm -rf $(VENV) $(PEERS) site dist build demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find src tests experiments benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # One stamp for each extra. The constraints keep pip from choosing another torch than the one tested.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/.created

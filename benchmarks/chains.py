@@ -1,7 +1,7 @@
 """Chain-steps per second: ours against blackjax and posteriors, interleaved in one process on one core.
 
     make bench-peers
-    python benchmarks/chains.py [--chains 1 10 100 1000] [--rounds 15] [--core 0] [--device cuda] [--json FILE]
+    python -m benchmarks.chains [--chains 1 10 100 1000] [--rounds 15] [--core 0] [--device cuda] [--json FILE]
 
 The posterior is that of an MLP 13-50-1 with Gaussian noise of known scale and a normal prior, minibatches of 128 out
 of 455 rows, all in float32. A step is everything: a minibatch drawn for each chain, its gradient, as many random
@@ -66,12 +66,12 @@ def ours(chains: int, steps: int, method: str, warmup: int, options: dict[str, A
     """Chains of ours."""
     import torch
 
+    from experiments.models import mlp
     from isosgd import Target, likelihoods, priors
     from isosgd.chain.progress import Progress
     from isosgd.chain.stride import Stride, why_not
     from isosgd.chain.team import Team
     from isosgd.chain.warmup import warm_up
-    from isosgd.models import mlp
     from isosgd.sampling.loop import Plan
     from isosgd.sampling.settings import sampler_factory
 
@@ -151,7 +151,7 @@ def posteriors_sgld(chains: int, steps: int) -> Call:
     import torch
     from torch.func import functional_call, stack_module_state
 
-    from isosgd.models import mlp
+    from experiments.models import mlp
 
     x, y = data()
     nets = [mlp(FEATURES, HIDDEN, 1) for _ in range(chains)]
@@ -182,7 +182,7 @@ def torch_sgd(steps: int, device: str) -> Call:
     """One network, trained by SGD."""
     import torch
 
-    from isosgd.models import mlp
+    from experiments.models import mlp
 
     x, y = (t.to(device) for t in data())
     net = mlp(FEATURES, HIDDEN, 1).to(device)
@@ -281,7 +281,11 @@ def show(chains: int, found: dict[str, dict[str, float]]) -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.chains",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--chains", type=int, nargs="+", default=[1, 10, 100, 1000], help="how many (1 10 100 1000)")
     parser.add_argument("--rounds", type=int, default=15, help="timed calls of each (default 15)")
     parser.add_argument("--core", type=int, default=0, help="the core that everything runs on (default 0)")
@@ -319,7 +323,7 @@ def main() -> None:
         if peer in sys.modules:
             versions[peer] = getattr(sys.modules[peer], "__version__", "")
     if args.json:
-        command = "python benchmarks/chains.py " + " ".join(sys.argv[1:])
+        command = "python -m benchmarks.chains " + " ".join(sys.argv[1:])
         about = {"command": command, "versions": versions, "rounds": args.rounds}
         found = {**about, "microseconds a chain-step": result, "megabytes of I-SGD": megabytes}
         args.json.write_text(json.dumps(found, indent=2) + "\n")

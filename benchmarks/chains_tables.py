@@ -1,6 +1,6 @@
-"""Tables of `benchmarks/chains.py`, from its JSON into the documentation.
+"""Tables of `benchmarks.chains`, from its JSON into the documentation.
 
-python benchmarks/chains_tables.py [--results results/chains] [--docs docs/chains.md]
+python -m benchmarks.chains_tables [--results results/chains] [--docs docs/chains.md]
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pages import put
+from experiments.pages import put
 
 
 def table(found: dict[str, Any]) -> str:
@@ -45,7 +45,11 @@ def table(found: dict[str, Any]) -> str:
 
 def main() -> None:
     """Write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.chains_tables",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--results", type=Path, default=Path("results/chains"))
     parser.add_argument("--docs", type=Path, default=Path("docs/chains.md"))
     args = parser.parse_args()

@@ -1,6 +1,6 @@
 """Time of the fused update and of whole captured steps on a GPU.
 
-    python benchmarks/gpu_step.py [--json FILE] [--sizes 1e6 11e6 100e6 1e9] [--models lenet5 resnet18 resnet56 vgg16]
+    python -m benchmarks.gpu_step [--json FILE] [--sizes 1e6 11e6 100e6 1e9] [--models lenet5 resnet18 resnet56 vgg16]
 
 Updates: I-SGD's step (prior, gradient, injected noise) beside ``torch.optim.SGD(fused=True)`` and
 ``Adam(fused=True)``, each replayed as a CUDA graph, and the bytes it must move over the bandwidth of a copy that is
@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isosgd.data import CIFAR10_MEAN, CIFAR10_STD, MNIST_MEAN, MNIST_STD
-from isosgd.experiments.captured import Chain
-from isosgd.experiments.classifiers import RECIPES, Task
-from isosgd.experiments.images import Images
+from experiments.data import CIFAR10_MEAN, CIFAR10_STD, MNIST_MEAN, MNIST_STD
+from experiments.images.captured import Chain
+from experiments.images.classifiers import RECIPES, Task
+from experiments.images.images import Images
 from isosgd.samplers.flat import Flat
 from isosgd.samplers.fused import FusedStep
 
@@ -82,7 +82,7 @@ def tensors(size: int) -> list[Tensor]:
 
 def resnet_parameters() -> list[Tensor]:
     """In channels-last order, as they are used."""
-    from isosgd.models import resnet18
+    from experiments.models import resnet18
 
     return list(resnet18().to("cuda", memory_format=torch.channels_last).parameters())
 
@@ -170,14 +170,18 @@ def steps(models: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--sizes", nargs="*", type=float, default=[1e6, 11e6, 100e6, 1e9])
     parser.add_argument("--models", nargs="*", default=["lenet5", "resnet18", "resnet56", "vgg16"])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.backends.cudnn.benchmark = True
     found = {
-        "command": "python benchmarks/gpu_step.py",
+        "command": "python -m benchmarks.gpu_step",
         "hardware": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "updates": updates([int(size) for size in args.sizes]) if args.sizes else {},

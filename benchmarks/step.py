@@ -1,6 +1,6 @@
 """Time of one update, without the gradient: our samplers against torch's optimizers, interleaved in one process.
 
-    python benchmarks/step.py [--rounds 500] [--threads 2] [--json FILE]
+    python -m benchmarks.step [--rounds 500] [--threads 2] [--json FILE]
 
 The model has 167 tensors and about a million parameters, in 56 layers (the shape of a ResNet-56 without its
 buffers). Every round calls every optimizer once, so that all of them meet cold caches and the same load on the
@@ -100,7 +100,11 @@ def measure(steps: dict[str, Step], rounds: int) -> dict[str, tuple[float, float
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--rounds", type=int, default=500, help="steps of each optimizer (default 500)")
     parser.add_argument("--threads", type=int, default=2, help="threads torch may use (default 2)")
     parser.add_argument("--json", type=Path, help="also write the result to this file")

@@ -1,6 +1,6 @@
 """What streaming draws to the disk costs, as a share of sampling alone.
 
-    python benchmarks/store.py [--rounds 5] [--steps 600] [--every 1] [--threads 1] [--folder DIR]
+    python -m benchmarks.store [--rounds 5] [--steps 600] [--every 1] [--threads 1] [--folder DIR]
 
 A network of a million parameters (784-1000-210-10), minibatches of 128, SGLD. Every round takes the same steps twice,
 once with a draw of 4 MB stored every ``--every`` steps, once with nothing kept before the last step; which comes first
@@ -60,7 +60,11 @@ def spent(target: isosgd.Target, data: tuple[Tensor, Tensor], **settings: Any) -
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.store",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--rounds", type=int, default=5, help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=600, help="of each part of a round (%(default)s)")
     parser.add_argument("--every", type=int, default=1, help="steps between draws (%(default)s)")

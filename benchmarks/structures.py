@@ -1,6 +1,6 @@
 """Time and memory of one I-SGD update, without the gradient, by the structure of Lambda, on ResNet-18's tensors.
 
-    python benchmarks/structures.py [--device cpu] [--rounds 150] [--threads 1] [--structures NAME ...]
+    python -m benchmarks.structures [--device cpu] [--rounds 150] [--threads 1] [--structures NAME ...]
         [--leading K ...] [--json FILE]
 
 Lambda is set up from synthetic noise vectors, then every round steps every sampler once, so that all meet the same load
@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 import isosgd
+from experiments.models import resnet18
 from isosgd.geometry import Kronecker, LowRank
 from isosgd.geometry.choice import STRUCTURES
-from isosgd.models import resnet18
 
 CYCLE = 50  # steps between two looks at the noise, the samplers' default
 ALLOWED = {"lowrank": 3.0, "kronecker": 2.0}
@@ -132,7 +132,11 @@ def measure(candidates: dict[str, Candidate], rounds: int, device: torch.device)
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.structures",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     parser.add_argument("--rounds", type=int, default=150, help="steps of each sampler (default 150, at least 10)")
     parser.add_argument("--threads", type=int, default=1, help="threads torch may use (default 1)")

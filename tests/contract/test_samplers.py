@@ -285,9 +285,10 @@ def on_disk(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @every_case
-@pytest.mark.parametrize("where", ["at the start", "in the middle"])
 @pytest.mark.parametrize(
-    "settings", [{}, {"capturable": True}, {"chains": CHAINS}], ids=["plain", "capturable", "chains"]
+    ("where", "settings"),
+    [("in the middle", {}), ("at the start", {"capturable": True}), ("at the start", {"chains": CHAINS})],
+    ids=["plain", "capturable", "chains"],
 )
 def test_a_saved_state_resumes_bit_for_bit(case: Case, where: str, settings: dict[str, Any]) -> None:
     params = named_params(chains=settings.get("chains"))
@@ -355,8 +356,7 @@ def test_a_frozen_parameter_stays_and_the_rest_moves(case: Case) -> None:
     assert moved == [True, False, True]
 
 
-@every_case
-@pytest.mark.parametrize("frozen", ["a", "b"])
+@pytest.mark.parametrize(("case", "frozen"), [(case, "ab"[i % 2]) for i, case in enumerate(CASES.values())], ids=CASES)
 def test_a_frozen_layer_stays_and_the_rest_moves(case: Case, frozen: str) -> None:
     params = named_params()
     for name, p in params.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,6 +143,14 @@ class GaussianPosterior:
         inflation = variance_inflation(rate * self.curvature, sampler.friction)
         predicted = torch.as_tensor(heat) * inflation * torch.ones(DIM)
         return Result(total / steps / exact, predicted, rate * self.curvature)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of this folder are long, unless they say that they are quick."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents and item.get_closest_marker("quick") is None:
+            item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from isosgd.diagnostics.auditing.conjugate import Conjugate, measure
 from isosgd.diagnostics.auditing.described import Described
 from isosgd.diagnostics.auditing.loop import Loop
 
+pytestmark = pytest.mark.quick
+
 
 class Langevin(Optimizer):
     """SGLD as it should be, for a mean loss; the faults below change one thing each."""

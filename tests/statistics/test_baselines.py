@@ -65,6 +65,7 @@ def agrees(z: Tensor) -> bool:
 # ------------------------------------------------------------------------------------------------ snapshots
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", ["independent", "correlated", "half"])
 def test_snapshots_at_a_constant_rate_have_the_covariance_of_sgd(gaussian_posterior: type, kind: str) -> None:
     known, gap, draws = gaussian_posterior(kind), 5, 12
@@ -131,6 +132,7 @@ def swag_z(known: Any, rank: int, temperature: float, gap: int) -> Tensor:
     return z_scores(posterior.draws["theta"] - known.mean, predicted)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("rank", "temperature", "gap"), SWAG_CASES)
 @pytest.mark.parametrize("kind", ["independent", "correlated"])
 def test_swag_has_the_covariance_of_sgd_and_of_its_fit(

@@ -31,6 +31,7 @@ def test_bias_falls_at_its_order(gaussian_posterior, kind, settings):
         assert abs(order - 1.0) < 0.25 + 3 * spread
 
 
+@pytest.mark.quick
 def test_vsgd_has_the_covariance_of_mandts_theory(gaussian_posterior):
     """S = (1 - rate h)^2 S + rate^2 Var(g): neither isotropic nor the posterior's where the noise is not."""
     posterior = gaussian_posterior("independent", seed=5)

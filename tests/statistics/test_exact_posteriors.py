@@ -9,8 +9,8 @@ import torch
 
 import isosgd
 from isosgd import Target, priors
+from isosgd.demo.toy import Toy, compare
 from isosgd.diagnostics import integrated_time
-from isosgd.experiments.toy import Toy, compare
 
 
 @pytest.mark.timeout(900)

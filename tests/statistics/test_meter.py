@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from isosgd import Posterior, Target, priors, sample
+from isosgd.demo.toy import Toy
 from isosgd.diagnostics import Verdict
 from isosgd.errors import SamplingWarning
-from isosgd.experiments.toy import Toy
 
 NUM_DATA, DIM, CHAINS, DRAWS, BATCH = 200, 10, 4, 200, 40
 State = dict[str, Any]
@@ -187,6 +187,7 @@ FAULTS: dict[str, tuple[Rule, list[float]]] = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("rule", [langevin, hamiltonian])
 def test_the_true_temperature_is_read(regression: Regression, rule: Rule, temperature: float) -> None:
@@ -217,6 +218,7 @@ def test_burn_in_that_ends_too_early_is_not_trusted(regression: Regression) -> N
     assert not found.trusted, str(found)
 
 
+@pytest.mark.quick
 def test_right_draws_are_hardly_ever_called_wrong(regression: Regression) -> None:
     """Exact draws, correlated in time, of several lengths. Of 60 verdicts, each wrong once in a thousand, none is."""
     root = torch.linalg.cholesky(torch.linalg.inv(regression.curvature) / NUM_DATA)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import vmap
 
 import isosgd
-from isosgd.experiments import suite
+from experiments.posteriors import suite
 
 pytestmark = pytest.mark.slow
 

@@ -1,6 +1,6 @@
 """Lambdas that know directions: exact where theory is exact, and good where nobody else mixes.
 
-`Geometry` runs chains on the posterior of `GaussianPosterior` under real minibatch noise. Everything is linear there, so
+`Run` has chains on the posterior of `GaussianPosterior` under real minibatch noise. Everything is linear there, so
 that the stationary covariance of the chain follows from a Lyapunov equation, bias and all, and chains are held to it.
 """
 
@@ -16,10 +16,10 @@ from scipy.linalg import solve_discrete_lyapunov
 from torch import Tensor
 
 import isosgd
+from experiments.posteriors import posteriordb
 from isosgd import ISGD, Target, priors
+from isosgd.demo.toy import Toy, compare, gaussian_w2
 from isosgd.diagnostics import integrated_time
-from isosgd.experiments import posteriordb
-from isosgd.experiments.toy import Toy, compare, gaussian_w2
 from isosgd.geometry.base import Geometry
 from isosgd.samplers.innovations import Source
 from isosgd.samplers.steppers import variance_inflation

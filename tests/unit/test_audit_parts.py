@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isosgd.commands import audit as command
+from isosgd.cli import audit as command
 from isosgd.diagnostics.audit import Loop
 from isosgd.diagnostics.auditing.epochs import share_left
 from isosgd.diagnostics.auditing.expressions import evaluate
@@ -154,8 +154,8 @@ def test_the_share_of_an_epoch_by_brute_force(forgets, steps):
 
 def run(*argv):
     parser = argparse.ArgumentParser(prog="isosgd audit")
-    command.add(parser)
-    return command.run(parser.parse_args(argv))
+    command.add_audit(parser)
+    return command.run_audit(parser.parse_args(argv))
 
 
 def strict(text):

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout1d
 
 import isosgd
+from experiments.models import lenet5, resnet56
 from isosgd import DataSets, Target, priors
 from isosgd.baselines import runner
 from isosgd.baselines.base import LOOKS, PROBES
 from isosgd.baselines.masks import find_places
 from isosgd.baselines.swag import Moments
 from isosgd.chain.progress import Progress
-from isosgd.models import lenet5, resnet56
 
 GAUSSIAN = isosgd.likelihoods.Gaussian(scale=0.5)
 QUICK: dict[str, Any] = {"draws": 3, "warmup": 10, "keep_every": 3, "progress": False}

@@ -78,6 +78,7 @@ def test_condition_numbers() -> None:
     assert condition_numbers(torch.eye(2).unsqueeze(0))["lowrank"] == pytest.approx(1.0)  # fewer than directions
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("decades", "taken"), [(WHITE, "lowrank"), (STEEP, "full")])
 def test_the_first_look_decides(decades: float, taken: str) -> None:
     target, data = regression(decades)

@@ -9,8 +9,8 @@ import pytest
 
 import isosgd
 from isosgd.cli import main
-from isosgd.commands.common import gathered_warnings
-from isosgd.commands.runs import open_run
+from isosgd.cli.common import gathered_warnings
+from isosgd.cli.folders import open_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # so few steps cannot settle
 

@@ -16,9 +16,9 @@ import torch
 
 import isosgd
 from isosgd.cli import main
-from isosgd.commands.fit import _heldout
-from isosgd.commands.network import Network
-from isosgd.commands.runs import open_run
+from isosgd.cli.folders import open_run
+from isosgd.cli.network import Network
+from isosgd.cli.tables import _heldout
 from isosgd.data.columns import read_columns
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # so few steps cannot settle
@@ -63,7 +63,7 @@ def fitted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "penguins"
     with pytest.MonkeyPatch.context() as patch:
         printed = []
-        patch.setattr("isosgd.commands.drawing.print_json", printed.append)
+        patch.setattr("isosgd.cli.runs.print_json", printed.append)
         assert main(["fit", str(PENGUINS), "--target", "body_mass_g", "--out", str(folder), "--json", *SHORT]) == 0
     return folder, printed[0]
 
@@ -105,7 +105,7 @@ def test_held_out_rows_were_not_learnt_from(fitted):
 def test_scores_do_not_depend_on_how_many_rows_are_predicted_at_once(kind, request, monkeypatch):
     """And are those of all rows together, by the functions that users have."""
     from isosgd import metrics
-    from isosgd.commands import judgement
+    from isosgd.cli import runs as judgement
 
     found = request.getfixturevalue(kind)
     run_ = open_run(found[0] if kind == "fitted" else found)
@@ -138,8 +138,8 @@ BIG = """
 import resource, sys, torch, warnings
 from dataclasses import replace
 from pathlib import Path
-from isosgd.commands.judgement import scores_of
-from isosgd.commands.runs import open_run
+from isosgd.cli.runs import scores_of
+from isosgd.cli.folders import open_run
 
 torch.set_num_threads(1)
 run = open_run(Path(sys.argv[1]))
@@ -153,6 +153,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - few) // 1024, whole[
 """
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_rows_that_are_scored(classified, tmp_path):
     """Of each row some numbers are kept; all predictions at once took 350 MB."""
     folder = shutil.copytree(classified, tmp_path / "run")
@@ -405,6 +406,7 @@ def stop_at(process, ready):
     return err
 
 
+@pytest.mark.long
 def test_ctrl_c_keeps_what_was_drawn_and_resume_goes_on(tmp_path, capsys):
     """With more draws than anyone waits for, so that it is stopped on the way on any machine."""
     folder = tmp_path / "run"

@@ -8,10 +8,10 @@ import copy
 import torch
 
 import isosgd
-from isosgd.experiments.captured import Chain, descend, one_cycle
-from isosgd.experiments.images import Images
-from isosgd.experiments.toy import Toy, compare
-from isosgd.models import lenet5
+from experiments.images.captured import Chain, descend, one_cycle
+from experiments.images.images import Images
+from experiments.models import lenet5
+from isosgd.demo.toy import Toy, compare
 from isosgd.samplers.flat import Flat
 from isosgd.samplers.fused import FusedStep
 

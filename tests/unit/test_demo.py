@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from isosgd import demo
-from isosgd.experiments.demo_figures import reliability
-from isosgd.experiments.demo_jobs import ISGD, QUICK, Found
+from isosgd.demo import __main__ as demo
+from isosgd.demo.figures import reliability
+from isosgd.demo.jobs import ISGD, QUICK, Found
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.long
 def test_quick_demo_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "folder"
     assert demo.main(["--out", str(out), "--quick", "--jobs", "1", "--seed", "1", "--json"]) == 0

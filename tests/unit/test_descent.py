@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 import isosgd
+from experiments.posteriors import suite
 from isosgd import Target
 from isosgd.chain import descent
 from isosgd.chain.batches import TensorBatches
 from isosgd.chain.chain import Chains
-from isosgd.experiments import suite
 
 
 def chains_of(target: Target, data: tuple[Tensor, ...], batch_size: int, count: int = 2) -> Chains:
@@ -26,6 +26,7 @@ def chains_of(target: Target, data: tuple[Tensor, ...], batch_size: int, count: 
     return Chains(target, starts, TensorBatches(data, batch_size, 0, count), rows, make, 0, True)
 
 
+@pytest.mark.long
 def test_a_network_fits_the_data_before_it_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     """With so few data the posterior density has a mode where weights are small and all is noise, far from its mass."""
     found = []

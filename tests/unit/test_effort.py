@@ -12,8 +12,7 @@ from torch import Tensor, nn
 import isosgd
 from isosgd import Target, sample
 from isosgd.cli import main
-from isosgd.commands.effort import LEAST_APART, LEAST_WARMUP, MOST_WORK, steps_for
-from isosgd.commands.network import Network
+from isosgd.cli.network import LEAST_APART, LEAST_WARMUP, MOST_WORK, Network, steps_for
 from isosgd.sampling import room
 
 PENGUINS = Path(__file__).parents[1] / "data" / "penguins.csv"
@@ -59,6 +58,7 @@ def test_more_chains_than_fit_are_refused_at_once(method: str, stored: bool, tmp
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_more_draws_than_fit_go_to_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(room, "memory", lambda: 10_000)
     with pytest.raises(ValueError, match=r"draws = 1,000 of 1 chains .* \(store=\)"):
@@ -88,6 +88,7 @@ def test_fit_says_it_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
 # -- what is held out --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
 @pytest.mark.parametrize("changed", [X[:3] + 1.0, X[:4], None], ids=["values", "number", "none"])
 def test_other_held_out_inputs_are_refused(changed: Tensor | None, tmp_path: Path) -> None:

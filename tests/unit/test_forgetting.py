@@ -34,6 +34,7 @@ def test_rates_along_directions_are_those_of_lambda(structure: Geometry, generat
     assert found["rates"][-1] == pytest.approx(float(known.min()), rel=0.05)
 
 
+@pytest.mark.long
 def test_epochs_to_forget_follow_the_curvature_that_was_measured() -> None:
     """A quadratic potential whose examples say nothing of its curvature: the Hessian decides."""
     x = torch.randn(400, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

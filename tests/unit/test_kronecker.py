@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from experiments.models import lenet5, resnet18
 from isosgd.geometry.kronecker import (
     LEADING,
     AllAxes,
@@ -19,7 +20,6 @@ from isosgd.geometry.kronecker import (
 )
 from isosgd.geometry.linalg import diagonal
 from isosgd.geometry.rule import Rule
-from isosgd.models import lenet5, resnet18
 
 F64 = torch.float64
 RULE = Rule(num_data=500, batch_size=10, temperature=0.7, bias=0.02, averaged=True)
@@ -119,7 +119,7 @@ def test_lambda_is_the_rule_in_the_basis(options: dict[str, Any], generator: tor
     torch.testing.assert_close(structure.on_axes.lam, structure.factor[:, None] * h)
     assert bool(
         (structure.factor >= RULE.factor(structure.curvature_ratio)).all()
-    )  # noise outside of the shape slows it
+    )  # noise that is not expressed slows it
 
 
 @every_kind
@@ -294,7 +294,7 @@ def test_small_networks_get_all_axes() -> None:
     assert sides((50, 13), (50,), (1, 50), (1,)) == [
         whole,
         ("FixedSide", "AllAxes"),
-    ]  # a single output has nothing to turn
+    ]  # one output: nothing to turn
     assert sides((50, 1), (50,), (50, 50)) == [("AllAxes", "FixedSide"), whole]
     lenet = [tuple(p.shape) for p in lenet5().parameters()]
     assert sides(*lenet) == [whole, whole, ("FixedSide", "LeadingAxes"), whole]  # 500 units of 800 inputs are too many

@@ -457,6 +457,7 @@ def test_as_many_directions_as_parameters_are_a_full_matrix(size: int, generator
     assert float(torch.linalg.eigvalsh(2 * lam_of(structure) - noise_of(structure)).min()) > 0
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")
 def test_no_chain_is_lost_where_the_directions_leave_nothing_of_a_coordinate() -> None:
     """Small networks on few rows: what `split` divides by may be rounding alone."""

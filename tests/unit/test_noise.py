@@ -140,6 +140,7 @@ def correlated_noise(count: int, generator: torch.Generator) -> tuple[Tensor, fl
     return torch.randn(count, 6, generator=generator, dtype=torch.float64) @ mix.T, 0.5 * top
 
 
+@pytest.mark.long
 def test_power_iteration_finds_the_top_eigenvalue(generator: torch.Generator) -> None:
     steps, counted, weight = 12_000, 8000, 0.005
     noise, expected = correlated_noise(steps, generator)

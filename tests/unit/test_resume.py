@@ -122,6 +122,7 @@ STRUCTURES = {
 FAST = {"kronecker", "lowrank"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "structure", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in STRUCTURES]
 )
@@ -136,6 +137,7 @@ def test_every_structure(tmp_path: Path, structure: str) -> None:
 EASY = {"vsgd": {"temperature": 1e-2}, "csgld": {"cycle": 10}, "csghmc": {"cycle": 10}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "method",
     [name if name in ("adaptive-sghmc", "csgld") else pytest.param(name, marks=pytest.mark.slow)
@@ -146,12 +148,14 @@ def test_every_method(tmp_path: Path, method: str) -> None:
     crash_and_resume(tmp_path, lambda **store: sample(make_target(), (X, Y), **settings, **store), *IN_WARMUP_AND_DRAWS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chains", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_trajectories_on_all_data(tmp_path: Path, chains: int) -> None:
     settings = {**QUICK, "batch_size": "all", "structure": "diagonal", "warmup": 600, "chains": chains}
     crash_and_resume(tmp_path, lambda **store: sample(make_target(), (X, Y), **settings, **store), *IN_WARMUP_AND_DRAWS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("preset", ["G-b", pytest.param("alpha-a", marks=pytest.mark.slow)])
 def test_the_papers_schemes(tmp_path: Path, preset: str) -> None:
     settings = {**QUICK, "preset": preset, "temperature": 1e-3, "warmup": 150}
@@ -161,6 +165,7 @@ def test_the_papers_schemes(tmp_path: Path, preset: str) -> None:
 # ------------------------------------------------------------------------------------------------ every way to run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "way",
     ["together", "turn", pytest.param("sets", marks=pytest.mark.slow), pytest.param("auto", marks=pytest.mark.slow),
@@ -237,6 +242,7 @@ def test_loaders_whose_order_is_torchs(tmp_path: Path, kind: str) -> None:
     crash_and_resume(tmp_path, run, 5, 5, 2)  # in the first chain, and twice in the second
 
 
+@pytest.mark.long
 def test_a_loader_between_two_chains(tmp_path: Path) -> None:
     """The second chain has no checkpoint of its own yet, and its data begin where those of the first ended."""
 
@@ -263,6 +269,7 @@ def test_a_run_on_a_gpu_goes_on(tmp_path: Path, chains: int) -> None:
     assert sample(make_target(), (X, Y), store=tmp_path, resume=True, **settings).num_draws == 10
 
 
+@pytest.mark.long
 def test_chains_that_diverge_stay_given_up(tmp_path: Path) -> None:
     """One chain of two comes down from afar into a hole, and is dropped; the other goes on."""
 
@@ -311,6 +318,7 @@ class InHalves:
         self._file.close()
 
 
+@pytest.mark.long
 def test_a_crash_at_any_instant_of_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before and after every call that changes the disk."""
     wanted = sample(make_target(), (X, Y), **BARE)
@@ -404,6 +412,7 @@ def kill_and_resume(tmp_path: Path, kills: int, rng: random.Random, settings: di
     return drawn
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_killed_processes(tmp_path: Path) -> None:
     drawn = kill_and_resume(tmp_path, 5, random.Random(0), {**BARE, "draws": 12, "chains": 2})

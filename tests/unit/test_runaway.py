@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import isosgd
+from experiments.posteriors import suite
 from isosgd import Target, priors
 from isosgd.chain.chain import Chains
 from isosgd.chain.runaway import LOSSES, MOST, SLOWER, Runaway
-from isosgd.experiments import suite
 from isosgd.potential import Params
 from isosgd.store import writer
 

@@ -7,8 +7,7 @@ import pytest
 import scipy.linalg
 import torch
 
-from isosgd.experiments import Toy, compare, gaussian_w2
-from isosgd.experiments.toy import NOISE_VARIANCE, NUM_FEATURES, features
+from isosgd.demo.toy import NOISE_VARIANCE, NUM_FEATURES, Toy, compare, features, gaussian_w2
 
 
 def random_covariance(d: int, generator: torch.Generator) -> torch.Tensor:

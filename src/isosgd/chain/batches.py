@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 Batch = Any
+Transform = Callable[[Batch, torch.Generator], Batch]
+"""A user's function of a batch and a generator on its device: augmentation, normalisation, a change of type."""
 ALL = "all"
 Size = int | Literal["all"] | None
 
@@ -51,6 +54,50 @@ def halves(batch: Batch) -> tuple[Batch, Batch, tuple[int, int]]:
     return first, second, (cut, n - cut)
 
 
+class Transformed:
+    """A user's transform of batches, with a generator of its own, and its result checked.
+
+    Args:
+        function: of a batch and a generator; None for none.
+        seed: of the generator.
+        device: of the batches.
+    """
+
+    def __init__(self, function: Transform | None, seed: int, device: torch.device) -> None:
+        self.function = function
+        self.generator = torch.Generator(device=device).manual_seed(seed ^ 0x7AF5)
+
+    def __call__(self, batch: Batch, lead: int = 0, generator: torch.Generator | None = None) -> Batch:
+        """The transformed batch.
+
+        Args:
+            batch: of examples.
+            lead: dimensions before that of the examples: chains and steps are one long batch to the user's function.
+            generator: in place of the own one.
+        """
+        if self.function is None:
+            return batch
+        shape = tensors_of(batch)[0].shape[: lead + 1]
+        flat = tree_map(lambda t: t.flatten(0, lead), batch) if lead else batch
+        found = self.function(flat, generator or self.generator)
+        expected, tensors = math.prod(shape), tensors_of(found)
+        lengths = [int(t.shape[0]) if t.dim() else 0 for t in tensors]
+        if not tensors or any(length != expected for length in lengths):
+            raise ValueError(
+                f"transform turned a batch of {expected} examples into tensors of lengths {lengths}: it must return a "
+                "batch like the one it is given, (inputs, targets), with the same number of examples in each tensor"
+            )
+        return tree_map(lambda t: t.unflatten(0, shape), found) if lead else found
+
+    def state(self) -> Tensor:
+        """What is needed to go on with the same random numbers."""
+        return self.generator.get_state()
+
+    def load_state(self, state: Tensor) -> None:
+        """Go on from what `state` gave."""
+        self.generator.set_state(state.cpu())
+
+
 class TensorBatches:
     """Minibatches drawn independently, with replacement, from tensors that share their first dimension.
 
@@ -63,6 +110,7 @@ class TensorBatches:
         seed: of the indices.
         chains: how many chains draw side by side, each its own batch ``[chains, n, ...]``; None for one chain alone.
         rows: the rows that each chain draws from, ``[chains, N]``; all of them when not given.
+        transform: what every batch goes through, on the device; see `Transform`.
     """
 
     independent = True
@@ -74,6 +122,7 @@ class TensorBatches:
         seed: int,
         chains: int | None = None,
         rows: Tensor | None = None,
+        transform: Transform | None = None,
     ) -> None:
         self.tensors, self.chains, self.rows = tuple(tensors), chains, rows
         self.num_data = int(self.tensors[0].shape[0] if rows is None else rows.shape[1])
@@ -86,7 +135,10 @@ class TensorBatches:
             )
         self.device = self.tensors[0].device
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
+        self.transform, self.seed = Transformed(transform, seed, self.device), seed
         self._all: Batch = None
+        if self.whole and transform is not None:
+            self._check_not_random()
 
     def indices(self, steps: int = 1) -> Tensor:
         """Rows of the next minibatches, ``[steps, chains, n]``."""
@@ -94,9 +146,28 @@ class TensorBatches:
         index = torch.randint(self.num_data, shape, generator=self.generator, device=self.device)
         return index if self.rows is None else self.rows.expand(steps, -1, -1).gather(-1, index)
 
-    def at(self, index: Tensor) -> Batch:
-        """The examples of some rows, a tuple of tensors."""
-        return tuple(t.index_select(0, index.reshape(-1)).view(*index.shape, *t.shape[1:]) for t in self.tensors)
+    def at(self, index: Tensor, generator: torch.Generator | None = None) -> Batch:
+        """The examples of some rows, a tuple of tensors, transformed."""
+        found = tuple(t.index_select(0, index.reshape(-1)).view(*index.shape, *t.shape[1:]) for t in self.tensors)
+        return self.transform(found, index.dim() - 1, generator)
+
+    def fresh(self, number: int, count: int, size: int, chain: int = 0) -> Iterator[Batch]:
+        """Batches that no step sees, drawn anew for each number: to refresh BatchNorm statistics of a draw with."""
+        size = min(size, self.num_data)
+        generator = torch.Generator(device=self.device).manual_seed((self.seed * 1_000_003 + number) % (1 << 63))
+        for _ in range(max(1, min(count, self.num_data // size))):
+            index = torch.randint(self.num_data, (size,), generator=generator, device=self.device)
+            yield self.at(index if self.rows is None else self.rows[chain][index], generator)
+
+    def _check_not_random(self) -> None:
+        """Refuse a random transform where a gradient is to be that of all data, exactly."""
+        index = torch.arange(min(8, self.num_data), device=self.device)
+        one, two = (self.at(index, torch.Generator(device=self.device).manual_seed(s)) for s in (1, 2))
+        if any(not torch.equal(a, b) for a, b in zip(tensors_of(one), tensors_of(two), strict=True)):
+            raise ValueError(
+                "transform is random, but batch_size='all' (HMC) needs the same potential at every step: give a "
+                "number as batch_size, or a transform without random numbers"
+            )
 
     def next(self, mixed: bool = False) -> Batch:
         """The next minibatch of each chain, a tuple of tensors.
@@ -121,11 +192,12 @@ class TensorBatches:
 
     def state(self) -> dict[str, Any]:
         """What is needed to go on with the same batches."""
-        return {"generator": self.generator.get_state()}
+        return {"generator": self.generator.get_state(), "transform": self.transform.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave."""
         self.generator.set_state(state["generator"].cpu())
+        self.transform.load_state(state["transform"])
 
 
 class IterableBatches:
@@ -138,8 +210,12 @@ class IterableBatches:
 
     whole = False  # nobody knows
 
-    def __init__(self, source: Iterable[Batch], device: torch.device | None) -> None:
+    def __init__(
+        self, source: Iterable[Batch], device: torch.device | None, seed: int = 0, transform: Transform | None = None
+    ) -> None:
         self.source, self.device = source, device
+        self.transform = Transformed(transform, seed, device or torch.device("cpu"))
+        self._peeked: Batch = None
         self._begin()
         sampler = getattr(source, "sampler", None)
         if hasattr(sampler, "weights"):
@@ -164,15 +240,18 @@ class IterableBatches:
 
     def state(self) -> dict[str, Any]:
         """What is needed to go on with the same batches, where that is possible at all."""
-        return {"before": self._before, "taken": self._taken}
+        taken = self._taken - (self._peeked is not None)
+        return {"before": self._before, "taken": taken, "transform": self.transform.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave: begin that pass again and skip what was taken from it."""
         for generator, before in zip(self._generators(), state["before"], strict=True):
             generator.set_state(before.cpu())
+        self._peeked = None
         self._begin()
         for _ in range(state["taken"]):
             self._take()
+        self.transform.load_state(state["transform"])
 
     def _take(self) -> Batch | None:
         batch = next(self._iterator, None)
@@ -180,7 +259,20 @@ class IterableBatches:
         return batch
 
     def next(self, mixed: bool = False) -> Batch:
-        """The next batch; the iterable is started again when it ends."""
+        """The next batch, transformed; the iterable is started again when it ends."""
+        return self.transform(self.raw())
+
+    def peek(self) -> Batch:
+        """The batch that comes next, not transformed; it still comes."""
+        if self._peeked is None:
+            self._peeked = self.raw()
+        return self._peeked
+
+    def raw(self) -> Batch:
+        """The next batch as it is, on the device."""
+        if self._peeked is not None:
+            batch, self._peeked = self._peeked, None
+            return batch
         batch = self._take()
         if batch is None:
             self._begin()
@@ -190,7 +282,20 @@ class IterableBatches:
                 "data yields no batches: it is empty, or an iterator that can be gone through only once; "
                 "pass tensors, a DataLoader or a list of batches"
             )
-        return tree_map(lambda t: t.to(self.device), batch) if self.device is not None else batch
+        return self._moved(batch)
+
+    def _moved(self, batch: Batch) -> Batch:
+        if self.device is None:
+            return batch
+        return tree_map(lambda t: t.to(self.device, non_blocking=True), batch)
+
+    def fresh(self, number: int, count: int, size: int, chain: int = 0) -> Iterator[Batch]:
+        """The first batches of a pass of its own, as `TensorBatches.fresh`; ``size`` is the loader's."""
+        states = [generator.get_state() for generator in self._generators()]
+        for _, batch in zip(range(count), self.source, strict=False):
+            yield self.transform(self._moved(batch))
+        for generator, state in zip(self._generators(), states, strict=True):
+            generator.set_state(state)
 
 
 Batches = TensorBatches | IterableBatches
@@ -296,10 +401,14 @@ def as_data(data: Any, batch_size: Size, device: torch.device | None) -> Data:
     return data
 
 
-def make_batches(data: Data, batch_size: Size, seed: int, device: torch.device | None) -> Batches:
+def make_batches(
+    data: Data, batch_size: Size, seed: int, device: torch.device | None, transform: Transform | None = None
+) -> Batches:
     """Batches of one chain, from checked tensors or from an iterable."""
     assert not isinstance(data, DataSets)
-    return TensorBatches(data, batch_size, seed) if as_tensors(data) is not None else IterableBatches(data, device)  # type: ignore[arg-type]
+    if as_tensors(data) is not None:
+        return TensorBatches(data, batch_size, seed, transform=transform)  # type: ignore[arg-type]
+    return IterableBatches(data, device, seed, transform)
 
 
 def check_tensors(tensors: Sequence[Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,13 +12,15 @@ from torch.func import vmap
 
 from isosgd.chain.batches import Batches
 from isosgd.chain.curvature import Curvature, Stiffness
-from isosgd.chain.gradients import Layout, Many, Single, stacked
+from isosgd.chain.gradients import Found, Layout, Many, Single, stacked
+from isosgd.engine.graph import GraphGradients, unsupported_reason
 from isosgd.errors import DivergedError
 from isosgd.geometry import Full, Geometry
 from isosgd.potential import Params, Target
 from isosgd.samplers import ISGD, Sampler
 from isosgd.samplers.hmc import HMC
 
+REFRESH_BATCHES, REFRESH_SIZE = 10, 500  # minibatches from which BatchNorm statistics of a draw are averaged
 SCALE = 0.5  # information of an example about the logarithm of a noise scale, at the least
 
 
@@ -44,6 +46,8 @@ class Chains:
         together: whether they run in one batched computation. A single chain need not: its parameters then have no
             chain dimension, so that any model will do.
         compile_after: gradients of many chains after which the rest is compiled; None for never.
+        buffers: of the network, which all of these chains have; copies that are theirs.
+        given_buffers: names of those that the user gave, for any chain of the run.
     """
 
     def __init__(
@@ -56,6 +60,8 @@ class Chains:
         seed: int,
         together: bool = False,
         compile_after: int | None = None,
+        buffers: Params | None = None,
+        given_buffers: Collection[str] = (),
     ) -> None:
         if not together and len(starts) > 1:
             raise ValueError(f"{len(starts)} chains that are not together: make one Chains for each")
@@ -100,6 +106,14 @@ class Chains:
             self.geometry.alive = self.alive
         self.failures: dict[int, DivergedError] = {}
         self.batch: Any = None
+        self.buffers: Params = {} if buffers is None else buffers
+        self.given_buffers = frozenset(given_buffers)
+        self.own_buffers: list[str] | None = None  # names of those that go with draws, once there was one
+        self._before: list[Tensor] | None = None  # the last gradient, where noise is the difference of two
+        self.graph: GraphGradients | None = None  # minibatches and gradients as CUDA graphs
+        self.graph_unsupported = ""
+        self.keys: Tensor | None = None  # of the fused step's random numbers, for going on
+        self._suspect = torch.zeros(1, dtype=torch.bool, device=device)  # a gradient was not finite, not looked at yet
 
     def say(self, say: Callable[[str], None]) -> None:
         """Where lines for the user go."""
@@ -131,9 +145,14 @@ class Chains:
                 By default where trajectories are taken: such a one is refused, and the chain is where it was.
             batch: to take instead of the next one.
         """
-        self.batch = self.batches.next(mixed=split) if batch is None else batch
         forgiving = self.hmc is not None if forgiving is None else forgiving
-        loss, gradients, noise = self.differentiate(self.params, self.batch, split)
+        if self.graph is not None and batch is None:
+            return self._by_graph(self.graph, split, forgiving)
+        if self.successive:
+            loss, gradients, noise = self._successive(split, batch)
+        else:
+            self.batch = self.batches.next(mixed=split) if batch is None else batch
+            loss, gradients, noise = self.differentiate(self.params, self.batch, split)
         finite = self._finite(loss, gradients)
         if not bool(finite.all()):
             if not forgiving and bool((self.alive & ~finite).any()):
@@ -146,6 +165,83 @@ class Chains:
         for leaf, g in zip(self.leaves, gradients, strict=True):
             leaf.grad = g
         return noise
+
+    @property
+    def successive(self) -> bool:
+        """Whether noise vectors are differences of successive gradients, and not of halves of a minibatch."""
+        return self.graph is not None or self.target.ties_examples
+
+    def forget_gradient(self) -> None:
+        """The chains have moved since the last gradient, or will: no noise vector is made of it."""
+        self._before = None
+
+    def accelerate(self) -> None:
+        """Have minibatches and gradients captured as CUDA graphs, where that can be done."""
+        self.graph_unsupported = unsupported_reason(self)
+        if not self.graph_unsupported:
+            try:
+                self.graph = GraphGradients(self)
+            except Exception as error:  # whatever a user's model may raise while it is captured
+                self.graph_unsupported = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+
+    def _by_graph(self, graph: GraphGradients, split: bool, forgiving: bool) -> list[Tensor] | None:
+        """`evaluate` by CUDA graphs. What is not finite is found later, by `check_finite`: nothing waits here."""
+        if split and self._before is None:
+            self.batch = graph.next()
+            self._before = self._at_batch()[1]
+            self.gradients += 1
+        self.batch = graph.next()
+        self.loss, gradients, finite = self._at_batch()
+        if not forgiving:
+            self._suspect |= ~finite
+        noise = None
+        if split and self._before is not None:
+            noise = list(torch._foreach_sub(gradients, self._before))
+            torch._foreach_mul_(noise, math.sqrt(0.5))
+        self._before = gradients
+        self.gradients += 1
+        for leaf, g in zip(self.leaves, gradients, strict=True):
+            leaf.grad = g
+        return noise
+
+    def _at_batch(self) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Loss, gradients, and whether they are finite, at the last minibatch."""
+        if self.graph is not None and self.batch is self.graph.batch:
+            return self.graph()
+        loss, gradients, _ = self.differentiate(self.params, self.batch)
+        return loss, gradients, self._finite(loss, gradients)
+
+    def _gradients_at_batch(self) -> list[Tensor]:
+        return self.differentiate(self.params, self.batch).gradients
+
+    def check_finite(self) -> None:
+        """Drop chains whose gradients were not finite since the last look."""
+        if self.graph is not None and bool(self._suspect):
+            self.diverged()
+
+    def diverged(self) -> None:
+        """Drop the only chain, whose loss or gradient is not finite."""
+        self._suspect.zero_()
+        self._give_up(torch.ones_like(self.alive), torch.full_like(self.loss, math.nan), [])
+
+    def _successive(self, split: bool, batch: Any) -> Found:
+        """Gradients whose noise vector is the difference of two successive ones, over sqrt(2).
+
+        Where examples of a batch are tied together (BatchNorm in training mode), its halves belong to another
+        potential. The step in between adds to the difference, by a share of order ``(rate * curvature)^2``. Without a
+        gradient of the step before, a second minibatch is taken.
+        """
+        if split and self._before is None:
+            self._before = self.differentiate(self.params, self.batches.next()).gradients
+            self.gradients += 1
+        self.batch = self.batches.next() if batch is None else batch
+        loss, gradients, _ = self.differentiate(self.params, self.batch)
+        noise = None
+        if split and self._before is not None:
+            noise = list(torch._foreach_sub(gradients, self._before))
+            torch._foreach_mul_(noise, math.sqrt(0.5))
+        self._before = gradients
+        return Found(loss, gradients, noise)
 
     def step(self, split: bool = False) -> None:
         """One gradient and one step of the sampler, from halves of the minibatch where the noise is to be measured."""
@@ -182,10 +278,11 @@ class Chains:
     def change(self, move: Tensor) -> Tensor:
         """How the gradients on the last minibatch change when the parameters move, all flat."""
         before = self.flat([leaf.grad for leaf in self.leaves])  # type: ignore[misc]
-        here = self.snapshot()
+        here, last = self.snapshot(), self._before
         self.shift(move)
-        after = self.flat(self.differentiate(self.params, self.batch).gradients)
+        after = self.flat(self._at_batch()[1] if self.graph is not None else self._gradients_at_batch())
         self.restore(here)
+        self._before = last
         return torch.nan_to_num(after - before, posinf=0.0, neginf=0.0)
 
     def probe_curvature(self) -> None:
@@ -339,6 +436,35 @@ class Chains:
         kept = {name: x.detach().clone() if copy else x.detach() for name, x in found.items()}
         return {name: x.view((self.count, *self.layout.shapes[name])) for name, x in kept.items()}
 
+    @torch.no_grad()
+    def draw_buffers(self, number: int) -> Params:
+        """Buffers that go with a draw, ``[chains, *shape]``: those that are not the target's, and fresh statistics.
+
+        BatchNorm layers in training mode normalise by the minibatch while sampling; predictions need statistics of
+        the data at the draw, which are averages over minibatches that no step sees.
+
+        Args:
+            number: of the draw.
+        """
+        if self.own_buffers is None:
+            self.own_buffers = self._changed_buffers()
+        found = {name: self.buffers[name].expand(self.count, *self.buffers[name].shape) for name in self.own_buffers}
+        module = self.target.module
+        if module is None or not module.statistics:
+            return found
+        natural = self.target.constrain(self.current)
+        each = []
+        for k in range(self.count):
+            own = natural if self.many is None else {name: x[k] for name, x in natural.items()}
+            fresh = self.batches.fresh(number, REFRESH_BATCHES, REFRESH_SIZE, k)
+            each.append(module.refreshed(own, fresh))
+        return found | {name: torch.stack([one[name] for one in each]) for name in each[0]}
+
+    def _changed_buffers(self) -> list[str]:
+        """Names of the buffers that are not those of the target: given by ``init``, or changed by passes."""
+        known, given = self.target.buffers, self.given_buffers
+        return [n for n, x in self.buffers.items() if n in given or not torch.equal(x.to(known[n]), known[n])]
+
     def snapshot(self) -> list[Tensor]:
         """A copy of where the chains are."""
         return [leaf.detach().clone() for leaf in self.leaves]
@@ -349,6 +475,7 @@ class Chains:
         if chains is not None:
             saved = [torch.where(self.wide(chains, leaf), s, leaf) for s, leaf in zip(saved, self.leaves, strict=True)]
         torch._foreach_copy_(self.leaves, list(saved))
+        self._before = None
 
     def merged(self, here: Sequence[Tensor], there: Sequence[Tensor], chains: Tensor) -> list[Tensor]:
         """A snapshot that is ``there`` for the chains of a mask, and ``here`` for the others."""
@@ -380,7 +507,7 @@ class Chains:
         natural = self.natural()
         for k in chains.nonzero().flatten().tolist():
             parts = [g if self.many is None else g[k] for g in gradients]
-            bad = [label for label, g in zip(self.labels, parts, strict=True) if not bool(torch.isfinite(g).all())]
+            bad = [label for label, g in zip(self.labels, parts, strict=False) if not bool(torch.isfinite(g).all())]
             what = f"the gradient of group {bad[0]!r} is not finite" if bad else f"the loss is {float(loss[k])}"
             if not bad and bool(torch.isfinite(loss[k])):
                 what, bad = "the gradient overflows", [self.labels[0]]

@@ -39,11 +39,11 @@ class Single:
         """Gradients at the parameters, which require them; with ``split`` also the noise vector."""
         if not (split and batch_length(batch) >= 2):
             loss, gradients = self.target.gradient(params, batch, self.num_data)
-            return Found(loss.unsqueeze(0), gradients, None)
+            return Found(loss.unsqueeze(0), list(gradients), None)
         first, second, sizes = halves(batch)
         loss1, g1 = self.target.gradient(params, first, self.num_data)
         loss2, g2 = self.target.gradient(params, second, self.num_data)
-        gradients, noise = join_halves(g1, g2, sizes)
+        gradients, noise = join_halves(list(g1), list(g2), sizes)
         return Found((sizes[0] * loss1 + sizes[1] * loss2).unsqueeze(0) / sum(sizes), gradients, noise)
 
 

@@ -27,9 +27,12 @@ def state_of(chains: Chains) -> State:
         "params": chains.leaves,
         "sampler": chains.sampler.state_dict(),
         "batches": chains.batches.state(),
+        "buffers": chains.buffers,
+        "own_buffers": chains.own_buffers,
         "curvature": _curvature(chains.curvature),
         "scaled": _curvature(chains.scaled) if chains.in_metric else None,
         "stiffness": {name: getattr(chains.stiffness, name) for name in STIFFNESS},
+        "keys": chains.keys,
         "gradients": chains.gradients,
         "probes": chains.probes,
         "loss": chains.loss,
@@ -54,9 +57,13 @@ def load_state(chains: Chains, state: State) -> None:
         _load_curvature(chains.scaled, state["scaled"])
     chains.sampler.load_state_dict(state["sampler"])
     chains.batches.load_state(state["batches"])
+    for name, value in state["buffers"].items():
+        chains.buffers[name].copy_(value)
+    chains.own_buffers = state["own_buffers"]
     _load_curvature(chains.curvature, state["curvature"])
     for name in STIFFNESS:
         setattr(chains.stiffness, name, state["stiffness"][name])
+    chains.keys = state["keys"]
     chains.gradients, chains.probes = state["gradients"], state["probes"]
     chains.loss, chains.alive = state["loss"], state["alive"]
     if chains.geometry is not None:

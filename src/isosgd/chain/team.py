@@ -16,6 +16,7 @@ from isosgd.chain.batches import (
     DataSets,
     Size,
     TensorBatches,
+    Transform,
     as_tensors,
     batch_length,
     make_batches,
@@ -49,6 +50,7 @@ class Team:
         seed: of everything.
         device: where to sample.
         compile_after: gradients of chains that run together after which the rest is compiled; None for never.
+        transform: what minibatches go through, on the device.
 
     Attributes:
         engine: ``together``, or why chains run in turn.
@@ -64,8 +66,9 @@ class Team:
         seed: int,
         device: torch.device | None,
         compile_after: int | None,
+        transform: Transform | None = None,
     ) -> None:
-        self.compile_after = compile_after
+        self.compile_after, self.transform = compile_after, transform
         self.target, self.data, self.init, self.chains, self.seed, self.device = (
             target, data, init, chains, seed, device
         )  # fmt: skip
@@ -76,6 +79,9 @@ class Team:
             self.num_data = target.num_data or data.num_data
         else:
             self.num_data = target.resolve_num_data(data)
+        start = target.initial(start_of(init, 0), device=device)
+        target.check_device(next(iter(start.values())).device)
+        self.given_buffers = {n for k in range(self.count) for n in target.split_init(start_of(init, k))[1]}
         probe = self._batches(0, 0, batch_size)
         self.given_size, self.whole = batch_size, batch_size == ALL
         batch = probe.next()
@@ -94,6 +100,10 @@ class Team:
         if self.tensors is None:
             return "in turn: the data come from a loader, not as tensors"
         start = self.target.initial(start_of(self.init, 0), device=self.device)
+        if self.given_buffers:
+            first, *others = (self.target.split_init(start_of(self.init, k))[1] for k in range(self.count))
+            if any(one.keys() != first.keys() or any(not torch.equal(one[n], first[n]) for n in one) for one in others):
+                return "in turn: chains start with buffers of their own"
         size = sum(x.numel() for x in start.values())
         if size > LARGE and next(iter(start.values())).device.type == "cpu":
             return f"in turn: one chain of {size:,} parameters fills the CPU"
@@ -106,7 +116,7 @@ class Team:
     def _batches(self, index: int, seed: int, batch_size: Size) -> Batches:
         """Minibatches of one chain."""
         data = self.data.set(index // self.chains) if isinstance(self.data, DataSets) else self.data
-        return make_batches(data, batch_size, seed, self.device)
+        return make_batches(data, batch_size, seed, self.device, self.transform)
 
     def runs(self, make_sampler: MakeSampler) -> Iterator[tuple[int, Chains]]:
         """What to run, one after the other, each with the index of its first chain."""
@@ -118,7 +128,7 @@ class Team:
             if together:
                 assert self.tensors is not None
                 rows = self.data.rows.repeat_interleave(self.chains, 0) if isinstance(self.data, DataSets) else None
-                batches = TensorBatches(self.tensors, self.given_size, batch_seed, self.count, rows)
+                batches = TensorBatches(self.tensors, self.given_size, batch_seed, self.count, rows, self.transform)
             else:
                 batches = self._batches(index, batch_seed, self.given_size)
             numbers = range(self.count) if together else [index]
@@ -134,6 +144,8 @@ class Team:
                     chain_seed,
                     together,
                     compile_after=self.compile_after,
+                    buffers=self.target.initial_buffers(start_of(self.init, index), starts[0]),
+                    given_buffers=self.given_buffers,
                 ),
             )
 

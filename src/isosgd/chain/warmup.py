@@ -191,6 +191,7 @@ class _Warmup:
                     f"parameters: give at least {4 * (length + axes)}, or structure='layer'"
                 )
         losses = []
+        chains.forget_gradient()
         for _ in range(length):  # a first noise estimate before the first move
             noise = chains.evaluate(split=True)
             chains.sampler.observe(noise if chains.sampler.estimator.centred else None)
@@ -303,6 +304,7 @@ class _Warmup:
         """Losses of a window, ``[steps, chains]``; None where it was given up, since a chain ran away."""
         chains = self.chains
         chains.sampler.forget_noise()
+        chains.forget_gradient()
         chains.stiffness.forget()
         self.tails = [TailMeter() for _ in chains.sampler.param_groups]
         self.signal, self.seen_curvatures = [], []
@@ -319,11 +321,13 @@ class _Warmup:
                 self._probe("warming up")
                 self.seen_curvatures.append(chains.curvatures().cpu().numpy())
             if noise is not None:
-                self._feed_tails(noise)
+                if not chains.successive or i % 4 == 0:  # sums of successive differences would cancel
+                    self._feed_tails(noise)
                 self._feed_signal(noise)
             self.traces.take(i)
             chains.advance(noise if chains.sampler.estimator.centred else None)
             if i % ADAPT_EVERY == ADAPT_EVERY - 1:  # within a window rates may only fall
+                chains.check_finite()
                 if self.runaway.look(losses):
                     return None
                 chains.adapt(chains.curvatures(), rise=1.0)

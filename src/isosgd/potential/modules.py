@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,7 @@ CHECKED_ROWS = 64
 """Rows of a batch on which a check runs the module; the targets are looked at in full."""
 
 Select = Literal["all", "last_layer"] | Callable[[str, nn.Parameter], bool]
+Autocast = Literal["bfloat16", "float16"]
 
 
 class ModuleLikelihood:
@@ -37,6 +39,13 @@ class ModuleLikelihood:
         likelihood: one of `isosgd.likelihoods`, its name, or a callable ``(output, y) -> Tensor[n]``.
         sampled: ``"all"`` (those with ``requires_grad``), ``"last_layer"`` (the module that holds the last of those),
             or a callable ``(name, parameter) -> bool``.
+        autocast: ``"bfloat16"`` or ``"float16"`` for a forward pass in mixed precision; None for none.
+        channels_last: whether images and filters are held channels last, which convolutions on a GPU prefer.
+
+    Attributes:
+        buffers: the module's buffers as they were when this was made; copies, which nothing writes to.
+        ties_examples: whether a BatchNorm layer normalises by the statistics of the minibatch, so that the likelihood
+            of an example depends on the rest of its batch.
     """
 
     def __init__(
@@ -44,10 +53,13 @@ class ModuleLikelihood:
         model: nn.Module,
         likelihood: str | Likelihood | Callable[[Any, Tensor], Tensor],
         sampled: Select = "all",
+        autocast: Autocast | None = None,
+        channels_last: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         self.likelihood = as_likelihood(likelihood)
+        self.autocast, self.channels_last = as_autocast(autocast), bool(channels_last)
         names = select(model, sampled)
         check_layers(model)
         frozen = [p for name, p in model.named_parameters() if name not in names]
@@ -56,6 +68,10 @@ class ModuleLikelihood:
         except Exception as error:
             raise TypeError(f"the structure of {type(model).__name__} cannot be copied: {error}") from error
         parameters = dict(self._module.named_parameters())
+        if self.channels_last:
+            for p in parameters.values():
+                if p.dim() == 4 and not any(p is q for q in frozen):
+                    p.data = p.data.contiguous(memory_format=torch.channels_last)
         self.values: Params = {name: parameters[name].detach() for name in names}
         self._class_name = type(model).__name__
         self._frozen = [name for name in parameters if name not in self.values]
@@ -66,6 +82,14 @@ class ModuleLikelihood:
         self._sampled_places = [place for place in places if place[2] in self.values]
         self._rest_places = [place for place in places if place[2] in rest]
         self._put_rest(self._home)
+        self.buffers: Params = {name: x.detach().clone() for name, x in self._module.named_buffers()}
+        self._batch_norms = [m for m in self._module.modules() if isinstance(m, _BatchNorm)]
+        self.ties_examples = any(m.training or m.running_mean is None for m in self._batch_norms)
+        # Statistics of a minibatch do not depend on running ones, which are found anew for each draw (`refreshed`): so
+        # a pass through the module leaves them alone.
+        self._refreshed = [m for m in self._batch_norms if m.training and m.running_mean is not None]
+        for norm in self._refreshed:
+            norm.track_running_stats = False
 
     def extra(self) -> dict[str, Extra]:
         """Sampled parameters of the likelihood."""
@@ -80,14 +104,89 @@ class ModuleLikelihood:
             rest = self._rest_as(kind)
             state = {alias: params[name] for _, _, name, alias in self._sampled_places}
             state |= {alias: rest[name] for _, _, name, alias in self._rest_places}
-            return functional_call(self._module, state, tuple(inputs), tie_weights=False)
+            return self._pass(lambda *x: functional_call(self._module, state, x, tie_weights=False), inputs, first)
         # The module is our own copy, so tensors go straight to their places. functional_call, which also has to put
         # the old ones back, costs about half a forward pass of a small network.
         if kind != self._placed:
             self._put_rest(kind)
         for slots, key, name, _ in self._sampled_places:
             slots[key] = params[name]
-        return self._module(*inputs)
+        return self._pass(self._module, inputs, first)
+
+    def _pass(self, module: Callable[..., Any], inputs: Sequence[Any], like: Tensor) -> Any:
+        """A forward pass in the precision and the memory format that were chosen."""
+        if self.channels_last:
+            inputs = [
+                x.contiguous(memory_format=torch.channels_last) if isinstance(x, Tensor) and x.dim() == 4 else x
+                for x in inputs
+            ]
+        if self.autocast is None:
+            return module(*inputs)
+        with torch.autocast(like.device.type, self.autocast, cache_enabled=False):
+            output = module(*inputs)
+        return output.to(like.dtype) if isinstance(output, Tensor) and output.is_floating_point() else output
+
+    # -- buffers ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def using(self, buffers: Params) -> Iterator[None]:
+        """While open, the module has these buffers, and passes through it may change them; then its own again."""
+        unknown = [name for name in buffers if name not in self.buffers]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is no buffer of {self._class_name}; they are {list(self.buffers)}")
+        before = {kind: dict(rest) for kind, rest in self._rest.items()}
+        try:
+            for rest in self._rest.values():
+                rest.update(buffers)
+            self._put_rest(self._placed)
+            yield
+        finally:
+            self._rest = before  # what was made for another device meanwhile is made anew
+            self._put_rest(self._placed)
+
+    @property
+    def frozen(self) -> Params:
+        """The module's parameters that are not sampled."""
+        return {name: self._rest[self._home][name].detach() for name in self._frozen}
+
+    @property
+    def statistics(self) -> list[str]:
+        """Names of the BatchNorm statistics that are found anew for each draw."""
+        own = {id(m) for m in self._refreshed}
+        return [
+            f"{prefix}.{kind}" if prefix else kind
+            for prefix, m in self._module.named_modules()
+            if id(m) in own
+            for kind in ("running_mean", "running_var", "num_batches_tracked")
+            if getattr(m, kind) is not None
+        ]
+
+    @torch.no_grad()
+    def refreshed(self, params: Params, batches: Iterable[Any]) -> Params:
+        """BatchNorm statistics at these parameters: plain averages over batches, as `torch.optim.swa_utils.update_bn`.
+
+        Args:
+            params: natural parameters.
+            batches: of examples; all but the last of each go to the module.
+        """
+        first = params[self._sampled_places[0][2]]
+        rest = self._rest_as(_kind(first))
+        found = {name: torch.zeros_like(rest[name]) for name in self.statistics}
+        momenta = [m.momentum for m in self._refreshed]
+        try:
+            for m in self._refreshed:
+                m.track_running_stats, m.momentum = True, 0.0
+            with self.using(found):
+                for i, batch in enumerate(batches):
+                    for m in self._refreshed:
+                        m.momentum = 1.0 / (i + 1)
+                    self.output(params, batch[:-1])
+        finally:
+            for m, momentum in zip(self._refreshed, momenta, strict=True):
+                m.track_running_stats, m.momentum = False, momentum
+        return found
+
+    # -- what it is made of -------------------------------------------------------------------------------------------
 
     def _rest_as(self, kind: tuple[torch.device, torch.dtype]) -> Params:
         """Frozen parameters and buffers, on the device and in the type of the sampled parameters."""
@@ -155,7 +254,8 @@ class ModuleLikelihood:
             likelihood = self.likelihood.describe()
         else:
             likelihood = {"name": getattr(self.likelihood, "__qualname__", "callable"), "callable": True}
-        return {"model": self._class_name, "likelihood": likelihood, "frozen": list(self._frozen)}
+        found = {"model": self._class_name, "likelihood": likelihood, "frozen": list(self._frozen)}
+        return found if self.autocast is None else found | {"autocast": str(self.autocast).removeprefix("torch.")}
 
 
 def _kind(x: Tensor) -> tuple[torch.device, torch.dtype]:
@@ -174,6 +274,26 @@ def _places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, str, str]]
                 if x is not None:
                     alias = f"{prefix}.{key}" if prefix else key
                     yield slots, key, first.setdefault(id(x), alias), alias
+
+
+def as_autocast(name: object) -> torch.dtype | None:
+    """A user's choice of mixed precision as a dtype."""
+    if name is None or name in (torch.bfloat16, torch.float16):
+        return name
+    if name not in ("bfloat16", "float16"):
+        raise ValueError(f"autocast = {name!r} is unknown; choose 'bfloat16', 'float16' or None")
+    return torch.bfloat16 if name == "bfloat16" else torch.float16
+
+
+def check_autocast(dtype: torch.dtype | None, device: torch.device) -> None:
+    """Refuse mixed precision that a device cannot do."""
+    if dtype is None:
+        return
+    name = str(dtype).removeprefix("torch.")
+    if not torch.amp.is_autocast_available(device.type):
+        raise ValueError(f"autocast = {name!r}: a device of type {device.type!r} has no autocast; leave it out")
+    if device.type == "cuda" and dtype is torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+        raise ValueError(f"autocast = {name!r}: {torch.cuda.get_device_name(device)} lacks it; leave it out")
 
 
 def as_likelihood(likelihood: object) -> Likelihood | Callable[[Any, Tensor], Tensor]:

@@ -70,8 +70,9 @@ class Network(ModuleLikelihood):
         tensors = [*of._module.parameters(), *of._module.buffers()]
         self._module = copy.deepcopy(of._module, {id(x): x for x in tensors})
         self._buffers = {name for name, _ in of._module.named_buffers()}
-        for layer in self._norms():
+        for _, layer in self._named_norms():
             layer.eval()
+            layer.track_running_stats = layer.running_mean is not None
 
     @property
     def batch_statistics(self) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from isosgd.geometry.base import Geometry
+from isosgd.geometry.diagonal import Diagonal
 from isosgd.geometry.layer import Number, diagonal_scale, root
 from isosgd.geometry.rule import allowed_rate_curvature
 from isosgd.noise import NoiseEstimator, NoiseModel, NoiseName, Summary, join, make_estimator, summarise
@@ -23,7 +24,7 @@ from isosgd.samplers.groups import Group, ParamsLike, check_groups, check_units,
 from isosgd.samplers.injection import Injector, Move
 from isosgd.samplers.innovations import Innovations, make_generator
 from isosgd.samplers.metric import DiagonalMetric
-from isosgd.samplers.program import KickProgram, StepProgram
+from isosgd.samplers.program import Elementwise, KickProgram, StepProgram
 from isosgd.samplers.schedules import Cycles, Schedule
 from isosgd.samplers.steppers import hamiltonian_, langevin_
 
@@ -353,6 +354,37 @@ class Sampler(Optimizer, ABC):
 
     def _program(self) -> StepProgram | str:
         return KickProgram(self)
+
+    def elementwise(self) -> Elementwise | str:
+        """Rates and kicks of the next steps, where they act on each parameter on its own; else why they do not."""
+        kind, injector = type(self), self.injector
+        if self.chains is not None:
+            return "parameters carry a dimension of chains"
+        if isinstance(self.geometry, Diagonal):
+            shapes = [p.shape for group in self.param_groups for p in group["params"]]
+            rates, kicks = (torch.split(t[0], self.geometry.sizes) for t in self.geometry.tensors())
+            wide = [[t.view(shape) for t, shape in zip(parts, shapes, strict=True)] for parts in (rates, kicks)]
+            return Elementwise(*wide, injector.averaged)
+        if self.geometry is not None:
+            return f"steps of structure {self.geometry.name!r} do not act on each parameter on its own"
+        if self.has_velocity or self.metric is not None:
+            return f"{kind.__name__} has steps of another form"
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        injector.lay_out()
+        self._make_plan()
+        found = Elementwise([], [])
+        for laid, move in injector.moves:
+            if move.outer is not None:
+                return "injected noise is corrected for correlations (correction='outer')"
+            rate = torch.as_tensor(move.rate, dtype=torch.float32, device=laid.flat.device)
+            kick = rate * move.amplitude
+            shares = None if move.scale is None else torch.split(move.scale, [p.numel() for p in laid.params], -1)
+            for i, p in enumerate(laid.params):
+                found.rates.append(rate)
+                found.kicks.append(kick if shares is None else (kick * shares[i]).view(p.shape))
+        return found
 
     @property
     def sampling(self) -> bool:

@@ -32,7 +32,7 @@ from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
 from isosgd.samplers.injection import Move
 from isosgd.samplers.isgd import bind_geometry, check_sets, parameter_shapes, report_rates
-from isosgd.samplers.program import StepProgram
+from isosgd.samplers.program import Elementwise, StepProgram
 
 JITTER = 0.3  # step sizes differ from trajectory to trajectory, so that none returns to its start for every direction
 FIRST_STEP_SIZE = 1e-3
@@ -209,6 +209,9 @@ class HMC(Sampler):
         torch._foreach_copy_(params, [part.reshape(p.shape) for part, p in zip(parts, params, strict=True)])
 
     def _program(self) -> StepProgram | str:
+        return "HMC accepts or rejects where a trajectory ends"
+
+    def elementwise(self) -> Elementwise | str:
         return "HMC accepts or rejects where a trajectory ends"
 
     def state_dict(self) -> dict[str, Any]:

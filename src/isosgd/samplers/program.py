@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +24,21 @@ if TYPE_CHECKING:
     from isosgd.samplers.base import Sampler
 
 Tensors = tuple[Tensor, ...]
+
+
+@dataclass
+class Elementwise:
+    """What a step of a sampler does to each parameter on its own; the tensors are in the shapes of the parameters.
+
+    Attributes:
+        rates: a number for each tensor, or a tensor for each.
+        kicks: the size of injected noise, likewise.
+        averaged: whether innovations are averaged over two steps.
+    """
+
+    rates: list[Tensor]
+    kicks: list[Tensor]
+    averaged: bool = False
 
 
 class StepProgram(ABC):

@@ -23,7 +23,7 @@ from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
 from isosgd.samplers.injection import Move
 from isosgd.samplers.metric import DiagonalMetric
-from isosgd.samplers.program import StepProgram
+from isosgd.samplers.program import Elementwise, StepProgram
 from isosgd.samplers.schedules import Annealing
 from isosgd.samplers.steppers import langevin_
 
@@ -232,6 +232,9 @@ class FullSGFS(Sampler):
 
     def _program(self) -> StepProgram | str:
         return "a full matrix is applied step by step"
+
+    def elementwise(self) -> Elementwise | str:
+        return "a full matrix does not act on each parameter on its own"
 
     def _move(self, group: Group, params: list[Tensor]) -> Move:
         return Move(self.rate(group), 1.0)  # `_update` does the rest

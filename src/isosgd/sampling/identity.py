@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isosgd.chain.batches import Data, DataSets, as_tensors, tree_map
+from isosgd.chain.batches import Data, DataSets, Transform, Transformed, as_tensors, tree_map
 from isosgd.potential import Params, Target
-from isosgd.sampling.buffers import Buffers
 from isosgd.store.shards import dtype_name, raw
 
 SAME_LOSS = 1e-4  # relative: another machine may round otherwise, another model gives another loss
@@ -79,26 +78,30 @@ def _length(of: Any) -> int | None:
         return None
 
 
-def target_identity(target: Target, data: Data, starts: list[Params], buffers: Buffers) -> dict[str, Any]:
+def target_identity(
+    target: Target, data: Data, starts: list[Params], transform: Transform | None = None
+) -> dict[str, Any]:
     """What can be told of a target: how it describes itself, where chains start, and what it says at some data.
 
     Args:
         target: what is sampled.
         data: checked.
         starts: free parameters of each chain.
-        buffers: of its network; they are left as they are.
+        transform: what minibatches go through.
     """
     found: dict[str, Any] = {
         "describes": target.describe(),
-        "frozen": {name: fingerprint(x) for name, x in buffers.frozen().items()},
+        "frozen": {name: fingerprint(x) for name, x in target.frozen.items()},
         "start": [{name: fingerprint(x)["sha256"] for name, x in start.items()} for start in starts],
     }
     tensors = as_tensors(data.set(0) if isinstance(data, DataSets) else data)
     if tensors is not None:
-        before, checked = buffers.now(), target._checked
-        loss, gradients = target.gradient(starts[0], tree_map(lambda t: t[:PROBED], tensors), len(tensors[0]))
-        buffers.load(before)
-        target._checked = checked  # a first look at a batch changes buffers too, so it must come when it always does
+        batch = tree_map(lambda t: t[:PROBED], tensors)
+        batch = Transformed(transform, 0, tensors[0].device)(batch)
+        checked = target._checked
+        with target.using(target.initial_buffers(None, starts[0])):
+            loss, gradients = target.gradient(starts[0], batch, len(tensors[0]))
+        target._checked = checked  # the first look is to be at a whole minibatch
         norms = torch.stack([g.double().norm().cpu() for g in gradients])
         found["loss"], found["gradient"] = float(loss), float(norms.square().sum().sqrt())
     return found

@@ -45,7 +45,7 @@ class _Keeper:
     """
 
     def __init__(self, asked: Asked, about: About) -> None:
-        self.asked, self.about, self.buffers = asked, about, asked.buffers
+        self.asked, self.about = asked, about
         self.outcomes: list[Outcome] = []
         self.saved: State | None = None  # from where the next chains go on
         self.started = time.monotonic()
@@ -81,15 +81,12 @@ class InMemory(_Keeper):
         super().__init__(asked, about)
         self._draws: dict[int, list[Params]] = {}
         self._with: dict[int, list[Params]] = {}
-        self._changing: list[str] | None = None  # names of buffers
         self._current: Outcome | None = None
 
     def keep(self, run: Chains, first: int, number: int) -> None:
         """Take a draw, and the buffers that go with it."""
-        if self._changing is None:
-            self._changing = self.buffers.changed() if run.many is None else []
-        now = self.buffers.now() if self._changing else {}
-        self._with.setdefault(first, []).append({name: now[name].unsqueeze(0) for name in self._changing})
+        buffers = {name: x.cpu() for name, x in run.draw_buffers(number).items()}
+        self._with.setdefault(first, []).append(buffers)
         self._draws.setdefault(first, []).append({name: x.cpu() for name, x in run.natural().items()})
 
     def warmed(self, outcome: Outcome) -> None:
@@ -159,19 +156,14 @@ class OnDisk(_Keeper):
             if saved is not None:
                 self.outcomes = [Outcome.from_state(state) for state in saved["outcomes"]]
                 self.saved = saved["current"]
-                self.buffers.load(saved["buffers"])
-                # A first look at a batch passes through the network once more, which changes its buffers.
-                asked.target._checked = saved["checked"]
         self._agrees = True  # what comes again with what is stored
 
     def keep(self, run: Chains, first: int, number: int) -> None:
         """Take a draw. One that is on the disk already, since it came after the last checkpoint, is compared."""
         manifest, draw = self.writer.manifest, run.natural(copy=False)  # the writer copies it
-        if run.many is None and not manifest.buffers and not manifest.shards and not self.writer.stored(first):
-            now = self.buffers.now()
-            manifest.buffers = specs_of({name: now[name] for name in self.buffers.changed()})
-        now = self.buffers.now() if manifest.buffers else {}
-        buffers = {name: now[name].unsqueeze(0) for name in manifest.buffers}
+        buffers = run.draw_buffers(number)
+        if not manifest.shards and not self.writer.stored(first):
+            manifest.buffers = specs_of({name: x[0] for name, x in buffers.items()})
         for k in run.failures:
             manifest.lost.setdefault(first + k, number)
         if number >= self.writer.stored(first):
@@ -200,8 +192,6 @@ class OnDisk(_Keeper):
         return {
             "outcomes": [outcome.state() for outcome in self.outcomes],
             "current": current,
-            "buffers": self.buffers.now(),
-            "checked": self.asked.target._checked,
         }
 
     def draws_of(self, outcome: Outcome, k: int) -> Params:

@@ -18,6 +18,7 @@ from isosgd.chain.reports import GroupReport, WarmupReport
 from isosgd.chain.state import failure_from, failure_state, load_state, moved, state_of
 from isosgd.chain.stride import Stride, why_not
 from isosgd.chain.warmup import Mark, warm_up
+from isosgd.engine.graph import GraphSteps
 from isosgd.errors import DivergedError
 from isosgd.sampling.stopping import Watch
 
@@ -153,8 +154,10 @@ def draw_from(
     outcome = Outcome(first, run.count)
     done, drawn, late = 0, 0, list[Tensor]()
     trajectories = _glide(run, plan, bar)
-    stride: Stride | Glide | None = trajectories
+    stride: Stride | GraphSteps | Glide | None = trajectories
     watch: Watch | None = None
+    if plan.compile_after is not None:
+        run.accelerate()
     if saved is not None:
         saved = moved(saved, run.alive.device)
         load_state(run, saved["chains"])
@@ -207,6 +210,7 @@ def draw_from(
                 run.step(split=run.follows and done % every == 0)
                 left -= run.sampler.sampling
                 tick(1)
+            run.check_finite()
             if plan.auto or drawn >= plan.draws // 2:
                 late.append(run.level)
             keeper.keep(run, first, drawn)
@@ -230,6 +234,12 @@ def draw_from(
     outcome.failures, outcome.gradients, outcome.drawn = run.failures, run.gradients, drawn
     single = stride is None or (isinstance(stride, Glide) and stride.why_not)
     outcome.compiled = run.compiled if single else ", several steps a call"
+    if isinstance(stride, GraphSteps):
+        outcome.compiled = ", CUDA graph of whole steps"
+    elif run.graph is not None:
+        outcome.compiled = f", CUDA graph of gradients ({run.graph_unsupported})"
+    elif run.leaves[0].is_cuda and run.many is None:
+        outcome.compiled = f", eager ({run.graph_unsupported})"
     outcome.batches = run.batches.state()
     return outcome
 
@@ -241,8 +251,14 @@ def _glide(run: Chains, plan: Plan, bar: Progress) -> Glide | None:
     return Glide(run, say=bar.note)
 
 
-def _stride(run: Chains, plan: Plan, gap: int, bar: Progress) -> Stride | None:
+def _stride(run: Chains, plan: Plan, gap: int, bar: Progress) -> Stride | GraphSteps | None:
     """What takes several steps in a call, where that can be done and pays."""
+    if run.graph is not None:
+        try:
+            return GraphSteps(run, plan.follow(run))
+        except RuntimeError as error:
+            run.graph_unsupported = str(error)
+            return None
     if not _pays(run, plan, plan.draws * gap) or why_not(run):
         return None
     stride = Stride(run, plan.follow(run), say=bar.note)

@@ -12,7 +12,7 @@ import torch
 
 from isosgd.baselines import BASELINES, Run
 from isosgd.chain.backend import fastest_products
-from isosgd.chain.batches import as_data
+from isosgd.chain.batches import Transform, as_data
 from isosgd.chain.progress import Progress
 from isosgd.chain.team import Start, Team
 from isosgd.chain.warmup import MOST_STEPS
@@ -50,6 +50,7 @@ def sample(
     log: str | Path | None = None,
     budget: int | None = None,
     held_out: Any = None,
+    transform: Transform | None = None,
     **options: Any,
 ) -> Posterior:
     """Draw from a posterior with stochastic gradients. Nothing needs to be tuned.
@@ -58,8 +59,9 @@ def sample(
         target: what to sample.
         data: a tuple of tensors, one row an example (minibatches are drawn independently where they live); any
             iterable of batches such as a DataLoader; or `isosgd.DataSets`, several data sets at once.
-        init: start values in natural parameters; where the target says by default. A function from the number of a
-            chain to such values gives each chain a start of its own.
+        init: start values in natural parameters, and of buffers where there are, such as the ``state_dict`` of a
+            trained network; where the target says by default. A function from the number of a chain to such values
+            gives each chain a start of its own.
         method: a name of `isosgd.methods`: ``isgd``, ``sgld``, ``sghmc`` and so on.
         draws: draws to keep from each chain; ``auto`` goes on until predictions have converged (R-hat of at most 1.01
             and 400 effective draws, over all chains) or the ``budget`` ends; ``info["stopped"]`` says which.
@@ -82,6 +84,9 @@ def sample(
         log: a folder for TensorBoard, which shows loss and rates at every draw (needs the extra ``tensorboard``).
         budget: with ``draws="auto"``, draws of each chain at most; 2,000 by default.
         held_out: with ``draws="auto"``, inputs at which predictions are watched; some of the training data by default.
+        transform: a function ``(batch, generator) -> batch`` that every minibatch goes through on its device, such as
+            augmentation or a change of type: images may so lie on a GPU as bytes. It must keep the number of examples,
+            take its random numbers from the generator, and is not applied in predictions.
         options: settings of the method (for instance ``noise``, ``scheme``, ``structure``, ``bias``, ``lr``),
             ``preset`` for a row of the paper (``alpha-a``, ``alpha-c``, ``G-b``, ``G-c``, each also ``-slr``), and
             ``noise_every``.
@@ -122,7 +127,7 @@ def sample(
         "seed": seed,
         **({"budget": budget} if draws == "auto" else {}),
     }
-    asked = Asked(target, data, init, place, settings, options, store, resume, store_dtype, held_out)
+    asked = Asked(target, data, init, place, settings, options, store, resume, store_dtype, held_out, transform)
     # Draws that end by themselves may be far fewer than their limit.
     in_memory = most if draws != "auto" and (store is None or method in BASELINES) else 0
     check_room(asked.start(0), asked.count, in_memory)
@@ -138,7 +143,7 @@ def sample(
             after, progress, given,
         )  # fmt: skip
         return keep_at_once(asked, about, lambda: baseline.posterior(about))
-    team = Team(target, data, init, chains, batch_size, seed, place, after)
+    team = Team(target, data, init, chains, batch_size, seed, place, after, transform)
     plan = Plan(
         most, keep_every, warmup, noise_every(given), team.count, after, draws == "auto", team.chains, held_out
     )  # fmt: skip
@@ -166,7 +171,7 @@ def sample(
             run.say(bar.note)
             if plan.auto and keeper.outcomes:  # chains that run in turn: the first says how many draws
                 plan = replace(plan, draws=keeper.outcomes[0].drawn, auto=False)
-            with fastest_products(run.alive.device):
+            with fastest_products(run.alive.device), target.using(run.buffers):
                 outcome = draw_from(run, first, plan, bar, keeper, keeper.saved, None if board is None else board.step)
             keeper.finished(outcome, last=first + run.count == team.count)
         failures = keeper.failures()

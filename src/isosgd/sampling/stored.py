@@ -12,12 +12,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from isosgd.chain.batches import Data, DataSets, as_tensors
+from isosgd.chain.batches import Data, DataSets, Transform, as_tensors
 from isosgd.chain.team import Start, start_of
 from isosgd.errors import SamplingWarning
 from isosgd.potential import Params, Target
 from isosgd.predictive import Posterior
-from isosgd.sampling.buffers import Buffers
 from isosgd.sampling.identity import (
     data_identity,
     described,
@@ -128,8 +127,7 @@ def _check_target(folder: Path, manifest: Manifest, target: Target) -> None:
         line = next(differences(wanted, found))
         raise ValueError(f"the target is not the one that {folder} was drawn from: {line}")
     then = {name: x for name, x in frozen_tensors(folder, manifest).items() if name not in manifest.buffers}
-    buffers = Buffers(target)
-    now = {**buffers.frozen(), **buffers.start}
+    now = {**target.frozen, **target.buffers}
     for name, x in then.items():
         if name in now and fingerprint(x) != fingerprint(now[name]):
             raise ValueError(
@@ -163,6 +161,7 @@ class Asked:
     resume: bool
     store_dtype: str | None
     held_out: Any = None
+    transform: Transform | None = None
 
     def __post_init__(self) -> None:
         if self.store_dtype not in STORED:
@@ -174,7 +173,6 @@ class Asked:
             raise ValueError(f"seed = {seed!r} must be an integer of at least 0")
         if self.store is not None and not isinstance(self.store, str | Path):
             raise TypeError(f"store = {self.store!r} must be the path of a folder")
-        self.buffers = Buffers(self.target)
 
     @property
     def tensors(self) -> tuple[Tensor, ...] | None:
@@ -201,7 +199,7 @@ class Asked:
                 "opaque": [name for name, value in self.options.items() if not is_plain(value)],
             },
             "data": data_identity(self.data),
-            "target": target_identity(self.target, self.data, starts, self.buffers),
+            "target": target_identity(self.target, self.data, starts, self.transform),
             "device": next(iter(starts[0].values())).device.type,
             **({} if self.held_out is None else {"held_out": inputs_identity(self.held_out)}),
         }
@@ -213,11 +211,13 @@ class Asked:
             info: what is known of a run that is begun.
         """
         assert self.store is not None
-        folder, identity, buffers = Path(self.store), self.identity(), self.buffers
+        folder, identity = Path(self.store), self.identity()
         if not self.resume or not Manifest.begun(folder):
             natural = self.target.constrain(self.target.initial(start_of(self.init, 0)))
             tensors = specs_of(natural, STORED[self.store_dtype])
-            return Writer.create(folder, Manifest(info, identity, tensors), {**buffers.frozen(), **buffers.start})
+            return Writer.create(
+                folder, Manifest(info, identity, tensors), {**self.target.frozen, **self.target.buffers}
+            )
         manifest = Manifest.read(folder)
         found = list(differences(manifest.identity, unpack(plain(identity))))
         if found:
@@ -238,8 +238,6 @@ class Asked:
                 SamplingWarning,
                 stacklevel=3,
             )
-        if manifest.checkpoint is None:
-            buffers.load({k: x for k, x in frozen_tensors(folder, manifest).items() if k in buffers.start})
         writer = Writer.reopen(folder)
         if writer.manifest.complete:  # by another process, meanwhile
             writer.close()

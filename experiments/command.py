@@ -1,0 +1,43 @@
+"""What the commands of the experiments share: options of the machine, errors as lines, words and JSON apart."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+
+from isosgd.cli.common import STOPPED, add_json, add_machine, echo, plain, print_json, use_machine
+
+__all__ = ["add_json", "add_machine", "echo", "plain", "print_json", "run", "use_machine"]
+
+
+def run(
+    module: str,
+    parser: argparse.ArgumentParser,
+    body: Callable[[argparse.Namespace], None],
+    argv: Sequence[str] | None,
+) -> int:
+    """Parse, run, and return an exit code: 0, 1 with a line that says what is wrong, 130 after Ctrl-C.
+
+    Args:
+        module: that ``python -m`` runs; the command line is kept with results as ``args.line``.
+        parser: of its options.
+        body: what to do with them.
+        argv: what was given; ``sys.argv`` by default.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(given)
+    args.line = shlex.join(["python", "-m", module, *given])
+    try:
+        body(args)
+    except KeyboardInterrupt:
+        print("\nstopped; results that were finished are kept", file=sys.stderr)
+        return STOPPED
+    except (ValueError, TypeError, OSError, ModuleNotFoundError, RuntimeError) as error:
+        if os.environ.get("ISOSGD_TRACEBACK"):
+            raise
+        print(f"{module}: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,1 @@
+"""Classification of MNIST and CIFAR-10; ``python -m experiments.images mnist`` runs it."""

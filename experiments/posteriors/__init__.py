@@ -1,0 +1,1 @@
+"""Posteriors with known moments; ``python -m experiments.posteriors`` runs methods on them."""

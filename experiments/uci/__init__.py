@@ -1,0 +1,1 @@
+"""Regressions on the published UCI splits; ``python -m experiments.uci`` runs them."""

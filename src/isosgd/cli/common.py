@@ -1,0 +1,158 @@
+"""What commands share: where words go, strict JSON, warnings as plain lines, threads and device."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isosgd.errors import SamplingWarning
+
+STOPPED = 130  # what a shell says of a program that Ctrl-C ended
+
+
+def add_json(parser: argparse.ArgumentParser, what: str) -> None:
+    """``--json``: results on standard output as JSON, words on standard error."""
+    parser.add_argument("--json", action="store_true", help=f"print {what} as JSON; all other words go to stderr")
+
+
+def add_machine(parser: argparse.ArgumentParser, threads: int | None = None) -> None:
+    """``--device`` and ``--threads``, with how many threads to take by default."""
+    parser.add_argument("--device", help="where to sample (default: the CPU)")
+    usual = "as torch chooses" if threads is None else threads
+    parser.add_argument("--threads", type=int, default=threads, help=f"threads of torch (default: {usual})")
+
+
+def echo(args: argparse.Namespace, *lines: str) -> None:
+    """Words for people: on standard output, or on standard error where that is taken by JSON or CSV."""
+    quiet = getattr(args, "json", False) or getattr(args, "to_stdout", False)
+    for line in lines:
+        print(line, file=sys.stderr if quiet else sys.stdout, flush=True)
+
+
+def print_json(value: Any) -> None:
+    """Strict JSON: what is not a finite number is null.
+
+    Example:
+        >>> print_json({"rhat": float("nan"), "draws": 4})
+        {
+         "rhat": null,
+         "draws": 4
+        }
+    """
+    print(json.dumps(plain(value), indent=1, allow_nan=False), flush=True)
+
+
+def plain(value: Any) -> Any:
+    """Values that strict JSON holds; of others their text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, str | int | bool | None) else str(value)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error, with its kind.
+
+    Example:
+        >>> first_line(KeyError("colour"))
+        "KeyError: 'colour'"
+    """
+    return f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """The argument RUN, and where its target comes from when the folder does not say."""
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run")
+    parser.add_argument(
+        "--script", metavar="SCRIPT.py:target",
+        help="what makes target and data, for a run that was begun from Python or whose script has moved",
+    )  # fmt: skip
+
+
+def add_damaged(parser: argparse.ArgumentParser) -> None:
+    """The option to do without files that are not as they were written."""
+    parser.add_argument("--drop-damaged", action="store_true", help="do without draws in damaged files, and say so")
+
+
+def use_machine(threads: int | None, device: str | None) -> None:
+    """Set the number of threads and see that the device is there, before anything is read."""
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"--threads {threads} must be at least 1")
+        torch.set_num_threads(threads)
+    if device is not None:
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch raises each of them
+            raise ValueError(f"--device {device} cannot be used: {str(error).splitlines()[0]}") from error
+
+
+def check_method(name: str) -> None:
+    """Refuse a method that `isosgd.sample` does not know, before anything is read or written."""
+    from isosgd import methods
+
+    known = [row["name"] for row in methods()]
+    if name not in known:
+        raise ValueError(f"--method {name} is not known; choose one of {', '.join(known)}")
+
+
+def check_seed(seed: int) -> None:
+    """Refuse a seed that no generator takes."""
+    if seed < 0:
+        raise ValueError(f"--seed {seed} must not be negative")
+
+
+def check_folder(path: Path) -> None:
+    """Refuse an ``--out`` that cannot be the folder of a run, before anything is read."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"--out {path} is a file; name a folder for the run")
+
+
+def check_file(path: Path | None) -> None:
+    """Refuse an ``--out`` that cannot be written, before anything is computed."""
+    if path is not None and path.is_dir():
+        raise ValueError(f"--out {path} is a folder; name a file")
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"--out {path}: there is no folder {path.parent}; make it first")
+
+
+@contextmanager
+def gathered_warnings() -> Iterator[list[str]]:
+    """Gather what the sampler warns of, as sentences; other warnings pass as they are."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", SamplingWarning)
+        try:
+            yield found
+        finally:
+            ours = [w for w in caught if issubclass(w.category, SamplingWarning)]
+            found += dict.fromkeys(str(w.message) for w in ours)
+    for other in caught:
+        if other not in ours:
+            warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
+
+
+def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    r"""Lines of a table, the first column flush left.
+
+    Example:
+        >>> print("\n".join(columns(["name", "R-hat"], [["mu", "1.01"]])))
+        name  R-hat
+        mu     1.01
+    """
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    pads = [str.ljust] + [str.rjust] * (len(head) - 1)
+    lines = ["  ".join(p(c, w) for p, c, w in zip(pads, row, widths, strict=True)) for row in (head, *rows)]
+    return [line.rstrip() for line in lines]

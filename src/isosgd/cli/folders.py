@@ -1,0 +1,344 @@
+"""Folders of runs: what was sampled, a network on a table or the target of a script, with which data, and the draws."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+import sys
+import traceback
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from isosgd import Posterior, Target, load
+from isosgd.cli.common import first_line
+from isosgd.cli.network import Network
+from isosgd.data.tables import Table, load_table
+from isosgd.data.unlike import Familiar
+from isosgd.report import Subject, write_report
+from isosgd.sampling.stored import settings_of
+from isosgd.store.draws import Damaged
+from isosgd.store.manifest import Manifest
+
+MANIFEST, TABLE, SCRIPT = "manifest.json", "table.json", "script.json"
+DATA, REPORT = "data.safetensors", "report.html"
+LARGEST_NOTE = 1 << 20  # bytes of script.json
+SHUFFLE_SEED = 0
+USUAL: dict[str, Any] = {
+    "method": "isgd", "draws": 100, "chains": 4, "batch_size": None, "keep_every": "auto", "warmup": "auto",
+    "temperature": 1.0, "seed": 0, "store_dtype": None, "budget": None,
+}  # fmt: skip
+"""Settings of ``isosgd sample`` where nothing is said."""
+SEED = 0  # of torch when a script is run, so that a network it makes is the same again when its run is resumed
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run and what it takes to go on with it, to predict and to report.
+
+    Attributes:
+        folder: of the run.
+        target: what is sampled.
+        data: training data.
+        heldout: rows left out, if any.
+        init: where chains start, as `isosgd.sample` takes it.
+        subject: names and units for the report.
+        table: how columns become inputs; None for runs of scripts.
+        familiar: tells inputs that are unlike the training data; None for runs of scripts.
+        command: that made the run of a table.
+        place: ``SCRIPT.py:target`` of the run of a script.
+        damaged: what to do with damaged files of draws, as `isosgd.load` takes it.
+    """
+
+    folder: Path
+    target: Target
+    data: Any
+    heldout: Any = None
+    init: Any = None
+    subject: Subject = field(default_factory=Subject)
+    table: Table | None = None
+    familiar: Familiar | None = None
+    command: str = ""
+    place: str = ""
+    damaged: Damaged = "refuse"
+
+    def posterior(self) -> Posterior:
+        """The draws that are there."""
+        data = self.data if isinstance(self.data, tuple) else None
+        found = load(self.folder, self.target, data=data, damaged=self.damaged)
+        if not len(found):
+            none = "has no draws yet" if self.damaged == "refuse" else "has no draws that are whole"
+            raise ValueError(f"{self.folder} {none}; `isosgd resume {self.folder}` goes on")
+        return found
+
+    def report(self, path: Path | None = None) -> Path:
+        """Write the report; into the folder of the run by default."""
+        data = self.data if isinstance(self.data, tuple) else None
+        outside = None
+        # Of a single column shuffling leaves the distribution as it is.
+        if self.table is not None and self.table.classes and len(self.table.columns) > 1 and self.heldout is not None:
+            outside = shuffled_columns(self.heldout[0])
+        commands = [shown(line) for line in (*self.commands(), f"isosgd report {shlex.quote(str(self.folder))}")]
+        return write_report(
+            self.posterior(), path or self.folder / REPORT, data=data, heldout=self.heldout, outside=outside,
+            subject=replace(self.subject, commands=commands, longer=shown(self.subject.longer)),
+        )  # fmt: skip
+
+    def commands(self) -> list[str]:
+        """What to run to have the draws again; empty where a command line cannot say it."""
+        line = self.command or (command_of(self.place, self.folder) if self.place else "")
+        return [line] if line else []
+
+
+def open_run(folder: Path, script: str | None = None, drop_damaged: bool = False) -> Run:
+    """The run in a folder.
+
+    Args:
+        folder: that ``fit`` or ``sample`` wrote, or `isosgd.sample` with ``store=``.
+        script: ``SCRIPT.py:target`` that makes target and data, for runs that were begun from Python.
+        drop_damaged: do without draws in damaged files.
+    """
+    found = _open(folder, script)
+    return replace(found, damaged="drop") if drop_damaged else found
+
+
+def _open(folder: Path, script: str | None) -> Run:
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder of a run; `isosgd fit` and `isosgd sample` make one")
+    if script is None and (folder / TABLE).exists():
+        return _tabular(folder)
+    if script is None and not (folder / SCRIPT).exists():
+        raise ValueError(f"{folder} does not say what was sampled; name the script: --script SCRIPT.py:target")
+    return of_script(folder, load_script(script or read_note(folder)))
+
+
+def of_script(folder: Path, found: Script) -> Run:
+    """The run in a folder, of what a script holds."""
+    return Run(
+        folder, found.target, found.data, found.heldout, found.init, Subject(f"{found.name} of {found.path.name}"),
+        place=f"{found.path}:{found.name}",
+    )  # fmt: skip
+
+
+def save_tabular(
+    folder: Path,
+    table: Table,
+    network: Network,
+    train: tuple[Tensor, Tensor],
+    heldout: tuple[Tensor, Tensor] | None,
+    **words: str,
+) -> Run:
+    """Write everything about a table's run but its draws, so that it can be resumed, used and reported later.
+
+    Args:
+        folder: of the run.
+        table: how columns become inputs.
+        network: what is sampled.
+        train: training rows.
+        heldout: rows left out, if any.
+        words: for the report: ``source``, the name of the table's file; ``command``; and ``longer``, one that runs
+            longer.
+    """
+    if Manifest.begun(folder):
+        raise ValueError(
+            f"{folder} holds a run already: `isosgd resume {folder}` goes on with it; or choose another --out"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {"x": train[0], "y": train[1]}
+    if heldout is not None:
+        tensors |= {"heldout_x": heldout[0], "heldout_y": heldout[1]}
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / DATA)
+    limit = Familiar.learn(train[0]).limit
+    table.save(folder / TABLE, network=network.as_dict(), unlike={"limit": limit}, **words)
+    return _tabular(folder)
+
+
+def _tabular(folder: Path) -> Run:
+    table, more = load_table(folder / TABLE)
+    network = Network.from_dict(more.get("network"))
+    if (network.inputs, network.outputs) != (len(table.inputs), len(table.classes) or 1):
+        raise ValueError(f"{folder / TABLE}: the network has not as many inputs and outputs as the table")
+    try:
+        tensors = load_file(folder / DATA)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{folder / DATA} cannot be read ({error}); fit the table again") from error
+    for part in ("", "heldout_"):
+        x, y = tensors.get(f"{part}x"), tensors.get(f"{part}y")
+        if x is None and part:
+            continue
+        if x is None or y is None or x.ndim != 2 or x.shape[1] != network.inputs or len(x) != len(y):
+            raise ValueError(f"{folder / DATA} does not hold {part}x [n, {network.inputs}] and {part}y; fit again")
+    limit = more.get("unlike", {}).get("limit")
+    if not isinstance(limit, float):
+        raise ValueError(f"{folder / TABLE} does not say from which distance on an input is unlike the training data")
+    source, command = str(more.get("source", "")), str(more.get("command", ""))
+    alone = len(table.inputs) == 1
+    subject = Subject(
+        title=f"{table.target}, predicted from {source}",
+        target=table.target,
+        inputs=table.inputs,
+        classes=table.classes,
+        y_mean=table.y_mean,
+        y_scale=table.y_scale,
+        x_mean=table.x_mean[0] if alone else 0.0,
+        x_scale=table.x_scale[0] if alone else 1.0,
+        layers=network.layers(),
+        network=network.describe(),
+        notes=table.describe(),
+        outside="columns shuffled",
+        longer=str(more.get("longer", "")),
+    )
+    heldout = (tensors["heldout_x"], tensors["heldout_y"]) if "heldout_x" in tensors else None
+    return Run(
+        folder, network.target(), (tensors["x"], tensors["y"]), heldout, network.start, subject, table,
+        Familiar.among(tensors["x"], limit), command,
+    )  # fmt: skip
+
+
+def shown(command: str) -> str:
+    """A command for others to read: of files and folders that are named from the root on, the last name alone.
+
+    Example:
+        >>> shown("isosgd fit /data/houses.csv --target price --out=/data/runs/houses")
+        'isosgd fit houses.csv --target price --out=houses'
+    """
+    words = []
+    for word in shlex.split(command):
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        words.append(option + equals + (Path(value).name if Path(value).is_absolute() else value))
+    return shlex.join(words)
+
+
+def shuffled_columns(x: Tensor) -> Tensor:
+    """The same values in each column, but put together at random: rows that never were.
+
+    Example:
+        >>> x = torch.arange(6.0).reshape(3, 2)
+        >>> shuffled_columns(x).sort(0).values.equal(x)
+        True
+    """
+    generator = torch.Generator().manual_seed(SHUFFLE_SEED)
+    return torch.stack([x[torch.randperm(len(x), generator=generator), k] for k in range(x.shape[1])], 1)
+
+
+# ---------------------------------------------------------------- targets of scripts
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a script holds.
+
+    Attributes:
+        path: of the script.
+        name: of the target in it.
+        target: what to sample.
+        data: to sample with.
+        heldout: rows for the report, if the script has any.
+        init: where chains start, if the script says.
+    """
+
+    path: Path
+    name: str
+    target: Target
+    data: Any
+    heldout: Any = None
+    init: Any = None
+
+    def save(self, folder: Path) -> None:
+        """Leave a note in the folder of a run of where its target comes from."""
+        text = json.dumps({"script": str(self.path.resolve()), "target": self.name}, indent=1)
+        (folder / SCRIPT).write_text(text + "\n", encoding="utf-8")
+
+
+def command_of(place: str, folder: Path) -> str:
+    """The command that samples a script again with the settings of a run; empty where a command line cannot say them.
+
+    Args:
+        place: ``SCRIPT.py:name``.
+        folder: of the run.
+    """
+    settings, opaque = settings_of(folder)
+    if opaque:
+        return ""
+    words = ["isosgd", "sample", place, "--out", str(folder)]
+    for name, usual in USUAL.items():
+        if settings.get(name, usual) != usual:
+            words += [f"--{name.replace('_', '-')}", str(settings[name])]
+    for name, value in settings["options"].items():
+        words += ["--option", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
+    return shlex.join(words)
+
+
+def read_note(folder: Path) -> str:
+    """``SCRIPT.py:target`` of a run, as `Script.save` left it."""
+    path = folder / SCRIPT
+    try:
+        if path.stat().st_size > LARGEST_NOTE:
+            raise ValueError("it is too large")
+        found = json.loads(path.read_text(encoding="utf-8"))
+        script, target = found["script"], found["target"]
+        if not (isinstance(script, str) and isinstance(target, str)):
+            raise TypeError("it does not name a script and a target")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{path} is not a note that isosgd wrote: {error or type(error).__name__}") from error
+    place = Path(script)
+    if not place.is_absolute() or place.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(
+            f"{path} names the script {script}, which would be run: pass --script {script}:{target} if you trust it"
+        )
+    return f"{script}:{target}"
+
+
+def load_script(place: str) -> Script:
+    """Run a script and take its target and data.
+
+    The names ``data``, ``heldout`` and ``init`` are looked up beside the target. Each may be a function without
+    arguments that makes it, but for ``init``, which `isosgd.sample` takes as it is.
+
+    Args:
+        place: ``SCRIPT.py:name`` of the target; ``target`` when no name is given.
+    """
+    file, _, name = place.partition(".py:")
+    path, name = (Path(file + ".py"), name) if name else (Path(place.removesuffix(":")), "target")
+    if not path.is_file():
+        raise ValueError(f"there is no script {path}; name it as SCRIPT.py:target")
+    spec = importlib.util.spec_from_file_location(f"isosgd_script_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is no Python script")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(path.resolve().parent))  # so that it can import what lies beside it
+    try:
+        torch.manual_seed(SEED)
+        spec.loader.exec_module(module)
+        target = _made(getattr(module, name, None))
+        data, heldout = (_made(getattr(module, what, None)) for what in ("data", "heldout"))
+    except (Exception, SystemExit) as error:  # whatever a user's code may raise
+        raise ValueError(f"{_where(path, error)}: {first_line(error)}; mend the script") from error
+    finally:
+        sys.path.remove(str(path.resolve().parent))
+    if not isinstance(target, Target):
+        there = [n for n, value in vars(module).items() if isinstance(value, Target)]
+        hint = f"; it has {', '.join(there)}" if there else ""
+        raise ValueError(f"{path} has no isosgd.Target named {name!r}, nor a function that makes one{hint}")
+    if data is None or isinstance(data, str | bytes) or not hasattr(data, "__iter__"):
+        what = "nothing named 'data'" if data is None else f"'data' of type {type(data).__name__}"
+        raise ValueError(f"{path} has {what}: make it a tuple of tensors, a DataLoader, or a function that makes one")
+    return Script(path, name, target, data, heldout, getattr(module, "init", None))
+
+
+def _where(path: Path, error: BaseException) -> str:
+    """The script, and the last of its lines that an error came through."""
+    frames, whole = traceback.extract_tb(error.__traceback__), path.resolve()
+    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == whole]
+    return f"{path}, line {lines[-1]}" if lines else str(path)
+
+
+def _made(found: Any) -> Any:
+    return found() if callable(found) and not isinstance(found, Target) and not hasattr(found, "__iter__") else found

@@ -1,0 +1,133 @@
+"""The command line: ``isosgd COMMAND``. `tables` has fit and predict, `runs` the commands for all runs.
+
+A command adds its description, an example (``epilog``) and its arguments to a parser, and returns an exit code. What a
+user can fix is raised as ``ValueError``, ``TypeError`` or ``OSError``, printed here, and ends with 1.
+
+Exit codes: 0 when it went well, 1 when it did not, 2 when it was asked wrongly, 130 when Ctrl-C ended it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import isosgd
+from isosgd.cli import audit, runs, tables
+from isosgd.cli.common import STOPPED, add_json, first_line, print_json
+from isosgd.store import DamagedError
+
+TRACEBACK = "ISOSGD_TRACEBACK"
+BENCH_MOVED = (
+    "bench has left the package; from a clone of the repository run python -m experiments.uci, "
+    "python -m experiments.images mnist, or python -m experiments.images cifar10, with the same options"
+)
+
+
+class Command(NamedTuple):
+    """What ``isosgd --help`` says of a command, what adds its arguments to a parser, and what runs it."""
+
+    help: str
+    add: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = argparse.Namespace()
+    try:
+        if given[:1] == ["demo"]:  # it has a parser of its own
+            from isosgd.demo.__main__ import main as demo
+
+            return demo(given[1:])
+        if given[:1] == ["bench"]:
+            print(f"isosgd: {BENCH_MOVED}", file=sys.stderr)
+            return 2
+        args = parser().parse_args(given)
+        args.line = shlex.join(["isosgd", *given])
+        return int(COMMANDS[args.command].run(args))
+    except KeyboardInterrupt as stopped:
+        print(f"\nisosgd: {str(stopped) or 'stopped; results that were finished are kept'}", file=sys.stderr)
+        return STOPPED
+    except BrokenPipeError:  # `isosgd predict ... | head`: the reader has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, TypeError, OSError, ModuleNotFoundError, RuntimeError) as error:
+        if os.environ.get(TRACEBACK):
+            raise
+        print(f"isosgd: {_message(error, args)}", file=sys.stderr)
+        return 1
+
+
+def _message(error: Exception, args: argparse.Namespace) -> str:
+    """What went wrong, in a line or two, and what would mend it where that is known."""
+    if isinstance(error, DamagedError) and hasattr(args, "run"):
+        mend = "--drop-damaged does without its draws" if hasattr(args, "drop_damaged") else "put back a copy of it"
+        return f"{args.run}: {error}; {mend}"
+    if isinstance(error, OSError) and error.strerror:
+        kinds = {
+            errno.ENOENT: "there is no such file or folder",
+            errno.EISDIR: "that is a folder; name a file",
+            errno.EEXIST: "that is a file; name a folder",
+            errno.ENOTDIR: "a part of that is a file, not a folder",
+        }
+        words = kinds.get(error.errno or 0, error.strerror) if error.filename else error.strerror
+        return f"{error.filename}: {words}" if error.filename else words
+    if isinstance(error, RuntimeError) and not isinstance(error, isosgd.DivergedError):  # of torch, mostly
+        return f"{first_line(error)} ({TRACEBACK}=1 in the environment shows where)"
+    return str(error)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    top = argparse.ArgumentParser(
+        prog="isosgd",
+        description="Bayesian PyTorch models by stochastic gradients.",
+        epilog="example: isosgd fit table.csv --target price --out runs/price",
+    )
+    top.add_argument("--version", action="version", version=isosgd.__version__)
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("demo", help="sample posteriors that are known, and two real data sets", add_help=False)
+    for name, command in COMMANDS.items():
+        command.add(commands.add_parser(name, help=command.help))
+    return top
+
+
+def add_methods(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the arguments of this command."""
+    parser.description = "List every method that `isosgd sample --method` takes, with what it targets."
+    parser.epilog = "example: isosgd methods --json"
+    add_json(parser, "methods, with settings and defaults,")
+
+
+def run_methods(args: argparse.Namespace) -> int:
+    """Print the list."""
+    rows = isosgd.methods()
+    if args.json:
+        print_json(rows)
+        return 0
+    wide = max(len(row["name"]) for row in rows)
+    for row in rows:
+        print(f"{row['name']:<{wide}}  {row['family']:<12} {row['targets']}")
+    return 0
+
+
+COMMANDS = {
+    "fit": Command("sample the posterior of a network on a CSV or Parquet table", tables.add_fit, tables.run_fit),
+    "predict": Command(
+        "predict new rows: means and intervals, or class probabilities", tables.add_predict, tables.run_predict
+    ),
+    "sample": Command("sample a target that a Python script makes", runs.add_sample, runs.run_sample),
+    "resume": Command("go on with a run that was stopped", runs.add_resume, runs.run_resume),
+    "diagnose": Command("say whether to believe a run, and why", runs.add_diagnose, runs.run_diagnose),
+    "report": Command("write a report of a run as one HTML file", runs.add_report, runs.run_report),
+    "methods": Command("list every method", add_methods, run_methods),
+    "audit": Command(
+        "state what a sampling loop really samples, from a description of it", audit.add_audit, audit.run_audit
+    ),
+}

@@ -1,0 +1,337 @@
+"""Runs: sample a script's target, go on with a run, judge it, report it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import isosgd
+from isosgd import Posterior, metrics
+from isosgd.cli.common import (
+    STOPPED,
+    add_damaged,
+    add_json,
+    add_machine,
+    add_run,
+    check_file,
+    check_folder,
+    check_method,
+    check_seed,
+    echo,
+    gathered_warnings,
+    print_json,
+    use_machine,
+)
+from isosgd.cli.folders import MANIFEST, USUAL, Run, load_script, of_script, open_run
+from isosgd.diagnostics.verdict import Verdict
+from isosgd.predictive.draws import batches_of
+from isosgd.report import regression
+from isosgd.store.manifest import Manifest
+
+UNSETTLED = "the warm-up did not settle"  # the verdict says so, too
+LEVEL = 0.95
+HELD = 1 << 20  # numbers, of which there is one for each row and draw, or class
+
+
+def add_sample(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the arguments of this command."""
+    parser.description = (
+        "Run a Python script and sample the isosgd.Target of that name in it, or that a function of that name "
+        "returns. The script's `data` (a tuple of tensors, a DataLoader, or a function that makes one) is sampled "
+        "with; `heldout`, in the same form, is for the report, and `init` is where chains start. torch is seeded "
+        "before the script runs, so that a network it makes is the same when the run is resumed."
+    )
+    parser.epilog = "example: isosgd sample model.py:target --out runs/model --chains 4"
+    parser.add_argument("script", metavar="SCRIPT.py:target", help="a script, and the name of the target in it")
+    parser.add_argument("--out", metavar="RUN", type=Path, help="folder of the run (default: runs/SCRIPT)")
+    parser.add_argument("--method", help="one of `isosgd methods` (%(default)s)")
+    parser.add_argument("--chains", type=int, help="(%(default)s)")
+    parser.add_argument("--draws", type=_steps, help="of each chain; `auto` until predictions converge (%(default)s)")
+    parser.add_argument("--budget", type=int, help="draws of each chain, at most, with --draws auto (default: 2000)")
+    parser.add_argument(
+        "--batch-size", type=_rows, help="examples of a minibatch, or `all` of them (default: by the number of data)"
+    )
+    parser.add_argument("--warmup", type=_steps, help="gradients before the first draw (%(default)s)")
+    parser.add_argument("--keep-every", type=_steps, help="steps between draws (%(default)s)")
+    parser.add_argument("--temperature", type=float, help="(%(default)g)")
+    parser.add_argument("--seed", type=int, help="(%(default)s)")
+    parser.add_argument(
+        "--store-dtype", choices=("float32", "bfloat16"), help="dtype in which draws are written (default: their own)"
+    )
+    parser.set_defaults(**USUAL)
+    parser.add_argument(
+        "--option", action="append", default=[], type=_option, metavar="NAME=VALUE",
+        help="a setting of the method, such as structure=layer; may be given again",
+    )  # fmt: skip
+    parser.add_argument("--no-report", dest="report", action="store_false", help="do not write report.html")
+    add_machine(parser)
+    add_json(parser, "the verdict")
+
+
+def run_sample(args: argparse.Namespace) -> int:
+    """Sample."""
+    check_method(args.method)
+    check_seed(args.seed)
+    use_machine(args.threads, args.device)
+    script = load_script(args.script)
+    folder = args.out or Path("runs") / script.path.stem
+    check_folder(folder)
+    if Manifest.begun(folder):
+        raise ValueError(
+            f"{folder} holds a run already: `isosgd resume {folder}` goes on with it; or choose another --out"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    script.save(folder)
+
+    def draw() -> None:
+        settings = {name: getattr(args, name) for name in USUAL}
+        isosgd.sample(
+            script.target, script.data, init=script.init, device=args.device, store=folder,
+            **settings, **dict(args.option),
+        )  # fmt: skip
+
+    return draw_and_judge(args, of_script(folder, script), draw)
+
+
+def _rows(text: str) -> int | str:
+    return text if text == "all" else int(text)
+
+
+def _steps(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """``NAME=VALUE``: the value as JSON where it is some, else as text."""
+    name, equals, value = text.partition("=")
+    if not (name.isidentifier() and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def add_resume(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the arguments of this command."""
+    parser.description = (
+        "Go on with a run where it was stopped, with the settings it was begun with. On a CPU its draws are those of a "
+        "run that was never stopped, bit for bit. A run that is complete is left as it is."
+    )
+    parser.epilog = "example: isosgd resume runs/houses"
+    add_run(parser)
+    parser.add_argument("--no-report", dest="report", action="store_false", help="do not write report.html")
+    add_machine(parser)
+    add_json(parser, "scores and verdict")
+
+
+def run_resume(args: argparse.Namespace) -> int:
+    """Go on."""
+    found = open_run(args.run, args.script)
+    if not (args.run / MANIFEST).exists():
+        raise ValueError(f"{args.run} has no {MANIFEST}: the run was stopped before it began; start it again")
+    info = isosgd.load(args.run).info
+    use_machine(args.threads or info.get("threads"), args.device)  # other threads may round otherwise
+    if info["complete"]:
+        echo(args, f"{args.run} is complete")
+
+    def draw() -> None:
+        isosgd.resume(args.run, found.target, found.data, init=found.init, device=args.device)
+
+    return draw_and_judge(args, found, draw)
+
+
+def add_diagnose(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the arguments of this command."""
+    parser.description = (
+        "Say whether to trust the draws of a run, to run longer, or that it samples something else: R-hat and "
+        "effective draws of predictions, and the temperature of the draws by layer. Unfinished runs are judged by "
+        "what is there."
+    )
+    parser.epilog = "example: isosgd diagnose runs/houses --json"
+    add_run(parser)
+    add_damaged(parser)
+    parser.add_argument(
+        "--check", action="store_true", help="end with 1 unless the verdict is to trust it, for use in scripts"
+    )
+    add_json(parser, "summary and verdict")
+
+
+def run_diagnose(args: argparse.Namespace) -> int:
+    """Judge."""
+    found = open_run(args.run, args.script, args.drop_damaged)
+    posterior = found.posterior()
+    summary = posterior.summary(found.heldout if found.heldout is not None else found.data)
+    verdict = posterior.trust(found.data, held_out=found.heldout)
+    if args.json:
+        print_json({
+            "run": args.run,
+            "complete": posterior.info.get("complete"),
+            "verdict": verdict.as_dict(),
+            "summary": summary.as_dict(),
+        })  # fmt: skip
+    else:
+        echo(args, found.subject.named(str(verdict)), "", str(summary))
+    return 0 if verdict.trusted or not args.check else 1
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the arguments of this command."""
+    parser.description = (
+        "Write one HTML file that needs nothing else: the verdict first, then predictions on held-out rows, traces and "
+        "ranks of the chains, R-hat and effective draws, temperature, rates and noise by layer, settings and versions."
+    )
+    parser.epilog = "example: isosgd report runs/houses --out houses.html"
+    add_run(parser)
+    add_damaged(parser)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="HTML file to write (default: RUN/report.html)")
+    add_json(parser, "where it is and the verdict")
+
+
+def run_report(args: argparse.Namespace) -> int:
+    """Write it."""
+    check_file(args.out)
+    found = open_run(args.run, args.script, args.drop_damaged)
+    page = found.report(args.out)
+    if args.json:
+        verdict = verdict_of(found, found.posterior())
+        print_json({"report": page, "verdict": verdict.as_dict() if verdict is not None else None})
+    else:
+        echo(args, f"report: {page}")
+    return 0
+
+
+# ---------------------------------------------------------------- to draw, to judge, to report
+
+
+def draw_and_judge(
+    args: argparse.Namespace, found: Run, draw: Callable[[], Any], counts: dict[str, int] | None = None
+) -> int:
+    """Draw into the folder of a run, say how good the draws are, and write the report.
+
+    Args:
+        args: of the command.
+        found: the run, whose draws are yet to come.
+        draw: draws.
+        counts: of rows, for a table.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        with gathered_warnings() as warned:
+            draw()
+    except KeyboardInterrupt:
+        print(f"\nstopped; {_kept(found.folder)}. Go on with: isosgd resume {found.folder}", file=sys.stderr)
+        return STOPPED
+    finish(args, found, warned, counts)
+    return 0
+
+
+def finish(args: argparse.Namespace, found: Run, warned: list[str], counts: dict[str, int] | None = None) -> None:
+    """Say how good the draws are, and write the report."""
+    posterior = found.posterior()
+    scores = scores_of(found, posterior)
+    verdict = verdict_of(found, posterior)
+    page = found.report() if args.report else None
+    if args.json:
+        print_json({
+            "run": found.folder,
+            "report": page,
+            "counts": counts,
+            "what_was_done": found.table.describe() if found.table is not None else [],
+            "draws": posterior.num_draws,
+            "chains": posterior.num_chains,
+            "seconds": posterior.info.get("seconds"),
+            "scores": scores,
+            "verdict": verdict.as_dict() if verdict is not None else None,
+            "warnings": warned,
+        })  # fmt: skip
+        return
+    seconds = posterior.info.get("seconds")
+    echo(args, f"{len(posterior):,} draws" + (f" in {seconds:.0f} s" if seconds else ""))
+    if scores:
+        words = "held-out rows" if found.heldout is not None else "training rows (no rows were held out)"
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in scores.items() if isinstance(value, float))
+        echo(args, f"{words}: {shown}")
+    for warning in warned:
+        if verdict is None or UNSETTLED not in warning:
+            echo(args, f"note: {found.subject.named(warning)}")
+    if verdict is not None:
+        echo(args, found.subject.named(str(verdict)))
+        if found.subject.longer and verdict.words == "run longer":
+            echo(args, f"to run longer: {found.subject.longer}")
+    if page is not None:
+        echo(args, f"report: {page}")
+    if found.table is not None:
+        echo(args, f"next: isosgd predict {found.folder} NEW.csv")
+
+
+def _kept(folder: Path) -> str:
+    """What a run that was stopped has, in words."""
+    if not Manifest.begun(folder):
+        return "nothing had been drawn yet"
+    kept = isosgd.load(folder)
+    return f"{kept.num_draws} draws of {kept.num_chains} chains are kept" if len(kept) else "nothing had been drawn yet"
+
+
+def verdict_of(run: Run, posterior: Posterior) -> Verdict | None:
+    """The verdict; None where there are too few draws for one, or the data come from a loader."""
+    try:
+        return posterior.trust(held_out=run.heldout)
+    except ValueError:
+        return None
+
+
+def scores_of(run: Run, posterior: Posterior) -> dict[str, Any]:
+    """Scores on the held-out rows of a table, on its training rows where none were held out; else nothing.
+
+    Rows are predicted some at a time, so that memory does not grow with their number.
+    """
+    if run.table is None:
+        return {}
+    rows = run.heldout if run.heldout is not None else run.data
+    width = max(len(posterior), len(run.table.classes))
+    parts = batches_of(rows, max(1, HELD // width))
+    scores = _of_classes(posterior, parts) if run.table.classes else _of_numbers(posterior, parts, run)
+    return {"rows": len(rows[0]), **scores}
+
+
+def _of_classes(posterior: Posterior, parts: Iterator[Any]) -> dict[str, float]:
+    every: list[tuple[Tensor, ...]] = []
+    for x, y in parts:
+        mean = posterior.predict(x).mean.double()
+        confidence, predicted = mean.max(1)
+        scored = (metrics.categorical_mnll(mean, y, "none"), metrics.brier(mean, y, "none"))
+        every.append((confidence, predicted == y, *scored))
+    confidence, right, mnll, brier = map(torch.cat, zip(*every, strict=True))
+    return {
+        "accuracy": float(right.double().mean()),
+        "mnll": float(mnll.mean()),
+        "ece": float(metrics.calibration(confidence, right).ece),
+        "brier": float(brier.mean()),
+    }
+
+
+def _of_numbers(posterior: Posterior, parts: Iterator[Any], run: Run) -> dict[str, float]:
+    every: list[tuple[Tensor, ...]] = []
+    for part in parts:
+        found = regression.evaluate(posterior, part, run.subject)
+        assert found is not None
+        mean, variance, y = found.means.flatten(0, 1), found.variances.flatten(0, 1), found.y
+        below, mnll = metrics.mixture_cdf(mean, variance, y), metrics.mixture_mnll(mean, variance, y, "none")
+        every.append((mean.mean(0) - y, mnll, below))
+    error, mnll, below = map(torch.cat, zip(*every, strict=True))
+    tail = (1 - LEVEL) / 2
+    return {
+        "rmse": float(error.square().mean().sqrt()),
+        "mnll": float(mnll.mean()),
+        "coverage95": float(((below >= tail) & (below <= 1 - tail)).double().mean()),
+    }

@@ -1,0 +1,1 @@
+"""Backends that execute the steps of chains."""

@@ -1,0 +1,115 @@
+"""One chain on a GPU runs as CUDA graphs, and samples what it should."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from isosgd import Target, priors, sample
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+N, SIGMA = 2_000, 0.5
+
+
+def regression() -> tuple[Target, tuple[Tensor, Tensor], Tensor, Tensor]:
+    """A linear model of known noise, its data, and the exact mean and covariance of its slopes."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, 4, generator=generator) * torch.tensor([1.0, 0.7, 1.3, 1.0])
+    y = x @ torch.tensor([1.0, -2.0, 0.5, 0.0]) + SIGMA * torch.randn(N, generator=generator)
+    precision = x.T @ x / SIGMA**2 + torch.eye(4)
+    covariance = torch.linalg.inv(precision)
+    model = nn.Linear(4, 1, bias=False).cuda()
+
+    def likelihood(output: Tensor, y: Tensor) -> Tensor:
+        return -0.5 * ((y - output.squeeze(-1)) / SIGMA).square()
+
+    target = Target.from_module(model, likelihood, priors.Normal(1.0))
+    return target, (x.cuda(), y.cuda()), covariance @ (x.T @ y) / SIGMA**2, covariance
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.1])
+@pytest.mark.parametrize(
+    "more", [{"structure": "diagonal"}, {"structure": "layer", "correction": "diagonal", "summary": "sum"}]
+)
+def test_the_graph_samples_the_known_posterior(more: dict[str, Any], temperature: float) -> None:
+    target, data, mean, covariance = regression()
+    posterior = sample(
+        target, data, draws=1_500, keep_every=100, batch_size=64, temperature=temperature, progress=False, **more
+    )
+    assert "CUDA graph of whole steps" in posterior.info["engine"]
+    draws = posterior.draws["weight"][0, :, 0].double()
+    ratio = draws.var(0) / (temperature * covariance.diagonal())
+    assert float((ratio - 1).abs().max()) < 0.2  # 5 standard errors of a variance from 1,200 effective draws
+    off = (draws.mean(0) - mean) / (temperature * covariance.diagonal()).sqrt()
+    assert float(off.abs().max()) < 0.2
+
+
+def test_batches_of_a_loader_are_copied_into_fixed_places_and_a_short_one_is_taken_without_a_graph() -> None:
+    target, (x, y), mean, covariance = regression()
+    loader = DataLoader(TensorDataset(x.cpu()[:1_950], y.cpu()[:1_950]), batch_size=100, shuffle=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        posterior = sample(
+            target, loader, device="cuda", draws=50, keep_every=25, structure="diagonal", warmup=800, progress=False
+        )
+    assert "CUDA graph of whole steps" in posterior.info["engine"]
+    assert float((posterior.draws["weight"][0, :, 0].mean(0) - mean).abs().max()) < 0.1
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 3)).cuda()
+
+
+def images() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    x = torch.randint(0, 256, (600, 1, 8, 8), dtype=torch.uint8, device="cuda")
+    return x, (x.float().mean((1, 2, 3)) / 256 * 3).long().clamp(0, 2)
+
+
+def floats(batch: tuple[Tensor, Tensor], generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    x = batch[0].float() / 128 - 1
+    return x + 0.01 * torch.randn(x.shape, generator=generator, device=x.device), batch[1]
+
+
+def run(**more: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        target = Target.from_module(network(), "categorical", autocast="bfloat16", channels_last=True)
+        return sample(
+            target, images(), batch_size=50, warmup=600, keep_every=20, temperature=0.01, structure="diagonal",
+            transform=floats, progress=False, **more,
+        )  # fmt: skip
+
+
+def test_networks_with_batchnorm_in_bfloat16_have_statistics_of_every_draw() -> None:
+    posterior = run(draws=6)
+    assert "CUDA graph of whole steps" in posterior.info["engine"]
+    assert posterior.buffers["1.running_mean"].shape == (1, 6, 8)
+    x, y = images()
+    logits = posterior.predict(x.float() / 128 - 1).mean
+    assert logits.shape == (600, 3) and bool(logits.isfinite().all())
+
+
+def test_the_same_seed_gives_the_same_draws_and_a_stopped_run_goes_on(tmp_path: Path) -> None:
+    one, two = run(draws=6), run(draws=6)
+    for name, x in one.draws.items():
+        assert torch.allclose(x, two.draws[name], atol=1e-3)
+
+
+def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_why() -> None:
+    class Looks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + float(self.weight.detach().sum()) * 0
+
+    target = Target.from_module(Looks(4, 1).cuda(), "gaussian")
+    data = torch.randn(200, 4, device="cuda"), torch.randn(200, 1, device="cuda")
+    posterior = sample(target, data, draws=3, warmup=300, keep_every=5, structure="layer", progress=False)
+    assert "eager (" in posterior.info["engine"]
