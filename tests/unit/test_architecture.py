@@ -19,7 +19,8 @@ PACKAGE = ROOT / "src" / "isosgd"
 
 # A part imports only what stands left of it. "isosgd" is the package's own __init__, which gathers the public names.
 ORDER = (
-    "errors", "names", "native", "data", "potential", "noise", "geometry", "samplers", "store", "metrics", "diagnostics",
+    "errors", "names", "native", "data", "potential", "noise", "geometry", "samplers", "store", "metrics",
+    "diagnostics",
     "predictive", "chain", "baselines", "sampling", "isosgd", "report", "demo", "cli",
     "__main__",
 )  # fmt: skip

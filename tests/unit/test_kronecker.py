@@ -135,7 +135,7 @@ def test_chains_together_are_chains_alone(options: dict[str, Any], generator: to
         for k, one in enumerate(alone):
             own = slice(k, k + 1)
             torch.testing.assert_close(step[own], one.displace(one.tensors(), g[own], xi[own]))
-            for number in ("rates", "clipped", "excess"):
+            for number in ("rates", "clipped", "excess_temperature"):
                 torch.testing.assert_close(getattr(together, number)()[own], getattr(one, number)())
         for structure in (together, *alone):
             structure.forget()

@@ -87,7 +87,8 @@ class SGNHT(Sampler):
         return torch.maximum((top - mean) / self.bias - mean, mean)
 
     def _program(self) -> StepProgram | str:
-        return "friction is regulated at every step"
+        narrow = any(p.dtype.itemsize < 4 for group in self.param_groups for p in group["params"])
+        return "thermostats need float32" if narrow else ThermostatProgram(self)
 
     def _move(self, group: Group, params: list[Tensor]) -> Move:
         return self._plain(group)
@@ -112,3 +113,7 @@ class SGNHT(Sampler):
         self, params: list[Tensor], grads: list[Tensor], rate: Number | list[float], kick: list[Tensor] | None
     ) -> None:
         hamiltonian_(params, [self.velocity(p) for p in params], grads, rate, 0.0, kick)  # friction was applied
+
+
+class ThermostatProgram(KickProgram):
+    """Steps of `SGNHT`: the velocity, then the friction of each group, are columns behind the parameters."""
