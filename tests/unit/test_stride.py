@@ -35,7 +35,6 @@ OTHERS: list[dict[str, Any]] = [
     {"method": "sgnht", "lr": 1e-4},
     {"method": "psgld", "lr": 1e-4},
     {"method": "adaptive-sghmc"},
-    {"method": "sgfs"},
 ]
 KINDS: list[dict[str, Any]] = [{"method": "sgld", "lr": 1e-3}, *({"structure": name} for name in STRUCTURES), *OTHERS]
 QUICK_ONES = ("lowrank", "sgld")

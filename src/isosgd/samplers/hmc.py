@@ -226,8 +226,7 @@ class HMC(Sampler):
         missing = [name for name in KEPT if name not in saved]
         if missing:
             raise ValueError(
-                f"the trajectory lacks {missing}: it was saved by another version of isosgd, with which that run can be "
-                "finished"
+                f"the trajectory lacks {missing}: it was saved by another version of isosgd; finish that run with it"
             )
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "trajectory"})
         for name in KEPT:
