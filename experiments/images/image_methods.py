@@ -1,7 +1,7 @@
 """I-SGD in the classification tables: from a trained model to averaged predictions.
 
 Samplers work on one captured step (`experiments.images.captured`). Rates, lambda and the injected noise come from the
-library's estimators and structures; the paper's variants are those of `isosgd.samplers.presets`.
+library's estimators and structures; the paper's variants are those of `isosgd.samplers.isgd`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Lambdas that know directions: exact where theory is exact, and good where nobody else mixes.
 
-`Geometry` runs chains on the posterior of `GaussianPosterior` under real minibatch noise. Everything is linear there, so
+`Run` has chains on the posterior of `GaussianPosterior` under real minibatch noise. Everything is linear there, so
 that the stationary covariance of the chain follows from a Lyapunov equation, bias and all, and chains are held to it.
 """
 

@@ -119,7 +119,7 @@ def test_lambda_is_the_rule_in_the_basis(options: dict[str, Any], generator: tor
     torch.testing.assert_close(structure.on_axes.lam, structure.factor[:, None] * h)
     assert bool(
         (structure.factor >= RULE.factor(structure.curvature_ratio)).all()
-    )  # noise outside of the shape slows it
+    )  # noise that is not expressed slows it
 
 
 @every_kind
@@ -135,7 +135,7 @@ def test_chains_together_are_chains_alone(options: dict[str, Any], generator: to
         for k, one in enumerate(alone):
             own = slice(k, k + 1)
             torch.testing.assert_close(step[own], one.displace(one.tensors(), g[own], xi[own]))
-            for number in ("rates", "clipped", "excess"):
+            for number in ("rates", "clipped", "excess_temperature"):
                 torch.testing.assert_close(getattr(together, number)()[own], getattr(one, number)())
         for structure in (together, *alone):
             structure.forget()
@@ -294,7 +294,7 @@ def test_small_networks_get_all_axes() -> None:
     assert sides((50, 13), (50,), (1, 50), (1,)) == [
         whole,
         ("FixedSide", "AllAxes"),
-    ]  # a single output has nothing to turn
+    ]  # one output: nothing to turn
     assert sides((50, 1), (50,), (50, 50)) == [("AllAxes", "FixedSide"), whole]
     lenet = [tuple(p.shape) for p in lenet5().parameters()]
     assert sides(*lenet) == [whole, whole, ("FixedSide", "LeadingAxes"), whole]  # 500 units of 800 inputs are too many

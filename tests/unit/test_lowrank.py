@@ -319,7 +319,7 @@ def test_chains_together_are_chains_alone(generator: torch.Generator) -> None:
         for k, one in enumerate(alone):
             torch.testing.assert_close(step[k : k + 1], one.displace(one.tensors(), g[k : k + 1], xi[k : k + 1]))
             torch.testing.assert_close(direction[k : k + 1], one.direction(g[k : k + 1]))
-            for number in ("rates", "clipped", "excess"):
+            for number in ("rates", "clipped", "excess_temperature"):
                 torch.testing.assert_close(getattr(together, number)()[k : k + 1], getattr(one, number)())
         for structure in (together, *alone):
             structure.forget()

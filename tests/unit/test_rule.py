@@ -50,24 +50,24 @@ def test_factor_grows_with_temperature_and_stretch(averaged: bool) -> None:
 
 def test_noise_that_changes_may_have_a_larger_share_where_its_level_is_followed() -> None:
     few, many = {"num_data": 50, "temperature": 1.0}, {"num_data": 10_000, "temperature": 1.0}
-    assert rule(**few, trackable=True).follows and not rule(**few).follows
+    assert rule(**few, trackable=True).tracks_level and not rule(**few).tracks_level
     assert rule(**few, trackable=True).cover == pytest.approx(rule(**few).cover / TRACKED)
     colder = rule(num_data=25, temperature=0.5, trackable=True)  # it goes by T / N
     assert (
         colder.cover == rule(**few, trackable=True).cover
         and rule(num_data=25, temperature=1.0).cover > 3 * colder.cover
     )
-    assert not rule(**few, trackable=True, whole=True).follows  # there is none
-    assert not rule(**many, trackable=True).follows  # it hardly changes over so narrow a posterior
+    assert not rule(**few, trackable=True, whole=True).tracks_level  # there is none
+    assert not rule(**many, trackable=True).tracks_level  # it hardly changes over so narrow a posterior
     medium = {"num_data": 400, "temperature": 1.0, "kappa": 1.25}
-    assert rule(**medium).change > 1.25 and not rule(**medium, trackable=True).follows  # nothing would be gained
+    assert rule(**medium).change > 1.25 and not rule(**medium, trackable=True).tracks_level  # nothing would be gained
     half = {"num_data": 150, "batch_size": 75, "temperature": 1.0, "kappa": 1.25}
-    assert not rule(**half, trackable=True).follows  # nor here, where heat is the bound
+    assert not rule(**half, trackable=True).tracks_level  # nor here, where heat is the bound
     for own in (medium, half):
         assert rule(**own, trackable=True).cover == rule(**own).cover
     for num_data in (20, 50, 100, 150, 200):
         own = rule(num_data=num_data, batch_size=4, temperature=1.0, kappa=1.25, trackable=True)
-        assert own.follows and own.cover >= 1.0  # levels scatter: noise is never more than half of Lambda
+        assert own.tracks_level and own.cover >= 1.0  # levels scatter: noise is never more than half of Lambda
     assert rule(**many, trackable=True).cover == rule(**many).cover == 0.5 * rule().kappa
 
 

@@ -97,7 +97,7 @@ class Still:
         self.place = torch.zeros(3)
         weights = [torch.zeros(40, requires_grad=True)]
         self.sampler = isosgd.ISGD(weights, num_data=num_data, temperature=temperature, lam=1.0)
-        self.sampler.cool = lambda: None  # type: ignore[method-assign]
+        self.sampler.limit_excess = lambda: None  # type: ignore[method-assign]
 
     class layout:
         sizes = (30, 10)

@@ -28,7 +28,15 @@ X = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1) + 0.1 * torch.randn(ROWS, generator=torch.Generator().manual_seed(1))
 FOLDS = torch.stack([torch.randperm(ROWS, generator=torch.Generator().manual_seed(i))[:40] for i in range(2)])
 STRUCTURES = ["layer", "single", "diagonal", "lowrank", "kronecker", "full"]
-KINDS: list[dict[str, Any]] = [{"method": "sgld", "lr": 1e-3}, *({"structure": name} for name in STRUCTURES)]
+OTHERS: list[dict[str, Any]] = [
+    {"method": "sghmc", "lr": 1e-4},
+    {"method": "sghmc", "corrected": True},
+    {"method": "isgd-momentum"},
+    {"method": "sgnht", "lr": 1e-4},
+    {"method": "psgld", "lr": 1e-4},
+    {"method": "adaptive-sghmc"},
+]
+KINDS: list[dict[str, Any]] = [{"method": "sgld", "lr": 1e-3}, *({"structure": name} for name in STRUCTURES), *OTHERS]
 QUICK_ONES = ("lowrank", "sgld")
 SOME = [
     kind if any(name in str(kind) for name in QUICK_ONES) else pytest.param(kind, marks=pytest.mark.slow)
@@ -49,7 +57,7 @@ def make_chains(chains: int, options: dict[str, Any], data: Any = (X, Y)) -> Cha
     method = given.pop("method", "isgd")
     team = Team(make_target(), data, None, chains, 10, 0, None, None)
     _, run = next(iter(team.runs(sampler_factory(method, team.num_data, 1.0, 10, team.together_sets, False, given))))
-    if method != "sgld":
+    if "lr" not in options:
         warm_up(run, 300, Progress(1, show=False), measure_spacing=False)
     return run
 
@@ -76,12 +84,12 @@ def test_the_steps_are_those_of_the_sampler(options: dict[str, Any], chains: int
     assert isinstance(batches, TensorBatches)
     steps = 9
     index = batches.indices(steps)
-    width = stride.width
+    width = stride.program.width
     for leaf in other.leaves:
         leaf.grad = torch.zeros_like(leaf)
     other.sampler.injector.lay_out()
     other.sampler.injector.source.prepare()
-    xi = fill_steps(torch.empty(steps, chains, width), other.sampler.generator, stride.bits)
+    xi = fill_steps(torch.empty(steps, chains, width), other.sampler.generator, stride.program.bits)
     stride.go(0, steps, lambda count: None)
     other.sampler.refresh()
     for k in range(steps):
@@ -155,14 +163,17 @@ def test_noise_is_followed_in_every_so_many_steps() -> None:
 
 
 def test_sgld_does_not_ask_for_noise_that_it_has_no_use_for() -> None:
-    assert not Stride(make_chains(2, {"method": "sgld", "lr": 1e-3}), 4, compiled=False).follows
+    assert not Stride(make_chains(2, {"method": "sgld", "lr": 1e-3}), 4, compiled=False).program.follows_noise
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"method": "sghmc", "lr": 1e-3}, "one by one"),
-        ({"method": "sgld", "lr": 1e-3, "decay": 0.5}, "one by one"),
+        ({"method": "sgrld", "lr": 1e-3}, "depends on where the chain is"),
+        ({"method": "sgrhmc", "lr": 1e-3}, "depends on where the chain is"),
+        ({"method": "csgld", "lr": 1e-3}, "rates change from step to step"),
+        ({"method": "adaptive-sghmc", "lr": 1e-3}, "still adapted"),
+        ({"method": "sgld", "lr": 1e-3, "decay": 0.5}, "rates change from step to step"),
         ({"noise": "gaussian", "correction": "diagonal", "lam": 1.0}, "single gradients"),
     ],
 )

@@ -341,6 +341,12 @@ def state_of(item: Any) -> dict[str, Any]:
 
 def load_into(item: Any, state: dict[str, Any], device: torch.device) -> None:
     """Take up what `state_of` gave."""
+    missing = [name for name in item.kept if name not in state]
+    if missing:
+        raise ValueError(
+            f"the state of {type(item).__name__} lacks {missing}: it was saved by another version of isosgd; finish "
+            "that run with it"
+        )
     for name in item.kept:
         if hasattr(getattr(item, name), "kept"):
             load_into(getattr(item, name), state[name], device)

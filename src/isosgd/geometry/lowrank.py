@@ -354,7 +354,7 @@ class LowRank(Geometry):
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def load(self, state: dict[str, Any]) -> None:
-        searching = state["search"] is not None
+        searching = state.get("search") is not None
         self.search = Directions(self.full(0.0, self.k, self.total), damped=self._damped) if searching else None
         super().load(state)
 

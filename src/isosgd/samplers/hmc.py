@@ -220,6 +220,11 @@ class HMC(Sampler):
         saved = state_dict.get("trajectory")
         if saved is None:
             raise ValueError("the state has no trajectory: it was not saved by HMC")
+        missing = [name for name in KEPT if name not in saved]
+        if missing:
+            raise ValueError(
+                f"the trajectory lacks {missing}: it was saved by another version of isosgd; finish that run with it"
+            )
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "trajectory"})
         for name in KEPT:
             setattr(self, name, saved[name])

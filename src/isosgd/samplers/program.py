@@ -126,9 +126,24 @@ class StepProgram(ABC):
         """Whether a compiled step is one operation, which reads the rows of these tensors as they lie."""
         return False
 
-    @abstractmethod
     def draw(self, steps: int) -> Tensor:
-        """Innovations of the next steps, ``[lead + steps, chains, width]``, from the sampler's generator."""
+        """Innovations of the next steps, ``[lead + steps, chains, width]``, from the sampler's generator.
+
+        They are kicks, scaled and corrected as the sampler's own are, unless a program says otherwise.
+        """
+        injector = self.sampler.injector
+        injector.make_plan()
+        kicks = fill_steps(self._empty(steps), self.sampler.generator, self.bits, injector.scale.view(self.chains, -1))
+        corrections = {id(laid.group): (ring, factor) for laid, ring, factor in injector.outer_corrections()}
+        parts = torch.split(kicks, [laid.flat.shape[-1] for laid in injector.laid], -1)
+        for laid, kick in zip(injector.laid, parts, strict=True):
+            if id(laid.group) in corrections:
+                ring, factor = corrections[id(laid.group)]
+                factor = factor if isinstance(factor, Tensor) else factor * ring
+                ring, factor = (t.view(self.chains, *t.shape[-2:]).to(kicks.dtype) for t in (ring, factor))
+                part = kick.transpose(0, 1)  # [chains, steps, d]
+                part.sub_((part @ ring.mT) @ factor)
+        return kicks
 
     def innovation(self, drawn: Tensor, k: int) -> Tensor:
         """Of step k, from those of all."""
@@ -136,11 +151,26 @@ class StepProgram(ABC):
 
     def injection(self) -> Tensors:
         """What turns standard normal numbers into a step's innovations; it may change between calls."""
-        return ()
+        injector = self.sampler.injector
+        injector.make_plan()
+        found = [injector.scale.view(self.chains, -1)]
+        for _, ring, factor in injector.outer_corrections():
+            factor = factor if isinstance(factor, Tensor) else factor * ring
+            found += [t.view(self.chains, *t.shape[-2:]).to(self.dtype) for t in (ring, factor)]
+        return tuple(found)
 
     def inject(self, normals: Tensor, tensors: Tensors) -> Tensor:
         """Innovations ``[chains, width]`` of standard normal numbers: a function of tensors alone."""
-        return normals
+        scale, *outer = tensors
+        kicks = normals * scale
+        corrections = zip(outer[::2], outer[1::2], strict=True)
+        moves = self.sampler.injector.moves
+        parts = torch.split(kicks, [laid.flat.shape[-1] for laid, _ in moves], -1)
+        for part, (_, move) in zip(parts, moves, strict=True):
+            if move.outer is not None:
+                ring, factor = next(corrections)
+                part.unsqueeze(1).sub_((part.unsqueeze(1) @ ring.mT) @ factor)
+        return kicks
 
     def elementwise(self) -> Elementwise | None:
         """The step, where it acts on each parameter on its own; one pass over memory then does it."""
@@ -162,6 +192,16 @@ class StepProgram(ABC):
         shape = self.lead + steps, self.chains, self.width
         return torch.empty(shape, dtype=self.dtype, device=self.params[0].device)
 
+    def rates(self) -> Tensor:
+        """Of each parameter, ``[chains, d]``."""
+        self.sampler.injector.make_plan()
+        moves = self.sampler.injector.moves
+        return self.wide([move.rate for _, move in moves], [laid.group for laid, _ in moves])
+
+    def velocities(self) -> list[Tensor]:
+        """Of the parameters."""
+        return [self.sampler.velocity(p) for p in self.params]
+
     def wide(self, numbers: Sequence[Tensor | float], groups: Sequence[Group]) -> Tensor:
         """A number of each group as ``[chains, d]``."""
         parts = []
@@ -173,7 +213,7 @@ class StepProgram(ABC):
 
 
 class KickProgram(StepProgram):
-    """Steps whose innovations are kicks, scaled and corrected as they are drawn; with a velocity by Theorem 2.
+    """Steps of Theorem 1, or of Theorem 2 with a velocity behind the parameters.
 
     Args:
         sampler: whose metric, if there is one, must be constant.
@@ -186,18 +226,12 @@ class KickProgram(StepProgram):
     def columns(self) -> list[Tensor]:
         if self.friction is None:
             return []
-        return [self.flat([self.sampler.velocity(p) for p in self.params])]
+        return [self.flat(self.velocities())]
 
     def finish(self, state: Tensor) -> None:
         super().finish(state)
         if self.friction is not None:
-            self.write([self.sampler.velocity(p) for p in self.params], state[:, self.dim : 2 * self.dim])
-
-    def rates(self) -> Tensor:
-        """Of each parameter, ``[chains, d]``."""
-        self.sampler.injector.make_plan()
-        moves = self.sampler.injector.moves
-        return self.wide([move.rate for _, move in moves], [laid.group for laid, _ in moves])
+            self.write(self.velocities(), state[:, self.dim :])
 
     def tensors(self) -> Tensors:
         metric = self.sampler.metric
@@ -205,38 +239,6 @@ class KickProgram(StepProgram):
             return (self.rates(),)
         values = self.flat([metric.value(p) for p in self.params]).to(self.dtype)
         return self.rates(), values, values.sqrt()
-
-    def draw(self, steps: int) -> Tensor:
-        injector = self.sampler.injector
-        injector.make_plan()
-        kicks = fill_steps(self._empty(steps), self.sampler.generator, self.bits, injector.scale.view(self.chains, -1))
-        begins = dict(zip(map(id, (laid.group for laid in injector.laid)), self._begins(), strict=True))
-        for laid, ring, factor in injector.outer_corrections():
-            factor = factor if isinstance(factor, Tensor) else factor * ring
-            ring, factor = (t.view(self.chains, *t.shape[-2:]).to(kicks.dtype) for t in (ring, factor))
-            begin = begins[id(laid.group)]
-            part = kicks[..., begin : begin + laid.flat.shape[-1]].transpose(0, 1)  # [chains, steps, d]
-            part.sub_((part @ ring.mT) @ factor)
-        return kicks
-
-    def injection(self) -> Tensors:
-        injector = self.sampler.injector
-        injector.make_plan()
-        found = [injector.scale.view(self.chains, -1)]
-        for _, ring, factor in injector.outer_corrections():
-            factor = factor if isinstance(factor, Tensor) else factor * ring
-            found += [t.view(self.chains, *t.shape[-2:]).to(self.dtype) for t in (ring, factor)]
-        return tuple(found)
-
-    def inject(self, normals: Tensor, tensors: Tensors) -> Tensor:
-        scale, *outer = tensors
-        kicks = normals * scale
-        begins = iter(zip(self._begins(), self.sampler.injector.moves, strict=True))
-        for ring, factor in zip(outer[::2], outer[1::2], strict=True):
-            begin = next(begin for begin, (_, move) in begins if move.outer is not None)
-            part = kicks[:, begin : begin + ring.shape[-1]].unsqueeze(1)
-            part -= (part @ ring.mT) @ factor
-        return kicks
 
     def elementwise(self) -> Elementwise | None:
         injector = self.sampler.injector
@@ -251,13 +253,6 @@ class KickProgram(StepProgram):
             for i, p in enumerate(laid.params):
                 found.rates.append(rate)
                 found.kicks.append(kick if shares is None else (kick * shares[i]).view(p.shape))
-        return found
-
-    def _begins(self) -> list[int]:
-        found, end = [], 0
-        for laid in self.sampler.injector.laid:
-            found.append(end)
-            end += laid.flat.shape[-1]
         return found
 
     def move(self, state: Tensor, gradient: Tensor, noise: Tensor | None, xi: Tensor, tensors: Tensors) -> Tensor:
@@ -317,6 +312,12 @@ class GeometryProgram(StepProgram):
             xi[0] = xi[1] if injector.last is None else injector.last.view(self.chains, -1)
             injector.last = xi[-1].clone().view(injector.source.out.shape)
         return xi
+
+    def injection(self) -> Tensors:
+        return ()
+
+    def inject(self, normals: Tensor, tensors: Tensors) -> Tensor:
+        return normals
 
     def innovation(self, drawn: Tensor, k: int) -> Tensor:
         return 0.5 * (drawn.select(0, k) + drawn.select(0, k + 1)) if self.lead else drawn.select(0, k)

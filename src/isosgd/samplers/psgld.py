@@ -19,7 +19,7 @@ from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
 from isosgd.samplers.injection import Move
 from isosgd.samplers.metric import DiagonalMetric, rms_metric
-from isosgd.samplers.program import StepProgram
+from isosgd.samplers.program import StepProgram, Tensors
 from isosgd.samplers.schedules import Annealing
 
 
@@ -85,7 +85,11 @@ class PSGLD(Sampler):
         self.metric = DiagonalMetric(self.noise, self._metric, self._learn)
 
     def _program(self) -> StepProgram | str:
-        return "its metric is made of every gradient"
+        if any(p.dtype.itemsize < 4 for group in self.param_groups for p in group["params"]):
+            return "the preconditioner needs float32"
+        if len({group["gradients"] for group in self.param_groups}) > 1:
+            return "groups have seen different numbers of gradients"
+        return RMSProgram(self)
 
     def _move(self, group: Group, params: list[Tensor]) -> Move:
         return self._plain(group)
@@ -104,3 +108,35 @@ class PSGLD(Sampler):
 
     def _metric(self, p: Tensor) -> Tensor:
         return rms_metric(self._square(p), self.eps)
+
+
+class RMSProgram(StepProgram):
+    """Steps of `PSGLD`: V, then the number of gradients that it is made of, are columns behind the parameters."""
+
+    def __init__(self, sampler: PSGLD) -> None:
+        super().__init__(sampler)
+        self.eps, self.least_weight = sampler.eps, 1.0 - sampler.average.momentum
+        self.squares = [sampler._square(p) for p in self.params]
+
+    def columns(self) -> list[Tensor]:
+        square = self.flat(self.squares)
+        return [square, torch.full_like(square[:, :1], self.sampler.param_groups[0]["gradients"])]
+
+    def finish(self, state: Tensor) -> None:
+        super().finish(state)
+        self.write(self.squares, state[:, self.dim : -1])
+
+    def count(self, steps: int) -> None:
+        super().count(steps)
+        for group in self.sampler.param_groups:
+            group["gradients"] += steps
+
+    def tensors(self) -> Tensors:
+        return (self.rates(),)
+
+    def move(self, state: Tensor, gradient: Tensor, noise: Tensor | None, xi: Tensor, tensors: Tensors) -> Tensor:
+        theta, square, seen = torch.split(state, [self.dim, self.dim, 1], -1)
+        square = torch.lerp(square, gradient.square(), (1.0 / (seen + 1.0)).clamp_min(self.least_weight))
+        metric = rms_metric(square, self.eps)
+        theta = theta - tensors[0] * (metric * gradient) - metric.sqrt() * xi
+        return torch.cat([theta, square, seen + 1.0], -1).to(state.dtype)

@@ -20,7 +20,7 @@ from isosgd.noise import dot, join
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
 from isosgd.samplers.injection import Move
-from isosgd.samplers.program import StepProgram
+from isosgd.samplers.program import StepProgram, Tensors
 from isosgd.samplers.steppers import check_friction, hamiltonian_, spread
 
 
@@ -87,7 +87,11 @@ class SGNHT(Sampler):
         return torch.maximum((top - mean) / self.bias - mean, mean)
 
     def _program(self) -> StepProgram | str:
-        return "friction is regulated at every step"
+        if any(p.dtype.itemsize < 4 for group in self.param_groups for p in group["params"]):
+            return "thermostats need float32"
+        if not all(group["temperature"] for group in self.param_groups):
+            return "there is no temperature to regulate"
+        return ThermostatProgram(self)
 
     def _move(self, group: Group, params: list[Tensor]) -> Move:
         return self._plain(group)
@@ -112,3 +116,37 @@ class SGNHT(Sampler):
         self, params: list[Tensor], grads: list[Tensor], rate: Number | list[float], kick: list[Tensor] | None
     ) -> None:
         hamiltonian_(params, [self.velocity(p) for p in params], grads, rate, 0.0, kick)  # friction was applied
+
+
+class ThermostatProgram(StepProgram):
+    """Steps of `SGNHT`: the velocity, then the friction of each group, are columns behind the parameters."""
+
+    def __init__(self, sampler: SGNHT) -> None:
+        super().__init__(sampler)
+        self.gain, self.groups = sampler.gain, sampler.param_groups
+        self.counts = [sum(p.numel() for p in group["params"]) // self.chains for group in self.groups]
+        self.thermostats = [sampler.thermostat(group) for group in self.groups]
+
+    def columns(self) -> list[Tensor]:
+        friction = torch.stack([xi.expand(self.chains) for xi in self.thermostats], -1)
+        return [self.flat(self.velocities()), friction]
+
+    def finish(self, state: Tensor) -> None:
+        super().finish(state)
+        self.write(self.velocities(), state[:, self.dim : 2 * self.dim])
+        for xi, found in zip(self.thermostats, state[:, 2 * self.dim :].unbind(-1), strict=True):
+            xi.copy_(found.view_as(xi))
+
+    def tensors(self) -> Tensors:
+        rates = self.rates()
+        variances = [group["temperature"] * self.sampler.rate(group) / group["num_data"] for group in self.groups]
+        return rates, torch.stack([torch.as_tensor(v).to(rates).expand(self.chains) for v in variances], -1)
+
+    def move(self, state: Tensor, gradient: Tensor, noise: Tensor | None, xi: Tensor, tensors: Tensors) -> Tensor:
+        rate, variance = tensors
+        theta, velocity, friction = torch.split(state, [self.dim, self.dim, len(self.counts)], -1)
+        wide = torch.cat([f.expand(-1, n) for f, n in zip(torch.split(friction, 1, -1), self.counts, strict=True)], -1)
+        velocity = (1.0 - wide) * velocity - rate * gradient - xi
+        squares = torch.stack([v.square().sum(-1) / v.shape[-1] for v in torch.split(velocity, self.counts, -1)], -1)
+        friction = friction + self.gain * (squares / variance - 2.0 / (2.0 - friction))
+        return torch.cat([theta + velocity, velocity, friction.clamp(max=1.0)], -1).to(state.dtype)
