@@ -68,12 +68,12 @@ def ours(chains: int, steps: int, method: str, warmup: int, options: dict[str, A
 
     from experiments.models import mlp
     from isosgd import Target, likelihoods, priors
-    from isosgd.chain.progress import Progress
-    from isosgd.chain.stride import Stride, why_not
-    from isosgd.chain.team import Team
-    from isosgd.chain.warmup import warm_up
+    from isosgd.engine.multistep import Stride, why_not
+    from isosgd.engine.schedule import Team
+    from isosgd.progress import Progress
     from isosgd.sampling.loop import Plan
     from isosgd.sampling.settings import sampler_factory
+    from isosgd.warmup.windows import warm_up
 
     torch.manual_seed(0)
     target = Target.from_module(mlp(FEATURES, HIDDEN, 1), likelihoods.Gaussian(NOISE), priors.FanInNormal())
@@ -230,7 +230,7 @@ def memory(chains: int, device: str) -> float:
     """Megabytes that so many chains take; only the first call in a process tells."""
     import torch
 
-    import isosgd.chain.warmup  # noqa: F401  (what is loaded is not what chains take)
+    import isosgd.warmup.windows  # noqa: F401  (what is loaded is not what chains take)
 
     def now() -> float:
         if device != "cpu":
@@ -301,7 +301,7 @@ def main() -> None:
     import torch
 
     import isosgd
-    from isosgd.chain.backend import fastest_products
+    from isosgd.engine.products import fastest_products
 
     torch.set_num_threads(1)
     result: dict[int, Any] = {}

@@ -52,7 +52,7 @@ from experiments.family.runs import Job, problem_of, rounded, run
 from experiments.family.tables import show
 from experiments.posteriors import logistic
 from experiments.posteriors.runs import CHAINS
-from isosgd.chain.progress import clock
+from isosgd.progress import clock
 from isosgd.samplers import METHODS, REGISTRY
 
 EXACT = ["toy-well-200", "gauss-anisotropic"]

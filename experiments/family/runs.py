@@ -21,7 +21,7 @@ import torch
 import isosgd
 from experiments.posteriors import logistic, suite
 from experiments.posteriors.runs import CHAINS
-from isosgd.chain.progress import Progress
+from isosgd.progress import Progress
 from isosgd.samplers import METHODS, REGISTRY
 
 UNITS = {"toy-well-200": {"w": 0}, "gauss-anisotropic": {"theta": 0}}  # what MC-dropout may leave out

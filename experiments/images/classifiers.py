@@ -26,7 +26,7 @@ from experiments.data import (
 from experiments.images.captured import Chain, descend, one_cycle, refresh_statistics
 from experiments.images.images import Augment, Images
 from experiments.models import lenet5, resnet18, resnet56, vgg16_bn
-from isosgd.chain.progress import Progress
+from isosgd.progress import Progress
 
 State = dict[str, Tensor]
 SIDE_BY_SIDE = 5  # models that are trained at a time

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.func import vmap
 
 from isosgd import Target
-from isosgd.chain.trajectories import Averaging
 from isosgd.diagnostics import rhat
-from isosgd.potential import Params
+from isosgd.target import Params
+from isosgd.warmup.hmc import Averaging
 
 ACCEPTANCE = 0.8  # share of proposals that the step size aims at
 GAIN = 0.05  # of dual averaging

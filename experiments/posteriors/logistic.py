@@ -23,7 +23,7 @@ from torch.nn.functional import logsigmoid
 from experiments.posteriors.hmc import hmc
 from experiments.posteriors.suite import Moments, Problem, moments
 from isosgd import Target, priors
-from isosgd.potential import Params
+from isosgd.target import Params
 
 BATCH_SIZE = 32
 REFERENCE: dict[str, Any] = {"chains": 8, "draws": 2000, "warmup": 500, "steps": (6, 18)}

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from isosgd import Target, priors
-from isosgd.potential import Params, Prior
+from isosgd.target import Params, Prior
 
 LOG_2PI = math.log(2 * math.pi)
 LEAST_ROWS = 8

@@ -34,7 +34,7 @@ from experiments.posteriors.hmc import hmc
 from isosgd import Target, priors
 from isosgd.demo.toy import Toy, gaussian_w2
 from isosgd.diagnostics import ess, rhat
-from isosgd.potential import Params
+from isosgd.target import Params
 
 Entries = Callable[[Params], Tensor]
 

@@ -11,13 +11,14 @@ tensor([[1.]])
 """
 
 from isosgd import noise
-from isosgd.chain import DataSets, GroupReport, WarmupReport
+from isosgd.data import DataSets
 from isosgd.diagnostics.audit import audit
 from isosgd.errors import DivergedError, SamplingWarning
-from isosgd.potential import Target, likelihoods, priors
-from isosgd.predictive import Posterior, Prediction
+from isosgd.posterior import Posterior, Prediction
 from isosgd.samplers import ISGD, METHODS, PRESETS, SGHMC, SGLD, VSGD, Sampler
 from isosgd.sampling import Interrupted, load, methods, resume, sample
+from isosgd.target import Target, likelihoods, priors
+from isosgd.warmup import GroupReport, WarmupReport
 
 __version__ = "0.1.0"
 

@@ -19,7 +19,7 @@ from experiments.data import (
     uci,
     uci_names,
 )
-from isosgd.data import standardise
+from isosgd.tables import standardise
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import isosgd
 from isosgd import Target, priors
-from isosgd.potential import Params
+from isosgd.target import Params
 
 N, BATCH, COEFFICIENTS, CHAINS, DRAWS = 46, 8, 3, 64, 60
 pytestmark = pytest.mark.filterwarnings("ignore:.*did not settle:isosgd.errors.SamplingWarning")

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from isosgd import ISGD, SGLD, SamplingWarning, Target, priors, sample
-from isosgd.chain.alarms import CLIPPED_ALARM, EXCESS_ALARM, RISE_ALARM, warn_of
-from isosgd.chain.batches import IterableBatches, TensorBatches
-from isosgd.chain.chain import Chains
-from isosgd.chain.reports import GroupReport, WarmupReport
+from isosgd.data.sources import IterableBatches, TensorBatches
+from isosgd.engine.chains import Chains
 from isosgd.errors import DivergedError
-from isosgd.potential import Params
+from isosgd.target import Params
+from isosgd.warmup.alarms import CLIPPED_ALARM, EXCESS_ALARM, RISE_ALARM, warn_of
+from isosgd.warmup.reports import GroupReport, WarmupReport
 
 DIM, N, BATCH = 6, 400, 8
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from isosgd import ISGD, PRESETS, SGHMC, SGLD, VSGD, DivergedError, Target, priors, sample
 from isosgd.noise import AlphaStable, MovingAverage, join_halves, make_estimator, summarise
-from isosgd.potential import Params
+from isosgd.target import Params
 
 X = torch.linspace(-1, 1, 40)[:, None]
 Y = 2 * X

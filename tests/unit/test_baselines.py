@@ -17,7 +17,7 @@ from isosgd.baselines import runner
 from isosgd.baselines.base import LOOKS, PROBES
 from isosgd.baselines.mcdropout import masked_weights
 from isosgd.baselines.swag import Moments
-from isosgd.chain.progress import Progress
+from isosgd.progress import Progress
 
 GAUSSIAN = isosgd.likelihoods.Gaussian(scale=0.5)
 QUICK: dict[str, Any] = {"draws": 3, "warmup": 10, "keep_every": 3, "progress": False}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from isosgd.chain.batches import (
+from isosgd.data.sources import (
     DataSets,
     IterableBatches,
     TensorBatches,
@@ -19,10 +19,10 @@ from isosgd.chain.batches import (
     halves,
     make_batches,
 )
-from isosgd.chain.progress import Progress, clock
-from isosgd.chain.spacing import Traces
 from isosgd.diagnostics import integrated_time
-from isosgd.potential.batches import tree_map
+from isosgd.progress import Progress, clock
+from isosgd.target.batches import tree_map
+from isosgd.warmup.spacing import Traces
 
 SIGMAS = 4.5
 
@@ -203,7 +203,7 @@ def test_clock(seconds: float, text: str) -> None:
 
 def test_the_line_shows_stage_share_speed_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("isosgd.chain.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("isosgd.progress.time.monotonic", lambda: now[0])
     stream = Terminal()
     progress = Progress(1000, stream=stream)
     now[0] = 10.0
@@ -222,7 +222,7 @@ def test_the_line_shows_stage_share_speed_and_time_left(monkeypatch: pytest.Monk
 )
 def test_progress_is_silent(show: bool, stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("isosgd.chain.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("isosgd.progress.time.monotonic", lambda: now[0])
     progress = Progress(10, show, stream)
     now[0] = 10.0
     progress.advance("sampling", 5)

@@ -9,13 +9,13 @@ from torch import Tensor
 
 import isosgd
 from isosgd import Target, priors
-from isosgd.chain.chain import Chains
+from isosgd.engine.chains import Chains
 from isosgd.geometry import choice as structures
 from isosgd.geometry.choice import choose, provisional
 from isosgd.geometry.full import condition_numbers
-from isosgd.potential import Params
 from isosgd.samplers.isgd import ISGD
 from isosgd.store import writer
+from isosgd.target import Params
 
 WEIGHTS, ROWS = 32, 600
 QUICK: dict[str, Any] = {

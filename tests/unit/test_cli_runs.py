@@ -19,7 +19,7 @@ from isosgd.cli import main
 from isosgd.cli.folders import open_run
 from isosgd.cli.network import Network
 from isosgd.cli.tables import _heldout
-from isosgd.data.columns import read_columns
+from isosgd.tables.columns import read_columns
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # so few steps cannot settle
 
@@ -424,7 +424,7 @@ def test_ctrl_c_keeps_what_was_drawn_and_resume_goes_on(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_is_resumed_to_its_end(tmp_path, capsys, monkeypatch):
-    from isosgd.chain.progress import Progress
+    from isosgd.progress import Progress
 
     folder, steps = tmp_path / "run", []
 

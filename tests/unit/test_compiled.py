@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from isosgd import Posterior, Target, priors, sample
-from isosgd.chain import backend, compiled
-from isosgd.chain.backend import fastest_products
-from isosgd.chain.compiled import Compiled
+from isosgd.engine import compiled
+from isosgd.engine import products as backend
+from isosgd.engine.compiled import Compiled
+from isosgd.engine.products import fastest_products
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import isosgd
-from isosgd.chain.chain import Chains
+from isosgd.engine.chains import Chains
 from isosgd.store import writer
 
 DEVICE = "cuda"

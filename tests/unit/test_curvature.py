@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from isosgd.chain.batches import TensorBatches
-from isosgd.chain.chain import Chains
-from isosgd.chain.curvature import Curvature, Stiffness
+from isosgd.data.sources import TensorBatches
+from isosgd.engine.chains import Chains
+from isosgd.engine.curvature import Curvature, Stiffness
 from isosgd.geometry.base import Geometry
 from isosgd.geometry.diagonal import Diagonal
 from isosgd.geometry.full import Full
 from isosgd.geometry.rule import Rule
-from isosgd.potential import Params, Target, priors
 from isosgd.samplers import SGLD
+from isosgd.target import Params, Target, priors
 
 F64 = torch.float64
 

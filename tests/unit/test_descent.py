@@ -10,9 +10,9 @@ from torch import Tensor
 import isosgd
 from experiments.posteriors import suite
 from isosgd import Target
-from isosgd.chain import descent
-from isosgd.chain.batches import TensorBatches
-from isosgd.chain.chain import Chains
+from isosgd.data.sources import TensorBatches
+from isosgd.engine.chains import Chains
+from isosgd.warmup import optimise as descent
 
 
 def chains_of(target: Target, data: tuple[Tensor, ...], batch_size: int, count: int = 2) -> Chains:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from isosgd import Posterior, Target, sample
-from isosgd.chain.batches import IterableBatches, as_data
-from isosgd.predictive.draws import place_of
+from isosgd.data.sources import IterableBatches, as_data
+from isosgd.posterior.draws import place_of
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

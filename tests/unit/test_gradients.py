@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from isosgd import SamplingWarning, sample
-from isosgd.chain.gradients import Layout, Many, Single, batchable, stacked
-from isosgd.potential import Params, Target, likelihoods, priors
+from isosgd.engine.gradients import Layout, Many, Single, batchable, stacked
+from isosgd.target import Params, Target, likelihoods, priors
 
 F64 = torch.float64
 N, CHAINS = 70, 3

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch import distributions as D
 
-from isosgd.potential import likelihoods, priors
-from isosgd.potential.likelihoods import Likelihood
+from isosgd.target import likelihoods, priors
+from isosgd.target.likelihoods import Likelihood
 
 N = 6
 SCALE = {"likelihood.scale": torch.tensor(0.7, dtype=torch.float64)}

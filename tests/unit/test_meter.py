@@ -17,9 +17,9 @@ from isosgd import Posterior, Target, likelihoods, priors
 from isosgd.diagnostics.meter import Reading, anisotropy, directions, principal, readings
 from isosgd.diagnostics.summary import summary_of
 from isosgd.diagnostics.verdict import judge, off
-from isosgd.potential import Params
-from isosgd.predictive import temperature as module
-from isosgd.predictive.temperature import DrawGradients
+from isosgd.posterior import temperature as module
+from isosgd.posterior.temperature import DrawGradients
+from isosgd.target import Params
 
 F64 = torch.float64
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from experiments.models import mlp
 from isosgd import Posterior, Target, likelihoods, priors, sample
-from isosgd.chain.chain import Chains
-from isosgd.chain.compiled import Compiled
-from isosgd.chain.gradients import Layout, Many
+from isosgd.engine.chains import Chains
+from isosgd.engine.compiled import Compiled
+from isosgd.engine.gradients import Layout, Many
 from isosgd.native import build, lowrank, perceptron
 from isosgd.store import writer
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from isosgd import Posterior, Target, likelihoods, priors
-from isosgd.potential import Params
+from isosgd.target import Params
 
 F64 = torch.float64
 CHAINS, DRAWS = 2, 3

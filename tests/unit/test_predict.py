@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
 from isosgd import Posterior, Target, likelihoods, metrics, priors
-from isosgd.potential import Params
-from isosgd.predictive import central
-from isosgd.predictive.draws import MOST_AT_ONCE, Mapped
+from isosgd.posterior import central
+from isosgd.posterior.draws import MOST_AT_ONCE, Mapped
+from isosgd.target import Params
 
 F64 = torch.float64
 CHAINS, DRAWS = 2, 5

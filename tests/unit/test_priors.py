@@ -7,9 +7,9 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from isosgd.potential import Target, priors
-from isosgd.potential.params import Params
-from isosgd.potential.priors import Prior
+from isosgd.target import Target, priors
+from isosgd.target.params import Params
+from isosgd.target.priors import Prior
 
 POSITIVE = [
     priors.HalfNormal(0.7),

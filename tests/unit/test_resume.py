@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from isosgd import METHODS, DataSets, Interrupted, Posterior, SamplingWarning, Target, load, priors, resume, sample
-from isosgd.chain import compiled
-from isosgd.chain.chain import Chains
+from isosgd.engine import compiled
+from isosgd.engine.chains import Chains
 from isosgd.noise import MovingAverage
-from isosgd.potential import Params
 from isosgd.sampling.stored import Asked
 from isosgd.store import files, writer
 from isosgd.store.manifest import Manifest
+from isosgd.target import Params
 
 pytestmark = [
     # Short warm-ups are the rule here and beside the point. That a draw comes again as it was is the point.

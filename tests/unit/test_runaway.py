@@ -11,10 +11,10 @@ from torch import Tensor
 import isosgd
 from experiments.posteriors import suite
 from isosgd import Target, priors
-from isosgd.chain.chain import Chains
-from isosgd.chain.runaway import LOSSES, MOST, SLOWER, Runaway
-from isosgd.potential import Params
+from isosgd.engine.chains import Chains
 from isosgd.store import writer
+from isosgd.target import Params
+from isosgd.warmup.runaway import LOSSES, MOST, SLOWER, Runaway
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")  # warm-ups are short here
 QUICK: dict[str, Any] = {"draws": 10, "chains": 4, "batch_size": 20, "warmup": 1200, "keep_every": 10}

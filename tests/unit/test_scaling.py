@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from isosgd.data import standardise
+from isosgd.tables import standardise
 
 
 def test_training_data_have_mean_0_and_deviation_1(generator):

@@ -10,8 +10,8 @@ from torch import Tensor
 from isosgd import ISGD
 from isosgd.geometry.full import Full
 from isosgd.noise import AlphaStable
-from isosgd.potential import Params
 from isosgd.samplers.innovations import Source
+from isosgd.target import Params
 
 SHAPES = {"a.weight": (3, 2), "a.bias": (3,), "b.weight": (2, 2)}
 STRUCTURES = ["diagonal", "kronecker", "full"]

@@ -45,7 +45,7 @@ def test_it_ends_when_the_budget_does_and_warns() -> None:
 
 def test_a_line_is_left_for_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("isosgd.chain.progress.Progress.note", lambda self, text: said.append(text))
+    monkeypatch.setattr("isosgd.progress.Progress.note", lambda self, text: said.append(text))
     auto()
     assert any(text.startswith("converged: ") for text in said)
 

@@ -19,13 +19,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from isosgd import DataSets, Posterior, SamplingWarning, Target, load, priors, sample
-from isosgd.potential import Params
 from isosgd.sampling.identity import described
 from isosgd.store import DamagedError, StoredDraws, StoreError, files, rectangle, writer
 from isosgd.store.manifest import Manifest
 from isosgd.store.shards import read_header, write_tensors
 from isosgd.store.tree import pack, unpack
 from isosgd.store.waiting import Waiting
+from isosgd.target import Params
 
 DATA = (3.0 + torch.randn(60, 2, generator=torch.Generator().manual_seed(0)),)
 QUICK: dict[str, Any] = {

@@ -8,18 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from isosgd import DataSets, Interrupted, Posterior, SamplingWarning, Target, priors, sample
-from isosgd.chain import compiled, repeated
-from isosgd.chain.batches import TensorBatches
-from isosgd.chain.chain import Chains
-from isosgd.chain.gradients import Layout
-from isosgd.chain.progress import Progress
-from isosgd.chain.repeated import block
-from isosgd.chain.stride import Stride, why_not
-from isosgd.chain.team import Team
-from isosgd.chain.warmup import warm_up
+from isosgd.data.sources import TensorBatches
+from isosgd.engine import compiled
+from isosgd.engine import loops as repeated
+from isosgd.engine.chains import Chains
+from isosgd.engine.gradients import Layout
+from isosgd.engine.loops import block
+from isosgd.engine.multistep import Stride, why_not
+from isosgd.engine.schedule import Team
+from isosgd.progress import Progress
 from isosgd.samplers.innovations import fill_steps
 from isosgd.sampling import keepers
 from isosgd.sampling.settings import sampler_factory
+from isosgd.warmup.windows import warm_up
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isosgd.data.columns import days, numbers, read_columns
-from isosgd.data.encoding import learn_column
-from isosgd.data.tables import learn_table, load_table
-from isosgd.data.unlike import Familiar
+from isosgd.tables.columns import days, numbers, read_columns
+from isosgd.tables.encoding import learn_column
+from isosgd.tables.tables import learn_table, load_table
+from isosgd.tables.unlike import Familiar
 
 PENGUINS = Path(__file__).parents[1] / "data" / "penguins.csv"
 

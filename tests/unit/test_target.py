@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
-from isosgd.potential import Params, Target, likelihoods, priors
+from isosgd.target import Params, Target, likelihoods, priors
 
 F64 = torch.float64
 

@@ -8,7 +8,7 @@ import torch
 from scipy import integrate
 from torch import Tensor, nn
 
-from isosgd.potential import Params, Target, likelihoods, priors
+from isosgd.target import Params, Target, likelihoods, priors
 
 F64 = torch.float64
 

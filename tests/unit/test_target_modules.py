@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isosgd.potential import Params, Target, likelihoods, priors
-from isosgd.potential.elementwise import Extra
+from isosgd.target import Params, Target, likelihoods, priors
+from isosgd.target.elementwise import Extra
 
 F64 = torch.float64
 
@@ -233,8 +233,8 @@ def test_the_scale_of_the_noise_is_known_as_one(name: str) -> None:
 
 def test_what_is_no_scale_of_the_noise_has_no_curvature_that_is_known_before() -> None:
     """Each example tells of the logarithm of a scale, not of degrees of freedom."""
-    from isosgd.chain.batches import TensorBatches
-    from isosgd.chain.chain import Chains
+    from isosgd.data.sources import TensorBatches
+    from isosgd.engine.chains import Chains
     from isosgd.samplers import SGLD
 
     target = Target.from_module(nn.Linear(2, 1), Heavy(), num_data=1000)

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from isosgd import ISGD, METHODS, DivergedError, Posterior, SamplingWarning, Target, priors, sample
-from isosgd.chain import team
-from isosgd.chain.batches import DataSets, TensorBatches
-from isosgd.chain.chain import Chains
-from isosgd.chain.gradients import Many
+from isosgd.data.sources import DataSets, TensorBatches
 from isosgd.diagnostics import integrated_time
-from isosgd.potential import Params
+from isosgd.engine import schedule as team
+from isosgd.engine.chains import Chains
+from isosgd.engine.gradients import Many
+from isosgd.target import Params
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*did not settle:isosgd.errors.SamplingWarning")
 

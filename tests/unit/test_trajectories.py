@@ -11,15 +11,17 @@ from torch import Tensor, nn
 
 import isosgd
 from isosgd import DataSets, Target, priors, sample
-from isosgd.chain import compiled, glide, trajectories
-from isosgd.chain.batches import TensorBatches
-from isosgd.chain.chain import Chains
-from isosgd.chain.glide import Glide, why_not
-from isosgd.chain.gradients import Many
-from isosgd.chain.progress import Progress
-from isosgd.chain.trajectories import Averaging, Trajectories
+from isosgd.data.sources import TensorBatches
+from isosgd.engine import compiled
+from isosgd.engine import leapfrog as glide
+from isosgd.engine.chains import Chains
+from isosgd.engine.gradients import Many
+from isosgd.engine.leapfrog import Glide, why_not
+from isosgd.progress import Progress
 from isosgd.samplers.hmc import HMC
 from isosgd.samplers.innovations import BITS_FROM
+from isosgd.warmup import hmc as trajectories
+from isosgd.warmup.hmc import Averaging, Trajectories
 
 G = torch.Generator().manual_seed(0)
 X = torch.randn(40, 3, generator=G)

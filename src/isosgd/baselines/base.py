@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from isosgd.chain.chain import Chains
-from isosgd.chain.progress import Progress
-from isosgd.potential import Params, Target
-from isosgd.potential.modules import ModuleLikelihood
+from isosgd.engine.chains import Chains
+from isosgd.progress import Progress
 from isosgd.samplers.schedules import cosine
+from isosgd.target import Params, Target
+from isosgd.target.modules import ModuleLikelihood
 
 LOOKS, PROBES = 50, 20  # gradients for the noise and for the curvature when a rate is chosen
 STABLE = 0.5  # largest chosen rate, in 1 / h; twice that in `snapshots`, where it falls again

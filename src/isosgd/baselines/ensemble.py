@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isosgd.baselines.base import Baseline, Start, Training, TrainingPlan, module_of
-from isosgd.potential import Params, Target
+from isosgd.target import Params, Target
 
 
 class Ensemble(Baseline):

@@ -17,9 +17,9 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.dropout import _DropoutNd
 
 from isosgd.baselines.base import Baseline, Training, TrainingPlan, module_of
-from isosgd.chain.chain import Chains
-from isosgd.potential import Params, Target
-from isosgd.potential.params import match
+from isosgd.engine.chains import Chains
+from isosgd.target import Params, Target
+from isosgd.target.params import match
 
 DEFAULT = 0.1
 Rates = float | Mapping[str, float] | None

@@ -21,15 +21,15 @@ from isosgd.baselines.ensemble import Ensemble
 from isosgd.baselines.mcdropout import MCDropout
 from isosgd.baselines.snapshots import Snapshots
 from isosgd.baselines.swag import SWAG
-from isosgd.chain.backend import fastest_products
-from isosgd.chain.batches import Data, DataSets, as_tensors, make_batches
-from isosgd.chain.progress import Progress
-from isosgd.chain.reports import WarmupReport
-from isosgd.chain.team import Start, Team, start_of
+from isosgd.data.sources import Data, DataSets, as_tensors, make_batches
+from isosgd.engine.products import fastest_products
+from isosgd.engine.schedule import Start, Team, start_of
 from isosgd.errors import DivergedError, SamplingWarning
-from isosgd.potential import Params, Target
-from isosgd.predictive import Posterior
+from isosgd.posterior import Posterior
+from isosgd.progress import Progress
 from isosgd.samplers import VSGD, Method, Sampler
+from isosgd.target import Params, Target
+from isosgd.warmup.reports import WarmupReport
 
 LEAST_TRAINING, EPOCHS = 3000, 40  # default steps of training: so many epochs, but at least so many
 PAYS = 10_000  # gradients from which on compiling pays

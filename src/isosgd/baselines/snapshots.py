@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Literal
 
 from isosgd.baselines.base import LOOKS, PROBES, STABLE, Baseline, Training, TrainingPlan, check_choice, check_positive
-from isosgd.potential import Params
 from isosgd.samplers.schedules import cosine
+from isosgd.target import Params
 
 Schedule = Literal["cyclical", "constant"]
 EPOCHS, LEAST_CYCLE = 2, 100  # of a cycle

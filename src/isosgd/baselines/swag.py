@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from isosgd.baselines.base import LOOKS, PROBES, STABLE, Baseline, Training, TrainingPlan, check_count, check_positive
-from isosgd.potential import Params
+from isosgd.target import Params
 
 
 class Moments:

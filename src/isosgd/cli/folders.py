@@ -19,12 +19,12 @@ from torch import Tensor
 from isosgd import Posterior, Target, load
 from isosgd.cli.common import first_line
 from isosgd.cli.network import Network
-from isosgd.data.tables import Table, load_table
-from isosgd.data.unlike import Familiar
 from isosgd.report import Subject, write_report
 from isosgd.sampling.stored import settings_of
 from isosgd.store.draws import Damaged
 from isosgd.store.manifest import Manifest
+from isosgd.tables.tables import Table, load_table
+from isosgd.tables.unlike import Familiar
 
 MANIFEST, TABLE, SCRIPT = "manifest.json", "table.json", "script.json"
 DATA, REPORT = "data.safetensors", "report.html"

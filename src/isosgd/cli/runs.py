@@ -31,7 +31,7 @@ from isosgd.cli.common import (
 )
 from isosgd.cli.folders import MANIFEST, USUAL, Run, load_script, of_script, open_run
 from isosgd.diagnostics.verdict import Verdict
-from isosgd.predictive.draws import batches_of
+from isosgd.posterior.draws import batches_of
 from isosgd.report.predictions import evaluate_regression
 from isosgd.store.manifest import Manifest
 

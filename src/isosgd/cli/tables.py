@@ -30,9 +30,9 @@ from isosgd.cli.common import (
 from isosgd.cli.folders import TABLE, open_run, save_tabular
 from isosgd.cli.network import Network, steps_for
 from isosgd.cli.runs import draw_and_judge
-from isosgd.data.columns import read_columns
-from isosgd.data.tables import learn_table
-from isosgd.predictive import central
+from isosgd.posterior import central
+from isosgd.tables.columns import read_columns
+from isosgd.tables.tables import learn_table
 
 LEAST_ROWS = 20
 USUAL = {"task": None, "holdout": 0.1, "chains": 4, "draws": 100, "hidden": 50, "method": "isgd", "seed": 0}

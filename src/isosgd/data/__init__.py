@@ -1,5 +1,5 @@
-"""Tables of ``isosgd fit``: their columns, encoded as inputs of a network, and scaling."""
+"""Where minibatches come from: tensors, loaders, several data sets at once, and their transforms."""
 
-from isosgd.data.scaling import Standardiser, standardise
+from isosgd.data.sources import DataSets, Transform
 
-__all__ = ["Standardiser", "standardise"]
+__all__ = ["DataSets", "Transform"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from isosgd import Prediction, Target, priors
-from isosgd.potential import Params
+from isosgd.target import Params
 
 NUM_FEATURES = 20
 NOISE_VARIANCE = 0.1

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from isosgd.chain.batches import IterableBatches, TensorBatches
+from isosgd.data.sources import IterableBatches, TensorBatches
+from isosgd.engine.chains import Chains
 from isosgd.engine.fused import FlatParameters, FusedStep
-from isosgd.potential.batches import tensors_of, tree_map
 from isosgd.samplers.program import Elementwise, StepProgram
-
-if TYPE_CHECKING:
-    from isosgd.chain.chain import Chains
+from isosgd.target.batches import tensors_of, tree_map
 
 WARM_UPS = 3  # runs before a capture, in which libraries choose and load what they use
 
@@ -72,6 +70,16 @@ def unsupported_reason(run: Chains) -> str:
     if run.batches.whole:
         return "all data at once"
     return ""
+
+
+def accelerate(run: Chains) -> None:
+    """Have minibatches and gradients of a chain captured as CUDA graphs, where that can be done."""
+    run.graph_unsupported = unsupported_reason(run)
+    if not run.graph_unsupported:
+        try:
+            run.graph = GraphGradients(run)
+        except Exception as error:  # whatever a user's model may raise while it is captured
+            run.graph_unsupported = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
 
 class GraphGradients:
@@ -157,7 +165,7 @@ class FusedUpdate:
     """
 
     def __init__(self, run: Chains, program: StepProgram, like: Elementwise) -> None:
-        assert run.graph is not None and run.graph.precisions is not None
+        assert isinstance(run.graph, GraphGradients) and run.graph.precisions is not None
         self.run, self.program = run, program
         decays = [tau / run.num_data for tau in run.graph.precisions]
         self.fused = FusedStep(run.graph.flat, like, decays, run.sampler.generator)
@@ -199,7 +207,7 @@ class ProgramUpdate:
     """
 
     def __init__(self, run: Chains, program: StepProgram) -> None:
-        assert run.graph is not None
+        assert isinstance(run.graph, GraphGradients)
         self.run, self.program, self.graph = run, program, run.graph
         self.state = program.begin()
         self.now = torch.zeros(1, program.width, dtype=program.dtype, device=self.state.device)
@@ -262,7 +270,7 @@ class GraphSteps:
     """
 
     def __init__(self, run: Chains, noise_every: int) -> None:
-        assert run.graph is not None
+        assert isinstance(run.graph, GraphGradients)
         self.run, self.graph, self.noise_every = run, run.graph, noise_every
         program = run.sampler.program()
         if isinstance(program, str):

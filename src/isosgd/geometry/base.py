@@ -5,7 +5,7 @@ estimated in the warm-up and constant afterwards, as Theorem 1 asks. ``Lambda = 
 what q is and why.
 
 What that rule assumes is measured: the true top of ``rate * curvature`` enlarges Lambda when the Fisher information is
-too small (see `isosgd.chain.curvature.Stiffness`), and so does gradient noise that the form cannot express.
+too small (see `isosgd.engine.curvature.Stiffness`), and so does gradient noise that the form cannot express.
 
 Chains run side by side, each with a Lambda of its own: every tensor has a leading chain dimension, of length 1 when
 there is but one.

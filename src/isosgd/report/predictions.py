@@ -25,7 +25,7 @@ from isosgd.metrics import (
     predictive_entropy,
     rmse,
 )
-from isosgd.predictive import Posterior
+from isosgd.posterior import Posterior
 from isosgd.report.plot import Array, Plot, evenly, limits, number
 from isosgd.report.subject import Figure, Subject, Tile
 

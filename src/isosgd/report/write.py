@@ -16,7 +16,7 @@ from torch import Tensor
 
 from isosgd.diagnostics.summary import PosteriorSummary
 from isosgd.diagnostics.verdict import RHAT, Verdict
-from isosgd.predictive import Posterior
+from isosgd.posterior import Posterior
 from isosgd.report import chains, page, predictions
 from isosgd.report.plot import number
 from isosgd.report.subject import Figure, Subject, Tile

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isosgd.chain.batches import Data, DataSets, Transform, Transformed, as_tensors
-from isosgd.potential import Params, Target
-from isosgd.potential.batches import tree_map
+from isosgd.data.sources import Data, DataSets, Transform, Transformed, as_tensors
 from isosgd.store.shards import dtype_name, raw
+from isosgd.target import Params, Target
+from isosgd.target.batches import tree_map
 
 SAME_LOSS = 1e-4  # relative: another machine may round otherwise, another model gives another loss
 PROBED = 64  # rows at which the loss is compared

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from isosgd.chain.chain import Chains
+from isosgd.engine.chains import Chains
 from isosgd.errors import DivergedError, SamplingWarning
-from isosgd.potential import Params
-from isosgd.predictive import Posterior
+from isosgd.posterior import Posterior
 from isosgd.sampling.loop import Outcome, State
 from isosgd.sampling.stored import Asked, info_of, load
 from isosgd.store import Shards, StoredDraws, Writer, rectangle
 from isosgd.store.manifest import Spec, specs_of
 from isosgd.store.shards import dtype_name
+from isosgd.target import Params
 
 Info = dict[str, Any]
 About = Callable[[list[Outcome]], Info]

@@ -9,18 +9,18 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from isosgd.chain import glide
-from isosgd.chain.alarms import warn_of
-from isosgd.chain.chain import Chains
-from isosgd.chain.glide import Glide
-from isosgd.chain.progress import Progress
-from isosgd.chain.reports import GroupReport, WarmupReport
-from isosgd.chain.state import failure_from, failure_state, load_state, moved, state_of
-from isosgd.chain.stride import Stride, why_not
-from isosgd.chain.warmup import Mark, warm_up
-from isosgd.engine.graph import GraphSteps
+from isosgd.engine import leapfrog as glide
+from isosgd.engine.chains import Chains
+from isosgd.engine.graph import GraphSteps, accelerate
+from isosgd.engine.leapfrog import Glide
+from isosgd.engine.multistep import Stride, why_not
+from isosgd.engine.state import failure_from, failure_state, load_state, moved, state_of
 from isosgd.errors import DivergedError
+from isosgd.progress import Progress
 from isosgd.sampling.stopping import Watch
+from isosgd.warmup.alarms import warn_of
+from isosgd.warmup.reports import GroupReport, WarmupReport
+from isosgd.warmup.windows import Mark, warm_up
 
 GUESSED_SPACING = 100  # for the progress bar, until the spacing is known
 NOISE_EVERY = 16  # in sampling the noise is followed, not found: every so many steps one is split in halves ...
@@ -157,7 +157,7 @@ def draw_from(
     stride: Stride | GraphSteps | Glide | None = trajectories
     watch: Watch | None = None
     if plan.compile_after is not None:
-        run.accelerate()
+        accelerate(run)
     if saved is not None:
         saved = moved(saved, run.alive.device)
         load_state(run, saved["chains"])

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from isosgd.chain.team import Start
-from isosgd.potential import Target
-from isosgd.predictive import Posterior
+from isosgd.engine.schedule import Start
+from isosgd.posterior import Posterior
 from isosgd.sampling.sample import sample
 from isosgd.sampling.stored import settings_of
+from isosgd.target import Target
 
 
 def resume(

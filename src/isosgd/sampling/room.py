@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from isosgd.potential import Params
+from isosgd.target import Params
 
 OBJECT = 500  # bytes that a tensor takes up beside its numbers
 

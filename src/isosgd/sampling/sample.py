@@ -11,16 +11,13 @@ from typing import Any, Literal
 import torch
 
 from isosgd.baselines import BASELINES, BaselineRun
-from isosgd.chain.backend import fastest_products
-from isosgd.chain.batches import Transform, as_data
-from isosgd.chain.progress import Progress
-from isosgd.chain.team import Start, Team, start_of
-from isosgd.chain.warmup import MOST_STEPS
+from isosgd.data.sources import Transform, as_data
 from isosgd.diagnostics import Log
+from isosgd.engine.products import fastest_products
+from isosgd.engine.schedule import Start, Team, start_of
 from isosgd.errors import SamplingWarning
-from isosgd.potential import Target
-from isosgd.potential.batches import with_tensors
-from isosgd.predictive import Posterior
+from isosgd.posterior import Posterior
+from isosgd.progress import Progress
 from isosgd.samplers import ISGD, METHODS
 from isosgd.sampling.identity import described
 from isosgd.sampling.keepers import InMemory, OnDisk, keep_at_once
@@ -28,6 +25,9 @@ from isosgd.sampling.loop import Outcome, Plan, draw_from
 from isosgd.sampling.room import check_room
 from isosgd.sampling.settings import check_settings, compile_after, most_draws, noise_every, sampler_factory, versions
 from isosgd.sampling.stored import Asked, load
+from isosgd.target import Target
+from isosgd.target.batches import with_tensors
+from isosgd.warmup.windows import MOST_STEPS
 
 
 def sample(

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from isosgd.chain.chain import MakeSampler
-from isosgd.chain.compiled import COMPILE_AFTER
+from isosgd.engine.chains import MakeSampler
+from isosgd.engine.compiled import COMPILE_AFTER
 from isosgd.native import build
 from isosgd.samplers import ISGD, METHODS, PRESETS, REGISTRY, Sampler
 from isosgd.samplers.hmc import HMC

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from isosgd.chain.batches import TensorBatches
-from isosgd.chain.chain import Chains
+from isosgd.data.sources import TensorBatches
 from isosgd.diagnostics import Convergence
+from isosgd.engine.chains import Chains
 
 MOST_DRAWS = 2_000  # of each chain, where no budget is given
 FIRST_LOOK = 20  # draws

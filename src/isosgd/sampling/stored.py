@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from isosgd.chain.batches import Data, DataSets, Transform, as_tensors
-from isosgd.chain.team import Start, start_of
+from isosgd.data.sources import Data, DataSets, Transform, as_tensors
+from isosgd.engine.schedule import Start, start_of
 from isosgd.errors import SamplingWarning
-from isosgd.potential import Params, Target
-from isosgd.predictive import Posterior
+from isosgd.posterior import Posterior
 from isosgd.sampling.identity import (
     data_identity,
     described,
@@ -33,6 +32,7 @@ from isosgd.store.manifest import specs_of
 from isosgd.store.shards import read_header
 from isosgd.store.tree import plain, unpack
 from isosgd.store.writer import STORED
+from isosgd.target import Params, Target
 
 Info = dict[str, Any]
 

@@ -1,0 +1,433 @@
+"""Where minibatches come from: tensors drawn independently where they live, or any iterable of batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isosgd.target import batches
+from isosgd.target.batches import tensors_of, tree_map
+
+Batch = Any
+Transform = Callable[[Batch, torch.Generator], Batch]
+"""A user's function of a batch and a generator on its device: augmentation, normalisation, a change of type."""
+ALL = "all"
+Size = int | Literal["all"] | None
+
+
+def batch_length(batch: Batch) -> int:
+    """Number of examples: the first dimension of the batch's tensors."""
+    n = batches.batch_length(batch)
+    if n is None:
+        raise ValueError(
+            f"a batch of type {type(batch).__name__} holds no tensor with a first dimension to count examples by"
+        )
+    return n
+
+
+def halves(batch: Batch) -> tuple[Batch, Batch, tuple[int, int]]:
+    """A batch split in two along its first dimension, with the sizes of the parts."""
+    n = batch_length(batch)
+    cut = n // 2
+    first = tree_map(lambda t: t[:cut] if t.dim() and t.shape[0] == n else t, batch)
+    second = tree_map(lambda t: t[cut:] if t.dim() and t.shape[0] == n else t, batch)
+    return first, second, (cut, n - cut)
+
+
+class Transformed:
+    """A user's transform of batches, with a generator of its own, and its result checked.
+
+    Args:
+        function: of a batch and a generator; None for none.
+        seed: of the generator.
+        device: of the batches.
+    """
+
+    def __init__(self, function: Transform | None, seed: int, device: torch.device) -> None:
+        self.function = function
+        self.generator = torch.Generator(device=device).manual_seed(seed ^ 0x7AF5)
+
+    def __call__(self, batch: Batch, lead: int = 0, generator: torch.Generator | None = None) -> Batch:
+        """The transformed batch.
+
+        Args:
+            batch: of examples.
+            lead: dimensions before that of the examples: chains and steps are one long batch to the user's function.
+            generator: in place of the own one.
+        """
+        if self.function is None:
+            return batch
+        shape = tensors_of(batch)[0].shape[: lead + 1]
+        flat = tree_map(lambda t: t.flatten(0, lead), batch) if lead else batch
+        found = self.function(flat, generator or self.generator)
+        expected, tensors = math.prod(shape), tensors_of(found)
+        lengths = [int(t.shape[0]) if t.dim() else 0 for t in tensors]
+        if not tensors or any(length != expected for length in lengths):
+            raise ValueError(
+                f"transform turned a batch of {expected} examples into tensors of lengths {lengths}: it must return a "
+                "batch like the one it is given, (inputs, targets), with the same number of examples in each tensor"
+            )
+        return tree_map(lambda t: t.unflatten(0, shape), found) if lead else found
+
+    def state(self) -> Tensor:
+        """What is needed to go on with the same random numbers."""
+        return self.generator.get_state()
+
+    def load_state(self, state: Tensor) -> None:
+        """Go on from what `state` gave."""
+        self.generator.set_state(state.cpu())
+
+
+class TensorBatches:
+    """Minibatches drawn independently, with replacement, from tensors that share their first dimension.
+
+    Independence is what the theory asks for: batches without replacement have noise that cancels over an epoch.
+
+    Args:
+        tensors: the data.
+        batch_size: n; a default by the number of examples when None; or ``all`` of them, each once: the gradient of
+            such a batch has no noise.
+        seed: of the indices.
+        chains: how many chains draw side by side, each its own batch ``[chains, n, ...]``; None for one chain alone.
+        rows: the rows that each chain draws from, ``[chains, N]``; all of them when not given.
+        transform: what every batch goes through, on the device; see `Transform`.
+    """
+
+    independent = True
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        batch_size: Size,
+        seed: int,
+        chains: int | None = None,
+        rows: Tensor | None = None,
+        transform: Transform | None = None,
+    ) -> None:
+        self.tensors, self.chains, self.rows = tuple(tensors), chains, rows
+        self.num_data = int(self.tensors[0].shape[0] if rows is None else rows.shape[1])
+        self.whole = batch_size == ALL
+        self.batch_size = size_of(batch_size, self.num_data)
+        if self.batch_size > self.num_data:
+            raise ValueError(
+                f"batch_size = {self.batch_size} is larger than the {self.num_data} examples; choose at "
+                f"most {self.num_data}"
+            )
+        self.device = self.tensors[0].device
+        self.generator = torch.Generator(device=self.device).manual_seed(seed)
+        self.transform, self.seed = Transformed(transform, seed, self.device), seed
+        self._all: Batch = None
+        if self.whole and transform is not None:
+            self._check_not_random()
+
+    def indices(self, steps: int = 1) -> Tensor:
+        """Rows of the next minibatches, ``[steps, chains, n]``."""
+        shape = (steps, self.chains or 1, self.batch_size)
+        index = torch.randint(self.num_data, shape, generator=self.generator, device=self.device)
+        return index if self.rows is None else self.rows.expand(steps, -1, -1).gather(-1, index)
+
+    def at(self, index: Tensor, generator: torch.Generator | None = None) -> Batch:
+        """The examples of some rows, a tuple of tensors, transformed."""
+        found = tuple(t.index_select(0, index.reshape(-1)).view(*index.shape, *t.shape[1:]) for t in self.tensors)
+        return self.transform(found, index.dim() - 1, generator)
+
+    def fresh(self, number: int, count: int, size: int, chain: int = 0) -> Iterator[Batch]:
+        """Batches that no step sees, drawn anew for each number: to refresh BatchNorm statistics of a draw with."""
+        size = min(size, self.num_data)
+        generator = torch.Generator(device=self.device).manual_seed((self.seed * 1_000_003 + number) % (1 << 63))
+        for _ in range(max(1, min(count, self.num_data // size))):
+            index = torch.randint(self.num_data, (size,), generator=generator, device=self.device)
+            yield self.at(index if self.rows is None else self.rows[chain][index], generator)
+
+    def _check_not_random(self) -> None:
+        """Refuse a random transform where a gradient is to be that of all data, exactly."""
+        index = torch.arange(min(8, self.num_data), device=self.device)
+        one, two = (self.at(index, torch.Generator(device=self.device).manual_seed(s)) for s in (1, 2))
+        if any(not torch.equal(a, b) for a, b in zip(tensors_of(one), tensors_of(two), strict=True)):
+            raise ValueError(
+                "transform is random, but batch_size='all' (HMC) needs the same potential at every step: give a "
+                "number as batch_size, or a transform without random numbers"
+            )
+
+    def next(self, mixed: bool = False) -> Batch:
+        """The next minibatch of each chain, a tuple of tensors.
+
+        Args:
+            mixed: where a batch is all of the data, put it into an order of its own, so that its halves are random.
+        """
+        if self.whole:
+            return self._everything(mixed)
+        index = self.indices()[0]
+        return self.at(index[0] if self.chains is None else index)
+
+    def _everything(self, mixed: bool) -> Batch:
+        if self._all is None:
+            every = torch.arange(self.num_data, device=self.device) if self.rows is None else self.rows
+            every = every.expand(self.chains, -1) if self.chains is not None and self.rows is None else every
+            self._all = self.at(every)
+        if not mixed:
+            return self._all
+        order = torch.randperm(self.num_data, generator=self.generator, device=self.device)
+        return tuple(t.index_select(0 if self.chains is None else 1, order) for t in self._all)
+
+    def state(self) -> dict[str, Any]:
+        """What is needed to go on with the same batches."""
+        return {"generator": self.generator.get_state(), "transform": self.transform.state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self.generator.set_state(state["generator"].cpu())
+        self.transform.load_state(state["transform"])
+
+
+class IterableBatches:
+    """Batches from a DataLoader or any iterable that can be gone through again and again.
+
+    A batch that is smaller than the others, such as the last one of an epoch, takes a step like any other, with the
+    mean over its own examples. Of a shuffled loader that is unbiased, with more noise in that step; in a fixed order
+    the examples of a small batch count for more than others. A batch of one example takes a step, but says nothing of
+    the noise.
+
+    To go on where a run was stopped, the pass through the data is begun again with torch's generators as they were, and
+    as many batches are skipped as had been taken. That is exact for iterables whose order and contents follow from
+    torch's generators or from nothing at all; numpy's and Python's own generators are not looked after.
+    """
+
+    whole = False  # nobody knows
+
+    def __init__(
+        self,
+        source: Iterable[Batch],
+        device: torch.device | None,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+        transform: Transform | None = None,
+    ) -> None:
+        self.source, self.device, self.dtype = source, device, dtype
+        self.transform = Transformed(transform, seed, device or torch.device("cpu"))
+        self._peeked: Batch = None
+        self._begin()
+        sampler = getattr(source, "sampler", None)
+        if hasattr(sampler, "weights"):
+            raise ValueError(
+                f"data is drawn by {type(sampler).__name__}, some examples more often than others: the "
+                "draws would be of another "
+                "posterior. Use RandomSampler(replacement=True), or put weights into the log likelihood"
+            )
+        self.independent = bool(getattr(sampler, "replacement", False))
+
+    def _begin(self) -> None:
+        """Begin a pass through the data."""
+        self._before, self._taken = [generator.get_state() for generator in self._generators()], 0
+        self._iterator: Iterator[Batch] = iter(self.source)
+
+    def _generators(self) -> list[torch.Generator]:
+        """Torch's own, and those that a DataLoader and its samplers were given."""
+        places = [self.source, getattr(self.source, "sampler", None), getattr(self.source, "batch_sampler", None)]
+        places.append(getattr(places[-1], "sampler", None))
+        found = [generator for place in places if (generator := getattr(place, "generator", None)) is not None]
+        return [torch.default_generator, *{id(g): g for g in found if isinstance(g, torch.Generator)}.values()]
+
+    def state(self) -> dict[str, Any]:
+        """What is needed to go on with the same batches, where that is possible at all."""
+        taken = self._taken - (self._peeked is not None)
+        return {"before": self._before, "taken": taken, "transform": self.transform.state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave: begin that pass again and skip what was taken from it."""
+        for generator, before in zip(self._generators(), state["before"], strict=True):
+            generator.set_state(before.cpu())
+        self._peeked = None
+        self._begin()
+        for _ in range(state["taken"]):
+            self._take()
+        self.transform.load_state(state["transform"])
+
+    def _take(self) -> Batch | None:
+        batch = next(self._iterator, None)
+        self._taken += 1
+        return batch
+
+    def next(self, mixed: bool = False) -> Batch:
+        """The next batch, transformed; the iterable is started again when it ends."""
+        return self.transform(self.raw())
+
+    def peek(self) -> Batch:
+        """The batch that comes next, not transformed; it still comes."""
+        if self._peeked is None:
+            self._peeked = self.raw()
+        return self._peeked
+
+    def raw(self) -> Batch:
+        """The next batch as it is, on the device."""
+        if self._peeked is not None:
+            batch, self._peeked = self._peeked, None
+            return batch
+        batch = self._take()
+        if batch is None:
+            self._begin()
+            batch = self._take()
+        if batch is None:
+            raise ValueError(
+                "data yields no batches: it is empty, or an iterator that can be gone through only once; "
+                "pass tensors, a DataLoader or a list of batches"
+            )
+        return self._moved(batch)
+
+    def _moved(self, batch: Batch) -> Batch:
+        batch = batches.with_tensors(batch, self.dtype)
+        if self.device is None or all(t.device == self.device for t in batches.tensors_of(batch)):
+            return batch
+        return tree_map(lambda t: t.to(self.device, non_blocking=True), batch)
+
+    def fresh(self, number: int, count: int, size: int, chain: int = 0) -> Iterator[Batch]:
+        """The first batches of a pass of its own, as `TensorBatches.fresh`; ``size`` is the loader's."""
+        states = [generator.get_state() for generator in self._generators()]
+        for _, batch in zip(range(count), self.source, strict=False):
+            yield self.transform(self._moved(batch))
+        for generator, state in zip(self._generators(), states, strict=True):
+            generator.set_state(state)
+
+
+Batches = TensorBatches | IterableBatches
+
+
+def size_of(batch_size: Size, num_data: int) -> int:
+    """N."""
+    if batch_size is None:
+        return default_batch_size(num_data)
+    return num_data if isinstance(batch_size, str) else batch_size
+
+
+def default_batch_size(num_data: int) -> int:
+    """Half of the data, at least 8 and at most 128 examples, even so that it splits in two.
+
+    Small batches cost nearly as much as large ones up to there, and their noise slows the chain down.
+    """
+    return min(max(8, min(num_data // 2, 128)) // 2 * 2, num_data)
+
+
+def as_tensors(data: Any, dtype: torch.dtype | None = None) -> tuple[Tensor, ...] | None:
+    """The tensors that ``data`` consists of, or None when it is an iterable of batches.
+
+    A list of tensors or arrays is data; a list of tuples or dicts is batches.
+    """
+    items = (data,) if batches.is_array(data) else data
+    if not isinstance(items, tuple | list) or not all(map(batches.is_array, items)) or items == []:
+        return None
+    if not items:
+        raise ValueError("data is an empty tuple; pass the tensors, for instance (inputs, targets)")
+    return tuple(batches.as_tensor(item, dtype) for item in items)
+
+
+class DataSets:
+    """Several data sets at once, each sampled by chains of its own: the splits of a benchmark, folds, bootstraps.
+
+    Args:
+        tensors: ``[sets, N, ...]``; or, with ``rows``, one data set ``[M, ...]`` for all.
+        rows: the rows of each set, ``[sets, N]``.
+
+    Example:
+        >>> x, y = torch.randn(100, 3), torch.randn(100)
+        >>> folds = torch.stack([torch.randperm(100)[:90] for _ in range(5)])
+        >>> data = DataSets((x, y), rows=folds)
+        >>> data.sets, data.num_data
+        (5, 90)
+    """
+
+    def __init__(self, tensors: Sequence[Tensor | np.ndarray], rows: Tensor | np.ndarray | None = None) -> None:
+        found = as_tensors(tensors if isinstance(tensors, Tensor | np.ndarray) else tuple(tensors))
+        if found is None:
+            raise TypeError("DataSets takes a sequence of tensors or arrays, for instance (x, y)")
+        if any(t.dim() == 0 for t in found):
+            raise ValueError("DataSets has a tensor without dimensions: the first ones are [sets, N], or the rows")
+        if rows is None:
+            shapes = [tuple(t.shape) for t in found]
+            if any(t.dim() < 2 for t in found) or len({shape[:2] for shape in shapes}) > 1:
+                raise ValueError(f"tensors of shapes {shapes}: all must begin with [sets, N]; or pass rows=[sets, N]")
+            self.sets, self.num_data = shapes[0][:2]
+            found = tuple(t.flatten(0, 1) for t in found)
+            self.rows = torch.arange(self.sets * self.num_data, device=found[0].device).view(self.sets, self.num_data)
+        else:
+            self.rows = torch.as_tensor(rows, device=found[0].device)
+            if self.rows.dim() != 2 or self.rows.is_floating_point() or self.rows.dtype == torch.bool:
+                raise ValueError(f"rows must be integers [sets, N], got {self.rows.dtype} {list(self.rows.shape)}")
+            self.rows = self.rows.long()
+            if not self.rows.numel() or int(self.rows.min()) < 0 or int(self.rows.max()) >= found[0].shape[0]:
+                raise ValueError(f"rows must name some of the {found[0].shape[0]} rows of the data, counted from 0")
+            self.sets, self.num_data = self.rows.shape
+        check_tensors(found)
+        self.tensors = found
+
+    def to(self, device: torch.device) -> DataSets:
+        """The same on a device."""
+        return DataSets([t.to(device) for t in self.tensors], self.rows)
+
+    def set(self, i: int) -> tuple[Tensor, ...]:
+        """The tensors of one set."""
+        return tuple(t.index_select(0, self.rows[i]) for t in self.tensors)
+
+
+Data = tuple[Tensor, ...] | DataSets | Iterable[Batch]
+
+
+def as_data(data: Any, batch_size: Size, device: torch.device | None, dtype: torch.dtype | None = None) -> Data:
+    """What a user gave as data, checked and moved to where it is sampled."""
+    wrong = isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 2
+    if batch_size is not None and batch_size != ALL and wrong:
+        raise ValueError(f"batch_size = {batch_size!r} must be an integer of at least 2, or 'all'")
+    if isinstance(data, DataSets):
+        return data if device is None else data.to(device)
+    tensors = as_tensors(data, dtype)
+    if tensors is not None:
+        check_tensors(tensors)
+        return tuple(t.to(device) for t in tensors) if device is not None else tensors
+    if not isinstance(data, Iterable):
+        raise TypeError(
+            f"data of type {type(data).__name__} is neither a tuple of tensors nor an iterable of "
+            "batches such as a DataLoader"
+        )
+    if batch_size is not None:
+        raise ValueError(
+            f"batch_size = {batch_size!r} has no effect on an iterable of batches: "
+            "set it in the DataLoader, or pass tensors"
+        )
+    return data
+
+
+def make_batches(
+    data: Data,
+    batch_size: Size,
+    seed: int,
+    device: torch.device | None,
+    dtype: torch.dtype | None = None,
+    transform: Transform | None = None,
+) -> Batches:
+    """Batches of one chain, from checked tensors or from an iterable."""
+    assert not isinstance(data, DataSets)
+    tensors = as_tensors(data)
+    if tensors is None:
+        return IterableBatches(data, device, dtype, seed, transform)
+    return TensorBatches(tensors, batch_size, seed, transform=transform)
+
+
+def check_tensors(tensors: Sequence[Tensor]) -> None:
+    """Refuse data that cannot be sampled from: no rows, rows that do not match, values that are not finite."""
+    lengths = [int(t.shape[0]) if t.dim() else None for t in tensors]
+    if None in lengths or len(set(lengths)) != 1:
+        shapes = [tuple(t.shape) for t in tensors]
+        raise ValueError(
+            f"the tensors of data have shapes {shapes}: their first dimensions, the examples, must be the same. "
+            "Batches are given as a list of tuples, [(x1, y1), (x2, y2)]"
+        )
+    if lengths[0] == 0:
+        raise ValueError("data holds no examples")
+    for i, t in enumerate(tensors):
+        if t.is_floating_point() and not bool(torch.isfinite(t).all()):
+            row = int((~torch.isfinite(t)).reshape(t.shape[0], -1).any(1).nonzero()[0])
+            raise ValueError(f"tensor {i} of data is not finite in row {row}: drop or impute such rows first")

@@ -1,0 +1,544 @@
+"""Chains: a target, parameters, a sampler, and a stream of minibatches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from isosgd.data.sources import Batches
+from isosgd.engine.curvature import Curvature, Stiffness
+from isosgd.engine.gradients import Found, Layout, Many, Single, stacked
+from isosgd.errors import DivergedError
+from isosgd.geometry import Full, Geometry
+from isosgd.samplers import ISGD, Sampler
+from isosgd.samplers.hmc import HMC
+from isosgd.target import Params, Target
+
+REFRESH_BATCHES, REFRESH_SIZE = 5, 500  # minibatches from which BatchNorm statistics of a draw are averaged
+SCALE = 0.5  # information of an example about the logarithm of a noise scale, at the least
+
+
+class MakeSampler(Protocol):
+    """Builds the sampler of chains from their groups of parameters."""
+
+    def __call__(self, groups: list[dict[str, Any]], generator: torch.Generator, chains: int | None) -> Sampler: ...
+
+
+class CapturedGradients(Protocol):
+    """Minibatches and gradients whose tensors stay in their places, see `isosgd.engine.graph`."""
+
+    batch: Any
+
+    def next(self) -> Any:
+        """The next minibatch."""
+
+    def __call__(self) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Loss, gradients and whether they are finite, at the last minibatch."""
+
+
+class Chains:
+    """State of chains that run side by side, and what one gradient does to each of them.
+
+    Numbers are tensors ``[chains]``, or ``[chains, groups]``. A chain that meets a loss or a gradient that is not
+    finite stays where it is and is left out from then on (`failures`); the others go on.
+
+    Args:
+        target: what is sampled.
+        starts: free parameters of each chain, leaves that require gradients.
+        batches: the minibatches; with a leading chain dimension when there are many.
+        num_data: N.
+        make_sampler: builds the sampler.
+        seed: of the sampler and of the curvature probes.
+        together: whether they run in one batched computation. A single chain need not: its parameters then have no
+            chain dimension, so that any model will do.
+        compile_after: gradients of many chains after which the rest is compiled; None for never.
+        buffers: of the network, which all of these chains have; copies that are theirs.
+        given_buffers: names of those that the user gave, for any chain of the run.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        starts: Sequence[Params],
+        batches: Batches,
+        num_data: int,
+        make_sampler: MakeSampler,
+        seed: int,
+        together: bool = False,
+        compile_after: int | None = None,
+        buffers: Params | None = None,
+        given_buffers: Collection[str] = (),
+    ) -> None:
+        if not together and len(starts) > 1:
+            raise ValueError(f"{len(starts)} chains that are not together: make one Chains for each")
+        self.target, self.batches, self.num_data = target, batches, num_data
+        self.count = len(starts)
+        self.many = self.count if together else None
+        self.differentiate: Single | Many
+        labels = target.layers(starts[0])
+        names: dict[str, list[str]] = {}
+        for name in starts[0]:
+            names.setdefault(labels[name], []).append(name)
+        # Groups may interleave, so keep the parameters in group order: gradients come in the order of `params`.
+        one = {name: starts[0][name] for members in names.values() for name in members}
+        self.layout = Layout(one)
+        if self.many is None:
+            self.params = one
+        else:
+            self.params = stacked([{name: start[name] for name in one} for start in starts])
+        self.leaves = list(self.params.values())
+        self.labels = [labels[name] for name in one]
+        groups = [{"name": label, "params": [self.params[m] for m in members]} for label, members in names.items()]
+        device = self.leaves[0].device
+        self.sampler = make_sampler(groups, torch.Generator(device=device).manual_seed(seed), self.many)
+        temperature = self.sampler.param_groups[0]["temperature"]
+        self.prior_weight = target.prior_weight(one, temperature)
+        if self.many is None:
+            self.differentiate = Single(target, num_data, self.prior_weight)
+        else:
+            self.differentiate = Many(target, num_data, self.layout, compile_after, self.prior_weight)
+        self.slots: list[slice] = []
+        sizes, end = iter(self.layout.sizes), 0
+        for group in self.sampler.param_groups:
+            begin, end = end, end + sum(next(sizes) for _ in group["params"])
+            self.slots.append(slice(begin, end))
+        flat = self.flat(self.leaves)
+        self.curvature = Curvature(flat, self.slots, temperature, num_data, seed + 1)
+        self.stiffness = Stiffness(flat, seed + 2)
+        self.scaled = self.curvature  # until `enter_metric`
+        self._seed = seed
+        self.gradients = self.probes = 0  # of each chain
+        self.loss = torch.full((self.count,), torch.nan, device=device)
+        self.alive = torch.ones(self.count, dtype=torch.bool, device=device)
+        if isinstance(self.sampler, ISGD):
+            self.sampler.independent_batches = batches.independent  # else there is less noise than it seems
+        if self.geometry is not None:
+            self.geometry.alive = self.alive
+        self.failures: dict[int, DivergedError] = {}
+        self.batch: Any = None
+        self.buffers: Params = {} if buffers is None else buffers
+        self.given_buffers = frozenset(given_buffers)
+        self.own_buffers: list[str] | None = None  # names of those that go with draws, once there was one
+        self._before: list[Tensor] | None = None  # the last gradient, where noise is the difference of two
+        self.graph: CapturedGradients | None = None  # minibatches and gradients as CUDA graphs
+        self.graph_unsupported = ""
+        self.keys: Tensor | None = None  # of the fused step's random numbers, for going on
+        self._suspect = torch.zeros(1, dtype=torch.bool, device=device)  # a gradient was not finite, not looked at yet
+
+    def say(self, say: Callable[[str], None]) -> None:
+        """Where lines for the user go."""
+        if isinstance(self.differentiate, Many):
+            self.differentiate.evaluate.say = say
+
+    @property
+    def compiled(self) -> str:
+        """Whether gradients came to be compiled, as an addition to what the engine is."""
+        if not isinstance(self.differentiate, Many):
+            return ""
+        evaluate = self.differentiate.evaluate
+        if evaluate.why_not:
+            return f", not compiled ({evaluate.why_not})"
+        return ", compiled" if evaluate.after is not None and evaluate.calls > evaluate.after else ""
+
+    def flat(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Tensors like the parameters as one ``[chains, d]``, detached."""
+        return torch.cat([t.detach().reshape(self.count, -1) for t in tensors], dim=-1)
+
+    # -- gradients and steps ------------------------------------------------------------------------------------------
+
+    def evaluate(self, split: bool = False, forgiving: bool | None = None, batch: Any = None) -> list[Tensor] | None:
+        """Gradients on the next minibatch, left in ``.grad``; with ``split`` the noise vector of its halves too.
+
+        Args:
+            split: whether to measure the noise.
+            forgiving: do not give up a chain whose gradient is not finite: its loss is infinite, its gradient zero.
+                By default where trajectories are taken: such a one is refused, and the chain is where it was.
+            batch: to take instead of the next one.
+        """
+        forgiving = self.hmc is not None if forgiving is None else forgiving
+        if self.graph is not None and batch is None:
+            return self._by_graph(self.graph, split, forgiving)
+        if self.successive:
+            loss, gradients, noise = self._successive(split, batch)
+        else:
+            self.batch = self.batches.next(mixed=split) if batch is None else batch
+            loss, gradients, noise = self.differentiate(self.params, self.batch, split)
+        finite = self._finite(loss, gradients)
+        if not bool(finite.all()):
+            if not forgiving and bool((self.alive & ~finite).any()):
+                self._give_up(self.alive & ~finite, loss, gradients)
+            loss = torch.where(finite, loss, torch.inf)
+            gradients = self._mask(gradients, finite)
+            noise = None if noise is None else self._mask(noise, finite)
+        self.loss = loss
+        self.gradients += 1
+        for leaf, g in zip(self.leaves, gradients, strict=True):
+            leaf.grad = g
+        return noise
+
+    @property
+    def successive(self) -> bool:
+        """Whether noise vectors are differences of successive gradients, and not of halves of a minibatch."""
+        return self.graph is not None or self.target.ties_examples
+
+    def forget_gradient(self) -> None:
+        """The chains have moved since the last gradient, or will: no noise vector is made of it."""
+        self._before = None
+
+    def _by_graph(self, graph: CapturedGradients, split: bool, forgiving: bool) -> list[Tensor] | None:
+        """`evaluate` by CUDA graphs. What is not finite is found later, by `check_finite`: nothing waits here."""
+        if split and self._before is None:
+            self.batch = graph.next()
+            self._before = self._at_batch()[1]
+            self.gradients += 1
+        self.batch = graph.next()
+        self.loss, gradients, finite = self._at_batch()
+        if not forgiving:
+            self._suspect |= ~finite
+        noise = None
+        if split and self._before is not None:
+            noise = list(torch._foreach_sub(gradients, self._before))
+            torch._foreach_mul_(noise, math.sqrt(0.5))
+        self._before = gradients
+        self.gradients += 1
+        for leaf, g in zip(self.leaves, gradients, strict=True):
+            leaf.grad = g
+        return noise
+
+    def _at_batch(self) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Loss, gradients, and whether they are finite, at the last minibatch."""
+        if self.graph is not None and self.batch is self.graph.batch:
+            return self.graph()
+        loss, gradients, _ = self.differentiate(self.params, self.batch)
+        return loss, gradients, self._finite(loss, gradients)
+
+    def _gradients_at_batch(self) -> list[Tensor]:
+        return self.differentiate(self.params, self.batch).gradients
+
+    def check_finite(self) -> None:
+        """Drop chains whose gradients were not finite since the last look."""
+        if self.graph is not None and bool(self._suspect):
+            self.diverged()
+
+    def diverged(self) -> None:
+        """Drop the only chain, whose loss or gradient is not finite."""
+        self._suspect.zero_()
+        self._give_up(torch.ones_like(self.alive), torch.full_like(self.loss, math.nan), [])
+
+    def _successive(self, split: bool, batch: Any) -> Found:
+        """Gradients whose noise vector is the difference of two successive ones, over sqrt(2).
+
+        Where examples of a batch are tied together (BatchNorm in training mode), its halves belong to another
+        potential. The step in between adds to the difference, by a share of order ``(rate * curvature)^2``. Without a
+        gradient of the step before, a second minibatch is taken.
+        """
+        if split and self._before is None:
+            self._before = self.differentiate(self.params, self.batches.next()).gradients
+            self.gradients += 1
+        self.batch = self.batches.next() if batch is None else batch
+        loss, gradients, _ = self.differentiate(self.params, self.batch)
+        noise = None
+        if split and self._before is not None:
+            noise = list(torch._foreach_sub(gradients, self._before))
+            torch._foreach_mul_(noise, math.sqrt(0.5))
+        self._before = gradients
+        return Found(loss, gradients, noise)
+
+    def look(self) -> bool:
+        """Let the sampler see the noise of the next minibatch, without a step; whether there was any to see.
+
+        A batch of one example cannot be split, and its gradient is no centred noise vector: it is passed over.
+        """
+        noise, centred = self.evaluate(split=True), self.sampler.estimator.centred
+        if centred and noise is None:
+            return False
+        self.sampler.observe(noise if centred else None)
+        return True
+
+    def step(self, split: bool = False) -> None:
+        """One gradient and one step of the sampler, from halves of the minibatch where the noise is to be measured."""
+        tracking = self.tracking
+        noise = self.evaluate(split or tracking is not None)
+        if noise is not None and not split and tracking is not None:
+            tracking.track_level(tracking.flatten(noise))
+        self.advance(noise if split else None)
+
+    @property
+    def tracking(self) -> Full | None:
+        """The sampler's Lambda, where it follows the level of the noise from step to step."""
+        return self.geometry if isinstance(self.geometry, Full) and self.geometry.tracks_level else None
+
+    def advance(self, noise: list[Tensor] | None) -> None:
+        """One step of the sampler, from the gradients just evaluated."""
+        saved = self.snapshot() if self.failures else None
+        if self.hmc is not None:
+            self.hmc.energy = self.energy()
+        self.sampler.step(noise=noise)
+        if saved is not None:  # chains that were given up stay where they were
+            self.restore(saved, ~self.alive)
+
+    @torch.no_grad()
+    def likelihood_gradients(self) -> list[Tensor]:
+        """The gradients just evaluated without the prior's part."""
+        score = self.target.prior_score if self.many is None else vmap(self.target.prior_score)
+        scores = score(self.params)
+        grads: list[Tensor] = [leaf.grad for leaf in self.leaves]  # type: ignore[misc]
+        known = self._mask([scores[name] for name in self.params], torch.isfinite(self.loss))  # else there are none
+        return list(torch._foreach_add(grads, known, alpha=self.prior_weight / self.num_data))
+
+    @torch.no_grad()
+    def change(self, move: Tensor) -> Tensor:
+        """How the gradients on the last minibatch change when the parameters move, all flat."""
+        before = self.flat([leaf.grad for leaf in self.leaves])  # type: ignore[misc]
+        here, last = self.snapshot(), self._before
+        self.shift(move)
+        after = self.flat(self._at_batch()[1] if self.graph is not None else self._gradients_at_batch())
+        self.restore(here)
+        self._before = last
+        return torch.nan_to_num(after - before, posinf=0.0, neginf=0.0)
+
+    def probe_curvature(self) -> None:
+        """One power iteration on the minibatch just evaluated; costs one gradient."""
+        geometry = self.geometry
+        if self.in_metric:
+            self.scaled.probe(
+                self.whiten(self.flat(self.leaves), -0.5), lambda x: self.whiten(self.change(self.whiten(x)))
+            )
+        elif geometry is None or not geometry.known:
+            self.curvature.probe(self.flat(self.leaves), self.change)
+        elif geometry.axes and self.probes % 2:
+            self.stiffness.probe_axis(geometry, self.change)
+        else:
+            self.stiffness.probe(geometry, self.change)
+        self.gradients += 1
+        self.probes += 1
+
+    # -- rates --------------------------------------------------------------------------------------------------------
+
+    @property
+    def in_metric(self) -> bool:
+        """Whether curvature is measured in the metric of a sampler that has one."""
+        return self.sampler.metric is not None and self.sampler.metric.entered
+
+    def enter_metric(self) -> bool:
+        """From now on, where the sampler has a metric. It must have seen noise."""
+        if self.sampler.metric is not None:
+            self.sampler.metric.entered = True
+            group = self.sampler.param_groups[0]
+            like = self.flat(self.leaves)
+            self.scaled = Curvature(like, self.slots, group["temperature"], self.num_data, self._seed + 3)
+        return self.in_metric
+
+    def whiten(self, x: Tensor, power: float = 0.5) -> Tensor:
+        """``P^power`` times flat vectors."""
+        assert self.sampler.metric is not None
+        parts = self.layout.views(x if self.many is not None else x[0])
+        return self.flat(self.sampler.metric.whiten([parts[name] for name in self.params], power))
+
+    @property
+    def geometry(self) -> Geometry | None:
+        """The sampler's Lambda, where it knows directions."""
+        return self.sampler.geometry
+
+    @property
+    def hmc(self) -> HMC | None:
+        """The sampler, where it is HMC on all of the data."""
+        return self.sampler if isinstance(self.sampler, HMC) else None
+
+    @property
+    def follows(self) -> bool:
+        """Whether there is gradient noise for the sampler to follow."""
+        return self.sampler.estimator.centred and self.hmc is None
+
+    def energy(self) -> Tensor:
+        """The negative log density that is sampled, of each chain, from the last loss: it must be that of all data."""
+        temperature: float = self.sampler.param_groups[0]["temperature"]
+        return (self.num_data * self.loss - self.log_prior()) / temperature
+
+    @property
+    def level(self) -> Tensor:
+        """The loss of each chain: of the last minibatch, or of all data where the last trajectory ended."""
+        if self.hmc is None or self.hmc.home is None:
+            return self.loss
+        temperature: float = self.sampler.param_groups[0]["temperature"]
+        return temperature * self.hmc.home_energy / self.num_data
+
+    @property
+    def current(self) -> Params:
+        """The parameters that count: where the last trajectory ended, while the next one is under way."""
+        home = None if self.hmc is None else self.hmc.home
+        if home is None:
+            return self.params
+        return self.layout.views(home.to(self.leaves[0].dtype) if self.many is not None else home[0])
+
+    def each(self, number: Any) -> Tensor:
+        """A group's number as one for each chain."""
+        return torch.as_tensor(number, device=self.alive.device).double().expand(self.count)
+
+    def rates(self) -> Tensor:
+        """Rate of each group, ``[chains, groups]``."""
+        return torch.stack([self.each(group["rate"]) for group in self.sampler.param_groups], dim=-1)
+
+    def curvatures(self) -> Tensor:
+        """Top curvature of each group; under a Lambda that knows directions, what makes up ``rate * curvature``."""
+        if self.geometry is None or not self.geometry.known:
+            return (self.scaled if self.in_metric else self.curvature).values().double()
+        return self.stiffness.value(self.geometry).double().unsqueeze(-1) / self.rates()
+
+    def adapt(self, curvatures: Tensor, rise: float = 2.0) -> None:
+        """Set the sampler's rates from the noise it has seen and the curvature ``[chains, groups]``."""
+        columns = curvatures.to(self.leaves[0].device, torch.float32)
+        numbers = list((columns if self.many is not None else columns[0]).unbind(-1))
+        if isinstance(self.sampler, ISGD) and self.geometry is not None:
+            prior = self._known_curvature() if rise > 1.0 else None
+            self.sampler.adapt(numbers, rise, prior)
+            if rise > 1.0 and self.stiffness.probes:
+                self.sampler.relax(self.stiffness.value(self.geometry) / self.geometry.unit_rate)
+        else:
+            self.sampler.adapt(numbers, rise)
+
+    @property
+    def structure(self) -> str | None:
+        """The shape of I-SGD's Lambda, by name."""
+        return self.sampler.structure.name if isinstance(self.sampler, ISGD | HMC) else None
+
+    def conditioning(self) -> dict[str, float] | None:
+        """Condition numbers that simpler shapes of Lambda would leave; None where that is not known."""
+        return self.geometry.conditioning() if isinstance(self.geometry, Full) and self.geometry.known else None
+
+    def decide(self) -> bool:
+        """Whether another shape of Lambda is to have a first look, since the one before was not worth its cost."""
+        return isinstance(self.sampler, ISGD) and self.sampler.decide()
+
+    def shape(self) -> None:
+        """Shape Lambda by the noise seen alone; how large it is does not matter to HMC."""
+        assert isinstance(self.sampler, ISGD | HMC)
+        self.sampler.adapt(rise=math.inf, prior=self._known_curvature())
+
+    def _known_curvature(self) -> list[Tensor]:
+        """What is known of the curvature of f without looking: that of the prior, and that of noise scales.
+
+        The logarithm of a scale has an information of about 2 for each example where it fits. Where it is far too large
+        gradients say that there is none, and a chain would leap.
+        """
+        found = self.target.prior_curvature(self.params, self.many is not None)
+        scales = set(self.target.noise_scales())
+        prior = dict(zip(self.params, torch._foreach_mul(found, self.prior_weight), strict=True))
+        return [h + SCALE * self.num_data if name in scales else h for name, h in prior.items()]
+
+    # -- what chains are ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def log_likelihood(self, batch: Any) -> Tensor:
+        """Log likelihood of the examples of a batch, ``[chains, n]``."""
+        if self.many is None:
+            return self.target.log_likelihood(self.current, batch).unsqueeze(0)
+        return vmap(self.target.log_likelihood)(self.current, batch)
+
+    @torch.no_grad()
+    def log_prior(self) -> Tensor:
+        """Log prior as it counts in the loss, `prior_weight` times that of the target, ``[chains]``."""
+        if self.many is None:
+            return self.prior_weight * self.target.log_prior(self.params).unsqueeze(0)
+        return self.prior_weight * vmap(self.target.log_prior)(self.params)
+
+    @torch.no_grad()
+    def natural(self, copy: bool = True) -> Params:
+        """The parameters as users see them, ``[chains, *shape]``; without ``copy`` good until the next step."""
+        found = self.target.constrain(self.current)
+        kept = {name: x.detach().clone() if copy else x.detach() for name, x in found.items()}
+        return {name: x.view((self.count, *self.layout.shapes[name])) for name, x in kept.items()}
+
+    @torch.no_grad()
+    def draw_buffers(self, number: int) -> Params:
+        """Buffers that go with a draw, ``[chains, *shape]``: those that are not the target's, and fresh statistics.
+
+        BatchNorm layers in training mode normalise by the minibatch while sampling; predictions need statistics of
+        the data at the draw, which are averages over minibatches that no step sees.
+
+        Args:
+            number: of the draw.
+        """
+        if self.own_buffers is None:
+            self.own_buffers = self._changed_buffers()
+        found = {name: self.buffers[name].expand(self.count, *self.buffers[name].shape) for name in self.own_buffers}
+        module = self.target.module
+        if module is None or not module.statistics:
+            return found
+        natural = self.target.constrain(self.current)
+        each = []
+        for k in range(self.count):
+            own = natural if self.many is None else {name: x[k] for name, x in natural.items()}
+            fresh = self.batches.fresh(number, REFRESH_BATCHES, REFRESH_SIZE, k)
+            each.append(module.refreshed(own, fresh))
+        return found | {name: torch.stack([one[name] for one in each]) for name in each[0]}
+
+    def _changed_buffers(self) -> list[str]:
+        """Names of the buffers that are not those of the target: given by ``init``, or changed by passes."""
+        known, given = self.target.buffers, self.given_buffers
+        return [n for n, x in self.buffers.items() if n in given or not torch.equal(x.to(known[n]), known[n])]
+
+    def snapshot(self) -> list[Tensor]:
+        """A copy of where the chains are."""
+        return [leaf.detach().clone() for leaf in self.leaves]
+
+    @torch.no_grad()
+    def restore(self, saved: Sequence[Tensor], chains: Tensor | None = None) -> None:
+        """Send chains back to a `snapshot`: all of them, or those of a mask."""
+        if chains is not None:
+            saved = [torch.where(self.wide(chains, leaf), s, leaf) for s, leaf in zip(saved, self.leaves, strict=True)]
+        torch._foreach_copy_(self.leaves, list(saved))
+        self._before = None
+
+    def merged(self, here: Sequence[Tensor], there: Sequence[Tensor], chains: Tensor) -> list[Tensor]:
+        """A snapshot that is ``there`` for the chains of a mask, and ``here`` for the others."""
+        return [torch.where(self.wide(chains, b), b, a) for a, b in zip(here, there, strict=True)]
+
+    @torch.no_grad()
+    def shift(self, move: Tensor) -> None:
+        """Move the parameters, flat."""
+        parts = self.layout.views(move if self.many is not None else move[0])
+        torch._foreach_add_(self.leaves, [parts[name].to(x.dtype) for name, x in self.params.items()])
+
+    # -- failures -----------------------------------------------------------------------------------------------------
+
+    def wide(self, mask: Tensor, like: Tensor) -> Tensor:
+        """A number of each chain in the form that broadcasts against a parameter."""
+        return mask.view(-1, *([1] * (like.dim() - 1))) if self.many is not None else mask.view(())
+
+    def _mask(self, tensors: Sequence[Tensor], chains: Tensor) -> list[Tensor]:
+        return [torch.where(self.wide(chains, t), t, 0.0) for t in tensors]
+
+    def _finite(self, loss: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+        """Which chains have a finite loss and gradient."""
+        if self.many is None:
+            return torch.isfinite(torch.stack([loss[0], *torch._foreach_norm(list(gradients))]).sum()).unsqueeze(0)
+        return torch.isfinite(loss + sum(g.reshape(self.count, -1).sum(-1) for g in gradients)) & self.alive
+
+    def _give_up(self, chains: Tensor, loss: Tensor, gradients: Sequence[Tensor]) -> None:
+        """Leave out chains before a bad gradient moves them; the last one raises."""
+        natural = self.natural()
+        for k in chains.nonzero().flatten().tolist():
+            parts = [g if self.many is None else g[k] for g in gradients]
+            bad = [label for label, g in zip(self.labels, parts, strict=False) if not bool(torch.isfinite(g).all())]
+            what = f"the gradient of group {bad[0]!r} is not finite" if bad else f"the loss is {float(loss[k])}"
+            if not bad and bool(torch.isfinite(loss[k])):
+                what, bad = "the gradient overflows", [self.labels[0]]
+            self.failures[k] = DivergedError(
+                f"after {self.gradients} gradients {what}. The state before it is kept in .state. If it "
+                "happens at the start, "
+                "check init and data; later, a longer warm-up, a smaller bias= or a lower temperature help.",
+                step=self.gradients,
+                group=bad[0] if bad else None,
+                state={name: x[k].clone() for name, x in natural.items()},
+            )
+        self.alive = self.alive & ~chains
+        if self.geometry is not None:
+            self.geometry.alive = self.alive
+        if not bool(self.alive.any()):
+            raise next(iter(self.failures.values()))

@@ -1,0 +1,228 @@
+"""Gradients of minibatches: of one chain, as any model has them, or of many chains in one batched computation.
+
+Chains in one computation are a leading dimension of parameters and batches, mapped over by `torch.func.vmap`. Not every
+model can be: `batchable` tries, compares, and says why not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value, vmap
+
+from isosgd.data.sources import Batch, batch_length, halves
+from isosgd.engine.compiled import Compiled
+from isosgd.engine.loops import Tensors, repeat
+from isosgd.native import perceptron
+from isosgd.noise import join_halves
+from isosgd.target import Params, Target
+from isosgd.target.batches import tensors_of, tree_map
+
+
+class Found(NamedTuple):
+    """What one minibatch for each chain gives: losses ``[chains]``, gradients and noise vectors like the parameters."""
+
+    loss: Tensor
+    gradients: list[Tensor]
+    noise: list[Tensor] | None
+
+
+class Single:
+    """Gradients of one chain, whose parameters have no chain dimension.
+
+    Args:
+        target: what is sampled.
+        num_data: N.
+        prior_weight: of the prior in the loss, see `isosgd.Target.prior_weight`.
+    """
+
+    def __init__(self, target: Target, num_data: int, prior_weight: float = 1.0) -> None:
+        self.target, self.num_data, self.prior_weight = target, num_data, prior_weight
+
+    def __call__(self, params: Params, batch: Batch, split: bool = False) -> Found:
+        """Gradients at the parameters, which require them; with ``split`` also the noise vector."""
+        if not (split and batch_length(batch) >= 2):
+            loss, gradients = self.target.gradient(params, batch, self.num_data, self.prior_weight)
+            return Found(loss.unsqueeze(0), list(gradients), None)
+        first, second, sizes = halves(batch)
+        loss1, g1 = self.target.gradient(params, first, self.num_data, self.prior_weight)
+        loss2, g2 = self.target.gradient(params, second, self.num_data, self.prior_weight)
+        gradients, noise = join_halves(list(g1), list(g2), sizes)
+        return Found((sizes[0] * loss1 + sizes[1] * loss2).unsqueeze(0) / sum(sizes), gradients, noise)
+
+
+class Layout:
+    """Where named parameters lie in a flat vector.
+
+    Args:
+        params: of one chain.
+    """
+
+    def __init__(self, params: Params) -> None:
+        self.shapes = {name: tuple(x.shape) for name, x in params.items()}
+        self.sizes = [x.numel() for x in params.values()]
+
+    def between(self, rows: int, dtype: torch.dtype) -> int:
+        """Bytes of what layers give for so many rows, as if every matrix were that of a linear layer: a guess."""
+        return rows * dtype.itemsize * sum(shape[0] for shape in self.shapes.values() if len(shape) == 2)
+
+    def views(self, flat: Tensor) -> Params:
+        """The parameters as views of ``[*lead, d]``."""
+        parts = torch.split(flat, self.sizes, dim=-1)
+        lead = flat.shape[:-1]
+        return {
+            name: part.view((*lead, *shape)) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+        }
+
+
+class Many:
+    """Gradients of many chains at once; parameters and batches carry a leading chain dimension.
+
+    After so many calls that it pays, they are compiled.
+
+    Args:
+        target: what is sampled.
+        num_data: N.
+        layout: of the parameters of one chain.
+        compile_after: calls after which the rest is compiled; None for never.
+        prior_weight: as for `Single`.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        num_data: int,
+        layout: Layout,
+        compile_after: int | None = None,
+        prior_weight: float = 1.0,
+    ) -> None:
+        self.target, self.num_data, self.layout, self.prior_weight = target, num_data, layout, prior_weight
+        self.network = target.perceptron()
+        self.evaluate = Compiled(self.flat, compile_after)
+
+    def __call__(self, params: Params, batch: Batch, split: bool = False) -> Found:
+        """As `Single`."""
+        theta = torch.cat([x.detach().reshape(len(x), -1) for x in params.values()], dim=-1)
+        loss, gradient, noise = self.evaluate(theta, batch, split)
+        vectors = None if noise is None else list(self.layout.views(noise).values())
+        return Found(loss, list(self.layout.views(gradient).values()), vectors)
+
+    def flat(self, theta: Tensor, batch: Batch, split: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Loss, gradient and noise vector at flat parameters ``[chains, d]``."""
+        n = tensors_of(batch)[0].shape[1]
+        noise = None
+        if not split or n < 2:
+            gradient, loss = self._each(theta, batch)
+        else:
+            sizes = n // 2, n - n // 2
+            if n % 2:
+                first, second = (
+                    tree_map(lambda t, cut=cut: t[:, cut], batch) for cut in (slice(sizes[0]), slice(sizes[0], n))
+                )
+                (g1, loss1), (g2, loss2) = self._each(theta, first), self._each(theta, second)
+            else:  # both halves at once
+                both = tree_map(lambda t: t.unflatten(1, (2, n // 2)), batch)
+                (g1, g2), (loss1, loss2) = (x.unbind(1) for x in self._each(theta, both, halves=True))
+            (gradient,), (noise,) = join_halves([g1], [g2], sizes)
+            loss = (sizes[0] * loss1 + sizes[1] * loss2) / n
+        return loss, gradient - vmap(self._score)(theta) * (self.prior_weight / self.num_data), noise
+
+    def in_parts(self, theta: Tensor, parts: Tensors, rest: Tensors) -> tuple[Tensor, Tensor]:
+        """Loss and gradient at flat parameters, part after part, so that what the layers give stays in the cache.
+
+        Args:
+            theta: flat parameters ``[chains, d]``.
+            parts: of the batch, equally large, ``[parts, chains, rows, ...]``.
+            rest: of the batch, ``[chains, rows, ...]``; empty when there is none.
+        """
+        count, _, rows = parts[0].shape[:3]
+        more = rest[0].shape[1] if rest else 0
+        share = rows / (count * rows + more)
+
+        def add(k: int, state: Tensors) -> Tensors:
+            gradient, loss = self._each(theta, tuple(t[k] for t in parts))
+            return state[0] + share * loss, state[1] + share * gradient
+
+        none = torch.zeros_like(theta[:, 0]), torch.zeros_like(theta)
+        loss, gradient = repeat(add, torch.tensor(count), count, none)
+        if rest:
+            last_gradient, last_loss = self._each(theta, rest)
+            loss, gradient = loss + share * more / rows * last_loss, gradient + share * more / rows * last_gradient
+        return loss, gradient - vmap(self._score)(theta) * (self.prior_weight / self.num_data)
+
+    def _each(self, theta: Tensor, batch: Batch, halves: bool = False) -> tuple[Tensor, Tensor]:
+        """Gradients and mean negative log likelihoods of the chains, or of both halves of their batches."""
+        twice = theta.unsqueeze(1).expand(-1, 2, -1) if halves else theta
+        if self.network is not None and perceptron.fits(twice, batch, self.layout.shapes[self.network.first_weight][0]):
+            return self._fused(self.network, twice, batch)
+        each = grad_and_value(self._loss)
+        found: tuple[Tensor, Tensor] = vmap(vmap(each, (None, 0)) if halves else each)(theta, batch)
+        return found
+
+    def _fused(self, names: perceptron.Names, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The same of a network of one hidden layer: its two operations, and the likelihood in between."""
+        x, params, lead = batch[0], self.layout.views(theta), theta.dim() - 1
+        output, hidden = perceptron.forward(x, *(params[name] for name in names))
+        slopes: Callable[..., Any] = grad_and_value(self._loss_given, argnums=(0, 1))
+        for _ in range(lead):
+            slopes = vmap(slopes)
+        (slope, rest), loss = slopes(output, theta, batch)
+        found = dict(zip(names, perceptron.backward(x, params[names.second_weight], hidden, slope), strict=True))
+        # The rest is what the likelihood makes of parameters by itself: of its scales, mostly.
+        parts = zip(self.layout.shapes, torch.split(rest, self.layout.sizes, dim=-1), strict=True)
+        return torch.cat(
+            [part + found[name].flatten(lead) if name in found else part for name, part in parts], dim=-1
+        ), loss
+
+    def _loss_given(self, output: Tensor, theta: Tensor, batch: Batch) -> Tensor:
+        return -self.target.log_likelihood_given(output, self.layout.views(theta), batch).mean()
+
+    def _loss(self, theta: Tensor, batch: Batch) -> Tensor:
+        return -self.target.log_likelihood(self.layout.views(theta), batch).mean()
+
+    def _score(self, theta: Tensor) -> Tensor:
+        """Gradient of the log prior, in closed form where there is one."""
+        scores = self.target.prior_score(self.layout.views(theta))
+        return torch.cat([scores[name].reshape(-1) for name in self.layout.shapes])
+
+
+def batchable(target: Target, params: Params, batch: Batch, num_data: int) -> str:
+    """Why chains of this target cannot run in one batched computation; empty when they can.
+
+    Args:
+        target: what is sampled.
+        params: of one chain, which require gradients.
+        batch: a minibatch of one chain.
+        num_data: N.
+    """
+    dtypes = {x.dtype for x in params.values()}
+    if len(dtypes) > 1:
+        return f"its parameters have several dtypes ({', '.join(sorted(map(str, dtypes)))})"
+    wanted = Single(target, num_data)(params, batch)
+    layout = Layout(params)
+    theta = torch.cat([x.detach().reshape(-1) for x in params.values()]).expand(2, -1)
+    two = tree_map(lambda t: t.expand(2, *t.shape), batch)
+    try:
+        loss, gradient, _ = Many(target, num_data, layout).flat(theta, two, split=False)
+    except Exception as error:  # whatever a user's code may raise under vmap
+        return f"the model cannot be mapped over chains ({type(error).__name__}: {_first_line(error)})"
+    expected = torch.cat([g.reshape(-1) for g in wanted.gradients])
+    scale = expected.abs().amax().clamp_min(1e-4)  # vanishing gradients differ by rounding alone
+    loss_off = (loss - wanted.loss).abs().amax() / wanted.loss.abs().amax().clamp_min(1.0)
+    off = max(float((gradient - expected).abs().amax() / scale), float(loss_off))
+    if not off < 1e-2 and bool(torch.isfinite(expected).all()):
+        return f"mapped over chains the model gives other gradients (off by {off:.1g} of their largest)"
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+def stacked(starts: Sequence[Params]) -> Params:
+    """Parameters of many chains as one set ``[chains, *shape]``, views of one flat buffer."""
+    flat = torch.stack([torch.cat([x.detach().reshape(-1) for x in params.values()]) for params in starts])
+    return {name: x.requires_grad_() for name, x in Layout(starts[0]).views(flat).items()}

@@ -1,0 +1,150 @@
+"""Several steps of a trajectory on all data in one call: between its ends only gradients and kicks are left to do.
+
+The step that ends a trajectory and begins the next one is that of `isosgd.samplers.hmc.HMC`. All others are a
+loop in compiled code, a few chains at a time, and a part of the rows after the other where they are many, so that what
+is read and written stays in the cache. Nothing is drawn in it: the trajectories are the same, but for rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from isosgd.engine.chains import Chains
+from isosgd.engine.compiled import Compiled
+from isosgd.engine.gradients import Many, batchable
+from isosgd.engine.loops import CACHE, LOOP, Tensors, block, bytes_of, repeat
+from isosgd.engine.multistep import LARGE
+from isosgd.noise import dot
+from isosgd.samplers.hmc import HMC
+
+MOST = 1 << 16  # steps of a trajectory
+
+
+def why_not(run: Chains) -> str:
+    """Why trajectories cannot take several steps in a call; empty when they can."""
+    if run.leaves[0].device.type != "cpu":
+        return "the loop is one of a CPU"
+    if sum(run.layout.sizes) > LARGE:
+        return "a single step is work enough"
+    if len({x.dtype for x in run.leaves}) > 1:
+        return "parameters have several dtypes"
+    return "" if run.many is not None else batchable(run.target, run.params, run.batches.next(), run.num_data)
+
+
+class Glide:
+    """Takes steps of trajectories, several in a call.
+
+    Args:
+        run: the chains, of a sampler that glides; `why_not` must have nothing to say.
+        compiled: whether to compile.
+        say: takes a line for the user.
+    """
+
+    def __init__(self, run: Chains, compiled: bool = True, say: Callable[[str], None] | None = None) -> None:
+        assert isinstance(run.sampler, HMC) and run.geometry is not None
+        self.run, self.sampler, self.geometry, self.compiled, self.say = run, run.sampler, run.geometry, compiled, say
+        self.gradient = Many(run.target, run.num_data, run.layout, prior_weight=run.prior_weight)
+        self.batch: Tensors = tuple(t if run.many is not None else t.unsqueeze(0) for t in run.batches.next())
+        # Equal parts of the rows: those of a chain are in the cache together with what its layers give for them.
+        self.whole = self.batch[0].shape[1]
+        self.each = bytes_of(self.batch) / run.count + run.layout.between(self.whole, run.leaves[0].dtype)
+        self.rows = self.whole // min(math.ceil(self.each / CACHE), self.whole)
+        # A compiled loop knows shapes of tensors by heart; those of Lambda may change in number.
+        self.loops: dict[tuple[torch.Size, ...], Compiled] = {}
+
+    @property
+    def why_not(self) -> str:
+        """Why nothing could be compiled, so that all goes step by step; empty when it could."""
+        return next((loop.why_not for loop in self.loops.values() if loop.why_not), "")
+
+    @property
+    def inside(self) -> int:
+        """Steps that can be taken before one that ends or begins a trajectory; none where nothing can be compiled."""
+        if not self.sampler.place or self.why_not:
+            return 0
+        return max(0, self.sampler.length - self.sampler.place)
+
+    def go(self, done: int, steps: int, tick: Callable[[int], None]) -> None:
+        """Take so many steps; as `isosgd.engine.multistep.Stride.go`."""
+        while steps:
+            count = min(steps, self.inside) or 1
+            if self.inside:
+                self.glide(count)
+            else:
+                self.run.step()
+            tick(count)
+            steps -= count
+
+    @torch.no_grad()
+    def glide(self, count: int) -> None:
+        """Take steps between the ends of a trajectory, at most as many as are `inside`."""
+        run, sampler = self.run, self.sampler
+        theta, sampler.velocities, sampler.gained, run.loss = self._moved(
+            count, run.flat(run.leaves), sampler.velocities, sampler.gained
+        )
+        sampler.put(theta)
+        sampler.place += count
+        sampler.ended = False
+        run.gradients += count
+        for group in sampler.param_groups:
+            group["step"] += count
+
+    @torch.no_grad()
+    def _moved(self, count: int, theta: Tensor, velocity: Tensor, gained: Tensor) -> Tensors:
+        """Where so many steps lead to: parameters, velocities, gains in kinetic energy, and the last losses."""
+        number, tensors = torch.tensor(count), self.geometry.tensors()
+        own, loop = self.sampler.jittered.unsqueeze(-1), self._compiled(tensors)
+        size = block(self.run.count, self.each + bytes_of(tensors) / self.run.count, CACHE)
+        found: list[Tensors] = []
+        for a in range(0, self.run.count, size):
+            part = slice(a, a + size)
+            given = (t[part] for t in (theta, velocity, gained, own))
+            found.append(loop(number, *given, tuple(t[part] for t in self.batch), tuple(t[part] for t in tensors)))
+        return tuple(torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
+
+    def _compiled(self, tensors: Tensors) -> Compiled:
+        key = tuple(t.shape for t in tensors)
+        if key not in self.loops:
+            after = 0 if self.compiled else None
+            self.loops[key] = Compiled(self._loop, after, self.say, "trajectories of all chains", LOOP)
+        return self.loops[key]
+
+    def _loop(
+        self,
+        count: Tensor,
+        theta: Tensor,
+        velocity: Tensor,
+        gained: Tensor,
+        own: Tensor,
+        batch: Tensors,
+        shape: Tensors,
+    ) -> Tensors:
+        geometry, scale = self.geometry, self.geometry.scale
+        still = velocity.new_zeros(len(velocity), geometry.total + geometry.extra_innovations)
+
+        def body(k: int, state: Tensors) -> Tensors:
+            theta, velocity, gained, _ = state
+            loss, gradient = self._gradient(theta, batch)
+            finite = torch.isfinite(loss + gradient.sum(-1)).unsqueeze(-1)
+            gradient = torch.where(finite, gradient, 0.0).to(velocity.dtype)
+            tensors = tuple(t.view(t.shape) for t in shape)  # as in `isosgd.engine.loops.Looped`
+            pull = own * geometry.displace(tensors, gradient, still).to(velocity.dtype)
+            # Two half kicks, one that ends a step and one that begins the next (`HMC._half_kick`).
+            gained = gained + (dot(gradient, pull) - dot(gradient, velocity)) / scale
+            velocity = velocity - 2.0 * pull
+            return (theta + velocity).to(theta.dtype), velocity, gained, loss
+
+        return repeat(body, count, MOST, (theta, velocity, gained, torch.zeros_like(theta[:, 0])))
+
+    def _gradient(self, theta: Tensor, batch: Tensors) -> tuple[Tensor, Tensor]:
+        number, rows = self.whole // self.rows, self.rows
+        if number == 1:
+            return self.gradient.flat(theta, batch, False)[:2]
+        end = number * rows
+        parts = tuple(t[:, :end].reshape(len(t), number, rows, *t.shape[2:]).transpose(0, 1) for t in batch)
+        rest = tuple(t[:, end:] for t in batch) if end < self.whole else ()
+        return self.gradient.in_parts(theta, parts, rest)

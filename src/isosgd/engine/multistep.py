@@ -1,0 +1,232 @@
+"""Several steps of chains in one call: while draws are taken, rates stay as they are and only the chains move.
+
+One step of a small network is less work than to call it. So minibatches and innovations of up to `MOST` steps are drawn
+at once, outside, and the steps themselves, gradients and updates, are one compiled function of flat tensors: a loop
+inside of the compiled code on a CPU, a CUDA graph on a GPU.
+
+It is the algorithm of `isosgd.engine.chains.Chains.step`; only the order in which random numbers are drawn differs.
+Where a sampler follows the gradient noise, every so many steps one is taken from two halves of its minibatch. Where it
+follows the level of the noise all of them are, and the level is a further column behind the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isosgd.data.sources import TensorBatches
+from isosgd.engine.chains import Chains
+from isosgd.engine.compiled import Compiled
+from isosgd.engine.gradients import Many, batchable
+from isosgd.engine.loops import UNCHECKED, Captured, Looped, Repeated, Tensors, bytes_of
+
+MOST = 64  # steps of a call
+BYTES = {"cpu": 1 << 27, "cuda": 1 << 29}  # of minibatches and innovations that are drawn at once, at most
+LARGE = 1 << 20  # parameters of a chain from which a step is more work than to call it
+
+
+def why_not(run: Chains) -> str:
+    """Why chains cannot take several steps in a call; empty when they can."""
+    sampler, batches = run.sampler, run.batches
+    program = sampler.program()
+    if isinstance(program, str):
+        return program
+    if not isinstance(batches, TensorBatches) or batches.whole:
+        return "minibatches are not drawn from tensors"
+    if sum(run.layout.sizes) > LARGE or _steps(run) < 2:
+        return "a single step is work enough"
+    if len({x.dtype for x in run.leaves}) > 1:
+        return "parameters have several dtypes"
+    if run.many is None:
+        first = torch.arange(batches.batch_size, device=batches.device)
+        return batchable(run.target, run.params, batches.at(first), run.num_data)
+    return ""
+
+
+def _steps(run: Chains) -> int:
+    """Steps of a call at most: a matter of memory."""
+    batches = run.batches
+    assert isinstance(batches, TensorBatches)
+    row = bytes_of(t[0] for t in batches.tensors)
+    each = run.count * (batches.batch_size * row + sum(run.layout.sizes) * run.leaves[0].element_size())
+    return max(1, min(MOST, BYTES.get(run.leaves[0].device.type, BYTES["cpu"]) // each))
+
+
+class Stride:
+    """Takes steps of chains, several in a call.
+
+    Args:
+        run: the chains; `why_not` must have nothing to say.
+        noise_every: where the noise is followed, every so many steps one is split in halves.
+        compiled: whether to compile.
+        say: takes a line for the user.
+
+    Attributes:
+        failed: why the steps could not be compiled.
+    """
+
+    def __init__(
+        self, run: Chains, noise_every: int, compiled: bool = True, say: Callable[[str], None] | None = None
+    ) -> None:
+        self.run, self.compiled, self.say = run, compiled, say
+        program = run.sampler.program()
+        if isinstance(program, str):
+            raise ValueError(f"{type(run.sampler).__name__} takes single steps: {program}")
+        self.program, self.most, self.noise_every = program, _steps(run), noise_every
+        self.gradient = Many(run.target, run.num_data, run.layout, prior_weight=run.prior_weight)
+        # The compiled functions know shapes of tensors by heart; those of Lambda may change in number.
+        self.known: dict[tuple[Any, ...], tuple[Repeated, Compiled]] = {}
+        self._turned: tuple[Tensor, int, Tensor] | None = None
+        program.prepare(self.most)
+        self.failed = self._try()
+
+    def _try(self) -> str:
+        """Compile, with nothing moved and nothing drawn."""
+        if not self.compiled:
+            return ""
+        theta, tensors = self.program.begin(), self._tensors()
+        batches, program = self.run.batches, self.program
+        assert isinstance(batches, TensorBatches)
+        index = torch.zeros(self.most, self.run.count, batches.batch_size, dtype=torch.int64, device=batches.device)
+        xi = theta.new_zeros(self.most + program.lead, self.run.count, program.width, dtype=program.dtype)
+        loop, split = self._functions(tensors)
+        with torch.no_grad():
+            loop(self.most, theta, batches.at(index), xi, tensors)
+            if program.follows_noise:
+                split(theta, self._at(batches.at(index), 0), program.innovation(xi, 0), tensors)
+        return loop.why_not or split.why_not
+
+    # -- the step, of tensors alone -----------------------------------------------------------------------------------
+
+    def step(self, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        """Where one step leads to from flat parameters ``[chains, d]``, and the losses."""
+        theta, loss, _ = self._stepped(theta, batch, xi, tensors, self.program.needs_noise)
+        return theta, loss
+
+    def split(self, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+        """The same with a noise vector, from halves of the minibatch."""
+        theta, loss, noise = self._stepped(theta, batch, xi, tensors, True)
+        assert noise is not None
+        return theta, loss, noise
+
+    def _stepped(
+        self, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors, split: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        loss, gradient, noise = self.gradient.flat(self.program.parameters(theta), batch, split)
+        return self.program.move(theta, gradient, noise, xi, tensors), loss, noise
+
+    @staticmethod
+    def _at(batch: Tensors, k: int) -> Tensors:
+        return tuple(t.select(0, k) for t in batch)
+
+    def _kth(self, k: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        """Step k of a call."""
+        return self.step(theta, self._at(batch, k), self.program.innovation(xi, k), tensors)
+
+    def _functions(self, tensors: Tensors) -> tuple[Repeated, Compiled]:
+        """The loop over steps and the split step, for tensors of such shapes."""
+        key = tuple((t.shape, t.dtype) for t in tensors)
+        if key not in self.known:
+            run, after = self.run, 0 if self.compiled else None
+            given = self._kth, self.most, after, self.say
+            assert isinstance(run.batches, TensorBatches)
+            between = run.layout.between(run.batches.batch_size, run.leaves[0].dtype)
+            loop = Captured(*given) if run.leaves[0].is_cuda else Looped(*given, between)
+            split = Compiled(self.split, after, self.say, "steps that follow the noise", UNCHECKED)
+            self.known[key] = loop, split
+        return self.known[key]
+
+    # -- what goes in -------------------------------------------------------------------------------------------------
+
+    def _tensors(self) -> Tensors:
+        """What a step takes besides."""
+        tensors = self.program.tensors()
+        rows = self.compiled and self.program.reads_rows(tensors)
+        return tensors if rows else tuple(self._by_columns(t) for t in tensors)
+
+    def _by_columns(self, t: Tensor) -> Tensor:
+        """A few long rows of each chain laid out column by column: so compiled code reads them in one go, both ways."""
+        if t.dim() != 3 or t.is_cuda or t.shape[1] >= t.shape[2]:
+            return t
+        of, version, turned = self._turned or (None, 0, t)
+        if of is not t or version != t._version:
+            turned = t.mT.contiguous().mT
+            self._turned = t, t._version, turned
+        return turned
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def go(self, done: int, steps: int, tick: Callable[[int], None]) -> None:
+        """Take so many steps.
+
+        Args:
+            done: steps that were taken before, since the warm-up.
+            steps: to take.
+            tick: told how many were taken.
+        """
+        theta, end = self.program.begin(), done + steps
+        while done < end:
+            until = min(end, done + self.most)
+            if self.program.follows_noise:  # a step that is split is the last of its call
+                until = min(until, (done // self.noise_every + 1) * self.noise_every)
+            theta = self._call(theta, until - done, self.program.follows_noise and until % self.noise_every == 0)
+            tick(until - done)
+            done = until
+        self.program.finish(theta)
+
+    def _call(self, theta: Tensor, steps: int, split: bool) -> Tensor:
+        run, batches = self.run, self.run.batches
+        assert isinstance(batches, TensorBatches)
+        tensors = self._tensors()
+        batch, xi = batches.at(batches.indices(steps)), self.program.draw(steps)
+        loop, halves = self._functions(tensors)
+        after, loss, total = loop(steps - split, theta, batch, xi, tensors)
+        noise = None
+        if split:
+            last = steps - 1
+            after, loss, noise = halves(after, self._at(batch, last), self.program.innovation(xi, last), tensors)
+            total = total + loss
+        finite = torch.isfinite(total + after.sum(-1))
+        good = bool((finite | ~run.alive).all())
+        if not good:
+            self._give_up(theta, steps, batch, xi, tensors, ~finite)
+        if run.failures:  # chains that were given up stay where they were
+            finite = finite & run.alive
+            after = torch.where(run.alive.unsqueeze(-1), after, theta)
+            loss = torch.where(run.alive, loss, torch.inf)
+        run.loss = loss
+        run.gradients += steps
+        self.program.count(steps)
+        if noise is not None:
+            noise = torch.where(finite.unsqueeze(-1), noise, 0.0) if run.failures else noise
+            parts = run.layout.views(noise if run.many is not None else noise[0])
+            run.sampler.observe([parts[name] for name in run.params])
+        return after
+
+    def _give_up(self, theta: Tensor, steps: int, batch: Tensors, xi: Tensor, tensors: Tensors, bad: Tensor) -> None:
+        """Find the step at which chains met what is not finite, one by one, and leave them out there."""
+        run, before = self.run, self.run.gradients
+        loss = gradient = theta
+        for k in range(steps):
+            loss, gradient, noise = self.gradient.flat(
+                self.program.parameters(theta), self._at(batch, k), self.program.needs_noise
+            )
+            last = torch.full_like(bad, k == steps - 1)  # rounding may hide what compiled code met
+            new = bad & run.alive & (last | ~torch.isfinite(loss + gradient.sum(-1)))
+            if bool(new.any()):
+                self.program.finish(theta)
+                run.gradients = before + k
+                try:
+                    run._give_up(new, loss, self._parts(gradient))
+                finally:
+                    run.gradients = before
+            moved = self.program.move(theta, gradient, noise, self.program.innovation(xi, k), tensors)
+            theta = torch.where(run.alive.unsqueeze(-1), moved, theta)
+
+    def _parts(self, gradient: Tensor) -> Sequence[Tensor]:
+        parts = self.run.layout.views(gradient if self.run.many is not None else gradient[0])
+        return [parts[name] for name in self.run.params]

@@ -1,0 +1,165 @@
+"""Which chains run together: all in one batched computation where that can be done, in turn where not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from isosgd.data.sources import (
+    ALL,
+    Batches,
+    Data,
+    DataSets,
+    Size,
+    TensorBatches,
+    Transform,
+    as_tensors,
+    batch_length,
+    make_batches,
+)
+from isosgd.engine.chains import Chains, MakeSampler
+from isosgd.engine.gradients import batchable
+from isosgd.errors import SamplingWarning
+from isosgd.target import Target
+
+LARGE = 1 << 20  # parameters from which a single chain fills a CPU, so that nothing is won by batching
+TOGETHER = "together"
+
+
+Start = Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None
+
+
+def start_of(init: Start, chain: int) -> Mapping[str, Any] | None:
+    """Where a chain starts, in natural parameters."""
+    return init(chain) if callable(init) else init
+
+
+class Team:
+    """Everything about a run that is known before the first step.
+
+    Args:
+        target: what is sampled.
+        data: checked, where it is sampled.
+        init: start values in natural parameters, or a function from the number of a chain to them.
+        chains: chains of each data set.
+        batch_size: n; a default by the number of examples when None; or ``all``.
+        seed: of everything.
+        device: where to sample.
+        compile_after: gradients of chains that run together after which the rest is compiled; None for never.
+        transform: what minibatches go through, on the device.
+
+    Attributes:
+        engine: ``together``, or why chains run in turn.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        data: Data,
+        init: Start,
+        chains: int,
+        batch_size: Size,
+        seed: int,
+        device: torch.device | None,
+        compile_after: int | None,
+        transform: Transform | None = None,
+    ) -> None:
+        self.compile_after, self.transform = compile_after, transform
+        self.target, self.data, self.init, self.chains, self.seed, self.device = (
+            target, data, init, chains, seed, device
+        )  # fmt: skip
+        self.sets = data.sets if isinstance(data, DataSets) else 1
+        self.count = self.sets * chains
+        self.tensors = data.tensors if isinstance(data, DataSets) else as_tensors(data)
+        if isinstance(data, DataSets):
+            self.num_data = target.num_data or data.num_data
+        else:
+            self.num_data = target.resolve_num_data(data)
+        start = target.initial(start_of(init, 0), device=device)
+        target.check_device(next(iter(start.values())).device)
+        self.given_buffers = {n for k in range(self.count) for n in target.split_init(start_of(init, k))[1]}
+        probe = self._batches(0, 0, batch_size)
+        self.given_size, self.whole = batch_size, batch_size == ALL
+        batch = probe.next()
+        self.batch_size = _check_size(probe, batch, self.num_data)
+        self.engine = self._why_in_turn(batch) or TOGETHER
+
+    @property
+    def together_sets(self) -> int:
+        """Of how many data sets the chains of one run are."""
+        return self.sets if self.engine == TOGETHER else 1
+
+    def _why_in_turn(self, batch: Any) -> str:
+        """Why chains cannot run together; empty when they can."""
+        if self.count == 1:
+            return "there is one chain"
+        if self.tensors is None:
+            return "in turn: the data come from a loader, not as tensors"
+        start = self.target.initial(start_of(self.init, 0), device=self.device)
+        if self.given_buffers:
+            first, *others = (self.target.split_init(start_of(self.init, k))[1] for k in range(self.count))
+            if any(one.keys() != first.keys() or any(not torch.equal(one[n], first[n]) for n in one) for one in others):
+                return "in turn: chains start with buffers of their own"
+        size = sum(x.numel() for x in start.values())
+        if size > LARGE and next(iter(start.values())).device.type == "cpu":
+            return f"in turn: one chain of {size:,} parameters fills the CPU"
+        why = batchable(self.target, start, batch, self.num_data)
+        if why:
+            warnings.warn(f"chains run in turn, not together: {why}", SamplingWarning, stacklevel=4)
+            return f"in turn: {why}"
+        return ""
+
+    def _batches(self, index: int, seed: int, batch_size: Size) -> Batches:
+        """Minibatches of one chain."""
+        data = self.data.set(index // self.chains) if isinstance(self.data, DataSets) else self.data
+        return make_batches(data, batch_size, seed, self.device, self.target.dtype, self.transform)
+
+    def runs(self, make_sampler: MakeSampler) -> Iterator[tuple[int, Chains]]:
+        """What to run, one after the other, each with the index of its first chain."""
+        together = self.engine == TOGETHER
+        for index in range(1 if together else self.count):
+            words = np.random.SeedSequence((self.seed, index)).generate_state(2, np.uint32)
+            chain_seed, batch_seed = (int(word) for word in words)
+            batches: Batches
+            if together:
+                assert self.tensors is not None
+                rows = self.data.rows.repeat_interleave(self.chains, 0) if isinstance(self.data, DataSets) else None
+                batches = TensorBatches(self.tensors, self.given_size, batch_seed, self.count, rows, self.transform)
+            else:
+                batches = self._batches(index, batch_seed, self.given_size)
+            numbers = range(self.count) if together else [index]
+            starts = [self.target.initial(start_of(self.init, k), device=self.device) for k in numbers]
+            yield (
+                index,
+                Chains(
+                    self.target,
+                    starts,
+                    batches,
+                    self.num_data,
+                    make_sampler,
+                    chain_seed,
+                    together,
+                    compile_after=self.compile_after,
+                    buffers=self.target.initial_buffers(start_of(self.init, index), starts[0]),
+                    given_buffers=self.given_buffers,
+                ),
+            )
+
+
+def _check_size(batches: Batches, batch: Any, num_data: int) -> int:
+    """n, checked."""
+    n = getattr(batches, "batch_size", None) or batch_length(batch)
+    if n < 2:
+        raise ValueError(
+            f"batches of {n} example: noise is measured between the halves of a batch, give it at least 2 (batch_size=)"
+        )
+    if n > num_data:
+        raise ValueError(
+            f"num_data = {num_data} is smaller than a batch of {n} examples: it is the number of examples "
+            "in the whole data set"
+        )
+    return int(n)

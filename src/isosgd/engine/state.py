@@ -1,0 +1,111 @@
+"""All that chains need to go on from between two steps, as nested dicts and lists of tensors and plain values.
+
+What can be worked out again from it (plans of a step, spectra, compiled code) is left out. Chains made anew with the
+same settings and brought to such a state go on as those it was taken from, bit for bit on a CPU. Not for chains in the
+middle of a step: gradients and the last minibatch are not kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isosgd.engine.chains import Chains
+from isosgd.engine.curvature import Curvature
+from isosgd.engine.gradients import Many
+from isosgd.errors import DivergedError
+
+State = dict[str, Any]
+STIFFNESS = ("image", "length", "probes", "turn")
+
+
+def state_of(chains: Chains) -> State:
+    """The state of chains. Its tensors are theirs, not copies: write them before the next step."""
+    found: State = {
+        "params": chains.leaves,
+        "sampler": chains.sampler.state_dict(),
+        "batches": chains.batches.state(),
+        "buffers": chains.buffers,
+        "own_buffers": chains.own_buffers,
+        "curvature": _curvature(chains.curvature),
+        "scaled": _curvature(chains.scaled) if chains.in_metric else None,
+        "stiffness": {name: getattr(chains.stiffness, name) for name in STIFFNESS},
+        "keys": chains.keys,
+        "gradients": chains.gradients,
+        "probes": chains.probes,
+        "loss": chains.loss,
+        "alive": chains.alive,
+        "failures": {k: failure_state(error) for k, error in chains.failures.items()},
+    }
+    if isinstance(chains.differentiate, Many):  # compiled gradients round otherwise, so that it matters when they began
+        evaluate = chains.differentiate.evaluate
+        found["compiled"] = {"calls": evaluate.calls, "why_not": evaluate.why_not}
+    return found
+
+
+@torch.no_grad()
+def load_state(chains: Chains, state: State) -> None:
+    """Bring chains to a state, whose tensors are where the chains are (see `moved`)."""
+    shapes = [tuple(x.shape) for x in state["params"]]
+    if shapes != [tuple(x.shape) for x in chains.leaves]:
+        raise ValueError(f"the state has parameters of shapes {shapes}: it was saved by chains of another model")
+    chains.restore(state["params"])
+    if state["scaled"] is not None:
+        chains.enter_metric()
+        _load_curvature(chains.scaled, state["scaled"])
+    chains.sampler.load_state_dict(state["sampler"])
+    chains.batches.load_state(state["batches"])
+    for name, value in state["buffers"].items():
+        chains.buffers[name].copy_(value)
+    chains.own_buffers = state["own_buffers"]
+    _load_curvature(chains.curvature, state["curvature"])
+    for name in STIFFNESS:
+        setattr(chains.stiffness, name, state["stiffness"][name])
+    chains.keys = state["keys"]
+    chains.gradients, chains.probes = state["gradients"], state["probes"]
+    chains.loss, chains.alive = state["loss"], state["alive"]
+    if chains.geometry is not None:
+        chains.geometry.alive = chains.alive
+    chains.failures = {k: failure_from(saved) for k, saved in state["failures"].items()}
+    if isinstance(chains.differentiate, Many):
+        evaluate, saved = chains.differentiate.evaluate, state["compiled"]
+        evaluate.calls, evaluate.why_not = saved["calls"], saved["why_not"]
+
+
+def moved(state: Any, device: torch.device) -> Any:
+    """A nested state with its tensors on a device."""
+    if isinstance(state, Tensor):
+        return state.to(device)
+    if isinstance(state, dict):
+        return {name: moved(value, device) for name, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(moved(value, device) for value in state)
+    return state
+
+
+def _curvature(curvature: Curvature) -> State:
+    return {
+        "own": curvature.own,
+        "joint": curvature.joint,
+        "probes": curvature.probes,
+        "generator": curvature.generator.get_state(),
+    }
+
+
+def _load_curvature(curvature: Curvature, state: State) -> None:
+    curvature.own.copy_(state["own"])
+    curvature.joint.copy_(state["joint"])
+    curvature.probes = state["probes"]
+    curvature.generator.set_state(state["generator"].cpu())
+
+
+def failure_state(error: DivergedError) -> State:
+    """What a diverged chain left behind, without its draws."""
+    return {"message": str(error), "step": error.step, "group": error.group, "state": error.state}
+
+
+def failure_from(state: State) -> DivergedError:
+    """The error again."""
+    return DivergedError(state["message"], step=state["step"], group=state["group"], state=state["state"])

@@ -1,0 +1,258 @@
+"""Draws in memory or in a store, some at a time, and a function of parameters at each of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from isosgd.target import Params
+from isosgd.target.batches import batch_length, tensors_of, tree_map
+
+Draws = Mapping[str, Tensor]
+"""Tensors ``[chains, draws, *shape]`` by name, in memory or read as they are needed."""
+
+Tree = Tensor | dict[str, Tensor]
+MOST_AT_ONCE = 64
+HELD = 1 << 23  # numbers that draws worked on at once may take
+
+
+class Stack:
+    """Draws of all chains, and the buffers of the network at each.
+
+    Args:
+        draws: tensors ``[chains, draws, *shape]`` by name. A mapping with a method ``draw(chain, index)`` is read one
+            draw at a time.
+        buffers: likewise; none for most models.
+    """
+
+    def __init__(self, draws: Draws, buffers: Draws | None = None) -> None:
+        self.draws = draws
+        self.buffers: Draws = {} if buffers is None else buffers
+
+    @property
+    def num_chains(self) -> int:
+        """Number of chains."""
+        found = getattr(self.draws, "num_chains", None)
+        return int(next(iter(self.draws.values())).shape[0] if found is None else found)
+
+    @property
+    def num_draws(self) -> int:
+        """Draws of each chain."""
+        found = getattr(self.draws, "num_draws", None)
+        return int(next(iter(self.draws.values())).shape[1] if found is None else found)
+
+    def __len__(self) -> int:
+        return self.num_chains * self.num_draws
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each parameter."""
+        return {name: tuple(value.shape) for name, value in self.draw(0, 0).items()} if len(self) else {}
+
+    def draw(self, chain: int, index: int) -> Params:
+        """One draw, without buffers."""
+        return _one_of(self.draws, chain, index)
+
+    def select(self, chains: Sequence[int], draws: Sequence[int]) -> Stack:
+        """Some chains and some draws of each."""
+        return Stack(*(_part_of(source, chains, draws) for source in (self.draws, self.buffers)))
+
+    def blocks(self, inputs: Any, size: int | None = None, device: torch.device | None = None) -> Iterator[Params]:
+        """All draws in turn, some at a time ``[draws, *shape]``, buffers included.
+
+        Args:
+            inputs: what will be evaluated at them.
+            size: draws in a block; so many that memory stays bounded by default.
+            device: where to put a block; where the inputs are by default.
+        """
+        count, draws = len(self), self.num_draws
+        size = size or at_once(list(self.shapes.values()), inputs)
+        place = device or device_of(inputs)
+        for first in range(0, count, size):
+            last = min(first + size, count)
+            block = _some_of(self.draws, first, last, draws) | _some_of(self.buffers, first, last, draws)
+            yield moved(block, place)
+
+
+class Part(Mapping[str, Tensor]):
+    """Some chains and draws of a store, read as they are needed."""
+
+    def __init__(self, source: Any, chains: Sequence[int], draws: Sequence[int]) -> None:
+        self._source, self._chains, self._draws = source, chains, draws
+        self.num_chains, self.num_draws = len(chains), len(draws)
+
+    def draw(self, chain: int, index: int) -> Params:
+        """One draw."""
+        found: Params = self._source.draw(self._chains[chain], self._draws[index])
+        return found
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.as_tensor(self._source[name][self._chains][:, list(self._draws)])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+
+def _part_of(source: Draws, chains: Sequence[int], draws: Sequence[int]) -> Draws:
+    if hasattr(source, "draw"):
+        return Part(source, chains, draws)
+    return {name: x[chains][:, list(draws)] for name, x in source.items()}
+
+
+def _one_of(source: Draws, chain: int, index: int) -> Params:
+    """One draw: of a store by its own way, which reads nothing else."""
+    read = getattr(source, "draw", None)
+    if read is not None:
+        found: Params = read(chain, index)
+        return found
+    return {name: value[chain, index] for name, value in source.items()}
+
+
+def _some_of(source: Draws, first: int, last: int, draws: int) -> Params:
+    """Draws from one number to another, chain after chain, ``[last - first, *shape]``."""
+    if not source:
+        return {}
+    if not hasattr(source, "draw"):
+        return {name: value.flatten(0, 1)[first:last] for name, value in source.items()}
+    every = [_one_of(source, *divmod(i, draws)) for i in range(first, last)]
+    return {name: torch.stack([one[name] for one in every]) for name in every[0]}
+
+
+def place_of(device: torch.device | str | None, home: torch.device | None, inputs: Any) -> torch.device:
+    """Where to evaluate a target at draws.
+
+    Args:
+        device: what the user asks for, if anything.
+        home: where the target's own values are. A model on an accelerator is evaluated there.
+        inputs: what it is evaluated at; in all other cases it happens where they are.
+    """
+    if device is not None:
+        return torch.device(device)
+    if home is not None and home.type != "cpu":
+        return home
+    return device_of(inputs)
+
+
+def device_of(inputs: Any) -> torch.device:
+    """Where inputs are: the device of their first tensor; the CPU, where draws are, when they have none."""
+    return next((t.device for t in tensors_of(inputs)), torch.device("cpu"))
+
+
+def moved(tree: Any, device: torch.device) -> Any:
+    """Nested tuples, lists and dicts with their tensors on a device."""
+    return tree_map(lambda t: t.to(device), tree)
+
+
+def by_chain(values: Tensor, chains: int) -> Tensor:
+    """Draws of one chain after the other, ``[chains * draws, *shape]``, as ``[chains, draws, *shape]``."""
+    return values.reshape(chains, -1, *values.shape[1:])
+
+
+def at_once(shapes: Collection[Sequence[int]], inputs: Any) -> int:
+    """How many draws to work on at once, by what each takes: its parameters, and the widest layer for all inputs.
+
+    Args:
+        shapes: of the parameters of a draw.
+        inputs: those for all draws.
+    """
+    sizes = [math.prod(shape) for shape in shapes]
+    widest = max((max(shape, default=1) for shape in shapes), default=1)
+    rows = batch_length(inputs) or 1
+    held = max(sum(sizes), sum(t.numel() for t in tensors_of(inputs)), rows * widest)
+    return max(1, min(MOST_AT_ONCE, HELD // max(1, held)))
+
+
+def batches_of(inputs: Any, size: int | None) -> Iterator[Any]:
+    """Inputs, some rows at a time: every tensor that has as many rows as the first is cut."""
+    if size is None:
+        yield inputs
+        return
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"batch_size = {size!r} must be an integer of at least 1")
+    rows = batch_length(inputs)
+    if rows is None:
+        raise TypeError(f"batch_size = {size} needs inputs with rows, got {type(inputs).__name__}; leave it out")
+    for first in range(0, max(rows, 1), size):
+        yield tree_map(_cut(first, size, rows), inputs)
+
+
+def _cut(first: int, size: int, rows: int) -> Callable[[Tensor], Tensor]:
+    return lambda t: t[first : first + size] if t.ndim and len(t) == rows else t
+
+
+class Mapped:
+    """``function(params)`` over a leading dimension of draws, by `torch.func.vmap` where it gives the same.
+
+    Whether it does is found out at the first call. Filters of convolutions are never mapped over: that turns one large
+    convolution into many small ones.
+
+    Args:
+        function: from the parameters of a draw, and further arguments, to a tensor or a dict of tensors.
+        dims: 0 for each further argument that has a leading dimension of draws, too, None for one that has not.
+    """
+
+    def __init__(self, function: Callable[..., Any], dims: tuple[int | None, ...] = (None,)) -> None:
+        self.function, self.dims = function, dims
+        self.at_once: bool | None = None  # not known yet
+
+    def __call__(self, block: Params, *more: Any) -> Tree:
+        """Results with a leading dimension of draws."""
+        if self.at_once is None:
+            self.at_once = self._try(block, *more)
+        count = len(next(iter(block.values())))
+        if self.at_once and count > 1:
+            return self._map(block, *more)
+        return _stack([self._single(block, k, *more) for k in range(count)])
+
+    def _map(self, block: Params, *more: Any) -> Tree:
+        found: Tree = vmap(self.function, (0, *self.dims[: len(more)]))(block, *more)
+        return found
+
+    def _single(self, block: Params, k: int, *more: Any) -> Any:
+        further = [x if dim is None else _at(x, k) for x, dim in zip(more, self.dims, strict=False)]
+        return self.function({name: x[k] for name, x in block.items()}, *further)
+
+    def _try(self, block: Params, *more: Any) -> bool:
+        if any(x.ndim > 3 for x in block.values()):
+            return False
+        alone = _stack([self._single(block, 0, *more)])
+        two = _twice(block)
+        further = [x if dim is None else _twice(x) for x, dim in zip(more, self.dims, strict=False)]
+        try:
+            found = self._map(two, *further)
+        except Exception:  # whatever a user's code may raise under vmap
+            return False
+        return _same(alone, found)
+
+
+def _at(tree: Any, k: int) -> Any:
+    return tree_map(lambda t: t[k], tree)
+
+
+def _twice(tree: Any) -> Any:
+    """The first entry of every tensor, two times."""
+    return tree_map(lambda t: t[:1].expand(2, *t.shape[1:]), tree)
+
+
+def _stack(results: list[Any]) -> Tree:
+    if isinstance(results[0], dict):
+        return {key: torch.stack([r[key] for r in results]) for key in results[0]}
+    if not isinstance(results[0], Tensor):
+        raise TypeError(f"a prediction must be a tensor or a dict of tensors, got {type(results[0]).__name__}")
+    return torch.stack(results)
+
+
+def _same(alone: Tree, two: Any) -> bool:
+    if isinstance(alone, dict):
+        return isinstance(two, dict) and all(_same(x, two.get(key)) for key, x in alone.items())
+    if not isinstance(two, Tensor) or two.shape[1:] != alone.shape[1:] or two.dtype != alone.dtype:
+        return False
+    return torch.allclose(two[:1], alone, rtol=1e-3, atol=1e-5, equal_nan=True)

@@ -1,0 +1,492 @@
+"""Draws and what they predict."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isosgd.diagnostics.meter import LEAST
+from isosgd.diagnostics.summary import PosteriorSummary, summary_of
+from isosgd.diagnostics.traces import as_array
+from isosgd.diagnostics.verdict import ESS, RHAT, Verdict, judge
+from isosgd.metrics.checks import between_0_and_1
+from isosgd.posterior.draws import Draws, Mapped, Stack, batches_of, by_chain, device_of, moved, place_of
+from isosgd.posterior.prediction import Average, Prediction, join
+from isosgd.posterior.temperature import measure
+from isosgd.posterior.view import Function, View, inputs_of
+from isosgd.target import Params, Target
+from isosgd.target.batches import as_tensor, batch_length, is_array, tree_map, with_tensors
+from isosgd.target.params import match
+
+Device = torch.device | str | None
+
+FEW = 32  # parameters up to which all of them are followed
+
+
+class Posterior:
+    """Posterior draws, what they predict, and whether to believe them.
+
+    Args:
+        target: what was sampled; None when it is not at hand: draws can then be looked at, but not predict.
+        draws: natural parameters, tensors ``[chains, draws, *shape]`` by name. A mapping with a method
+            ``draw(chain, index)`` is read one draw at a time.
+        info: how the draws came about.
+        data: the training data, for `summary` and `trust`.
+        buffers: of the network at each draw, such as BatchNorm statistics; none for most models.
+
+    Attributes:
+        draws: natural parameters, tensors ``[chains, draws, *shape]`` by name.
+        info: settings, rates, warm-up reports, seed, versions: how the draws came about.
+        target: what was sampled.
+        data: the training data where they are at hand.
+        buffers: tensors ``[chains, draws, *shape]`` by their name in the network.
+    """
+
+    def __init__(
+        self,
+        target: Target | None,
+        draws: Draws,
+        info: dict[str, Any],
+        data: Any = None,
+        buffers: Draws | None = None,
+    ) -> None:
+        self.target, self.info, self.data = target, info, data
+        self._stack = Stack(draws, buffers)
+        self._view: View | None = None
+
+    @property
+    def draws(self) -> Draws:
+        """Natural parameters, tensors ``[chains, draws, *shape]`` by name."""
+        return self._stack.draws
+
+    @property
+    def buffers(self) -> Draws:
+        """Of the network at each draw, tensors ``[chains, draws, *shape]`` by their name in it."""
+        return self._stack.buffers
+
+    @property
+    def num_chains(self) -> int:
+        """Number of chains."""
+        return self._stack.num_chains
+
+    @property
+    def num_draws(self) -> int:
+        """Draws of each chain."""
+        return self._stack.num_draws
+
+    def __len__(self) -> int:
+        return len(self._stack)
+
+    def __iter__(self) -> Iterator[Params]:
+        """Every draw in turn, as natural parameters."""
+        for chain in range(self.num_chains):
+            for index in range(self.num_draws):
+                yield self.draw(chain, index)
+
+    def draw(self, chain: int, index: int) -> Params:
+        """One draw, as natural parameters."""
+        return self._stack.draw(chain, index)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name} {list(shape)}" for name, shape in self.shapes.items())
+        size = f"{self.num_chains} chains x {self.num_draws} draws"
+        return f"Posterior({size} of {shapes}; method={self.info.get('method')!r})"
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each parameter."""
+        return self._stack.shapes
+
+    @property
+    def view(self) -> View:
+        """The target as it is at a draw."""
+        if self.target is None:
+            raise ValueError(
+                "these draws came without their target, which says what they predict: pass it to isosgd.load(path, "
+                "target=...)"
+            )
+        if self._view is None:
+            self._view = View(self.target)
+        return self._view
+
+    def select(self, chains: Sequence[int] | None = None, draws: slice | None = None) -> Posterior:
+        """Some chains and some draws of each, such as ``select(chains=[0, 1], draws=slice(100, None))``."""
+        kept = list(range(self.num_chains)) if chains is None else list(chains)
+        if not kept or not all(0 <= k < self.num_chains for k in kept):
+            raise ValueError(f"chains = {chains!r} must name some of {self.num_chains} chains, counted from 0")
+        which = range(self.num_draws)[slice(None) if draws is None else draws]
+        if not which:
+            raise ValueError(f"draws = {draws!r} leaves none of {self.num_draws} draws")
+        by_chain = ("warmup", "rates", "keep_every", "chain_indices")
+        info = {
+            key: [value[k] for k in kept] if key in by_chain and len(value) == self.num_chains else value
+            for key, value in self.info.items()
+        } | {"chains": len(kept)}
+        part = self._stack.select(kept, which)
+        return Posterior(self.target, part.draws, info, self.data, part.buffers)
+
+    def of_set(self, index: int) -> Posterior:
+        """The chains of one data set, of draws that are of several (see `isosgd.DataSets`)."""
+        sets = int(self.info.get("sets", 1))
+        if not 0 <= index < sets:
+            raise ValueError(f"there is no data set {index!r}; there are {sets}, counted from 0")
+        numbers = self.info.get("chain_indices") or range(self.num_chains)
+        # Of draws that were not selected the number of chains tells how many each set has.
+        each = self.info.get("chains_per_set") or (self.num_chains + len(self.info.get("dropped", ()))) // sets
+        mine = [k for k, number in enumerate(numbers) if number // each == index]
+        if not mine:
+            raise ValueError(f"all chains of data set {index} diverged, so that none is left")
+        chosen = self.select(chains=mine)
+        data = self.data.set(index) if hasattr(self.data, "set") else None
+        return Posterior(self.target, chosen.draws, chosen.info | {"sets": 1}, data, chosen.buffers)
+
+    # ---------------------------------------------------------------- predictions
+
+    @torch.no_grad()
+    def predict(
+        self,
+        x: Any,
+        *,
+        batch_size: int | None = None,
+        function: Function | None = None,
+        levels: Sequence[float] = (),
+        refresh: Any = None,
+        return_draws: bool = False,
+        device: Device = None,
+    ) -> Prediction:
+        """Average the predictions of all draws; running sums are kept, so that memory does not grow with the draws.
+
+        Args:
+            x: inputs, as the model or the target's ``predict`` takes them, on any device: predictions come back there.
+            batch_size: inputs worked on at once; all of them by default.
+            function: a user's ``(model, params, x) -> Tensor[n, ...]``, averaged in place of the target's own
+                prediction; ``model`` is the network at a draw, to be called with inputs. A dict of ``mean`` and
+                ``variance`` counts as normal noise around the mean.
+            levels: quantiles of y to find, such as ``(0.025, 0.5, 0.975)``: those of the mixture over draws.
+            refresh: batches of training data, or of inputs, over which each draw's BatchNorm statistics are found
+                anew.
+            return_draws: whether to return what each draw says, too.
+            device: where to compute; that of the target's model if it is an accelerator, else that of the inputs, by
+                default. Draws go there some at a time.
+
+        Example:
+            >>> from isosgd import Target, priors
+            >>> target = Target(
+            ...     lambda p, b: -0.5 * (b[1] - p["w"] * b[0]) ** 2, priors.Normal(1.0), init={"w": 0.0},
+            ...     predict=lambda p, x: {"mean": p["w"] * x, "variance": torch.ones_like(x)},
+            ... )
+            >>> posterior = Posterior(target, {"w": torch.tensor([[1.0, 2.0, 3.0]])}, {})
+            >>> found = posterior.predict(torch.tensor([0.0, 1.0]), levels=(0.025, 0.975))
+            >>> found.mean, found.variance
+            (tensor([0., 2.]), tensor([1.0000, 1.6667]))
+            >>> low, high = found.interval(0.95)
+            >>> low, high
+            (tensor([-1.9600, -0.4883]), tensor([1.9600, 4.4883]))
+        """
+        levels = tuple(between_0_and_1("levels", level) for level in levels)
+        x = with_tensors(x, self.view.target.dtype)
+        if refresh is not None:
+            place = self._place(device, x)
+            return self.refreshed(refresh, device=place).predict(
+                x, batch_size=batch_size, function=function, levels=levels, return_draws=return_draws, device=place
+            )
+        view, place = self.view, self._place(device, x)
+        self._warn_of_batch_statistics(view)
+        call = Mapped(view.predict if function is None else lambda p, part: view.apply(function, p, part))
+        classes, normal = view.classes and function is None, view.normal or function is not None
+        if levels and classes:
+            raise ValueError(
+                "levels: class labels have no quantiles; for those of a probability give function=, such as "
+                "lambda model, params, x: model(x).softmax(1)"
+            )
+        parts = []
+        for part in batches_of(x, batch_size):
+            average = Average(classes, keep=return_draws or bool(levels))
+            part = moved(part, place)
+            for block in self._stack.blocks(part, device=place):
+                found = call(block, part)
+                if isinstance(found, dict) and "mean" not in found:
+                    raise ValueError(f"a prediction must be a tensor or have a 'mean'; it has {list(found)}")
+                values, variances = (found["mean"], found.get("variance")) if isinstance(found, dict) else (found, None)
+                if batch_size is not None and (values.ndim < 2 or values.shape[1] != batch_length(part)):
+                    raise ValueError(
+                        f"batch_size = {batch_size} needs predictions with a row for each input: {batch_length(part)} "
+                        f"inputs gave shape {list(values.shape[1:])}; leave batch_size out"
+                    )
+                average.add(values, variances)
+            parts.append(average.prediction(self.num_chains, levels, normal, return_draws).to(device_of(x)))
+        return join(parts)
+
+    @torch.no_grad()
+    def log_likelihood(self, batch: Any, *, batch_size: int | None = None, device: Device = None) -> Tensor:
+        """Log likelihood of each example at each draw, ``[chains, draws, n]``.
+
+        Args:
+            batch: examples as in the data, for instance ``(x, y)``.
+            batch_size: examples worked on at once; all of them by default.
+            device: where to compute, as for `predict`.
+        """
+        batch = with_tensors(batch, self.view.target.dtype)
+        parts = [torch.cat(list(every)).to(device_of(batch)) for every in self._likely(batch, batch_size, device)]
+        return by_chain(torch.cat(parts, 1), self.num_chains)
+
+    @torch.no_grad()
+    def log_predictive(self, batch: Any, *, batch_size: int | None = None, device: Device = None) -> Tensor:
+        """Log density of each example under the model average: ``log mean_draws p(y | x, draw)``, ``[n]``.
+
+        Args:
+            batch: examples as in the data, for instance ``(x, y)``.
+            batch_size: examples worked on at once; all of them by default.
+            device: where to compute, as for `predict`.
+        """
+        batch, parts = with_tensors(batch, self.view.target.dtype), []
+        for every in self._likely(batch, batch_size, device):
+            total = None
+            for values in every:
+                block = values.double().logsumexp(0)
+                total = block if total is None else torch.logaddexp(total, block)
+            assert total is not None
+            parts.append((total - math.log(len(self))).to(device_of(batch), values.dtype))
+        return torch.cat(parts)
+
+    def _likely(self, batch: Any, batch_size: int | None, device: Device) -> Iterator[Iterator[Tensor]]:
+        """For some examples at a time, their log likelihoods at some draws at a time, ``[draws, n]``."""
+        call, place = Mapped(self.view.log_likelihood), self._place(device, batch)
+        for part in batches_of(batch, batch_size):
+            part = moved(part, place)
+            yield (_tensor(call(block, part)) for block in self._stack.blocks(part, device=place))
+
+    @torch.no_grad()
+    def refreshed(self, batches: Any, *, device: Device = None) -> Posterior:
+        """The same draws with BatchNorm statistics found anew for each: averages over these batches.
+
+        Args:
+            batches: an iterable of batches such as a DataLoader or a list, of data or of inputs alone; or one tuple of
+                tensors, taken as a single batch. It is gone through once for each draw.
+            device: where to compute; that of the target's model if it is an accelerator, else that of tensors given as
+                such or in a list, by default.
+        """
+        network = self.view.network
+        if network is None:
+            raise ValueError("refresh= is for targets made by Target.from_module: this one has no network")
+        network.check_refresh()
+        if isinstance(batches, Tensor) or (isinstance(batches, tuple) and all(isinstance(t, Tensor) for t in batches)):
+            batches = [batches]
+        found: list[Params] = []
+        for block in self._stack.blocks(None, 1, self._place(device, batches)):
+            fresh = network.refreshed({name: x[0] for name, x in block.items()}, batches)
+            found.append({name: x.cpu() for name, x in fresh.items()})
+        each = {name: by_chain(torch.stack([one[name] for one in found]), self.num_chains) for name in found[0]}
+        return Posterior(self.target, self.draws, self.info, self.data, {**self.buffers, **each})
+
+    def _place(self, device: Device, inputs: Any) -> torch.device:
+        return place_of(device, self.view.target.device, inputs)
+
+    def _warn_of_batch_statistics(self, view: View) -> None:
+        if view.network is not None and not self.buffers and (layer := view.network.batch_statistics):
+            warnings.warn(
+                f"layer {layer!r} normalises with the statistics of the batch that an input is predicted with; pass "
+                "refresh=, batches of training data, for predictions that do not depend on it",
+                UserWarning,
+                stacklevel=4,
+            )
+
+    # ---------------------------------------------------------------- whether to believe them
+
+    def summary(
+        self,
+        data: Any = None,
+        *,
+        inputs: Any = None,
+        parameters: Sequence[str] | None = None,
+        examples: int = 16,
+        device: Device = None,
+    ) -> PosteriorSummary:
+        """R-hat, effective draws and Monte-Carlo errors of predictions, log likelihoods and parameters.
+
+        Args:
+            data: examples to predict, such as held-out ones; the training data by default, where they are at hand.
+            inputs: inputs for the target's ``predict``, where they are not all but the last tensor of the data.
+            parameters: names or shell patterns of parameters to look at, such as ``["likelihood.scale", "*.bias"]``;
+                the scales of likelihood and prior, and all parameters where they are few, by default.
+            examples: number of examples to look at, evenly spaced in the data.
+            device: where to compute, as for `predict`.
+
+        Example:
+            >>> draws = {"mu": torch.randn(4, 250, generator=torch.Generator().manual_seed(0))}
+            >>> found = Posterior(None, draws, {}).summary()
+            >>> found.rows[0].name, found.rhat < 1.01, found.as_dict()["chains"]
+            ('mu', True, 4)
+        """
+        if isinstance(examples, bool) or not isinstance(examples, int) or examples < 1:
+            raise ValueError(f"examples = {examples!r} must be an integer of at least 1")
+        self._check_sets()
+        traces = self._function_traces(data, inputs, examples, device)
+        for name in self._chosen(parameters):
+            traces[name] = ("parameter", self.draws[name])
+        return summary_of(traces)
+
+    def trust(
+        self,
+        data: Any = None,
+        *,
+        temperature: float | None = None,
+        inputs: Any = None,
+        held_out: Any = None,
+        rows: int | None = None,
+        rhat: float = RHAT,
+        ess: float = ESS,
+        examples: int = 16,
+        seed: int = 0,
+        device: Device = None,
+    ) -> Verdict:
+        """Whether to believe the draws: "trust it", "run longer" or "it samples something else", and why.
+
+        Judged by convergence of predictions, by the temperature meter, and by what the warm-up found.
+
+        Args:
+            data: the training data, all of them: the temperature is read from gradients at the draws. Those which were
+                sampled by default, where they are at hand.
+            temperature: T that the draws should be at; that which was sampled at by default.
+            inputs: inputs for the target's ``predict``, where they are not all but the last tensor of the data.
+            held_out: examples whose predictions are judged; some of the training data by default.
+            rows: examples in each gradient, drawn afresh for every draw; all of them, or as many as are affordable, by
+                default.
+            rhat: largest R-hat to believe.
+            ess: least effective number of draws to believe.
+            examples: number of examples whose predictions are judged.
+            seed: of the examples in gradients.
+            device: where to compute, as for `predict`.
+        """
+        self._check_sets()
+        view = self.view  # says so where there is no target
+        data = self.data if data is None else data
+        if data is None:
+            raise ValueError(
+                "the temperature is read from gradients of the training data: pass them, posterior.trust(data); "
+                "posterior.summary() does without"
+            )
+        wanted = float(self.info.get("temperature", 1.0) if temperature is None else temperature)
+        if not wanted > 0:
+            raise ValueError(f"temperature = {wanted} must be positive: the draws cannot be compared with a point")
+        if self.num_draws < LEAST:
+            raise ValueError(f"{self.num_draws} draws of a chain are too few for a verdict; {LEAST} at least")
+        found, along = measure(self._stack, view, data, self.info.get("num_data"), wanted, rows, seed, device)
+        traces = self._function_traces(held_out if held_out is not None else data, inputs, examples, device)
+        every = np.concatenate(
+            [as_array(x).reshape(self.num_chains, self.num_draws, -1) for _, x in traces.values()], -1
+        )
+        reports = self.info.get("warmup", [])
+        return judge(wanted, found, along, summary_of(traces), every, reports, rhat, ess)
+
+    def to_arviz(self, data: Any = None, *, parameters: Sequence[str] | None = None) -> Any:
+        """The draws as ArviZ takes them: an ``xarray.DataTree``, by ``pip install "isosgd[arviz]"``.
+
+        Args:
+            data: examples whose log likelihood at each draw goes along, as model comparison needs it.
+            parameters: names or shell patterns of the parameters to take; all by default.
+        """
+        try:
+            arviz = importlib.import_module("arviz_base")
+        except ImportError as error:
+            raise ImportError('to_arviz needs arviz-base: pip install "isosgd[arviz]"') from error
+        names = list(self.shapes) if parameters is None else self._chosen(parameters)
+        groups = {"posterior": {name: _array(self.draws[name]) for name in names}}
+        if data is not None:
+            groups["log_likelihood"] = {"y": _array(self.log_likelihood(data))}
+        # Attributes must be plain for files of ArviZ: what is nested goes as JSON.
+        attrs = {key: value if isinstance(value, str | int | float) else json.dumps(value, default=str)
+                 for key, value in self.info.items()}  # fmt: skip
+        attrs["inference_library"] = "isosgd"
+        return arviz.from_dict(groups, attrs={"posterior": attrs})
+
+    def _function_traces(self, data: Any, inputs: Any, examples: int, device: Device) -> dict[str, tuple[str, Any]]:
+        """Predictions and log likelihoods of some examples at each draw."""
+        traces: dict[str, tuple[str, Any]] = {}
+        batch = _some_examples(
+            self.data if data is None else data, examples, None if self.target is None else self.target.dtype
+        )
+        if batch is None and inputs is None:
+            return traces
+        network = self.view.network is not None
+        if inputs is not None or network:
+            x = (
+                tree_map(lambda t: _spaced(t, examples), with_tensors(inputs, self.view.target.dtype))
+                if inputs is not None
+                else inputs_of(batch)
+            )
+            predicted = self.predict(x, return_draws=True, device=device).draws
+            assert predicted is not None
+            traces["prediction"] = ("prediction", _without_last_class(predicted, self.view.classes))
+        if batch is not None:
+            each = self.log_likelihood(batch, device=device)
+            traces["log likelihood"] = ("log likelihood", each.double().mean(-1))
+            if "prediction" not in traces:  # the next best function of the parameters
+                traces["log likelihood of example"] = ("log likelihood", each)
+        return traces
+
+    def _chosen(self, patterns: Sequence[str] | None) -> list[str]:
+        """Names of the parameters to follow."""
+        shapes = self.shapes
+        if patterns is not None:
+            given = [patterns] if isinstance(patterns, str) else list(patterns)
+            for pattern in given:
+                if not any(match(name, [pattern]) for name in shapes):
+                    raise ValueError(f"parameters has {pattern!r}, which fits none of {list(shapes)}")
+            return [name for name in shapes if match(name, given)]
+        if sum(int(np.prod(shape)) for shape in shapes.values()) <= FEW:
+            return list(shapes)
+        scales = [name for name, shape in shapes.items() if not shape]
+        return scales[:FEW]
+
+    def _check_sets(self) -> None:
+        if (sets := int(self.info.get("sets", 1))) > 1:
+            raise ValueError(
+                f"these draws are of {sets} data sets, which have different posteriors: choose the chains of one, "
+                "posterior.of_set(i)"
+            )
+
+
+def _tensor(found: Any) -> Tensor:
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _some_examples(data: Any, count: int, dtype: torch.dtype | None) -> Any:
+    """Some examples of the data, evenly spaced; of a loader, the first of its first batch."""
+    if data is None:
+        return None
+    if is_array(data):
+        data = (data,)
+    if isinstance(data, tuple | list) and data and all(map(is_array, data)):
+        return tuple(_spaced(as_tensor(x, dtype), count) for x in data)
+    batch = with_tensors(next(iter(data), None), dtype)
+    if batch is None:
+        raise ValueError("data yields no batches: it is empty, or an iterator that was gone through already")
+    size = batch_length(batch)
+    return tree_map(lambda t: t[:count] if t.ndim and len(t) == size else t, batch)
+
+
+def _spaced(x: Tensor, count: int) -> Tensor:
+    """So many rows, evenly spaced."""
+    if not x.ndim or len(x) <= count:
+        return x
+    return x[torch.linspace(0, len(x) - 1, count).round().long().to(x.device)]
+
+
+def _without_last_class(predicted: Tensor, classes: bool) -> Any:
+    """Probabilities sum to one: the last says nothing that the others do not."""
+    return predicted[:, :, :, :-1] if classes and predicted.ndim > 3 and predicted.shape[3] > 1 else predicted
+
+
+def _array(values: torch.Tensor) -> Any:
+    values = values.detach().cpu()
+    return (values.float() if values.dtype in (torch.bfloat16, torch.float16) else values).numpy()

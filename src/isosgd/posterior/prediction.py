@@ -1,0 +1,232 @@
+"""What draws predict, averaged as they are gone through: memory does not grow with the number of draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isosgd.metrics import mixture_quantiles
+from isosgd.metrics.checks import between_0_and_1
+from isosgd.posterior.draws import by_chain
+
+CLOSE = 1e-9  # levels closer than this are the same
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The posterior predictive distribution of y at some inputs: the average over draws of what each says.
+
+    Attributes:
+        mean: predictive mean; class probabilities for a classification.
+        model_variance: variance over draws of the mean, what more data would take away.
+        noise_variance: mean over draws of the variance of y itself; None when the target does not say.
+        expected_entropy: mean over draws of the entropy of y, ``[n]``; of classifications only.
+        levels: the probabilities that were asked for.
+        quantiles: ``[levels, *shape]``; None when none were asked for.
+        draws: what each draw says, ``[chains, draws, *shape]``, when asked for.
+        draw_variances: noise variance that each draw says, ``[chains, draws, *shape]``, when asked for.
+        normal: whether the noise is normal, so that y has quantiles of a normal mixture.
+    """
+
+    mean: Tensor
+    model_variance: Tensor
+    noise_variance: Tensor | None
+    expected_entropy: Tensor | None = None
+    levels: tuple[float, ...] = ()
+    quantiles: Tensor | None = None
+    draws: Tensor | None = None
+    draw_variances: Tensor | None = None
+    normal: bool = True
+
+    @property
+    def variance(self) -> Tensor:
+        """Variance of y: of the model and of the noise."""
+        return self.model_variance if self.noise_variance is None else self.model_variance + self.noise_variance
+
+    @property
+    def std(self) -> Tensor:
+        """Standard deviation of y."""
+        return self.variance.sqrt()
+
+    @property
+    def entropy(self) -> Tensor:
+        """Entropy of the averaged class probabilities, ``[n]``: uncertainty of every kind."""
+        self._check_classes()
+        return entropy_of(self.mean)
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """The part of the entropy that draws disagree about, ``[n]``: what more data would take away."""
+        self._check_classes()
+        assert self.expected_entropy is not None
+        return (entropy_of(self.mean) - self.expected_entropy).clamp_min(0)
+
+    def quantile(self, levels: float | Sequence[float]) -> Tensor:
+        """Quantiles of y, ``[*shape]`` for one level and ``[levels, *shape]`` for several.
+
+        They are those asked of ``predict``, or found from the draws that it returned.
+        """
+        many = levels if isinstance(levels, Sequence) else [levels]
+        found = [next((i for i, own in enumerate(self.levels) if abs(own - level) < CLOSE), None) for level in many]
+        if self.quantiles is not None and None not in found:
+            values = torch.stack([self.quantiles[i] for i in found if i is not None])
+        elif self.draws is not None:
+            variances = None if self.draw_variances is None else self.draw_variances.flatten(0, 1)
+            values = quantiles_over_draws(self.draws.flatten(0, 1), variances, many, self.normal)
+        else:
+            raise ValueError(
+                f"quantiles at {list(many)} were not asked for (there are {list(self.levels)}): "
+                "predict(x, levels=...) finds some, predict(x, return_draws=True) lets you choose later"
+            )
+        return values if isinstance(levels, Sequence) else values[0]
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Ends of the central interval of y: as much probability lies below it as above.
+
+        It needs ``predict(x, levels=central(level))`` or ``predict(x, return_draws=True)``.
+        """
+        low, high = self.quantile(central(level))
+        return low, high
+
+    def to(self, device: torch.device | str) -> Prediction:
+        """The same on a device."""
+        there: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **there)
+
+    def __repr__(self) -> str:
+        there = [f"{f.name} {list(x.shape)}" for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)]
+        return f"Prediction({', '.join(there)})"
+
+    def _check_classes(self) -> None:
+        if self.expected_entropy is None:
+            raise ValueError(
+                "these predictions are not class probabilities of a 'categorical' or 'bernoulli' likelihood, so they "
+                "have no entropy; look at model_variance and noise_variance"
+            )
+
+
+def central(level: float) -> tuple[float, float]:
+    """The two probabilities at the ends of a central interval.
+
+    Example:
+        >>> [round(p, 3) for p in central(0.95)]
+        [0.025, 0.975]
+    """
+    tail = (1 - between_0_and_1("level", level)) / 2
+    return tail, 1 - tail
+
+
+def entropy_of(probabilities: Tensor) -> Tensor:
+    """Entropy over the classes in dimension 1; with one column or none, of the two outcomes of y."""
+    if probabilities.ndim > 1 and probabilities.shape[1] > 1:
+        parts: Tensor = torch.special.entr(probabilities)
+        return parts.sum(1)
+    one = probabilities.flatten(1).squeeze(1) if probabilities.ndim > 1 else probabilities
+    both: Tensor = torch.special.entr(one) + torch.special.entr(1 - one)
+    return both
+
+
+def quantiles_over_draws(means: Tensor, variances: Tensor | None, levels: Sequence[float], normal: bool) -> Tensor:
+    """Quantiles ``[levels, *shape]`` of what draws ``[draws, *shape]`` say of y.
+
+    Where each draw says a normal distribution, these are the quantiles of the mixture; where it says a number, those
+    of the numbers over draws.
+    """
+    if variances is None:
+        at = torch.tensor([between_0_and_1("levels", p) for p in levels], dtype=torch.float64, device=means.device)
+        return torch.quantile(means.double(), at, dim=0).to(means.dtype)
+    if not normal:
+        raise ValueError(
+            "y has no normal noise around each draw's mean, so its quantiles are not those of a normal mixture; give "
+            "predict(x, function=...) the number you want quantiles of"
+        )
+    mean, variance = (x.reshape(len(x), -1) for x in (means, variances.expand_as(means)))
+    return mixture_quantiles(mean, variance, list(levels)).reshape(len(levels), *means.shape[1:]).to(means.dtype)
+
+
+class Average:
+    """Running moments over draws of predictions for one batch of inputs.
+
+    Args:
+        classes: whether predictions are class probabilities.
+        keep: whether to keep what each draw says.
+    """
+
+    def __init__(self, classes: bool, keep: bool) -> None:
+        self.classes, self.keep, self.count = classes, keep, 0
+        self._mean = self._squares = torch.zeros(())
+        self._noise: Tensor | None = None
+        self._entropy = torch.zeros(())
+        self._kept: list[Tensor] = []
+        self._kept_variances: list[Tensor] = []
+
+    def add(self, values: Tensor, variances: Tensor | None) -> None:
+        """Take some draws ``[draws, *shape]``; moments of parts are joined as Chan, Golub and LeVeque (1979) do."""
+        wide = values.double()
+        number, mean = len(wide), wide.mean(0)
+        total = self.count + number
+        step = mean - self._mean
+        self._squares = self._squares + (wide - mean).square().sum(0) + step.square() * (self.count * number / total)
+        self._mean = self._mean + step * (number / total)
+        if variances is not None:
+            before = self._noise if self._noise is not None else 0.0
+            self._noise = before + (variances.double().mean(0) - before) * (number / total)
+        if self.classes:
+            each = torch.stack([entropy_of(x) for x in wide]).mean(0)
+            self._entropy = self._entropy + (each - self._entropy) * (number / total)
+        if self.keep:
+            self._kept.append(values)
+            if variances is not None:
+                self._kept_variances.append(variances.expand_as(values))
+        self.count, self._dtype = total, values.dtype
+
+    def prediction(self, chains: int, levels: Sequence[float], normal: bool, return_draws: bool) -> Prediction:
+        """The average over the draws taken so far."""
+        dtype = self._dtype
+        every = torch.cat(self._kept) if self._kept else None
+        variances = torch.cat(self._kept_variances) if self._kept_variances else None
+        found = None
+        if levels:
+            assert every is not None
+            found = quantiles_over_draws(every, variances, levels, normal)
+        shaped = [None if x is None else by_chain(x, chains) for x in (every, variances)]
+        return Prediction(
+            self._mean.to(dtype),
+            (self._squares / self.count).to(dtype),
+            None if self._noise is None else self._noise.to(dtype),
+            self._entropy.to(dtype) if self.classes else None,
+            tuple(levels),
+            found,
+            shaped[0] if return_draws else None,
+            shaped[1] if return_draws else None,
+            normal,
+        )
+
+
+def join(parts: Sequence[Prediction]) -> Prediction:
+    """Predictions for several batches of inputs as one."""
+    if len(parts) == 1:
+        return parts[0]
+    leading = {"quantiles": 1, "draws": 2, "draw_variances": 2}  # dimensions that come before those of the inputs
+
+    def along(name: str) -> Tensor | None:
+        values = [getattr(part, name) for part in parts]
+        return None if values[0] is None else torch.cat(values, leading.get(name, 0))
+
+    mean, model_variance = along("mean"), along("model_variance")
+    assert mean is not None and model_variance is not None
+    return Prediction(
+        mean,
+        model_variance,
+        along("noise_variance"),
+        along("expected_entropy"),
+        parts[0].levels,
+        along("quantiles"),
+        along("draws"),
+        along("draw_variances"),
+        parts[0].normal,
+    )

@@ -1,0 +1,154 @@
+"""A target as it is at a draw, buffers of its network included."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from isosgd.posterior.draws import moved
+from isosgd.target import Params, Target
+from isosgd.target.batches import with_tensors
+from isosgd.target.modules import ModuleLikelihood
+
+NORMAL = {"Gaussian", "HeteroscedasticGaussian"}  # likelihoods under which y is normal around each draw's mean
+CLASSES = {"Categorical", "Bernoulli"}
+
+Function = Callable[[Callable[..., Any], Params, Any], Any]
+"""A user's ``(model, params, x) -> Tensor``: ``model`` is the network at a draw, ``params`` its natural parameters."""
+
+
+class View:
+    """Predictions and log likelihoods of a target at natural parameters, with which buffers may come.
+
+    Args:
+        target: what was sampled.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        likelihood = target._log_likelihood
+        self.network = Network(likelihood) if isinstance(likelihood, ModuleLikelihood) else None
+        name = str(target.describe()["likelihood"]["name"])
+        self.classes = self.network is not None and name in CLASSES
+        # A user's own predict that gives a mean and a variance is taken at its word: normal noise.
+        self.normal = self.network is None or name in NORMAL
+
+    def log_likelihood(self, natural: Params, batch: Any) -> Tensor:
+        """Log likelihood of each example."""
+        if self.network is not None and self.network.holds(natural):
+            return self.network(natural, batch)
+        return self.target.log_likelihood(self.target.unconstrain(natural), batch)
+
+    def predict(self, natural: Params, x: Any) -> Any:
+        """What the target predicts."""
+        if self.network is not None and self.network.holds(natural):
+            return self.network.predict(natural, x)
+        return self.target.predictive(self.target.unconstrain(natural), x)
+
+    def apply(self, function: Function, natural: Params, x: Any) -> Any:
+        """A user's function of the model at a draw, the draw, and inputs."""
+        if self.network is None:
+            return function(lambda inputs: self.predict(natural, inputs), natural, x)
+        network = self.network
+        return function(lambda *inputs: network.output(natural, inputs), natural, x)
+
+
+class Network(ModuleLikelihood):
+    """A module's likelihood whose buffers may come with the parameters, under their names in the module.
+
+    It shares all tensors with the likelihood it is made from. BatchNorm then uses the running statistics it is given,
+    whatever mode the module was in.
+    """
+
+    def __init__(self, of: ModuleLikelihood) -> None:
+        vars(self).update(vars(of))
+        self._plain = of
+        tensors = [*of._module.parameters(), *of._module.buffers()]
+        self._module = copy.deepcopy(of._module, {id(x): x for x in tensors})
+        self._buffers = {name for name, _ in of._module.named_buffers()}
+        for _, layer in self._named_norms():
+            layer.eval()
+            layer.track_running_stats = layer.running_mean is not None
+
+    @property
+    def batch_statistics(self) -> str:
+        """Name of a layer that normalises with the statistics of the batch it is in; empty when there is none."""
+        layers = self._plain._module.named_modules()
+        return next((str(name) for name, layer in layers if _looks_around(layer)), "")
+
+    def holds(self, natural: Params) -> bool:
+        """Whether buffers came with these parameters."""
+        return not self._buffers.isdisjoint(natural)
+
+    def output(self, params: Params, inputs: Sequence[Any]) -> Any:
+        """The module's output at these parameters and buffers."""
+        if not self.holds(params):
+            return self._plain.output(params, inputs)
+        first = params[next(iter(self.values))]
+        state = dict(self._rest_as((first.device, first.dtype)))
+        state |= {name: params[name] for name in self.values} | {n: params[n] for n in self._buffers if n in params}
+        return functional_call(self._module, state, tuple(inputs))
+
+    def refreshed(self, natural: Params, batches: Iterable[Any]) -> Params:
+        """Running statistics of every BatchNorm at these parameters: averages over batches of inputs, each as heavy.
+
+        As `torch.optim.swa_utils.update_bn` does it.
+        """
+        norms = [(name, layer) for name, layer in self._named_norms() if layer.running_mean is not None]
+        first = natural[next(iter(self.values))]
+        rest = self._rest_as((first.device, first.dtype))
+        names = [f"{name}.{kind}" if name else kind for name, _ in norms for kind in _STATISTICS]
+        found = {name: torch.zeros_like(rest[name]) for name in names}
+        before = [layer.momentum for _, layer in norms]
+        count = 0
+        try:
+            for _, layer in norms:
+                layer.train()
+                layer.momentum = None  # a plain average over batches
+            for batch in batches:
+                self.output(natural | found, moved(with_tensors(inputs_of(batch), first.dtype), first.device))
+                count += 1
+        finally:
+            for (_, layer), momentum in zip(norms, before, strict=True):
+                layer.eval()
+                layer.momentum = momentum
+        if not count:
+            raise ValueError("refresh yields no batches: it is empty, or an iterator that was gone through already")
+        return found
+
+    def check_refresh(self) -> None:
+        """Refuse to refresh statistics that are not there."""
+        if not any(layer.running_mean is not None for layer in self._norms()):
+            raise ValueError(
+                f"{self._class_name} has no BatchNorm with running statistics: leave refresh= out, there is nothing "
+                "to refresh"
+            )
+
+    def _named_norms(self) -> Iterator[tuple[str, _BatchNorm]]:
+        for name, layer in self._module.named_modules():
+            if isinstance(layer, _BatchNorm):
+                yield name, layer
+
+    def _norms(self) -> list[nn.Module]:
+        return [layer for _, layer in self._named_norms()]
+
+
+def _looks_around(layer: nn.Module) -> bool:
+    """Whether a layer normalises with the statistics of the batch."""
+    return isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None)
+
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def inputs_of(batch: Any) -> tuple[Any, ...]:
+    """A network's inputs in a batch: all but the last of a tuple or list, or the tensor itself."""
+    if isinstance(batch, tuple | list):
+        return tuple(batch[:-1]) if len(batch) > 1 else tuple(batch)
+    return (batch,)

@@ -1,0 +1,9 @@
+"""The posterior to sample: likelihoods, priors, and the target that joins them with the number of data."""
+
+from isosgd.target import likelihoods, priors
+from isosgd.target.likelihoods import Likelihood
+from isosgd.target.params import Params
+from isosgd.target.priors import Prior
+from isosgd.target.target import Target
+
+__all__ = ["Likelihood", "Params", "Prior", "Target", "likelihoods", "priors"]

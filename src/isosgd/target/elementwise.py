@@ -1,0 +1,276 @@
+"""The interface of a prior, and the priors of independent entries, with closed-form gradients.
+
+Every prior gives ``log_prob(params)`` (a scalar, constants included) and ``grad(params)`` (a gradient for each
+parameter, written out, no autograd), both in natural parameters. All of them act element by element, so that a leading
+chain dimension can be mapped over them.
+
+A prior whose scale depends on shapes or patterns can work it out once: ``prior.resolve(params)`` is the same prior
+with one number for each name, which is what runs at every step.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from isosgd.target.params import Params, lookup
+
+LOG_2PI = math.log(2 * math.pi)
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A positive parameter that a likelihood or a prior brings along and that is sampled, by its logarithm.
+
+    Attributes:
+        value: its start value.
+        prior: its own prior.
+        noise_scale: whether it is what the noise of ``y`` is multiplied by. Of the logarithm of such a scale every
+            example is known to tell something; of other parameters, such as degrees of freedom, nothing is known.
+    """
+
+    value: Tensor
+    prior: PositivePrior
+    noise_scale: bool = False
+
+
+def check_positive(what: str, value: object) -> float:
+    """The value as a float, or an error that names it."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{what} must be a number, got {value!r}")
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{what} must be positive and finite, got {value!r}")
+    return float(value)
+
+
+def total(terms: Sequence[Tensor]) -> Tensor:
+    """Sum of scalars (one kernel for all of them)."""
+    return terms[0] if len(terms) == 1 else torch.stack(list(terms)).sum()
+
+
+def multiply(tensors: list[Tensor], factors: list[float]) -> Sequence[Tensor]:
+    """Each tensor times its factor, in few launches."""
+    # List kernels cannot be mapped over chains, and the compiler fuses single ones by itself.
+    if torch.compiler.is_compiling() or is_functorch_wrapped_tensor(tensors[0]):
+        return [x * factor for x, factor in zip(tensors, factors, strict=True)]
+    return torch._foreach_mul(tensors, factors)
+
+
+def student_t_log_prob(z: Tensor, df: float) -> Tensor:
+    """Log density of the standard Student-t, entry by entry."""
+    constant = math.lgamma((df + 1) / 2) - math.lgamma(df / 2) - 0.5 * math.log(df * math.pi)
+    return constant - (df + 1) / 2 * (z.square() / df).log1p()
+
+
+class Prior(ABC):
+    """A density over named parameters."""
+
+    @abstractmethod
+    def log_prob(self, params: Params) -> Tensor:
+        """Log density summed over all entries: a scalar."""
+
+    @abstractmethod
+    def grad(self, params: Params) -> Params:
+        """Gradient of ``log_prob`` for each parameter."""
+
+    def resolve(self, params: Params) -> Prior:
+        """This prior with what depends on names and shapes worked out."""
+        return self
+
+    def extra(self, params: Params) -> dict[str, Extra]:
+        """Sampled parameters of the prior itself (none for most)."""
+        return {}
+
+    def describe(self) -> dict[str, Any]:
+        """Name and settings as plain values."""
+        settings: dict[str, Any] = asdict(self) if is_dataclass(self) else {}
+        return {"name": type(self).__name__, **settings}
+
+
+@dataclass(frozen=True)
+class _Scaled(Prior):
+    """A prior of independent entries, centred at zero, with a scale for each tensor.
+
+    Args:
+        scale: one scale, or a mapping from names or shell patterns (``"fc1.*"``) to scales.
+    """
+
+    scale: float | Mapping[str, float] = 1.0
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if isinstance(self.scale, Mapping):
+            if not self.scale:
+                raise ValueError(f"{name}: the mapping of scales is empty; give at least {{'*': 1.0}}")
+            scale = {key: check_positive(f"{name}: scale of {key!r}", value) for key, value in self.scale.items()}
+            object.__setattr__(self, "scale", scale)
+        else:
+            object.__setattr__(self, "scale", check_positive(f"{name}: scale", self.scale))
+
+    @abstractmethod
+    def density(self, x: Tensor, scale: float) -> Tensor:
+        """Log density of each entry."""
+
+    @abstractmethod
+    def score(self, x: Tensor, scale: float) -> Tensor:
+        """Derivative of ``density`` in ``x``."""
+
+    def scale_of(self, name: str) -> float:
+        """Scale of one parameter."""
+        if isinstance(self.scale, Mapping):
+            return lookup(name, self.scale, f"{type(self).__name__}: the mapping of scales")
+        return self.scale
+
+    def resolve(self, params: Params) -> Prior:
+        if isinstance(self.scale, Mapping):
+            return replace(self, scale={name: self.scale_of(name) for name in params})
+        return self
+
+    def log_prob(self, params: Params) -> Tensor:
+        return total([self.density(x, self.scale_of(name)).sum() for name, x in params.items()])
+
+    def grad(self, params: Params) -> Params:
+        return {name: self.score(x, self.scale_of(name)) for name, x in params.items()}
+
+
+@dataclass(frozen=True)
+class Normal(_Scaled):
+    """Independent normal entries, ``N(0, scale^2)``.
+
+    Example:
+        >>> prior = Normal({"*.weight": 0.5, "*": 2.0})
+        >>> prior.grad({"fc.weight": torch.ones(1), "fc.bias": torch.ones(1)})
+        {'fc.weight': tensor([-4.]), 'fc.bias': tensor([-0.2500])}
+    """
+
+    def density(self, x: Tensor, scale: float) -> Tensor:
+        return -0.5 * (x / scale).square() - (math.log(scale) + 0.5 * LOG_2PI)
+
+    def score(self, x: Tensor, scale: float) -> Tensor:
+        return x * (-(scale**-2))
+
+    # The common prior runs at every step, so it has list kernels: few launches whatever the number of tensors.
+    def log_prob(self, params: Params) -> Tensor:
+        scales = [self.scale_of(name) for name in params]
+        constant = sum(x.numel() * (math.log(s) + 0.5 * LOG_2PI) for x, s in zip(params.values(), scales, strict=True))
+        scaled = multiply(list(params.values()), [1 / s for s in scales])
+        flat = torch.cat([x.reshape(-1) for x in scaled])
+        return -0.5 * torch.dot(flat, flat) - constant
+
+    def grad(self, params: Params) -> Params:
+        factors = [-(self.scale_of(name) ** -2) for name in params]
+        return dict(zip(params, multiply(list(params.values()), factors), strict=True))
+
+
+@dataclass(frozen=True)
+class Laplace(_Scaled):
+    """Independent Laplace entries, density ``exp(-|x|/scale) / (2 scale)``; the gradient at 0 is taken as 0."""
+
+    def density(self, x: Tensor, scale: float) -> Tensor:
+        return -x.abs() / scale - math.log(2 * scale)
+
+    def score(self, x: Tensor, scale: float) -> Tensor:
+        return x.sign() / -scale
+
+
+@dataclass(frozen=True)
+class StudentT(_Scaled):
+    """Independent Student-t entries with ``df`` degrees of freedom."""
+
+    df: float = 4.0
+    scale: float | Mapping[str, float] = field(default=1.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "df", check_positive("StudentT: df", self.df))
+
+    def density(self, x: Tensor, scale: float) -> Tensor:
+        return student_t_log_prob(x / scale, self.df) - math.log(scale)
+
+    def score(self, x: Tensor, scale: float) -> Tensor:
+        return -(self.df + 1) * x / (self.df * scale**2 + x.square())
+
+
+@dataclass(frozen=True)
+class Flat(Prior):
+    """The improper constant prior: log density 0 everywhere."""
+
+    def log_prob(self, params: Params) -> Tensor:
+        return next(iter(params.values())).new_zeros(())
+
+    def grad(self, params: Params) -> Params:
+        return {name: torch.zeros_like(x) for name, x in params.items()}
+
+
+class PositivePrior(_Scaled):
+    """A prior of positive numbers: for positive parameters, noise scales and hyperparameters."""
+
+    median_factor: ClassVar[float] = 1.0
+
+    @property
+    def median(self) -> float:
+        """The median (of its first scale), where an own parameter of a likelihood or prior starts."""
+        scale = next(iter(self.scale.values())) if isinstance(self.scale, Mapping) else self.scale
+        return self.median_factor * scale
+
+
+@dataclass(frozen=True)
+class HalfNormal(PositivePrior):
+    """The absolute value of ``N(0, scale^2)``."""
+
+    median_factor: ClassVar[float] = 0.6744897501960817
+
+    def density(self, x: Tensor, scale: float) -> Tensor:
+        return -0.5 * (x / scale).square() + (0.5 * math.log(2 / math.pi) - math.log(scale))
+
+    def score(self, x: Tensor, scale: float) -> Tensor:
+        return x * (-(scale**-2))
+
+
+@dataclass(frozen=True)
+class HalfCauchy(PositivePrior):
+    """The absolute value of a Cauchy: half of its mass is below ``scale``, with a long tail above."""
+
+    def density(self, x: Tensor, scale: float) -> Tensor:
+        return math.log(2 / (math.pi * scale)) - (x / scale).square().log1p()
+
+    def score(self, x: Tensor, scale: float) -> Tensor:
+        return -2 * x / (scale**2 + x.square())
+
+
+@dataclass(frozen=True)
+class LogNormal(PositivePrior):
+    """A positive number whose logarithm is ``N(log(scale), sigma^2)``: ``scale`` is its median."""
+
+    sigma: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "sigma", check_positive("LogNormal: sigma", self.sigma))
+
+    def density(self, x: Tensor, scale: float) -> Tensor:
+        z = (x.log() - math.log(scale)) / self.sigma
+        return -0.5 * z.square() - x.log() - (math.log(self.sigma) + 0.5 * LOG_2PI)
+
+    def score(self, x: Tensor, scale: float) -> Tensor:
+        return -(1 + (x.log() - math.log(scale)) / self.sigma**2) / x
+
+
+@dataclass(frozen=True)
+class Exponential(PositivePrior):
+    """Density ``exp(-x/scale) / scale``; ``scale`` is the mean."""
+
+    median_factor: ClassVar[float] = math.log(2)
+
+    def density(self, x: Tensor, scale: float) -> Tensor:
+        return -x / scale - math.log(scale)
+
+    def score(self, x: Tensor, scale: float) -> Tensor:
+        return torch.full_like(x, -1 / scale)

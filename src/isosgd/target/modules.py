@@ -1,0 +1,366 @@
+"""A ``torch.nn.Module`` as a log likelihood of named parameters."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import UninitializedParameter
+
+from isosgd.native import perceptron
+from isosgd.target.elementwise import Extra
+from isosgd.target.likelihoods import NAMES, Likelihood
+from isosgd.target.params import Params
+
+CHECKED_ROWS = 64
+"""Rows of a batch on which a check runs the module; the targets are looked at in full."""
+
+Select = Literal["all", "last_layer"] | Callable[[str, nn.Parameter], bool]
+Autocast = Literal["bfloat16", "float16"]
+
+
+class ModuleLikelihood:
+    """``log_likelihood(params, batch)`` of a module and a likelihood.
+
+    The user's module is never written to. Its structure, its buffers and the sampled values are copied; frozen
+    parameters are shared, not copied, so that a last layer on a large backbone costs little memory. Batches are
+    ``(x, y)`` or ``(x1, x2, ..., y)``: all but the last go to the module.
+
+    Args:
+        model: any module with floating-point parameters.
+        likelihood: one of `isosgd.likelihoods`, its name, or a callable ``(output, y) -> Tensor[n]``.
+        sampled: ``"all"`` (those with ``requires_grad``), ``"last_layer"`` (the module that holds the last of those),
+            or a callable ``(name, parameter) -> bool``.
+        autocast: ``"bfloat16"`` or ``"float16"`` for a forward pass in mixed precision; None for none.
+        channels_last: whether images and filters are held channels last, which convolutions on a GPU prefer.
+
+    Attributes:
+        buffers: the module's buffers as they were when this was made; copies, which nothing writes to.
+        ties_examples: whether a BatchNorm layer normalises by the statistics of the minibatch, so that the likelihood
+            of an example depends on the rest of its batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood | Callable[[Any, Tensor], Tensor],
+        sampled: Select = "all",
+        autocast: Autocast | None = None,
+        channels_last: bool = False,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        self.likelihood = as_likelihood(likelihood)
+        self.autocast, self.channels_last = as_autocast(autocast), bool(channels_last)
+        names = select(model, sampled)
+        check_layers(model)
+        frozen = [p for name, p in model.named_parameters() if name not in names]
+        try:
+            self._module = copy.deepcopy(model, {id(p): p for p in frozen})
+        except Exception as error:
+            raise TypeError(f"the structure of {type(model).__name__} cannot be copied: {error}") from error
+        parameters = dict(self._module.named_parameters())
+        if self.channels_last:
+            for p in parameters.values():
+                if p.dim() == 4 and not any(p is q for q in frozen):
+                    p.data = p.data.contiguous(memory_format=torch.channels_last)
+        self.values: Params = {name: parameters[name].detach() for name in names}
+        self._class_name = type(model).__name__
+        self._frozen = [name for name in parameters if name not in self.values]
+        self._home = _kind(next(iter(self.values.values())))
+        rest = {name: parameters[name].detach() for name in self._frozen} | dict(self._module.named_buffers())
+        self._rest = {self._home: rest}  # frozen parameters and buffers, by device and type
+        places = list(_places(self._module))
+        self._sampled_places = [place for place in places if place[2] in self.values]
+        self._rest_places = [place for place in places if place[2] in rest]
+        self._put_rest(self._home)
+        self.buffers: Params = {name: x.detach().clone() for name, x in self._module.named_buffers()}
+        self._batch_norms = [m for m in self._module.modules() if isinstance(m, _BatchNorm)]
+        self.ties_examples = any(m.training or m.running_mean is None for m in self._batch_norms)
+        # Statistics of a minibatch do not depend on running ones, which are found anew for each draw (`refreshed`): so
+        # a pass through the module leaves them alone.
+        self._refreshed = [m for m in self._batch_norms if m.training and m.running_mean is not None]
+        for norm in self._refreshed:
+            norm.track_running_stats = False
+
+    def extra(self) -> dict[str, Extra]:
+        """Sampled parameters of the likelihood."""
+        return self.likelihood.extra() if isinstance(self.likelihood, Likelihood) else {}
+
+    def output(self, params: Params, inputs: Sequence[Any]) -> Any:
+        """The module's output at these parameters."""
+        first = params[self._sampled_places[0][2]]
+        kind = _kind(first)
+        if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(first):
+            # Tensors of a transformation must not stay behind in the module.
+            rest = self._rest_as(kind)
+            state = {alias: params[name] for _, _, name, alias in self._sampled_places}
+            state |= {alias: rest[name] for _, _, name, alias in self._rest_places}
+            return self._pass(lambda *x: functional_call(self._module, state, x, tie_weights=False), inputs, first)
+        # The module is our own copy, so tensors go straight to their places. functional_call, which also has to put
+        # the old ones back, costs about half a forward pass of a small network.
+        if kind != self._placed:
+            self._put_rest(kind)
+        for slots, key, name, _ in self._sampled_places:
+            slots[key] = params[name]
+        return self._pass(self._module, inputs, first)
+
+    def _pass(self, module: Callable[..., Any], inputs: Sequence[Any], like: Tensor) -> Any:
+        """A forward pass in the precision and the memory format that were chosen."""
+        if self.channels_last:
+            inputs = [
+                x.contiguous(memory_format=torch.channels_last) if isinstance(x, Tensor) and x.dim() == 4 else x
+                for x in inputs
+            ]
+        if self.autocast is None:
+            return module(*inputs)
+        with torch.autocast(like.device.type, self.autocast, cache_enabled=False):
+            output = module(*inputs)
+        return output.to(like.dtype) if isinstance(output, Tensor) and output.is_floating_point() else output
+
+    # -- buffers ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def using(self, buffers: Params) -> Iterator[None]:
+        """While open, the module has these buffers, and passes through it may change them; then its own again."""
+        unknown = [name for name in buffers if name not in self.buffers]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is no buffer of {self._class_name}; they are {list(self.buffers)}")
+        before = {kind: dict(rest) for kind, rest in self._rest.items()}
+        try:
+            for rest in self._rest.values():
+                rest.update(buffers)
+            self._put_rest(self._placed)
+            yield
+        finally:
+            self._rest = before  # what was made for another device meanwhile is made anew
+            self._put_rest(self._placed)
+
+    @property
+    def frozen(self) -> Params:
+        """The module's parameters that are not sampled."""
+        return {name: self._rest[self._home][name].detach() for name in self._frozen}
+
+    @property
+    def statistics(self) -> list[str]:
+        """Names of the BatchNorm statistics that are found anew for each draw."""
+        own = {id(m) for m in self._refreshed}
+        return [
+            f"{prefix}.{kind}" if prefix else kind
+            for prefix, m in self._module.named_modules()
+            if id(m) in own
+            for kind in ("running_mean", "running_var", "num_batches_tracked")
+            if getattr(m, kind) is not None
+        ]
+
+    @torch.no_grad()
+    def refreshed(self, params: Params, batches: Iterable[Any]) -> Params:
+        """BatchNorm statistics at these parameters: plain averages over batches, as `torch.optim.swa_utils.update_bn`.
+
+        Args:
+            params: natural parameters.
+            batches: of examples; all but the last of each go to the module.
+        """
+        first = params[self._sampled_places[0][2]]
+        rest = self._rest_as(_kind(first))
+        found = {name: torch.zeros_like(rest[name]) for name in self.statistics}
+        momenta = [m.momentum for m in self._refreshed]
+        try:
+            for m in self._refreshed:
+                m.track_running_stats, m.momentum = True, 0.0
+            with self.using(found):
+                for i, batch in enumerate(batches):
+                    for m in self._refreshed:
+                        m.momentum = 1.0 / (i + 1)
+                    self.output(params, batch[:-1])
+        finally:
+            for m, momentum in zip(self._refreshed, momenta, strict=True):
+                m.track_running_stats, m.momentum = False, momentum
+        return found
+
+    # -- what it is made of -------------------------------------------------------------------------------------------
+
+    def _rest_as(self, kind: tuple[torch.device, torch.dtype]) -> Params:
+        """Frozen parameters and buffers, on the device and in the type of the sampled parameters."""
+        if kind not in self._rest:
+            device, dtype = kind
+            self._rest[kind] = {
+                name: x.to(device, dtype if x.is_floating_point() else x.dtype)
+                for name, x in self._rest[self._home].items()
+            }
+        return self._rest[kind]
+
+    def _put_rest(self, kind: tuple[torch.device, torch.dtype]) -> None:
+        rest = self._rest_as(kind)
+        for slots, key, name, _ in self._rest_places:
+            slots[key] = rest[name]
+        self._placed = kind
+
+    def __call__(self, params: Params, batch: Any) -> Tensor:
+        return self.given(self.output(params, batch[:-1]), params, batch)
+
+    def given(self, output: Any, params: Params, batch: Any) -> Tensor:
+        """The same from the module's output at these parameters."""
+        if isinstance(self.likelihood, Likelihood):
+            return self.likelihood.log_prob(output, batch[-1], params)
+        return self.likelihood(output, batch[-1])
+
+    def perceptron(self) -> perceptron.Names | None:
+        """Where the module is a network of one hidden layer, all sampled: the names of its parameters."""
+        names = perceptron.names_in(self._module)
+        return names if names is not None and list(self.values) == list(names) else None
+
+    def predict(self, params: Params, x: Any) -> Any:
+        """Mean and noise variance of y; the module's output when the likelihood is a user's callable."""
+        output = self.output(params, x if isinstance(x, (tuple, list)) else (x,))
+        return self.likelihood.predict(output, params) if isinstance(self.likelihood, Likelihood) else output
+
+    def check(self, params: Params, batch: Any) -> tuple[Any, ...]:
+        """Look at a batch or all data: form, values, and that the output is not random. Returns its first rows."""
+        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+            found = f"{type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
+            raise ValueError(f"a batch must be (x, y) or (x1, x2, ..., y), got a {found}")
+        for i, part in enumerate(batch):
+            if isinstance(part, Tensor) and part.is_floating_point() and (bad := int((~part.isfinite()).sum())):
+                where = "y" if i == len(batch) - 1 else f"input {i}"
+                raise ValueError(f"{where} has {bad} values that are NaN or infinite; drop or mend these rows")
+        tensors = all(isinstance(part, Tensor) for part in batch)
+        head = tuple(part[:CHECKED_ROWS] for part in batch) if tensors else tuple(batch)
+        output, again = self.output(params, head[:-1]), self.output(params, head[:-1])
+        if isinstance(output, Tensor) and not torch.allclose(output, again, rtol=1e-3, atol=1e-4, equal_nan=True):
+            raise ValueError(
+                f"{self._class_name} gives different outputs for the same input, so the posterior is not defined; "
+                "turn random layers such as dropout off (model.eval() before Target.from_module)"
+            )
+        if isinstance(self.likelihood, Likelihood):
+            if not isinstance(output, Tensor):
+                raise TypeError(
+                    f"the model's output is a {type(output).__name__}, not a tensor; give a callable likelihood"
+                )
+            self.likelihood.check(output, batch[-1])
+        return head
+
+    def describe(self) -> dict[str, Any]:
+        """What it is, as plain values."""
+        if isinstance(self.likelihood, Likelihood):
+            likelihood = self.likelihood.describe()
+        else:
+            likelihood = {"name": getattr(self.likelihood, "__qualname__", "callable"), "callable": True}
+        found = {"model": self._class_name, "likelihood": likelihood, "frozen": list(self._frozen)}
+        return found if self.autocast is None else found | {"autocast": str(self.autocast).removeprefix("torch.")}
+
+
+def _kind(x: Tensor) -> tuple[torch.device, torch.dtype]:
+    return x.device, x.dtype
+
+
+def _places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, str, str]]:
+    """Where tensors sit in a module: the dict and key that hold each, its first name, and its name there.
+
+    A tied tensor has several places and one first name.
+    """
+    first: dict[int, str] = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for slots in (owner._parameters, owner._buffers):
+            for key, x in slots.items():
+                if x is not None:
+                    alias = f"{prefix}.{key}" if prefix else key
+                    yield slots, key, first.setdefault(id(x), alias), alias
+
+
+def as_autocast(name: object) -> torch.dtype | None:
+    """A user's choice of mixed precision as a dtype."""
+    if name is None or name in (torch.bfloat16, torch.float16):
+        return name
+    if name not in ("bfloat16", "float16"):
+        raise ValueError(f"autocast = {name!r} is unknown; choose 'bfloat16', 'float16' or None")
+    return torch.bfloat16 if name == "bfloat16" else torch.float16
+
+
+def check_autocast(dtype: torch.dtype | None, device: torch.device) -> None:
+    """Refuse mixed precision that a device cannot do."""
+    if dtype is None:
+        return
+    name = str(dtype).removeprefix("torch.")
+    if not torch.amp.is_autocast_available(device.type):
+        raise ValueError(f"autocast = {name!r}: a device of type {device.type!r} has no autocast; leave it out")
+    if device.type == "cuda" and dtype is torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+        raise ValueError(f"autocast = {name!r}: {torch.cuda.get_device_name(device)} lacks it; leave it out")
+
+
+def as_likelihood(likelihood: object) -> Likelihood | Callable[[Any, Tensor], Tensor]:
+    """Any of the forms a user may give, as a likelihood."""
+    if isinstance(likelihood, str):
+        if likelihood not in NAMES:
+            raise ValueError(f"likelihood = {likelihood!r} is not known; choose one of {sorted(NAMES)}")
+        return NAMES[likelihood]()
+    if isinstance(likelihood, type) and issubclass(likelihood, Likelihood):
+        return likelihood()
+    if isinstance(likelihood, Likelihood) or callable(likelihood):
+        return likelihood
+    raise TypeError(f"likelihood must be one of isosgd.likelihoods, a name or a callable, got {likelihood!r}")
+
+
+def select(model: nn.Module, sampled: Select) -> list[str]:
+    """Names of the parameters to sample."""
+    parameters = dict(model.named_parameters())
+    for name, p in parameters.items():
+        if isinstance(p, UninitializedParameter):
+            raise ValueError(f"parameter {name!r} has no shape yet; run the model once on an input first")
+    trainable = [name for name, p in parameters.items() if p.requires_grad]
+    if sampled == "all":
+        names = trainable
+    elif sampled == "last_layer":
+        last = trainable[-1].rpartition(".")[0] if trainable else ""
+        names = [name for name in trainable if name.rpartition(".")[0] == last]
+    elif callable(sampled):
+        names = [name for name, p in parameters.items() if sampled(name, p)]
+    else:
+        raise ValueError(f"sampled = {sampled!r}; choose 'all', 'last_layer' or a callable (name, parameter) -> bool")
+    if not names:
+        raise ValueError(
+            f"sampled = {sampled!r} picks none of the {len(parameters)} parameters of {type(model).__name__}; "
+            "set requires_grad on those to sample, or choose others"
+        )
+    for name in names:
+        if not parameters[name].is_floating_point():
+            raise TypeError(
+                f"parameter {name!r} is {parameters[name].dtype}; only real floating-point ones can be sampled"
+            )
+    return names
+
+
+def check_layers(model: nn.Module) -> None:
+    """Refuse layers that make the potential random; warn once of those that tie examples of a batch together."""
+    tied = []
+    for name, module in model.named_modules():
+        where = f"{name or 'the model'} ({type(module).__name__})"
+        if module.training and _is_random(module):
+            raise ValueError(f"{where} is random in training mode: no posterior is defined; call model.eval() first")
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            tied.append(where)
+    if tied:
+        others = f" and {len(tied) - 1} other layers use" if len(tied) > 1 else " uses"
+        warnings.warn(
+            f"{tied[0]}{others} the statistics of the minibatch, so the likelihood of an example depends on the rest "
+            "of its batch; call model.eval() first, or use GroupNorm or LayerNorm, for a well-defined posterior",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def _is_random(module: nn.Module) -> bool:
+    """Whether a layer in training mode draws random numbers."""
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
+        return module.dropout > 0
+    return isinstance(module, nn.RReLU)

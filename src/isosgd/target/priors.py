@@ -1,0 +1,301 @@
+"""All priors: those of independent entries, and those that look at shapes, names and other parameters.
+
+Example:
+    >>> import torch
+    >>> params = {"fc.weight": torch.ones(2, 4), "fc.bias": torch.ones(2)}
+    >>> FanInNormal().grad(params)["fc.weight"][0]
+    tensor([-4., -4., -4., -4.])
+    >>> PerParameter({"*.bias": Flat(), "*": Laplace(0.5)}).grad(params)["fc.bias"]
+    tensor([0., 0.])
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from isosgd.names import layer_of
+from isosgd.target.elementwise import (
+    LOG_2PI,
+    Exponential,
+    Extra,
+    Flat,
+    HalfCauchy,
+    HalfNormal,
+    Laplace,
+    LogNormal,
+    Normal,
+    PositivePrior,
+    Prior,
+    StudentT,
+    check_positive,
+    total,
+)
+from isosgd.target.params import Params, match
+from isosgd.target.relevance import Relevance
+
+__all__ = [
+    "Exponential",
+    "FanInNormal",
+    "Flat",
+    "HalfCauchy",
+    "HalfNormal",
+    "HierarchicalNormal",
+    "Laplace",
+    "LogNormal",
+    "Normal",
+    "PerParameter",
+    "PositivePrior",
+    "Prior",
+    "Relevance",
+    "StudentT",
+]
+
+
+def fan_in_factor(x: Tensor) -> float:
+    """``1 / sqrt(fan_in)`` of a weight, 1 for a bias or another vector."""
+    return math.sqrt(x.shape[0] / x.numel()) if x.ndim >= 2 and x.numel() else 1.0
+
+
+@dataclass(frozen=True)
+class FanInNormal(Prior):
+    """Normal entries whose scale keeps activations of order one: the usual prior of a network.
+
+    A tensor of two or more dimensions gets standard deviation ``scale / sqrt(fan_in)``, with
+    ``fan_in = numel / shape[0]`` as in ``nn.Linear`` and ``nn.Conv2d``; biases and other vectors get ``scale``.
+    """
+
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scale", check_positive("FanInNormal: scale", self.scale))
+
+    def resolve(self, params: Params) -> Prior:
+        return Normal({name: self.scale * fan_in_factor(x) for name, x in params.items()})
+
+    def log_prob(self, params: Params) -> Tensor:
+        return self.resolve(params).log_prob(params)
+
+    def grad(self, params: Params) -> Params:
+        return self.resolve(params).grad(params)
+
+
+class _Groups:
+    """Which scale rules which tensor: for each tensor its group, number of entries and fixed factor of the scale."""
+
+    def __init__(self, index: list[int], counts: list[int], factors: list[float]) -> None:
+        self._lists = (index, counts, factors)
+        self._tensors: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
+
+    def like(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The three as tensors beside ``x``, made once for each device and type."""
+        key = (x.device, x.dtype)
+        if key not in self._tensors:
+            index, counts, factors = self._lists
+            self._tensors[key] = (
+                torch.tensor(index, device=x.device),
+                torch.tensor(counts, device=x.device, dtype=x.dtype),
+                torch.tensor(factors, device=x.device, dtype=x.dtype),
+            )
+        return self._tensors[key]
+
+
+@dataclass(frozen=True)
+class HierarchicalNormal(Prior):
+    """Normal entries whose scale is sampled too, under a hyperprior.
+
+    The scale is the positive parameter ``"prior.scale"``, of shape ``[]`` for one scale, else ``[groups]`` with the
+    groups in the order of the parameters. Entries of a tensor are ``N(0, (factor * scale)^2)``, the factor
+    ``1/sqrt(fan_in)`` for weights as in `FanInNormal`, or 1 without ``fan_in``.
+
+    Args:
+        hyper: prior of each scale.
+        per: one scale for ``"all"``, for each ``"layer"``, or for each ``"tensor"``.
+        fan_in: whether scales are relative to ``1/sqrt(fan_in)``.
+        name: name of the scale among the parameters; two such priors in one model need two names.
+    """
+
+    hyper: PositivePrior = field(default_factory=HalfCauchy)
+    per: Literal["all", "layer", "tensor"] = "layer"
+    fan_in: bool = True
+    name: str = "prior.scale"
+    groups: _Groups | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.hyper, PositivePrior):
+            raise TypeError(
+                f"HierarchicalNormal: hyper = {self.hyper!r}; give a prior of positive numbers: HalfCauchy()"
+            )
+        if self.per not in ("all", "layer", "tensor"):
+            raise ValueError(f"HierarchicalNormal: per = {self.per!r}; choose 'all', 'layer' or 'tensor'")
+
+    def _labels(self, params: Params) -> list[str]:
+        names = [name for name in params if name != self.name]
+        return {"all": ["all"] * len(names), "layer": [layer_of(name) for name in names], "tensor": names}[self.per]
+
+    def resolve(self, params: Params) -> HierarchicalNormal:
+        labels = self._labels(params)
+        order = {label: i for i, label in enumerate(dict.fromkeys(labels))}
+        tensors = [x for name, x in params.items() if name != self.name]
+        groups = _Groups(
+            index=[order[label] for label in labels],
+            counts=[x.numel() for x in tensors],
+            factors=[fan_in_factor(x) if self.fan_in else 1.0 for x in tensors],
+        )
+        return replace(self, groups=groups)
+
+    def extra(self, params: Params) -> dict[str, Extra]:
+        shape = () if self.per == "all" else (len(set(self._labels(params))),)
+        like = next(iter(params.values()))
+        return {self.name: Extra(like.new_full(shape, self.hyper.median), self.hyper)}
+
+    def log_prob(self, params: Params) -> Tensor:
+        if self.groups is None:
+            return self.resolve(params).log_prob(params)
+        scale = params[self.name]
+        index, counts, factors = self.groups.like(scale)
+        stds = scale.reshape(-1)[index] * factors
+        squares = torch.stack([x.square().sum() for name, x in params.items() if name != self.name])
+        normal = -0.5 * squares / stds.square() - counts * (stds.log() + 0.5 * LOG_2PI)
+        return normal.sum() + self.hyper.log_prob({self.name: scale})
+
+    def grad(self, params: Params) -> Params:
+        if self.groups is None:
+            return self.resolve(params).grad(params)
+        scale = params[self.name]
+        index, counts, factors = self.groups.like(scale)
+        scales = scale.reshape(-1)[index]
+        precisions = (scales * factors) ** -2
+        tensors = [x for name, x in params.items() if name != self.name]
+        squares = torch.stack([x.square().sum() for x in tensors])
+        by_tensor = (squares * precisions - counts) / scales
+        by_group = torch.zeros_like(scale).reshape(-1).index_add(0, index, by_tensor).reshape(scale.shape)
+        scores = iter([x * factor for x, factor in zip(tensors, (-precisions).unbind(), strict=True)])
+        hyper = self.hyper.grad({self.name: scale})[self.name]
+        return {name: by_group + hyper if name == self.name else next(scores) for name in params}
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "name": "HierarchicalNormal",
+            "hyper": self.hyper.describe(),
+            "per": self.per,
+            "fan_in": self.fan_in,
+            "parameter": self.name,
+        }
+
+
+@dataclass(frozen=True)
+class Joint(Prior):
+    """Independent priors, each over the parameters named with it."""
+
+    parts: tuple[tuple[Prior, tuple[str, ...]], ...]
+
+    def log_prob(self, params: Params) -> Tensor:
+        return total([prior.log_prob({name: params[name] for name in names}) for prior, names in self.parts])
+
+    def grad(self, params: Params) -> Params:
+        grads: Params = {}
+        for prior, names in self.parts:
+            grads |= prior.grad({name: params[name] for name in names})
+        return grads
+
+
+@dataclass(frozen=True)
+class PerParameter(Prior):
+    """A prior for each parameter, found by name or shell pattern; every parameter must find one.
+
+    A name of its own goes before patterns, and patterns go in the order given.
+    """
+
+    table: Mapping[str, Prior]
+
+    def __post_init__(self) -> None:
+        if not self.table:
+            raise ValueError("prior: the mapping is empty; give at least {'*': Normal()}")
+        for key, prior in self.table.items():
+            if not isinstance(prior, Prior):
+                raise TypeError(f"prior of {key!r} must be one of isosgd.priors, got {prior!r}")
+
+    def _members(self, params: Params) -> list[tuple[Prior, Params]]:
+        owned = {name for prior in self.table.values() for name in prior.extra(params)}
+        members: dict[str, Params] = {pattern: {} for pattern in self.table}
+        for name, x in params.items():
+            if name in owned:
+                continue
+            pattern = match(name, self.table)
+            if pattern is None:
+                raise ValueError(
+                    f"no prior for parameter {name!r}: the mapping has {list(self.table)}; add it, or '*' for the rest"
+                )
+            members[pattern][name] = x
+        unused = [pattern for pattern, found in members.items() if not found]
+        if unused:
+            raise ValueError(f"prior of {unused[0]!r} fits no parameter; the parameters are {list(params)}")
+        return [(self.table[pattern], found) for pattern, found in members.items()]
+
+    def extra(self, params: Params) -> dict[str, Extra]:
+        extras: dict[str, Extra] = {}
+        for prior, found in self._members(params):
+            for name, extra in prior.extra(found).items():
+                if name in extras:
+                    raise ValueError(f"two priors sample a parameter {name!r}; give one of them another name=")
+                extras[name] = extra
+        return extras
+
+    def resolve(self, params: Params) -> Joint:
+        parts = []
+        for prior, found in self._members(params):
+            own = tuple(name for name in prior.extra(found) if name in params)
+            parts.append((prior.resolve(found), (*found, *own)))
+        return Joint(tuple(parts))
+
+    def log_prob(self, params: Params) -> Tensor:
+        return self.resolve(params).log_prob(params)
+
+    def grad(self, params: Params) -> Params:
+        return self.resolve(params).grad(params)
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "PerParameter", "table": {key: prior.describe() for key, prior in self.table.items()}}
+
+
+@dataclass(frozen=True)
+class FromCallable(Prior):
+    """A user's log density; its gradient comes from autograd."""
+
+    function: Callable[[Params], Tensor]
+
+    def log_prob(self, params: Params) -> Tensor:
+        value = self.function(params)
+        if not isinstance(value, Tensor) or value.ndim:
+            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
+            raise ValueError(
+                f"the prior's log density must be a scalar tensor, got {found}; sum it over all parameters"
+            )
+        return value
+
+    def grad(self, params: Params) -> Params:
+        # By a function's own gradient, which can be mapped over chains; zero where it does not depend on a parameter.
+        found: Params = torch.func.grad(self.log_prob)({name: x.detach() for name, x in params.items()})
+        return {name: x.detach() for name, x in found.items()}  # what the function closes over may want a gradient
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": getattr(self.function, "__qualname__", type(self.function).__name__), "callable": True}
+
+
+def as_prior(prior: Prior | Mapping[str, Prior] | Callable[[Params], Tensor]) -> Prior:
+    """Any of the forms a user may give, as a prior."""
+    if isinstance(prior, type) and issubclass(prior, Prior):
+        return prior()
+    if isinstance(prior, Prior):
+        return prior
+    if isinstance(prior, Mapping):
+        return PerParameter(dict(prior))
+    if callable(prior) and not isinstance(prior, type):
+        return FromCallable(prior)
+    raise TypeError(f"prior must be one of isosgd.priors, a mapping of them or a callable, got {prior!r}")

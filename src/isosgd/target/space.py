@@ -1,0 +1,119 @@
+"""The space that samplers move in: which parameters there are, which are positive, and which prior rules which."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isosgd.target.elementwise import Extra, PositivePrior, Prior
+from isosgd.target.params import Params, match
+from isosgd.target.priors import Joint
+
+
+class Space:
+    """Everything about parameters that is fixed once their names and shapes are known.
+
+    Args:
+        values: natural values of the parameters; those the prior brings along may be among them.
+        prior: prior of the user's parameters.
+        own: sampled parameters of the likelihood.
+        positive: names or patterns of the user's positive parameters.
+    """
+
+    def __init__(self, values: Params, prior: Prior, own: Mapping[str, Extra], positive: Collection[str]) -> None:
+        if not values:
+            raise ValueError("there are no parameters to sample; give at least one in init")
+        hyper = prior.extra(values)
+        if set(own) & set(hyper):
+            raise ValueError(
+                f"likelihood and prior both sample {next(iter(set(own) & set(hyper)))!r}; rename the prior's"
+            )
+        users = {name: x for name, x in values.items() if name not in hyper}
+        for pattern in positive:
+            if not any(match(name, [pattern]) for name in users):
+                raise ValueError(f"positive has {pattern!r}, which fits no parameter; they are {list(users)}")
+        self.extras: dict[str, Extra] = {**own, **hyper}
+        self.positive = tuple(name for name in users if match(name, positive)) + tuple(self.extras)
+        self.values: Params = users | {name: values.get(name, extra.value) for name, extra in self.extras.items()}
+        self.prior = self._join(users, prior, own, hyper)
+
+    def _join(self, users: Params, prior: Prior, own: Mapping[str, Extra], hyper: Mapping[str, Extra]) -> Prior:
+        """One prior of everything. The user's rules the user's parameters, never those of the likelihood."""
+        ruled = users | {name: self.values[name] for name in hyper}
+        resolved = prior.resolve(ruled)
+        parts = list(resolved.parts) if isinstance(resolved, Joint) else [(resolved, tuple(ruled))]
+        for part, names in parts:
+            wrong = [name for name in names if name not in self.positive]
+            if isinstance(part, PositivePrior) and wrong:
+                raise ValueError(
+                    f"parameter {wrong[0]!r} has the prior {type(part).__name__} of positive numbers but is not "
+                    f"declared positive; pass positive=[{wrong[0]!r}], or choose a prior of real numbers"
+                )
+        parts += [(extra.prior, (name,)) for name, extra in own.items()]
+        return Joint(tuple(parts))
+
+    def constrain(self, free: Params) -> Params:
+        """Natural parameters from free ones."""
+        if not self.positive:
+            return dict(free)
+        return {name: x.exp() if name in self.positive else x for name, x in free.items()}
+
+    def unconstrain(self, natural: Params) -> Params:
+        """Free parameters from natural ones."""
+        return {name: x.log() if name in self.positive else x for name, x in natural.items()}
+
+    def log_prior(self, free: Params, natural: Params) -> Tensor:
+        """Log density of the free parameters: that of the natural ones and the Jacobian of the exponential."""
+        value = self.prior.log_prob(natural)
+        for name in self.positive:
+            value = value + free[name].sum()
+        return value
+
+    def score(self, natural: Params) -> Params:
+        """Gradient of `log_prior` in the free parameters, in closed form where the prior has one."""
+        scores = self.prior.grad(natural)
+        for name in self.positive:  # chain rule through the exponential, and the Jacobian's own gradient
+            scores[name] = scores[name] * natural[name] + 1
+        return scores
+
+    def start(self, given: Params, device: torch.device | str | None, dtype: torch.dtype | None) -> Params:
+        """New free leaf tensors from the given natural values, checked, and the space's own for the rest."""
+        unknown = [name for name in given if name not in self.values]
+        if unknown:
+            raise ValueError(
+                f"init has {unknown[0]!r}, which is no parameter of the target; they are {list(self.values)}"
+            )
+        first = next(iter(self.values.values()))
+        natural = {}
+        for name, default in self.values.items():
+            value = given.get(name, default)
+            # Whatever its source, an own parameter goes with the user's: a start value of ours knows no device.
+            shape, home = (self.extras[name].value.shape, first) if name in self.extras else (default.shape, value)
+            if value.shape != shape:
+                raise ValueError(f"init[{name!r}] has shape {list(value.shape)}, expected {list(shape)}")
+            if not bool(value.isfinite().all()):
+                raise ValueError(f"init[{name!r}] has values that are NaN or infinite; mend them")
+            if name in self.positive and not bool((value > 0).all()):
+                raise ValueError(f"init[{name!r}] must be positive, its least value is {value.min().item():g}")
+            natural[name] = value.to(device or home.device, dtype or home.dtype)
+        return {name: x.detach().clone().requires_grad_() for name, x in self.unconstrain(natural).items()}
+
+
+def as_parameter(name: str, value: Any) -> Tensor:
+    """A user's start value as a tensor that can be sampled."""
+    if not isinstance(name, str):
+        raise TypeError(f"init must map names to tensors, got the key {name!r}")
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"init[{name!r}] must be a tensor, got {type(value).__name__}") from error
+    if not tensor.is_floating_point():
+        raise TypeError(
+            f"init[{name!r}] is {tensor.dtype}; only real floating-point parameters can be sampled: use floats"
+        )
+    if not tensor.numel():
+        raise ValueError(f"init[{name!r}] has shape {list(tensor.shape)}, so there is nothing to sample in it")
+    return tensor.detach().clone()

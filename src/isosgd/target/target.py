@@ -1,0 +1,456 @@
+"""The posterior to sample: a log likelihood, a prior, and the number of data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+
+from isosgd.names import layer_of
+from isosgd.native import perceptron
+from isosgd.target.batches import batch_length, count_examples
+from isosgd.target.elementwise import Normal, Prior
+from isosgd.target.likelihoods import Likelihood
+from isosgd.target.modules import Autocast, ModuleLikelihood, Select, check_autocast
+from isosgd.target.params import Params
+from isosgd.target.priors import FanInNormal, Joint, as_prior
+from isosgd.target.space import Space, as_parameter
+
+PriorLike = Prior | Mapping[str, Prior] | Callable[[Params], Tensor]
+
+
+class Target:
+    """A posterior density over named parameters, ``exp(sum_i log_likelihood_i + log_prior)``.
+
+    Users write densities in *natural* parameters. Samplers move *free* ones, where a positive parameter is held as its
+    logarithm; the Jacobian is added here. Losses and gradients are in mean units: the mean negative log likelihood of
+    the minibatch plus the negative log prior over N.
+
+    Args:
+        log_likelihood: ``(params, batch) -> Tensor[n]``, one log likelihood for each example.
+        prior: one of `isosgd.priors`; or a mapping from names or shell patterns to priors, in which every
+            parameter must find one; or a callable ``params -> scalar`` log density.
+        num_data: N, the number of examples in all; found from the data when they have a length.
+        positive: names or patterns of the parameters that are positive.
+        init: start values in natural parameters.
+        predict: ``(params, x) -> Tensor`` or a dict of tensors, for ``Posterior.predict``.
+
+    Example:
+        >>> from isosgd.target import Target, priors
+        >>> x = torch.linspace(-1, 1, 50)
+        >>> def log_likelihood(params, batch):
+        ...     x, y = batch
+        ...     return -0.5 * ((y - params["slope"] * x) / params["sigma"]) ** 2 - params["sigma"].log()
+        >>> prior = {"slope": priors.Normal(10.0), "sigma": priors.HalfNormal(1.0)}
+        >>> start = {"slope": torch.tensor(0.0), "sigma": torch.tensor(1.0)}
+        >>> target = Target(log_likelihood, prior, positive=["sigma"], init=start)
+        >>> target.resolve_num_data((x, 2 * x))
+        50
+    """
+
+    def __init__(
+        self,
+        log_likelihood: Callable[[Params, Any], Tensor],
+        prior: PriorLike,
+        *,
+        num_data: int | None = None,
+        positive: Collection[str] = (),
+        init: Mapping[str, Any] | None = None,
+        predict: Callable[[Params, Any], Any] | None = None,
+    ) -> None:
+        if not callable(log_likelihood):
+            raise TypeError(f"log_likelihood must be a callable (params, batch) -> Tensor[n], got {log_likelihood!r}")
+        if num_data is not None and (isinstance(num_data, bool) or not isinstance(num_data, int)):
+            raise TypeError(f"num_data must be an integer, got {num_data!r}")
+        if num_data is not None and num_data < 1:
+            raise ValueError(f"num_data = {num_data}: the number of examples must be at least 1")
+        if predict is not None and not callable(predict):
+            raise TypeError(f"predict must be a callable (params, x), got {predict!r}")
+        self.num_data = num_data
+        self._log_likelihood = log_likelihood
+        self._prior = as_prior(prior)
+        self._patterns = (positive,) if isinstance(positive, str) else tuple(positive)
+        self._predict = predict
+        self._own = log_likelihood.extra() if isinstance(log_likelihood, ModuleLikelihood) else {}
+        self._checked = False
+        self._space: Space | None = None
+        self._fixed = init is not None
+        if init is not None:
+            self._space = self._make_space({name: as_parameter(name, value) for name, value in init.items()})
+            self.initial()  # so that a bad start value is found here
+
+    @classmethod
+    def from_module(
+        cls,
+        model: nn.Module,
+        likelihood: str | Likelihood | Callable[[Any, Tensor], Tensor],
+        prior: PriorLike | None = None,
+        *,
+        num_data: int | None = None,
+        sampled: Select = "all",
+        autocast: Autocast | None = None,
+        channels_last: bool = False,
+    ) -> Target:
+        """The posterior of a network's parameters.
+
+        The module itself is never written to. The target copies its structure, buffers and sampled values as they
+        are now; frozen parameters are shared, not copied, so do not train them meanwhile. Chains start at the
+        module's values. Dropout in training mode is refused: call ``model.eval()`` first.
+
+        Args:
+            model: any module. Batches are ``(x, y)`` or ``(x1, x2, ..., y)``; all but the last are its inputs.
+            likelihood: one of `isosgd.likelihoods`, its name (``"categorical"``, ``"bernoulli"``, ``"gaussian"``,
+                ``"heteroscedastic"``, ``"student_t"``, ``"poisson"``), or a callable ``(output, y) -> Tensor[n]``.
+            prior: as for `Target`; ``FanInNormal()`` by default, under which a network's outputs are of order one
+                whatever its width. With data enough to tell, ``HierarchicalNormal()`` learns the scales.
+            num_data: N, found from the data when they have a length.
+            sampled: ``"all"`` parameters with ``requires_grad``; ``"last_layer"``, the module that holds the last of
+                those; or a callable ``(name, parameter) -> bool``. The others stay as they are.
+            autocast: ``"bfloat16"`` or ``"float16"``: forward passes run in mixed precision, parameters stay as they
+                are. On a recent GPU bfloat16 about halves the time of a large network.
+            channels_last: hold images and filters channels last, which convolutions on a GPU prefer.
+
+        Example:
+            >>> model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+            >>> target = Target.from_module(model, "gaussian", sampled="last_layer")
+            >>> {name: tuple(x.shape) for name, x in target.initial().items()}
+            {'2.weight': (1, 8), '2.bias': (1,), 'likelihood.scale': ()}
+        """
+        module = ModuleLikelihood(model, likelihood, sampled, autocast, channels_last)
+        prior = FanInNormal() if prior is None else as_prior(prior)
+        for name in module.extra() | prior.extra(module.values):
+            if name in module.values:
+                raise ValueError(
+                    f"the model has a parameter {name!r}, a name that is taken here; rename that submodule"
+                )
+        return cls(module, prior, num_data=num_data, init=module.values, predict=module.predict)
+
+    # ---------------------------------------------------------------- what a chain needs to start
+
+    def resolve_num_data(self, data: Any) -> int:
+        """N: the given one, else the length of the data. It is never guessed.
+
+        Args:
+            data: a tuple of tensors, or a loader whose data set has a length.
+        """
+        found = count_examples(data)
+        if self.num_data is not None:
+            return self.num_data
+        if found is None:
+            raise ValueError(
+                f"the number of examples is not known from data of type {type(data).__name__}; pass num_data= to Target"
+            )
+        if found < 1:
+            raise ValueError("data has no examples")
+        return found
+
+    def initial(
+        self,
+        init: Mapping[str, Any] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Params:
+        """Free parameters at the start of a chain: new leaf tensors that require gradients.
+
+        Args:
+            init: natural values; names left out start where the target says.
+            device: where to put them; where they are by default.
+            dtype: a floating-point type; their own by default.
+        """
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"dtype = {dtype}: parameters must be floating point")
+        given = {name: as_parameter(name, value) for name, value in self.split_init(init)[0].items()}
+        if not self._fixed:
+            if not given:
+                raise ValueError(
+                    "the parameters are not known; pass init=, a dict of start values, to Target or sample"
+                )
+            self._space = self._make_space(given)
+        assert self._space is not None
+        return self._space.start(given, device, dtype)
+
+    # ---------------------------------------------------------------- buffers of a module
+
+    @property
+    def module(self) -> ModuleLikelihood | None:
+        """The module's likelihood, where the target was made from a module."""
+        return self._log_likelihood if isinstance(self._log_likelihood, ModuleLikelihood) else None
+
+    @property
+    def buffers(self) -> Params:
+        """Buffers of the module as they were when the target was made; none without a module."""
+        return {} if self.module is None else self.module.buffers
+
+    @property
+    def frozen(self) -> Params:
+        """Parameters of the module that are not sampled."""
+        return {} if self.module is None else self.module.frozen
+
+    @property
+    def ties_examples(self) -> bool:
+        """Whether the likelihood of an example depends on the rest of its minibatch (BatchNorm in training mode)."""
+        return self.module is not None and self.module.ties_examples
+
+    def split_init(self, init: Mapping[str, Any] | None) -> tuple[dict[str, Any], Params]:
+        """Start values as those of parameters and those of buffers, which are checked."""
+        own, frozen = self.buffers, self.frozen
+        params = {name: value for name, value in (init or {}).items() if name not in own and name not in frozen}
+        for name, x in frozen.items():
+            if name in (init or {}) and not torch.equal(torch.as_tensor(init[name]).to(x), x):  # type: ignore[index]
+                raise ValueError(f"init[{name!r}] is not sampled, and is not what the model has: leave it out")
+        buffers = {name: torch.as_tensor(value) for name, value in (init or {}).items() if name in own}
+        for name, value in buffers.items():
+            if value.shape != own[name].shape:
+                raise ValueError(
+                    f"init[{name!r}] has shape {list(value.shape)}, but this buffer of the model has "
+                    f"{list(own[name].shape)}: pass the state_dict of a network of the same architecture"
+                )
+            if value.is_floating_point() and not bool(value.isfinite().all()):
+                raise ValueError(f"init[{name!r}] has values that are NaN or infinite; mend them")
+        return params, buffers
+
+    def initial_buffers(self, init: Mapping[str, Any] | None, free: Params) -> Params:
+        """Copies of the buffers that a chain starts with, on the device and in the type of its parameters."""
+        first = next(iter(free.values()))
+        found = self.buffers | self.split_init(init)[1]
+        return {
+            name: x.detach().to(first.device, first.dtype if x.is_floating_point() else x.dtype, copy=True)
+            for name, x in found.items()
+        }
+
+    def check_device(self, device: torch.device) -> None:
+        """Refuse a device that cannot do what the target asks for."""
+        if self.module is not None:
+            check_autocast(self.module.autocast, device)
+
+    def using(self, buffers: Params) -> AbstractContextManager[None]:
+        """While open, the module has these buffers, which passes through it may change."""
+        return nullcontext() if self.module is None else self.module.using(buffers)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the start values are, a module's own for instance; None while there are none."""
+        return None if self._space is None else next(iter(self._space.values.values())).device
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Type of the start values; None while there are none."""
+        return None if self._space is None else next(iter(self._space.values.values())).dtype
+
+    def layers(self, free: Params) -> dict[str, str]:
+        """Layer of each parameter: the module it sits in; sampled scales are layers of their own."""
+        extras = self._bound(free).extras
+        return {name: name if name in extras else layer_of(name) for name in free}
+
+    def extras(self, free: Params) -> list[str]:
+        """Names of the sampled scales that the likelihood and the prior bring along."""
+        return list(self._bound(free).extras)
+
+    def noise_scales(self) -> list[str]:
+        """Names of those of the likelihood that are scales of the noise."""
+        return [name for name, extra in self._own.items() if extra.noise_scale]
+
+    def prior_scales(self, free: Params) -> list[str]:
+        """Names of those that the prior brings along."""
+        return [name for name in self._bound(free).extras if name not in self._own]
+
+    def prior_weight(self, free: Params, temperature: float) -> float:
+        """What the prior is multiplied by in the loss at temperature T, so that ``exp(-N loss / T)`` is sampled.
+
+        1 where all scales of the prior are fixed: prior and likelihood are tempered alike. T where some are sampled:
+        the likelihood alone is tempered. ``p(w | s)^(1/T)`` is not normalised in s, and has its mass at s = 0 as T
+        falls.
+        """
+        return temperature if self.prior_scales(free) else 1.0
+
+    def density(self, free: Params, temperature: float) -> str:
+        """Which density is sampled at temperature T: a formula, and the same in words."""
+        if temperature == 1:
+            return "likelihood * prior: the posterior"
+        if self.prior_scales(free):
+            return (
+                f"likelihood^(1/T) * prior, T = {temperature:g}: the likelihood alone is tempered, since the prior has "
+                "scales that are sampled"
+            )
+        return f"(likelihood * prior)^(1/T), T = {temperature:g}: likelihood and prior are tempered alike"
+
+    def _make_space(self, params: Params) -> Space:
+        return Space(params, self._prior, self._own, self._patterns)
+
+    def _bound(self, params: Params) -> Space:
+        """The space of parameters. A target that has not seen any yet takes names and shapes from these."""
+        if self._space is None:
+            self._space = self._make_space(params)
+        return self._space
+
+    # ---------------------------------------------------------------- densities
+
+    def constrain(self, free: Params) -> Params:
+        """Natural parameters from free ones; leading dimensions are welcome."""
+        return self._bound(free).constrain(free)
+
+    def unconstrain(self, natural: Params) -> Params:
+        """Free parameters from natural ones; leading dimensions are welcome."""
+        return self._bound(natural).unconstrain(natural)
+
+    def log_likelihood(self, free: Params, batch: Any) -> Tensor:
+        """Log likelihood of each example, at free parameters."""
+        if not self._checked:
+            self.check(free, batch)
+        return self._log_likelihood(self.constrain(free), batch)
+
+    def perceptron(self) -> perceptron.Names | None:
+        """Where it is a network of one hidden layer and nothing else: the names of its parameters, which are free."""
+        return self._log_likelihood.perceptron() if isinstance(self._log_likelihood, ModuleLikelihood) else None
+
+    def log_likelihood_given(self, output: Tensor, free: Params, batch: Any) -> Tensor:
+        """Log likelihood of each example, from a module's output at free parameters."""
+        assert isinstance(self._log_likelihood, ModuleLikelihood)
+        return self._log_likelihood.given(output, self.constrain(free), batch)
+
+    def log_prior(self, free: Params) -> Tensor:
+        """Log density of the free parameters under the prior, Jacobian included."""
+        return self._bound(free).log_prior(free, self.constrain(free))
+
+    def prior_score(self, free: Params) -> Params:
+        """Gradient of the log prior of the free parameters, in closed form where there is one."""
+        space = self._bound(free)
+        return space.score(space.constrain(free))
+
+    def gradient(
+        self, free: Params, batch: Any, num_data: int, prior_weight: float = 1.0
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Gradients of the loss: mean negative log likelihood of the batch plus negative log prior over N.
+
+        Args:
+            free: free parameters that require gradients.
+            batch: a minibatch.
+            num_data: N.
+            prior_weight: of the prior in the loss, see `prior_weight`; a step that adds the prior's part by itself
+                gives 0.
+
+        Returns:
+            The mean negative log likelihood, detached (the prior's part is left out: nothing in a step needs its
+            value), and the gradients of the whole loss, in the order of ``free``.
+        """
+        if not self._checked:
+            self.check(free, batch)
+        space, leaves = self._bound(free), list(free.values())
+        with torch.enable_grad():
+            natural = space.constrain(free)
+            mean = self._log_likelihood(natural, batch).mean()
+            if mean.requires_grad:
+                minus = torch.full_like(mean, -1)
+                grads = torch.autograd.grad(mean, leaves, grad_outputs=minus, materialize_grads=True)
+            else:
+                grads = tuple(torch.zeros_like(x) for x in leaves)
+        if not prior_weight:
+            return mean.detach().neg(), grads
+        with torch.no_grad():
+            scores = space.score(natural)
+            # Not in place: autograd may hand out one tensor for two parameters, or an expanded one.
+            return mean.detach().neg(), list(
+                torch._foreach_add(grads, [scores[name] for name in free], alpha=-prior_weight / num_data)
+            )
+
+    def prior_precisions(self, free: Params) -> list[float] | None:
+        """Precision of each parameter's prior, where all are Gaussians around zero of fixed scales; None elsewhere."""
+        space = self._bound(free)
+        if space.positive:
+            return None
+        found: dict[str, float] = {}
+        for part, names in space.prior.parts if isinstance(space.prior, Joint) else [(space.prior, tuple(free))]:
+            if not isinstance(part, Normal):
+                return None
+            found |= {name: part.scale_of(name) ** -2 for name in names}
+        return [found[name] for name in free]
+
+    def prior_curvature(self, free: Params, batched: bool = False) -> list[Tensor]:
+        """Second derivative of the negative log prior for each parameter (not divided by N), never negative.
+
+        Exact for priors that act entry by entry, whatever scales they share; of others it is the sum of a row of the
+        Hessian within a parameter. Where a prior has no curvature (Laplace) or a negative one (the tails of a
+        Student-t), the square of its slope stands for it: under the prior both have the same mean.
+
+        Args:
+            free: free parameters.
+            batched: whether they carry a leading dimension of chains.
+        """
+        leaves = {name: x.detach().requires_grad_() for name, x in free.items()}
+        with torch.enable_grad():
+            value = vmap(self.log_prior)(leaves).sum() if batched else self.log_prior(leaves)
+            every = list(leaves.values())
+            if not value.requires_grad:
+                return [torch.zeros_like(x) for x in every]
+            slopes = torch.autograd.grad(value, every, create_graph=True, materialize_grads=True)
+            found = []
+            for leaf, slope in zip(every, slopes, strict=True):
+                bent = torch.zeros_like(leaf)
+                if slope.requires_grad:
+                    ones = torch.ones_like(leaf)
+                    (bent,) = torch.autograd.grad(slope, [leaf], ones, retain_graph=True, materialize_grads=True)
+                found.append(torch.where(bent < 0, -bent, slope.square()).detach())
+        return found
+
+    def check(self, free: Params, batch: Any) -> None:
+        """Look closely at a batch: its form, its values, and what the log likelihood returns.
+
+        It runs by itself on the first batch. Call it before code that is compiled or mapped over chains. For a
+        module's target the batch may be all data: their values are looked at in full, and the module runs on a few.
+        """
+        natural = self.constrain(free)
+        with torch.no_grad():
+            if isinstance(self._log_likelihood, ModuleLikelihood):
+                batch = self._log_likelihood.check(natural, batch)
+            value = self._log_likelihood(natural, batch)
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            found = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"log_likelihood must return a floating-point tensor [n], got {found}")
+        length = batch_length(batch)
+        if value.ndim != 1 or (length is not None and value.shape[0] != length):
+            raise ValueError(
+                f"log_likelihood must return one value for each example, shape [{'n' if length is None else length}], "
+                f"got {list(value.shape)}; do not sum or average over examples"
+            )
+        if bad := int(value.isnan().sum()):
+            raise ValueError(f"log_likelihood is NaN for {bad} of {len(value)} examples; look at the data and at init")
+        self._checked = True
+
+    # ---------------------------------------------------------------- after sampling
+
+    @torch.no_grad()
+    def predictive(self, free: Params, x: Any) -> Any:
+        """Predictions at free parameters.
+
+        Returns:
+            For a module's target a dict of the ``mean`` and noise ``variance`` of y (the output itself under a
+            callable likelihood); otherwise whatever the user's ``predict`` returns.
+        """
+        if self._predict is None:
+            raise ValueError("this target cannot predict: pass predict=, a callable (params, x), to Target")
+        return self._predict(self.constrain(free), x)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether it can predict."""
+        return self._predict is not None
+
+    def describe(self) -> dict[str, Any]:
+        """What is sampled, as plain values that JSON can hold."""
+        if isinstance(self._log_likelihood, ModuleLikelihood):
+            about = self._log_likelihood.describe()
+        else:
+            about = {
+                "likelihood": {"name": getattr(self._log_likelihood, "__qualname__", "callable"), "callable": True}
+            }
+        space = self._space
+        return about | {
+            "prior": self._prior.describe(),
+            "num_data": self.num_data,
+            "positive": list(space.positive if space else self._patterns),
+            "parameters": {name: list(x.shape) for name, x in space.values.items()} if space else {},
+        }

@@ -1,0 +1,124 @@
+"""What may be wrong with chains that ran to their end, said once for all chains that have it."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from isosgd.engine.chains import Chains
+from isosgd.errors import SamplingWarning
+from isosgd.geometry.base import MOST_EXCESS
+from isosgd.samplers import ISGD, Sampler
+from isosgd.samplers.momentum_isgd import MomentumISGD
+from isosgd.warmup.reports import WarmupReport
+
+CLIPPED_ALARM = 0.05
+LOADER_ALARM = 0.02
+RISE_ALARM = 5.0  # standard deviations of a minibatch's loss
+EXCESS_ALARM = 3.0 * MOST_EXCESS
+Late = Tensor | None  # mean loss of each chain in the second half of the draws
+
+
+def warn_of(run: Chains, reports: list[WarmupReport], late: list[Tensor], first: int) -> None:
+    """Warn of everything that may have gone wrong.
+
+    Args:
+        run: the chains, after their last draw.
+        reports: of their warm-up.
+        late: losses of minibatches in the second half of the draws.
+        first: index of the first chain.
+    """
+    alive = [k for k in range(run.count) if k not in run.failures]
+    losses = torch.stack(late).double().mean(0).cpu() if late else None
+    for check in (_unsettled, _clipped, _hot, _biased, _in_order, _risen):
+        cases = [(k, said) for k in alive if (said := check(run, reports[k], k, losses))]
+        if cases:
+            k, said = cases[0]
+            others = f" (and {len(cases) - 1} other of {len(alive)} chains)" if len(cases) > 1 else ""
+            warnings.warn(f"chain {first + k}{others}: {said}", SamplingWarning, stacklevel=4)
+
+
+def _unsettled(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
+    return "" if report.settled else f"the warm-up did not settle; {report.reason}."
+
+
+def _clipped(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
+    if not isinstance(run.sampler, ISGD | MomentumISGD):
+        return ""
+    for group in run.sampler.param_groups:
+        clipped = float(run.each(run.sampler.clipped_share(group))[k])
+        if clipped > CLIPPED_ALARM:
+            return (
+                f"{100 * clipped:.0f}% of the gradient noise of group {group['name']!r} exceeds "
+                "lambda where the chain now "
+                "is, so that the draws are too widely spread. Use scheme='windowed', a longer warmup= or "
+                "a lower temperature."
+            )
+    return ""
+
+
+def _hot(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
+    """Noise that a Lambda does not know."""
+    excess = 0.0 if run.geometry is None or not run.geometry.known else float(run.geometry.excess_temperature()[k])
+    if excess <= EXCESS_ALARM:
+        return ""
+    if run.geometry.name == "full":  # type: ignore[union-attr]
+        return (
+            f"gradient noise is larger where the chain now is than it was on average, and raises the temperature by "
+            f"{100 * excess:.0f}% in the worst direction. A larger batch_size= or a longer warmup= would help."
+        )
+    return (
+        f"gradient noise that structure {run.geometry.name!r} does not express raises the temperature by "  # type: ignore[union-attr]
+        f"{100 * excess:.0f}% in the worst direction. A larger batch_size=, structure='full' or 'layer' would help."
+    )
+
+
+def _biased(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
+    sampler = run.sampler
+    if sampler.targets != Sampler.targets:
+        return ""
+    limit = 2.0 * sampler.bias
+    corrected = isinstance(sampler, ISGD) or getattr(sampler, "corrected", False)
+    for found in report.groups:
+        heat = 0.0 if corrected else found.noise_share
+        excess = found.predicted_bias + heat
+        if excess > 2.0 * limit or found.predicted_bias > limit:
+            return (
+                f"posterior variances of group {found.name!r} come out too large by about "
+                f"{100 * excess:.0f}%: its rate of "
+                f"{found.rate:.3g} is too high for its curvature or its gradient noise. Lower it, or let "
+                "the warm-up set it."
+            )
+    return ""
+
+
+def _in_order(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
+    """Batches without replacement."""
+    share = max((g.noise_share for g in report.groups), default=0.0)
+    if run.batches.independent or share <= LOADER_ALARM:
+        return ""
+    return (
+        "the batches are not drawn independently (a shuffled loader goes through the data "
+        "without replacement), so "
+        f"their noise cancels over an epoch. It is {100 * share:.0f}% of the composite noise: "
+        "posterior variances may come out "
+        "too small by up to that. Pass the tensors themselves, or a DataLoader with "
+        "RandomSampler(replacement=True)."
+    )
+
+
+def _risen(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
+    """A chain that has left the place where its rates were found. Trajectories are right at any rate."""
+    if report.loss is None or late is None or run.hmc is not None:
+        return ""
+    before, spread = report.loss
+    now = float(late[k])
+    if now <= before + RISE_ALARM * max(spread, 1e-3 * abs(before)):
+        return ""
+    return (
+        f"the mean loss rose from {before:.4g} in the warm-up to {now:.4g} in the second half "
+        "of the draws: the rates were found elsewhere, and the draws are not to be trusted. A longer warmup= or a "
+        "smaller bias= would help."
+    )

@@ -1,0 +1,289 @@
+"""The warm-up where a batch is all of the data: go down, then find the metric and the pace of trajectories.
+
+1. *Go down* by Adam's steps on all of the data, or on parts of them where they are many; keep the lowest place found.
+2. *Glide* in windows that double. In each, differences of gradients between random halves of the data say how Lambda
+   should be geometry, and each chain's pace is set so that a chosen share of its trajectories is accepted.
+3. In a *last* window Lambda is fixed and only paces are set; then they are frozen too.
+
+Trajectories are accepted or refused from the first on, so that nothing here can drive a chain astray.
+
+References:
+    Hoffman, Gelman (2014), The No-U-Turn sampler (dual averaging).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from isosgd.data.sources import TensorBatches
+from isosgd.engine.chains import Chains
+from isosgd.engine.leapfrog import Glide
+from isosgd.progress import Progress
+from isosgd.samplers.hmc import HMC
+from isosgd.warmup.adam import Adam, falling
+from isosgd.warmup.reports import GroupReport, WarmupReport, drifting
+from isosgd.warmup.spacing import Traces
+
+FIRST_WINDOW = 100
+LAST_SHARE = 0.4  # of what is left after the descent, for the last window
+DESCENT_SHARE, MOST_DESCENT = 0.15, 1_500
+RATE = 0.1  # of the size of a group's parameters, in a step of the descent
+PART = 1_000  # rows of a step of the descent, at the least, where there are
+MANY = 10  # such parts: with fewer, steps on all rows come down faster
+PART_RATE = 0.03  # of such a step, whose gradient is noisy
+PASSES = 150  # through all parts, at the most: then trajectories come down faster
+LOOK = 10  # passes between looks at all data
+ACCEPTED = 0.75  # share of trajectories that paces aim at
+LEAST_ACCEPTED = 0.3  # below which a chain has not found its pace
+REACH = 2.0  # length of a trajectory, in standard deviations of a direction in which the curvature is H
+MOST_LENGTH = 64  # steps of a trajectory
+GAIN = 0.2  # of dual averaging; the usual one, .05, lets paces swing, and in short windows they end too short
+TRAJECTORIES = 20  # in a window, at the least: paces are learned from them
+STRAYED = 10.0  # energy over T that a trajectory may have gained where noise is looked at
+VECTORS = 4  # of noise in a window, over the least that tell a Lambda's shape; more are not worth their time
+ENOUGH = 1_600  # steps of the last window, unless a number was given
+
+Array = NDArray[np.float64]
+State = dict[str, Any]
+Mark = Callable[[Callable[[], State]], None]
+
+
+class Averaging:
+    """Step sizes whose acceptance comes to a chosen share, one for each chain (dual averaging).
+
+    Args:
+        start: step sizes.
+        share: of trajectories to be accepted.
+        bold: how much longer than these the steps are that are tried when all are accepted at first.
+        gain: the larger, the steadier they are.
+    """
+
+    def __init__(self, start: Tensor, share: float = ACCEPTED, bold: float = 2.0, gain: float = GAIN) -> None:
+        self.share, self.gain, self.count = share, gain, 0
+        self.centre = (bold * start).log()
+        self.error, self.log_mean = torch.zeros_like(start), start.log()
+        self.value = start
+
+    def take(self, acceptance: Tensor) -> None:
+        """Learn from the probabilities with which the last trajectories were accepted."""
+        self.count += 1
+        self.error = torch.lerp(self.error, self.share - acceptance, 1.0 / (self.count + 10.0))
+        log = self.centre - math.sqrt(self.count) / self.gain * self.error
+        self.log_mean = torch.lerp(self.log_mean, log, self.count**-0.75)
+        self.value = log.exp()
+
+    @property
+    def mean(self) -> Tensor:
+        """The step sizes to go on with."""
+        return self.log_mean.exp()
+
+
+class Trajectories:
+    """The warm-up of chains whose sampler is `HMC`; see `isosgd.warmup.windows.warm_up` for the arguments."""
+
+    kept = ("stage", "spent", "fallen", "length", "reasons", "loss", "last")
+
+    def __init__(
+        self, chains: Chains, steps: int | None, most: int, progress: Progress, mark: Mark, glide: Glide | None = None
+    ) -> None:
+        self.chains, self.progress, self.mark, self.glide = chains, progress, mark, glide
+        self.budget, self.exact = steps or most, steps is not None
+        self.stage, self.spent, self.fallen, self.length = "start", 0, 0, FIRST_WINDOW
+        self.traces, self.traced = Traces(chains), True
+        self.reasons = [""] * chains.count
+        self.last: list[Tensor] | None = None  # noise
+        self.loss: tuple[Array, Array] | None = None
+
+    @property
+    def sampler(self) -> HMC:
+        return cast(HMC, self.chains.sampler)
+
+    def state(self) -> State:
+        """What is needed to go on from between two windows, beside the chains."""
+        return {**{name: getattr(self, name) for name in self.kept}, "traces": self.traces.state()}
+
+    def load_state(self, state: State) -> None:
+        """Go on from what `state` gave."""
+        for name in self.kept:
+            setattr(self, name, state[name])
+        self.traces.load_state(state["traces"])
+
+    def run(self, measure_spacing: bool) -> list[WarmupReport]:
+        """All of it."""
+        self.traced = measure_spacing
+        geometry = self.sampler.geometry
+        assert geometry is not None
+        needed = geometry.min_vectors + 5 * FIRST_WINDOW
+        if self.budget < needed:
+            raise ValueError(
+                f"warmup = {self.budget} is too short for trajectories on all data: give at least {needed}"
+            )
+        if self.stage == "start":
+            self.chains.evaluate(forgiving=False)
+            self._descend(min(int(DESCENT_SHARE * self.budget), MOST_DESCENT))
+            for _ in range(geometry.min_vectors):
+                self.last = self.chains.evaluate(split=True)
+                self.sampler.observe(self.last)
+                self._count("measuring noise")
+            self.chains.shape()
+            self.stage = "windows"
+        while self.stage == "windows":
+            self.mark(self.state)
+            self._window(self.length, fixed=False)
+            self.sampler.restart()  # first: the prior's part of Lambda is that of where the chains are
+            self.chains.shape()
+            left = self.budget - self.spent
+            done = 2 * self.length > (1.0 - LAST_SHARE) * left or not (self.exact or any(self.reasons))
+            self.stage, self.length = ("last", self.length) if done else ("windows", 2 * self.length)
+        self.mark(self.state)
+        left = self.budget - self.spent
+        self._window(left if self.exact else min(left, max(2 * self.length, ENOUGH)), fixed=True)
+        self.sampler.freeze()
+        return self._reports(self.traces.spacing() if measure_spacing else None)
+
+    # -- the way down -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _descend(self, gradients: int) -> None:
+        """Adam's steps, smaller and smaller in the second half. Many data take turns, a part in each step.
+
+        Scales of the prior are held: a hierarchical density has its mode where one of them is zero, far from its mass.
+        """
+        chains = self.chains
+        rows = cast(TensorBatches, chains.batches).num_data  # N may be larger, where they stand for more
+        parts = rows // PART if rows >= MANY * PART else 1
+        passes = gradients if parts == 1 else min(gradients, PASSES)
+        steps, rate = passes * parts, RATE if parts == 1 else PART_RATE
+        adam = Adam(chains, rate, chains.target.prior_scales(chains.params))
+        best, saved, turns = chains.energy(), chains.snapshot(), self._turns(parts, rows // parts)
+        for i in range(1, steps + 1):
+            if parts > 1:
+                chains.evaluate(batch=next(turns))
+            adam.step([cast(Tensor, leaf.grad) for leaf in chains.leaves], falling(i, steps))
+            if parts > 1 and i % parts == 0:  # a pass through all parts counts as one gradient
+                chains.gradients -= parts - 1
+                self._count("descending")
+            if parts == 1 or i % (LOOK * parts) == 0 or i == steps:
+                chains.evaluate()
+                self._count("descending")
+                energy = chains.energy()
+                lower = energy < best
+                best = torch.where(lower, energy, best)
+                saved = chains.merged(saved, chains.snapshot(), lower)
+        chains.restore(saved)
+        self.fallen = self.spent
+
+    def _turns(self, parts: int, size: int) -> Iterator[Any]:
+        """Equal parts of the data, again and again, each time in another order; a few rows may be left out of it."""
+        dim = 0 if self.chains.many is None else 1
+        while True:
+            mixed = self.chains.batches.next(mixed=True)
+            for k in range(parts):
+                yield tuple(t.narrow(dim, k * size, size) for t in mixed)
+
+    # -- windows ------------------------------------------------------------------------------------------------------
+
+    def _window(self, steps: int, fixed: bool) -> None:
+        """Trajectories that set the pace; and the noise that shapes Lambda, unless it is fixed."""
+        chains, sampler = self.chains, self.sampler
+        sampler.forget_noise()
+        self.traces.begin(steps)
+        paces = Averaging(sampler.step_size.sqrt())
+        self._choose_length(steps)
+        levels: list[Tensor] = []
+        accepted: list[Tensor] = []
+        assert sampler.geometry is not None
+        every = steps + 1 if fixed else max(1, steps // (VECTORS * sampler.geometry.min_vectors))
+        i = 0
+        while i < steps:
+            looks = not fixed and i % every == 0
+            count = 0 if self.glide is None or looks else min(self.glide.inside, steps - i, every - i % every)
+            if count and self.glide is not None:
+                self.glide.glide(count)
+            else:
+                count, noise = 1, chains.evaluate(split=looks)
+                chains.advance(None)
+                if noise is not None:
+                    sampler.observe(self._seen(noise))
+            self._count("trying the pace" if fixed else "warming up", count)
+            if self.traced:
+                self.traces.take(i, count)
+            levels += [chains.level] * count
+            i += count
+            if count == 1 and sampler.ended:
+                accepted.append(sampler.acceptance)
+                paces.take(sampler.acceptance)
+                sampler.step_size = paces.value.square()
+                if fixed and i <= steps // 4:  # paces are about right, so that lengths are too
+                    self._choose_length(steps)
+        sampler.step_size = paces.mean.square()
+        losses, shares = _array(levels), _array(accepted[len(accepted) // 2 :]).mean(0)
+        self.loss = losses.mean(0), losses.std(0)
+        self.reasons = [self._unsettled(k, shares[k], losses[:, k]) for k in range(chains.count)]
+
+    def _seen(self, noise: list[Tensor]) -> list[Tensor]:
+        """The noise of chains that are where the posterior has its mass; of others that which was seen last."""
+        good = self.sampler.error.abs() < STRAYED
+        if self.last is not None:
+            noise = self.chains.merged(self.last, noise, good)
+        self.last = noise
+        return noise
+
+    def _choose_length(self, steps: int) -> None:
+        """A trajectory's, by the median pace: chains take their steps together."""
+        # A step size may fall to zero where every trajectory is rejected; the longest one is taken then, and reports
+        # say so.
+        reach = REACH / max(float(self.sampler.step_size.sqrt().median()), REACH / MOST_LENGTH)
+        self.sampler.length = max(1, min(math.ceil(reach), MOST_LENGTH, steps // TRAJECTORIES))
+
+    def _unsettled(self, k: int, accepted: float, losses: Array) -> str:
+        if not bool(self.chains.alive[k]):
+            return "the chain has diverged"
+        if accepted < LEAST_ACCEPTED:
+            return (
+                f"{100 * accepted:.0f}% of the trajectories were accepted in the last window of {len(losses)} steps: "
+                "a longer warmup= would help"
+            )
+        return drifting(losses)
+
+    def _count(self, stage: str, steps: int = 1) -> None:
+        self.spent += steps
+        self.progress.advance(stage, steps * self.chains.count)
+
+    def _reports(self, keep: int | None) -> list[WarmupReport]:
+        sampler, geometry = self.sampler, self.sampler.geometry
+        assert geometry is not None and self.loss is not None
+        sampler.report_step_size()
+        rates, paces = self.chains.rates().cpu().numpy(), sampler.step_size.double().cpu().numpy()
+        structure, conditioning = self.chains.structure, self.chains.conditioning()
+        reports = []
+        for k, reason in enumerate(self.reasons):
+            groups = [
+                GroupReport(
+                    name=group["name"],
+                    rate=float(rate),
+                    lam=geometry.scale / float(rate),
+                    curvature=0.5 * float(paces[k]) / float(rate),  # H
+                    rate_curvature=0.5 * float(paces[k]),
+                    predicted_bias=0.0,
+                    tail_index=math.nan,
+                    noise_share=0.0,
+                    clipped_share=0.0,
+                )
+                for group, rate in zip(sampler.param_groups, rates[k], strict=True)
+            ]
+            loss = float(self.loss[0][k]), float(self.loss[1][k])
+            found = not reason, reason, self.spent, self.fallen, keep, groups, loss
+            reports.append(WarmupReport(*found, structure=structure, conditioning=conditioning))
+        return reports
+
+
+def _array(numbers: list[Tensor]) -> Array:
+    return torch.stack(numbers).double().cpu().numpy()

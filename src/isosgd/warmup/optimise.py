@@ -1,0 +1,173 @@
+"""The way down: from wherever chains start to where the posterior has its mass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from isosgd.engine.chains import Chains
+from isosgd.samplers.steppers import allowed_rate_curvature, hamiltonian_
+from isosgd.warmup.adam import Adam, falling
+
+WINDOW = 100
+RATE = 0.5  # of 1 / h; with friction 0.1 the limit is 3.8
+FRICTION = 0.1
+PROBE_EVERY = 5
+SCALE_STEPS, SCALE_STEP = 60, 0.1
+FIT_STEPS, FIT_RATE, FIT_SHARE = 600, 0.03, 0.25  # of the fit to the data alone; at most that share of the gradients
+Array = NDArray[np.float64]
+
+
+class Descent:
+    """First to what fits the data, then to a mode of the posterior.
+
+    *The fit* is by Adam's steps on the likelihood alone, scales of the noise included. Where data are few the prior
+    keeps a chain that starts with little in places that explain nothing, modes of their own far from all the mass; a
+    fit leaves them. Each chain then goes on from where the posterior density was highest, or from where it started.
+
+    *The mode* is found by momentum descent at temperature 0: a window that does not end clearly below the best so far
+    is undone. The rate of each chain is cut when its loss stops falling, down to the rate of sampling. Scales of priors
+    and noise are held: a hierarchical density has its mode where a scale is zero, far from all its mass. At the end the
+    scales of the noise, but not those of the prior, are set to what fits the residuals: where they are far too large,
+    gradient noise says that the curvature is far smaller than it is.
+
+    Args:
+        chains: they are moved.
+        limit: gradients to spend at most.
+        count: told of every gradient.
+        mark: called between windows, where `state` is all that is needed to go on.
+    """
+
+    def __init__(
+        self, chains: Chains, limit: int, count: Callable[[], None], mark: Callable[[], None] = lambda: None
+    ) -> None:
+        self.chains, self.limit, self.count, self.mark = chains, limit, count, mark
+        self.window = max(min(WINDOW, limit // 8), 5)
+        held = set(chains.target.extras(chains.params))
+        named = zip(chains.layout.shapes, chains.layout.sizes, strict=True)
+        free = torch.cat([torch.full((size,), name not in held) for name, size in named])
+        self.free = free.to(chains.alive.device)
+        self.spent = 0
+        self.factor = np.full(chains.count, RATE)
+        self.best: Array | None = None
+        self.doubt: Array | None = None
+
+    def state(self) -> dict[str, Any]:
+        """What is needed to go on, beside the chains."""
+        return {name: getattr(self, name) for name in ("spent", "factor", "best", "doubt")}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def run(self) -> int:
+        """Go down; returns the gradients spent on each chain."""
+        chains, factor = self.chains, self.factor
+        smallest = FRICTION * allowed_rate_curvature(chains.sampler.bias)
+        if self.best is None or self.doubt is None:
+            self.best, self.doubt = self._mean_loss(max(self.window // 5, 2))
+            steps = min(FIT_STEPS, int(FIT_SHARE * self.limit))
+            self._fit(steps - steps % WINDOW)
+        while (factor > smallest).any() and self.spent + self.window <= self.limit:
+            self.mark()
+            saved, best, doubt = chains.snapshot(), self.best, self.doubt
+            losses = self._go_down(np.where(factor > smallest, factor, 0.0))
+            now, error = self._summary(losses[len(losses) // 2 :])
+            # At these rates gradient noise alone drives a chain far out along flat directions, which the loss hardly
+            # shows: what does not clearly go down is undone.
+            lower = now < best - np.maximum(np.hypot(error, doubt), 1e-3 * np.abs(best))
+            chains.restore(saved, torch.as_tensor(~lower, device=chains.alive.device))
+            factor[~lower] /= 4.0
+            self.best, self.doubt = np.where(lower, now, best), np.where(lower, error, doubt)
+        self._fit_scales()
+        return self.spent
+
+    def _fit(self, steps: int) -> None:
+        """Fit the data alone, and take each chain to where the posterior density was highest on the way."""
+        chains, window = self.chains, WINDOW
+        adam = Adam(chains, FIT_RATE, chains.target.prior_scales(chains.params))
+        saved, losses, before = chains.snapshot(), list[Tensor](), math.inf
+        assert self.best is not None and self.doubt is not None
+        for i in range(1, steps + 1):
+            chains.evaluate(forgiving=True)
+            losses.append(chains.loss)
+            self._count()
+            adam.step(chains.likelihood_gradients(), falling(i, steps))
+            if i % window:
+                continue
+            now, error = self._summary(losses[-window // 2 :])
+            lower = now < self.best - np.hypot(error, self.doubt)
+            saved = chains.merged(saved, chains.snapshot(), torch.as_tensor(lower, device=chains.alive.device))
+            self.best, self.doubt = np.where(lower, now, self.best), np.where(lower, error, self.doubt)
+            middle = float(torch.stack(losses[-window:]).median())
+            if middle > before:  # most chains fit as well as they can
+                break
+            before = middle
+        chains.restore(saved)
+        if steps:  # the curvature may be another here
+            chains.curvature.forget()
+            chains.evaluate(forgiving=True)
+            self._count()
+            for _ in range(2 * PROBE_EVERY):
+                chains.probe_curvature()
+                self._count()
+
+    def _fit_scales(self) -> None:
+        """Descend in the logarithms of the noise scales alone, a tenth a step at most."""
+        names = self.chains.target.noise_scales()
+        leaves = [self.chains.params[name] for name in names]
+        for _ in range(SCALE_STEPS if names and self.spent + SCALE_STEPS <= self.limit else 0):
+            self.chains.evaluate(forgiving=True)
+            self._count()
+            with torch.no_grad():
+                for leaf in leaves:
+                    leaf -= (0.5 * cast(Tensor, leaf.grad)).clamp_(-SCALE_STEP, SCALE_STEP)
+
+    def _mean_loss(self, batches: int) -> tuple[Array, Array]:
+        losses = []
+        for _ in range(batches):
+            self.chains.evaluate()
+            losses.append(self.chains.loss)
+            self._count()
+        return self._summary(losses)
+
+    def _summary(self, losses: list[Tensor]) -> tuple[Array, Array]:
+        """Mean loss of each chain, the prior's part included, and twice its standard error."""
+        found = torch.stack(losses).double().cpu().numpy()
+        prior = -self.chains.log_prior().double().cpu().numpy() / self.chains.num_data
+        with np.errstate(invalid="ignore"):  # a loss may be infinite; such a window is undone
+            mean, deviation = np.atleast_1d(found.mean(0)), np.atleast_1d(found.std(0))
+        return np.nan_to_num(mean + prior, nan=math.inf), np.nan_to_num(2.0 * deviation / math.sqrt(len(losses)))
+
+    def _count(self) -> None:
+        self.spent += 1
+        self.count()
+
+    def _go_down(self, factor: Array) -> list[Tensor]:
+        chains, losses = self.chains, []
+        velocity = [torch.zeros_like(leaf) for leaf in chains.leaves]
+        shares = torch.as_tensor(factor, dtype=torch.float32, device=chains.alive.device)
+        for i in range(self.window):
+            chains.evaluate(forgiving=True)
+            losses.append(chains.loss)
+            if i % PROBE_EVERY == 0:
+                chains.probe_curvature()
+                self._count()
+            rates = shares.unsqueeze(-1) / chains.curvature.values()
+            rate = torch.zeros_like(chains.curvature.own)
+            for slot, column in zip(chains.slots, rates.unbind(-1), strict=True):
+                rate[:, slot] = column.unsqueeze(-1)
+            speeds = chains.layout.views((rate * self.free) if chains.many is not None else (rate * self.free)[0])
+            with torch.no_grad():
+                grads = [cast(Tensor, leaf.grad) for leaf in chains.leaves]
+                pulls = list(torch._foreach_mul(list(speeds.values()), grads))
+                hamiltonian_(chains.leaves, velocity, pulls, 1.0, FRICTION)
+            self._count()
+        return losses

@@ -1,0 +1,148 @@
+"""What a warm-up says at its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from isosgd.engine.chains import Chains
+from isosgd.samplers import ISGD
+from isosgd.samplers.momentum_isgd import MomentumISGD
+from isosgd.samplers.steppers import variance_inflation
+from isosgd.warmup.forgetting import batch_sizes, directions
+
+Array = NDArray[np.float64]
+PARTS = 10  # of a window, whose means are compared
+SURE = 4.0  # standard errors
+
+
+@dataclass
+class GroupReport:
+    """What the warm-up found for one group (layer)."""
+
+    name: str
+    rate: float
+    lam: float
+    curvature: float
+    rate_curvature: float
+    predicted_bias: float
+    tail_index: float
+    noise_share: float
+    clipped_share: float
+
+
+@dataclass
+class WarmupReport:
+    """Outcome of a warm-up.
+
+    Attributes:
+        settled: whether rates and loss stopped changing.
+        reason: why not, and what would help; empty when settled.
+        steps: gradients spent.
+        descent: of them in the descent.
+        keep_every: spacing of draws measured from the autocorrelation of predictions (None when not measured).
+        loss: mean and standard deviation of the minibatches' loss in the last window (None when not measured).
+        groups: one report for each layer.
+        directions: rates along the directions of a Lambda that knows them, and how long they take to forget (see
+            `isosgd.warmup.forgetting`); None where it knows none.
+        batch_sizes: what minibatches of other sizes would cost and gain; empty where Lambda knows no directions.
+        structure: the shape of Lambda.
+        brought_back: how often the chain ran away and was brought back (see `isosgd.warmup.runaway`).
+        conditioning: of a full matrix, the condition number that simpler shapes would leave (see `Full.conditioning`).
+    """
+
+    settled: bool
+    reason: str
+    steps: int
+    descent: int
+    keep_every: int | None
+    groups: list[GroupReport] = field(default_factory=list)
+    loss: tuple[float, float] | None = None
+    directions: dict[str, Any] | None = None
+    batch_sizes: list[dict[str, float]] = field(default_factory=list)
+    structure: str | None = None
+    brought_back: int = 0
+    conditioning: dict[str, float] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def drifting(losses: Array) -> str:
+    """Whether the losses of a window differ from its first to its second half, in words; empty when they do not."""
+    parts = np.array([part.mean() for part in np.array_split(losses, PARTS)])
+    first, second = parts[: PARTS // 2], parts[PARTS // 2 :]
+    drift = float(second.mean() - first.mean())
+    deviation = math.sqrt(float(first.var(ddof=1) + second.var(ddof=1)) / len(first))
+    if abs(drift) <= SURE * deviation:
+        return ""
+    return (
+        f"the mean loss still drifts (by {drift:+.3g}, {abs(drift) / deviation:.0f} standard errors, in the last "
+        f"window of {len(losses)} steps): a longer warmup= or a start closer to a mode (init=) would help"
+    )
+
+
+def direction_reports(chains: Chains) -> list[dict[str, Any]]:
+    """What is known of directions, and of other batch sizes, for each chain."""
+    sampler, geometry = chains.sampler, chains.geometry
+    if geometry is None or not isinstance(sampler, ISGD) or not bool((geometry.unit_rate > 0).all()):
+        return [{} for _ in range(chains.count)]
+    rule, conditioning = sampler.rule(), chains.conditioning()
+    return [
+        {"directions": own, "batch_sizes": batch_sizes(rule, curvature_ratio), "conditioning": conditioning}
+        for own, curvature_ratio in zip(directions(geometry, rule), geometry.curvature_ratio, strict=True)
+    ]
+
+
+def group_reports(chains: Chains, curvatures: Array | None, tails: Sequence[float]) -> list[list[GroupReport]]:
+    """What was found for each chain and group.
+
+    Args:
+        chains: with the rates that were found.
+        curvatures: ``[chains, groups]``; those that were measured last when None.
+        tails: tail index of each group's noise.
+    """
+    sampler, rates = chains.sampler, chains.rates().cpu().numpy()
+    curvatures = chains.curvatures().cpu().numpy() if curvatures is None else curvatures
+    columns = []
+    for group in sampler.param_groups:
+        counted, share = chains.each(1.0), chains.each(math.nan)  # of the composite noise, what makes for a bias
+        if chains.geometry is not None and isinstance(sampler, ISGD):
+            share = (0.5 / (sampler.rule().batch_size * chains.geometry.factor)).clamp_max(1.0).double()
+            counted = share if sampler.averaged else counted
+        elif sampler.noise.of_group(group):
+            lam = sampler.friction * group["temperature"] / (group["num_data"] * chains.each(group["rate"]))
+            share = chains.each(sampler.noise_summary(group, "top")) / lam
+        clipped = (
+            chains.each(sampler.clipped_share(group)) if isinstance(sampler, ISGD | MomentumISGD) else chains.each(0.0)
+        )
+        columns.append(torch.stack([counted, share, clipped]).cpu().numpy())
+    reports = []
+    for k in range(chains.count):
+        own = []
+        for i, group in enumerate(sampler.param_groups):
+            rate, h = float(rates[k, i]), float(curvatures[k, i])
+            counts, of_noise, lost = (float(x) for x in columns[i][:, k])
+            heat = sampler.friction * group["temperature"] / group["num_data"]
+            own.append(
+                GroupReport(
+                    name=group["name"],
+                    rate=rate,
+                    lam=heat / rate if rate > 0 else math.inf,
+                    curvature=h,
+                    rate_curvature=rate * h,
+                    predicted_bias=variance_inflation(rate * h, sampler.friction, counts) - 1.0,
+                    tail_index=tails[i],
+                    noise_share=of_noise,
+                    clipped_share=lost,
+                )
+            )
+        reports.append(own)
+    return reports

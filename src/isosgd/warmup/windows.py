@@ -1,0 +1,462 @@
+"""The automatic warm-up: find the typical set, find the rates, say whether it worked.
+
+1. *Descend* at temperature 0 with momentum, at half the largest stable rate, until the loss no longer falls.
+2. *Sample* in windows that double. In each, gradient noise and curvature are measured where the chain now is; rates
+   fall at once when they must and rise by at most 2 from window to window.
+3. *Settle* when in two successive windows no rate changed by more than a half and the loss did not drift. Rates
+   are frozen then, which is what Theorem 1 asks for.
+
+Chains that run side by side share windows and budget; rates, losses and verdicts are each chain's own.
+
+The paper's schemes a, b and c are driven by the sampler itself for a fixed number of steps (see
+`isosgd.samplers.isgd`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from isosgd.engine.chains import Chains
+from isosgd.engine.leapfrog import Glide
+from isosgd.geometry.base import FIRST_RATIO
+from isosgd.noise import dot
+from isosgd.noise.stable import TailMeter
+from isosgd.progress import Progress
+from isosgd.samplers import ISGD
+from isosgd.warmup.hmc import Trajectories
+from isosgd.warmup.optimise import Descent
+from isosgd.warmup.reports import GroupReport, WarmupReport, direction_reports, drifting, group_reports
+from isosgd.warmup.runaway import Runaway
+from isosgd.warmup.spacing import LENGTH, Traces
+
+FIRST_WINDOW = 50
+LEAST_LAST_WINDOW = 400
+PROBE_EVERY = 10
+SPLIT_EVERY = 2
+ADAPT_EVERY = 20
+VECTORS = 8  # noise vectors in the last window, over the least that tell a Lambda's shape
+EARLY_RISE = 10.0
+SETTLED_RATIO = 1.5
+SIGNAL_RATIO = 2.0
+RELAXATIONS = 5.0
+MOST_STEPS = 20_000
+PAPER_STEPS = 2_000  # the paper's warm-up on its regressions
+MOST_DESCENT_SHARE = 0.5
+CHECK_SHARE, MOST_CHECKED = 0.05, 400  # of the budget, for trying the last rates ...
+FALLING_SHARE, MOST_FALLING = 0.2, 4_000  # ... and where they fell in the last window: stiff directions come and go
+LATE = "the chain ran away while its last rates were tried, and was brought back: a longer warmup= would help"
+ENOUGH = 0.75  # share of the chains that must have settled: of many, one is always unsettled by chance
+MARK_EVERY = 100  # steps of the paper's schemes, which have no windows
+
+Array = NDArray[np.float64]
+State = dict[str, Any]
+Mark = Callable[[Callable[[], State]], None]
+
+
+def warm_up(
+    chains: Chains,
+    steps: int | None,
+    progress: Progress,
+    measure_spacing: bool,
+    mark: Mark = lambda state: None,
+    saved: State | None = None,
+    glide: Glide | None = None,
+) -> list[WarmupReport]:
+    """Run the warm-up of chains and freeze their rates.
+
+    Args:
+        chains: they are left where sampling starts.
+        steps: gradients to spend on each; None for as many as it takes, up to a limit.
+        progress: told of every step.
+        measure_spacing: whether to measure how far apart draws should be.
+        mark: called between windows, with what gives the state of the warm-up there, beside that of the chains.
+        saved: such a state, from which to go on. The chains must have been brought to where they were.
+        glide: takes several steps of trajectories in a call.
+
+    Returns:
+        One report for each chain.
+    """
+    warmup: _Warmup | Trajectories
+    if chains.hmc is None:
+        warmup = _Warmup(chains, steps, progress, mark)
+    else:
+        warmup = Trajectories(chains, steps, MOST_STEPS, progress, mark, glide)
+    if saved is not None:
+        warmup.load_state(saved)
+    return warmup.run(measure_spacing)
+
+
+class _Warmup:
+    def __init__(self, chains: Chains, steps: int | None, progress: Progress, mark: Mark) -> None:
+        self.chains, self.progress, self.mark = chains, progress, mark
+        self.stage = "start"  # then "descent", then "windows"; or "scheme"
+        self.budget = self.asked = MOST_STEPS if steps is None else steps
+        self.exact = steps is not None
+        self.spent = 0
+        self.tails = [TailMeter() for _ in chains.sampler.param_groups]
+        self.traces, self.runaway = Traces(chains), Runaway(chains)
+        self.signal: list[Tensor] = []  # [chains, groups]; on the device, so that nothing waits for them
+        self.seen_curvatures: list[Tensor] = []
+        self.measure_spacing = True
+        self.curvatures: Array | None = None
+        self.loss: tuple[Array, Array] | None = None
+        limit = int(MOST_DESCENT_SHARE * self.budget)
+        self.descent = Descent(chains, limit, lambda: self._count("descending"), lambda: self.mark(self.state))
+        self.length, self.settled_before, self.reasons = FIRST_WINDOW, False, [""] * chains.count
+        self.fell = False  # whether most rates had to fall within the last window
+        self.last = False  # whether no other window is to come
+
+    kept = ("stage", "spent", "curvatures", "loss", "length", "settled_before", "reasons", "fell")
+
+    def state(self) -> State:
+        """What is needed to go on from between two windows, beside the chains."""
+        found = {name: getattr(self, name) for name in self.kept}
+        return {
+            **found,
+            "traces": self.traces.state(),
+            "descent": self.descent.state(),
+            "runaway": self.runaway.state(),
+            "tails": [dict(vars(meter)) for meter in self.tails],
+        }
+
+    def load_state(self, state: State) -> None:
+        """Go on from what `state` gave."""
+        for name in self.kept:
+            setattr(self, name, state[name])
+        self.traces.load_state(state["traces"])
+        self.descent.load_state(state["descent"])
+        self.runaway.load_state(state.get("runaway", {}))
+        for meter, saved in zip(self.tails, state["tails"], strict=True):
+            vars(meter).update(saved)
+
+    def run(self, measure_spacing: bool) -> list[WarmupReport]:
+        chains, sampler, self.measure_spacing = self.chains, self.chains.sampler, measure_spacing
+        if isinstance(sampler, ISGD) and sampler.scheme != "windowed":
+            return self._paper_scheme(sampler, measure_spacing)
+        if self.budget < 2 * FIRST_WINDOW:
+            raise ValueError(
+                f"warmup = {self.budget} is too short to measure anything: give at least {2 * FIRST_WINDOW} "
+                f"({8 * FIRST_WINDOW} or more to settle), 'auto', or 0 with a rate of your own"
+            )
+        if self.stage == "start":
+            self.chains.evaluate()
+            self._count("starting")
+            for _ in range(2 * PROBE_EVERY):
+                self._probe("starting")
+            self.stage = "descent"
+        if self.stage == "descent":
+            self.descent.run()
+        self.budget = self.asked - self._check_steps()
+        reasons = self._windows()
+        caught = self.runaway.caught
+        self._check(self.asked if self.exact else min(self.asked, self.spent + self._check_steps()))
+        late = (self.runaway.caught > caught).tolist()
+        reasons = [reason or (LATE if ran else "") for reason, ran in zip(reasons, late, strict=True)]
+        keep = self._spacing() if measure_spacing else None
+        groups, more = self._groups(), direction_reports(chains)
+        sampler.freeze()
+        return [
+            WarmupReport(
+                not reason,
+                reason,
+                self.spent,
+                self.descent.spent,
+                keep,
+                groups[k],
+                None if self.loss is None else (float(self.loss[0][k]), float(self.loss[1][k])),
+                structure=chains.structure,
+                brought_back=int(self.runaway.caught[k]),
+                **more[k],
+            )
+            for k, reason in enumerate(reasons)
+        ]
+
+    # -- sample in windows until settled ------------------------------------------------------------------------------
+
+    def _first_look(self) -> None:
+        """Noise and curvature where the descent ended, and the first rates."""
+        chains, length = self.chains, FIRST_WINDOW
+        if chains.geometry is not None:
+            length, axes = chains.geometry.min_vectors, 4 * chains.geometry.axes
+            if self.spent + length + axes > self.budget:
+                raise ValueError(
+                    f"warmup = {self.asked} is too short for structure {chains.geometry.name!r}, which needs "
+                    f"{length + axes} gradients after the descent for a first look at {chains.geometry.total} "
+                    f"parameters: give at least {4 * (length + axes)}, or structure='layer'"
+                )
+        losses = []
+        chains.forget_gradient()
+        seen = 0
+        while seen < length:  # a first noise estimate before the first move
+            seen += chains.look()
+            losses.append(chains.loss)
+            self._count("measuring noise")
+        self.runaway.know(losses)
+        # A mode has far less noise than its surroundings: start well below the rate it suggests, and let it rise.
+        chains.adapt(FIRST_RATIO * chains.curvature.values())
+        if chains.decide():
+            self._first_look()
+            return
+        if chains.enter_metric():
+            for _ in range(2 * PROBE_EVERY):
+                self._probe("measuring curvature")
+            chains.adapt(FIRST_RATIO * chains.curvatures())
+        if chains.geometry is not None:  # and a look at the curvature along its axes, twice
+            for _ in range(4 * chains.geometry.axes):
+                self._probe("measuring curvature")
+            chains.adapt(chains.curvatures())
+        self.length = length
+
+    def _windows(self) -> list[str]:
+        """Why each chain has not settled; empty for those that have."""
+        chains = self.chains
+        if self.stage == "descent":
+            self._first_look()
+            self.stage = "windows"
+        while True:
+            self.mark(self.state)
+            self.budget = self.asked - self._check_steps()
+            left = self.budget - self.spent
+            # A remainder too short for another doubled window is spent in this one.
+            length = left if self.exact and left < 3 * self.length else min(self.length, left)
+            if length < 2:
+                short = f"{self.asked} steps are too few: give warmup at least {8 * FIRST_WINDOW}"
+                return [reason or short for reason in self.reasons]
+            old, before = self._rates(), self._sizes()
+            losses = self._window(length)
+            if losses is None:  # a chain ran away and was brought back: begin anew
+                self.settled_before = False
+                continue
+            self.fell = bool((self._sizes() > SETTLED_RATIO * before)[chains.alive].double().mean() > 0.5)
+            self.budget = self.asked - self._check_steps()
+            self.last = self.exact and self.budget - self.spent < length
+            # One probe is noisy: the upper quartile over the window's second half bounds the curvature of most places.
+            later = torch.stack(self.seen_curvatures[len(self.seen_curvatures) // 2 :]).cpu().numpy()
+            self.curvatures = np.quantile(later, 0.75, axis=0)
+            # A shape is measured in every direction, so it may be left quickly while the chain is still on its way.
+            early = chains.geometry is not None and length < LEAST_LAST_WINDOW
+            chains.adapt(torch.as_tensor(self.curvatures), rise=EARLY_RISE if early else 2.0)
+            self.runaway.hold()
+            if chains.geometry is not None:  # over the Lambda there is now
+                self.curvatures = chains.curvatures().cpu().numpy()
+            with np.errstate(invalid="ignore"):  # the loss of a chain that was given up is infinite
+                self.loss = losses.mean(0), losses.std(0)
+            self.reasons = reasons = self._unsettled(old, losses)
+            if self.last:
+                return reasons
+            settled = self._settled(reasons)
+            if not self.exact and settled and self.settled_before and length >= self._least_last_window():
+                return reasons
+            if self.budget - self.spent < length:
+                return reasons
+            self.settled_before = settled
+            self.length = 2 * length
+
+    def _sizes(self) -> Tensor:
+        """How large the Lambda of each chain is, as a multiple of its H."""
+        geometry = self.chains.geometry
+        return self.chains.each(1.0) if geometry is None else geometry.factor.clone()
+
+    def _check_steps(self) -> int:
+        """Gradients that are left for trying the last rates, where Lambda knows directions."""
+        if self.chains.geometry is None:
+            return 0
+        share, most = (FALLING_SHARE, MOST_FALLING) if self.fell else (CHECK_SHARE, MOST_CHECKED)
+        return min(int(share * self.asked), most)
+
+    def _check(self, end: int) -> None:
+        """Try the last rates, which no window has used: until ``end`` they may only fall."""
+        chains, losses = self.chains, list[Tensor]()
+        if chains.geometry is None or self.spent >= end:
+            return
+        self.runaway.begin()
+        while self.spent < end:
+            chains.step(split=True)
+            losses.append(chains.loss)
+            self._count("trying the rates")
+            if len(losses) % 2 and self.spent < end:
+                self._probe("trying the rates")
+            if len(losses) % ADAPT_EVERY == 0:
+                if self.runaway.look(losses):
+                    losses = losses[:0]
+                else:
+                    chains.adapt(chains.curvatures(), rise=1.0)
+        if isinstance(chains.sampler, ISGD):
+            chains.sampler.limit_excess()
+        self.curvatures = chains.curvatures().cpu().numpy()
+
+    def _settled(self, reasons: list[str]) -> bool:
+        """Whether most living chains have settled."""
+        good = [not reason for reason, lives in zip(reasons, self.chains.alive.tolist(), strict=True) if lives]
+        return sum(good) >= ENOUGH * len(good)
+
+    def _least_last_window(self) -> int:
+        geometry = self.chains.geometry
+        return LEAST_LAST_WINDOW if geometry is None else max(LEAST_LAST_WINDOW, VECTORS * geometry.min_vectors)
+
+    def _window(self, length: int) -> Array | None:
+        """Losses of a window, ``[steps, chains]``; None where it was given up, since a chain ran away."""
+        chains = self.chains
+        chains.sampler.forget_noise()
+        chains.forget_gradient()
+        chains.stiffness.forget()
+        self.tails = [TailMeter() for _ in chains.sampler.param_groups]
+        self.signal, self.seen_curvatures = [], []
+        self.traces.begin(length)
+        self.runaway.begin()
+        losses: list[Tensor] = []
+        end = self.spent + length
+        while self.spent < end:
+            i = len(losses)
+            noise = chains.evaluate(split=chains.geometry is not None or i % SPLIT_EVERY == 0)
+            self._count("warming up")
+            losses.append(chains.loss)
+            if i % PROBE_EVERY == 0 and self.spent < end:
+                self._probe("warming up")
+                self.seen_curvatures.append(chains.curvatures())
+            if noise is not None:
+                if not chains.successive or i % 4 == 0:  # sums of successive differences would cancel
+                    self._feed_tails(noise)
+                self._feed_signal(noise)
+            if self.measure_spacing:
+                self.traces.take(i)
+            chains.advance(noise if chains.sampler.estimator.centred else None)
+            if i % ADAPT_EVERY == ADAPT_EVERY - 1:  # within a window rates may only fall
+                chains.check_finite()
+                if self.runaway.look(losses):
+                    return None
+                chains.adapt(chains.curvatures(), rise=1.0)
+        if self.runaway.look(losses):
+            return None
+        return torch.stack(losses).double().cpu().numpy()
+
+    def _unsettled(self, old: Array, losses: Array) -> list[str]:
+        """Why each chain has not settled; empty when it has."""
+        signal = torch.stack(self.signal[len(self.signal) // 2 :]).cpu().numpy()
+        return [
+            self._verdict(k, old[k], losses[:, k], signal[:, k]) if lives else "the chain has diverged"
+            for k, lives in enumerate(self.chains.alive.tolist())
+        ]
+
+    def _verdict(self, k: int, old: Array, losses: Array, signal: Array) -> str:
+        assert self.curvatures is not None
+        groups = self.chains.sampler.param_groups
+        rates, curvatures = self._rates()[k], self.curvatures[k]
+        ratios = rates / old
+        if self.last:
+            # No window is left to use a higher rate; that the old one was low did no harm, only cost time.
+            ratios = np.minimum(ratios, 1.0)
+        worst = int(np.abs(np.log(ratios)).argmax())
+        if max(ratios[worst], 1.0 / ratios[worst]) > SETTLED_RATIO:
+            return (
+                f"the rate of group {groups[worst]['name']!r} still changes (by {ratios[worst]:.2f} in the "
+                "last window of "
+                f"{len(losses)} steps): a longer warmup= or a start closer to a mode (init=) would help"
+            )
+        sizes = np.array([slot.stop - slot.start for slot in self.chains.slots])
+        # At stationarity E|grad f / N|^2 = T tr(H) / N: with top curvature h it cannot exceed T d h / N.
+        most = groups[0]["temperature"] * curvatures * sizes / groups[0]["num_data"]
+        if self.chains.geometry is not None:  # the same in the metric of P, over all groups
+            most = groups[0]["temperature"] * rates * curvatures * sizes.sum() / groups[0]["num_data"]
+        found, error = signal.mean(0), 3.0 * signal.std(0) / math.sqrt(len(signal))
+        for group, value, spread, bound in zip(groups, found, error, most, strict=True):
+            if value - spread > SIGNAL_RATIO * bound:
+                return (
+                    f"the gradient of group {group['name']!r} is still {math.sqrt(value / bound):.1f} times "
+                    "what it can be at "
+                    "stationarity: the chain is still on its way; a longer warmup= or a start closer to a "
+                    "mode (init=) would help"
+                )
+        slowest = int((rates * curvatures).argmin())
+        relaxation = self.chains.sampler.friction / max(float(rates[slowest] * curvatures[slowest]), 1e-12)
+        if len(losses) < RELAXATIONS * relaxation:
+            return (
+                f"the last window of {len(losses)} steps is short beside the {relaxation:.0f} steps that group "
+                f"{groups[slowest]['name']!r} takes to forget where it was, even along its stiffest "
+                "direction: a longer "
+                "warmup=, a larger batch_size= or a higher temperature would help"
+            )
+        return drifting(losses)
+
+    # -- the paper's schemes ------------------------------------------------------------------------------------------
+
+    def _paper_scheme(self, sampler: ISGD, measure_spacing: bool) -> list[WarmupReport]:
+        steps = self.budget if self.exact else PAPER_STEPS
+        sampler.warmup = steps
+        chains = self.chains
+        self.stage = "scheme"
+        for i in range(self.spent, steps):
+            if i % MARK_EVERY == 0:
+                self.mark(self.state)
+            noise = chains.evaluate(split=sampler.estimator.centred)
+            self._feed_tails(noise if noise is not None else [leaf.grad for leaf in chains.leaves])
+            chains.advance(noise)
+            self._count(f"scheme {sampler.scheme}")
+        if sampler.param_groups[0]["lam"] is None:
+            raise ValueError(f"{steps} steps are too few for a first noise estimate: give a longer warmup=")
+        chains.evaluate()
+        for _ in range(2 * PROBE_EVERY):  # for the report alone: these schemes have no guard
+            chains.probe_curvature()
+        sampler.freeze()
+        keep = None
+        if measure_spacing:
+            self.traces.begin(LENGTH)
+            for i in range(LENGTH):
+                chains.step(split=sampler.estimator.centred)
+                self.traces.take(i)
+                self._count("measuring")
+            keep = self._spacing()
+        return [
+            WarmupReport(True, "", self.spent, 0, keep, groups, structure=chains.structure) for groups in self._groups()
+        ]
+
+    # -- measurements -------------------------------------------------------------------------------------------------
+
+    def _probe(self, stage: str) -> None:
+        self.chains.probe_curvature()
+        self._count(stage)
+
+    def _count(self, stage: str) -> None:
+        self.spent += 1
+        self.progress.advance(stage, self.chains.count)
+
+    def _rates(self) -> Array:
+        return self.chains.rates().cpu().numpy()
+
+    def _feed_tails(self, noise: list[Any]) -> None:
+        vectors = iter(noise)
+        for meter, group in zip(self.tails, self.chains.sampler.param_groups, strict=True):
+            meter.update([next(vectors) for _ in group["params"]])
+
+    def _feed_signal(self, noise: list[Tensor]) -> None:
+        """``|g|^2 - |D|^2``: squared length of the gradient without its noise, unbiased, for each group."""
+        chains = self.chains
+        d, g = chains.flat(noise), chains.flat([leaf.grad for leaf in chains.leaves])  # type: ignore[misc]
+        if chains.in_metric:
+            d, g = chains.whiten(d), chains.whiten(g)
+        if chains.geometry is not None:
+            whole = dot(g, chains.geometry.direction(g)) - dot(d, chains.geometry.direction(d))
+            signal = whole.unsqueeze(-1).expand(-1, len(chains.slots))
+        else:
+            squares = g.square() - d.square()
+            signal = torch.stack([squares[:, slot].sum(-1) for slot in chains.slots], dim=-1)
+        self.signal.append(signal.double())
+
+    def _groups(self) -> list[list[GroupReport]]:
+        tails = [meter.tail_index() for meter in self.tails]
+        return group_reports(self.chains, self.curvatures, tails)
+
+    def _spacing(self) -> int:
+        found = self.traces.spacing()
+        if found is None:
+            raise ValueError(
+                f"warmup = {self.asked} ends before anything was measured: give at least {8 * FIRST_WINDOW}"
+            )
+        return found
