@@ -124,3 +124,9 @@ def differences(then: Any, now: Any, where: str = "") -> Iterator[str]:
             yield f"the values of {where.removesuffix('.sha256')} have changed"
     elif then != now:
         yield f"{where} was {then!r} and is {now!r}"
+
+
+def as_lines(found: list[str], most: int = 12) -> str:
+    """Differences, each on a line of its own."""
+    more = [f"and {len(found) - most} more"] if len(found) > most else []
+    return "".join(f"\n  {line}" for line in [*found[:most], *more])

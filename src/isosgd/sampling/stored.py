@@ -19,6 +19,7 @@ from isosgd.potential import Params, Target
 from isosgd.predictive import Posterior
 from isosgd.sampling.buffers import Buffers
 from isosgd.sampling.identity import (
+    as_lines,
     data_identity,
     described,
     differences,
@@ -121,17 +122,29 @@ def info_of(info: Info, chains: Sequence[int]) -> Info:
 
 
 def _check_target(folder: Path, manifest: Manifest, target: Target) -> None:
-    """Refuse a target whose parameters, or the tensors that it holds fixed, are not those of the run."""
-    found = {name: list(shape) for name, shape in target.describe()["parameters"].items()}
-    wanted = {name: list(spec.shape) for name, spec in manifest.tensors.items()}
-    if found and found != wanted:
-        line = next(differences(wanted, found))
-        raise ValueError(f"the target is not the one that {folder} was drawn from: {line}")
-    then = {name: x for name, x in frozen_tensors(folder, manifest).items() if name not in manifest.buffers}
+    """Refuse a target that is not the one of the run: likelihood, prior, parameters, or tensors that it holds fixed."""
+    stored, given = manifest.info.get("target"), target.describe()
+    then: Info = dict(stored) if isinstance(stored, dict) else {}
+    then["parameters"] = {name: list(spec.shape) for name, spec in manifest.tensors.items()}
+    now = {name: given[name] for name in then if name in given}
+    then = {name: then[name] for name in now}
+    if not now["parameters"] or not manifest.tensors:  # known with the first start, or with the first draw
+        del then["parameters"], now["parameters"]
+    if then.get("num_data") is None:
+        then["num_data"] = manifest.info.get("num_data")
+    if then["num_data"] is None or now.get("num_data") is None:  # taken from the data, then or now
+        now["num_data"] = then["num_data"]
+    found = list(differences(then, unpack(plain(now))))
+    if found:
+        raise ValueError(
+            f"the target is not the one that {folder} was drawn from:{as_lines(found)}\nmake it as it was then, or "
+            "leave it out to look at the draws alone"
+        )
+    fixed = {name: x for name, x in frozen_tensors(folder, manifest).items() if name not in manifest.buffers}
     buffers = Buffers(target)
-    now = {**buffers.frozen(), **buffers.start}
-    for name, x in then.items():
-        if name in now and fingerprint(x) != fingerprint(now[name]):
+    here = {**buffers.frozen(), **buffers.start}
+    for name, x in fixed.items():
+        if name in here and fingerprint(x) != fingerprint(here[name]):
             raise ValueError(
                 f"{name!r} of the target's model is not as it was when {folder} was drawn: give the model its frozen "
                 "tensors back, model.load_state_dict(safetensors.torch.load_file(path / 'frozen.safetensors'), "
@@ -221,10 +234,8 @@ class Asked:
         manifest = Manifest.read(folder)
         found = list(differences(manifest.identity, unpack(plain(identity))))
         if found:
-            more = f" (and {len(found) - 5} more)" if len(found) > 5 else ""
             raise ValueError(
-                f"{folder} cannot be resumed: {'; '.join(found[:5])}{more}. Give what it was begun with, or another "
-                "store="
+                f"{folder} cannot be resumed:{as_lines(found)}\ngive what it was begun with, or another store="
             )
         if manifest.complete:
             Writer.reopen(folder).close()
