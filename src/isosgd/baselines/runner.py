@@ -105,11 +105,11 @@ class Run:
         self.sets = self.data.sets if isinstance(self.data, DataSets) else 1
         size = sum(x.numel() for x in self.target.initial(start_of(self.starts, 0)).values())
         most = max(1, HELD // (size * self.sets * self.chains))
-        outcome, bar = Outcome(sets=self.sets), Progress(1, self.progress)
+        outcome = Outcome(sets=self.sets)
         self.losses: dict[int, list[Tensor]] = {}
-        for first in range(0, self.members, most):
-            self._together(first, min(most, self.members - first), outcome, bar)
-        bar.close()
+        with Progress(1, self.progress) as bar:
+            for first in range(0, self.members, most):
+                self._together(first, min(most, self.members - first), outcome, bar)
         for index in outcome.failures:
             outcome.draws.pop(index, None)
         outcome.draws = dict(sorted(outcome.draws.items()))

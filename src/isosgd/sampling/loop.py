@@ -158,7 +158,7 @@ def draw_from(
     if saved is not None:
         saved = moved(saved, run.alive.device)
         load_state(run, saved["chains"])
-        bar.advance(label + "resuming", run.count * run.gradients)
+        bar.skip(run.count * run.gradients)
     try:
         if saved is None or saved["stage"] == "warmup":
 

@@ -73,7 +73,8 @@ def sample(
         temperature: T; the target is ``exp(-f / T)``, so that 1 is the posterior.
         seed: same seed and settings, same draws.
         device: where to sample; where the parameters are by default.
-        progress: show a progress line on a terminal.
+        progress: show a progress line on a terminal; elsewhere log each stage, and a line every 30 seconds, with the
+            time left (logger ``isosgd``: to standard error, unless `logging` is configured).
         store: a folder to write draws to as they come, so that memory does not grow with them and a crash takes none;
             `isosgd.load` reads it.
         resume: go on with the run in ``store`` where it was stopped. On a CPU its draws are bit for bit those of a run
@@ -160,15 +161,17 @@ def sample(
 
     bar = Progress(team.count * ((MOST_STEPS // 5 if warmup == "auto" else warmup) + most * plan.spacing), progress)
     try:
-        for first, run in team.runs(make_sampler):
-            if keeper.has(first, run):
-                continue
-            run.say(bar.note)
-            if plan.auto and keeper.outcomes:  # chains that run in turn: the first says how many draws
-                plan = replace(plan, draws=keeper.outcomes[0].drawn, auto=False)
-            with fastest_products(run.alive.device):
-                outcome = draw_from(run, first, plan, bar, keeper, keeper.saved, None if board is None else board.step)
-            keeper.finished(outcome, last=first + run.count == team.count)
+        with bar:
+            for first, run in team.runs(make_sampler):
+                if keeper.has(first, run):
+                    continue
+                run.say(bar.note)
+                if plan.auto and keeper.outcomes:  # chains that run in turn: the first says how many draws
+                    plan = replace(plan, draws=keeper.outcomes[0].drawn, auto=False)
+                note = None if board is None else board.step
+                with fastest_products(run.alive.device):
+                    outcome = draw_from(run, first, plan, bar, keeper, keeper.saved, note)
+                keeper.finished(outcome, last=first + run.count == team.count)
         failures = keeper.failures()
         if len(failures) == team.count:
             raise next(iter(failures.values()))
@@ -180,7 +183,6 @@ def sample(
     except KeyboardInterrupt:
         raise keeper.interrupted() from None
     finally:
-        bar.close()
         keeper.close()
         if board is not None:
             board.close()
