@@ -103,7 +103,7 @@ def test_shards_are_written_when_enough_is_gathered(tmp_path: Path, monkeypatch:
 def test_the_manifest_says_how_the_draws_came_about(tmp_path: Path) -> None:
     sample(make_target(), DATA, chains=2, seed=7, store=tmp_path / "run", **QUICK)
     found = json.loads((tmp_path / "run" / "manifest.json").read_text())
-    assert found["format"] == 1 and found["complete"] is True
+    assert found["format"] == 2 and found["complete"] is True
     assert found["info"]["method"] == "sgld" and found["info"]["seed"] == 7
     assert set(found["info"]["versions"]) == {"isosgd", "torch", "numpy", "python", "native"}
     assert found["info"]["target"]["parameters"] == {"mu": [2], "sigma": []}
@@ -342,8 +342,8 @@ def test_a_changed_manifest_is_noticed(run: Path) -> None:
     (run / "manifest.json").write_text(text.replace('"temperature":1.0', '"temperature":2.0'))
     with pytest.raises(StoreError, match="its own SHA-256 is another"):
         load(run)
-    (run / "manifest.json").write_text(text.replace('"format":1', '"format":99'))
-    with pytest.raises(StoreError, match="format 99, this version of isosgd reads 1"):
+    (run / "manifest.json").write_text(text.replace('"format":2', '"format":99'))
+    with pytest.raises(StoreError, match="format 99, this version of isosgd reads 2"):
         load(run)
 
 

@@ -46,16 +46,50 @@ class _Keeper:
 
     def __init__(self, asked: Asked, about: About) -> None:
         self.asked, self.about, self.buffers = asked, about, asked.buffers
-        self.outcomes: list[Outcome] = []
-        self.saved: State | None = None  # from where the next chains go on
+        self.ended: dict[int, Outcome] = {}  # by the first of chains that run side by side
+        self.current: dict[int, Outcome] = {}
+        self.saved: dict[int, State] = {}  # from where chains go on
+        self._own: dict[int, Params] = {}  # buffers of the network, of chains that are paused
+        self._turn: int | None = None
         self.started = time.monotonic()
 
-    def has(self, first: int, run: Chains) -> bool:
-        """Whether these chains have come to their end already."""
-        done = next((outcome for outcome in self.outcomes if outcome.first == first), None)
-        if done is not None:  # what follows takes its data from where they ended
-            run.batches.load_state(done.batches)
-        return done is not None
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """Of chains that have come to their end."""
+        return [self.ended[first] for first in sorted(self.ended)]
+
+    def every(self) -> list[Outcome]:
+        """Of all chains that have been warmed up."""
+        both = {**self.current, **self.ended}
+        return [both[first] for first in sorted(both)]
+
+    def restored(self, first: int, run: Chains) -> tuple[bool, State | None]:
+        """Whether these chains have come to their end already, and from where they go on."""
+        saved = self.saved.get(first)
+        if saved is not None:
+            self.buffers.load(saved["buffers"])
+            # A first look at a batch passes through the network once more, which changes its buffers.
+            self.asked.target._checked = saved["checked"]
+        if first in self.ended:  # what follows takes its data from where they ended
+            run.batches.load_state(self.ended[first].batches)
+        return first in self.ended, None if saved is None else saved["current"]
+
+    def warmed(self, outcome: Outcome) -> None:
+        """These chains are being drawn from."""
+        self.current[outcome.first] = outcome
+
+    def finished(self, outcome: Outcome) -> None:
+        """These chains have come to their end."""
+        self.ended[outcome.first] = outcome
+        self.current.pop(outcome.first, None)
+
+    def buffers_of(self, first: int | None) -> None:
+        """Give the network the buffers of chains that are drawn from again; None: their turn is over."""
+        if first is None and self._turn is not None:
+            self._own[self._turn] = self.buffers.now()
+        elif first in self._own and first is not None:
+            self.buffers.load(self._own[first])
+        self._turn = first
 
     def failures(self) -> dict[int, DivergedError]:
         """Why chains were given up, with the draws they had."""
@@ -82,7 +116,6 @@ class InMemory(_Keeper):
         self._draws: dict[int, list[Params]] = {}
         self._with: dict[int, list[Params]] = {}
         self._changing: list[str] | None = None  # names of buffers
-        self._current: Outcome | None = None
 
     def keep(self, run: Chains, first: int, number: int) -> None:
         """Take a draw, and the buffers that go with it."""
@@ -92,27 +125,15 @@ class InMemory(_Keeper):
         self._with.setdefault(first, []).append({name: now[name].unsqueeze(0) for name in self._changing})
         self._draws.setdefault(first, []).append({name: x.cpu() for name, x in run.natural().items()})
 
-    def warmed(self, outcome: Outcome) -> None:
-        """These chains are being drawn from."""
-        self._current = outcome
-
-    def mark(self, state: Callable[[], State]) -> None:
+    def mark(self, first: int, state: Callable[[], State]) -> None:
         """Nothing is done."""
-
-    def finished(self, outcome: Outcome, last: bool) -> None:
-        """These chains have come to their end."""
-        self.outcomes.append(outcome)
-        self._current = None
 
     def draws_of(self, outcome: Outcome, k: int) -> Params:
         return _chain(self._draws.get(outcome.first, [])[: outcome.lengths[k]], k)
 
-    def _every(self) -> list[Outcome]:
-        return [*self.outcomes, *([] if self._current is None else [self._current])]
-
     def _places(self) -> dict[int, tuple[int, int]]:
         """Where the draws of each living chain that has any are: the first of its run, and its place in it."""
-        living = {o.first + k: (o.first, k) for o in self._every() for k in range(o.count) if k not in o.lengths}
+        living = {o.first + k: (o.first, k) for o in self.every() for k in range(o.count) if k not in o.lengths}
         return {chain: place for chain, place in living.items() if self._draws.get(place[0])}
 
     def posterior(self) -> Posterior:
@@ -125,8 +146,8 @@ class InMemory(_Keeper):
             parts.append({name: torch.stack([part[name] for part in own]) for name in own[0]})
         ordered = {name: parts[0][name] for name in self.asked.target.describe()["parameters"]}
         info = {
-            **info_of(self.about(self._every()), chains),
-            "complete": self._current is None,
+            **info_of(self.about(self.every()), chains),
+            "complete": not self.current,
             "seconds": time.monotonic() - self.started,
         }
         return Posterior(self.asked.target, ordered, info, self.asked.tensors, parts[1])
@@ -155,13 +176,9 @@ class OnDisk(_Keeper):
         super().__init__(asked, about)
         self.writer = writer
         with writer.closed_on_error():
-            saved = writer.checkpoint()
-            if saved is not None:
-                self.outcomes = [Outcome.from_state(state) for state in saved["outcomes"]]
-                self.saved = saved["current"]
-                self.buffers.load(saved["buffers"])
-                # A first look at a batch passes through the network once more, which changes its buffers.
-                asked.target._checked = saved["checked"]
+            self.saved = writer.checkpoints()
+        outcomes = {first: saved["outcome"] for first, saved in self.saved.items() if saved["outcome"] is not None}
+        self.ended = {first: Outcome.from_state(state) for first, state in outcomes.items()}
         self._agrees = True  # what comes again with what is stored
 
     def keep(self, run: Chains, first: int, number: int) -> None:
@@ -181,24 +198,23 @@ class OnDisk(_Keeper):
 
     def warmed(self, outcome: Outcome) -> None:
         """Say in the manifest what the warm-up found."""
-        self.writer.manifest.info = self.about([*self.outcomes, outcome])
+        super().warmed(outcome)
+        self.writer.manifest.info = self.about(self.every())
 
-    def mark(self, state: Callable[[], State]) -> None:
+    def mark(self, first: int, state: Callable[[], State]) -> None:
         """Write a checkpoint if one is due."""
-        self.writer.mark(lambda: self._state(state()))
+        self.writer.mark(first, lambda: self._state(state(), None))
 
-    def finished(self, outcome: Outcome, last: bool) -> None:
+    def finished(self, outcome: Outcome) -> None:
         """These chains have come to their end: so much need not be done again."""
-        self.outcomes.append(outcome)
-        self.saved = None
+        super().finished(outcome)
         self.writer.manifest.lost |= {outcome.first + k: n for k, n in outcome.lengths.items()}
-        self.writer.manifest.info = self.about(self.outcomes)
-        if not last:
-            self.writer.mark(lambda: self._state(None), now=True)
+        self.writer.manifest.info = self.about(self.every())
+        self.writer.mark(outcome.first, lambda: self._state(None, outcome), now=True)
 
-    def _state(self, current: State | None) -> State:
+    def _state(self, current: State | None, outcome: Outcome | None) -> State:
         return {
-            "outcomes": [outcome.state() for outcome in self.outcomes],
+            "outcome": None if outcome is None else outcome.state(),
             "current": current,
             "buffers": self.buffers.now(),
             "checked": self.asked.target._checked,

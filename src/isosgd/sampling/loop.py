@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from isosgd.chain import glide
 from isosgd.chain.alarms import warn_of
+from isosgd.chain.backend import fastest_products
 from isosgd.chain.chain import Chains
 from isosgd.chain.glide import Glide
 from isosgd.chain.progress import Progress
@@ -19,7 +20,7 @@ from isosgd.chain.state import failure_from, failure_state, load_state, moved, s
 from isosgd.chain.stride import Stride, why_not
 from isosgd.chain.warmup import Mark, warm_up
 from isosgd.errors import DivergedError
-from isosgd.sampling.stopping import Watch
+from isosgd.sampling.stopping import Watch, looks, verdict
 
 GUESSED_SPACING = 100  # for the progress bar, until the spacing is known
 NOISE_EVERY = 16  # in sampling the noise is followed, not found: every so many steps one is split in halves ...
@@ -111,6 +112,11 @@ class Outcome:
         return Outcome(**{**state, "reports": reports, "failures": failures})
 
 
+def why_stopped(outcomes: list[Outcome]) -> str:
+    """Why draws that end by themselves did: of all chains that have not failed it is the same."""
+    return next((outcome.stopped for outcome in outcomes if outcome.stopped), "")
+
+
 def report_from(state: State) -> WarmupReport:
     """A report from its `as_dict`."""
     return WarmupReport(**{**state, "groups": [GroupReport(**group) for group in state["groups"]]})
@@ -125,8 +131,89 @@ class Keeper(Protocol):
     def warmed(self, outcome: Outcome) -> None:
         """Told when chains have warmed up."""
 
-    def mark(self, state: Callable[[], State]) -> None:
+    def mark(self, first: int, state: Callable[[], State]) -> None:
         """Told wherever the chains could go on from later, with what gives their state."""
+
+    def restored(self, first: int, run: Chains) -> tuple[bool, State | None]:
+        """Whether these chains have come to their end in an earlier session, and from where they go on."""
+
+    def finished(self, outcome: Outcome) -> None:
+        """Told when chains have come to their end."""
+
+    def buffers_of(self, first: int | None) -> None:
+        """Told whose turn it is, before and after: chains in turn share a network, but not its buffers."""
+
+
+Note = Callable[[int, Tensor, dict[str, Any], int], None]
+
+
+def draw_all(
+    runs: Iterable[tuple[int, Chains]], plan: Plan, bar: Progress, keeper: Keeper, note: Note | None = None
+) -> None:
+    """Draw from all chains.
+
+    Those that run in turn come to their end one after the other. Where draws end by themselves they are drawn from in
+    rounds, so that convergence is judged over all of them.
+
+    Args:
+        runs: chains that run side by side, with the index of the first of them.
+        plan: what is asked for.
+        bar: told of every step.
+        keeper: where draws go.
+        note: told of gradients, loss and rates at every draw, and of the first chain's index.
+    """
+    going: list[_Drawing] = []
+    for first, run in runs:
+        ended, saved = keeper.restored(first, run)
+        if ended:
+            continue
+        run.say(bar.note)
+        drawing = _Drawing(run, first, keeper, draw_from(run, first, plan, bar, keeper, saved, note))
+        drawing.go(None)  # to the end; with `auto`, to where draws begin
+        going.append(drawing)
+    reason = ""
+    for look in looks(plan.draws) if plan.auto else ():
+        for drawing in going:
+            if drawing.watch is not None and len(drawing.watch.traces) < look:
+                drawing.go("")
+        watches = {drawing.first: drawing.watch for drawing in going if drawing.watch is not None}
+        reason = reason or (watches and verdict(watches, plan.total, plan.chains_per_set, look, plan.draws)) or ""
+        if reason or not watches:
+            break
+    for drawing in going:
+        if drawing.watch is not None:
+            drawing.go(reason)
+    if reason:
+        bar.note(reason)
+
+
+class _Drawing:
+    """Chains that are being drawn from.
+
+    Args:
+        run: the chains.
+        first: index of the first of them.
+        keeper: where draws go.
+        steps: what draws, with pauses.
+
+    Attributes:
+        watch: what they predict; None when they have come to their end.
+    """
+
+    def __init__(self, run: Chains, first: int, keeper: Keeper, steps: Generator[Watch, str | None, Outcome]) -> None:
+        self.run, self.first, self.keeper, self.steps = run, first, keeper, steps
+        self.watch: Watch | None = None
+
+    def go(self, stop: str | None) -> None:
+        """Draw until the next pause, or where there is a reason to stop come to an end."""
+        self.keeper.buffers_of(self.first)
+        with fastest_products(self.run.alive.device):
+            try:
+                self.watch = self.steps.send(stop)
+            except StopIteration as end:
+                self.watch = None
+                self.keeper.finished(end.value)
+        self.keeper.buffers_of(None)
 
 
 def draw_from(
@@ -136,9 +223,9 @@ def draw_from(
     bar: Progress,
     keeper: Keeper,
     saved: State | None = None,
-    note: Callable[[int, Tensor, dict[str, Any], int], None] | None = None,
-) -> Outcome:
-    """Warm up chains and draw from them.
+    note: Note | None = None,
+) -> Generator[Watch, str | None, Outcome]:
+    """Warm up chains and draw from them; with ``auto``, pause before the first draw and where convergence is judged.
 
     Args:
         run: the chains.
@@ -148,6 +235,9 @@ def draw_from(
         keeper: where draws go.
         saved: a state that `keeper` was told of, from which to go on.
         note: told of gradients, loss and rates at every draw, and of the first chain's index.
+
+    Yields:
+        What the chains have predicted so far; takes the reason to stop, empty to go on.
     """
     label = f"chain {first + 1}/{plan.total} " if run.many is None and plan.total > 1 else ""
     outcome = Outcome(first, run.count)
@@ -163,7 +253,7 @@ def draw_from(
         if saved is None or saved["stage"] == "warmup":
 
             def mark(state: Callable[[], State]) -> None:
-                keeper.mark(lambda: {"stage": "warmup", "chains": state_of(run), "warmup": state()})
+                keeper.mark(first, lambda: {"stage": "warmup", "chains": state_of(run), "warmup": state()})
 
             outcome.reports = _find_rates(
                 run, plan, bar, mark, None if saved is None else saved["warmup"], trajectories
@@ -196,9 +286,9 @@ def draw_from(
         stride, every = stride or _stride(run, plan, gap, bar), plan.follow(run)
         if plan.auto:
             traces = None if saved is None or saved["stage"] == "warmup" else saved["traces"].cpu()
-            watch = Watch(run, plan.chains_per_set if run.many is not None else 1, plan.held_out, traces)
-            outcome.stopped = watch.verdict(plan.draws) if drawn else ""
-        keeper.mark(state)
+            watch, pauses = Watch(run, plan.held_out, traces), looks(plan.draws)
+            outcome.stopped = (yield watch) or ""
+        keeper.mark(first, state)
         while drawn < plan.draws and not outcome.stopped:
             if stride is not None:
                 stride.go(done, gap, tick)
@@ -218,10 +308,9 @@ def draw_from(
             outcome.drawn = drawn
             if watch is not None:
                 watch.take()
-                outcome.stopped = watch.verdict(plan.draws)
-            keeper.mark(state)
-        if outcome.stopped:
-            bar.note(label + outcome.stopped)
+            keeper.mark(first, state)
+            if watch is not None and drawn in pauses:
+                outcome.stopped = (yield watch) or ""
         warn_of(run, outcome.reports, late[drawn // 2 :] if plan.auto else late, first)
     except DivergedError:
         pass  # every chain has

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +10,6 @@ from typing import Any, Literal
 import torch
 
 from isosgd.baselines import BASELINES, Run
-from isosgd.chain.backend import fastest_products
 from isosgd.chain.batches import as_data
 from isosgd.chain.progress import Progress
 from isosgd.chain.team import Start, Team
@@ -23,7 +21,7 @@ from isosgd.predictive import Posterior
 from isosgd.samplers import ISGD, METHODS
 from isosgd.sampling.identity import described
 from isosgd.sampling.keepers import InMemory, OnDisk, keep_at_once
-from isosgd.sampling.loop import Outcome, Plan, draw_from
+from isosgd.sampling.loop import Outcome, Plan, draw_all, why_stopped
 from isosgd.sampling.room import check_room
 from isosgd.sampling.settings import check_settings, compile_after, most_draws, noise_every, sampler_factory, versions
 from isosgd.sampling.stored import Asked, load
@@ -162,23 +160,14 @@ def sample(
     bar = Progress(team.count * ((MOST_STEPS // 5 if warmup == "auto" else warmup) + most * plan.spacing), progress)
     try:
         with bar:
-            for first, run in team.runs(make_sampler):
-                if keeper.has(first, run):
-                    continue
-                run.say(bar.note)
-                if plan.auto and keeper.outcomes:  # chains that run in turn: the first says how many draws
-                    plan = replace(plan, draws=keeper.outcomes[0].drawn, auto=False)
-                note = None if board is None else board.step
-                with fastest_products(run.alive.device):
-                    outcome = draw_from(run, first, plan, bar, keeper, keeper.saved, note)
-                keeper.finished(outcome, last=first + run.count == team.count)
+            draw_all(team.runs(make_sampler), plan, bar, keeper, None if board is None else board.step)
         failures = keeper.failures()
         if len(failures) == team.count:
             raise next(iter(failures.values()))
         for index, failure in failures.items():
             warnings.warn(f"chain {index} was dropped: {failure}", SamplingWarning, stacklevel=2)
-        if draws == "auto" and not keeper.outcomes[0].stopped.startswith("converged"):
-            warnings.warn(f"draws = 'auto': {keeper.outcomes[0].stopped}", SamplingWarning, stacklevel=2)
+        if draws == "auto" and not (stopped := why_stopped(keeper.outcomes)).startswith("converged"):
+            warnings.warn(f"draws = 'auto': {stopped}", SamplingWarning, stacklevel=2)
         return keeper.posterior()
     except KeyboardInterrupt:
         raise keeper.interrupted() from None
@@ -199,7 +188,7 @@ def _info(asked: Asked, team: Team, plan: Plan, outcomes: list[Outcome]) -> dict
         "num_data": team.num_data,
         "batch_size": team.batch_size if team.tensors is not None else None,
         "draws": max((o.drawn for o in outcomes), default=0) if plan.auto else plan.draws,
-        **({"stopped": outcomes[0].stopped if outcomes else ""} if plan.auto else {}),
+        **({"stopped": why_stopped(outcomes)} if plan.auto else {}),
         "chains": len(kept),
         "chain_indices": [o.first + k for o, k in kept],
         "sets": team.sets,

@@ -249,8 +249,7 @@ class Asked:
                 SamplingWarning,
                 stacklevel=3,
             )
-        if manifest.checkpoint is None:
-            buffers.load({k: x for k, x in frozen_tensors(folder, manifest).items() if k in buffers.start})
+        buffers.load({k: x for k, x in frozen_tensors(folder, manifest).items() if k in buffers.start})
         writer = Writer.reopen(folder)
         if writer.manifest.complete:  # by another process, meanwhile
             writer.close()

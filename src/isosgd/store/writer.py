@@ -59,7 +59,8 @@ class Writer:
         self._bytes = self._step = 0
         self._background = Background(MOST_WAITING)
         self._lock = lock(folder)
-        self._flushes, self._checkpoints = Waiting(LEAST_WAIT), Waiting(5.0 * LEAST_WAIT)
+        self._flushes = Waiting(LEAST_WAIT)
+        self._checkpoints: dict[int, Waiting] = {}  # by the first of chains that run side by side
         self._adopt(manifest)
 
     def _adopt(self, manifest: Manifest) -> None:
@@ -202,21 +203,23 @@ class Writer:
             name = f"draws-{len(self.manifest.shards):06d}.safetensors"
             file = self._file(name, lambda path: write_tensors(path, tensors, about))
             shard = Shard(file.file, file.sha256, file.bytes, first, count, start, start + len(gathered), step)
-            self._write_named(manifest, [*self.manifest.shards, shard], self.manifest.checkpoint)
+            self._write_named(manifest, [*self.manifest.shards, shard], self.manifest.checkpoints)
             self._shards.good.append(shard)
             self.manifest.shards.append(shard)
             self._free += gathered
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def mark(self, state: Callable[[], Any], now: bool = False) -> None:
+    def mark(self, first: int, state: Callable[[], Any], now: bool = False) -> None:
         """Write a checkpoint if one is due: everything that is needed to go on from here.
 
         Args:
+            first: of the chains that run side by side.
             state: gives a nested state of tensors and plain values (see `isosgd.store.tree`).
             now: write it in any case.
         """
-        if not (now or self._checkpoints.due()):
+        due = self._checkpoints.setdefault(first, Waiting(5.0 * LEAST_WAIT))
+        if not (now or due.due()):
             return
         self._send()
         packed, tensors = pack(state())
@@ -225,52 +228,53 @@ class Writer:
         if size <= MOST_COPIED:  # the chains go on, and change them
             tensors = {name: x.to("cpu", copy=True) for name, x in tensors.items()}
         manifest = self._as_it_is()
-        self._background.give(lambda: self._write_checkpoint(manifest, packed, tensors), size)
-        self._checkpoints.sent()
+        self._background.give(lambda: self._write_checkpoint(manifest, first, packed, tensors), size)
+        due.sent()
         if size > MOST_COPIED:
             self._background.wait()
 
-    def _write_checkpoint(self, manifest: Manifest, packed: Any, tensors: Params) -> None:
+    def _write_checkpoint(self, manifest: Manifest, first: int, packed: Any, tensors: Params) -> None:
         """Write a checkpoint and a manifest that names it; then the one before it is gone."""
-        with self._checkpoints.timed():
+        with self._checkpoints[first].timed():
             name = f"checkpoint-{self.manifest.number:06d}.safetensors"
             metadata = {"state": to_json(packed).decode()}
             new = self._file(name, lambda path: write_tensors(path, tensors, metadata))
             self.manifest.number += 1
-            self._write_named(manifest, self.manifest.shards, new)
-            old, self.manifest.checkpoint = self.manifest.checkpoint, new
+            old, checkpoints = self.manifest.checkpoints.get(first), {**self.manifest.checkpoints, first: new}
+            self._write_named(manifest, self.manifest.shards, checkpoints)
+            self.manifest.checkpoints = checkpoints
             if old is not None:
                 (self.folder / old.file).unlink(missing_ok=True)
 
-    def checkpoint(self) -> Any:
-        """The state of the last checkpoint, in memory; None when there is none."""
-        about = self.manifest.checkpoint
-        return None if about is None else read_state(self.folder, about)
+    def checkpoints(self) -> dict[int, Any]:
+        """The states of the last checkpoints, by the first of chains that run side by side."""
+        return {first: read_state(self.folder, about) for first, about in self.manifest.checkpoints.items()}
 
     # -- the manifest -------------------------------------------------------------------------------------------------
 
     def finish(self, info: Mapping[str, Any]) -> None:
-        """All draws are there: write the rest, and drop the checkpoint, which nothing needs any more."""
+        """All draws are there: write the rest, and drop the checkpoints, which nothing needs any more."""
         self.flush()
-        old, self.manifest.checkpoint = self.manifest.checkpoint, None
+        old, self.manifest.checkpoints = self.manifest.checkpoints, {}
         self.manifest.complete = True
         self.manifest.info = dict(info)
         self._write_manifest(self.manifest)
-        if old is not None:
-            (self.folder / old.file).unlink(missing_ok=True)
+        for about in old.values():
+            (self.folder / about.file).unlink(missing_ok=True)
 
     def _clean(self) -> None:
         """Remove what a crash left behind: files of ours that the manifest does not name, and half-written ones."""
         manifest = self.manifest
-        named = {file.file for file in (*manifest.shards, manifest.frozen, manifest.checkpoint) if file is not None}
+        files = (*manifest.shards, manifest.frozen, *manifest.checkpoints.values())
+        named = {file.file for file in files if file is not None}
         for path in self.folder.iterdir():
             half = path.name.startswith(".") and path.name.endswith(HALF_WRITTEN)
             if half or (FILE_NAME.fullmatch(path.name) and path.name not in named):
                 path.unlink(missing_ok=True)
 
-    def _write_named(self, manifest: Manifest, shards: list[Shard], checkpoint: File | None) -> None:
+    def _write_named(self, manifest: Manifest, shards: list[Shard], checkpoints: dict[int, File]) -> None:
         """Write a manifest as it was, but for what is on the disk now."""
-        self._write_manifest(replace(manifest, shards=shards, checkpoint=checkpoint, number=self.manifest.number))
+        self._write_manifest(replace(manifest, shards=shards, checkpoints=checkpoints, number=self.manifest.number))
 
     def _write_manifest(self, manifest: Manifest) -> None:
         manifest.seconds = self._before + time.monotonic() - self._began
