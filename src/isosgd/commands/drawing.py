@@ -71,8 +71,8 @@ def finish(args: argparse.Namespace, found: Run, warned: list[str], counts: dict
             say(args, f"note: {found.subject.named(warning)}")
     if verdict is not None:
         say(args, found.subject.named(str(verdict)))
-        if found.subject.longer and verdict.words == "run longer":
-            say(args, f"to run longer: {found.subject.longer}")
+        if verdict.words == "run longer" and (longer := found.longer(posterior)):
+            say(args, f"to run longer: {longer}")
     if page is not None:
         say(args, f"report: {page}")
     if found.table is not None:

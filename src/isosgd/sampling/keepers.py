@@ -14,7 +14,7 @@ from isosgd.chain.chain import Chains
 from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.potential import Params
 from isosgd.predictive import Posterior
-from isosgd.sampling.loop import Outcome, State
+from isosgd.sampling.loop import Outcome, Plan, State
 from isosgd.sampling.stored import Asked, info_of, load
 from isosgd.store import Shards, StoredDraws, Writer, rectangle
 from isosgd.store.manifest import Spec, specs_of
@@ -63,22 +63,24 @@ class _Keeper:
         both = {**self.current, **self.ended}
         return [both[first] for first in sorted(both)]
 
-    def restored(self, first: int, run: Chains) -> tuple[bool, State | None]:
+    def restored(self, first: int, run: Chains, plan: Plan) -> tuple[bool, State | None]:
         """Whether these chains have come to their end already, and from where they go on."""
         saved = self.saved.get(first)
         if saved is not None:
             self.buffers.load(saved["buffers"])
             # A first look at a batch passes through the network once more, which changes its buffers.
             self.asked.target._checked = saved["checked"]
-        if first in self.ended:  # what follows takes its data from where they ended
-            run.batches.load_state(self.ended[first].batches)
-        return first in self.ended, None if saved is None else saved["current"]
+        if first in self.ended and self.ended[first].is_end(plan):
+            run.batches.load_state(self.ended[first].batches)  # what follows takes its data from where they ended
+            return True, None
+        self.ended.pop(first, None)
+        return False, None if saved is None else saved["current"]
 
     def warmed(self, outcome: Outcome) -> None:
         """These chains are being drawn from."""
         self.current[outcome.first] = outcome
 
-    def finished(self, outcome: Outcome) -> None:
+    def finished(self, outcome: Outcome, state: Callable[[], State] | None) -> None:
         """These chains have come to their end."""
         self.ended[outcome.first] = outcome
         self.current.pop(outcome.first, None)
@@ -205,12 +207,12 @@ class OnDisk(_Keeper):
         """Write a checkpoint if one is due."""
         self.writer.mark(first, lambda: self._state(state(), None))
 
-    def finished(self, outcome: Outcome) -> None:
-        """These chains have come to their end: so much need not be done again."""
-        super().finished(outcome)
+    def finished(self, outcome: Outcome, state: Callable[[], State] | None) -> None:
+        """These chains have come to their end: so much need not be done again, and more may be asked for later."""
+        super().finished(outcome, state)
         self.writer.manifest.lost |= {outcome.first + k: n for k, n in outcome.lengths.items()}
         self.writer.manifest.info = self.about(self.every())
-        self.writer.mark(outcome.first, lambda: self._state(None, outcome), now=True)
+        self.writer.mark(outcome.first, lambda: self._state(None if state is None else state(), outcome), now=True)
 
     def _state(self, current: State | None, outcome: Outcome | None) -> State:
         return {

@@ -96,6 +96,11 @@ class Outcome:
     drawn: int = 0
     stopped: str = ""
 
+    def is_end(self, plan: Plan) -> bool:
+        """Whether no more is to be drawn, by a plan that may ask for more than the one by which this ended."""
+        failed, converged = len(self.failures) == self.count, self.stopped.startswith("converged")
+        return failed or self.drawn >= plan.draws or (plan.auto and converged)
+
     def state(self) -> State:
         """As nested tensors and plain values."""
         return {
@@ -134,11 +139,11 @@ class Keeper(Protocol):
     def mark(self, first: int, state: Callable[[], State]) -> None:
         """Told wherever the chains could go on from later, with what gives their state."""
 
-    def restored(self, first: int, run: Chains) -> tuple[bool, State | None]:
+    def restored(self, first: int, run: Chains, plan: Plan) -> tuple[bool, State | None]:
         """Whether these chains have come to their end in an earlier session, and from where they go on."""
 
-    def finished(self, outcome: Outcome) -> None:
-        """Told when chains have come to their end."""
+    def finished(self, outcome: Outcome, state: Callable[[], State] | None) -> None:
+        """Told when chains have come to their end, with what gives their state; None when all of them failed."""
 
     def buffers_of(self, first: int | None) -> None:
         """Told whose turn it is, before and after: chains in turn share a network, but not its buffers."""
@@ -164,7 +169,7 @@ def draw_all(
     """
     going: list[_Drawing] = []
     for first, run in runs:
-        ended, saved = keeper.restored(first, run)
+        ended, saved = keeper.restored(first, run, plan)
         if ended:
             continue
         run.say(bar.note)
@@ -200,7 +205,7 @@ class _Drawing:
         watch: what they predict; None when they have come to their end.
     """
 
-    def __init__(self, run: Chains, first: int, keeper: Keeper, steps: Generator[Watch, str | None, Outcome]) -> None:
+    def __init__(self, run: Chains, first: int, keeper: Keeper, steps: Generator[Watch, str | None, None]) -> None:
         self.run, self.first, self.keeper, self.steps = run, first, keeper, steps
         self.watch: Watch | None = None
 
@@ -210,9 +215,8 @@ class _Drawing:
         with fastest_products(self.run.alive.device):
             try:
                 self.watch = self.steps.send(stop)
-            except StopIteration as end:
+            except StopIteration:
                 self.watch = None
-                self.keeper.finished(end.value)
         self.keeper.buffers_of(None)
 
 
@@ -224,7 +228,7 @@ def draw_from(
     keeper: Keeper,
     saved: State | None = None,
     note: Note | None = None,
-) -> Generator[Watch, str | None, Outcome]:
+) -> Generator[Watch, str | None, None]:
     """Warm up chains and draw from them; with ``auto``, pause before the first draw and where convergence is judged.
 
     Args:
@@ -241,7 +245,7 @@ def draw_from(
     """
     label = f"chain {first + 1}/{plan.total} " if run.many is None and plan.total > 1 else ""
     outcome = Outcome(first, run.count)
-    done, drawn, late = 0, 0, list[Tensor]()
+    done, drawn, levels = 0, 0, list[Tensor]()
     trajectories = _glide(run, plan, bar)
     stride: Stride | Glide | None = trajectories
     watch: Watch | None = None
@@ -260,7 +264,7 @@ def draw_from(
             )
         else:
             outcome.reports = [report_from(report) for report in saved["reports"]]
-            done, drawn, late = saved["done"], saved["drawn"], list(saved["late"].unbind())
+            done, drawn, levels = saved["done"], saved["drawn"], list(saved["levels"].unbind())
             outcome.lengths = saved["lengths"]
         keeper.warmed(outcome)
         gap = outcome.reports[0].keep_every or plan.spacing
@@ -274,7 +278,7 @@ def draw_from(
                 "lengths": outcome.lengths,
                 "done": done,
                 "drawn": drawn,
-                "late": torch.stack(late) if late else torch.empty(0),
+                "levels": torch.stack(levels) if levels else torch.empty(0),
                 **({} if watch is None else {"traces": torch.stack(watch.traces) if watch.traces else torch.empty(0)}),
             }
 
@@ -297,8 +301,7 @@ def draw_from(
                 run.step(split=run.follows and done % every == 0)
                 left -= run.sampler.sampling
                 tick(1)
-            if plan.auto or drawn >= plan.draws // 2:
-                late.append(run.level)
+            levels.append(run.level)
             keeper.keep(run, first, drawn)
             if note is not None:
                 note(run.gradients, run.level, {g["name"]: g["rate"] for g in run.sampler.param_groups}, first)
@@ -311,7 +314,7 @@ def draw_from(
             keeper.mark(first, state)
             if watch is not None and drawn in pauses:
                 outcome.stopped = (yield watch) or ""
-        warn_of(run, outcome.reports, late[drawn // 2 :] if plan.auto else late, first)
+        warn_of(run, outcome.reports, levels[drawn // 2 :], first)
     except DivergedError:
         pass  # every chain has
     for k in run.failures:
@@ -320,7 +323,7 @@ def draw_from(
     single = stride is None or (isinstance(stride, Glide) and stride.why_not)
     outcome.compiled = run.compiled if single else ", several steps a call"
     outcome.batches = run.batches.state()
-    return outcome
+    keeper.finished(outcome, state if len(run.failures) < run.count else None)
 
 
 def _glide(run: Chains, plan: Plan, bar: Progress) -> Glide | None:

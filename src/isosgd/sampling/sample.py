@@ -76,7 +76,8 @@ def sample(
         store: a folder to write draws to as they come, so that memory does not grow with them and a crash takes none;
             `isosgd.load` reads it.
         resume: go on with the run in ``store`` where it was stopped. On a CPU its draws are bit for bit those of a run
-            that was never stopped. A changed model, data or setting is refused. Where there is no run, one is begun.
+            that was never stopped. With more ``draws`` (or a larger ``budget``) than before the run is extended (see
+            `isosgd.resume`). A changed model, data or other setting is refused. Where there is no run, one is begun.
         store_dtype: dtype in which draws are written; their own by default.
         log: a folder for TensorBoard, which shows loss and rates at every draw (needs the extra ``tensorboard``).
         budget: with ``draws="auto"``, draws of each chain at most; 2,000 by default.

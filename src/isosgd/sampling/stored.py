@@ -17,6 +17,7 @@ from isosgd.chain.team import Start, start_of
 from isosgd.errors import SamplingWarning
 from isosgd.potential import Params, Target
 from isosgd.predictive import Posterior
+from isosgd.samplers import METHODS
 from isosgd.sampling.buffers import Buffers
 from isosgd.sampling.identity import (
     as_lines,
@@ -29,6 +30,7 @@ from isosgd.sampling.identity import (
     target_identity,
 )
 from isosgd.sampling.settings import versions
+from isosgd.sampling.stopping import MOST_DRAWS
 from isosgd.store import Manifest, Shards, StoredDraws, StoreError, Writer
 from isosgd.store.draws import Damaged, check_file
 from isosgd.store.manifest import specs_of
@@ -220,7 +222,7 @@ class Asked:
         }
 
     def open(self, info: Info) -> Writer | None:
-        """Begin the run, or go on with the one that is there; None when that one is complete.
+        """Begin the run, or go on with the one that is there; None when that one has all that is asked for.
 
         Args:
             info: what is known of a run that is begun.
@@ -231,14 +233,22 @@ class Asked:
             natural = self.target.constrain(self.target.initial(start_of(self.init, 0)))
             tensors = specs_of(natural, STORED[self.store_dtype])
             return Writer.create(folder, Manifest(info, identity, tensors), {**buffers.frozen(), **buffers.start})
-        manifest = Manifest.read(folder)
-        found = list(differences(manifest.identity, unpack(plain(identity))))
+        writer = Writer.reopen(folder)  # first of all: what follows must be true while no other process writes
+        with writer.closed_on_error():
+            return self._going_on(writer, identity)
+
+    def _going_on(self, writer: Writer, identity: Info) -> Writer | None:
+        """The writer of the run that is there, if it is this one; None, and closed, when nothing is left to do."""
+        manifest, folder, now = writer.manifest, writer.folder, unpack(plain(identity))
+        same = differences(_without_length(manifest.identity, now), _without_length(now, now))
+        found = [*self._cut_short(manifest, now), *same]
         if found:
             raise ValueError(
                 f"{folder} cannot be resumed:{as_lines(found)}\ngive what it was begun with, or another store="
             )
-        if manifest.complete:
-            Writer.reopen(folder).close()
+        longer = manifest.identity.get("settings") != now["settings"]
+        if manifest.complete and not longer:
+            writer.close()
             return None
         then = {**manifest.info.get("versions", {}), "threads": manifest.info.get("threads")}
         changed = list(differences(then, {**versions(), "threads": torch.get_num_threads()}))
@@ -247,14 +257,38 @@ class Asked:
                 f"{folder} goes on where it was, but other versions may round otherwise, so that its draws need not be "
                 f"bit for bit those of a run that was never stopped: {'; '.join(changed)}",
                 SamplingWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
-        buffers.load({k: x for k, x in frozen_tensors(folder, manifest).items() if k in buffers.start})
-        writer = Writer.reopen(folder)
-        if writer.manifest.complete:  # by another process, meanwhile
-            writer.close()
-            return None
+        start = frozen_tensors(folder, manifest)
+        self.buffers.load({name: x for name, x in start.items() if name in self.buffers.start})
+        if longer:
+            writer.extend(identity)
         return writer
+
+    def _cut_short(self, manifest: Manifest, now: Info) -> list[str]:
+        """Why a run cannot be extended to the number of draws that is asked for now; empty where it can."""
+        then, asked = manifest.identity.get("settings", {}), now["settings"]
+        old, new = then.get("draws"), asked["draws"]
+        if (old, then.get("budget")) == (new, asked.get("budget")):
+            return []
+        change = f"settings.draws was {old!r} and is {new!r}"
+        shorter = "a run can be extended, not cut short (posterior.select shows some of its draws)"
+        if asked["method"] not in METHODS:
+            return [f"{change}, but {asked['method']} makes its draws all at once: begin another run"]
+        if new != "auto":
+            there = max((shard.stop for shard in manifest.shards), default=0) if old == "auto" else old
+            return [f"{change}: {shorter}"] if new < there else []
+        if old != "auto":
+            return [f"{change}, which watches predictions from the first draw on: give a number"]
+        before, after = (MOST_DRAWS if s.get("budget") is None else s["budget"] for s in (then, asked))
+        return [f"settings.budget was {before} and is {after}: {shorter}"] if after < before else []
+
+
+def _without_length(identity: Info, now: Info) -> Info:
+    """An identity without what may change when a run is extended."""
+    settings = {k: v for k, v in identity.get("settings", {}).items() if k not in ("draws", "budget")}
+    watched = ("held_out",) if now["settings"]["draws"] != "auto" else ()
+    return {**{k: v for k, v in identity.items() if k not in watched}, "settings": settings}
 
 
 def settings_of(path: str | Path) -> tuple[Info, list[str]]:

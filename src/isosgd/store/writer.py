@@ -101,6 +101,11 @@ class Writer:
             writer._clean()
         return writer
 
+    def extend(self, identity: Mapping[str, Any]) -> None:
+        """More draws are asked for than before: say so before the first of them comes."""
+        self.manifest.identity, self.manifest.complete = dict(identity), False
+        self._write_manifest(self.manifest)
+
     @contextmanager
     def closed_on_error(self) -> Iterator[None]:
         """Let go of the folder when something goes wrong."""
@@ -253,14 +258,11 @@ class Writer:
     # -- the manifest -------------------------------------------------------------------------------------------------
 
     def finish(self, info: Mapping[str, Any]) -> None:
-        """All draws are there: write the rest, and drop the checkpoints, which nothing needs any more."""
+        """All draws are there: write the rest. The checkpoints stay, so that the run can be extended."""
         self.flush()
-        old, self.manifest.checkpoints = self.manifest.checkpoints, {}
         self.manifest.complete = True
         self.manifest.info = dict(info)
         self._write_manifest(self.manifest)
-        for about in old.values():
-            (self.folder / about.file).unlink(missing_ok=True)
 
     def _clean(self) -> None:
         """Remove what a crash left behind: files of ours that the manifest does not name, and half-written ones."""
