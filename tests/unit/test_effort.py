@@ -14,7 +14,7 @@ from isosgd import Target, sample
 from isosgd.cli import main
 from isosgd.commands.effort import LEAST_APART, LEAST_WARMUP, MOST_WORK, steps_for
 from isosgd.commands.network import Network
-from isosgd.sampling import room
+from isosgd.sampling import settings as room
 
 PENGUINS = Path(__file__).parents[1] / "data" / "penguins.csv"
 X = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))

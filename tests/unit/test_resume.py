@@ -21,7 +21,7 @@ from isosgd.chain import compiled
 from isosgd.chain.chain import Chains
 from isosgd.noise import MovingAverage
 from isosgd.potential import Params
-from isosgd.sampling.stored import Asked
+from isosgd.sampling.stored import RunRequest
 from isosgd.store import files, writer
 from isosgd.store.manifest import Manifest
 
@@ -593,7 +593,7 @@ def test_options_that_are_lists_or_dicts_come_from_the_manifest(
     manifest = Manifest.read(tmp_path)
     names = ("method", "draws", "keep_every", "warmup")
     settings = {name: BARE[name] for name in names} | {"batch_size": None, "chains": 1, "temperature": 1.0, "seed": 0}
-    asked = Asked(make_target(), (X, Y), None, None, settings, options, tmp_path, True, None)
+    asked = RunRequest(make_target(), (X, Y), None, None, settings, options, tmp_path, True, None)
     manifest.identity["settings"] = asked.identity()["settings"]
     manifest.write(tmp_path)
     given: dict[str, Any] = {}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from isosgd import DataSets, Interrupted, Posterior, Target, priors, resume, sample
-from isosgd.sampling import keepers
+from isosgd.sampling import recorders
 from isosgd.sampling.stopping import looks
 
 Y = torch.randn(80, generator=torch.Generator().manual_seed(0))
@@ -56,7 +56,7 @@ def test_a_run_that_was_stopped_ends_where_it_would_have(
     chains: int, budget: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = auto(chains=chains, budget=budget)
-    keep, count = keepers.OnDisk.keep, [0]
+    keep, count = recorders.OnDisk.keep, [0]
 
     def stop(self: Any, *args: Any) -> None:
         count[0] += 1
@@ -64,7 +64,7 @@ def test_a_run_that_was_stopped_ends_where_it_would_have(
             raise KeyboardInterrupt
         keep(self, *args)
 
-    monkeypatch.setattr(keepers.OnDisk, "keep", stop)
+    monkeypatch.setattr(recorders.OnDisk, "keep", stop)
     with pytest.raises(Interrupted):
         auto(chains=chains, budget=budget, store=tmp_path / "run")
     again = resume(tmp_path / "run", target(), (Y,), progress=False)
@@ -158,7 +158,7 @@ def test_chains_in_turn_that_were_stopped_end_where_they_would_have(
 ) -> None:
     options = {"chains": 2, "budget": 28, "init": starts(0.0, 0.1)}
     whole = auto(target=in_turn(), **options)
-    keep, count = keepers.OnDisk.keep, [0]
+    keep, count = recorders.OnDisk.keep, [0]
 
     def stop(self: Any, *args: Any) -> None:
         count[0] += 1
@@ -167,7 +167,7 @@ def test_chains_in_turn_that_were_stopped_end_where_they_would_have(
         keep(self, *args)
 
     monkeypatch.setattr("isosgd.store.writer.LEAST_WAIT", 0.0)
-    monkeypatch.setattr(keepers.OnDisk, "keep", stop)
+    monkeypatch.setattr(recorders.OnDisk, "keep", stop)
     with pytest.raises(Interrupted):
         auto(target=in_turn(), store=tmp_path / "run", **options)
     again = resume(tmp_path / "run", in_turn(), (Y,), init=options["init"], progress=False)

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 
 from isosgd import DataSets, Posterior, SamplingWarning, Target, likelihoods, load, priors, sample
 from isosgd.potential import Params
-from isosgd.sampling.identity import described
+from isosgd.sampling.stored import described
 from isosgd.store import DamagedError, StoredDraws, StoreError, files, rectangle, writer
+from isosgd.store.files import pack, read_header, unpack, write_tensors
 from isosgd.store.manifest import Manifest
-from isosgd.store.shards import read_header, write_tensors
-from isosgd.store.tree import pack, unpack
-from isosgd.store.waiting import Waiting
+from isosgd.store.writer import Waiting
 
 DATA = (3.0 + torch.randn(60, 2, generator=torch.Generator().manual_seed(0)),)
 QUICK: dict[str, Any] = {
@@ -261,7 +260,7 @@ def test_a_folder_has_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     sample(make_target(), DATA, store=tmp_path, **QUICK)
     manifest = Manifest.read(tmp_path)
     first = writer.Writer(tmp_path, manifest)
-    monkeypatch.setattr("isosgd.store.waiting.LOCK_WAIT", 0.0)
+    monkeypatch.setattr("isosgd.store.writer.LOCK_WAIT", 0.0)
     with pytest.raises(StoreError, match="is being written by another process"):
         writer.Writer(tmp_path, manifest)
     first.close()
@@ -499,7 +498,7 @@ def test_a_write_that_fails_meanwhile_ends_the_run(tmp_path: Path, monkeypatch: 
 
 def test_writes_are_spaced_by_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("isosgd.store.waiting.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("isosgd.store.writer.time.monotonic", lambda: now[0])
     waiting = Waiting(1.0)
     assert not waiting.due()
     now[0] += 1.0

@@ -18,7 +18,7 @@ from isosgd.chain.repeated import block
 from isosgd.chain.stride import Stride, why_not
 from isosgd.chain.team import Team
 from isosgd.chain.warmup import warm_up
-from isosgd.sampling import keepers
+from isosgd.sampling import recorders
 from isosgd.sampling.settings import sampler_factory
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")
@@ -118,7 +118,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
 ) -> None:
     settings = {"chains": chains, "noise_every": 5, **({"warmup": 0} if "lr" in options else {}), **options}
     whole = quick(**settings)
-    keep, count = keepers.OnDisk.keep, [0]
+    keep, count = recorders.OnDisk.keep, [0]
 
     def stop(self: Any, *args: Any) -> None:
         count[0] += 1
@@ -126,7 +126,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
             raise KeyboardInterrupt
         keep(self, *args)
 
-    monkeypatch.setattr(keepers.OnDisk, "keep", stop)
+    monkeypatch.setattr(recorders.OnDisk, "keep", stop)
     monkeypatch.setattr("isosgd.store.writer.CHECKPOINT_SECONDS", 0.0, raising=False)
     with pytest.raises(Interrupted):
         quick(store=tmp_path / "run", **settings)

@@ -19,12 +19,18 @@ from isosgd.errors import SamplingWarning
 from isosgd.potential import Target
 from isosgd.predictive import Posterior
 from isosgd.samplers import ISGD, METHODS
-from isosgd.sampling.identity import described
-from isosgd.sampling.keepers import InMemory, OnDisk, keep_at_once
 from isosgd.sampling.loop import Outcome, Plan, draw_all, why_stopped
-from isosgd.sampling.room import check_room
-from isosgd.sampling.settings import check_settings, compile_after, most_draws, noise_every, sampler_factory, versions
-from isosgd.sampling.stored import Asked, load
+from isosgd.sampling.recorders import InMemory, OnDisk, keep_at_once
+from isosgd.sampling.settings import (
+    check_room,
+    check_settings,
+    compile_after,
+    most_draws,
+    noise_every,
+    sampler_factory,
+    versions,
+)
+from isosgd.sampling.stored import RunRequest, described, load
 
 
 def sample(
@@ -122,7 +128,7 @@ def sample(
         "seed": seed,
         **({"budget": budget} if draws == "auto" else {}),
     }
-    asked = Asked(target, data, init, place, settings, options, store, resume, store_dtype, held_out)
+    asked = RunRequest(target, data, init, place, settings, options, store, resume, store_dtype, held_out)
     # Draws that end by themselves may be far fewer than their limit.
     in_memory = most if draws != "auto" and (store is None or method in BASELINES) else 0
     check_room(asked.start(0), asked.count, in_memory)
@@ -178,7 +184,7 @@ def sample(
             board.close()
 
 
-def _info(asked: Asked, team: Team, plan: Plan, outcomes: list[Outcome]) -> dict[str, Any]:
+def _info(asked: RunRequest, team: Team, plan: Plan, outcomes: list[Outcome]) -> dict[str, Any]:
     """How the draws came about, as far as it is known."""
     kept = [(o, k) for o in outcomes for k in range(o.count) if k not in o.failures and k not in o.lengths]
     reports = [o.reports[k] for o, k in kept]

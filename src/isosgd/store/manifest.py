@@ -19,9 +19,17 @@ import torch
 from torch import Tensor
 
 from isosgd.store.errors import StoreError
-from isosgd.store.files import read_json, to_json, write_file
-from isosgd.store.shards import DTYPES, MOST_DIMENSIONS, counts, dtype_name
-from isosgd.store.tree import plain, unpack
+from isosgd.store.files import (
+    DTYPES,
+    MOST_DIMENSIONS,
+    counts,
+    dtype_name,
+    plain,
+    read_json,
+    to_json,
+    unpack,
+    write_file,
+)
 
 FORMAT = 2  # 1 had one checkpoint for all chains
 NAME = "manifest.json"

@@ -15,10 +15,10 @@ from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.potential import Params
 from isosgd.predictive import Posterior
 from isosgd.sampling.loop import Outcome, Plan, State
-from isosgd.sampling.stored import Asked, info_of, load
+from isosgd.sampling.stored import RunRequest, info_of, load
 from isosgd.store import Shards, StoredDraws, Writer, rectangle
+from isosgd.store.files import dtype_name
 from isosgd.store.manifest import Spec, specs_of
-from isosgd.store.shards import dtype_name
 
 Info = dict[str, Any]
 About = Callable[[list[Outcome]], Info]
@@ -36,16 +36,16 @@ class Interrupted(KeyboardInterrupt):
         self.posterior = posterior
 
 
-class _Keeper:
+class _Recorder:
     """What both have in common.
 
     Args:
-        asked: what is drawn from.
+        request: what is drawn from.
         about: says how the draws come about, from what has been found out so far.
     """
 
-    def __init__(self, asked: Asked, about: About) -> None:
-        self.asked, self.about, self.buffers = asked, about, asked.buffers
+    def __init__(self, request: RunRequest, about: About) -> None:
+        self.request, self.about, self.buffers = request, about, request.buffers
         self.ended: dict[int, Outcome] = {}  # by the first of chains that run side by side
         self.current: dict[int, Outcome] = {}
         self.saved: dict[int, State] = {}  # from where chains go on
@@ -69,7 +69,7 @@ class _Keeper:
         if saved is not None:
             self.buffers.load(saved["buffers"])
             # A first look at a batch passes through the network once more, which changes its buffers.
-            self.asked.target._checked = saved["checked"]
+            self.request.target._checked = saved["checked"]
         if first in self.ended and self.ended[first].is_end(plan):
             run.batches.load_state(self.ended[first].batches)  # what follows takes its data from where they ended
             return True, None
@@ -110,11 +110,11 @@ class _Keeper:
         """Let go of everything."""
 
 
-class InMemory(_Keeper):
+class InMemory(_Recorder):
     """Keeps draws in memory."""
 
-    def __init__(self, asked: Asked, about: About) -> None:
-        super().__init__(asked, about)
+    def __init__(self, request: RunRequest, about: About) -> None:
+        super().__init__(request, about)
         self._draws: dict[int, list[Params]] = {}
         self._with: dict[int, list[Params]] = {}
         self._changing: list[str] | None = None  # names of buffers
@@ -146,13 +146,13 @@ class InMemory(_Keeper):
         for source in (self._draws, self._with):
             own = [_chain(source[place[c][0]][:length], place[c][1]) for c in chains]
             parts.append({name: torch.stack([part[name] for part in own]) for name in own[0]})
-        ordered = {name: parts[0][name] for name in self.asked.target.describe()["parameters"]}
+        ordered = {name: parts[0][name] for name in self.request.target.describe()["parameters"]}
         info = {
             **info_of(self.about(self.every()), chains),
             "complete": not self.current,
             "seconds": time.monotonic() - self.started,
         }
-        return Posterior(self.asked.target, ordered, info, self.asked.tensors, parts[1])
+        return Posterior(self.request.target, ordered, info, self.request.tensors, parts[1])
 
     def interrupted(self) -> Interrupted:
         """What to raise on Ctrl-C."""
@@ -165,17 +165,17 @@ def _chain(draws: list[Params], k: int) -> Params:
     return {name: torch.stack([draw[name][k] for draw in draws]) for name in draws[0]} if draws else {}
 
 
-class OnDisk(_Keeper):
+class OnDisk(_Recorder):
     """Writes draws to a store as they come, and checkpoints.
 
     Args:
-        asked: what is drawn from.
+        request: what is drawn from.
         about: says how the draws come about, from what has been found out so far.
         writer: of the store.
     """
 
-    def __init__(self, asked: Asked, about: About, writer: Writer) -> None:
-        super().__init__(asked, about)
+    def __init__(self, request: RunRequest, about: About, writer: Writer) -> None:
+        super().__init__(request, about)
         self.writer = writer
         with writer.closed_on_error():
             self.saved = writer.checkpoints()
@@ -219,7 +219,7 @@ class OnDisk(_Keeper):
             "outcome": None if outcome is None else outcome.state(),
             "current": current,
             "buffers": self.buffers.now(),
-            "checked": self.asked.target._checked,
+            "checked": self.request.target._checked,
         }
 
     def draws_of(self, outcome: Outcome, k: int) -> Params:
@@ -235,13 +235,13 @@ class OnDisk(_Keeper):
         return self._load()
 
     def _load(self) -> Posterior:
-        return load(self.writer.folder, self.asked.target, data=self.asked.tensors)
+        return load(self.writer.folder, self.request.target, data=self.request.tensors)
 
     def interrupted(self) -> Interrupted:
         """What to raise on Ctrl-C; what is gathered is written."""
         self.writer.flush()
         found = self._load() if self.writer.manifest.shards else None
-        return Interrupted(f"sampling was stopped; go on with store={str(self.asked.store)!r}, resume=True", found)
+        return Interrupted(f"sampling was stopped; go on with store={str(self.request.store)!r}, resume=True", found)
 
     def close(self) -> None:
         self.writer.close()
@@ -261,19 +261,19 @@ def comes_again(writer: Writer, first: int, number: int, draw: Params, buffers: 
     return not name
 
 
-def keep_at_once(asked: Asked, about: Info, draw: Callable[[], Posterior]) -> Posterior:
+def keep_at_once(request: RunRequest, about: Info, draw: Callable[[], Posterior]) -> Posterior:
     """Draws that come all at once, in memory or as a run on the disk, which is begun again if it was stopped."""
     try:
-        return _at_once(asked, about, draw)
+        return _at_once(request, about, draw)
     except KeyboardInterrupt:
         raise Interrupted("stopped; baselines draw at the end, so that nothing had been drawn", None) from None
 
 
-def _at_once(asked: Asked, about: Info, make: Callable[[], Posterior]) -> Posterior:
-    if asked.store is None:
+def _at_once(request: RunRequest, about: Info, make: Callable[[], Posterior]) -> Posterior:
+    if request.store is None:
         found = make()
-        return Posterior(found.target, found.draws, {**found.info, "complete": True}, asked.tensors, found.buffers)
-    writer = asked.open({**about, "threads": torch.get_num_threads()})
+        return Posterior(found.target, found.draws, {**found.info, "complete": True}, request.tensors, found.buffers)
+    writer = request.open({**about, "threads": torch.get_num_threads()})
     if writer is not None:
         try:
             found, manifest = make(), writer.manifest
@@ -287,7 +287,7 @@ def _at_once(asked: Asked, about: Info, make: Callable[[], Posterior]) -> Poster
             writer.finish(found.info)
         finally:
             writer.close()
-    return load(asked.store, asked.target, data=asked.tensors)
+    return load(request.store, request.target, data=request.tensors)
 
 
 def _write_all(writer: Writer, found: Posterior) -> None:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from isosgd import Interrupted, Posterior, SamplingWarning, Target, load, priors, sample
 from isosgd.potential import Params
-from isosgd.sampling.keepers import InMemory
+from isosgd.sampling.recorders import InMemory
 from isosgd.sampling.stored import info_of
 from isosgd.store import writer
-from isosgd.store.background import Background
+from isosgd.store.files import write_tensors
 from isosgd.store.manifest import Manifest
-from isosgd.store.shards import write_tensors
+from isosgd.store.writer import Background
 
 DATA = (3.0 + torch.randn(60, generator=torch.Generator().manual_seed(0)),)
 QUICK: dict[str, Any] = {
