@@ -360,5 +360,5 @@ def test_the_progress_line_ends_where_it_should(method: str, monkeypatch: pytest
     monkeypatch.setattr(runner, "Progress", progress)
     x = torch.randn(40, 2)
     sampled(nn.Linear(2, 1), x, x[:, :1], method, chains=2, progress=True, **METHODS[method])
-    assert made[0].show and made[0].done == pytest.approx(made[0].total, abs=2 * LOOKS)
+    assert made[0].terminal and made[0].done == pytest.approx(made[0].total, abs=2 * LOOKS)
     assert made[0].done > 0

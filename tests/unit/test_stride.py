@@ -18,7 +18,7 @@ from isosgd.engine.multistep import Stride, why_not
 from isosgd.engine.schedule import Team
 from isosgd.progress import Progress
 from isosgd.samplers.innovations import fill_steps
-from isosgd.sampling import keepers
+from isosgd.sampling import recorders
 from isosgd.sampling.settings import sampler_factory
 from isosgd.warmup.windows import warm_up
 
@@ -127,7 +127,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
 ) -> None:
     settings = {"chains": chains, "noise_every": 5, **({"warmup": 0} if "lr" in options else {}), **options}
     whole = quick(**settings)
-    keep, count = keepers.OnDisk.keep, [0]
+    keep, count = recorders.OnDisk.keep, [0]
 
     def stop(self: Any, *args: Any) -> None:
         count[0] += 1
@@ -135,7 +135,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
             raise KeyboardInterrupt
         keep(self, *args)
 
-    monkeypatch.setattr(keepers.OnDisk, "keep", stop)
+    monkeypatch.setattr(recorders.OnDisk, "keep", stop)
     monkeypatch.setattr("isosgd.store.writer.CHECKPOINT_SECONDS", 0.0, raising=False)
     with pytest.raises(Interrupted):
         quick(store=tmp_path / "run", **settings)

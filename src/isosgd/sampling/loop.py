@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -14,10 +14,11 @@ from isosgd.engine.chains import Chains
 from isosgd.engine.graph import GraphSteps, accelerate
 from isosgd.engine.leapfrog import Glide
 from isosgd.engine.multistep import Stride, why_not
+from isosgd.engine.products import fastest_products
 from isosgd.engine.state import failure_from, failure_state, load_state, moved, state_of
 from isosgd.errors import DivergedError
 from isosgd.progress import Progress
-from isosgd.sampling.stopping import Watch
+from isosgd.sampling.stopping import Watch, looks, verdict
 from isosgd.warmup.alarms import warn_of
 from isosgd.warmup.reports import GroupReport, WarmupReport
 from isosgd.warmup.windows import Mark, warm_up
@@ -96,6 +97,11 @@ class Outcome:
     drawn: int = 0
     stopped: str = ""
 
+    def is_end(self, plan: Plan) -> bool:
+        """Whether no more is to be drawn, by a plan that may ask for more than the one by which this ended."""
+        failed, converged = len(self.failures) == self.count, self.stopped.startswith("converged")
+        return failed or self.drawn >= plan.draws or (plan.auto and converged)
+
     def state(self) -> State:
         """As nested tensors and plain values."""
         return {
@@ -112,6 +118,11 @@ class Outcome:
         return Outcome(**{**state, "reports": reports, "failures": failures})
 
 
+def why_stopped(outcomes: list[Outcome]) -> str:
+    """Why draws that end by themselves did: of all chains that have not failed it is the same."""
+    return next((outcome.stopped for outcome in outcomes if outcome.stopped), "")
+
+
 def report_from(state: State) -> WarmupReport:
     """A report from its `as_dict`."""
     return WarmupReport(**{**state, "groups": [GroupReport(**group) for group in state["groups"]]})
@@ -126,8 +137,83 @@ class Keeper(Protocol):
     def warmed(self, outcome: Outcome) -> None:
         """Told when chains have warmed up."""
 
-    def mark(self, state: Callable[[], State]) -> None:
+    def mark(self, first: int, state: Callable[[], State]) -> None:
         """Told wherever the chains could go on from later, with what gives their state."""
+
+    def restored(self, first: int, run: Chains, plan: Plan) -> tuple[bool, State | None]:
+        """Whether these chains have come to their end in an earlier session, and from where they go on."""
+
+    def finished(self, outcome: Outcome, state: Callable[[], State] | None) -> None:
+        """Told when chains have come to their end, with what gives their state; None when all of them failed."""
+
+
+Note = Callable[[int, Tensor, dict[str, Any], int], None]
+
+
+def draw_all(
+    runs: Iterable[tuple[int, Chains]], plan: Plan, bar: Progress, keeper: Keeper, note: Note | None = None
+) -> None:
+    """Draw from all chains.
+
+    Those that run in turn come to their end one after the other. Where draws end by themselves they are drawn from in
+    rounds, so that convergence is judged over all of them.
+
+    Args:
+        runs: chains that run side by side, with the index of the first of them.
+        plan: what is asked for.
+        bar: told of every step.
+        keeper: where draws go.
+        note: told of gradients, loss and rates at every draw, and of the first chain's index.
+    """
+    going: list[_Drawing] = []
+    for first, run in runs:
+        ended, saved = keeper.restored(first, run, plan)
+        if ended:
+            continue
+        run.say(bar.note)
+        drawing = _Drawing(run, first, keeper, draw_from(run, first, plan, bar, keeper, saved, note))
+        drawing.go(None)  # to the end; with `auto`, to where draws begin
+        going.append(drawing)
+    reason = ""
+    for look in looks(plan.draws) if plan.auto else ():
+        for drawing in going:
+            if drawing.watch is not None and len(drawing.watch.traces) < look:
+                drawing.go("")
+        watches = {drawing.first: drawing.watch for drawing in going if drawing.watch is not None}
+        reason = reason or (watches and verdict(watches, plan.total, plan.chains_per_set, look, plan.draws)) or ""
+        if reason or not watches:
+            break
+    for drawing in going:
+        if drawing.watch is not None:
+            drawing.go(reason)
+    if reason:
+        bar.note(reason)
+
+
+class _Drawing:
+    """Chains that are being drawn from.
+
+    Args:
+        run: the chains.
+        first: index of the first of them.
+        keeper: where draws go.
+        steps: what draws, with pauses.
+
+    Attributes:
+        watch: what they predict; None when they have come to their end.
+    """
+
+    def __init__(self, run: Chains, first: int, keeper: Keeper, steps: Generator[Watch, str | None, None]) -> None:
+        self.run, self.first, self.keeper, self.steps = run, first, keeper, steps
+        self.watch: Watch | None = None
+
+    def go(self, stop: str | None) -> None:
+        """Draw until the next pause, or where there is a reason to stop come to an end."""
+        with fastest_products(self.run.alive.device), self.run.target.using(self.run.buffers):
+            try:
+                self.watch = self.steps.send(stop)
+            except StopIteration:
+                self.watch = None
 
 
 def draw_from(
@@ -137,9 +223,9 @@ def draw_from(
     bar: Progress,
     keeper: Keeper,
     saved: State | None = None,
-    note: Callable[[int, Tensor, dict[str, Any], int], None] | None = None,
-) -> Outcome:
-    """Warm up chains and draw from them.
+    note: Note | None = None,
+) -> Generator[Watch, str | None, None]:
+    """Warm up chains and draw from them; with ``auto``, pause before the first draw and where convergence is judged.
 
     Args:
         run: the chains.
@@ -149,10 +235,13 @@ def draw_from(
         keeper: where draws go.
         saved: a state that `keeper` was told of, from which to go on.
         note: told of gradients, loss and rates at every draw, and of the first chain's index.
+
+    Yields:
+        What the chains have predicted so far; takes the reason to stop, empty to go on.
     """
     label = f"chain {first + 1}/{plan.total} " if run.many is None and plan.total > 1 else ""
     outcome = Outcome(first, run.count)
-    done, drawn, late = 0, 0, list[Tensor]()
+    done, drawn, levels = 0, 0, list[Tensor]()
     trajectories = _glide(run, plan, bar)
     stride: Stride | GraphSteps | Glide | None = trajectories
     watch: Watch | None = None
@@ -161,19 +250,19 @@ def draw_from(
     if saved is not None:
         saved = moved(saved, run.alive.device)
         load_state(run, saved["chains"])
-        bar.advance(label + "resuming", run.count * run.gradients)
+        bar.skip(run.count * run.gradients)
     try:
         if saved is None or saved["stage"] == "warmup":
 
             def mark(state: Callable[[], State]) -> None:
-                keeper.mark(lambda: {"stage": "warmup", "chains": state_of(run), "warmup": state()})
+                keeper.mark(first, lambda: {"stage": "warmup", "chains": state_of(run), "warmup": state()})
 
             outcome.reports = _find_rates(
                 run, plan, bar, mark, None if saved is None else saved["warmup"], trajectories
             )
         else:
             outcome.reports = [report_from(report) for report in saved["reports"]]
-            done, drawn, late = saved["done"], saved["drawn"], list(saved["late"].unbind())
+            done, drawn, levels = saved["done"], saved["drawn"], list(saved["levels"].unbind())
             outcome.lengths = saved["lengths"]
         keeper.warmed(outcome)
         gap = outcome.reports[0].keep_every or plan.spacing
@@ -187,7 +276,7 @@ def draw_from(
                 "lengths": outcome.lengths,
                 "done": done,
                 "drawn": drawn,
-                "late": torch.stack(late) if late else torch.empty(0),
+                "levels": torch.stack(levels) if levels else torch.empty(0),
                 **({} if watch is None else {"traces": torch.stack(watch.traces) if watch.traces else torch.empty(0)}),
             }
 
@@ -199,9 +288,9 @@ def draw_from(
         stride, every = stride or _stride(run, plan, gap, bar), plan.follow(run)
         if plan.auto:
             traces = None if saved is None or saved["stage"] == "warmup" else saved["traces"].cpu()
-            watch = Watch(run, plan.chains_per_set if run.many is not None else 1, plan.held_out, traces)
-            outcome.stopped = watch.verdict(plan.draws) if drawn else ""
-        keeper.mark(state)
+            watch, pauses = Watch(run, plan.held_out, traces), looks(plan.draws)
+            outcome.stopped = (yield watch) or ""
+        keeper.mark(first, state)
         while drawn < plan.draws and not outcome.stopped:
             if stride is not None:
                 stride.go(done, gap, tick)
@@ -211,8 +300,7 @@ def draw_from(
                 left -= run.sampler.sampling
                 tick(1)
             run.check_finite()
-            if plan.auto or drawn >= plan.draws // 2:
-                late.append(run.level)
+            levels.append(run.level)
             keeper.keep(run, first, drawn)
             if note is not None:
                 note(run.gradients, run.level, {g["name"]: g["rate"] for g in run.sampler.param_groups}, first)
@@ -222,11 +310,10 @@ def draw_from(
             outcome.drawn = drawn
             if watch is not None:
                 watch.take()
-                outcome.stopped = watch.verdict(plan.draws)
-            keeper.mark(state)
-        if outcome.stopped:
-            bar.note(label + outcome.stopped)
-        warn_of(run, outcome.reports, late[drawn // 2 :] if plan.auto else late, first)
+            keeper.mark(first, state)
+            if watch is not None and drawn in pauses:
+                outcome.stopped = (yield watch) or ""
+        warn_of(run, outcome.reports, levels[drawn // 2 :], first)
     except DivergedError:
         pass  # every chain has
     for k in run.failures:
@@ -241,7 +328,7 @@ def draw_from(
     elif run.leaves[0].is_cuda and run.many is None:
         outcome.compiled = f", eager ({run.graph_unsupported})"
     outcome.batches = run.batches.state()
-    return outcome
+    keeper.finished(outcome, state if len(run.failures) < run.count else None)
 
 
 def _glide(run: Chains, plan: Plan, bar: Progress) -> Glide | None:

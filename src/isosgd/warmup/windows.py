@@ -108,7 +108,9 @@ class _Warmup:
         self.curvatures: Array | None = None
         self.loss: tuple[Array, Array] | None = None
         limit = int(MOST_DESCENT_SHARE * self.budget)
-        self.descent = Descent(chains, limit, lambda: self._count("descending"), lambda: self.mark(self.state))
+        self.descent = Descent(
+            chains, limit, lambda: self._count("initial optimisation"), lambda: self.mark(self.state)
+        )
         self.length, self.settled_before, self.reasons = FIRST_WINDOW, False, [""] * chains.count
         self.fell = False  # whether most rates had to fall within the last window
         self.last = False  # whether no other window is to come
@@ -280,9 +282,9 @@ class _Warmup:
         while self.spent < end:
             chains.step(split=True)
             losses.append(chains.loss)
-            self._count("trying the rates")
+            self._count("testing the rates")
             if len(losses) % 2 and self.spent < end:
-                self._probe("trying the rates")
+                self._probe("testing the rates")
             if len(losses) % ADAPT_EVERY == 0:
                 if self.runaway.look(losses):
                     losses = losses[:0]
@@ -312,14 +314,14 @@ class _Warmup:
         self.traces.begin(length)
         self.runaway.begin()
         losses: list[Tensor] = []
-        end = self.spent + length
+        end, stage = self.spent + length, f"warm-up window of {length:,}"
         while self.spent < end:
             i = len(losses)
             noise = chains.evaluate(split=chains.geometry is not None or i % SPLIT_EVERY == 0)
-            self._count("warming up")
+            self._count(stage)
             losses.append(chains.loss)
             if i % PROBE_EVERY == 0 and self.spent < end:
-                self._probe("warming up")
+                self._probe(stage)
                 self.seen_curvatures.append(chains.curvatures())
             if noise is not None:
                 if not chains.successive or i % 4 == 0:  # sums of successive differences would cancel
