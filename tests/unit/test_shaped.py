@@ -255,7 +255,10 @@ def test_chains_of_one_data_set_share_a_full_matrix(generator: torch.Generator) 
     """So many numbers take many noise vectors: those of all chains of a set count, and none of another set."""
     shaped = Full()
     shaped.bind([{"params": [torch.zeros(6, 5, dtype=F64)]}], chains=6, sets=2)
-    assert (shaped.min_vectors, bound("full").min_vectors) == (20, 64)  # four vectors for each parameter, at least twenty
+    assert (shaped.min_vectors, bound("full").min_vectors) == (
+        20,
+        64,
+    )  # four vectors for each parameter, at least twenty
     loudness = torch.tensor([1.0, 5.0]).repeat_interleave(3)[:, None]
     drawn = loudness * torch.randn(40, 6, 5, generator=generator, dtype=F64)
     for row in drawn:

@@ -344,8 +344,8 @@ def load_into(item: Any, state: dict[str, Any], device: torch.device) -> None:
     missing = [name for name in item.kept if name not in state]
     if missing:
         raise ValueError(
-            f"the state of {type(item).__name__} lacks {missing}: it was saved by another version of isosgd; finish that "
-            "run with it"
+            f"the state of {type(item).__name__} lacks {missing}: it was saved by another version of isosgd; finish "
+            "that run with it"
         )
     for name in item.kept:
         if hasattr(getattr(item, name), "kept"):
