@@ -367,9 +367,11 @@ class Sampler(Optimizer, ABC):
             return "parameters carry a dimension of chains"
         if isinstance(self.geometry, Diagonal):
             shapes = [p.shape for group in self.param_groups for p in group["params"]]
-            rates, kicks = (torch.split(t[0], self.geometry.sizes) for t in self.geometry.tensors())
-            wide = [[t.view(shape) for t, shape in zip(parts, shapes, strict=True)] for parts in (rates, kicks)]
-            return Elementwise(*wide, injector.averaged)
+            rates, kicks = (
+                [part.view(shape) for part, shape in zip(torch.split(t[0], self.geometry.sizes), shapes, strict=True)]
+                for t in self.geometry.tensors()
+            )
+            return Elementwise(rates, kicks, injector.averaged)
         if self.geometry is not None:
             return f"steps of structure {self.geometry.name!r} do not act on each parameter on its own"
         if self.has_velocity or self.metric is not None:

@@ -145,8 +145,8 @@ class ThermostatProgram(StepProgram):
     def move(self, state: Tensor, gradient: Tensor, noise: Tensor | None, xi: Tensor, tensors: Tensors) -> Tensor:
         rate, variance = tensors
         theta, velocity, friction = torch.split(state, [self.dim, self.dim, len(self.counts)], -1)
-        wide = torch.cat([f.expand(-1, n) for f, n in zip(friction.split(1, -1), self.counts, strict=True)], -1)
+        wide = torch.cat([f.expand(-1, n) for f, n in zip(torch.split(friction, 1, -1), self.counts, strict=True)], -1)
         velocity = (1.0 - wide) * velocity - rate * gradient - xi
-        squares = torch.stack([v.square().sum(-1) / v.shape[-1] for v in velocity.split(self.counts, -1)], -1)
+        squares = torch.stack([v.square().sum(-1) / v.shape[-1] for v in torch.split(velocity, self.counts, -1)], -1)
         friction = friction + self.gain * (squares / variance - 2.0 / (2.0 - friction))
         return torch.cat([theta + velocity, velocity, friction.clamp(max=1.0)], -1).to(state.dtype)
