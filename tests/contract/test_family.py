@@ -98,6 +98,19 @@ def test_methods_lists_them_all_with_their_settings() -> None:
     assert not {"lr", "corrected", "num_data", "temperature", "extra"} & set(rows["isgd-momentum"]["settings"])
 
 
+def test_the_structure_it_lists_is_the_one_that_sample_takes() -> None:
+    (row,) = (row for row in isosgd.methods() if row["name"] == "isgd")
+    x = torch.randn(60, 2, generator=seeded())
+    prior, start = isosgd.priors.Normal(1.0), {"w": torch.zeros(2)}
+    target = isosgd.Target(lambda p, b: -0.5 * (b[0] - p["w"]).square().sum(-1), prior, init=start)
+    short = {"draws": 2, "keep_every": 2, "warmup": 400, "progress": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", isosgd.SamplingWarning)  # the warm-up is short
+        listed = {"structure": row["settings"]["structure"]}
+        plain, told = (isosgd.sample(target, (x,), **short, **given) for given in ({}, listed))
+    assert torch.equal(plain.draws["w"], told.draws["w"])
+
+
 @every_method
 def test_the_settings_it_lists_are_those_it_takes(method: Method) -> None:
     Loop(method.kind, **method.settings)

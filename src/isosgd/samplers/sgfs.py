@@ -198,6 +198,10 @@ class FullSGFS(Sampler):
         basis = self._kept["basis"]
         return _times(basis, self._kept["inverse"] ** power * _times(basis.mT, x))
 
+    @property
+    def whitening(self) -> FullSGFS:
+        return self
+
     def whiten(self, vectors: Sequence[Tensor], power: float = 0.5) -> list[Tensor]:
         """``P^power`` times vectors, one for each parameter in their order."""
         flat = self._apply(power, join(list(vectors), self.batched))
