@@ -323,12 +323,12 @@ class Chains:
     @property
     def in_metric(self) -> bool:
         """Whether curvature is measured in the metric of a sampler that has one."""
-        return self.sampler.metric is not None and self.sampler.metric.entered
+        return self.sampler.whitening is not None and self.sampler.whitening.entered
 
     def enter_metric(self) -> bool:
         """From now on, where the sampler has a metric. It must have seen noise."""
-        if self.sampler.metric is not None:
-            self.sampler.metric.entered = True
+        if self.sampler.whitening is not None:
+            self.sampler.whitening.entered = True
             group = self.sampler.param_groups[0]
             like = self.flat(self.leaves)
             self.scaled = Curvature(like, self.slots, group["temperature"], self.num_data, self._seed + 3)
@@ -336,9 +336,9 @@ class Chains:
 
     def whiten(self, x: Tensor, power: float = 0.5) -> Tensor:
         """``P^power`` times flat vectors."""
-        assert self.sampler.metric is not None
+        assert self.sampler.whitening is not None
         parts = self.layout.views(x if self.many is not None else x[0])
-        return self.flat(self.sampler.metric.whiten([parts[name] for name in self.params], power))
+        return self.flat(self.sampler.whitening.whiten([parts[name] for name in self.params], power))
 
     @property
     def geometry(self) -> Geometry | None:

@@ -22,7 +22,7 @@ from isosgd.noise import NoiseEstimator, NoiseModel, NoiseName, Summary, join, m
 from isosgd.samplers.groups import Group, ParamsLike, check_groups, check_units, layer_groups, trained_groups
 from isosgd.samplers.injection import Injector, Move
 from isosgd.samplers.innovations import Innovations, make_generator
-from isosgd.samplers.metric import DiagonalMetric
+from isosgd.samplers.metric import DiagonalMetric, Metric
 from isosgd.samplers.program import KickProgram, StepProgram
 from isosgd.samplers.schedules import Cycles, Schedule
 from isosgd.samplers.steppers import hamiltonian_, langevin_
@@ -172,6 +172,11 @@ class Sampler(Optimizer, ABC):
         if self.metric is None:
             return self.noise.summary(group, how)
         return self.metric.top(group) if how == "top" else summarise(self.metric.variances(group), how, self.batched)
+
+    @property
+    def whitening(self) -> Metric | None:
+        """The metric in which curvature is measured, where there is one."""
+        return self.metric
 
     # -- rates --------------------------------------------------------------------------------------------------------
 

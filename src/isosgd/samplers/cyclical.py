@@ -81,7 +81,12 @@ class CSGLD(Sampler):
 
 
 class CSGHMC(Sampler):
-    """SGHMC in cycles; what is said of `CSGLD` holds. The velocity is kept from stage to stage.
+    """SGHMC in cycles. The velocity is kept from stage to stage.
+
+    Targets ``exp(-f / T)`` within the modes it visits, with the errors of `CSGLD` and those of
+    `isosgd.samplers.sghmc.SGHMC`.
+
+    Departures from the paper: those of `CSGLD`.
 
     Args:
         params: named parameters (one group a layer), or groups.

@@ -34,7 +34,7 @@ class Method:
         family: ``langevin`` (Theorem 1), ``hamiltonian`` (Theorem 2), or ``baseline``.
         paper: where it comes from.
         departures: where our code departs from it, in a line; the docstring of ``kind`` says more.
-        options: settings that differ from the defaults of ``kind``.
+        options: settings of `isosgd.sample` that differ from the defaults of ``kind``.
     """
 
     kind: type[Any]
@@ -85,6 +85,7 @@ REGISTRY: Mapping[str, Method] = MappingProxyType(
             "langevin",
             "Franzese et al. 2020",
             "centred noise, correlations corrected, curvature guard, windowed warm-up, shapes of Lambda; all optional",
+            options={"structure": "auto"},  # the class alone has one lambda a layer, as the paper has
         ),
         "isgd-momentum": Method(
             MomentumISGD,

@@ -55,7 +55,7 @@ def sampler_factory(
     if unknown:
         names = [name for name in known if name not in OURS]
         raise TypeError(f"method {method!r} has no option {unknown[0]!r}; it takes {', '.join(names)}")
-    ours = {"batch_size": batch_size, "structure": "auto", "sets": sets}
+    ours = {"batch_size": batch_size, "sets": sets}
     options = {**{name: value for name, value in ours.items() if name in known}, **REGISTRY[method].options, **options}
 
     if whole:
