@@ -78,7 +78,7 @@ def ours(chains: int, steps: int, method: str, warmup: int, options: dict[str, A
     torch.manual_seed(0)
     target = Target.from_module(mlp(FEATURES, HIDDEN, 1), likelihoods.Gaussian(NOISE), priors.FanInNormal())
     team = Team(target, tuple(t.to(device) for t in data()), None, chains, BATCH, 0, torch.device(device), None)
-    make = sampler_factory(method, team.num_data, 1.0, BATCH, 1, False, dict(options))
+    make = sampler_factory(method, team.num_data, 1.0, BATCH, 1, dict(options))
     _, run = next(iter(team.runs(make)))
     if warmup:
         warm_up(run, warmup, Progress(1, show=False), measure_spacing=False)

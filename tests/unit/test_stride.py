@@ -57,7 +57,7 @@ def make_chains(chains: int, options: dict[str, Any], data: Any = (X, Y)) -> Cha
     given = dict(options)
     method = given.pop("method", "isgd")
     team = Team(make_target(), data, None, chains, 10, 0, None, None)
-    _, run = next(iter(team.runs(sampler_factory(method, team.num_data, 1.0, 10, team.together_sets, False, given))))
+    _, run = next(iter(team.runs(sampler_factory(method, team.num_data, 1.0, 10, team.together_sets, given))))
     if "lr" not in options:
         warm_up(run, 300, Progress(1, show=False), measure_spacing=False)
     return run
@@ -181,7 +181,7 @@ def test_sgld_does_not_ask_for_noise_that_it_has_no_use_for() -> None:
 def test_others_take_single_steps(options: dict[str, Any], reason: str) -> None:
     given = dict(options)
     team = Team(make_target(), (X, Y), None, 2, 10, 0, None, None)
-    _, run = next(iter(team.runs(sampler_factory(given.pop("method", "isgd"), ROWS, 1.0, 10, 1, False, given))))
+    _, run = next(iter(team.runs(sampler_factory(given.pop("method", "isgd"), ROWS, 1.0, 10, 1, given))))
     assert reason in why_not(run)
 
 
@@ -213,7 +213,7 @@ def test_the_place_of_failure_is_found_exactly() -> None:
     """The step, and the state before it, are those at which the gradient was not finite."""
     y = torch.full((20,), 20.0)
     team = Team(cliff(10.0), (y,), lambda k: {"mu": 0.0 if k else 9.5}, 2, 4, 0, None, None)
-    make = sampler_factory("sgld", 20, 1e-12, 4, 1, False, {"lr": 0.01})
+    make = sampler_factory("sgld", 20, 1e-12, 4, 1, {"lr": 0.01})
     _, run = next(iter(team.runs(make)))
     stride = Stride(run, 100, compiled=False)
     stride.go(0, 20, lambda count: None)  # 9.5 + 0.01 * 10.5 a step: beyond 10 after five

@@ -62,7 +62,7 @@ def errors(pace: float, structure: str = "lowrank", temperature: float = 1.0) ->
     run = chains(structure=structure, temperature=temperature)
     sampler = run.hmc
     assert sampler is not None
-    sampler.pace = torch.full_like(sampler.pace, pace)
+    sampler.step_size = torch.full_like(sampler.step_size, pace)
     sampler.length = round(0.3 / pace**0.5)
     for _ in range(sampler.length + 1):
         run.step()
@@ -129,7 +129,7 @@ def test_a_trajectory_that_is_refused_leaves_the_chain_where_it_was() -> None:
     run = chains()
     sampler = run.hmc
     assert sampler is not None
-    sampler.pace, sampler.length = torch.full_like(sampler.pace, 1e6), 2
+    sampler.step_size, sampler.length = torch.full_like(sampler.step_size, 1e6), 2
     start = {name: x.detach().clone() for name, x in run.params.items()}
     for _ in range(9):
         run.step()
@@ -143,7 +143,7 @@ def test_draws_are_ends_of_trajectories_not_places_on_the_way() -> None:
     run = chains()
     sampler = run.hmc
     assert sampler is not None
-    sampler.pace, sampler.length = torch.full_like(sampler.pace, 1e-4), 5
+    sampler.step_size, sampler.length = torch.full_like(sampler.step_size, 1e-4), 5
     run.step()
     first = run.natural()
     for _ in range(3):
@@ -193,8 +193,9 @@ def test_data_sets_and_a_measured_spacing() -> None:
     ("settings", "words"),
     [
         ({"method": "sgld"}, "no gradient noise"),
-        ({"structure": "layer"}, "no gradient noise"),
-        ({"preset": "alpha-a"}, "no gradient noise"),
+        ({"method": "hmc", "batch_size": 10}, "batch_size = 10 does not go with method='hmc'.*energy of all data"),
+        ({"structure": "layer"}, "knows no directions"),
+        ({"preset": "alpha-a"}, "needs gradient noise"),
         ({"batch_size": "most"}, "'most'"),
         ({"warmup": 100}, "too short"),
         ({"method": "swag"}, "give swag a number"),
@@ -203,6 +204,24 @@ def test_data_sets_and_a_measured_spacing() -> None:
 def test_settings_that_do_not_go_together(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         sample(target(), (X, Y), **{**QUICK, **settings})
+
+
+def test_all_data_are_hmc_by_either_name() -> None:
+    short, named = (
+        sample(target(), (X, Y), seed=3, structure="diagonal", **{**QUICK, **given})
+        for given in ({"batch_size": "all"}, {"batch_size": None, "method": "hmc"})
+    )
+    assert short.info["method"] == named.info["method"] == "hmc"
+    assert short.info["batch_size"] == named.info["batch_size"] == 40
+    assert all(torch.equal(x, named.draws[name]) for name, x in short.draws.items())
+
+
+def test_hmc_is_among_the_methods() -> None:
+    (row,) = [row for row in isosgd.methods() if row["name"] == "hmc"]
+    assert row["family"] == "metropolis" and row["targets"] == "exp(-f / T)" and "Duane" in row["paper"]
+    assert row["settings"]["structure"] == "auto" and isosgd.METHODS["hmc"] is HMC
+    with pytest.raises(TypeError, match="method 'hmc' has no option 'scheme'"):
+        sample(target(), (X, Y), method="hmc", scheme="windowed", warmup=700, draws=1, keep_every=1, progress=False)
 
 
 def test_a_loader_cannot_give_all() -> None:
@@ -233,7 +252,7 @@ def test_the_middle_of_a_trajectory_is_saved() -> None:
     run = chains()
     sampler = run.hmc
     assert sampler is not None
-    sampler.pace, sampler.length = torch.full_like(sampler.pace, 1e-3), 6
+    sampler.step_size, sampler.length = torch.full_like(sampler.step_size, 1e-3), 6
     for _ in range(3):
         run.step()
     state, here = copy.deepcopy(sampler.state_dict()), run.snapshot()
@@ -270,7 +289,7 @@ def after(
 ) -> tuple[Any, Any]:
     """Chains that have taken some steps, one by one or several in a call; and the numbers of steps told."""
     run = chains(count, structure, temperature)
-    run.sampler.length, run.sampler.pace = length, torch.full((count,), 0.01)  # type: ignore[attr-defined]
+    run.sampler.length, run.sampler.step_size = length, torch.full((count,), 0.01)  # type: ignore[attr-defined]
     told: list[int] = []
     if how == "single":
         for _ in range(steps):
@@ -382,7 +401,7 @@ def test_windows_learn_the_same_paces_either_way(steps: int) -> None:
         seen: list[Tensor] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Averaging, "take", lambda self, acceptance, seen=seen: seen.append(acceptance.clone()))
-            run.sampler.pace = torch.full((2,), 0.01)  # type: ignore[attr-defined]
+            run.sampler.step_size = torch.full((2,), 0.01)  # type: ignore[attr-defined]
             window._window(steps, fixed=True)
         found.append((len(seen), window.spent, run.gradients))
     assert found[0] == found[1] and found[0][0] > 1

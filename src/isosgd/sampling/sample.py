@@ -23,7 +23,7 @@ from isosgd.sampling.identity import described
 from isosgd.sampling.keepers import InMemory, OnDisk, keep_at_once
 from isosgd.sampling.loop import Outcome, Plan, draw_from
 from isosgd.sampling.room import check_room
-from isosgd.sampling.settings import check_settings, compile_after, most_draws, noise_every, sampler_factory, versions
+from isosgd.sampling.settings import check_settings, compile_after, most_draws, noise_every, resolve_method, sampler_factory, versions
 from isosgd.sampling.stored import Asked, load
 from isosgd.target import Target
 from isosgd.target.batches import with_tensors
@@ -64,14 +64,15 @@ def sample(
         init: start values in natural parameters, and of buffers where there are, such as the ``state_dict`` of a
             trained network; where the target says by default. A function from the number of a chain to such values
             gives each chain a start of its own.
-        method: a name of `isosgd.methods`: ``isgd``, ``sgld``, ``sghmc`` and so on.
+        method: a name of `isosgd.methods`: ``isgd``, ``sgld``, ``sghmc`` and so on. ``hmc`` takes all data for every
+            gradient and accepts or rejects its trajectories (see `isosgd.samplers.hmc`): nothing is left of the
+            discretisation bias. It pays up to some thousand examples, above all for networks.
         draws: draws to keep from each chain; ``auto`` goes on until predictions have converged (R-hat of at most 1.01
             and 400 effective draws, over all chains) or the ``budget`` ends; ``info["stopped"]`` says which.
         chains: independent chains, of each data set. They run in one batched computation where the model allows it
             (``info["engine"]`` says so, or why not).
-        batch_size: examples in a minibatch; half of the data, between 8 and 128, by default. ``all`` takes all of them
-            for every gradient: trajectories are then accepted or refused, so that no bias is left (see
-            `isosgd.samplers.hmc`). It pays up to some thousand examples, above all for networks.
+        batch_size: examples in a minibatch; half of the data, between 8 and 128, by default. ``all`` is a short way to
+            ``method="hmc"``, and ``info["method"]`` then says ``hmc``.
         keep_every: steps between draws; ``auto`` measures the autocorrelation of predictions in the warm-up.
         warmup: gradients to spend before the first draw; ``auto`` goes on until the chain has settled.
         temperature: T; 1 is the posterior. With a prior whose scales are fixed the density is
@@ -114,6 +115,7 @@ def sample(
         True
     """
     check_settings(method, draws, chains, keep_every, warmup, temperature)
+    given_method, (method, batch_size) = method, resolve_method(method, batch_size)
     if not isinstance(target, Target):
         raise TypeError(
             f"target of type {type(target).__name__}: pass an isosgd.Target; Target.from_module makes one from a model"
@@ -141,8 +143,7 @@ def sample(
     given = dict(options)
     after = compile_after(given)
     if method in BASELINES:
-        if isinstance(batch_size, str):
-            raise ValueError(f"batch_size = {batch_size!r} goes with method='isgd': give {method} a number")
+        assert not isinstance(batch_size, str)  # `resolve_method` refuses it
         about = {"method": method, "options": {name: described(value) for name, value in options.items()}, "seed": seed}
         about |= {"temperature": temperature, "density": f"none: {BASELINES[method].kind.targets}"}
         about |= {"target": target.describe(), "versions": versions()}
@@ -157,9 +158,7 @@ def sample(
     )  # fmt: skip
     if METHODS[method] is ISGD:
         given.setdefault("budget", None if warmup == "auto" else warmup)
-    make_sampler = sampler_factory(
-        method, team.num_data, temperature, team.batch_size, team.together_sets, team.whole, given
-    )
+    make_sampler = sampler_factory(method, team.num_data, temperature, team.batch_size, team.together_sets, given)
     known = partial(_info, asked, team, plan)
     board = None if log is None else Log(log)  # before a folder is taken: TensorBoard may not be there
     keeper: InMemory | OnDisk
@@ -172,6 +171,8 @@ def sample(
         keeper = OnDisk(asked, known, writer)
 
     bar = Progress(team.count * ((MOST_STEPS // 5 if warmup == "auto" else warmup) + most * plan.spacing), progress)
+    if given_method != method:
+        bar.note("batch_size = 'all': the method is HMC (method='hmc')")
     try:
         for first, run in team.runs(make_sampler):
             if keeper.has(first, run):
