@@ -37,7 +37,7 @@ def start_of(init: Start, chain: int) -> Mapping[str, Any] | None:
     return init(chain) if callable(init) else init
 
 
-class Team:
+class Schedule:
     """Everything about a run that is known before the first step.
 
     Args:

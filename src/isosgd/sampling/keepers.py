@@ -13,7 +13,7 @@ import torch
 from isosgd.engine.chains import Chains
 from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.posterior import Posterior
-from isosgd.sampling.loop import Outcome, State
+from isosgd.sampling.loop import ChainsResult, State
 from isosgd.sampling.stored import Asked, info_of, load
 from isosgd.store import Shards, StoredDraws, Writer, rectangle
 from isosgd.store.manifest import Spec, specs_of
@@ -21,7 +21,7 @@ from isosgd.store.shards import dtype_name
 from isosgd.target import Params
 
 Info = dict[str, Any]
-About = Callable[[list[Outcome]], Info]
+About = Callable[[list[ChainsResult]], Info]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -46,7 +46,7 @@ class _Keeper:
 
     def __init__(self, asked: Asked, about: About) -> None:
         self.asked, self.about = asked, about
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[ChainsResult] = []
         self.saved: State | None = None  # from where the next chains go on
         self.started = time.monotonic()
 
@@ -58,7 +58,7 @@ class _Keeper:
         return done is not None
 
     def failures(self) -> dict[int, DivergedError]:
-        """Why chains were given up, with the draws they had."""
+        """Why chains were dropped, with the draws they had."""
         found = {}
         for outcome in self.outcomes:
             for k, error in outcome.failures.items():
@@ -66,8 +66,8 @@ class _Keeper:
                 found[outcome.first + k] = error
         return found
 
-    def draws_of(self, outcome: Outcome, k: int) -> Params:
-        """The good draws of a chain that was given up, ``[draws, *shape]``."""
+    def draws_of(self, outcome: ChainsResult, k: int) -> Params:
+        """The good draws of a chain that was dropped, ``[draws, *shape]``."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class InMemory(_Keeper):
         super().__init__(asked, about)
         self._draws: dict[int, list[Params]] = {}
         self._with: dict[int, list[Params]] = {}
-        self._current: Outcome | None = None
+        self._current: ChainsResult | None = None
 
     def keep(self, run: Chains, first: int, number: int) -> None:
         """Take a draw, and the buffers that go with it."""
@@ -89,22 +89,22 @@ class InMemory(_Keeper):
         self._with.setdefault(first, []).append(buffers)
         self._draws.setdefault(first, []).append({name: x.cpu() for name, x in run.natural().items()})
 
-    def warmed(self, outcome: Outcome) -> None:
+    def warmed(self, outcome: ChainsResult) -> None:
         """These chains are being drawn from."""
         self._current = outcome
 
     def mark(self, state: Callable[[], State]) -> None:
         """Nothing is done."""
 
-    def finished(self, outcome: Outcome, last: bool) -> None:
+    def finished(self, outcome: ChainsResult, last: bool) -> None:
         """These chains have come to their end."""
         self.outcomes.append(outcome)
         self._current = None
 
-    def draws_of(self, outcome: Outcome, k: int) -> Params:
+    def draws_of(self, outcome: ChainsResult, k: int) -> Params:
         return _chain(self._draws.get(outcome.first, [])[: outcome.lengths[k]], k)
 
-    def _every(self) -> list[Outcome]:
+    def _every(self) -> list[ChainsResult]:
         return [*self.outcomes, *([] if self._current is None else [self._current])]
 
     def _places(self) -> dict[int, tuple[int, int]]:
@@ -154,7 +154,7 @@ class OnDisk(_Keeper):
         with writer.closed_on_error():
             saved = writer.checkpoint()
             if saved is not None:
-                self.outcomes = [Outcome.from_state(state) for state in saved["outcomes"]]
+                self.outcomes = [ChainsResult.from_state(state) for state in saved["outcomes"]]
                 self.saved = saved["current"]
         self._agrees = True  # what comes again with what is stored
 
@@ -171,7 +171,7 @@ class OnDisk(_Keeper):
         elif self._agrees:
             self._agrees = comes_again(self.writer, first, number, draw, buffers)
 
-    def warmed(self, outcome: Outcome) -> None:
+    def warmed(self, outcome: ChainsResult) -> None:
         """Say in the manifest what the warm-up found."""
         self.writer.manifest.info = self.about([*self.outcomes, outcome])
 
@@ -179,7 +179,7 @@ class OnDisk(_Keeper):
         """Write a checkpoint if one is due."""
         self.writer.mark(lambda: self._state(state()))
 
-    def finished(self, outcome: Outcome, last: bool) -> None:
+    def finished(self, outcome: ChainsResult, last: bool) -> None:
         """These chains have come to their end: so much need not be done again."""
         self.outcomes.append(outcome)
         self.saved = None
@@ -194,7 +194,7 @@ class OnDisk(_Keeper):
             "current": current,
         }
 
-    def draws_of(self, outcome: Outcome, k: int) -> Params:
+    def draws_of(self, outcome: ChainsResult, k: int) -> Params:
         if not outcome.lengths[k]:
             return {}
         self.writer.flush()

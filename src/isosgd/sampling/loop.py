@@ -9,32 +9,33 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from isosgd.engine import leapfrog as glide
+from isosgd.engine import leapfrog, multistep
 from isosgd.engine.chains import Chains
 from isosgd.engine.graph import GraphSteps, accelerate
-from isosgd.engine.leapfrog import Glide
-from isosgd.engine.multistep import Stride, why_not
+from isosgd.engine.leapfrog import LeapfrogMultiStep
+from isosgd.engine.multistep import MultiStep
 from isosgd.engine.state import failure_from, failure_state, load_state, moved, state_of
 from isosgd.errors import DivergedError
 from isosgd.progress import Progress
 from isosgd.sampling.stopping import Watch
 from isosgd.warmup.alarms import warn_of
 from isosgd.warmup.reports import GroupReport, WarmupReport
-from isosgd.warmup.windows import Mark, warm_up
+from isosgd.warmup.windows import warm_up
 
 GUESSED_SPACING = 100  # for the progress bar, until the spacing is known
-NOISE_EVERY = 16  # in sampling the noise is followed, not found: every so many steps one is split in halves ...
+NOISE_EVERY = 16  # in sampling the noise is followed, not found: every 16th step is split in halves ...
 SHAPED_EVERY = 128  # ... and fewer where a shape of Lambda averages all that it has seen
-STRIDES_FROM = 4_000  # steps, for which it pays to compile several in a call ...
-ALONE = 5  # ... and so many times more for one chain, whose single steps take less time
+MULTI_STEP_FROM = 4_000  # steps, for which it pays to compile several in a call ...
+SINGLE_CHAIN = 5  # ... and so many times more for one chain, whose single steps take less time
 
 State = dict[str, Any]
+Steps = MultiStep | GraphSteps | LeapfrogMultiStep  # what takes many steps in a call
 Auto = Literal["auto"]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is asked for.
+class DrawPlan:
+    """How many draws to take of chains, and how.
 
     Attributes:
         draws: of each chain; at most, where they are ``auto``.
@@ -63,23 +64,23 @@ class Plan:
         """Steps between draws, before they are known."""
         return GUESSED_SPACING if self.keep_every == "auto" else self.keep_every
 
-    def follow(self, run: Chains) -> int:
-        """Of how many steps one measures the noise."""
-        return self.noise_every or (NOISE_EVERY if run.geometry is None else SHAPED_EVERY)
+    def noise_interval(self, chains: Chains) -> int:
+        """Steps from one measurement of the noise to the next."""
+        return self.noise_every or (NOISE_EVERY if chains.geometry is None else SHAPED_EVERY)
 
 
 @dataclass
-class Outcome:
-    """What came of chains that ran side by side.
+class ChainsResult:
+    """Reports, failures and costs of chains that ran side by side.
 
     Attributes:
         first: index of the first of them.
         count: how many.
         reports: of their warm-up.
-        lengths: good draws of those that were given up before the end.
+        lengths: good draws of those that were dropped before the end.
         failures: why.
         gradients: spent on each.
-        compiled: whether gradients came to be compiled, in words.
+        compiled: how their steps were executed, to be added to the name of the engine.
         batches: where in the data they ended.
         drawn: how many draws were taken of each.
         stopped: why no more, where that was not said before.
@@ -105,11 +106,11 @@ class Outcome:
         }
 
     @staticmethod
-    def from_state(state: State) -> Outcome:
+    def from_state(state: State) -> ChainsResult:
         """The same again."""
         reports = [report_from(report) for report in state["reports"]]
         failures = {k: failure_from(saved) for k, saved in state["failures"].items()}
-        return Outcome(**{**state, "reports": reports, "failures": failures})
+        return ChainsResult(**{**state, "reports": reports, "failures": failures})
 
 
 def report_from(state: State) -> WarmupReport:
@@ -123,163 +124,178 @@ class Keeper(Protocol):
     def keep(self, run: Chains, first: int, number: int) -> None:
         """Take draw ``number``, where the chains are now."""
 
-    def warmed(self, outcome: Outcome) -> None:
+    def warmed(self, result: ChainsResult) -> None:
         """Told when chains have warmed up."""
 
     def mark(self, state: Callable[[], State]) -> None:
         """Told wherever the chains could go on from later, with what gives their state."""
 
 
-def draw_from(
-    run: Chains,
+def run_chains(
+    chains: Chains,
     first: int,
-    plan: Plan,
+    plan: DrawPlan,
     bar: Progress,
     keeper: Keeper,
     saved: State | None = None,
     note: Callable[[int, Tensor, dict[str, Any], int], None] | None = None,
-) -> Outcome:
+) -> ChainsResult:
     """Warm up chains and draw from them.
 
     Args:
-        run: the chains.
+        chains: that run side by side.
         first: index of the first of them.
-        plan: what is asked for.
+        plan: how many draws, and how.
         bar: told of every step.
         keeper: where draws go.
         saved: a state that `keeper` was told of, from which to go on.
         note: told of gradients, loss and rates at every draw, and of the first chain's index.
     """
-    label = f"chain {first + 1}/{plan.total} " if run.many is None and plan.total > 1 else ""
-    outcome = Outcome(first, run.count)
+    label = f"chain {first + 1}/{plan.total} " if chains.many is None and plan.total > 1 else ""
+    result = ChainsResult(first, chains.count)
     done, drawn, late = 0, 0, list[Tensor]()
-    trajectories = _glide(run, plan, bar)
-    stride: Stride | GraphSteps | Glide | None = trajectories
+    steps: Steps | None = None
     watch: Watch | None = None
     if plan.compile_after is not None:
-        accelerate(run)
+        accelerate(chains)
     if saved is not None:
-        saved = moved(saved, run.alive.device)
-        load_state(run, saved["chains"])
-        bar.advance(label + "resuming", run.count * run.gradients)
+        saved = moved(saved, chains.alive.device)
+        load_state(chains, saved["chains"])
+        bar.advance(label + "resuming", chains.count * chains.gradients)
+    sampling = saved if saved is not None and saved["stage"] == "sampling" else None
+
+    def state() -> State:
+        return {
+            "stage": "sampling",
+            "chains": state_of(chains),
+            "reports": [report.as_dict() for report in result.reports],
+            "lengths": result.lengths,
+            "done": done,
+            "drawn": drawn,
+            "late": torch.stack(late) if late else torch.empty(0),
+            **({} if watch is None else {"traces": torch.stack(watch.traces) if watch.traces else torch.empty(0)}),
+        }
+
+    def tick(count: int) -> None:
+        nonlocal done
+        done += count
+        bar.advance(label + "sampling", count * chains.count)
+
     try:
-        if saved is None or saved["stage"] == "warmup":
-
-            def mark(state: Callable[[], State]) -> None:
-                keeper.mark(lambda: {"stage": "warmup", "chains": state_of(run), "warmup": state()})
-
-            outcome.reports = _find_rates(
-                run, plan, bar, mark, None if saved is None else saved["warmup"], trajectories
-            )
+        steps = _leapfrog_steps(chains, plan, bar)
+        if sampling is None:
+            result.reports = _warmed_up(chains, plan, bar, keeper, None if saved is None else saved["warmup"], steps)
         else:
-            outcome.reports = [report_from(report) for report in saved["reports"]]
-            done, drawn, late = saved["done"], saved["drawn"], list(saved["late"].unbind())
-            outcome.lengths = saved["lengths"]
-        keeper.warmed(outcome)
-        gap = outcome.reports[0].keep_every or plan.spacing
-        bar.total = plan.total * (outcome.reports[0].steps + plan.draws * gap)
-
-        def state() -> State:
-            return {
-                "stage": "sampling",
-                "chains": state_of(run),
-                "reports": [report.as_dict() for report in outcome.reports],
-                "lengths": outcome.lengths,
-                "done": done,
-                "drawn": drawn,
-                "late": torch.stack(late) if late else torch.empty(0),
-                **({} if watch is None else {"traces": torch.stack(watch.traces) if watch.traces else torch.empty(0)}),
-            }
-
-        def tick(steps: int) -> None:
-            nonlocal done
-            done += steps
-            bar.advance(label + "sampling", steps * run.count)
-
-        stride, every = stride or _stride(run, plan, gap, bar), plan.follow(run)
+            result.reports = [report_from(report) for report in sampling["reports"]]
+            done, drawn, late = sampling["done"], sampling["drawn"], list(sampling["late"].unbind())
+            result.lengths = sampling["lengths"]
+        keeper.warmed(result)
+        gap = result.reports[0].keep_every or plan.spacing
+        bar.total = plan.total * (result.reports[0].steps + plan.draws * gap)
+        steps = steps or _many_steps(chains, plan, gap, bar)
         if plan.auto:
-            traces = None if saved is None or saved["stage"] == "warmup" else saved["traces"].cpu()
-            watch = Watch(run, plan.chains_per_set if run.many is not None else 1, plan.held_out, traces)
-            outcome.stopped = watch.verdict(plan.draws) if drawn else ""
+            traces = None if sampling is None else sampling["traces"].cpu()
+            watch = Watch(chains, plan.chains_per_set if chains.many is not None else 1, plan.held_out, traces)
+            result.stopped = watch.verdict(plan.draws) if drawn else ""
         keeper.mark(state)
-        while drawn < plan.draws and not outcome.stopped:
-            if stride is not None:
-                stride.go(done, gap, tick)
-            left = 0 if stride is not None else gap
-            while left:
-                run.step(split=run.follows and done % every == 0)
-                left -= run.sampler.sampling
-                tick(1)
-            run.check_finite()
+        while drawn < plan.draws and not result.stopped:
+            if steps is not None:
+                steps.take_steps(done, gap, tick)
+            else:
+                _single_steps(chains, plan.noise_interval(chains), done, gap, tick)
+            chains.check_finite()
             if plan.auto or drawn >= plan.draws // 2:
-                late.append(run.level)
-            keeper.keep(run, first, drawn)
+                late.append(chains.level)
+            keeper.keep(chains, first, drawn)
             if note is not None:
-                note(run.gradients, run.level, {g["name"]: g["rate"] for g in run.sampler.param_groups}, first)
-            for k in run.failures:  # draws of a chain end where it was given up
-                outcome.lengths.setdefault(k, drawn)
+                rates = {group["name"]: group["rate"] for group in chains.sampler.param_groups}
+                note(chains.gradients, chains.level, rates, first)
+            for k in chains.failures:  # draws of a chain end where it was dropped
+                result.lengths.setdefault(k, drawn)
             drawn += 1
-            outcome.drawn = drawn
+            result.drawn = drawn
             if watch is not None:
                 watch.take()
-                outcome.stopped = watch.verdict(plan.draws)
+                result.stopped = watch.verdict(plan.draws)
             keeper.mark(state)
-        if outcome.stopped:
-            bar.note(label + outcome.stopped)
-        warn_of(run, outcome.reports, late[drawn // 2 :] if plan.auto else late, first)
+        if result.stopped:
+            bar.note(label + result.stopped)
+        warn_of(chains, result.reports, late[drawn // 2 :] if plan.auto else late, first)
     except DivergedError:
         pass  # every chain has
-    for k in run.failures:
-        outcome.lengths.setdefault(k, drawn)
-    outcome.failures, outcome.gradients, outcome.drawn = run.failures, run.gradients, drawn
-    single = stride is None or (isinstance(stride, Glide) and stride.why_not)
-    outcome.compiled = run.compiled if single else ", several steps a call"
-    if isinstance(stride, GraphSteps):
-        outcome.compiled = ", CUDA graph of whole steps"
-    elif run.graph is not None:
-        outcome.compiled = f", CUDA graph of gradients ({run.graph_unsupported})"
-    elif run.leaves[0].is_cuda and run.many is None:
-        outcome.compiled = f", eager ({run.graph_unsupported})"
-    outcome.batches = run.batches.state()
-    return outcome
+    for k in chains.failures:
+        result.lengths.setdefault(k, drawn)
+    result.failures, result.gradients, result.drawn = chains.failures, chains.gradients, drawn
+    result.compiled, result.batches = _execution(chains, steps), chains.batches.state()
+    return result
 
 
-def _glide(run: Chains, plan: Plan, bar: Progress) -> Glide | None:
-    """What takes several steps of trajectories in a call, where that can be done and pays."""
-    if run.hmc is None or not _pays(run, plan, plan.draws * plan.spacing) or glide.why_not(run):
-        return None
-    return Glide(run, say=bar.note)
-
-
-def _stride(run: Chains, plan: Plan, gap: int, bar: Progress) -> Stride | GraphSteps | None:
-    """What takes several steps in a call, where that can be done and pays."""
-    if run.graph is not None:
-        try:
-            return GraphSteps(run, plan.noise_every or SHAPED_EVERY)
-        except RuntimeError as error:
-            run.graph_unsupported = str(error)
-            return None
-    if not _pays(run, plan, plan.draws * gap) or why_not(run):
-        return None
-    stride = Stride(run, plan.follow(run), say=bar.note)
-    return None if stride.failed else stride
-
-
-def _pays(run: Chains, plan: Plan, steps: int) -> bool:
-    """Whether it pays to compile so many steps. It follows from the settings alone."""
-    least = STRIDES_FROM * (1 if run.many is not None else ALONE)
-    return plan.compile_after is not None and (plan.compile_after == 0 or steps >= least)
-
-
-def _find_rates(
-    run: Chains, plan: Plan, bar: Progress, mark: Mark, saved: State | None, glide: Glide | None
+def _warmed_up(
+    chains: Chains, plan: DrawPlan, bar: Progress, keeper: Keeper, saved: State | None, steps: LeapfrogMultiStep | None
 ) -> list[WarmupReport]:
+    """Find rates and freeze them, in as many gradients as the plan says."""
     measure_spacing = plan.keep_every == "auto"
     if plan.warmup == 0:
-        if any(group["rate"] is None for group in run.sampler.param_groups):
+        if any(group["rate"] is None for group in chains.sampler.param_groups):
             raise ValueError("warmup = 0 leaves no rate: give lr (or lam) to the method, or let warmup be 'auto'")
         if measure_spacing:
             raise ValueError("keep_every='auto' is measured in the warm-up: give a number, or let warmup be 'auto'")
-        return [WarmupReport(True, "", 0, 0, None) for _ in range(run.count)]
-    steps = None if plan.warmup == "auto" else int(plan.warmup)
-    return warm_up(run, steps, bar, measure_spacing, mark, saved, glide)
+        return [WarmupReport(True, "", 0, 0, None) for _ in range(chains.count)]
+
+    def mark(state: Callable[[], State]) -> None:
+        keeper.mark(lambda: {"stage": "warmup", "chains": state_of(chains), "warmup": state()})
+
+    budget = None if plan.warmup == "auto" else int(plan.warmup)
+    return warm_up(chains, budget, bar, measure_spacing, mark, saved, steps)
+
+
+# -- how steps are executed -------------------------------------------------------------------------------------------
+
+
+def _single_steps(chains: Chains, noise_every: int, done: int, count: int, tick: Callable[[int], None]) -> None:
+    """So many steps, one by one; those in which a sampler only explores do not count."""
+    while count:
+        chains.step(split=chains.follows_noise and done % noise_every == 0)
+        count -= chains.sampler.sampling
+        done += 1
+        tick(1)
+
+
+def _leapfrog_steps(chains: Chains, plan: DrawPlan, bar: Progress) -> LeapfrogMultiStep | None:
+    """What takes several steps of HMC in a call, where that can be done and pays."""
+    if chains.hmc is None or not _pays(chains, plan, plan.draws * plan.spacing) or leapfrog.unsupported_reason(chains):
+        return None
+    return LeapfrogMultiStep(chains, log=bar.note)
+
+
+def _many_steps(chains: Chains, plan: DrawPlan, gap: int, bar: Progress) -> MultiStep | GraphSteps | None:
+    """What takes several steps in a call, where that can be done and pays."""
+    if chains.graph is not None:
+        try:
+            return GraphSteps(chains, plan.noise_every or SHAPED_EVERY)
+        except RuntimeError as error:
+            chains.graph_unsupported = str(error)
+            return None
+    if not _pays(chains, plan, plan.draws * gap) or multistep.unsupported_reason(chains):
+        return None
+    steps = MultiStep(chains, plan.noise_interval(chains), log=bar.note)
+    return None if steps.failed else steps
+
+
+def _pays(chains: Chains, plan: DrawPlan, steps: int) -> bool:
+    """Whether it pays to compile so many steps. It follows from the settings alone."""
+    least = MULTI_STEP_FROM * (1 if chains.many is not None else SINGLE_CHAIN)
+    return plan.compile_after is not None and (plan.compile_after == 0 or steps >= least)
+
+
+def _execution(chains: Chains, steps: Steps | None) -> str:
+    """How steps were executed, to be added to the name of the engine."""
+    if isinstance(steps, GraphSteps):
+        return ", CUDA graph of whole steps"
+    if chains.graph is not None:
+        return f", CUDA graph of gradients ({chains.graph_unsupported})"
+    if chains.leaves[0].is_cuda and chains.many is None:
+        return f", eager ({chains.graph_unsupported})"
+    if steps is None or (isinstance(steps, LeapfrogMultiStep) and steps.unsupported_reason):
+        return chains.compiled
+    return ", several steps a call"

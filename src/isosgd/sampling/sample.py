@@ -13,17 +13,25 @@ import torch
 from isosgd.baselines import BASELINES, BaselineRun
 from isosgd.data.sources import Transform, as_data
 from isosgd.diagnostics import Log
-from isosgd.engine.products import fastest_products
-from isosgd.engine.schedule import Start, Team, start_of
+from isosgd.engine.compiled import fastest_products
+from isosgd.engine.schedule import Schedule, Start, start_of
 from isosgd.errors import SamplingWarning
 from isosgd.posterior import Posterior
 from isosgd.progress import Progress
 from isosgd.samplers import ISGD, METHODS
 from isosgd.sampling.identity import described
 from isosgd.sampling.keepers import InMemory, OnDisk, keep_at_once
-from isosgd.sampling.loop import Outcome, Plan, draw_from
+from isosgd.sampling.loop import ChainsResult, DrawPlan, run_chains
 from isosgd.sampling.room import check_room
-from isosgd.sampling.settings import check_settings, compile_after, most_draws, noise_every, resolve_method, sampler_factory, versions
+from isosgd.sampling.settings import (
+    check_settings,
+    compile_after,
+    most_draws,
+    noise_every,
+    resolve_method,
+    sampler_factory,
+    versions,
+)
 from isosgd.sampling.stored import Asked, load
 from isosgd.target import Target
 from isosgd.target.batches import with_tensors
@@ -152,14 +160,16 @@ def sample(
             after, progress, given,
         )  # fmt: skip
         return keep_at_once(asked, about, lambda: baseline.posterior(about))
-    team = Team(target, data, init, chains, batch_size, seed, place, after, transform)
-    plan = Plan(
-        most, keep_every, warmup, noise_every(given), team.count, after, draws == "auto", team.chains, held_out
+    schedule = Schedule(target, data, init, chains, batch_size, seed, place, after, transform)
+    plan = DrawPlan(
+        most, keep_every, warmup, noise_every(given), schedule.count, after, draws == "auto", schedule.chains, held_out
     )  # fmt: skip
     if METHODS[method] is ISGD:
         given.setdefault("budget", None if warmup == "auto" else warmup)
-    make_sampler = sampler_factory(method, team.num_data, temperature, team.batch_size, team.together_sets, given)
-    known = partial(_info, asked, team, plan)
+    make_sampler = sampler_factory(
+        method, schedule.num_data, temperature, schedule.batch_size, schedule.together_sets, given
+    )
+    known = partial(_info, asked, schedule, plan)
     board = None if log is None else Log(log)  # before a folder is taken: TensorBoard may not be there
     keeper: InMemory | OnDisk
     if store is None:
@@ -170,21 +180,21 @@ def sample(
             return load(store, target, data=asked.tensors)
         keeper = OnDisk(asked, known, writer)
 
-    bar = Progress(team.count * ((MOST_STEPS // 5 if warmup == "auto" else warmup) + most * plan.spacing), progress)
+    bar = Progress(schedule.count * ((MOST_STEPS // 5 if warmup == "auto" else warmup) + most * plan.spacing), progress)
     if given_method != method:
         bar.note("batch_size = 'all': the method is HMC (method='hmc')")
     try:
-        for first, run in team.runs(make_sampler):
+        for first, run in schedule.runs(make_sampler):
             if keeper.has(first, run):
                 continue
-            run.say(bar.note)
+            run.log_to(bar.note)
             if plan.auto and keeper.outcomes:  # chains that run in turn: the first says how many draws
                 plan = replace(plan, draws=keeper.outcomes[0].drawn, auto=False)
             with fastest_products(run.alive.device), target.using(run.buffers):
-                outcome = draw_from(run, first, plan, bar, keeper, keeper.saved, None if board is None else board.step)
-            keeper.finished(outcome, last=first + run.count == team.count)
+                result = run_chains(run, first, plan, bar, keeper, keeper.saved, None if board is None else board.step)
+            keeper.finished(result, last=first + run.count == schedule.count)
         failures = keeper.failures()
-        if len(failures) == team.count:
+        if len(failures) == schedule.count:
             raise next(iter(failures.values()))
         for index, failure in failures.items():
             warnings.warn(f"chain {index} was dropped: {failure}", SamplingWarning, stacklevel=2)
@@ -200,7 +210,7 @@ def sample(
             board.close()
 
 
-def _info(asked: Asked, team: Team, plan: Plan, outcomes: list[Outcome]) -> dict[str, Any]:
+def _info(asked: Asked, schedule: Schedule, plan: DrawPlan, outcomes: list[ChainsResult]) -> dict[str, Any]:
     """How the draws came about, as far as it is known."""
     kept = [(o, k) for o in outcomes for k in range(o.count) if k not in o.failures and k not in o.lengths]
     reports = [o.reports[k] for o, k in kept]
@@ -209,15 +219,15 @@ def _info(asked: Asked, team: Team, plan: Plan, outcomes: list[Outcome]) -> dict
         "options": {name: described(value) for name, value in asked.options.items()},
         "temperature": asked.settings["temperature"],
         "density": asked.target.density(asked.start(0), asked.settings["temperature"]),
-        "num_data": team.num_data,
-        "batch_size": team.batch_size if team.tensors is not None else None,
+        "num_data": schedule.num_data,
+        "batch_size": schedule.batch_size if schedule.tensors is not None else None,
         "draws": max((o.drawn for o in outcomes), default=0) if plan.auto else plan.draws,
         **({"stopped": outcomes[0].stopped if outcomes else ""} if plan.auto else {}),
         "chains": len(kept),
         "chain_indices": [o.first + k for o, k in kept],
-        "sets": team.sets,
-        "chains_per_set": team.chains,
-        "engine": team.engine + "".join(o.compiled for o in outcomes),
+        "sets": schedule.sets,
+        "chains_per_set": schedule.chains,
+        "engine": schedule.engine + "".join(o.compiled for o in outcomes),
         "keep_every": [report.keep_every or plan.spacing for report in reports],
         "seed": asked.settings["seed"],
         "warmup": [report.as_dict() for report in reports],

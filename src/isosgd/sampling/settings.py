@@ -54,7 +54,9 @@ def resolve_method(method: str, batch_size: Size) -> tuple[str, Size]:
             f"batch_size = 'all' is HMC, and leaves no gradient noise for method={method!r}: use method='hmc', or give "
             f"{method} a number"
         )
-    return ("hmc", ALL) if method == "hmc" or batch_size == ALL else (method, batch_size)
+    if method == "hmc" or batch_size == ALL:
+        return "hmc", "all"
+    return method, batch_size
 
 
 def sampler_factory(
