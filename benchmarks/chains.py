@@ -68,30 +68,30 @@ def ours(chains: int, steps: int, method: str, warmup: int, options: dict[str, A
 
     from experiments.models import mlp
     from isosgd import Target, likelihoods, priors
-    from isosgd.engine.multistep import Stride, why_not
-    from isosgd.engine.schedule import Team
+    from isosgd.engine.multistep import MultiStep, unsupported_reason
+    from isosgd.engine.schedule import Schedule
     from isosgd.progress import Progress
-    from isosgd.sampling.loop import Plan
+    from isosgd.sampling.loop import DrawPlan
     from isosgd.sampling.settings import sampler_factory
     from isosgd.warmup.windows import warm_up
 
     torch.manual_seed(0)
     target = Target.from_module(mlp(FEATURES, HIDDEN, 1), likelihoods.Gaussian(NOISE), priors.FanInNormal())
-    team = Team(target, tuple(t.to(device) for t in data()), None, chains, BATCH, 0, torch.device(device), None)
-    make = sampler_factory(method, team.num_data, 1.0, BATCH, 1, False, dict(options))
-    _, run = next(iter(team.runs(make)))
+    schedule = Schedule(target, tuple(t.to(device) for t in data()), None, chains, BATCH, 0, torch.device(device), None)
+    make = sampler_factory(method, schedule.num_data, 1.0, BATCH, 1, dict(options))
+    _, run = next(iter(schedule.runs(make)))
     if warmup:
         warm_up(run, warmup, Progress(1, show=False), measure_spacing=False)
-    if said := why_not(run):
+    if said := unsupported_reason(run):
         raise SystemExit(f"{method} takes single steps: {said}")
-    stride = Stride(run, Plan(1, 1, 1, None, chains).follow(run))
+    stride = MultiStep(run, DrawPlan(1, 1, 1, None, chains).noise_interval(run))
     if stride.failed:
         raise SystemExit(f"the steps of {method} cannot be compiled: {stride.failed}")
     done = 0
 
     def call() -> None:
         nonlocal done
-        stride.go(done, steps, lambda count: None)
+        stride.take_steps(done, steps, lambda count: None)
         done += steps
         if device != "cpu":
             torch.cuda.synchronize()
@@ -301,7 +301,7 @@ def main() -> None:
     import torch
 
     import isosgd
-    from isosgd.engine.products import fastest_products
+    from isosgd.engine.compiled import fastest_products
 
     torch.set_num_threads(1)
     result: dict[int, Any] = {}

@@ -23,7 +23,7 @@ from torch.func import vmap
 from isosgd import Target
 from isosgd.diagnostics import rhat
 from isosgd.target import Params
-from isosgd.warmup.hmc import Averaging
+from isosgd.warmup.hmc import DualAveraging
 
 ACCEPTANCE = 0.8  # share of proposals that the step size aims at
 GAIN = 0.05  # of dual averaging
@@ -223,7 +223,7 @@ class _Run:
 
     def _window(self, length: int, mass: bool) -> None:
         self._first_step_size()
-        averaging = Averaging(torch.tensor(self.step_size, dtype=torch.float64), ACCEPTANCE, 10.0, GAIN)
+        averaging = DualAveraging(torch.tensor(self.step_size, dtype=torch.float64), ACCEPTANCE, 10.0, GAIN)
         seen = []
         for _ in range(length):
             averaging.take(self.move().mean().double())

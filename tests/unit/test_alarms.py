@@ -51,7 +51,7 @@ def report(**changes: Any) -> WarmupReport:
         "clipped_share": 0.0,
     }
     own = {name: changes.pop(name) for name in list(changes) if name in group}
-    found = {"settled": True, "reason": "", "steps": 400, "descent": 50, "keep_every": None, "loss": (3.0, 0.1)}
+    found = {"settled": True, "reason": "", "steps": 400, "optimisation": 50, "keep_every": None, "loss": (3.0, 0.1)}
     return WarmupReport(**(found | changes), groups=[GroupReport(**(group | own))])
 
 

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from isosgd import Posterior, Target, priors, sample
 from isosgd.engine import compiled
-from isosgd.engine import products as backend
-from isosgd.engine.compiled import Compiled
-from isosgd.engine.products import fastest_products
+from isosgd.engine.compiled import Compiled, fastest_products
 
 CPU = torch.device("cpu")
 
@@ -48,7 +46,7 @@ def test_a_function_is_compiled_once_after_so_many_calls(compiler: Compiler, aft
     function = Compiled(lambda x: 2 * x, after)
     assert [function(x) for x in range(5)] == [0, 2, 4, 6, 8]
     assert compiler.runs == runs and len(compiler.asked) == (runs > 0)
-    assert function.why_not == ""
+    assert function.unsupported_reason == ""
 
 
 def test_it_is_said_before_the_first_time(compiler: Compiler) -> None:
@@ -68,7 +66,7 @@ def test_warnings_of_the_compiler_are_its_own_affair_and_those_of_the_function_n
         return x
 
     function = Compiled(warns, 0)
-    assert function(1) == 1 and function.why_not == ""
+    assert function(1) == 1 and function.unsupported_reason == ""
     with pytest.warns(UserWarning, match="look here"):
         function(2)
 
@@ -77,7 +75,7 @@ def test_what_cannot_be_compiled_goes_on_and_says_why(compiler: Compiler) -> Non
     compiler.error = RuntimeError("no compiler found\nwith many more lines")
     function = Compiled(lambda x: 2 * x, 1)
     assert [function(x) for x in range(4)] == [0, 2, 4, 6]
-    assert function.why_not == "RuntimeError: no compiler found"
+    assert function.unsupported_reason == "RuntimeError: no compiler found"
     assert compiler.runs == 1  # it does not try again
 
 
@@ -110,10 +108,10 @@ def test_compiled_chains_make_the_same_draws(monkeypatch: pytest.MonkeyPatch) ->
         made.append(self)
 
     monkeypatch.setattr(Compiled, "__init__", spy)
-    monkeypatch.setattr("isosgd.sampling.loop._stride", lambda *args: None)  # those are tested elsewhere
+    monkeypatch.setattr("isosgd.sampling.loop._many_steps", lambda *args: None)  # those are tested elsewhere
     plain, fast = (run(structure="diagonal", warmup=300, compile=choice) for choice in (False, True))
-    if any(function.why_not for function in made):
-        pytest.skip(f"nothing can be compiled here: {made[-1].why_not}")
+    if any(function.unsupported_reason for function in made):
+        pytest.skip(f"nothing can be compiled here: {made[-1].unsupported_reason}")
     assert plain.info["engine"] == "together" and fast.info["engine"] == "together, compiled"
     for name, draws in plain.draws.items():
         torch.testing.assert_close(fast.draws[name], draws, rtol=1e-5, atol=1e-5)
@@ -143,7 +141,7 @@ def flag() -> Iterator[None]:
 def test_the_faster_library_is_used_and_the_flag_put_back(
     slow: bool, flag: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "_onednn_is_slow", lambda: slow)
+    monkeypatch.setattr(compiled, "_onednn_is_slow", lambda: slow)
     torch.backends.mkldnn.enabled = True
     with fastest_products(CPU):
         assert torch.backends.mkldnn.enabled != slow
@@ -154,7 +152,7 @@ def test_the_faster_library_is_used_and_the_flag_put_back(
 
 
 def test_a_users_own_choice_and_other_devices_are_left_alone(flag: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "_onednn_is_slow", lambda: True)
+    monkeypatch.setattr(compiled, "_onednn_is_slow", lambda: True)
     torch.backends.mkldnn.enabled = True
     with fastest_products(torch.device("cuda")):
         assert torch.backends.mkldnn.enabled
@@ -167,12 +165,12 @@ def test_a_users_own_choice_and_other_devices_are_left_alone(flag: None, monkeyp
 @pytest.mark.parametrize(("machine", "slow"), [("x86_64", False), ("aarch64", True), ("ARM64", True), ("", False)])
 def test_the_machine_decides_and_not_the_clock(machine: str, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A choice that hung on the clock would change the draws."""
-    monkeypatch.setattr(backend.platform, "machine", lambda: machine)
-    assert backend._onednn_is_slow() == slow
+    monkeypatch.setattr(compiled.platform, "machine", lambda: machine)
+    assert compiled._onednn_is_slow() == slow
 
 
 def test_sampling_puts_the_flag_back_after_an_error(flag: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "_onednn_is_slow", lambda: True)
+    monkeypatch.setattr(compiled, "_onednn_is_slow", lambda: True)
     torch.backends.mkldnn.enabled = True
     seen = []
 

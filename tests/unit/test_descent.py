@@ -12,7 +12,7 @@ from experiments.posteriors import suite
 from isosgd import Target
 from isosgd.data.sources import TensorBatches
 from isosgd.engine.chains import Chains
-from isosgd.warmup import optimise as descent
+from isosgd.warmup import optimise
 
 
 def chains_of(target: Target, data: tuple[Tensor, ...], batch_size: int, count: int = 2) -> Chains:
@@ -30,13 +30,13 @@ def chains_of(target: Target, data: tuple[Tensor, ...], batch_size: int, count: 
 def test_a_network_fits_the_data_before_it_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     """With so few data the posterior density has a mode where weights are small and all is noise, far from its mass."""
     found = []
-    for steps in (descent.FIT_STEPS, 0):
-        monkeypatch.setattr(descent, "FIT_STEPS", steps)
+    for steps in (optimise.FIT_STEPS, 0):
+        monkeypatch.setattr(optimise, "FIT_STEPS", steps)
         chains = chains_of(Target.from_module(suite.net(1, seed=0), "gaussian"), suite.wave(), 20)
         chains.evaluate()
         for _ in range(20):
             chains.probe_curvature()
-        spent = descent.Descent(chains, 2400, lambda: None).run()
+        spent = optimise.InitialOptimisation(chains, 2400, lambda: None).run()
         likely = chains.log_likelihood(tuple(x.expand(2, *x.shape) for x in suite.wave()))
         found.append((-float(likely.mean(-1).min()), spent))
     (fitted, _), (dull, _) = found
@@ -45,7 +45,7 @@ def test_a_network_fits_the_data_before_it_is_sampled(monkeypatch: pytest.Monkey
     assert all(spent <= 2400 + 120 for _, spent in found)
 
 
-def started(prior: float, rows: float, start: float) -> descent.Descent:
+def started(prior: float, rows: float, start: float) -> optimise.InitialOptimisation:
     """The way down of two chains to a mean with a normal prior around zero."""
 
     def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
@@ -53,10 +53,10 @@ def started(prior: float, rows: float, start: float) -> descent.Descent:
 
     data = (rows + torch.randn(64, 3, generator=torch.Generator().manual_seed(0)),)
     target = Target(log_likelihood, isosgd.priors.Normal(prior), init={"w": torch.full((3,), start)})
-    return descent.Descent(chains_of(target, data, 16), 4000, lambda: None)
+    return optimise.InitialOptimisation(chains_of(target, data, 16), 4000, lambda: None)
 
 
-def fitted(way: descent.Descent, steps: int = 200) -> tuple[Tensor, Any]:
+def fitted(way: optimise.InitialOptimisation, steps: int = 200) -> tuple[Tensor, Any]:
     """Where a fit ends, and the loss that is kept of it."""
     way.chains.evaluate()
     way.best, way.doubt = way._mean_loss(20)

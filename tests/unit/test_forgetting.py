@@ -12,7 +12,7 @@ from isosgd.geometry.diagonal import Diagonal
 from isosgd.geometry.full import Full
 from isosgd.geometry.lowrank import LowRank
 from isosgd.geometry.rule import Rule
-from isosgd.warmup.forgetting import batch_sizes, directions
+from isosgd.warmup.reports import batch_sizes, directions
 
 RULE = Rule(num_data=1000, batch_size=32, temperature=1.0, bias=0.02, averaged=True)
 

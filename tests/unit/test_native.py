@@ -170,7 +170,7 @@ def test_gradients_of_chains_in_compiled_code(likelihood: str, out: int, monkeyp
     compiled = Compiled(lambda theta: many.flat(theta, batch, True), 0)
     for mine, theirs in zip(compiled(theta), wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-    assert calls and not compiled.why_not
+    assert calls and not compiled.unsupported_reason
 
 
 class Pulled(likelihoods.Gaussian):

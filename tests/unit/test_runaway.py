@@ -45,7 +45,7 @@ def test_chains_are_where_the_posterior_is(cubic: Any, structure: str) -> None:
     """Without this they end 246 and 15 standard deviations away; of 830 normal draws of each the worst is at 4."""
     target, data, mean, deviation = cubic
     posterior = isosgd.sample(target, data, **QUICK, **QUIET, structure=structure)
-    assert sum(report["brought_back"] for report in posterior.info["warmup"]) > 0
+    assert sum(report["restarts"] for report in posterior.info["warmup"]) > 0
     worst = ((posterior.draws["w"].double() - mean) / deviation).abs().max()
     assert worst < 7
     rates = torch.tensor([chain["w"] for chain in posterior.info["rates"]])
@@ -119,7 +119,7 @@ class Still:
 def watch(spread: float = 0.0, temperature: float = 1.0, num_data: int = 100) -> tuple[Still, Runaway]:
     chains = Still(temperature, num_data)
     runaway = Runaway(chains)  # type: ignore[arg-type]
-    runaway.know([torch.full((3,), 1.0 + spread * (-1) ** i) for i in range(50)])
+    runaway.set_limit([torch.full((3,), 1.0 + spread * (-1) ** i) for i in range(50)])
     runaway.begin()
     chains.place = torch.ones(3)
     return chains, runaway
@@ -132,17 +132,17 @@ def losses(*last: float) -> list[Tensor]:
 def test_who_is_brought_back() -> None:
     chains, runaway = watch()
     assert runaway.limit.tolist() == pytest.approx([1.0 + 20 * 0.2] * 3)
-    assert not runaway.look(losses(4.9, 4.9, 4.9))
-    assert chains.place.tolist() == [1, 1, 1] and not runaway.caught.any()
-    assert runaway.look(losses(4.9, 5.1, torch.inf))  # the third was given up long ago
-    assert chains.place.tolist() == [1, 0, 1] and runaway.caught.tolist() == [0, 1, 0]
+    assert not runaway.restart_runaways(losses(4.9, 4.9, 4.9))
+    assert chains.place.tolist() == [1, 1, 1] and not runaway.restarts.any()
+    assert runaway.restart_runaways(losses(4.9, 5.1, torch.inf))  # the third was dropped long ago
+    assert chains.place.tolist() == [1, 0, 1] and runaway.restarts.tolist() == [0, 1, 0]
     assert chains.geometry.factor.tolist() == [1, SLOWER, 1]
 
 
 def test_what_was_believed_on_the_way_is_not() -> None:
     chains, runaway = watch()
     chains.geometry.factor, chains.geometry.curvature_ratio = torch.full((3,), 1e9), torch.full((3,), 1e9)
-    runaway.look(losses(9.0, 1.0, 1.0))
+    runaway.restart_runaways(losses(9.0, 1.0, 1.0))
     assert chains.geometry.factor.tolist() == pytest.approx([SLOWER, 1e9, 1e9])
     assert chains.geometry.curvature_ratio.tolist() == pytest.approx([1, 1e9, 1e9])
 
@@ -150,18 +150,18 @@ def test_what_was_believed_on_the_way_is_not() -> None:
 def test_each_time_slower_but_not_for_ever() -> None:
     chains, runaway = watch()
     for count in range(MOST + 3):
-        assert runaway.look(losses(9.0, 1.0, 1.0)) == (count < MOST)
-    assert runaway.caught.tolist() == [MOST, 0, 0]
+        assert runaway.restart_runaways(losses(9.0, 1.0, 1.0)) == (count < MOST)
+    assert runaway.restarts.tolist() == [MOST, 0, 0]
     assert chains.geometry.factor.tolist() == [SLOWER**MOST, 1, 1]
 
 
 def test_one_bad_minibatch_is_none() -> None:
     _, runaway = watch()
     rare = losses(1.0, 1.0, 1.0)[1:]
-    runaway.look([*rare[:9], torch.full((3,), 1e9), *rare[9:]])
-    assert not runaway.caught.any()
-    runaway.look(losses(9.0, 9.0, 9.0)[1:])  # too few to tell
-    assert not runaway.caught.any()
+    runaway.restart_runaways([*rare[:9], torch.full((3,), 1e9), *rare[9:]])
+    assert not runaway.restarts.any()
+    runaway.restart_runaways(losses(9.0, 9.0, 9.0)[1:])  # too few to tell
+    assert not runaway.restarts.any()
 
 
 @pytest.mark.parametrize(("temperature", "num_data", "above"), [(1.0, 100, 4.0), (0.5, 100, 2.0), (1.0, 400, 1.0)])
@@ -181,20 +181,20 @@ def test_losses_that_scatter_more_than_at_the_mode_are_none() -> None:
     chains.geometry.pulls = torch.cat(
         [torch.full((3, 39), 80.0), torch.full((3, 1), 2e-4)], -1
     )  # 0.01 sqrt(2 / 2e-4) = 1
-    assert not runaway.look(losses(5.1, 6.6, 1.0))
-    assert runaway.look(losses(5.1, 6.8, 1.0)) and runaway.caught.tolist() == [0, 1, 0]
+    assert not runaway.restart_runaways(losses(5.1, 6.6, 1.0))
+    assert runaway.restart_runaways(losses(5.1, 6.8, 1.0)) and runaway.restarts.tolist() == [0, 1, 0]
 
 
 def test_rates_that_rise_again_are_held() -> None:
     chains, runaway = watch()
-    runaway.hold()  # nobody ran away yet
+    runaway.keep_slow()  # nobody ran away yet
     assert chains.geometry.factor.tolist() == [1, 1, 1]
-    runaway.look(losses(9.0, 1.0, 1.0))
+    runaway.restart_runaways(losses(9.0, 1.0, 1.0))
     chains.geometry.factor = torch.tensor([0.5, 0.5, 0.5])
-    runaway.hold()
+    runaway.keep_slow()
     assert chains.geometry.factor.tolist() == [SLOWER, 0.5, 0.5]
     chains.geometry.factor = torch.tensor([9.0, 9.0, 9.0])
-    runaway.hold()
+    runaway.keep_slow()
     assert chains.geometry.factor.tolist() == [9, 9, 9]
 
 
@@ -203,4 +203,4 @@ def test_noise_without_curvature_drives_no_chain_away() -> None:
     problem = suite.make("gauss-half")
     settings = {**QUICK, **QUIET, "chains": 8, "batch_size": problem.batch_size}
     posterior = isosgd.sample(problem.target, problem.data, init=problem.init, **settings)
-    assert sum(report["brought_back"] for report in posterior.info["warmup"]) == 0
+    assert sum(report["restarts"] for report in posterior.info["warmup"]) == 0

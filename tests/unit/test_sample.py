@@ -184,7 +184,7 @@ def test_the_warmup_settles_and_reports_each_group(data: tuple[Tensor, ...]) -> 
     )
     (report,) = posterior.info["warmup"]
     assert report["settled"] and report["reason"] == "" and report["keep_every"] is None
-    assert 0 < report["descent"] < report["steps"]
+    assert 0 < report["optimisation"] < report["steps"]
     (group,) = report["groups"]
     assert group["name"] == "mu"
     assert group["rate"] == pytest.approx(1.0 / (N * group["lam"]))

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from isosgd import DataSets, Interrupted, Posterior, SamplingWarning, Target, priors, sample
 from isosgd.data.sources import TensorBatches
 from isosgd.engine import compiled
-from isosgd.engine import loops as repeated
 from isosgd.engine.chains import Chains
+from isosgd.engine.compiled import block
 from isosgd.engine.gradients import Layout
-from isosgd.engine.loops import block
-from isosgd.engine.multistep import Stride, why_not
-from isosgd.engine.schedule import Team
+from isosgd.engine.multistep import MultiStep, unsupported_reason
+from isosgd.engine.schedule import Schedule
 from isosgd.progress import Progress
 from isosgd.samplers.innovations import fill_steps
 from isosgd.sampling import recorders
@@ -56,8 +55,10 @@ def make_target() -> Target:
 def make_chains(chains: int, options: dict[str, Any], data: Any = (X, Y)) -> Chains:
     given = dict(options)
     method = given.pop("method", "isgd")
-    team = Team(make_target(), data, None, chains, 10, 0, None, None)
-    _, run = next(iter(team.runs(sampler_factory(method, team.num_data, 1.0, 10, team.together_sets, False, given))))
+    schedule = Schedule(make_target(), data, None, chains, 10, 0, None, None)
+    _, run = next(
+        iter(schedule.runs(sampler_factory(method, schedule.num_data, 1.0, 10, schedule.together_sets, given)))
+    )
     if "lr" not in options:
         warm_up(run, 300, Progress(1, show=False), measure_spacing=False)
     return run
@@ -79,8 +80,8 @@ def quick(data: Any = (X, Y), **options: Any) -> Posterior:
 def test_the_steps_are_those_of_the_sampler(options: dict[str, Any], chains: int) -> None:
     """One by one, from the same minibatches and innovations, by the sampler's own step."""
     run, other = make_chains(chains, options), make_chains(chains, options)
-    assert why_not(run) == ""
-    stride = Stride(run, noise_every=1000, compiled=False)
+    assert unsupported_reason(run) == ""
+    stride = MultiStep(run, noise_every=1000, compiled=False)
     batches = other.batches
     assert isinstance(batches, TensorBatches)
     steps = 9
@@ -91,7 +92,7 @@ def test_the_steps_are_those_of_the_sampler(options: dict[str, Any], chains: int
     other.sampler.injector.lay_out()
     other.sampler.injector.source.prepare()
     xi = fill_steps(torch.empty(steps, chains, width), other.sampler.generator, stride.program.bits)
-    stride.go(0, steps, lambda count: None)
+    stride.take_steps(0, steps, lambda count: None)
     other.sampler.refresh()
     for k in range(steps):
         batch = batches.at(index[k] if other.many is not None else index[k, 0])
@@ -156,15 +157,15 @@ def test_data_sets_keep_to_their_own_rows(eager: None) -> None:
 def test_noise_is_followed_in_every_so_many_steps() -> None:
     run = make_chains(2, {"structure": "diagonal"})
     assert run.geometry is not None
-    stride, seen = Stride(run, noise_every=4, compiled=False), run.geometry.seen
-    stride.go(0, 3, lambda count: None)
+    stride, seen = MultiStep(run, noise_every=4, compiled=False), run.geometry.seen
+    stride.take_steps(0, 3, lambda count: None)
     assert run.geometry.seen == seen
-    stride.go(3, 10, lambda count: None)
+    stride.take_steps(3, 10, lambda count: None)
     assert run.geometry.seen == seen + 3  # after steps 4, 8 and 12
 
 
 def test_sgld_does_not_ask_for_noise_that_it_has_no_use_for() -> None:
-    assert not Stride(make_chains(2, {"method": "sgld", "lr": 1e-3}), 4, compiled=False).program.follows_noise
+    assert not MultiStep(make_chains(2, {"method": "sgld", "lr": 1e-3}), 4, compiled=False).program.follows_noise
 
 
 @pytest.mark.parametrize(
@@ -180,9 +181,9 @@ def test_sgld_does_not_ask_for_noise_that_it_has_no_use_for() -> None:
 )
 def test_others_take_single_steps(options: dict[str, Any], reason: str) -> None:
     given = dict(options)
-    team = Team(make_target(), (X, Y), None, 2, 10, 0, None, None)
-    _, run = next(iter(team.runs(sampler_factory(given.pop("method", "isgd"), ROWS, 1.0, 10, 1, False, given))))
-    assert reason in why_not(run)
+    schedule = Schedule(make_target(), (X, Y), None, 2, 10, 0, None, None)
+    _, run = next(iter(schedule.runs(sampler_factory(given.pop("method", "isgd"), ROWS, 1.0, 10, 1, given))))
+    assert reason in unsupported_reason(run)
 
 
 def cliff(threshold: float) -> Target:
@@ -212,16 +213,16 @@ def test_a_chain_that_diverges_is_dropped_with_its_number_and_cause(eager: None)
 def test_the_place_of_failure_is_found_exactly() -> None:
     """The step, and the state before it, are those at which the gradient was not finite."""
     y = torch.full((20,), 20.0)
-    team = Team(cliff(10.0), (y,), lambda k: {"mu": 0.0 if k else 9.5}, 2, 4, 0, None, None)
-    make = sampler_factory("sgld", 20, 1e-12, 4, 1, False, {"lr": 0.01})
-    _, run = next(iter(team.runs(make)))
-    stride = Stride(run, 100, compiled=False)
-    stride.go(0, 20, lambda count: None)  # 9.5 + 0.01 * 10.5 a step: beyond 10 after five
+    schedule = Schedule(cliff(10.0), (y,), lambda k: {"mu": 0.0 if k else 9.5}, 2, 4, 0, None, None)
+    make = sampler_factory("sgld", 20, 1e-12, 4, 1, {"lr": 0.01})
+    _, run = next(iter(schedule.runs(make)))
+    stride = MultiStep(run, 100, compiled=False)
+    stride.take_steps(0, 20, lambda count: None)  # 9.5 + 0.01 * 10.5 a step: beyond 10 after five
     assert list(run.failures) == [0] and run.alive.tolist() == [False, True]
     error = run.failures[0]
     assert error.step == 5 and error.group == "mu" and 10.0 < float(error.state["mu"]) < 10.2
     before = run.params["mu"].clone()
-    stride.go(20, 10, lambda count: None)
+    stride.take_steps(20, 10, lambda count: None)
     assert run.params["mu"][0] == before[0] and run.params["mu"][1] != before[1]
     assert list(run.failures) == [0] and run.gradients == 30
 
@@ -268,7 +269,7 @@ def test_what_layers_give_is_guessed_from_their_weights() -> None:
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_blocks_of_chains_lead_to_the_same_place(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """With a cache so small that each chain is a block."""
-    monkeypatch.setattr(repeated, "SHARED", 1)
+    monkeypatch.setattr(compiled, "SHARED", 1)
     test_compiled_steps_lead_to_the_same_place(options, 4)
 
 
@@ -277,12 +278,12 @@ def test_blocks_of_chains_lead_to_the_same_place(options: dict[str, Any], monkey
 @pytest.mark.parametrize("chains", [1, 4])
 def test_compiled_steps_lead_to_the_same_place(options: dict[str, Any], chains: int) -> None:
     runs = [make_chains(chains, options) for _ in range(2)]
-    assert not any(why_not(run) for run in runs)
-    fast, plain = Stride(runs[0], 5), Stride(runs[1], 5, compiled=False)
+    assert not any(unsupported_reason(run) for run in runs)
+    fast, plain = MultiStep(runs[0], 5), MultiStep(runs[1], 5, compiled=False)
     assert not fast.failed
     for stride in (fast, plain):
-        stride.go(0, 17, lambda count: None)
-        stride.go(17, 4, lambda count: None)  # what a call leaves behind goes into the next
-    assert not any(found.why_not for functions in fast.known.values() for found in functions)
+        stride.take_steps(0, 17, lambda count: None)
+        stride.take_steps(17, 4, lambda count: None)  # what a call leaves behind goes into the next
+    assert not any(found.unsupported_reason for functions in fast.known.values() for found in functions)
     for a, b in zip(runs[0].leaves, runs[1].leaves, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from isosgd import ISGD, METHODS, DivergedError, Posterior, SamplingWarning, Target, priors, sample
 from isosgd.data.sources import DataSets, TensorBatches
 from isosgd.diagnostics import integrated_time
-from isosgd.engine import schedule as team
+from isosgd.engine import schedule
 from isosgd.engine.chains import Chains
 from isosgd.engine.gradients import Many
 from isosgd.target import Params
@@ -89,7 +89,7 @@ def test_means_of_several_data_sets_are_recovered() -> None:
 
 
 def test_means_of_several_data_sets_are_recovered_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(team, "LARGE", 1)
+    monkeypatch.setattr(schedule, "LARGE", 1)
     posterior = sample(make_target(), DataSets((clusters(3),)), **{**QUICK, "draws": 200})
     assert posterior.info["engine"].startswith("in turn")
     check_means(posterior)
@@ -150,7 +150,7 @@ def test_global_random_numbers_are_left_alone_together() -> None:
 
 @pytest.mark.parametrize("engine", ["together", "in turn"])
 def test_each_chain_may_have_a_start_of_its_own(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(team, "LARGE", 1 if engine == "in turn" else 100)
+    monkeypatch.setattr(schedule, "LARGE", 1 if engine == "in turn" else 100)
     settings = {**QUICK, "method": "sgld", "lr": 1e-9, "warmup": 0, "draws": 2}
     starts = torch.tensor([[7.0, -7.0], [0.0, 1.0], [100.0, 5.0], [-3.0, 2.0]])
     data = DataSets((clusters(2),))
@@ -167,7 +167,7 @@ def test_chains_on_a_loader_run_in_turn_without_ado() -> None:
 
 
 def test_a_large_model_on_a_cpu_runs_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(team, "LARGE", 1)
+    monkeypatch.setattr(schedule, "LARGE", 1)
     posterior = sample(make_target(), (clusters(1)[0],), chains=2, **QUICK)
     assert posterior.info["engine"] == "in turn: one chain of 2 parameters fills the CPU"
 
@@ -228,14 +228,14 @@ def test_a_dropped_chain_stays_where_it_was(whole: tuple[Posterior, int], monkey
     """Nothing moves it any more, neither gradients nor innovations."""
     _, calls = whole
     runs = []
-    original = team.Team.runs
+    original = schedule.Schedule.runs
 
-    def kept(self: team.Team, make_sampler: Any) -> Any:
+    def kept(self: schedule.Schedule, make_sampler: Any) -> Any:
         for first, run in original(self, make_sampler):
             runs.append(run)
             yield first, run
 
-    monkeypatch.setattr(team.Team, "runs", kept)
+    monkeypatch.setattr(schedule.Schedule, "runs", kept)
     with pytest.warns(SamplingWarning, match="chain 1 was dropped"):
         sample(make_target(Mined({1: calls - 11})), marked(3), **QUICK)
     (run,) = runs

@@ -12,16 +12,15 @@ from torch import Tensor, nn
 import isosgd
 from isosgd import DataSets, Target, priors, sample
 from isosgd.data.sources import TensorBatches
-from isosgd.engine import compiled
-from isosgd.engine import leapfrog as glide
+from isosgd.engine import compiled, leapfrog
 from isosgd.engine.chains import Chains
 from isosgd.engine.gradients import Many
-from isosgd.engine.leapfrog import Glide, why_not
+from isosgd.engine.leapfrog import LeapfrogMultiStep, unsupported_reason
 from isosgd.progress import Progress
 from isosgd.samplers.hmc import HMC
 from isosgd.samplers.innovations import BITS_FROM
-from isosgd.warmup import hmc as trajectories
-from isosgd.warmup.hmc import Averaging, Trajectories
+from isosgd.warmup import hmc
+from isosgd.warmup.hmc import DualAveraging, HMCWarmup
 
 G = torch.Generator().manual_seed(0)
 X = torch.randn(40, 3, generator=G)
@@ -62,7 +61,7 @@ def errors(pace: float, structure: str = "lowrank", temperature: float = 1.0) ->
     run = chains(structure=structure, temperature=temperature)
     sampler = run.hmc
     assert sampler is not None
-    sampler.pace = torch.full_like(sampler.pace, pace)
+    sampler.step_size = torch.full_like(sampler.step_size, pace)
     sampler.length = round(0.3 / pace**0.5)
     for _ in range(sampler.length + 1):
         run.step()
@@ -129,7 +128,7 @@ def test_a_trajectory_that_is_refused_leaves_the_chain_where_it_was() -> None:
     run = chains()
     sampler = run.hmc
     assert sampler is not None
-    sampler.pace, sampler.length = torch.full_like(sampler.pace, 1e6), 2
+    sampler.step_size, sampler.length = torch.full_like(sampler.step_size, 1e6), 2
     start = {name: x.detach().clone() for name, x in run.params.items()}
     for _ in range(9):
         run.step()
@@ -143,7 +142,7 @@ def test_draws_are_ends_of_trajectories_not_places_on_the_way() -> None:
     run = chains()
     sampler = run.hmc
     assert sampler is not None
-    sampler.pace, sampler.length = torch.full_like(sampler.pace, 1e-4), 5
+    sampler.step_size, sampler.length = torch.full_like(sampler.step_size, 1e-4), 5
     run.step()
     first = run.natural()
     for _ in range(3):
@@ -193,8 +192,9 @@ def test_data_sets_and_a_measured_spacing() -> None:
     ("settings", "words"),
     [
         ({"method": "sgld"}, "no gradient noise"),
-        ({"structure": "layer"}, "no gradient noise"),
-        ({"preset": "alpha-a"}, "no gradient noise"),
+        ({"method": "hmc", "batch_size": 10}, "batch_size = 10 does not go with method='hmc'.*energy of all data"),
+        ({"structure": "layer"}, "knows no directions"),
+        ({"preset": "alpha-a"}, "needs gradient noise"),
         ({"batch_size": "most"}, "'most'"),
         ({"warmup": 100}, "too short"),
         ({"method": "swag"}, "give swag a number"),
@@ -203,6 +203,24 @@ def test_data_sets_and_a_measured_spacing() -> None:
 def test_settings_that_do_not_go_together(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         sample(target(), (X, Y), **{**QUICK, **settings})
+
+
+def test_all_data_are_hmc_by_either_name() -> None:
+    short, named = (
+        sample(target(), (X, Y), seed=3, structure="diagonal", **{**QUICK, **given})
+        for given in ({"batch_size": "all"}, {"batch_size": None, "method": "hmc"})
+    )
+    assert short.info["method"] == named.info["method"] == "hmc"
+    assert short.info["batch_size"] == named.info["batch_size"] == 40
+    assert all(torch.equal(x, named.draws[name]) for name, x in short.draws.items())
+
+
+def test_hmc_is_among_the_methods() -> None:
+    (row,) = [row for row in isosgd.methods() if row["name"] == "hmc"]
+    assert row["family"] == "metropolis" and row["targets"] == "exp(-f / T)" and "Duane" in row["paper"]
+    assert row["settings"]["structure"] == "auto" and isosgd.METHODS["hmc"] is HMC
+    with pytest.raises(TypeError, match="method 'hmc' has no option 'scheme'"):
+        sample(target(), (X, Y), method="hmc", scheme="windowed", warmup=700, draws=1, keep_every=1, progress=False)
 
 
 def test_a_loader_cannot_give_all() -> None:
@@ -233,7 +251,7 @@ def test_the_middle_of_a_trajectory_is_saved() -> None:
     run = chains()
     sampler = run.hmc
     assert sampler is not None
-    sampler.pace, sampler.length = torch.full_like(sampler.pace, 1e-3), 6
+    sampler.step_size, sampler.length = torch.full_like(sampler.step_size, 1e-3), 6
     for _ in range(3):
         run.step()
     state, here = copy.deepcopy(sampler.state_dict()), run.snapshot()
@@ -250,7 +268,7 @@ def test_the_middle_of_a_trajectory_is_saved() -> None:
 
 def test_paces_come_to_the_share_that_is_asked_for() -> None:
     """Where the chance of acceptance is exp(-step), half of the trajectories are accepted at a step of log 2."""
-    paces = Averaging(torch.tensor([0.01, 5.0]), share=0.5)
+    paces = DualAveraging(torch.tensor([0.01, 5.0]), share=0.5)
     for _ in range(400):
         paces.take((-paces.value).exp())
     torch.testing.assert_close(paces.mean, torch.full((2,), 0.693), rtol=0.1, atol=0.0)
@@ -270,14 +288,14 @@ def after(
 ) -> tuple[Any, Any]:
     """Chains that have taken some steps, one by one or several in a call; and the numbers of steps told."""
     run = chains(count, structure, temperature)
-    run.sampler.length, run.sampler.pace = length, torch.full((count,), 0.01)  # type: ignore[attr-defined]
+    run.sampler.length, run.sampler.step_size = length, torch.full((count,), 0.01)  # type: ignore[attr-defined]
     told: list[int] = []
     if how == "single":
         for _ in range(steps):
             run.step()
     else:
-        assert why_not(run) == ""
-        Glide(run, compiled=how == "compiled").go(0, steps, told.append)
+        assert unsupported_reason(run) == ""
+        LeapfrogMultiStep(run, compiled=how == "compiled").take_steps(0, steps, told.append)
     return run, told
 
 
@@ -305,14 +323,14 @@ def test_so_they_are_when_compiled(structure: str) -> None:
 
 def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that only 13 of the 40 rows fit, with their inputs, targets, and what two layers give."""
-    monkeypatch.setattr(glide, "CACHE", 13.5 * 4 * (3 + 1 + 4 + 1))
+    monkeypatch.setattr(leapfrog, "CACHE", 13.5 * 4 * (3 + 1 + 4 + 1))
 
 
 @pytest.mark.parametrize("how", ["loop", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_the_steps_are_the_same_when_rows_go_part_by_part(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one, _ = after(17, "single")
     small_cache(monkeypatch)
-    assert Glide(one, compiled=False).rows == 13  # three parts, and one row is left over
+    assert LeapfrogMultiStep(one, compiled=False).rows == 13  # three parts, and one row is left over
     many, _ = after(17, how)
     for a, b in zip(one.leaves, many.leaves, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
@@ -334,10 +352,10 @@ def test_many_rows_go_down_by_parts_of_them(monkeypatch: pytest.MonkeyPatch) -> 
     """A pass through all parts costs what one gradient of all rows does, and leads farther."""
     energies, seen = {}, list[int]()
     for part in (40, 10):
-        monkeypatch.setattr(trajectories, "PART", part)
-        monkeypatch.setattr(trajectories, "MANY", 4)
+        monkeypatch.setattr(hmc, "PART", part)
+        monkeypatch.setattr(hmc, "MANY", 4)
         run = chains(3)
-        start = Trajectories(run, 700, 700, Progress(1, show=False), lambda state: None)
+        start = HMCWarmup(run, 700, 700, Progress(1, show=False), lambda state: None)
         plain = run.differentiate
 
         def watched(params: Any, batch: Any, split: bool = False, plain: Any = plain) -> Any:
@@ -347,7 +365,7 @@ def test_many_rows_go_down_by_parts_of_them(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(run, "differentiate", watched)
         run.evaluate()
         before, spent = run.energy(), run.gradients
-        start._descend(30)
+        start._optimise(30)
         assert start.spent == start.fallen == run.gradients - spent == (30 if part == 40 else 33)
         run.evaluate()
         energies[part] = run.energy()
@@ -360,7 +378,7 @@ def test_many_rows_go_down_by_parts_of_them(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("sets", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_parts_are_of_the_rows_there_are(count: int, sets: bool, eager: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """N may be larger, where rows stand for more; and each of several sets has rows of its own."""
-    monkeypatch.setattr(trajectories, "PART", 4)
+    monkeypatch.setattr(hmc, "PART", 4)
     small_cache(monkeypatch)
     one = target()
     one.num_data = 4_000
@@ -376,13 +394,18 @@ def test_windows_learn_the_same_paces_either_way(steps: int) -> None:
     found = []
     for gliding in (False, True):
         run = chains(2)
-        window = Trajectories(
-            run, 700, 700, Progress(1, show=False), lambda state: None, Glide(run, compiled=False) if gliding else None
+        window = HMCWarmup(
+            run,
+            700,
+            700,
+            Progress(1, show=False),
+            lambda state: None,
+            LeapfrogMultiStep(run, compiled=False) if gliding else None,
         )
         seen: list[Tensor] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Averaging, "take", lambda self, acceptance, seen=seen: seen.append(acceptance.clone()))
-            run.sampler.pace = torch.full((2,), 0.01)  # type: ignore[attr-defined]
+            patch.setattr(DualAveraging, "take", lambda self, acceptance, seen=seen: seen.append(acceptance.clone()))
+            run.sampler.step_size = torch.full((2,), 0.01)  # type: ignore[attr-defined]
             window._window(steps, fixed=True)
         found.append((len(seen), window.spent, run.gradients))
     assert found[0] == found[1] and found[0][0] > 1
@@ -394,7 +417,7 @@ def test_a_place_without_a_gradient_stops_no_chain() -> None:
     with torch.no_grad():
         run.leaves[0][1].fill_(float("nan"))
     other = run.snapshot()
-    Glide(run, compiled=False).go(0, 4, lambda count: None)
+    LeapfrogMultiStep(run, compiled=False).take_steps(0, 4, lambda count: None)
     run.step()
     assert run.hmc is not None and run.hmc.acceptance[1] == 0
     assert all(bool(torch.isfinite(run.current[name]).all()) for name in run.params)

@@ -154,7 +154,7 @@ class Training:
             return torch.full((chains.count,), lr, device=chains.alive.device)
         seen = 0
         while seen < (LOOKS if mandt else 1):
-            seen += chains.look()
+            seen += chains.observe_noise()
             self.count("measuring noise")
         for _ in range(PROBES):
             chains.probe_curvature()

@@ -22,9 +22,9 @@ from isosgd.baselines.mcdropout import MCDropout
 from isosgd.baselines.snapshots import Snapshots
 from isosgd.baselines.swag import SWAG
 from isosgd.data.sources import Data, DataSets, Transform, Transformed, as_tensors, make_batches
+from isosgd.engine.compiled import fastest_products
 from isosgd.engine.graph import accelerate
-from isosgd.engine.products import fastest_products
-from isosgd.engine.schedule import Start, Team, start_of
+from isosgd.engine.schedule import Schedule, Start, start_of
 from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.posterior import Posterior
 from isosgd.progress import Progress
@@ -133,14 +133,14 @@ class BaselineRun:
         bar = Progress(1, self.progress)
         gradients, engine = 0, ""
         for first in range(0, members, together):
-            team = self._team(starts, members, range(first, min(first + together, members)))
+            schedule = self._schedule(starts, members, range(first, min(first + together, members)))
             if first == 0:
-                plan = self._plan(team)
+                plan = self._plan(schedule)
                 bar.total = len(trained) * members * baseline.expected(plan)
             if self.compile_after and baseline.expected(plan) < PAYS:
-                team.compile_after = None
-            spent, compiled = self._train(baseline, plan, team, bar, trained)
-            gradients, engine = gradients + spent, engine or team.engine + compiled
+                schedule.compile_after = None
+            spent, compiled = self._train(baseline, plan, schedule, bar, trained)
+            gradients, engine = gradients + spent, engine or schedule.engine + compiled
         bar.close()
         kept = {index: chain for index, chain in enumerate(trained) if chain.failure is None}
         failures = {index: chain.failure for index, chain in enumerate(trained) if chain.failure is not None}
@@ -150,8 +150,8 @@ class BaselineRun:
             warnings.warn(f"chain {index} was dropped: {failure}", SamplingWarning, stacklevel=3)
         spacing = baseline.spacing(plan)
         info = about | {
-            "num_data": team.num_data,
-            "batch_size": team.batch_size if team.tensors is not None else None,
+            "num_data": schedule.num_data,
+            "batch_size": schedule.batch_size if schedule.tensors is not None else None,
             "draws": self.draws,
             "chains": len(kept),
             "chain_indices": list(kept),
@@ -192,7 +192,7 @@ class BaselineRun:
             )
         return baseline
 
-    def _team(self, starts: Start, members: int, some: range) -> Team:
+    def _schedule(self, starts: Start, members: int, some: range) -> Schedule:
         """The trainings of some members of every chain; a baseline without members has one."""
         seed = (
             self.seed if not some.start else int(np.random.SeedSequence((self.seed, some.start)).generate_state(1)[0])
@@ -202,12 +202,12 @@ class BaselineRun:
             return start_of(starts, k // len(some) * members + some[k % len(some)])
 
         given, count = None if starts is None else start, self.chains * len(some)
-        return Team(
+        return Schedule(
             self.target, self.data, given, count, self.batch_size, seed, self.device, self.compile_after, self.transform
         )
 
-    def _plan(self, team: Team) -> TrainingPlan:
-        epoch = max(1, math.ceil(team.num_data / team.batch_size))
+    def _plan(self, schedule: Schedule) -> TrainingPlan:
+        epoch = max(1, math.ceil(schedule.num_data / schedule.batch_size))
         training = max(LEAST_TRAINING, EPOCHS * epoch) if self.warmup == "auto" else self.warmup
         keep_every = None if self.keep_every == "auto" else self.keep_every
         data = self.data.set(0) if isinstance(self.data, DataSets) else self.data
@@ -219,16 +219,16 @@ class BaselineRun:
         return TrainingPlan(self.draws, training, keep_every, self.temperature, epoch, example)
 
     def _train(
-        self, baseline: Baseline, plan: TrainingPlan, team: Team, bar: Progress, trained: list[TrainedChain]
+        self, baseline: Baseline, plan: TrainingPlan, schedule: Schedule, bar: Progress, trained: list[TrainedChain]
     ) -> tuple[int, str]:
-        """Train a team and add its draws to the chains; returns the gradients spent, and how they were compiled."""
+        """Train a schedule and add its draws to the chains; returns the gradients spent, and how they were compiled."""
 
         def plain_sgd(groups: list[dict[str, Any]], generator: torch.Generator, chains: int | None) -> Sampler:
-            return VSGD(groups, num_data=team.num_data, generator=generator, chains=chains)
+            return VSGD(groups, num_data=schedule.num_data, generator=generator, chains=chains)
 
-        gradients, compiled, members = 0, "", team.count // len(trained)
-        for place, chains in team.runs(plain_sgd):
-            label = f"{place + 1}/{team.count} " if chains.many is None and team.count > 1 else ""
+        gradients, compiled, members = 0, "", schedule.count // len(trained)
+        for place, chains in schedule.runs(plain_sgd):
+            label = f"{place + 1}/{schedule.count} " if chains.many is None and schedule.count > 1 else ""
             training, draws = Training(chains, bar, label), list[Params]()
             with fastest_products(chains.alive.device), chains.target.using(chains.buffers):
                 if self.compile_after is not None and baseline.expected(plan) >= CAPTURED:

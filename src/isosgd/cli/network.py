@@ -1,8 +1,8 @@
 """The network that ``isosgd fit`` samples, and for how many steps: nothing but the size of the table decides.
 
 It has one hidden layer; the scale of the noise and the scales of the prior, one a layer, are sampled too. Where a
-gradient of all rows is affordable, chains take trajectories on all of them, which have no bias, and which carry a
-network's predictions through their posterior. Where it is not, they take minibatches.
+gradient of all rows is affordable, chains are those of HMC on all of them, which has no bias, and carries a network's
+predictions through their posterior. Where it is not, they take minibatches.
 """
 
 from __future__ import annotations
@@ -109,11 +109,13 @@ def steps_for(method: str, rows: int, weights: int, effort: float) -> dict[str, 
     Example:
         >>> steps_for("isgd", rows=1_000, weights=751, effort=1.0)
         {'batch_size': 'all', 'warmup': 6000, 'keep_every': 200}
+        >>> steps_for("hmc", rows=50_000, weights=751, effort=1.0)["batch_size"]
+        'all'
         >>> steps_for("isgd", rows=50_000, weights=751, effort=2.0)
         {'batch_size': None, 'warmup': 10000, 'keep_every': 100}
     """
     work = rows * weights
-    if method != "isgd" or work > MOST_WORK:
+    if method != "hmc" and (method != "isgd" or work > MOST_WORK):
         return {
             "batch_size": None,
             "warmup": math.ceil(FEW_WARMUP * effort),

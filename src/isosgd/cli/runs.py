@@ -56,7 +56,9 @@ def add_sample(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draws", type=_steps, help="of each chain; `auto` until predictions converge (%(default)s)")
     parser.add_argument("--budget", type=int, help="draws of each chain, at most, with --draws auto (default: 2000)")
     parser.add_argument(
-        "--batch-size", type=_rows, help="examples of a minibatch, or `all` of them (default: by the number of data)"
+        "--batch-size",
+        type=_rows,
+        help="examples of a minibatch; `all` is --method hmc (default: by the number of data)",
     )
     parser.add_argument("--warmup", type=_steps, help="gradients before the first draw (%(default)s)")
     parser.add_argument("--keep-every", type=_steps, help="steps between draws (%(default)s)")

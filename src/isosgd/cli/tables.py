@@ -89,7 +89,7 @@ def run_fit(args: argparse.Namespace) -> int:
     ))  # fmt: skip
     echo(args, *(f"  {line}" for line in table.describe()))
     steps = steps_for(args.method, counts["train"], network.weights, args.effort)
-    how = "all rows for every gradient" if steps["batch_size"] == "all" else "minibatches of rows"
+    how = "HMC on all rows" if steps["batch_size"] == "all" else "minibatches of rows"
     echo(args, f"sampling {args.chains} chains, {how}, into {folder} (Ctrl-C keeps what has been drawn)")
 
     def draw() -> None:

@@ -392,6 +392,11 @@ def as_data(data: Any, batch_size: Size, device: torch.device | None, dtype: tor
             f"data of type {type(data).__name__} is neither a tuple of tensors nor an iterable of "
             "batches such as a DataLoader"
         )
+    if batch_size == ALL:
+        raise ValueError(
+            "HMC takes all data for every gradient, and the data come as an iterable of batches: pass tensors, or "
+            "another method without batch_size='all'"
+        )
     if batch_size is not None:
         raise ValueError(
             f"batch_size = {batch_size!r} has no effect on an iterable of batches: "

@@ -12,7 +12,7 @@ from torch.func import vmap
 
 from isosgd.data.sources import Batches
 from isosgd.engine.curvature import Curvature, Stiffness
-from isosgd.engine.gradients import Found, Layout, Many, Single, stacked
+from isosgd.engine.gradients import Layout, Many, Single, stacked
 from isosgd.errors import DivergedError
 from isosgd.geometry import Full, Geometry
 from isosgd.samplers import ISGD, Sampler
@@ -130,19 +130,19 @@ class Chains:
         self.keys: Tensor | None = None  # of the fused step's random numbers, for going on
         self._suspect = torch.zeros(1, dtype=torch.bool, device=device)  # a gradient was not finite, not looked at yet
 
-    def say(self, say: Callable[[str], None]) -> None:
-        """Where lines for the user go."""
+    def log_to(self, log: Callable[[str], None]) -> None:
+        """Have lines for the user logged there."""
         if isinstance(self.differentiate, Many):
-            self.differentiate.evaluate.say = say
+            self.differentiate.evaluate.log = log
 
     @property
     def compiled(self) -> str:
-        """Whether gradients came to be compiled, as an addition to what the engine is."""
+        """Whether gradients were compiled, to be added to the name of the engine."""
         if not isinstance(self.differentiate, Many):
             return ""
         evaluate = self.differentiate.evaluate
-        if evaluate.why_not:
-            return f", not compiled ({evaluate.why_not})"
+        if evaluate.unsupported_reason:
+            return f", not compiled ({evaluate.unsupported_reason})"
         return ", compiled" if evaluate.after is not None and evaluate.calls > evaluate.after else ""
 
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -156,22 +156,23 @@ class Chains:
 
         Args:
             split: whether to measure the noise.
-            forgiving: do not give up a chain whose gradient is not finite: its loss is infinite, its gradient zero.
-                By default where trajectories are taken: such a one is refused, and the chain is where it was.
+            forgiving: do not drop a chain whose gradient is not finite: its loss is infinite, its gradient zero.
+                By default with HMC: such a trajectory is rejected, and the chain is where it was.
             batch: to take instead of the next one.
         """
         forgiving = self.hmc is not None if forgiving is None else forgiving
-        if self.graph is not None and batch is None:
-            return self._by_graph(self.graph, split, forgiving)
         if self.successive:
-            loss, gradients, noise = self._successive(split, batch)
+            loss, gradients, noise, finite = self._successive(split, batch)
         else:
             self.batch = self.batches.next(mixed=split) if batch is None else batch
             loss, gradients, noise = self.differentiate(self.params, self.batch, split)
-        finite = self._finite(loss, gradients)
-        if not bool(finite.all()):
+            finite = self._finite(loss, gradients)
+        if self.graph is not None:  # nothing waits for the device here: `check_finite` asks later
+            if not forgiving:
+                self._suspect |= ~finite
+        elif not bool(finite.all()):
             if not forgiving and bool((self.alive & ~finite).any()):
-                self._give_up(self.alive & ~finite, loss, gradients)
+                self.drop(self.alive & ~finite, loss, gradients)
             loss = torch.where(finite, loss, torch.inf)
             gradients = self._mask(gradients, finite)
             noise = None if noise is None else self._mask(noise, finite)
@@ -190,25 +191,8 @@ class Chains:
         """The chains have moved since the last gradient, or will: no noise vector is made of it."""
         self._before = None
 
-    def _by_graph(self, graph: CapturedGradients, split: bool, forgiving: bool) -> list[Tensor] | None:
-        """`evaluate` by CUDA graphs. What is not finite is found later, by `check_finite`: nothing waits here."""
-        if split and self._before is None:
-            self.batch = graph.next()
-            self._before = self._at_batch()[1]
-            self.gradients += 1
-        self.batch = graph.next()
-        self.loss, gradients, finite = self._at_batch()
-        if not forgiving:
-            self._suspect |= ~finite
-        noise = None
-        if split and self._before is not None:
-            noise = list(torch._foreach_sub(gradients, self._before))
-            torch._foreach_mul_(noise, math.sqrt(0.5))
-        self._before = gradients
-        self.gradients += 1
-        for leaf, g in zip(self.leaves, gradients, strict=True):
-            leaf.grad = g
-        return noise
+    def _next_batch(self) -> Any:
+        return self.batches.next() if self.graph is None else self.graph.next()
 
     def _at_batch(self) -> tuple[Tensor, list[Tensor], Tensor]:
         """Loss, gradients, and whether they are finite, at the last minibatch."""
@@ -216,9 +200,6 @@ class Chains:
             return self.graph()
         loss, gradients, _ = self.differentiate(self.params, self.batch)
         return loss, gradients, self._finite(loss, gradients)
-
-    def _gradients_at_batch(self) -> list[Tensor]:
-        return self.differentiate(self.params, self.batch).gradients
 
     def check_finite(self) -> None:
         """Drop chains whose gradients were not finite since the last look."""
@@ -228,28 +209,30 @@ class Chains:
     def diverged(self) -> None:
         """Drop the only chain, whose loss or gradient is not finite."""
         self._suspect.zero_()
-        self._give_up(torch.ones_like(self.alive), torch.full_like(self.loss, math.nan), [])
+        self.drop(torch.ones_like(self.alive), torch.full_like(self.loss, math.nan), [])
 
-    def _successive(self, split: bool, batch: Any) -> Found:
-        """Gradients whose noise vector is the difference of two successive ones, over sqrt(2).
+    def _successive(self, split: bool, batch: Any) -> tuple[Tensor, list[Tensor], list[Tensor] | None, Tensor]:
+        """Loss, gradients, a noise vector that is the difference of two successive ones, and whether all is finite.
 
-        Where examples of a batch are tied together (BatchNorm in training mode), its halves belong to another
-        potential. The step in between adds to the difference, by a share of order ``(rate * curvature)^2``. Without a
-        gradient of the step before, a second minibatch is taken.
+        The difference is over sqrt(2). Where examples of a batch are tied together (BatchNorm in training mode), its
+        halves belong to another potential; and CUDA graphs have one shape of a step. The step in between adds to the
+        difference, by a share of order ``(rate * curvature)^2``. Without a gradient of the step before, a second
+        minibatch is taken.
         """
         if split and self._before is None:
-            self._before = self.differentiate(self.params, self.batches.next()).gradients
+            self.batch = self._next_batch()
+            self._before = self._at_batch()[1]
             self.gradients += 1
-        self.batch = self.batches.next() if batch is None else batch
-        loss, gradients, _ = self.differentiate(self.params, self.batch)
+        self.batch = self._next_batch() if batch is None else batch
+        loss, gradients, finite = self._at_batch()
         noise = None
         if split and self._before is not None:
             noise = list(torch._foreach_sub(gradients, self._before))
             torch._foreach_mul_(noise, math.sqrt(0.5))
         self._before = gradients
-        return Found(loss, gradients, noise)
+        return loss, gradients, noise, finite
 
-    def look(self) -> bool:
+    def observe_noise(self) -> bool:
         """Let the sampler see the noise of the next minibatch, without a step; whether there was any to see.
 
         A batch of one example cannot be split, and its gradient is no centred noise vector: it is passed over.
@@ -279,7 +262,7 @@ class Chains:
         if self.hmc is not None:
             self.hmc.energy = self.energy()
         self.sampler.step(noise=noise)
-        if saved is not None:  # chains that were given up stay where they were
+        if saved is not None:  # chains that were dropped stay where they were
             self.restore(saved, ~self.alive)
 
     @torch.no_grad()
@@ -297,7 +280,7 @@ class Chains:
         before = self.flat([leaf.grad for leaf in self.leaves])  # type: ignore[misc]
         here, last = self.snapshot(), self._before
         self.shift(move)
-        after = self.flat(self._at_batch()[1] if self.graph is not None else self._gradients_at_batch())
+        after = self.flat(self._at_batch()[1])
         self.restore(here)
         self._before = last
         return torch.nan_to_num(after - before, posinf=0.0, neginf=0.0)
@@ -351,7 +334,7 @@ class Chains:
         return self.sampler if isinstance(self.sampler, HMC) else None
 
     @property
-    def follows(self) -> bool:
+    def follows_noise(self) -> bool:
         """Whether there is gradient noise for the sampler to follow."""
         return self.sampler.estimator.centred and self.hmc is None
 
@@ -524,8 +507,8 @@ class Chains:
             return torch.isfinite(torch.stack([loss[0], *torch._foreach_norm(list(gradients))]).sum()).unsqueeze(0)
         return torch.isfinite(loss + sum(g.reshape(self.count, -1).sum(-1) for g in gradients)) & self.alive
 
-    def _give_up(self, chains: Tensor, loss: Tensor, gradients: Sequence[Tensor]) -> None:
-        """Leave out chains before a bad gradient moves them; the last one raises."""
+    def drop(self, chains: Tensor, loss: Tensor, gradients: Sequence[Tensor]) -> None:
+        """Drop chains before a bad gradient moves them; the last one raises."""
         natural = self.natural()
         for k in chains.nonzero().flatten().tolist():
             parts = [g if self.many is None else g[k] for g in gradients]

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from isosgd.data.sources import Batch, batch_length, halves
-from isosgd.engine.compiled import Compiled
-from isosgd.engine.loops import Tensors, repeat
+from isosgd.engine.compiled import Compiled, Tensors, repeat
 from isosgd.native import perceptron
 from isosgd.noise import join_halves
 from isosgd.target import Params, Target

@@ -299,7 +299,7 @@ class GraphSteps:
         self.update.step(self.graph.gradient)
 
     @torch.no_grad()
-    def go(self, done: int, steps: int, tick: Callable[[int], None]) -> None:
+    def take_steps(self, done: int, steps: int, tick: Callable[[int], None]) -> None:
         """Take so many steps. Whether they were good is asked once, at the end.
 
         Args:

@@ -1,4 +1,4 @@
-"""Several steps of a trajectory on all data in one call: between its ends only gradients and kicks are left to do.
+"""Several leapfrog steps of HMC in one call: between the ends of a trajectory only gradients and kicks are to do.
 
 The step that ends a trajectory and begins the next one is that of `isosgd.samplers.hmc.HMC`. All others are a
 loop in compiled code, a few chains at a time, and a part of the rows after the other where they are many, so that what
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from isosgd.engine.chains import Chains
-from isosgd.engine.compiled import Compiled
+from isosgd.engine.compiled import CACHE, LOOP, Compiled, Tensors, block, bytes_of, repeat
 from isosgd.engine.gradients import Many, batchable
-from isosgd.engine.loops import CACHE, LOOP, Tensors, block, bytes_of, repeat
 from isosgd.engine.multistep import LARGE
 from isosgd.noise import dot
 from isosgd.samplers.hmc import HMC
@@ -24,8 +23,8 @@ from isosgd.samplers.hmc import HMC
 MOST = 1 << 16  # steps of a trajectory
 
 
-def why_not(run: Chains) -> str:
-    """Why trajectories cannot take several steps in a call; empty when they can."""
+def unsupported_reason(run: Chains) -> str:
+    """Why HMC cannot take several steps in a call; empty when they can."""
     if run.leaves[0].device.type != "cpu":
         return "the loop is one of a CPU"
     if sum(run.layout.sizes) > LARGE:
@@ -35,18 +34,18 @@ def why_not(run: Chains) -> str:
     return "" if run.many is not None else batchable(run.target, run.params, run.batches.next(), run.num_data)
 
 
-class Glide:
-    """Takes steps of trajectories, several in a call.
+class LeapfrogMultiStep:
+    """Takes leapfrog steps, several in a call.
 
     Args:
-        run: the chains, of a sampler that glides; `why_not` must have nothing to say.
+        run: the chains, of HMC; `unsupported_reason` must be empty.
         compiled: whether to compile.
-        say: takes a line for the user.
+        log: takes a line for the user.
     """
 
-    def __init__(self, run: Chains, compiled: bool = True, say: Callable[[str], None] | None = None) -> None:
+    def __init__(self, run: Chains, compiled: bool = True, log: Callable[[str], None] | None = None) -> None:
         assert isinstance(run.sampler, HMC) and run.geometry is not None
-        self.run, self.sampler, self.geometry, self.compiled, self.say = run, run.sampler, run.geometry, compiled, say
+        self.run, self.sampler, self.geometry, self.compiled, self.log = run, run.sampler, run.geometry, compiled, log
         self.gradient = Many(run.target, run.num_data, run.layout, prior_weight=run.prior_weight)
         self.batch: Tensors = tuple(t if run.many is not None else t.unsqueeze(0) for t in run.batches.next())
         # Equal parts of the rows: those of a chain are in the cache together with what its layers give for them.
@@ -57,31 +56,31 @@ class Glide:
         self.loops: dict[tuple[torch.Size, ...], Compiled] = {}
 
     @property
-    def why_not(self) -> str:
+    def unsupported_reason(self) -> str:
         """Why nothing could be compiled, so that all goes step by step; empty when it could."""
-        return next((loop.why_not for loop in self.loops.values() if loop.why_not), "")
+        return next((loop.unsupported_reason for loop in self.loops.values() if loop.unsupported_reason), "")
 
     @property
-    def inside(self) -> int:
+    def remaining(self) -> int:
         """Steps that can be taken before one that ends or begins a trajectory; none where nothing can be compiled."""
-        if not self.sampler.place or self.why_not:
+        if not self.sampler.place or self.unsupported_reason:
             return 0
         return max(0, self.sampler.length - self.sampler.place)
 
-    def go(self, done: int, steps: int, tick: Callable[[int], None]) -> None:
-        """Take so many steps; as `isosgd.engine.multistep.Stride.go`."""
+    def take_steps(self, done: int, steps: int, tick: Callable[[int], None]) -> None:
+        """Take so many steps; as `isosgd.engine.multistep.MultiStep.take_steps`."""
         while steps:
-            count = min(steps, self.inside) or 1
-            if self.inside:
-                self.glide(count)
+            count = min(steps, self.remaining) or 1
+            if self.remaining:
+                self.leapfrog(count)
             else:
                 self.run.step()
             tick(count)
             steps -= count
 
     @torch.no_grad()
-    def glide(self, count: int) -> None:
-        """Take steps between the ends of a trajectory, at most as many as are `inside`."""
+    def leapfrog(self, count: int) -> None:
+        """Take steps between the ends of a trajectory, at most as many as are `remaining`."""
         run, sampler = self.run, self.sampler
         theta, sampler.velocities, sampler.gained, run.loss = self._moved(
             count, run.flat(run.leaves), sampler.velocities, sampler.gained
@@ -110,7 +109,7 @@ class Glide:
         key = tuple(t.shape for t in tensors)
         if key not in self.loops:
             after = 0 if self.compiled else None
-            self.loops[key] = Compiled(self._loop, after, self.say, "trajectories of all chains", LOOP)
+            self.loops[key] = Compiled(self._loop, after, self.log, "trajectories of all chains", LOOP)
         return self.loops[key]
 
     def _loop(
@@ -131,7 +130,7 @@ class Glide:
             loss, gradient = self._gradient(theta, batch)
             finite = torch.isfinite(loss + gradient.sum(-1)).unsqueeze(-1)
             gradient = torch.where(finite, gradient, 0.0).to(velocity.dtype)
-            tensors = tuple(t.view(t.shape) for t in shape)  # as in `isosgd.engine.loops.Looped`
+            tensors = tuple(t.view(t.shape) for t in shape)  # as in `isosgd.engine.compiled.Looped`
             pull = own * geometry.displace(tensors, gradient, still).to(velocity.dtype)
             # Two half kicks, one that ends a step and one that begins the next (`HMC._half_kick`).
             gained = gained + (dot(gradient, pull) - dot(gradient, velocity)) / scale

@@ -5,7 +5,7 @@ at once, outside, and the steps themselves, gradients and updates, are one compi
 inside of the compiled code on a CPU, a CUDA graph on a GPU.
 
 It is the algorithm of `isosgd.engine.chains.Chains.step`; only the order in which random numbers are drawn differs.
-Where a sampler follows the gradient noise, every so many steps one is taken from two halves of its minibatch. Where it
+Where a sampler follows the gradient noise, every k-th step is taken from two halves of its minibatch. Where it
 follows the level of the noise all of them are, and the level is a further column behind the parameters.
 """
 
@@ -19,16 +19,15 @@ from torch import Tensor
 
 from isosgd.data.sources import TensorBatches
 from isosgd.engine.chains import Chains
-from isosgd.engine.compiled import Compiled
+from isosgd.engine.compiled import UNCHECKED, Compiled, GraphLoop, Looped, Repeated, Tensors, bytes_of
 from isosgd.engine.gradients import Many, batchable
-from isosgd.engine.loops import UNCHECKED, Captured, Looped, Repeated, Tensors, bytes_of
 
 MOST = 64  # steps of a call
 BYTES = {"cpu": 1 << 27, "cuda": 1 << 29}  # of minibatches and innovations that are drawn at once, at most
 LARGE = 1 << 20  # parameters of a chain from which a step is more work than to call it
 
 
-def why_not(run: Chains) -> str:
+def unsupported_reason(run: Chains) -> str:
     """Why chains cannot take several steps in a call; empty when they can."""
     sampler, batches = run.sampler, run.batches
     program = sampler.program()
@@ -55,23 +54,23 @@ def _steps(run: Chains) -> int:
     return max(1, min(MOST, BYTES.get(run.leaves[0].device.type, BYTES["cpu"]) // each))
 
 
-class Stride:
+class MultiStep:
     """Takes steps of chains, several in a call.
 
     Args:
-        run: the chains; `why_not` must have nothing to say.
-        noise_every: where the noise is followed, every so many steps one is split in halves.
+        run: the chains; `unsupported_reason` must be empty.
+        noise_every: where the noise is followed, every k-th step is split in halves.
         compiled: whether to compile.
-        say: takes a line for the user.
+        log: takes a line for the user.
 
     Attributes:
         failed: why the steps could not be compiled.
     """
 
     def __init__(
-        self, run: Chains, noise_every: int, compiled: bool = True, say: Callable[[str], None] | None = None
+        self, run: Chains, noise_every: int, compiled: bool = True, log: Callable[[str], None] | None = None
     ) -> None:
-        self.run, self.compiled, self.say = run, compiled, say
+        self.run, self.compiled, self.log = run, compiled, log
         program = run.sampler.program()
         if isinstance(program, str):
             raise ValueError(f"{type(run.sampler).__name__} takes single steps: {program}")
@@ -97,7 +96,7 @@ class Stride:
             loop(self.most, theta, batches.at(index), xi, tensors)
             if program.follows_noise:
                 split(theta, self._at(batches.at(index), 0), program.innovation(xi, 0), tensors)
-        return loop.why_not or split.why_not
+        return loop.unsupported_reason or split.unsupported_reason
 
     # -- the step, of tensors alone -----------------------------------------------------------------------------------
 
@@ -131,11 +130,11 @@ class Stride:
         key = tuple((t.shape, t.dtype) for t in tensors)
         if key not in self.known:
             run, after = self.run, 0 if self.compiled else None
-            given = self._kth, self.most, after, self.say
+            given = self._kth, self.most, after, self.log
             assert isinstance(run.batches, TensorBatches)
             between = run.layout.between(run.batches.batch_size, run.leaves[0].dtype)
-            loop = Captured(*given) if run.leaves[0].is_cuda else Looped(*given, between)
-            split = Compiled(self.split, after, self.say, "steps that follow the noise", UNCHECKED)
+            loop = GraphLoop(*given) if run.leaves[0].is_cuda else Looped(*given, between)
+            split = Compiled(self.split, after, self.log, "steps that follow the noise", UNCHECKED)
             self.known[key] = loop, split
         return self.known[key]
 
@@ -160,7 +159,7 @@ class Stride:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def go(self, done: int, steps: int, tick: Callable[[int], None]) -> None:
+    def take_steps(self, done: int, steps: int, tick: Callable[[int], None]) -> None:
         """Take so many steps.
 
         Args:
@@ -193,8 +192,8 @@ class Stride:
         finite = torch.isfinite(total + after.sum(-1))
         good = bool((finite | ~run.alive).all())
         if not good:
-            self._give_up(theta, steps, batch, xi, tensors, ~finite)
-        if run.failures:  # chains that were given up stay where they were
+            self._drop(theta, steps, batch, xi, tensors, ~finite)
+        if run.failures:  # chains that were dropped stay where they were
             finite = finite & run.alive
             after = torch.where(run.alive.unsqueeze(-1), after, theta)
             loss = torch.where(run.alive, loss, torch.inf)
@@ -207,7 +206,7 @@ class Stride:
             run.sampler.observe([parts[name] for name in run.params])
         return after
 
-    def _give_up(self, theta: Tensor, steps: int, batch: Tensors, xi: Tensor, tensors: Tensors, bad: Tensor) -> None:
+    def _drop(self, theta: Tensor, steps: int, batch: Tensors, xi: Tensor, tensors: Tensors, bad: Tensor) -> None:
         """Find the step at which chains met what is not finite, one by one, and leave them out there."""
         run, before = self.run, self.run.gradients
         loss = gradient = theta
@@ -221,7 +220,7 @@ class Stride:
                 self.program.finish(theta)
                 run.gradients = before + k
                 try:
-                    run._give_up(new, loss, self._parts(gradient))
+                    run.drop(new, loss, self._parts(gradient))
                 finally:
                     run.gradients = before
             moved = self.program.move(theta, gradient, noise, self.program.innovation(xi, k), tensors)

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from isosgd.data.sources import (
-    ALL,
     Batches,
     Data,
     DataSets,
@@ -38,7 +37,7 @@ def start_of(init: Start, chain: int) -> Mapping[str, Any] | None:
     return init(chain) if callable(init) else init
 
 
-class Team:
+class Schedule:
     """Everything about a run that is known before the first step.
 
     Args:
@@ -83,7 +82,7 @@ class Team:
         target.check_device(next(iter(start.values())).device)
         self.given_buffers = {n for k in range(self.count) for n in target.split_init(start_of(init, k))[1]}
         probe = self._batches(0, 0, batch_size)
-        self.given_size, self.whole = batch_size, batch_size == ALL
+        self.given_size = batch_size
         batch = probe.next()
         self.batch_size = _check_size(probe, batch, self.num_data)
         self.engine = self._why_in_turn(batch) or TOGETHER

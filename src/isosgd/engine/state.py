@@ -41,7 +41,7 @@ def state_of(chains: Chains) -> State:
     }
     if isinstance(chains.differentiate, Many):  # compiled gradients round otherwise, so that it matters when they began
         evaluate = chains.differentiate.evaluate
-        found["compiled"] = {"calls": evaluate.calls, "why_not": evaluate.why_not}
+        found["compiled"] = {"calls": evaluate.calls, "unsupported_reason": evaluate.unsupported_reason}
     return found
 
 
@@ -71,7 +71,7 @@ def load_state(chains: Chains, state: State) -> None:
     chains.failures = {k: failure_from(saved) for k, saved in state["failures"].items()}
     if isinstance(chains.differentiate, Many):
         evaluate, saved = chains.differentiate.evaluate, state["compiled"]
-        evaluate.calls, evaluate.why_not = saved["calls"], saved["why_not"]
+        evaluate.calls, evaluate.unsupported_reason = saved["calls"], saved["unsupported_reason"]
 
 
 def moved(state: Any, device: torch.device) -> Any:

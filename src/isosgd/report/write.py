@@ -27,7 +27,7 @@ LABELS = {
     "num_data": "rows of data", "batch_size": "rows of a batch", "draws": "draws of each chain",
     "keep_every": "steps between draws", "engine": "chains ran", "gradients": "gradients of all chains",
 }  # fmt: skip
-METHODS = {"isgd": "I-SGD", "sgld": "SGLD", "sghmc": "SGHMC"}  # where capitals are usual
+METHODS = {"isgd": "I-SGD", "sgld": "SGLD", "sghmc": "SGHMC", "hmc": "HMC"}  # where capitals are usual
 
 
 def write_report(posterior: Posterior, path: str | os.PathLike[str], **options: Any) -> Path:

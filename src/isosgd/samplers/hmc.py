@@ -46,7 +46,10 @@ class HMC(Sampler):
     """HMC on all data. Targets ``exp(-f / T)`` without a bias.
 
     It must be told the energy ``f / T`` of each chain before every step (``energy``), as `isosgd.sample` does with
-    ``batch_size="all"``.
+    ``method="hmc"``.
+
+    Departures: the mass is Lambda, learned from differences of gradients between random halves of the data; step sizes
+    are jittered by up to 30% from trajectory to trajectory; chains that run together have trajectories of one length.
 
     Args:
         params: named parameters (one group a layer), or groups.
@@ -86,7 +89,7 @@ class HMC(Sampler):
         # A velocity is kept for a whole trajectory, and its energy is reckoned as that of a normal one: counted bits,
         # good enough where a chain adds up many small steps, would leave a bias here.
         if settings.get("innovations", "auto") == "bits":
-            raise ValueError("innovations = 'bits' goes with minibatches: with batch_size='all' leave it out")
+            raise ValueError("innovations = 'bits' goes with minibatches: with method='hmc' leave it out")
         check_sets(sets, settings.get("chains") or 1)
         settings = {**settings, "innovations": "normal"}
         super().__init__(params, num_data=num_data, temperature=temperature, extra={"lam": None}, **settings)

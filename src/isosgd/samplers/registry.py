@@ -11,6 +11,7 @@ from typing import Any
 from isosgd.samplers.adaptive_sghmc import AdaptiveSGHMC
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.cyclical import CSGHMC, CSGLD
+from isosgd.samplers.hmc import HMC
 from isosgd.samplers.isgd import ISGD
 from isosgd.samplers.momentum_isgd import MomentumISGD
 from isosgd.samplers.psgld import PSGLD
@@ -31,7 +32,8 @@ class Method:
 
     Attributes:
         kind: the class, with what it ``targets``.
-        family: ``langevin`` (Theorem 1), ``hamiltonian`` (Theorem 2), or ``baseline``.
+        family: ``langevin`` (Theorem 1), ``hamiltonian`` (Theorem 2), ``metropolis`` (all data, accept or reject), or
+            ``baseline``.
         paper: where it comes from.
         departures: where our code departs from it, in a line; the docstring of ``kind`` says more.
         options: settings of `isosgd.sample` that differ from the defaults of ``kind``.
@@ -137,6 +139,12 @@ REGISTRY: Mapping[str, Method] = MappingProxyType(
             "hamiltonian",
             "Zhang et al. 2020",
             "lr is that of the sampling stage; cycles begin after the warm-up",
+        ),
+        "hmc": Method(
+            HMC,
+            "metropolis",
+            "Duane et al. 1987; Neal 2011",
+            "all data in every gradient; the mass is I-SGD's Lambda; step sizes jittered, one length for all chains",
         ),
     }
 )  # fmt: skip

@@ -9,12 +9,12 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from isosgd.engine import leapfrog as glide
+from isosgd.engine import leapfrog, multistep
 from isosgd.engine.chains import Chains
+from isosgd.engine.compiled import fastest_products
 from isosgd.engine.graph import GraphSteps, accelerate
-from isosgd.engine.leapfrog import Glide
-from isosgd.engine.multistep import Stride, why_not
-from isosgd.engine.products import fastest_products
+from isosgd.engine.leapfrog import LeapfrogMultiStep
+from isosgd.engine.multistep import MultiStep
 from isosgd.engine.state import failure_from, failure_state, load_state, moved, state_of
 from isosgd.errors import DivergedError
 from isosgd.progress import Progress
@@ -26,15 +26,15 @@ from isosgd.warmup.windows import Mark, warm_up
 GUESSED_SPACING = 100  # for the progress bar, until the spacing is known
 NOISE_EVERY = 16  # in sampling the noise is followed, not found: every so many steps one is split in halves ...
 SHAPED_EVERY = 128  # ... and fewer where a shape of Lambda averages all that it has seen
-STRIDES_FROM = 4_000  # steps, for which it pays to compile several in a call ...
-ALONE = 5  # ... and so many times more for one chain, whose single steps take less time
+MULTI_STEP_FROM = 4_000  # steps, for which it pays to compile several in a call ...
+SINGLE_CHAIN = 5  # ... and so many times more for one chain, whose single steps take less time
 
 State = dict[str, Any]
 Auto = Literal["auto"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class DrawPlan:
     """What is asked for.
 
     Attributes:
@@ -64,13 +64,13 @@ class Plan:
         """Steps between draws, before they are known."""
         return GUESSED_SPACING if self.keep_every == "auto" else self.keep_every
 
-    def follow(self, run: Chains) -> int:
+    def noise_interval(self, run: Chains) -> int:
         """Of how many steps one measures the noise."""
         return self.noise_every or (NOISE_EVERY if run.geometry is None else SHAPED_EVERY)
 
 
 @dataclass
-class Outcome:
+class ChainsResult:
     """What came of chains that ran side by side.
 
     Attributes:
@@ -97,7 +97,7 @@ class Outcome:
     drawn: int = 0
     stopped: str = ""
 
-    def is_end(self, plan: Plan) -> bool:
+    def is_end(self, plan: DrawPlan) -> bool:
         """Whether no more is to be drawn, by a plan that may ask for more than the one by which this ended."""
         failed, converged = len(self.failures) == self.count, self.stopped.startswith("converged")
         return failed or self.drawn >= plan.draws or (plan.auto and converged)
@@ -111,14 +111,14 @@ class Outcome:
         }
 
     @staticmethod
-    def from_state(state: State) -> Outcome:
+    def from_state(state: State) -> ChainsResult:
         """The same again."""
         reports = [report_from(report) for report in state["reports"]]
         failures = {k: failure_from(saved) for k, saved in state["failures"].items()}
-        return Outcome(**{**state, "reports": reports, "failures": failures})
+        return ChainsResult(**{**state, "reports": reports, "failures": failures})
 
 
-def why_stopped(outcomes: list[Outcome]) -> str:
+def why_stopped(outcomes: list[ChainsResult]) -> str:
     """Why draws that end by themselves did: of all chains that have not failed it is the same."""
     return next((outcome.stopped for outcome in outcomes if outcome.stopped), "")
 
@@ -134,16 +134,16 @@ class Keeper(Protocol):
     def keep(self, run: Chains, first: int, number: int) -> None:
         """Take draw ``number``, where the chains are now."""
 
-    def warmed(self, outcome: Outcome) -> None:
+    def warmed(self, outcome: ChainsResult) -> None:
         """Told when chains have warmed up."""
 
     def mark(self, first: int, state: Callable[[], State]) -> None:
         """Told wherever the chains could go on from later, with what gives their state."""
 
-    def restored(self, first: int, run: Chains, plan: Plan) -> tuple[bool, State | None]:
+    def restored(self, first: int, run: Chains, plan: DrawPlan) -> tuple[bool, State | None]:
         """Whether these chains have come to their end in an earlier session, and from where they go on."""
 
-    def finished(self, outcome: Outcome, state: Callable[[], State] | None) -> None:
+    def finished(self, outcome: ChainsResult, state: Callable[[], State] | None) -> None:
         """Told when chains have come to their end, with what gives their state; None when all of them failed."""
 
 
@@ -151,7 +151,7 @@ Note = Callable[[int, Tensor, dict[str, Any], int], None]
 
 
 def draw_all(
-    runs: Iterable[tuple[int, Chains]], plan: Plan, bar: Progress, keeper: Keeper, note: Note | None = None
+    runs: Iterable[tuple[int, Chains]], plan: DrawPlan, bar: Progress, keeper: Keeper, note: Note | None = None
 ) -> None:
     """Draw from all chains.
 
@@ -170,7 +170,7 @@ def draw_all(
         ended, saved = keeper.restored(first, run, plan)
         if ended:
             continue
-        run.say(bar.note)
+        run.log_to(bar.note)
         drawing = _Drawing(run, first, keeper, draw_from(run, first, plan, bar, keeper, saved, note))
         drawing.go(None)  # to the end; with `auto`, to where draws begin
         going.append(drawing)
@@ -219,7 +219,7 @@ class _Drawing:
 def draw_from(
     run: Chains,
     first: int,
-    plan: Plan,
+    plan: DrawPlan,
     bar: Progress,
     keeper: Keeper,
     saved: State | None = None,
@@ -240,10 +240,10 @@ def draw_from(
         What the chains have predicted so far; takes the reason to stop, empty to go on.
     """
     label = f"chain {first + 1}/{plan.total} " if run.many is None and plan.total > 1 else ""
-    outcome = Outcome(first, run.count)
+    outcome = ChainsResult(first, run.count)
     done, drawn, levels = 0, 0, list[Tensor]()
-    trajectories = _glide(run, plan, bar)
-    stride: Stride | GraphSteps | Glide | None = trajectories
+    leapfrogs = _leapfrog_steps(run, plan, bar)
+    stride: MultiStep | GraphSteps | LeapfrogMultiStep | None = leapfrogs
     watch: Watch | None = None
     if plan.compile_after is not None:
         accelerate(run)
@@ -257,9 +257,7 @@ def draw_from(
             def mark(state: Callable[[], State]) -> None:
                 keeper.mark(first, lambda: {"stage": "warmup", "chains": state_of(run), "warmup": state()})
 
-            outcome.reports = _find_rates(
-                run, plan, bar, mark, None if saved is None else saved["warmup"], trajectories
-            )
+            outcome.reports = _find_rates(run, plan, bar, mark, None if saved is None else saved["warmup"], leapfrogs)
         else:
             outcome.reports = [report_from(report) for report in saved["reports"]]
             done, drawn, levels = saved["done"], saved["drawn"], list(saved["levels"].unbind())
@@ -285,7 +283,7 @@ def draw_from(
             done += steps
             bar.advance(label + "sampling", steps * run.count)
 
-        stride, every = stride or _stride(run, plan, gap, bar), plan.follow(run)
+        stride, every = stride or _many_steps(run, plan, gap, bar), plan.noise_interval(run)
         if plan.auto:
             traces = None if saved is None or saved["stage"] == "warmup" else saved["traces"].cpu()
             watch, pauses = Watch(run, plan.held_out, traces), looks(plan.draws)
@@ -293,10 +291,10 @@ def draw_from(
         keeper.mark(first, state)
         while drawn < plan.draws and not outcome.stopped:
             if stride is not None:
-                stride.go(done, gap, tick)
+                stride.take_steps(done, gap, tick)
             left = 0 if stride is not None else gap
             while left:
-                run.step(split=run.follows and done % every == 0)
+                run.step(split=run.follows_noise and done % every == 0)
                 left -= run.sampler.sampling
                 tick(1)
             run.check_finite()
@@ -319,7 +317,7 @@ def draw_from(
     for k in run.failures:
         outcome.lengths.setdefault(k, drawn)
     outcome.failures, outcome.gradients, outcome.drawn = run.failures, run.gradients, drawn
-    single = stride is None or (isinstance(stride, Glide) and stride.why_not)
+    single = stride is None or (isinstance(stride, LeapfrogMultiStep) and stride.unsupported_reason)
     outcome.compiled = run.compiled if single else ", several steps a call"
     if isinstance(stride, GraphSteps):
         outcome.compiled = ", CUDA graph of whole steps"
@@ -331,14 +329,14 @@ def draw_from(
     keeper.finished(outcome, state if len(run.failures) < run.count else None)
 
 
-def _glide(run: Chains, plan: Plan, bar: Progress) -> Glide | None:
+def _leapfrog_steps(run: Chains, plan: DrawPlan, bar: Progress) -> LeapfrogMultiStep | None:
     """What takes several steps of trajectories in a call, where that can be done and pays."""
-    if run.hmc is None or not _pays(run, plan, plan.draws * plan.spacing) or glide.why_not(run):
+    if run.hmc is None or not _pays(run, plan, plan.draws * plan.spacing) or leapfrog.unsupported_reason(run):
         return None
-    return Glide(run, say=bar.note)
+    return LeapfrogMultiStep(run, log=bar.note)
 
 
-def _stride(run: Chains, plan: Plan, gap: int, bar: Progress) -> Stride | GraphSteps | None:
+def _many_steps(run: Chains, plan: DrawPlan, gap: int, bar: Progress) -> MultiStep | GraphSteps | None:
     """What takes several steps in a call, where that can be done and pays."""
     if run.graph is not None:
         try:
@@ -346,20 +344,20 @@ def _stride(run: Chains, plan: Plan, gap: int, bar: Progress) -> Stride | GraphS
         except RuntimeError as error:
             run.graph_unsupported = str(error)
             return None
-    if not _pays(run, plan, plan.draws * gap) or why_not(run):
+    if not _pays(run, plan, plan.draws * gap) or multistep.unsupported_reason(run):
         return None
-    stride = Stride(run, plan.follow(run), say=bar.note)
+    stride = MultiStep(run, plan.noise_interval(run), log=bar.note)
     return None if stride.failed else stride
 
 
-def _pays(run: Chains, plan: Plan, steps: int) -> bool:
+def _pays(run: Chains, plan: DrawPlan, steps: int) -> bool:
     """Whether it pays to compile so many steps. It follows from the settings alone."""
-    least = STRIDES_FROM * (1 if run.many is not None else ALONE)
+    least = MULTI_STEP_FROM * (1 if run.many is not None else SINGLE_CHAIN)
     return plan.compile_after is not None and (plan.compile_after == 0 or steps >= least)
 
 
 def _find_rates(
-    run: Chains, plan: Plan, bar: Progress, mark: Mark, saved: State | None, glide: Glide | None
+    run: Chains, plan: DrawPlan, bar: Progress, mark: Mark, saved: State | None, glide: LeapfrogMultiStep | None
 ) -> list[WarmupReport]:
     measure_spacing = plan.keep_every == "auto"
     if plan.warmup == 0:

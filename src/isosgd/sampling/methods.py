@@ -17,11 +17,12 @@ BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->"
 def methods() -> list[dict[str, Any]]:
     """Every method with its family, what it targets, where it departs from its paper, and its settings and defaults.
 
-    Those of the families ``langevin`` and ``hamiltonian`` are also optimizers, the classes in `isosgd.METHODS`. Those
-    of the family ``baseline`` are not samplers of the posterior: they yield draws of something else, for comparison.
+    Those of the families ``langevin`` and ``hamiltonian`` are also optimizers, the classes in `isosgd.METHODS`. That of
+    the family ``metropolis``, HMC, takes all data for every gradient, and runs through `isosgd.sample`. Those of the
+    family ``baseline`` are not samplers of the posterior: they yield draws of something else, for comparison.
 
     Example:
-        >>> {row["family"] for row in methods()} == {"langevin", "hamiltonian", "baseline"}
+        >>> {row["family"] for row in methods()} == {"langevin", "hamiltonian", "metropolis", "baseline"}
         True
         >>> swag = next(row for row in methods() if row["name"] == "swag")
         >>> swag["settings"]["rank"]

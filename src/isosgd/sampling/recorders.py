@@ -13,7 +13,7 @@ import torch
 from isosgd.engine.chains import Chains
 from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.posterior import Posterior
-from isosgd.sampling.loop import Outcome, Plan, State
+from isosgd.sampling.loop import ChainsResult, DrawPlan, State
 from isosgd.sampling.stored import RunRequest, info_of, load
 from isosgd.store import Shards, StoredDraws, Writer, rectangle
 from isosgd.store.files import dtype_name
@@ -21,7 +21,7 @@ from isosgd.store.manifest import Spec, specs_of
 from isosgd.target import Params
 
 Info = dict[str, Any]
-About = Callable[[list[Outcome]], Info]
+About = Callable[[list[ChainsResult]], Info]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -46,22 +46,22 @@ class _Recorder:
 
     def __init__(self, request: RunRequest, about: About) -> None:
         self.request, self.about = request, about
-        self.ended: dict[int, Outcome] = {}  # by the first of chains that run side by side
-        self.current: dict[int, Outcome] = {}
+        self.ended: dict[int, ChainsResult] = {}  # by the first of chains that run side by side
+        self.current: dict[int, ChainsResult] = {}
         self.saved: dict[int, State] = {}  # from where chains go on
         self.started = time.monotonic()
 
     @property
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[ChainsResult]:
         """Of chains that have come to their end."""
         return [self.ended[first] for first in sorted(self.ended)]
 
-    def every(self) -> list[Outcome]:
+    def every(self) -> list[ChainsResult]:
         """Of all chains that have been warmed up."""
         both = {**self.current, **self.ended}
         return [both[first] for first in sorted(both)]
 
-    def restored(self, first: int, run: Chains, plan: Plan) -> tuple[bool, State | None]:
+    def restored(self, first: int, run: Chains, plan: DrawPlan) -> tuple[bool, State | None]:
         """Whether these chains have come to their end already, and from where they go on."""
         saved = self.saved.get(first)
         if first in self.ended and self.ended[first].is_end(plan):
@@ -70,11 +70,11 @@ class _Recorder:
         self.ended.pop(first, None)
         return False, None if saved is None else saved["current"]
 
-    def warmed(self, outcome: Outcome) -> None:
+    def warmed(self, outcome: ChainsResult) -> None:
         """These chains are being drawn from."""
         self.current[outcome.first] = outcome
 
-    def finished(self, outcome: Outcome, state: Callable[[], State] | None) -> None:
+    def finished(self, outcome: ChainsResult, state: Callable[[], State] | None) -> None:
         """These chains have come to their end."""
         self.ended[outcome.first] = outcome
         self.current.pop(outcome.first, None)
@@ -88,7 +88,7 @@ class _Recorder:
                 found[outcome.first + k] = error
         return found
 
-    def draws_of(self, outcome: Outcome, k: int) -> Params:
+    def draws_of(self, outcome: ChainsResult, k: int) -> Params:
         """The good draws of a chain that was given up, ``[draws, *shape]``."""
         raise NotImplementedError
 
@@ -113,7 +113,7 @@ class InMemory(_Recorder):
     def mark(self, first: int, state: Callable[[], State]) -> None:
         """Nothing is done."""
 
-    def draws_of(self, outcome: Outcome, k: int) -> Params:
+    def draws_of(self, outcome: ChainsResult, k: int) -> Params:
         return _chain(self._draws.get(outcome.first, [])[: outcome.lengths[k]], k)
 
     def _places(self) -> dict[int, tuple[int, int]]:
@@ -163,7 +163,7 @@ class OnDisk(_Recorder):
         with writer.closed_on_error():
             self.saved = writer.checkpoints()
         outcomes = {first: saved["outcome"] for first, saved in self.saved.items() if saved["outcome"] is not None}
-        self.ended = {first: Outcome.from_state(state) for first, state in outcomes.items()}
+        self.ended = {first: ChainsResult.from_state(state) for first, state in outcomes.items()}
         self._agrees = True  # what comes again with what is stored
 
     def keep(self, run: Chains, first: int, number: int) -> None:
@@ -179,7 +179,7 @@ class OnDisk(_Recorder):
         elif self._agrees:
             self._agrees = comes_again(self.writer, first, number, draw, buffers)
 
-    def warmed(self, outcome: Outcome) -> None:
+    def warmed(self, outcome: ChainsResult) -> None:
         """Say in the manifest what the warm-up found."""
         super().warmed(outcome)
         self.writer.manifest.info = self.about(self.every())
@@ -188,20 +188,20 @@ class OnDisk(_Recorder):
         """Write a checkpoint if one is due."""
         self.writer.mark(first, lambda: self._state(state(), None))
 
-    def finished(self, outcome: Outcome, state: Callable[[], State] | None) -> None:
+    def finished(self, outcome: ChainsResult, state: Callable[[], State] | None) -> None:
         """These chains have come to their end: so much need not be done again, and more may be asked for later."""
         super().finished(outcome, state)
         self.writer.manifest.lost |= {outcome.first + k: n for k, n in outcome.lengths.items()}
         self.writer.manifest.info = self.about(self.every())
         self.writer.mark(outcome.first, lambda: self._state(None if state is None else state(), outcome), now=True)
 
-    def _state(self, current: State | None, outcome: Outcome | None) -> State:
+    def _state(self, current: State | None, outcome: ChainsResult | None) -> State:
         return {
             "outcome": None if outcome is None else outcome.state(),
             "current": current,
         }
 
-    def draws_of(self, outcome: Outcome, k: int) -> Params:
+    def draws_of(self, outcome: ChainsResult, k: int) -> Params:
         if not outcome.lengths[k]:
             return {}
         self.writer.flush()

@@ -12,12 +12,12 @@ import torch
 from isosgd.baselines import BASELINES, BaselineRun
 from isosgd.data.sources import Transform, as_data
 from isosgd.diagnostics import Log
-from isosgd.engine.schedule import Start, Team, start_of
+from isosgd.engine.schedule import Schedule, Start, start_of
 from isosgd.errors import SamplingWarning
 from isosgd.posterior import Posterior
 from isosgd.progress import Progress
 from isosgd.samplers import ISGD, METHODS
-from isosgd.sampling.loop import Outcome, Plan, draw_all, why_stopped
+from isosgd.sampling.loop import ChainsResult, DrawPlan, draw_all, why_stopped
 from isosgd.sampling.recorders import InMemory, OnDisk, keep_at_once
 from isosgd.sampling.settings import (
     check_room,
@@ -25,6 +25,7 @@ from isosgd.sampling.settings import (
     compile_after,
     most_draws,
     noise_every,
+    resolve_method,
     sampler_factory,
     versions,
 )
@@ -68,14 +69,15 @@ def sample(
         init: start values in natural parameters, and of buffers where there are, such as the ``state_dict`` of a
             trained network; where the target says by default. A function from the number of a chain to such values
             gives each chain a start of its own.
-        method: a name of `isosgd.methods`: ``isgd``, ``sgld``, ``sghmc`` and so on.
+        method: a name of `isosgd.methods`: ``isgd``, ``sgld``, ``sghmc`` and so on. ``hmc`` takes all data for every
+            gradient and accepts or rejects its trajectories (see `isosgd.samplers.hmc`): nothing is left of the
+            discretisation bias. It pays up to some thousand examples, above all for networks.
         draws: draws to keep from each chain; ``auto`` goes on until predictions have converged (R-hat of at most 1.01
             and 400 effective draws, over all chains) or the ``budget`` ends; ``info["stopped"]`` says which.
         chains: independent chains, of each data set. They run in one batched computation where the model allows it
             (``info["engine"]`` says so, or why not).
-        batch_size: examples in a minibatch; half of the data, between 8 and 128, by default. ``all`` takes all of them
-            for every gradient: trajectories are then accepted or refused, so that no bias is left (see
-            `isosgd.samplers.hmc`). It pays up to some thousand examples, above all for networks.
+        batch_size: examples in a minibatch; half of the data, between 8 and 128, by default. ``all`` is a short way to
+            ``method="hmc"``, and ``info["method"]`` then says ``hmc``.
         keep_every: steps between draws; ``auto`` measures the autocorrelation of predictions in the warm-up.
         warmup: gradients to spend before the first draw; ``auto`` goes on until the chain has settled.
         temperature: T; 1 is the posterior. With a prior whose scales are fixed the density is
@@ -120,6 +122,7 @@ def sample(
         True
     """
     check_settings(method, draws, chains, keep_every, warmup, temperature)
+    given_method, (method, batch_size) = method, resolve_method(method, batch_size)
     if not isinstance(target, Target):
         raise TypeError(
             f"target of type {type(target).__name__}: pass an isosgd.Target; Target.from_module makes one from a model"
@@ -147,8 +150,7 @@ def sample(
     given = dict(options)
     after = compile_after(given)
     if method in BASELINES:
-        if isinstance(batch_size, str):
-            raise ValueError(f"batch_size = {batch_size!r} goes with method='isgd': give {method} a number")
+        assert not isinstance(batch_size, str)  # `resolve_method` refuses it
         about = {"method": method, "options": {name: described(value) for name, value in options.items()}, "seed": seed}
         about |= {"temperature": temperature, "density": f"none: {BASELINES[method].kind.targets}"}
         about |= {"target": target.describe(), "versions": versions()}
@@ -157,16 +159,16 @@ def sample(
             after, progress, given, transform,
         )  # fmt: skip
         return keep_at_once(asked, about, lambda: baseline.posterior(about))
-    team = Team(target, data, init, chains, batch_size, seed, place, after, transform)
-    plan = Plan(
-        most, keep_every, warmup, noise_every(given), team.count, after, draws == "auto", team.chains, held_out
+    schedule = Schedule(target, data, init, chains, batch_size, seed, place, after, transform)
+    plan = DrawPlan(
+        most, keep_every, warmup, noise_every(given), schedule.count, after, draws == "auto", schedule.chains, held_out
     )  # fmt: skip
     if METHODS[method] is ISGD:
         given.setdefault("budget", None if warmup == "auto" else warmup)
     make_sampler = sampler_factory(
-        method, team.num_data, temperature, team.batch_size, team.together_sets, team.whole, given
+        method, schedule.num_data, temperature, schedule.batch_size, schedule.together_sets, given
     )
-    known = partial(_info, asked, team, plan)
+    known = partial(_info, asked, schedule, plan)
     board = None if log is None else Log(log)  # before a folder is taken: TensorBoard may not be there
     keeper: InMemory | OnDisk
     if store is None:
@@ -177,12 +179,14 @@ def sample(
             return load(store, target, data=asked.tensors)
         keeper = OnDisk(asked, known, writer)
 
-    bar = Progress(team.count * ((MOST_STEPS // 5 if warmup == "auto" else warmup) + most * plan.spacing), progress)
+    bar = Progress(schedule.count * ((MOST_STEPS // 5 if warmup == "auto" else warmup) + most * plan.spacing), progress)
+    if given_method != method:
+        bar.note("batch_size = 'all': the method is HMC (method='hmc')")
     try:
         with bar:
-            draw_all(team.runs(make_sampler), plan, bar, keeper, None if board is None else board.step)
+            draw_all(schedule.runs(make_sampler), plan, bar, keeper, None if board is None else board.step)
         failures = keeper.failures()
-        if len(failures) == team.count:
+        if len(failures) == schedule.count:
             raise next(iter(failures.values()))
         for index, failure in failures.items():
             warnings.warn(f"chain {index} was dropped: {failure}", SamplingWarning, stacklevel=2)
@@ -197,7 +201,7 @@ def sample(
             board.close()
 
 
-def _info(asked: RunRequest, team: Team, plan: Plan, outcomes: list[Outcome]) -> dict[str, Any]:
+def _info(asked: RunRequest, schedule: Schedule, plan: DrawPlan, outcomes: list[ChainsResult]) -> dict[str, Any]:
     """How the draws came about, as far as it is known."""
     kept = [(o, k) for o in outcomes for k in range(o.count) if k not in o.failures and k not in o.lengths]
     reports = [o.reports[k] for o, k in kept]
@@ -206,15 +210,15 @@ def _info(asked: RunRequest, team: Team, plan: Plan, outcomes: list[Outcome]) ->
         "options": {name: described(value) for name, value in asked.options.items()},
         "temperature": asked.settings["temperature"],
         "density": asked.target.density(asked.start(0), asked.settings["temperature"]),
-        "num_data": team.num_data,
-        "batch_size": team.batch_size if team.tensors is not None else None,
+        "num_data": schedule.num_data,
+        "batch_size": schedule.batch_size if schedule.tensors is not None else None,
         "draws": max((o.drawn for o in outcomes), default=0) if plan.auto else plan.draws,
         **({"stopped": why_stopped(outcomes)} if plan.auto else {}),
         "chains": len(kept),
         "chain_indices": [o.first + k for o, k in kept],
-        "sets": team.sets,
-        "chains_per_set": team.chains,
-        "engine": team.engine + "".join(o.compiled for o in outcomes),
+        "sets": schedule.sets,
+        "chains_per_set": schedule.chains,
+        "engine": schedule.engine + "".join(o.compiled for o in outcomes),
         "keep_every": [report.keep_every or plan.spacing for report in reports],
         "seed": asked.settings["seed"],
         "warmup": [report.as_dict() for report in reports],

@@ -11,11 +11,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from isosgd.data.sources import ALL, Size
 from isosgd.engine.chains import MakeSampler
 from isosgd.engine.compiled import COMPILE_AFTER
 from isosgd.native import build
-from isosgd.samplers import ISGD, METHODS, PRESETS, REGISTRY, Sampler
-from isosgd.samplers.hmc import HMC
+from isosgd.samplers import METHODS, PRESETS, REGISTRY, Sampler
 from isosgd.sampling.methods import EVERY
 from isosgd.sampling.stopping import MOST_DRAWS
 from isosgd.target import Params
@@ -40,13 +40,40 @@ def noise_every(options: dict[str, Any]) -> int | None:
     return found
 
 
+def resolve_method(method: str, batch_size: Size) -> tuple[str, Size]:
+    """The method and batch size that are meant: HMC and all data are one setting, whichever of them was given.
+
+    Example:
+        >>> resolve_method("isgd", "all"), resolve_method("hmc", None), resolve_method("sgld", 32)
+        (('hmc', 'all'), ('hmc', 'all'), ('sgld', 32))
+    """
+    if method == "hmc" and batch_size not in (None, ALL):
+        raise ValueError(
+            f"batch_size = {batch_size!r} does not go with method='hmc', which accepts or rejects by the energy of all "
+            "data: leave it out, or sample minibatches with method='isgd'"
+        )
+    if batch_size == ALL and method not in ("isgd", "hmc"):
+        raise ValueError(
+            f"batch_size = 'all' is HMC, and leaves no gradient noise for method={method!r}: use method='hmc', or give "
+            f"{method} a number"
+        )
+    if method == "hmc" or batch_size == ALL:
+        return "hmc", "all"
+    return method, batch_size
+
+
 def sampler_factory(
-    method: str, num_data: int, temperature: float, batch_size: int, sets: int, whole: bool, options: dict[str, Any]
+    method: str, num_data: int, temperature: float, batch_size: int, sets: int, options: dict[str, Any]
 ) -> MakeSampler:
     """What makes the sampler of chains, with all options checked."""
     kind: type[Sampler] = METHODS[method]
     preset = options.pop("preset", None)
     if preset is not None:
+        if method == "hmc":
+            raise ValueError(
+                f"preset = {preset!r} is a row of I-SGD, which needs gradient noise: give a number as batch_size, or "
+                "leave preset out"
+            )
         if method != "isgd" or preset not in PRESETS:
             raise ValueError(f"preset = {preset!r} is not one of the I-SGD rows {sorted(PRESETS)}")
         options = {**PRESETS[preset], **options}
@@ -57,16 +84,6 @@ def sampler_factory(
         raise TypeError(f"method {method!r} has no option {unknown[0]!r}; it takes {', '.join(names)}")
     ours = {"batch_size": batch_size, "sets": sets}
     options = {**{name: value for name, value in ours.items() if name in known}, **REGISTRY[method].options, **options}
-
-    if whole:
-        if kind is not ISGD or preset is not None or options.get("structure") in ("layer", "single"):
-            raise ValueError(
-                "batch_size = 'all' leaves no gradient noise, on which other samplers and structures live: use it with "
-                "method='isgd' and structure 'auto', 'diagonal', 'lowrank', 'kronecker' or 'full', or give a number"
-            )
-        kind = HMC
-        unused = {"budget", *(name for name in ("scheme", "averaged") if options.get(name) in ("windowed", None))}
-        options = {name: value for name, value in options.items() if name not in unused}
 
     def make(groups: list[dict[str, Any]], generator: torch.Generator, chains: int | None) -> Sampler:
         return kind(groups, num_data=num_data, temperature=temperature, generator=generator, chains=chains, **options)

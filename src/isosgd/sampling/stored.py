@@ -101,7 +101,7 @@ BY_CHAIN = ("keep_every", "warmup", "rates")
 
 
 def info_of(info: Info, chains: Sequence[int]) -> Info:
-    """The info of a run as that of some of its chains. Of chains that were given up there are no such items.
+    """The info of a run as that of some of its chains. Of chains that were dropped there are no such items.
 
     Example:
         >>> info_of({"chain_indices": [0, 1, 3], "rates": [{"w": 0.1}, {"w": 0.2}, {"w": 0.3}]}, [3, 0])

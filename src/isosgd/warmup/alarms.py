@@ -1,4 +1,4 @@
-"""What may be wrong with chains that ran to their end, said once for all chains that have it."""
+"""What may be wrong with chains that ran to their end: one warning per cause, for all chains that have it."""
 
 from __future__ import annotations
 

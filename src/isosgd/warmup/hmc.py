@@ -1,11 +1,12 @@
-"""The warm-up where a batch is all of the data: go down, then find the metric and the pace of trajectories.
+"""The warm-up of HMC: optimise, then find the mass and the step sizes.
 
-1. *Go down* by Adam's steps on all of the data, or on parts of them where they are many; keep the lowest place found.
-2. *Glide* in windows that double. In each, differences of gradients between random halves of the data say how Lambda
-   should be geometry, and each chain's pace is set so that a chosen share of its trajectories is accepted.
-3. In a *last* window Lambda is fixed and only paces are set; then they are frozen too.
+1. *Initial optimisation* by Adam on all of the data, or on parts of them where they are many; the lowest place found is
+   kept.
+2. *HMC* in windows that double. In each, differences of gradients between random halves of the data give Lambda its
+   shape, and each chain's step size is set so that a chosen share of its trajectories is accepted.
+3. In a *last* window Lambda is fixed and only step sizes are set; then they are frozen too.
 
-Trajectories are accepted or refused from the first on, so that nothing here can drive a chain astray.
+Trajectories are accepted or rejected from the first on, so that no chain can diverge here.
 
 References:
     Hoffman, Gelman (2014), The No-U-Turn sampler (dual averaging).
@@ -24,29 +25,29 @@ from torch import Tensor
 
 from isosgd.data.sources import TensorBatches
 from isosgd.engine.chains import Chains
-from isosgd.engine.leapfrog import Glide
+from isosgd.engine.leapfrog import LeapfrogMultiStep
 from isosgd.progress import Progress
 from isosgd.samplers.hmc import HMC
-from isosgd.warmup.adam import Adam, falling
+from isosgd.warmup.optimise import Adam, decay
 from isosgd.warmup.reports import GroupReport, WarmupReport, drifting
 from isosgd.warmup.spacing import Traces
 
 FIRST_WINDOW = 100
-LAST_SHARE = 0.4  # of what is left after the descent, for the last window
-DESCENT_SHARE, MOST_DESCENT = 0.15, 1_500
-RATE = 0.1  # of the size of a group's parameters, in a step of the descent
-PART = 1_000  # rows of a step of the descent, at the least, where there are
+LAST_SHARE = 0.4  # of what is left after the initial optimisation, for the last window
+OPTIMISATION_SHARE, MOST_OPTIMISATION = 0.15, 1_500
+RATE = 0.1  # of the size of a group's parameters, in a step of the optimisation
+PART = 1_000  # rows of a step of the optimisation, at the least, where there are
 MANY = 10  # such parts: with fewer, steps on all rows come down faster
 PART_RATE = 0.03  # of such a step, whose gradient is noisy
-PASSES = 150  # through all parts, at the most: then trajectories come down faster
+PASSES = 150  # through all parts, at the most: then HMC comes down faster
 LOOK = 10  # passes between looks at all data
-ACCEPTED = 0.75  # share of trajectories that paces aim at
-LEAST_ACCEPTED = 0.3  # below which a chain has not found its pace
+ACCEPTED = 0.75  # share of trajectories that step sizes aim at
+LEAST_ACCEPTED = 0.3  # below which a chain has not found its step size
 REACH = 2.0  # length of a trajectory, in standard deviations of a direction in which the curvature is H
 MOST_LENGTH = 64  # steps of a trajectory
-GAIN = 0.2  # of dual averaging; the usual one, .05, lets paces swing, and in short windows they end too short
-TRAJECTORIES = 20  # in a window, at the least: paces are learned from them
-STRAYED = 10.0  # energy over T that a trajectory may have gained where noise is looked at
+GAIN = 0.2  # of dual averaging; the usual one, .05, lets step sizes swing, and in short windows they end too small
+TRAJECTORIES = 20  # in a window, at the least: step sizes are learned from them
+DIVERGED = 10.0  # energy over T that a trajectory may have gained where noise is looked at
 VECTORS = 4  # of noise in a window, over the least that tell a Lambda's shape; more are not worth their time
 ENOUGH = 1_600  # steps of the last window, unless a number was given
 
@@ -55,7 +56,7 @@ State = dict[str, Any]
 Mark = Callable[[Callable[[], State]], None]
 
 
-class Averaging:
+class DualAveraging:
     """Step sizes whose acceptance comes to a chosen share, one for each chain (dual averaging).
 
     Args:
@@ -85,17 +86,23 @@ class Averaging:
         return self.log_mean.exp()
 
 
-class Trajectories:
+class HMCWarmup:
     """The warm-up of chains whose sampler is `HMC`; see `isosgd.warmup.windows.warm_up` for the arguments."""
 
-    kept = ("stage", "spent", "fallen", "length", "reasons", "loss", "last")
+    kept = ("stage", "spent", "optimised", "length", "reasons", "loss", "last")
 
     def __init__(
-        self, chains: Chains, steps: int | None, most: int, progress: Progress, mark: Mark, glide: Glide | None = None
+        self,
+        chains: Chains,
+        steps: int | None,
+        most: int,
+        progress: Progress,
+        mark: Mark,
+        multi_step: LeapfrogMultiStep | None = None,
     ) -> None:
-        self.chains, self.progress, self.mark, self.glide = chains, progress, mark, glide
+        self.chains, self.progress, self.mark, self.multi_step = chains, progress, mark, multi_step
         self.budget, self.exact = steps or most, steps is not None
-        self.stage, self.spent, self.fallen, self.length = "start", 0, 0, FIRST_WINDOW
+        self.stage, self.spent, self.optimised, self.length = "start", 0, 0, FIRST_WINDOW
         self.traces, self.traced = Traces(chains), True
         self.reasons = [""] * chains.count
         self.last: list[Tensor] | None = None  # noise
@@ -122,12 +129,10 @@ class Trajectories:
         assert geometry is not None
         needed = geometry.min_vectors + 5 * FIRST_WINDOW
         if self.budget < needed:
-            raise ValueError(
-                f"warmup = {self.budget} is too short for trajectories on all data: give at least {needed}"
-            )
+            raise ValueError(f"warmup = {self.budget} is too short for HMC: give at least {needed}")
         if self.stage == "start":
             self.chains.evaluate(forgiving=False)
-            self._descend(min(int(DESCENT_SHARE * self.budget), MOST_DESCENT))
+            self._optimise(min(int(OPTIMISATION_SHARE * self.budget), MOST_OPTIMISATION))
             for _ in range(geometry.min_vectors):
                 self.last = self.chains.evaluate(split=True)
                 self.sampler.observe(self.last)
@@ -148,10 +153,10 @@ class Trajectories:
         self.sampler.freeze()
         return self._reports(self.traces.spacing() if measure_spacing else None)
 
-    # -- the way down -------------------------------------------------------------------------------------------------
+    # -- initial optimisation -----------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _descend(self, gradients: int) -> None:
+    def _optimise(self, gradients: int) -> None:
         """Adam's steps, smaller and smaller in the second half. Many data take turns, a part in each step.
 
         Scales of the prior are held: a hierarchical density has its mode where one of them is zero, far from its mass.
@@ -166,7 +171,7 @@ class Trajectories:
         for i in range(1, steps + 1):
             if parts > 1:
                 chains.evaluate(batch=next(turns))
-            adam.step([cast(Tensor, leaf.grad) for leaf in chains.leaves], falling(i, steps))
+            adam.step([cast(Tensor, leaf.grad) for leaf in chains.leaves], decay(i, steps))
             if parts > 1 and i % parts == 0:  # a pass through all parts counts as one gradient
                 chains.gradients -= parts - 1
                 self._count("initial optimisation")
@@ -178,7 +183,7 @@ class Trajectories:
                 best = torch.where(lower, energy, best)
                 saved = chains.merged(saved, chains.snapshot(), lower)
         chains.restore(saved)
-        self.fallen = self.spent
+        self.optimised = self.spent
 
     def _turns(self, parts: int, size: int) -> Iterator[Any]:
         """Equal parts of the data, again and again, each time in another order; a few rows may be left out of it."""
@@ -191,11 +196,11 @@ class Trajectories:
     # -- windows ------------------------------------------------------------------------------------------------------
 
     def _window(self, steps: int, fixed: bool) -> None:
-        """Trajectories that set the pace; and the noise that shapes Lambda, unless it is fixed."""
+        """Trajectories that set the step sizes; and the noise that shapes Lambda, unless it is fixed."""
         chains, sampler = self.chains, self.sampler
         sampler.forget_noise()
         self.traces.begin(steps)
-        paces = Averaging(sampler.step_size.sqrt())
+        step_sizes = DualAveraging(sampler.step_size.sqrt())
         self._choose_length(steps)
         levels: list[Tensor] = []
         accepted: list[Tensor] = []
@@ -204,9 +209,11 @@ class Trajectories:
         i = 0
         while i < steps:
             looks = not fixed and i % every == 0
-            count = 0 if self.glide is None or looks else min(self.glide.inside, steps - i, every - i % every)
-            if count and self.glide is not None:
-                self.glide.glide(count)
+            count = (
+                0 if self.multi_step is None or looks else min(self.multi_step.remaining, steps - i, every - i % every)
+            )
+            if count and self.multi_step is not None:
+                self.multi_step.leapfrog(count)
             else:
                 count, noise = 1, chains.evaluate(split=looks)
                 chains.advance(None)
@@ -219,25 +226,25 @@ class Trajectories:
             i += count
             if count == 1 and sampler.ended:
                 accepted.append(sampler.acceptance)
-                paces.take(sampler.acceptance)
-                sampler.step_size = paces.value.square()
-                if fixed and i <= steps // 4:  # paces are about right, so that lengths are too
+                step_sizes.take(sampler.acceptance)
+                sampler.step_size = step_sizes.value.square()
+                if fixed and i <= steps // 4:  # step sizes are about right, so that lengths are too
                     self._choose_length(steps)
-        sampler.step_size = paces.mean.square()
+        sampler.step_size = step_sizes.mean.square()
         losses, shares = _array(levels), _array(accepted[len(accepted) // 2 :]).mean(0)
         self.loss = losses.mean(0), losses.std(0)
         self.reasons = [self._unsettled(k, shares[k], losses[:, k]) for k in range(chains.count)]
 
     def _seen(self, noise: list[Tensor]) -> list[Tensor]:
         """The noise of chains that are where the posterior has its mass; of others that which was seen last."""
-        good = self.sampler.error.abs() < STRAYED
+        good = self.sampler.error.abs() < DIVERGED
         if self.last is not None:
             noise = self.chains.merged(self.last, noise, good)
         self.last = noise
         return noise
 
     def _choose_length(self, steps: int) -> None:
-        """A trajectory's, by the median pace: chains take their steps together."""
+        """A trajectory's, by the median step size: chains take their steps together."""
         # A step size may fall to zero where every trajectory is rejected; the longest one is taken then, and reports
         # say so.
         reach = REACH / max(float(self.sampler.step_size.sqrt().median()), REACH / MOST_LENGTH)
@@ -261,7 +268,7 @@ class Trajectories:
         sampler, geometry = self.sampler, self.sampler.geometry
         assert geometry is not None and self.loss is not None
         sampler.report_step_size()
-        rates, paces = self.chains.rates().cpu().numpy(), sampler.step_size.double().cpu().numpy()
+        rates, squares = self.chains.rates().cpu().numpy(), sampler.step_size.double().cpu().numpy()
         structure, conditioning = self.chains.structure, self.chains.conditioning()
         reports = []
         for k, reason in enumerate(self.reasons):
@@ -270,8 +277,8 @@ class Trajectories:
                     name=group["name"],
                     rate=float(rate),
                     lam=geometry.scale / float(rate),
-                    curvature=0.5 * float(paces[k]) / float(rate),  # H
-                    rate_curvature=0.5 * float(paces[k]),
+                    curvature=0.5 * float(squares[k]) / float(rate),  # H
+                    rate_curvature=0.5 * float(squares[k]),
                     predicted_bias=0.0,
                     tail_index=math.nan,
                     noise_share=0.0,
@@ -280,7 +287,7 @@ class Trajectories:
                 for group, rate in zip(sampler.param_groups, rates[k], strict=True)
             ]
             loss = float(self.loss[0][k]), float(self.loss[1][k])
-            found = not reason, reason, self.spent, self.fallen, keep, groups, loss
+            found = not reason, reason, self.spent, self.optimised, keep, groups, loss
             reports.append(WarmupReport(*found, structure=structure, conditioning=conditioning))
         return reports
 

@@ -1,9 +1,13 @@
-"""The way down: from wherever chains start to where the posterior has its mass."""
+"""Initial optimisation: from wherever chains start to where the posterior has its mass.
+
+References:
+    Kingma, Ba (2015), Adam.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -13,7 +17,6 @@ from torch import Tensor
 
 from isosgd.engine.chains import Chains
 from isosgd.samplers.steppers import allowed_rate_curvature, hamiltonian_
-from isosgd.warmup.adam import Adam, falling
 
 WINDOW = 100
 RATE = 0.5  # of 1 / h; with friction 0.1 the limit is 3.8
@@ -21,10 +24,61 @@ FRICTION = 0.1
 PROBE_EVERY = 5
 SCALE_STEPS, SCALE_STEP = 60, 0.1
 FIT_STEPS, FIT_RATE, FIT_SHARE = 600, 0.03, 0.25  # of the fit to the data alone; at most that share of the gradients
+ADAM_SIZE = 0.2  # of parameters that start at zero
+ADAM_MEMORY = 0.9, 0.99  # of the gradient and its square
 Array = NDArray[np.float64]
 
 
-class Descent:
+class Adam:
+    """Adam's steps for all chains, each as long as a share of the size of its group's parameters.
+
+    Args:
+        chains: they are moved.
+        share: length of a step, over the size of a group's parameters, which has the unit.
+        held: names of parameters that stay where they are.
+    """
+
+    def __init__(self, chains: Chains, share: float, held: Collection[str]) -> None:
+        self.leaves, self.count = chains.leaves, 0
+        self.mean = [torch.zeros_like(leaf) for leaf in chains.leaves]
+        self.square = [torch.zeros_like(leaf) for leaf in chains.leaves]
+        self.lengths: list[Tensor] = []
+        flat = chains.flat(chains.leaves)
+        for group, slot in zip(chains.sampler.param_groups, chains.slots, strict=True):
+            size = flat[:, slot].square().mean(-1).sqrt()
+            length = share * torch.where(size > 0, size, ADAM_SIZE)
+            self.lengths += [chains.wide(length, p) for p in group["params"]]
+        for i, name in enumerate(chains.params):
+            if name in held:
+                self.lengths[i] = torch.zeros_like(self.lengths[i])
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[Tensor], factor: float = 1.0) -> None:
+        """One step.
+
+        Args:
+            gradients: like the parameters.
+            factor: times the length of a step.
+        """
+        self.count += 1
+        torch._foreach_lerp_(self.mean, list(gradients), 1.0 - ADAM_MEMORY[0])
+        torch._foreach_lerp_(self.square, torch._foreach_mul(list(gradients), list(gradients)), 1.0 - ADAM_MEMORY[1])
+        factor = factor / (1.0 - ADAM_MEMORY[0] ** self.count)
+        for leaf, length, m, s in zip(self.leaves, self.lengths, self.mean, self.square, strict=True):
+            leaf.sub_(factor * length * m / ((s / (1.0 - ADAM_MEMORY[1] ** self.count)).sqrt() + 1e-20))
+
+
+def decay(step: int, steps: int) -> float:
+    """Factor of the step length at one of so many steps, numbered from 1: constant in the first half, then down to 0.
+
+    Example:
+        >>> [round(decay(i, 9), 1) for i in (1, 5, 9)]
+        [1.0, 1.0, 0.2]
+    """
+    return min(1.0, 2.0 * (1.0 - step / (steps + 1.0)))
+
+
+class InitialOptimisation:
     """First to what fits the data, then to a mode of the posterior.
 
     *The fit* is by Adam's steps on the likelihood alone, scales of the noise included. Where data are few the prior
@@ -32,7 +86,7 @@ class Descent:
     fit leaves them. Each chain then goes on from where the posterior density was highest, or from where it started.
 
     *The mode* is found by momentum descent at temperature 0: a window that does not end clearly below the best so far
-    is undone. The rate of each chain is cut when its loss stops falling, down to the rate of sampling. Scales of priors
+    is undone. The rate of each chain is cut when its loss stops decay, down to the rate of sampling. Scales of priors
     and noise are held: a hierarchical density has its mode where a scale is zero, far from all its mass. At the end the
     scales of the noise, but not those of the prior, are set to what fits the residuals: where they are far too large,
     gradient noise says that the curvature is far smaller than it is.
@@ -68,7 +122,7 @@ class Descent:
             setattr(self, name, value)
 
     def run(self) -> int:
-        """Go down; returns the gradients spent on each chain."""
+        """Optimise; returns the gradients spent on each chain."""
         chains, factor = self.chains, self.factor
         smallest = FRICTION * allowed_rate_curvature(chains.sampler.bias)
         if self.best is None or self.doubt is None:
@@ -78,10 +132,10 @@ class Descent:
         while (factor > smallest).any() and self.spent + self.window <= self.limit:
             self.mark()
             saved, best, doubt = chains.snapshot(), self.best, self.doubt
-            losses = self._go_down(np.where(factor > smallest, factor, 0.0))
+            losses = self._momentum_window(np.where(factor > smallest, factor, 0.0))
             now, error = self._summary(losses[len(losses) // 2 :])
             # At these rates gradient noise alone drives a chain far out along flat directions, which the loss hardly
-            # shows: what does not clearly go down is undone.
+            # shows: what does not clearly lower the loss is undone.
             lower = now < best - np.maximum(np.hypot(error, doubt), 1e-3 * np.abs(best))
             chains.restore(saved, torch.as_tensor(~lower, device=chains.alive.device))
             factor[~lower] /= 4.0
@@ -99,7 +153,7 @@ class Descent:
             chains.evaluate(forgiving=True)
             losses.append(chains.loss)
             self._count()
-            adam.step(chains.likelihood_gradients(), falling(i, steps))
+            adam.step(chains.likelihood_gradients(), decay(i, steps))
             if i % window:
                 continue
             now, error = self._summary(losses[-window // 2 :])
@@ -150,7 +204,7 @@ class Descent:
         self.spent += 1
         self.count()
 
-    def _go_down(self, factor: Array) -> list[Tensor]:
+    def _momentum_window(self, factor: Array) -> list[Tensor]:
         chains, losses = self.chains, []
         velocity = [torch.zeros_like(leaf) for leaf in chains.leaves]
         shares = torch.as_tensor(factor, dtype=torch.float32, device=chains.alive.device)

@@ -1,25 +1,33 @@
-"""What a warm-up says at its end."""
+"""What a warm-up reports at its end: rates by layer, and how fast chains forget where they were.
+
+Along a direction of curvature h, a step of the rate r takes the share ``a = r h`` of the distance to the mean away: the
+past is forgotten within ``1 / a`` steps, ``n / (N a)`` epochs, and an effective draw costs ``2 / a`` gradients.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from isosgd.engine.chains import Chains
+from isosgd.geometry.base import Geometry
+from isosgd.geometry.rule import Rule
 from isosgd.samplers import ISGD
 from isosgd.samplers.momentum_isgd import MomentumISGD
 from isosgd.samplers.steppers import variance_inflation
-from isosgd.warmup.forgetting import batch_sizes, directions
 
 Array = NDArray[np.float64]
 PARTS = 10  # of a window, whose means are compared
 SURE = 4.0  # standard errors
+SHOWN = 9  # rates, from the largest to the smallest
+OCTAVES = 3  # how often a batch is halved and doubled
 
 
 @dataclass
@@ -39,35 +47,35 @@ class GroupReport:
 
 @dataclass
 class WarmupReport:
-    """Outcome of a warm-up.
+    """ChainsResult of a warm-up.
 
     Attributes:
         settled: whether rates and loss stopped changing.
         reason: why not, and what would help; empty when settled.
         steps: gradients spent.
-        descent: of them in the descent.
+        optimisation: of them in the initial optimisation.
         keep_every: spacing of draws measured from the autocorrelation of predictions (None when not measured).
         loss: mean and standard deviation of the minibatches' loss in the last window (None when not measured).
         groups: one report for each layer.
         directions: rates along the directions of a Lambda that knows them, and how long they take to forget (see
-            `isosgd.warmup.forgetting`); None where it knows none.
+            `directions`); None where it knows none.
         batch_sizes: what minibatches of other sizes would cost and gain; empty where Lambda knows no directions.
         structure: the shape of Lambda.
-        brought_back: how often the chain ran away and was brought back (see `isosgd.warmup.runaway`).
+        restarts: how often the chain ran away and was restarted where its window began (see `isosgd.warmup.runaway`).
         conditioning: of a full matrix, the condition number that simpler shapes would leave (see `Full.conditioning`).
     """
 
     settled: bool
     reason: str
     steps: int
-    descent: int
+    optimisation: int
     keep_every: int | None
     groups: list[GroupReport] = field(default_factory=list)
     loss: tuple[float, float] | None = None
     directions: dict[str, Any] | None = None
     batch_sizes: list[dict[str, float]] = field(default_factory=list)
     structure: str | None = None
-    brought_back: int = 0
+    restarts: int = 0
     conditioning: dict[str, float] | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -146,3 +154,66 @@ def group_reports(chains: Chains, curvatures: Array | None, tails: Sequence[floa
             )
         reports.append(own)
     return reports
+
+
+def directions(geometry: Geometry, rule: Rule) -> list[dict[str, Any]]:
+    """Of each chain, what is known of its directions.
+
+    Args:
+        geometry: Lambda.
+        rule: by which it was sized.
+
+    Returns:
+        ``count``: of directions. ``rates``: a few, from the largest to the smallest, in the parameters' own units.
+        ``epochs_to_forget``: along the direction that forgets fastest and along the slowest, as far as curvature was
+        measured along directions (``full``); by the curvature H that Lambda was made of for other shapes.
+    """
+    rates, shares = geometry.principal_rates(), geometry.rate_curvatures()
+    found = []
+    for own, pulls in zip(rates.double().cpu(), shares.double().cpu(), strict=True):
+        ordered = own.sort(descending=True).values
+        picked = ordered[
+            torch.linspace(0, len(ordered) - 1, min(SHOWN, len(ordered)), dtype=torch.float64).round().long()
+        ]
+        ends = (rule.batch_size / (rule.num_data * a) for a in (float(pulls.max()), float(pulls.min())))
+        found.append({"count": len(own), "rates": picked.tolist(), "epochs_to_forget": list(ends)})
+    return found
+
+
+def batch_sizes(rule: Rule, curvature_ratio: Tensor) -> list[dict[str, float]]:
+    """What minibatches of other sizes would cost and gain, by the rule, for directions whose curvature is H.
+
+    Args:
+        rule: of the size there is.
+        curvature_ratio: the true curvature over H in the worst direction, of one chain.
+
+    Returns:
+        For each ``batch_size``: ``rate_curvature``, a; ``noise_share``, that of gradient noise in Lambda; and
+        ``epochs_to_forget``, ``gradients_per_draw`` and ``examples_per_draw``, for each effective draw.
+
+    Example:
+        >>> rule = Rule(num_data=1000, batch_size=32, temperature=1.0, bias=0.02, averaged=True)
+        >>> for row in batch_sizes(rule, torch.ones(()))[::2]:
+        ...     print(row["batch_size"], round(row["gradients_per_draw"]), round(row["examples_per_draw"]))
+        4 500 2000
+        16 125 2000
+        64 31 2000
+        256 14 3578
+    """
+    least, most = max(2, rule.batch_size >> OCTAVES), min(rule.num_data, rule.batch_size << OCTAVES)
+    sizes = {rule.batch_size << k for k in range(OCTAVES + 1)} | {rule.batch_size >> k for k in range(OCTAVES + 1)}
+    rows = []
+    for n in sorted({rule.batch_size} | {min(max(n, least), most) for n in sizes}):
+        factor = float(replace(rule, batch_size=n).factor(curvature_ratio))
+        a = rule.scale / factor
+        rows.append(
+            {
+                "batch_size": n,
+                "rate_curvature": a,
+                "noise_share": 0.5 / (n * factor),
+                "epochs_to_forget": n / (rule.num_data * a),
+                "gradients_per_draw": 2.0 / a,
+                "examples_per_draw": 2.0 * n / a,
+            }
+        )
+    return rows

@@ -1,4 +1,4 @@
-"""Chains that run away while rates are being found are brought back, and go slower from then on.
+"""Chains that run away while rates are being found are restarted where the window began, with smaller rates.
 
 Rates follow from averages: of the noise, and of the curvature. A few examples far out, whose minibatches have a hundred
 times the average curvature, can drive a chain away that is stable on average. Its loss tells: at temperature T it is
@@ -21,11 +21,11 @@ LOSSES = 20  # of which the median is looked at: one bad minibatch is none
 BEYOND = 20.0  # times what the loss can be above that of the mode, and deviations of such a median
 LEAST_BEYOND = 1e-3  # of the loss itself: less may be rounding
 SCATTER = 1.7  # times the deviation of minibatches' losses over the posterior: six of such a median
-SLOWER = 4.0  # times, when a chain is brought back ...
+SLOWER = 4.0  # times, when a chain is restarted ...
 MOST = 10  # ... as often as this
 
 
-class Start(NamedTuple):
+class WindowStart(NamedTuple):
     """Where a window began, and what was believed of the curvature then."""
 
     place: list[Tensor]
@@ -36,20 +36,20 @@ class Start(NamedTuple):
 
 
 class Runaway:
-    """What brings chains back whose Lambda knows directions; of others it does nothing.
+    """Restarts chains whose Lambda knows directions; with others it does nothing.
 
     Args:
-        chains: that come down to a mode, and then sample in windows.
+        chains: after the initial optimisation.
     """
 
-    kept = ("limit", "least", "caught")
+    kept = ("limit", "least", "restarts")
 
     def __init__(self, chains: Chains) -> None:
         self.chains = chains
         self.limit = chains.each(torch.inf)  # the loss from which on a chain has run away
         self.least = torch.zeros_like(self.limit)  # factor of Lambda
-        self.caught = torch.zeros_like(self.limit)  # how often
-        self.start: Start | None = None
+        self.restarts = torch.zeros_like(self.limit)  # how often
+        self.start: WindowStart | None = None
 
     def state(self) -> dict[str, Any]:
         """What is needed to go on from between two windows, beside the chains."""
@@ -60,8 +60,8 @@ class Runaway:
         for name, value in state.items():
             setattr(self, name, value.to(self.limit))
 
-    def know(self, at_mode: Sequence[Tensor]) -> None:
-        """Take in losses ``[chains]`` where the descent ended."""
+    def set_limit(self, at_mode: Sequence[Tensor]) -> None:
+        """Take in losses ``[chains]`` where the initial optimisation ended."""
         group, losses = self.chains.sampler.param_groups[0], torch.stack(list(at_mode)).double()
         heat = 0.5 * sum(self.chains.layout.sizes) * group["temperature"] / self.chains.num_data
         middle = losses.quantile(0.5, dim=0)
@@ -74,10 +74,10 @@ class Runaway:
         chains, geometry, stiffness = self.chains, self.chains.geometry, self.chains.stiffness
         if geometry is not None:
             sizes = geometry.factor.clone(), geometry.curvature_ratio.clone()
-            self.start = Start(chains.snapshot(), *sizes, stiffness.image.clone(), stiffness.length)
+            self.start = WindowStart(chains.snapshot(), *sizes, stiffness.image.clone(), stiffness.length)
 
-    def look(self, losses: Sequence[Tensor]) -> bool:
-        """Bring chains back by the last losses of a window; whether there were any.
+    def restart_runaways(self, losses: Sequence[Tensor]) -> bool:
+        """Restart chains that have run away by the last losses of a window; whether there were any.
 
         What was measured on the way is forgotten, by all chains: it is not of the posterior.
         """
@@ -85,7 +85,7 @@ class Runaway:
         if geometry is None or start is None or len(losses) < LOSSES:
             return False
         middle = torch.stack(list(losses[-LOSSES:])).double().median(0).values
-        away = chains.alive & (middle > self.limit) & (self.caught < MOST)
+        away = chains.alive & (middle > self.limit) & (self.restarts < MOST)
         if bool(away.any()):
             away &= middle > self.limit + SCATTER * self._scatter(geometry)
         if not bool(away.any()):
@@ -95,10 +95,10 @@ class Runaway:
         chains.stiffness.forget()
         chains.sampler.forget_noise(void=True)
         slower = SLOWER * torch.maximum(start.factor.to(self.least), self.least)
-        self.caught, self.least = self.caught + away, torch.where(away, slower, self.least)
+        self.restarts, self.least = self.restarts + away, torch.where(away, slower, self.least)
         geometry.curvature_ratio = torch.where(away, start.curvature_ratio, geometry.curvature_ratio)
         geometry.slow(torch.where(away, slower.to(geometry.factor) / geometry.factor, 1.0))
-        self.hold()
+        self.keep_slow()
         return True
 
     def _scatter(self, geometry: Geometry) -> Tensor:
@@ -110,10 +110,10 @@ class Runaway:
         pulls, d = geometry.rate_curvatures().to(self.limit), sum(self.chains.layout.sizes)
         return geometry.scale * (2.0 * d / pulls).mean(-1).sqrt()
 
-    def hold(self) -> None:
+    def keep_slow(self) -> None:
         """Chains that ran away stay slower, whatever rates have been found since."""
         chains, geometry = self.chains, self.chains.geometry
-        if geometry is None or not isinstance(chains.sampler, ISGD) or not bool(self.caught.any()):
+        if geometry is None or not isinstance(chains.sampler, ISGD) or not bool(self.restarts.any()):
             return
         least = self.least.to(geometry.factor)
         geometry.slow((least / geometry.factor).clamp_min(1.0))

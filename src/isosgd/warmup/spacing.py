@@ -24,18 +24,18 @@ class Traces:
         chains: that are traced.
     """
 
-    kept = ("found", "stride", "examples")
+    kept = ("found", "every", "examples")
 
     def __init__(self, chains: Chains) -> None:
         self.chains = chains
         self.found: list[NDArray[np.float64]] = []
-        self.stride = 1
+        self.every = 1
         self.examples: Any = None
 
     def begin(self, steps: int) -> None:
-        """Trace anew, at every so many of the steps to come that it does not get too long."""
+        """Trace anew, every k-th of the steps to come, so that it does not get too long."""
         length = LENGTH if self.chains.graph is None else GRAPH_LENGTH
-        self.found, self.stride = [], max(1, steps // length)
+        self.found, self.every = [], max(1, steps // length)
 
     def take(self, step: int, count: int = 1) -> None:
         """Look at the chains around a step, counted from 0, if it is time.
@@ -44,7 +44,7 @@ class Traces:
             step: its number.
             count: of steps since the last look, all of which left the chains where they are now.
         """
-        times = sum((step + k) % self.stride == 0 for k in range(count))
+        times = sum((step + k) % self.every == 0 for k in range(count))
         if not times:
             return
         if self.examples is None:
@@ -61,9 +61,9 @@ class Traces:
         if not self.found:
             return None
         times = integrated_time(np.stack(self.found))  # [chains, examples]
-        told = times[np.isfinite(times).all(1)]  # a chain that was given up has no numbers
+        told = times[np.isfinite(times).all(1)]  # a chain that was dropped has no numbers
         slowest = float(np.median(told.max(1))) if len(told) else 1.0
-        return max(1, math.ceil(slowest * self.stride / DRAWS_A_TIME))
+        return max(1, math.ceil(slowest * self.every / DRAWS_A_TIME))
 
     def state(self) -> dict[str, Any]:
         """What is needed to go on."""

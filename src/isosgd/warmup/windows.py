@@ -1,6 +1,7 @@
 """The automatic warm-up: find the typical set, find the rates, say whether it worked.
 
-1. *Descend* at temperature 0 with momentum, at half the largest stable rate, until the loss no longer falls.
+1. *Initial optimisation*: momentum descent at temperature 0, at half the largest stable rate, until the loss no
+   longer falls.
 2. *Sample* in windows that double. In each, gradient noise and curvature are measured where the chain now is; rates
    fall at once when they must and rise by at most 2 from window to window.
 3. *Settle* when in two successive windows no rate changed by more than a half and the loss did not drift. Rates
@@ -24,14 +25,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from isosgd.engine.chains import Chains
-from isosgd.engine.leapfrog import Glide
+from isosgd.engine.leapfrog import LeapfrogMultiStep
 from isosgd.geometry.base import FIRST_RATIO
 from isosgd.noise import dot
 from isosgd.noise.stable import TailMeter
 from isosgd.progress import Progress
 from isosgd.samplers import ISGD
-from isosgd.warmup.hmc import Trajectories
-from isosgd.warmup.optimise import Descent
+from isosgd.warmup.hmc import HMCWarmup
+from isosgd.warmup.optimise import InitialOptimisation
 from isosgd.warmup.reports import GroupReport, WarmupReport, direction_reports, drifting, group_reports
 from isosgd.warmup.runaway import Runaway
 from isosgd.warmup.spacing import LENGTH, Traces
@@ -48,10 +49,10 @@ SIGNAL_RATIO = 2.0
 RELAXATIONS = 5.0
 MOST_STEPS = 20_000
 PAPER_STEPS = 2_000  # the paper's warm-up on its regressions
-MOST_DESCENT_SHARE = 0.5
+MOST_OPTIMISATION_SHARE = 0.5
 CHECK_SHARE, MOST_CHECKED = 0.05, 400  # of the budget, for trying the last rates ...
 FALLING_SHARE, MOST_FALLING = 0.2, 4_000  # ... and where they fell in the last window: stiff directions come and go
-LATE = "the chain ran away while its last rates were tried, and was brought back: a longer warmup= would help"
+LATE = "the chain ran away while its last rates were tried, and was restarted: a longer warmup= would help"
 ENOUGH = 0.75  # share of the chains that must have settled: of many, one is always unsettled by chance
 MARK_EVERY = 100  # steps of the paper's schemes, which have no windows
 
@@ -67,7 +68,7 @@ def warm_up(
     measure_spacing: bool,
     mark: Mark = lambda state: None,
     saved: State | None = None,
-    glide: Glide | None = None,
+    multi_step: LeapfrogMultiStep | None = None,
 ) -> list[WarmupReport]:
     """Run the warm-up of chains and freeze their rates.
 
@@ -78,16 +79,16 @@ def warm_up(
         measure_spacing: whether to measure how far apart draws should be.
         mark: called between windows, with what gives the state of the warm-up there, beside that of the chains.
         saved: such a state, from which to go on. The chains must have been brought to where they were.
-        glide: takes several steps of trajectories in a call.
+        multi_step: takes several leapfrog steps in a call.
 
     Returns:
         One report for each chain.
     """
-    warmup: _Warmup | Trajectories
+    warmup: _Warmup | HMCWarmup
     if chains.hmc is None:
         warmup = _Warmup(chains, steps, progress, mark)
     else:
-        warmup = Trajectories(chains, steps, MOST_STEPS, progress, mark, glide)
+        warmup = HMCWarmup(chains, steps, MOST_STEPS, progress, mark, multi_step)
     if saved is not None:
         warmup.load_state(saved)
     return warmup.run(measure_spacing)
@@ -96,8 +97,8 @@ def warm_up(
 class _Warmup:
     def __init__(self, chains: Chains, steps: int | None, progress: Progress, mark: Mark) -> None:
         self.chains, self.progress, self.mark = chains, progress, mark
-        self.stage = "start"  # then "descent", then "windows"; or "scheme"
-        self.budget = self.asked = MOST_STEPS if steps is None else steps
+        self.stage = "start"  # then "optimisation", then "windows"; or "scheme"
+        self.budget = self.total = MOST_STEPS if steps is None else steps
         self.exact = steps is not None
         self.spent = 0
         self.tails = [TailMeter() for _ in chains.sampler.param_groups]
@@ -107,8 +108,8 @@ class _Warmup:
         self.measure_spacing = True
         self.curvatures: Array | None = None
         self.loss: tuple[Array, Array] | None = None
-        limit = int(MOST_DESCENT_SHARE * self.budget)
-        self.descent = Descent(
+        limit = int(MOST_OPTIMISATION_SHARE * self.budget)
+        self.optimisation = InitialOptimisation(
             chains, limit, lambda: self._count("initial optimisation"), lambda: self.mark(self.state)
         )
         self.length, self.settled_before, self.reasons = FIRST_WINDOW, False, [""] * chains.count
@@ -123,7 +124,7 @@ class _Warmup:
         return {
             **found,
             "traces": self.traces.state(),
-            "descent": self.descent.state(),
+            "optimisation": self.optimisation.state(),
             "runaway": self.runaway.state(),
             "tails": [dict(vars(meter)) for meter in self.tails],
         }
@@ -133,7 +134,7 @@ class _Warmup:
         for name in self.kept:
             setattr(self, name, state[name])
         self.traces.load_state(state["traces"])
-        self.descent.load_state(state["descent"])
+        self.optimisation.load_state(state["optimisation"])
         self.runaway.load_state(state.get("runaway", {}))
         for meter, saved in zip(self.tails, state["tails"], strict=True):
             vars(meter).update(saved)
@@ -152,14 +153,14 @@ class _Warmup:
             self._count("starting")
             for _ in range(2 * PROBE_EVERY):
                 self._probe("starting")
-            self.stage = "descent"
-        if self.stage == "descent":
-            self.descent.run()
-        self.budget = self.asked - self._check_steps()
+            self.stage = "optimisation"
+        if self.stage == "optimisation":
+            self.optimisation.run()
+        self.budget = self.total - self._check_steps()
         reasons = self._windows()
-        caught = self.runaway.caught
-        self._check(self.asked if self.exact else min(self.asked, self.spent + self._check_steps()))
-        late = (self.runaway.caught > caught).tolist()
+        restarts = self.runaway.restarts
+        self._check(self.total if self.exact else min(self.total, self.spent + self._check_steps()))
+        late = (self.runaway.restarts > restarts).tolist()
         reasons = [reason or (LATE if ran else "") for reason, ran in zip(reasons, late, strict=True)]
         keep = self._spacing() if measure_spacing else None
         groups, more = self._groups(), direction_reports(chains)
@@ -169,12 +170,12 @@ class _Warmup:
                 not reason,
                 reason,
                 self.spent,
-                self.descent.spent,
+                self.optimisation.spent,
                 keep,
                 groups[k],
                 None if self.loss is None else (float(self.loss[0][k]), float(self.loss[1][k])),
                 structure=chains.structure,
-                brought_back=int(self.runaway.caught[k]),
+                restarts=int(self.runaway.restarts[k]),
                 **more[k],
             )
             for k, reason in enumerate(reasons)
@@ -182,29 +183,29 @@ class _Warmup:
 
     # -- sample in windows until settled ------------------------------------------------------------------------------
 
-    def _first_look(self) -> None:
-        """Noise and curvature where the descent ended, and the first rates."""
+    def _first_estimates(self) -> None:
+        """Noise and curvature where the initial optimisation ended, and the first rates."""
         chains, length = self.chains, FIRST_WINDOW
         if chains.geometry is not None:
             length, axes = chains.geometry.min_vectors, 4 * chains.geometry.axes
             if self.spent + length + axes > self.budget:
                 raise ValueError(
-                    f"warmup = {self.asked} is too short for structure {chains.geometry.name!r}, which needs "
-                    f"{length + axes} gradients after the descent for a first look at {chains.geometry.total} "
-                    f"parameters: give at least {4 * (length + axes)}, or structure='layer'"
+                    f"warmup = {self.total} is too short for structure {chains.geometry.name!r}, which needs "
+                    f"{length + axes} gradients after the initial optimisation for a first look at "
+                    f"{chains.geometry.total} parameters: give at least {4 * (length + axes)}, or structure='layer'"
                 )
         losses = []
         chains.forget_gradient()
         seen = 0
         while seen < length:  # a first noise estimate before the first move
-            seen += chains.look()
+            seen += chains.observe_noise()
             losses.append(chains.loss)
             self._count("measuring noise")
-        self.runaway.know(losses)
+        self.runaway.set_limit(losses)
         # A mode has far less noise than its surroundings: start well below the rate it suggests, and let it rise.
         chains.adapt(FIRST_RATIO * chains.curvature.values())
         if chains.decide():
-            self._first_look()
+            self._first_estimates()
             return
         if chains.enter_metric():
             for _ in range(2 * PROBE_EVERY):
@@ -219,25 +220,25 @@ class _Warmup:
     def _windows(self) -> list[str]:
         """Why each chain has not settled; empty for those that have."""
         chains = self.chains
-        if self.stage == "descent":
-            self._first_look()
+        if self.stage == "optimisation":
+            self._first_estimates()
             self.stage = "windows"
         while True:
             self.mark(self.state)
-            self.budget = self.asked - self._check_steps()
+            self.budget = self.total - self._check_steps()
             left = self.budget - self.spent
             # A remainder too short for another doubled window is spent in this one.
             length = left if self.exact and left < 3 * self.length else min(self.length, left)
             if length < 2:
-                short = f"{self.asked} steps are too few: give warmup at least {8 * FIRST_WINDOW}"
+                short = f"{self.total} steps are too few: give warmup at least {8 * FIRST_WINDOW}"
                 return [reason or short for reason in self.reasons]
             old, before = self._rates(), self._sizes()
             losses = self._window(length)
-            if losses is None:  # a chain ran away and was brought back: begin anew
+            if losses is None:  # a chain ran away and was restarted: begin the window anew
                 self.settled_before = False
                 continue
             self.fell = bool((self._sizes() > SETTLED_RATIO * before)[chains.alive].double().mean() > 0.5)
-            self.budget = self.asked - self._check_steps()
+            self.budget = self.total - self._check_steps()
             self.last = self.exact and self.budget - self.spent < length
             # One probe is noisy: the upper quartile over the window's second half bounds the curvature of most places.
             later = torch.stack(self.seen_curvatures[len(self.seen_curvatures) // 2 :]).cpu().numpy()
@@ -245,10 +246,10 @@ class _Warmup:
             # A shape is measured in every direction, so it may be left quickly while the chain is still on its way.
             early = chains.geometry is not None and length < LEAST_LAST_WINDOW
             chains.adapt(torch.as_tensor(self.curvatures), rise=EARLY_RISE if early else 2.0)
-            self.runaway.hold()
+            self.runaway.keep_slow()
             if chains.geometry is not None:  # over the Lambda there is now
                 self.curvatures = chains.curvatures().cpu().numpy()
-            with np.errstate(invalid="ignore"):  # the loss of a chain that was given up is infinite
+            with np.errstate(invalid="ignore"):  # the loss of a chain that was dropped is infinite
                 self.loss = losses.mean(0), losses.std(0)
             self.reasons = reasons = self._unsettled(old, losses)
             if self.last:
@@ -271,7 +272,7 @@ class _Warmup:
         if self.chains.geometry is None:
             return 0
         share, most = (FALLING_SHARE, MOST_FALLING) if self.fell else (CHECK_SHARE, MOST_CHECKED)
-        return min(int(share * self.asked), most)
+        return min(int(share * self.total), most)
 
     def _check(self, end: int) -> None:
         """Try the last rates, which no window has used: until ``end`` they may only fall."""
@@ -286,7 +287,7 @@ class _Warmup:
             if len(losses) % 2 and self.spent < end:
                 self._probe("testing the rates")
             if len(losses) % ADAPT_EVERY == 0:
-                if self.runaway.look(losses):
+                if self.runaway.restart_runaways(losses):
                     losses = losses[:0]
                 else:
                     chains.adapt(chains.curvatures(), rise=1.0)
@@ -304,7 +305,7 @@ class _Warmup:
         return LEAST_LAST_WINDOW if geometry is None else max(LEAST_LAST_WINDOW, VECTORS * geometry.min_vectors)
 
     def _window(self, length: int) -> Array | None:
-        """Losses of a window, ``[steps, chains]``; None where it was given up, since a chain ran away."""
+        """Losses of a window, ``[steps, chains]``; None where a chain ran away, so that it begins anew."""
         chains = self.chains
         chains.sampler.forget_noise()
         chains.forget_gradient()
@@ -332,10 +333,10 @@ class _Warmup:
             chains.advance(noise if chains.sampler.estimator.centred else None)
             if i % ADAPT_EVERY == ADAPT_EVERY - 1:  # within a window rates may only fall
                 chains.check_finite()
-                if self.runaway.look(losses):
+                if self.runaway.restart_runaways(losses):
                     return None
                 chains.adapt(chains.curvatures(), rise=1.0)
-        if self.runaway.look(losses):
+        if self.runaway.restart_runaways(losses):
             return None
         return torch.stack(losses).double().cpu().numpy()
 
@@ -461,6 +462,6 @@ class _Warmup:
         found = self.traces.spacing()
         if found is None:
             raise ValueError(
-                f"warmup = {self.asked} ends before anything was measured: give at least {8 * FIRST_WINDOW}"
+                f"warmup = {self.total} ends before anything was measured: give at least {8 * FIRST_WINDOW}"
             )
         return found
