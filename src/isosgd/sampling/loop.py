@@ -171,13 +171,15 @@ def draw_from(
             outcome.reports = _find_rates(
                 run, plan, bar, mark, None if saved is None else saved["warmup"], trajectories
             )
+            if (measured := outcome.reports[0].keep_every) is not None:
+                run.sampler.fit_schedule(measured)
         else:
             outcome.reports = [report_from(report) for report in saved["reports"]]
             done, drawn, late = saved["done"], saved["drawn"], list(saved["late"].unbind())
             outcome.lengths = saved["lengths"]
         keeper.warmed(outcome)
         gap = outcome.reports[0].keep_every or plan.spacing
-        bar.total = plan.total * (outcome.reports[0].steps + plan.draws * gap)
+        bar.total = plan.total * (outcome.reports[0].steps + done + run.sampler.steps_to((plan.draws - drawn) * gap))
 
         def state() -> State:
             return {
@@ -203,12 +205,11 @@ def draw_from(
             outcome.stopped = watch.verdict(plan.draws) if drawn else ""
         keeper.mark(state)
         while drawn < plan.draws and not outcome.stopped:
+            steps = run.sampler.steps_to(gap)
             if stride is not None:
-                stride.go(done, gap, tick)
-            left = 0 if stride is not None else gap
-            while left:
+                stride.go(done, steps, tick)
+            for _ in range(0 if stride is not None else steps):
                 run.step(split=run.follows and done % every == 0)
-                left -= run.sampler.sampling
                 tick(1)
             run.check_finite()
             if plan.auto or drawn >= plan.draws // 2:
