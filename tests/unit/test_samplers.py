@@ -11,6 +11,7 @@ from isosgd import ISGD, PRESETS, SGHMC, SGLD, VSGD, SamplingWarning
 from isosgd.noise import AlphaStable
 from isosgd.samplers import Sampler, layer_groups
 from isosgd.samplers.innovations import Source
+from isosgd.samplers.schedules import SPREAD, STAGE_DRAWS, Cycles
 from isosgd.samplers.steppers import allowed_rate_curvature, hamiltonian_, langevin_, variance_inflation
 
 N = 100
@@ -314,3 +315,33 @@ def test_vsgd_is_constant_sgd_at_mandts_rate(per_layer: bool) -> None:
     sampler.step()
     torch.testing.assert_close(a.detach(), torch.full((4,), -rates[0]))
     torch.testing.assert_close(b.detach(), torch.full((2, 3), -rates[1]))
+
+
+# ------------------------------------------------------------------------------------------------ cycles
+
+
+@pytest.mark.parametrize("spacing", [1, 7, 40, 900])
+def test_draws_of_cycles_are_equally_far_apart_in_time(spacing: int) -> None:
+    """Time is the sum of rates in sampling stages, without their first fifth."""
+    schedule = Cycles(200, 0.25)
+    group: dict[str, Any] = {**schedule.settings(), "step": 17, "start": 17, "peak": 10.0}
+    rates = schedule.factors(group, 200)[50:, 0]
+    assert float(rates.sum()) == pytest.approx(schedule.stage(group), rel=0.02)
+    late = rates.cumsum(0) >= SPREAD * rates.sum()
+    counted = torch.cat([torch.zeros(50), (rates * late).float()]).double().tolist()
+    time, total = 0.0, 0.0
+    for draw in range(1, 6):
+        steps = schedule.steps_to(group, spacing)
+        before = group["step"] - 17
+        passed = [counted[(before + i) % 200] for i in range(steps)]
+        group["step"] += steps
+        total, time = total + sum(passed), draw * spacing
+        assert time - 1e-3 <= total < time + 1.0 and passed[-1] > 0
+
+
+def test_cycles_are_as_long_as_the_spacing_asks_for() -> None:
+    free, given = Cycles(None, 0.25), Cycles(300, 0.25)
+    group, own = dict(free.settings()), dict(given.settings())
+    free.fit([group], 100)
+    given.fit([own], 100)
+    assert free.stage(group) * (1 - SPREAD) == pytest.approx(STAGE_DRAWS * 100, rel=1e-3) and own["cycle"] == 300

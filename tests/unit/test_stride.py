@@ -35,6 +35,8 @@ OTHERS: list[dict[str, Any]] = [
     {"method": "sgnht", "lr": 1e-4},
     {"method": "psgld", "lr": 1e-4},
     {"method": "adaptive-sghmc"},
+    {"method": "csgld", "lr": 1e-3, "cycle": 6, "decay": 0.5, "offset": 10.0},
+    {"method": "csghmc", "cycle": 7},
 ]
 KINDS: list[dict[str, Any]] = [{"method": "sgld", "lr": 1e-3}, *({"structure": name} for name in STRUCTURES), *OTHERS]
 QUICK_ONES = ("lowrank", "sgld")
@@ -86,11 +88,11 @@ def test_the_steps_are_those_of_the_sampler(options: dict[str, Any], chains: int
     assert isinstance(batches, TensorBatches)
     steps = 9
     index = batches.indices(steps)
-    width = stride.program.width
     for leaf in other.leaves:
         leaf.grad = torch.zeros_like(leaf)
     other.sampler.injector.lay_out()
     other.sampler.injector.source.prepare()
+    width = other.sampler.injector.source.out.shape[-1]
     xi = fill_steps(torch.empty(steps, chains, width), other.sampler.generator, stride.program.bits)
     stride.take_steps(0, steps, lambda count: None)
     other.sampler.refresh()
@@ -173,7 +175,7 @@ def test_sgld_does_not_ask_for_noise_that_it_has_no_use_for() -> None:
     [
         ({"method": "sgrld", "lr": 1e-3}, "depends on where the chain is"),
         ({"method": "sgrhmc", "lr": 1e-3}, "depends on where the chain is"),
-        ({"method": "csgld", "lr": 1e-3}, "rates change from step to step"),
+        ({"method": "csghmc", "lr": 1e-3, "corrected": True}, "rates change from step to step"),
         ({"method": "adaptive-sghmc", "lr": 1e-3}, "still adapted"),
         ({"method": "sgld", "lr": 1e-3, "decay": 0.5}, "rates change from step to step"),
         ({"noise": "gaussian", "correction": "diagonal", "lam": 1.0}, "single gradients"),

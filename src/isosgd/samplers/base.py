@@ -352,19 +352,35 @@ class Sampler(Optimizer, ABC):
 
     def program(self) -> StepProgram | str:
         """The next steps in the form that a backend executes many of at once, or why there is none."""
-        if self.schedule is not None and self.schedule.changes(self.param_groups):
-            return "rates change from step to step"
         if any(self.noise.uses) and not self.estimator.centred and self.track_every is not None:
             return "the noise is followed by single gradients"
-        return self._program()
+        changes = self.schedule is not None and self.schedule.changes(self.param_groups)
+        return self._scheduled_program() if changes else self._program()
 
     def _program(self) -> StepProgram | str:
         return KickProgram(self)
+
+    def _scheduled_program(self) -> StepProgram | str:
+        """Steps whose rates change from one to the next."""
+        return "rates change from step to step"
 
     @property
     def sampling(self) -> bool:
         """Whether the last step makes a draw that counts."""
         return self.schedule.sampled(self.param_groups[0]) if isinstance(self.schedule, Cycles) else True
+
+    def steps_to(self, spacing: int) -> int:
+        """Steps until the next draw, which is to be as far as so many steps at the rate that was set."""
+        return self.schedule.steps_to(self.param_groups[0], spacing) if isinstance(self.schedule, Cycles) else spacing
+
+    def fit_schedule(self, spacing: int) -> None:
+        """Take in how far apart draws should be, as measured at the rate that was set: cycles are as long as it asks.
+
+        Call it between `freeze` and the first draw.
+        """
+        if isinstance(self.schedule, Cycles):
+            self.schedule.fit(self.param_groups, spacing)
+            self.refresh()
 
     # -- saving -------------------------------------------------------------------------------------------------------
 

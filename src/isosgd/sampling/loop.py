@@ -258,13 +258,15 @@ def draw_from(
                 keeper.mark(first, lambda: {"stage": "warmup", "chains": state_of(run), "warmup": state()})
 
             outcome.reports = _find_rates(run, plan, bar, mark, None if saved is None else saved["warmup"], leapfrogs)
+            if (measured := outcome.reports[0].keep_every) is not None:
+                run.sampler.fit_schedule(measured)
         else:
             outcome.reports = [report_from(report) for report in saved["reports"]]
             done, drawn, levels = saved["done"], saved["drawn"], list(saved["levels"].unbind())
             outcome.lengths = saved["lengths"]
         keeper.warmed(outcome)
         gap = outcome.reports[0].keep_every or plan.spacing
-        bar.total = plan.total * (outcome.reports[0].steps + plan.draws * gap)
+        bar.total = plan.total * (outcome.reports[0].steps + done + run.sampler.steps_to((plan.draws - drawn) * gap))
 
         def state() -> State:
             return {
@@ -290,12 +292,11 @@ def draw_from(
             outcome.stopped = (yield watch) or ""
         keeper.mark(first, state)
         while drawn < plan.draws and not outcome.stopped:
+            steps = run.sampler.steps_to(gap)
             if stride is not None:
-                stride.take_steps(done, gap, tick)
-            left = 0 if stride is not None else gap
-            while left:
+                stride.take_steps(done, steps, tick)
+            for _ in range(0 if stride is not None else steps):
                 run.step(split=run.follows_noise and done % every == 0)
-                left -= run.sampler.sampling
                 tick(1)
             run.check_finite()
             levels.append(run.level)
