@@ -157,6 +157,7 @@ def test_a_run_sends_its_data_to_the_parameters(data: tuple[Tensor, Tensor], mon
 
 
 @needs_gpu
+@pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # batches in order, few draws
 def test_a_model_on_the_gpu_takes_data_of_the_cpu(data: tuple[Tensor, Tensor]) -> None:
     target = regression(CUDA).target
     assert target is not None

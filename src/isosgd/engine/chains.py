@@ -464,9 +464,7 @@ class Chains:
         Args:
             number: of the draw.
         """
-        if self.own_buffers is None:
-            self.own_buffers = self._changed_buffers()
-        found = {name: self.buffers[name].expand(self.count, *self.buffers[name].shape) for name in self.own_buffers}
+        found = self.fixed_buffers()
         module = self.target.module
         if module is None or not module.statistics:
             return found
@@ -477,6 +475,12 @@ class Chains:
             fresh = self.batches.fresh(number, REFRESH_BATCHES, REFRESH_SIZE, k)
             each.append(module.refreshed(own, fresh))
         return found | {name: torch.stack([one[name] for one in each]) for name in each[0]}
+
+    def fixed_buffers(self) -> Params:
+        """Buffers that are not the target's, ``[chains, *shape]``; their names are found once."""
+        if self.own_buffers is None:
+            self.own_buffers = self._changed_buffers()
+        return {name: self.buffers[name].expand(self.count, *self.buffers[name].shape) for name in self.own_buffers}
 
     def _changed_buffers(self) -> list[str]:
         """Names of the buffers that are not those of the target: given by ``init``, or changed by passes."""

@@ -40,7 +40,8 @@ class Sampler(Optimizer, ABC):
         bias: the relative error of the posterior variance that the step size may cause, when rates are set by `adapt`.
         noise: how gradient noise is estimated: ``gaussian``, ``paired``, ``alpha`` or a `NoiseEstimator`.
         momentum: momentum of that estimate.
-        track_every: with an uncentred estimate, take in the gradient of every so many steps.
+        track_every: with an uncentred estimate, take in the gradient of every so many steps; None for none once the
+            warm-up has ended, so that steps can be captured or compiled.
         generator: where all randomness comes from; saved with the state. Made from torch's seed when not given.
         chains: K when every parameter carries a leading dimension of K independent chains; rates are then ``[K]``.
         foreach: update all tensors of a group in one call.
@@ -73,7 +74,7 @@ class Sampler(Optimizer, ABC):
         bias: float = 0.02,
         noise: NoiseName | NoiseEstimator = "paired",
         momentum: float | None = None,
-        track_every: int = 50,
+        track_every: int | None = 50,
         generator: torch.Generator | None = None,
         chains: int | None = None,
         foreach: bool = True,
@@ -88,8 +89,8 @@ class Sampler(Optimizer, ABC):
             raise ValueError(f"bias = {bias} must lie in (0, 1): the relative error allowed in the posterior variance")
         if innovations not in ("auto", "normal", "bits"):
             raise ValueError(f"innovations = {innovations!r} is unknown; choose 'auto', 'normal' or 'bits'")
-        if track_every < 1:
-            raise ValueError(f"track_every = {track_every} must be at least 1")
+        if track_every is not None and track_every < 1:
+            raise ValueError(f"track_every = {track_every} must be at least 1, or None")
         if lr is not None and not lr > 0:
             raise ValueError(f"lr = {lr} must be positive; leave it out to have it set by the warm-up")
         self.bias, self.track_every, self.chains = bias, track_every, chains
@@ -296,7 +297,8 @@ class Sampler(Optimizer, ABC):
 
     def _takes_gradient(self) -> bool:
         """Whether this step's gradient serves as an (uncentred) noise vector."""
-        return not self.estimator.centred and self.param_groups[0]["step"] % self.track_every == 0
+        every = self.track_every
+        return every is not None and not self.estimator.centred and self.param_groups[0]["step"] % every == 0
 
     def _update(self) -> None:
         """Draw the kicks and move the parameters."""
@@ -352,7 +354,7 @@ class Sampler(Optimizer, ABC):
         """The next steps in the form that a backend executes many of at once, or why there is none."""
         if self.schedule is not None and self.schedule.changes(self.param_groups):
             return "rates change from step to step"
-        if any(self.noise.uses) and not self.estimator.centred:
+        if any(self.noise.uses) and not self.estimator.centred and self.track_every is not None:
             return "the noise is followed by single gradients"
         return self._program()
 

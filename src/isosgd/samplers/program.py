@@ -68,7 +68,8 @@ class StepProgram(ABC):
         self.sizes = [p.numel() // self.chains for p in self.params]
         self.dim = sum(self.sizes)
         self.width = self.dim + sampler.injector.extra
-        self.follows_noise = any(sampler.noise.uses) or sampler.geometry is not None
+        followed = any(sampler.noise.uses) and (sampler.estimator.centred or sampler.track_every is not None)
+        self.follows_noise = followed or sampler.geometry is not None
         self.dtype = torch.promote_types(torch.float32, self.params[0].dtype)
         self.bits = False
 

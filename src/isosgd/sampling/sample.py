@@ -99,8 +99,8 @@ def sample(
             augmentation or a change of type: images may so lie on a GPU as bytes. It must keep the number of examples,
             take its random numbers from the generator, and is not applied in predictions.
         options: settings of the method (for instance ``noise``, ``scheme``, ``structure``, ``bias``, ``lr``),
-            ``preset`` for a row of the paper (``alpha-a``, ``alpha-c``, ``G-b``, ``G-c``, each also ``-slr``), and
-            ``noise_every``.
+            ``preset`` for a row of the paper (``alpha-a``, ``alpha-c``, ``G-b``, ``G-c``, each also ``-slr``) or
+            ``windowed`` (from a trained start, lambda is four times the noise of each layer), and ``noise_every``.
 
     Returns:
         The draws, with how they came about in ``info``.
@@ -154,7 +154,7 @@ def sample(
         about |= {"target": target.describe(), "versions": versions()}
         baseline = BaselineRun(
             method, target, data, init, most, chains, batch_size, keep_every, warmup, temperature, seed, place,
-            after, progress, given,
+            after, progress, given, transform,
         )  # fmt: skip
         return keep_at_once(asked, about, lambda: baseline.posterior(about))
     team = Team(target, data, init, chains, batch_size, seed, place, after, transform)

@@ -37,7 +37,7 @@ def warn_of(run: Chains, reports: list[WarmupReport], late: list[Tensor], first:
         if cases:
             k, said = cases[0]
             others = f" (and {len(cases) - 1} other of {len(alive)} chains)" if len(cases) > 1 else ""
-            warnings.warn(f"chain {first + k}{others}: {said}", SamplingWarning, stacklevel=4)
+            warnings.warn(f"chain {first + k}{others}: {said}", SamplingWarning, stacklevel=6)
 
 
 def _unsettled(run: Chains, report: WarmupReport, k: int, late: Late) -> str:

@@ -8,8 +8,8 @@
 
 Chains that run side by side share windows and budget; rates, losses and verdicts are each chain's own.
 
-The paper's schemes a, b and c are driven by the sampler itself for a fixed number of steps (see
-`isosgd.samplers.isgd`).
+The paper's schemes a, b and c, and the scheme ``online``, are driven by the sampler itself for a fixed number of steps
+(see `isosgd.samplers.isgd`).
 """
 
 from __future__ import annotations
@@ -396,11 +396,13 @@ class _Warmup:
         self.stage = "scheme"
         for i in range(self.spent, steps):
             if i % MARK_EVERY == 0:
+                chains.check_finite()
                 self.mark(self.state)
             noise = chains.evaluate(split=sampler.estimator.centred)
             self._feed_tails(noise if noise is not None else [leaf.grad for leaf in chains.leaves])
             chains.advance(noise)
             self._count(f"scheme {sampler.scheme}")
+        chains.check_finite()
         if sampler.param_groups[0]["lam"] is None:
             raise ValueError(f"{steps} steps are too few for a first noise estimate: give a longer warmup=")
         chains.evaluate()
