@@ -22,7 +22,7 @@ from isosgd.samplers.sgrhmc import SGRHMC
 from isosgd.samplers.sgrld import SGRLD
 from isosgd.samplers.vsgd import VSGD
 
-NOT_SETTINGS = {"num_data", "temperature", "generator", "chains", "extra", "schedule"}  # given by the loop, or inner
+NOT_SETTINGS = {"num_data", "temperature", "generator", "chains", "extra"}  # given by the loop, or inner
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Method:
         for kind in self.kind.__mro__:
             if "__init__" in vars(kind) and hasattr(kind, "targets"):
                 for name, parameter in inspect.signature(vars(kind)["__init__"]).parameters.items():
-                    inner = name in NOT_SETTINGS or (kind is Sampler and name == "lr")  # some have none
+                    inner = name in NOT_SETTINGS or (kind is Sampler and name in ("lr", "schedule"))  # some have none
                     if parameter.kind is parameter.KEYWORD_ONLY and not inner:
                         found.setdefault(name, parameter.default)
         return {**found, **self.options}
