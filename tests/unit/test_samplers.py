@@ -250,8 +250,9 @@ def test_a_frozen_mode_at_high_temperature_is_warned_of(temperature: float, warn
 
 
 def test_presets_name_the_papers_rows() -> None:
-    assert set(PRESETS) == {name + suffix for name in ("alpha-a", "alpha-c", "G-b", "G-c") for suffix in ("", "-slr")}
-    for name in PRESETS:
+    rows = {name + suffix for name in ("alpha-a", "alpha-c", "G-b", "G-c") for suffix in ("", "-slr")}
+    assert set(PRESETS) == rows | {"windowed"}
+    for name in rows:
         sampler = ISGD.preset(name, [("w", torch.zeros(2, requires_grad=True))], num_data=N, temperature=1e-3)
         noise, scheme = name.removesuffix("-slr").split("-")
         assert isinstance(sampler.estimator, AlphaStable) == (noise == "alpha")
@@ -260,6 +261,53 @@ def test_presets_name_the_papers_rows() -> None:
         assert (type(sampler.structure).__name__ == "Single") == name.endswith("slr")
     changed = ISGD.preset("G-b", [("w", torch.zeros(2, requires_grad=True))], num_data=N, summary="max")
     assert changed.summary == "max"
+
+
+def test_the_windowed_preset_takes_four_times_the_noise_in_windows(generator: torch.Generator) -> None:
+    """No step in the first window; then lambda is 4 max v / 2 of the last window, which may fall by half only."""
+    theta = torch.zeros(3, requires_grad=True)
+    settings = {"num_data": N, "temperature": 0.5, "batch_size": 8, "warmup": 300, "generator": generator}
+    sampler = ISGD.preset("windowed", [("w", theta)], **settings)
+    spread = torch.tensor([1.0, 2.0, 3.0])
+    seen = []
+    for step in range(301):
+        theta.grad = torch.zeros(3)
+        scale = 1.0 if step < 100 else 0.1
+        sampler.step(noise=[scale * spread * torch.randn(3, generator=generator)] if step < 300 else None)
+        seen.append(sampler.param_groups[0]["lam"])
+        assert step < 99 or float(theta.detach().abs().min()) > 0
+        assert step >= 99 or torch.equal(theta, torch.zeros(3))
+    assert seen[98] is None and len(set(seen[99:])) == 2  # set after 100 and after 300 steps
+    assert seen[99] == pytest.approx(4 * 9 / 2, rel=0.5) and seen[300] == pytest.approx(seen[99] / 2)
+    assert sampler.param_groups[0]["rate"] == pytest.approx(0.5 / (N * seen[300])) and sampler.param_groups[0]["frozen"]
+
+
+def test_safety_multiplies_the_bound_by_the_noise_and_goes_with_layers_only() -> None:
+    groups = [("w", torch.zeros(2, requires_grad=True))]
+    found = []
+    for safety in (1.0, 3.0):
+        sampler = ISGD(groups, num_data=N, noise="gaussian", summary="max", safety=safety)
+        sampler.observe([torch.tensor([1.0, 2.0])])
+        found.append(float(sampler.noise_bound(sampler.param_groups[0])))
+    assert found[1] == pytest.approx(3 * found[0])
+    with pytest.raises(ValueError, match=r"safety = 0.5 must be a number of at least 1"):
+        ISGD(groups, num_data=N, safety=0.5)
+    with pytest.raises(ValueError, match=r"safety = 2.0 multiplies one lambda for each layer: structure 'diagonal'"):
+        ISGD(groups, num_data=N, safety=2.0, structure="diagonal", batch_size=8)
+    assert ISGD(groups, num_data=N, safety=2.0, structure="auto", batch_size=8).structure.name == "layer"
+
+
+def test_noise_that_is_not_followed_after_the_warm_up_leaves_steps_to_a_program() -> None:
+    for every, followed in ((1, True), (None, False)):
+        theta = torch.zeros(2, requires_grad=True)
+        sampler = ISGD.preset("G-c", [("w", theta)], num_data=N, temperature=1e-3, warmup=5, track_every=every)
+        for _ in range(8):
+            theta.grad = torch.ones(2)
+            sampler.step()
+        assert sampler.param_groups[0]["seen"] == (8 if followed else 5)
+        assert isinstance(sampler.program(), str) == followed
+    with pytest.raises(ValueError, match="track_every = 0 must be at least 1, or None"):
+        ISGD([("w", torch.zeros(2, requires_grad=True))], num_data=N, track_every=0)
 
 
 # ------------------------------------------------------------------------------------------------ SGLD, SGHMC, V-SGD
