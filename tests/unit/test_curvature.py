@@ -10,7 +10,7 @@ from torch import Tensor
 from isosgd.data.sources import TensorBatches
 from isosgd.engine.chains import Chains
 from isosgd.engine.curvature import Curvature, Stiffness
-from isosgd.engine.schedule import Team
+from isosgd.engine.schedule import Schedule
 from isosgd.geometry.base import Geometry
 from isosgd.geometry.diagonal import Diagonal
 from isosgd.geometry.full import Full
@@ -192,8 +192,8 @@ def test_curvature_is_measured_in_the_metric_of_a_sampler_that_has_one(method: s
     target = Target(
         lambda p, batch: -0.5 * (batch[1] - batch[0] @ p["w"]) ** 2, priors.Normal(10.0), init={"w": torch.zeros(2)}
     )
-    team = Team(target, (x, y), None, 1, 20, 0, None, None)
-    _, run = next(iter(team.runs(sampler_factory(method, 200, 1.0, 20, 1, False, {}))))
+    schedule = Schedule(target, (x, y), None, 1, 20, 0, None, None)
+    _, run = next(iter(schedule.runs(sampler_factory(method, 200, 1.0, 20, 1, {}))))
     report = warm_up(run, 600, Progress(1, show=False), measure_spacing=False)[0]
     assert run.in_metric
     plain, scaled = float(run.curvature.values()), float(run.scaled.values())

@@ -177,7 +177,7 @@ def test_every_way_to_run(tmp_path: Path, way: str) -> None:
     if way == "sets":
         data = DataSets((X, Y), FOLDS)
     elif way == "turn":
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        model = turned()
         settings["warmup"] = 150
         crashes = (0.3, 2, 0.3, 2)  # of each chain
     elif way == "auto":
