@@ -220,7 +220,7 @@ def as_folder(path: Path) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "manifest.json garbled": (lambda run: (run / "manifest.json").write_text("garbage"), "put back a copy of it"),
     "manifest.json changed": (
-        lambda run: (run / "manifest.json").write_text((run / "manifest.json").read_text().replace("isgd", "sgld")),
+        lambda run: (run / "manifest.json").write_text((run / "manifest.json").read_text().replace("hmc", "sgld")),
         "its own SHA-256 is another); put back a copy of it",
     ),
     "manifest.json gone": (lambda run: (run / "manifest.json").unlink(), "manifest.json"),
