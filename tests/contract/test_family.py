@@ -30,7 +30,9 @@ ASKED_FOR = {
     "isgd", "isgd-momentum", "vsgd", "sgld", "psgld", "sgfs", "sgrld", "sghmc", "sgrhmc", "adaptive-sghmc", "sgnht",
     "csgld", "csghmc", "mcdropout", "swag", "ensemble", "snapshots",
 }  # fmt: skip
-every_method = pytest.mark.parametrize("method", REGISTRY.values(), ids=REGISTRY)
+# HMC needs energies, and runs through `sample` alone: see tests/unit/test_hmc.py.
+OPTIMIZERS = {name: method for name, method in REGISTRY.items() if method.family != "metropolis"}
+every_method = pytest.mark.parametrize("method", OPTIMIZERS.values(), ids=OPTIMIZERS)
 
 
 def seeded(seed: int = 5) -> torch.Generator:
@@ -91,7 +93,7 @@ def test_methods_lists_them_all_with_their_settings() -> None:
     rows = {row["name"]: row for row in isosgd.methods() if row["family"] != "baseline"}
     assert list(rows) == list(REGISTRY)
     for row in rows.values():
-        assert row["family"] in ("langevin", "hamiltonian")
+        assert row["family"] in ("langevin", "hamiltonian", "metropolis")
         assert "exp(-f / T)" in row["targets"] or row["name"] == "vsgd"
         assert row["settings"]["bias"] == 0.02 and row["departures"] and row["paper"]
     assert rows["adaptive-sghmc"]["settings"]["friction"] == 0.05 and rows["sghmc"]["settings"]["friction"] == 0.1
@@ -435,7 +437,7 @@ def test_a_full_matrix_has_its_limits() -> None:
         loop.sampler.step()
 
 
-@pytest.mark.parametrize("kind", [m.kind for m in REGISTRY.values() if m.kind.__name__ not in ("ISGD", "VSGD")])
+@pytest.mark.parametrize("kind", [m.kind for m in OPTIMIZERS.values() if m.kind.__name__ not in ("ISGD", "VSGD")])
 def test_rates_come_from_somewhere(kind: type[Sampler]) -> None:
     """Without lr, lam or curvature there is none."""
     loop = Loop(kind)

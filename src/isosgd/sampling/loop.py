@@ -115,6 +115,12 @@ class ChainsResult:
 
 def report_from(state: State) -> WarmupReport:
     """A report from its `as_dict`."""
+    unknown = sorted(set(state) - set(WarmupReport.__dataclass_fields__))
+    if unknown:
+        raise ValueError(
+            f"a report of the warm-up has {unknown[0]!r}: the run was begun by another version of isosgd; finish it with "
+            "that version"
+        )
     return WarmupReport(**{**state, "groups": [GroupReport(**group) for group in state["groups"]]})
 
 

@@ -1,4 +1,4 @@
-"""Trajectories where a batch is all of the data: their mechanics, and what surrounds them."""
+"""HMC: its mechanics, and what surrounds it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from isosgd.engine import compiled, leapfrog
 from isosgd.engine.chains import Chains
 from isosgd.engine.gradients import Many
 from isosgd.engine.leapfrog import LeapfrogMultiStep, unsupported_reason
+from isosgd.engine.state import load_state, state_of
 from isosgd.progress import Progress
 from isosgd.samplers.hmc import HMC
 from isosgd.samplers.innovations import BITS_FROM
@@ -56,13 +57,13 @@ def chains(count: int = 2, structure: str = "lowrank", temperature: float = 1.0)
     return run
 
 
-def errors(pace: float, structure: str = "lowrank", temperature: float = 1.0) -> Tensor:
-    """Energy that trajectories of one length gain on their way, at some pace."""
+def errors(step_size: float, structure: str = "lowrank", temperature: float = 1.0) -> Tensor:
+    """Energy that trajectories of one length gain on their way, at a squared step size."""
     run = chains(structure=structure, temperature=temperature)
     sampler = run.hmc
     assert sampler is not None
-    sampler.step_size = torch.full_like(sampler.step_size, pace)
-    sampler.length = round(0.3 / pace**0.5)
+    sampler.step_size = torch.full_like(sampler.step_size, step_size)
+    sampler.length = round(0.3 / step_size**0.5)
     for _ in range(sampler.length + 1):
         run.step()
     assert sampler.ended
@@ -74,26 +75,8 @@ def errors(pace: float, structure: str = "lowrank", temperature: float = 1.0) ->
 def test_energy_is_kept_the_better_the_shorter_the_steps(structure: str, temperature: float) -> None:
     """Leapfrog steps: the error falls with the square of the step."""
     long, short = errors(4e-3, structure, temperature), errors(2.5e-4, structure, temperature)
-    assert (short.abs() < 0.02).all()
+    assert (short.abs() < 0.02 / temperature).all()
     assert (short.abs() < long.abs() / 6 + 2e-3).all()  # 16 but for rounding
-
-
-def test_work_is_the_change_of_kinetic_energy() -> None:
-    """``v . M v / 2`` with ``M = (2 (T / N) tau P)^-1``, worked out with the matrix P itself."""
-    run = chains(1, "full")
-    sampler, shaped = run.hmc, run.geometry
-    assert sampler is not None and shaped is not None
-    run.step()
-    d = shaped.total
-    p = torch.stack([shaped.direction(row.unsqueeze(0))[0] for row in torch.eye(d)]).double()
-    mass = torch.linalg.inv(2.0 * shaped.scale * float(sampler.own[0]) * p)
-    run.evaluate()
-    g = run.flat([leaf.grad for leaf in run.leaves])
-    before, gained = sampler.velocity[0].double(), sampler.gained.clone()
-    sampler._kick(shaped, g, shaped.direction(g).to(g))
-    after = sampler.velocity[0].double()
-    wanted = 0.5 * (after @ mass @ after - before @ mass @ before)
-    assert float(sampler.gained[0] - gained[0]) == pytest.approx(float(wanted), rel=1e-3, abs=1e-3)
 
 
 def test_velocities_are_normal_however_many_there_are() -> None:
@@ -104,16 +87,20 @@ def test_velocities_are_normal_however_many_there_are() -> None:
     white = []
     for _ in range(10):
         sampler.restart()
-        run.evaluate()
         assert run.flat(run.leaves).numel() >= BITS_FROM
-        sampler.energy = run.energy()
-        sampler.injector.lay_out()
-        flat = run.flat([leaf.grad for leaf in run.leaves])
-        sampler._begin(shaped, run.flat(run.leaves), flat, flat, sampler.energy)
-        white.append(sampler.velocity / (2.0 * shaped.scale * sampler.own.unsqueeze(-1) * shaped.rates()).sqrt())
+        run.step()
+        gradient, squared = run.flat([leaf.grad for leaf in run.leaves]), sampler.jittered.unsqueeze(-1)
+        fresh = sampler.velocities + squared * shaped.direction(gradient)  # before the first half kick
+        white.append(fresh / (2.0 * shaped.scale * squared * shaped.rates()).sqrt())
     z = torch.cat(white).double().flatten()
     assert abs(float(z.square().mean()) - 1.0) < 5 * (2 / len(z)) ** 0.5
     assert abs(float(z.pow(4).mean()) - 3.0) < 5 * (96 / len(z)) ** 0.5  # the variance of a normal fourth power
+
+
+def test_a_state_of_another_version_is_refused() -> None:
+    run = chains()
+    with pytest.raises(ValueError, match="format 1.*finish the run with the version that began it"):
+        load_state(run, {name: value for name, value in state_of(run).items() if name != "format"})
 
 
 def test_a_state_of_minibatches_is_refused() -> None:
@@ -124,7 +111,7 @@ def test_a_state_of_minibatches_is_refused() -> None:
         run.sampler.load_state_dict(state)
 
 
-def test_a_trajectory_that_is_refused_leaves_the_chain_where_it_was() -> None:
+def test_a_trajectory_that_is_rejected_leaves_the_chain_where_it_was() -> None:
     run = chains()
     sampler = run.hmc
     assert sampler is not None
@@ -266,12 +253,12 @@ def test_the_middle_of_a_trajectory_is_saved() -> None:
         assert all(torch.equal(a, b) for a, b in zip(run.snapshot(), snapshot, strict=True))
 
 
-def test_paces_come_to_the_share_that_is_asked_for() -> None:
+def test_step_sizes_come_to_the_target_acceptance() -> None:
     """Where the chance of acceptance is exp(-step), half of the trajectories are accepted at a step of log 2."""
-    paces = DualAveraging(torch.tensor([0.01, 5.0]), share=0.5)
+    step_sizes = DualAveraging(torch.tensor([0.01, 5.0]), share=0.5)
     for _ in range(400):
-        paces.take((-paces.value).exp())
-    torch.testing.assert_close(paces.mean, torch.full((2,), 0.693), rtol=0.1, atol=0.0)
+        step_sizes.take((-step_sizes.value).exp())
+    torch.testing.assert_close(step_sizes.mean, torch.full((2,), 0.693), rtol=0.1, atol=0.0)
 
 
 # -- several steps in a call --
@@ -306,7 +293,7 @@ def test_the_steps_are_those_of_the_sampler(structure: str, steps: int) -> None:
     assert sum(told) == steps and max(told) > 1
     for a, b in zip(one.leaves, many.leaves, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    for name in ("velocity", "gained", "home", "home_energy", "acceptance"):
+    for name in ("velocities", "gained", "home", "home_energy", "acceptance"):
         mine, theirs = getattr(many.sampler, name), getattr(one.sampler, name)
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4, msg=name)
     assert (many.sampler.place, many.gradients) == (one.sampler.place, one.gradients)
@@ -348,7 +335,7 @@ def test_gradients_of_parts_are_those_of_the_whole(rows: int) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_many_rows_go_down_by_parts_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_are_optimised_by_parts_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass through all parts costs what one gradient of all rows does, and leads farther."""
     energies, seen = {}, list[int]()
     for part in (40, 10):
@@ -366,7 +353,7 @@ def test_many_rows_go_down_by_parts_of_them(monkeypatch: pytest.MonkeyPatch) -> 
         run.evaluate()
         before, spent = run.energy(), run.gradients
         start._optimise(30)
-        assert start.spent == start.fallen == run.gradients - spent == (30 if part == 40 else 33)
+        assert start.spent == start.optimised == run.gradients - spent == (30 if part == 40 else 33)
         run.evaluate()
         energies[part] = run.energy()
         assert bool((energies[part] < before).all())
@@ -389,10 +376,10 @@ def test_parts_are_of_the_rows_there_are(count: int, sets: bool, eager: None, mo
 
 
 @pytest.mark.parametrize("steps", [41, 90])
-def test_windows_learn_the_same_paces_either_way(steps: int) -> None:
-    """Whatever the lengths of glides between looks and ends of trajectories, each end counts once."""
+def test_windows_learn_the_same_step_sizes_either_way(steps: int) -> None:
+    """Whatever the numbers of steps a call between looks and ends of trajectories, each end counts once."""
     found = []
-    for gliding in (False, True):
+    for several in (False, True):
         run = chains(2)
         window = HMCWarmup(
             run,
@@ -400,7 +387,7 @@ def test_windows_learn_the_same_paces_either_way(steps: int) -> None:
             700,
             Progress(1, show=False),
             lambda state: None,
-            LeapfrogMultiStep(run, compiled=False) if gliding else None,
+            LeapfrogMultiStep(run, compiled=False) if several else None,
         )
         seen: list[Tensor] = []
         with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""The way down: a fit to the data first, and what it is for."""
+"""Initial optimisation: a fit to the data first, and what it is for."""
 
 import math
 from typing import Any
@@ -46,7 +46,7 @@ def test_a_network_fits_the_data_before_it_is_sampled(monkeypatch: pytest.Monkey
 
 
 def started(prior: float, rows: float, start: float) -> optimise.InitialOptimisation:
-    """The way down of two chains to a mean with a normal prior around zero."""
+    """The initial optimisation of two chains to a mean with a normal prior around zero."""
 
     def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
         return -0.5 * (batch[0] - params["w"]).square().sum(-1)
