@@ -99,7 +99,7 @@ def test_velocities_are_normal_however_many_there_are() -> None:
 
 def test_a_state_of_another_version_is_refused() -> None:
     run = chains()
-    with pytest.raises(ValueError, match="format 1.*finish the run with the version that began it"):
+    with pytest.raises(ValueError, match=r"format 1.*finish the run with the version that began it"):
         load_state(run, {name: value for name, value in state_of(run).items() if name != "format"})
 
 

@@ -118,8 +118,8 @@ def report_from(state: State) -> WarmupReport:
     unknown = sorted(set(state) - set(WarmupReport.__dataclass_fields__))
     if unknown:
         raise ValueError(
-            f"a report of the warm-up has {unknown[0]!r}: the run was begun by another version of isosgd; finish it with "
-            "that version"
+            f"a report of the warm-up has {unknown[0]!r}: the run was begun by another version of isosgd; finish it "
+            "with that version"
         )
     return WarmupReport(**{**state, "groups": [GroupReport(**group) for group in state["groups"]]})
 
