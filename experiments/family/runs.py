@@ -23,6 +23,7 @@ from experiments.posteriors import logistic, suite
 from experiments.posteriors.runs import CHAINS
 from isosgd.progress import Progress
 from isosgd.samplers import METHODS, REGISTRY
+from isosgd.samplers.schedules import CYCLE, SPREAD, Cycles
 
 UNITS = {"toy-well-200": {"w": 0}, "gauss-anisotropic": {"theta": 0}}  # what MC-dropout may leave out
 MASKS = 250  # draws of MC-dropout and SWAG: they cost no gradients
@@ -115,12 +116,11 @@ def rates_by_block(job: Job) -> Iterator[None]:
 
 
 def sampling_steps(cycle: int, steps: int) -> int:
-    """How many of so many steps after the warm-up are of the sampling stage of a cycle; all where there is no cycle."""
+    """As how many steps at the full rate those count from which draws are taken; all where there is no cycle."""
     if not cycle:
         return steps
-    exploring = math.ceil(REGISTRY["csgld"].settings["exploration"] * cycle)
-    cycles, rest = divmod(steps, cycle)
-    return cycles * (cycle - exploring) + max(0, rest - exploring)
+    schedule = Cycles(cycle, REGISTRY["csgld"].settings["exploration"])
+    return int(steps // cycle * schedule.stage({"cycle": cycle}) * (1.0 - SPREAD))
 
 
 def draw(problem: suite.Problem, job: Job) -> isosgd.Posterior:
@@ -132,7 +132,7 @@ def draw(problem: suite.Problem, job: Job) -> isosgd.Posterior:
         given |= baseline_plan(problem, job.method, share) | ({job.name: job.values[0]} if job.name else {})
         return isosgd.sample(problem.target, problem.data, **given)
     given["keep_every"] = gap = max(1, share // MOST_DRAWS)
-    cycle = min(REGISTRY[job.method].settings.get("cycle", 0), share // 2)  # of cyclical methods, one at the least
+    cycle = min(CYCLE, share // 2) if "cycle" in REGISTRY[job.method].settings else 0  # two of them at the least
     given |= {"cycle": cycle} if cycle else {}
     if job.name:
         whole = cycle or 1

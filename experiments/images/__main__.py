@@ -39,7 +39,6 @@ def parser() -> argparse.ArgumentParser:
         one.add_argument("--seeds", type=int, default=5, help="how many (%(default)s)")
         one.add_argument("--chains", type=int, default=5, help="of our setting, members of the ensemble (%(default)s)")
         one.add_argument("--pilots", type=int, default=2, help="models that temperatures are chosen with (%(default)s)")
-        one.add_argument("--side-by-side", type=int, default=5, help="models that are trained at a time (%(default)s)")
         one.add_argument("--epochs", type=int, help="of the training of a starting model")
         one.add_argument("--warmup", type=int, help="steps before the first draw in our settings")
         one.add_argument("--keep-every", type=int, help="steps between draws in our settings")
@@ -62,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> None:
     """One network on one set."""
     command.use_machine(args.threads, args.device)
-    for name in ("seeds", "chains", "pilots", "side_by_side", "limit", *OWN):
+    for name in ("seeds", "chains", "pilots", "limit", *OWN):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
     torch.backends.cudnn.benchmark = True  # shapes never change: let it try which algorithm is the fastest
@@ -84,7 +83,6 @@ def run(args: argparse.Namespace) -> None:
         pilots=args.pilots,
         paper_keep=args.paper_keep,
         ladder=args.ladder,
-        side_by_side=args.side_by_side,
         command=args.line,
         earlier=earlier,
         say=lambda words: command.echo(args, words),

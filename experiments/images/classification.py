@@ -7,36 +7,31 @@ starts want lower temperatures than one, since their starts differ already: ladd
 
 from __future__ import annotations
 
-import gc
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import isosgd
-from experiments.images import image_rivals as rivals
-from experiments.images.classifiers import PILOT, SIDE_BY_SIDE, Task, prepare
-from experiments.images.image_jobs import Job, Method, Outcome, gather
-from experiments.images.image_methods import isgd, windowed
+from experiments.images.classifiers import PILOT, State, Task
 from experiments.images.tables import Result, Score
+from isosgd import DivergedError, Posterior, sample
 from isosgd.metrics import accuracy, auroc, brier, categorical_mnll, ece, fpr95, predictive_entropy
 
 PAPER_T = 1e-5
 DRAWS = 30
 BINS = 40  # of histograms of entropies, from 0 to the logarithm of the number of classes
+CYCLES = 3  # of cyclical SGHMC ...
+EXPLORATION = 0.8  # ... and the share of each that does not count
+SNAPSHOTS = 20  # of SWAG
+LEAST_WARMUP = 400  # of a warm-up that the library drives in windows
 VARIANTS = ("alpha-c", "alpha-c-slr", "G-b", "G-b-slr", "G-c", "G-c-slr")
-SAMPLERS: dict[str, Method] = {
-    **{name: isgd(name) for name in VARIANTS},
-    "windowed": windowed,
-    "vsgd": rivals.vsgd,
-    "sghmc": rivals.sghmc,
-    "csghmc": rivals.csghmc,
-}
-RUNGS = {"single": rivals.single, **SAMPLERS}  # what is run from the pilots
 LADDERS: dict[str, dict[str, tuple[float, ...]]] = {
     "mnist": {
         "alpha-c": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1),
@@ -59,6 +54,113 @@ ROWS = (
 )  # fmt: skip
 
 
+class Outcome(NamedTuple):
+    """What draws predict for each set of images, averaged, and what they took."""
+
+    predicted: dict[str, Tensor]
+    gradients: int
+    seconds: float
+    notes: dict[str, float]
+
+
+def settings(task: Task, name: str, draws: int, warmup: int, keep_every: int) -> dict[str, Any]:
+    """The method of a row as arguments of `isosgd.sample`.
+
+    Args:
+        task: the network.
+        name: of the row.
+        draws: of each chain.
+        warmup: steps before the first draw.
+        keep_every: steps between draws.
+    """
+    recipe = task.recipe
+    common: dict[str, Any] = {"draws": draws, "warmup": warmup, "keep_every": keep_every}
+    if name == "windowed":
+        return common | {"preset": name}
+    if name in VARIANTS:  # the injected noise is that of the warm-up's estimate, and stays so
+        return common | {"preset": name, "track_every": None}
+    if name == "vsgd":
+        return common | {"method": name, "warmup": max(LEAST_WARMUP, warmup)}
+    if name == "sghmc":  # at a hundredth of the training's highest rate
+        return common | {"method": name, "lr": 0.01 * recipe.peak, "warmup": 0}
+    if name == "csghmc":  # the rate falls from half the training's highest
+        each = math.ceil(draws / CYCLES)
+        cycle, lowest = max(keep_every, 5) * each, 0.5 * (1 + math.cos(math.pi * EXPLORATION))
+        rate, apart = 0.5 * recipe.peak * lowest, max(1, round((1 - EXPLORATION) * cycle / each))
+        own = {"lr": rate, "cycle": cycle, "exploration": EXPLORATION, "keep_every": apart}
+        return common | {"method": name, "warmup": 0, **own}
+    if name == "swag":
+        apart = max(1, task.steps(recipe.swag, recipe.batch_size) // SNAPSHOTS)
+        return {"method": name, "draws": draws, "warmup": 0, "keep_every": apart, "snapshots": SNAPSHOTS}
+    if name == "mcdropout":
+        return {"method": name, "draws": draws, "warmup": 0}
+    raise ValueError(f"{name!r} is no method of these tables")
+
+
+def run(
+    task: Task,
+    name: str,
+    starts: Sequence[State],
+    seed: int,
+    temperature: float | None = None,
+    draws: int = 1,
+    times: tuple[int, int] = (0, 0),
+) -> Posterior:
+    """Draws of a method, a chain from each of the trained models; or, of ``single``, these models themselves.
+
+    Args:
+        task: the network.
+        name: of the method.
+        starts: trained models.
+        seed: of everything.
+        temperature: T, for methods that have one.
+        draws: of each chain.
+        times: steps before the first draw and between draws.
+
+    Raises:
+        DivergedError: where a chain did.
+    """
+    dropout = task.recipe.dropout if name == "mcdropout" else 0.0
+    target = task.target(dropout)
+    if name == "single":
+        every = {key: torch.stack([start[key] for start in starts]).unsqueeze(1).cpu() for key in starts[0]}
+        parameters = set(target.initial())
+        values = {key: x for key, x in every.items() if key in parameters}
+        return Posterior(target, values, {}, buffers={k: x for k, x in every.items() if k not in parameters})
+    given = settings(task, name, draws, *times)
+    burn_in = math.ceil(times[0] / times[1]) if name == "sghmc" else 0  # its rate is given: no warm-up is needed
+    given["draws"] += burn_in
+    posterior = sample(
+        target,
+        (task.train.pixels, task.train.labels),
+        init=lambda k: starts[k],
+        chains=len(starts),
+        batch_size=task.recipe.batch_size,
+        seed=seed,
+        transform=task.train.transform,
+        progress=False,
+        **({} if temperature is None else {"temperature": temperature}),
+        **given,
+    )
+    if posterior.num_chains < len(starts):
+        raise DivergedError(next(iter(posterior.info["dropped"].values())), step=0, group=None, state={})
+    return posterior.select(draws=slice(burn_in, None)) if burn_in else posterior
+
+
+def outcome_of(task: Task, posterior: Posterior, began: float, dropout: float = 0.0) -> Outcome:
+    """Predictions of draws, and what they took."""
+    predicted = task.predictions(posterior, dropout)
+    rates = [rate for chain in posterior.info.get("rates", []) for rate in chain.values()]
+    notes = {"least rate": min(rates), "largest rate": max(rates)} if rates else {}
+    return Outcome(predicted, posterior.info.get("gradients", 0), time.monotonic() - began, notes)
+
+
+def diverged(task: Task, began: float) -> Outcome:
+    """What a chain predicts that went to infinity: nothing."""
+    nothing = {name: torch.full((len(some), 1), math.nan) for name, some in task.sets.items()}
+    return Outcome(nothing, 0, time.monotonic() - began, {})
+
+
 class Bench:
     """A table in the making.
 
@@ -69,8 +171,6 @@ class Bench:
         pilots: models to choose temperatures with, each from a start of its own.
         paper_keep: at most so many steps between draws in the paper's settings, to save time.
         ladder: temperatures to choose from, in place of each method's own.
-        width: jobs that are done side by side.
-        side_by_side: models that are trained at a time.
         command: that makes the result, to be kept with it.
         earlier: a result of the same settings to go on with: its ladders hold, and what it has is not made again.
         say: told of every row as it comes.
@@ -86,14 +186,12 @@ class Bench:
         pilots: int = 2,
         paper_keep: int | None = None,
         ladder: Sequence[float] | None = None,
-        width: int = 6,
-        side_by_side: int = SIDE_BY_SIDE,
         command: str = "",
         earlier: Result | None = None,
         say: Callable[[str], None] = print,
         save: Callable[[Result], None] = lambda result: None,
     ) -> None:
-        counts = {"chains": chains, "pilots": pilots, "side_by_side": side_by_side, "paper_keep": paper_keep}
+        counts = {"chains": chains, "pilots": pilots, "paper_keep": paper_keep}
         for name, value in counts.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} = {value} must be at least 1")
@@ -102,7 +200,7 @@ class Bench:
         own = LADDERS[task.recipe.data]
         self.ladders = own if ladder is None else {name: tuple(ladder) for name in own}
         self.task, self.pilot, self.chains, self.pilots, self.paper_keep = task, pilot, chains, pilots, paper_keep
-        self.width, self.side_by_side, self.say, self.save = width, side_by_side, say, save
+        self.say, self.save = say, save
         device = task.train.device
         self.result = Result(
             task.recipe.data,
@@ -161,64 +259,67 @@ class Bench:
         self.train(wanted, bool(missing))
         self.climb(missing)
         began, before = time.monotonic(), self.result.settings.get("row seconds", 0.0)
-        for (seed, row), temperature, outcome in self.make(wanted):
+        for seed, row in wanted:
+            temperature, outcome = self.make(row, seed)
             score = measure(outcome, self.task, seed)
             self.result.add(row, temperature, score)
             self.result.rows.sort(key=lambda known: order.index(known.row))
             self.result.settings["row seconds"] = before + time.monotonic() - began
             self.say(f"seed {seed}, {row}, T = {temperature}: {score.words()}")
             self.save(self.result)
-            clear()
         return self.result
 
     def train(self, wanted: Sequence[tuple[int, str]], pilots: bool) -> None:
         """Have all starts ready that seeds and rows need, and those of the pilots."""
         began, before = time.monotonic(), self.result.settings.get("training seconds", 0.0)
-        numbers = {
-            (self.chains * seed + k, self.task.recipe.dropout if row == "mcdropout" else 0.0)
-            for seed, row in wanted
-            for k in range(self.chains if row in ("ours", "ensemble") else 1)
-        }
-        starts = [(self.pilot, PILOT + k, 0.0) for k in range(self.pilots if pilots else 0)]
-        # Networks with dropout last, since they are not compiled.
-        starts += [(self.task, *start) for start in sorted(numbers, key=lambda start: start[::-1])]
-        prepare(starts, self.side_by_side)
-        clear()
+        for k in range(self.pilots if pilots else 0):
+            self.pilot.start(PILOT + k)
+        for seed, row in wanted:
+            self.starts(row, seed)
         self.result.settings["training seconds"] = before + time.monotonic() - began
         self.say(f"trained in {time.monotonic() - began:.1f} s")
 
+    def starts(self, row: str, seed: int) -> list[State]:
+        """The trained models that a row of a seed begins with."""
+        dropout = self.task.recipe.dropout if row == "mcdropout" else 0.0
+        count = self.chains if row in ("ours", "ensemble") else 1
+        return [self.task.start(self.chains * seed + k, dropout) for k in range(count)]
+
     def climb(self, names: Sequence[str]) -> None:
-        """Run ladders of temperatures from the pilots' starts, side by side, to choose by the held-out MNLL."""
+        """Run ladders of temperatures from the pilots' starts, to choose by the held-out MNLL."""
         if not names:
             return
-        pilot, recipe, labels = self.pilot, self.pilot.recipe, self.pilot.sets["held-out"].labels
+        pilot, labels = self.pilot, self.pilot.sets["held-out"].labels
+        times = (pilot.recipe.warmup, pilot.recipe.keep_every)
         starts = [pilot.start(PILOT + k) for k in range(self.pilots)]
-        rungs = [("single", 0.0), *((name, temperature) for name in names for temperature in self.ladders[name])]
-        groups = [
-            [
-                (RUNGS[name], Job(pilot, start, 1 + k, temperature, DRAWS // 4, recipe.warmup, recipe.keep_every))
-                for k, start in enumerate(starts)
-            ]
-            for name, temperature in rungs
-        ]
         result = self.result
         result.ladder |= {name: {} for name in ("single", *names)}
         result.together |= {name: {} for name in ("single", *names)}
-        for number, outcomes in gather(groups, self.width):
-            (name, temperature), whole = rungs[number], Outcome.join(outcomes)
-            each = torch.cat([outcome.mean("held-out") for outcome in outcomes])
-            alone, joined = finite_mnll(each, labels.repeat(self.pilots)), finite_mnll(whole.mean("held-out"), labels)
-            result.ladder[name][f"{temperature:g}"], result.together[name][f"{temperature:g}"] = alone, joined
-            self.say(f"ladder, {name}, T = {temperature:g}: {alone}, together {joined} ({whole.seconds:.1f} s)")
+        rungs = [("single", 0.0), *((method, t) for method in names for t in self.ladders[method])]
+        for name, t in rungs:
+            began = time.monotonic()
+            alone: float | None = None
+            joined: float | None = None
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", isosgd.SamplingWarning)  # some rungs are meant to be too hot
+                try:
+                    posterior = run(pilot, name, starts, 1, t or None, max(1, DRAWS // 4), times)
+                    chains = [posterior.select(chains=[k]) for k in range(self.pilots)]
+                    each = torch.cat([pilot.predictions(chain)["held-out"] for chain in chains])
+                    alone = finite_mnll(each, labels.repeat(self.pilots))
+                    joined = finite_mnll(torch.stack(each.chunk(self.pilots)).mean(0), labels)
+                except DivergedError:
+                    pass
+            result.ladder[name][f"{t:g}"], result.together[name][f"{t:g}"] = alone, joined
+            self.say(f"ladder, {name}, T = {t:g}: {alone}, together {joined} ({time.monotonic() - began:.1f} s)")
             self.save(result)
-            clear()
         self.climbed |= set(names)
         for name in names:
-            for chains in sorted({1, self.chains} if name in OURS else {1}):
-                _, temperature = self.chosen(name, chains)
+            for count in sorted({1, self.chains} if name in OURS else {1}):
+                _, temperature = self.chosen(name, count)
                 for end, word in ((max, "highest"), (min, "lowest")):
                     if len(self.ladders[name]) > 1 and temperature == end(self.ladders[name]):
-                        much = f"{chains} chain{'s' * (chains > 1)}"
+                        much = f"{count} chain{'s' * (count > 1)}"
                         self.say(
                             f"ladder, {name}, {much}: the {word} temperature is the best; try others with --ladder"
                         )
@@ -233,43 +334,38 @@ class Bench:
         temperature = min(found, key=lambda t: (found[t], t))
         return found[temperature], temperature
 
-    def make(self, wanted: Sequence[tuple[int, str]]) -> Iterator[tuple[tuple[int, str], float | None, Outcome]]:
-        """Seeds and rows, side by side: which is done, its temperature and what came out."""
-        plans = [self.plan(row, seed) for seed, row in wanted]
-        for i, outcomes in gather([jobs for jobs, _ in plans], self.width):
-            yield wanted[i], plans[i][1], Outcome.join(outcomes)
-
-    def plan(self, row: str, seed: int) -> tuple[list[tuple[Method, Job]], float | None]:
-        """What is to be done for one row and one seed, the outcomes to be averaged, and the temperature."""
+    def plan(self, row: str) -> tuple[str, float | None, int, tuple[int, int]]:
+        """The method of a row, its temperature, draws of each chain, and steps before the first and between them."""
         recipe, own = self.task.recipe, (self.task.recipe.warmup, self.task.recipe.keep_every)
-
-        def job(number: int, temperature: float, draws: int, times: tuple[int, int], dropout: float = 0.0) -> Job:
-            start = self.task.start(self.chains * seed + number, dropout)
-            return Job(self.task, start, 7919 * seed + number + 1, temperature, draws, *times)
-
         if row.endswith(PAPER):
             name = row.removesuffix(PAPER)
             warmup, keep = recipe.gauss if name.startswith("G") else recipe.alpha
-            times = (warmup, min(keep, self.paper_keep or keep))
-            return [(SAMPLERS[name], job(0, PAPER_T, DRAWS, times))], PAPER_T
+            return name, PAPER_T, DRAWS, (warmup, min(keep, self.paper_keep or keep))
         if row == "ours":
             (_, temperature), best = min((self.chosen(name, self.chains), name) for name in OURS)
             self.result.settings["ours"] = best
-            parts = [DRAWS // self.chains + (k < DRAWS % self.chains) for k in range(self.chains)]
-            return [(SAMPLERS[best], job(k, temperature, n, own)) for k, n in enumerate(parts) if n], temperature
-        if row == "ensemble":
-            return [(rivals.single, job(k, 0.0, 1, (0, 0))) for k in range(self.chains)], None
-        if row == "mcdropout":
-            return [(rivals.dropout, job(0, 0.0, DRAWS, (0, 0), recipe.dropout))], None
-        if row in ("single", "swag"):
-            return [(rivals.single if row == "single" else rivals.swag, job(0, 0.0, DRAWS, (0, 0)))], None
-        _, temperature = self.chosen(row)
-        return [(SAMPLERS[row], job(0, temperature, DRAWS, own))], temperature
+            return best, temperature, math.ceil(DRAWS / self.chains), own
+        if row in ("single", "ensemble"):
+            return "single", None, 1, (0, 0)
+        if row in ("swag", "mcdropout"):
+            return row, None, DRAWS, (0, 0)
+        return row, self.chosen(row)[1], DRAWS, own
+
+    def make(self, row: str, seed: int) -> tuple[float | None, Outcome]:
+        """A row of a seed: its temperature, and what came out."""
+        name, temperature, draws, times = self.plan(row)
+        starts, began = self.starts(row, seed), time.monotonic()
+        try:
+            posterior = run(self.task, name, starts, 7919 * seed + 1, temperature, draws, times)
+        except DivergedError:
+            return temperature, diverged(self.task, began)
+        dropout = self.task.recipe.dropout if row == "mcdropout" else 0.0
+        return temperature, outcome_of(self.task, posterior, began, dropout)
 
 
 def measure(outcome: Outcome, task: Task, seed: int) -> Score:
     """Scores of averaged predictions."""
-    p, labels = outcome.mean("test"), task.sets["test"].labels
+    p, labels = outcome.predicted["test"], task.sets["test"].labels
     about = {"gradients": outcome.gradients, "seconds": outcome.seconds, "notes": outcome.notes}
     if not bool(p.isfinite().all()):
         return Score(seed, diverged=True, **about)  # type: ignore[arg-type]
@@ -282,10 +378,10 @@ def measure(outcome: Outcome, task: Task, seed: int) -> Score:
         **about,  # type: ignore[arg-type]
     )
     if "mirrored" in task.sets:  # training mirrors half of the images: the average over both is the model's, too
-        both = (p + outcome.mean("mirrored")) / 2
+        both = (p + outcome.predicted["mirrored"]) / 2
         found.mirrored = {"accuracy": 100 * float(accuracy(both, labels)), "mnll": finite_mnll(both, labels)}
     if "outside" in task.sets:
-        inside, outside = predictive_entropy(p), predictive_entropy(outcome.mean("outside"))
+        inside, outside = predictive_entropy(p), predictive_entropy(outcome.predicted["outside"])
         found.auroc, found.fpr95 = float(auroc(inside, outside)), float(fpr95(inside, outside))
         found.entropies = {"test": histogram(inside, p.shape[1]), "outside": histogram(outside, p.shape[1])}
     return found
@@ -299,10 +395,3 @@ def histogram(entropies: Tensor, classes: int) -> list[int]:
 def finite_mnll(p: Tensor, labels: Tensor) -> float | None:
     """Mean negative log likelihood; None where predictions are not finite. A probability is at least 1e-12."""
     return float(categorical_mnll(p.clamp_min(1e-12), labels)) if bool(p.isfinite().all()) else None
-
-
-def clear() -> None:
-    """Give back the memory of captured steps."""
-    if torch.cuda.is_available():
-        gc.collect()
-        torch.cuda.empty_cache()

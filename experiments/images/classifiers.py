@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from experiments.data import (
     CIFAR10_MEAN,
@@ -23,13 +24,14 @@ from experiments.data import (
     mnist,
     notmnist,
 )
-from experiments.images.captured import Chain, descend, one_cycle, refresh_statistics
 from experiments.images.images import Augment, Images
 from experiments.models import lenet5, resnet18, resnet56, vgg16_bn
-from isosgd.progress import Progress
+from isosgd import Posterior, Target, priors
 
 State = dict[str, Tensor]
-SIDE_BY_SIDE = 5  # models that are trained at a time
+MOMENTUM = 0.9
+WARM_UPS = 3  # steps before a capture, in which libraries choose and load what they use
+BATCH = 5_000  # images that are predicted at once
 PILOT = 1000  # the first of the starts whose held-out tenth temperatures are chosen on
 
 
@@ -48,7 +50,7 @@ class Recipe:
         gauss: the same of the Gaussian variants.
         warmup: of our own settings.
         keep_every: likewise.
-        swag: epochs of SGD that SWAG looks at, and their rate.
+        swag: epochs of SGD that SWAG looks at.
         dropout: probability of the network of MC-dropout.
         augment: of training and sampling.
         compiled: whether the network is compiled for its training on a GPU.
@@ -64,17 +66,15 @@ class Recipe:
     gauss: tuple[int, int]
     warmup: int
     keep_every: int
-    swag: tuple[int, float]
+    swag: int
     dropout: float
     augment: Augment = "crop-flip"
     compiled: bool = False
 
 
-_CIFAR = Recipe("cifar10", 60, 128, 0.2, 5e-4, 64, (800, 4000), (1000, 100), 800, 400, (5, 0.01), 0.1, compiled=True)
+_CIFAR = Recipe("cifar10", 60, 128, 0.2, 5e-4, 64, (800, 4000), (1000, 100), 800, 400, 5, 0.1, compiled=True)
 RECIPES: dict[str, Recipe] = {
-    "lenet5": Recipe(
-        "mnist", 15, 128, 0.05, 5e-4, 128, (100, 100), (100, 100), 2000, 200, (5, 0.01), 0.2, augment="jitter"
-    ),
+    "lenet5": Recipe("mnist", 15, 128, 0.05, 5e-4, 128, (100, 100), (100, 100), 2000, 200, 5, 0.2, augment="jitter"),
     "resnet18": _CIFAR,
     "resnet56": replace(_CIFAR, peak=0.1, dropout=0.05),
     "vgg16": replace(_CIFAR, peak=0.1),
@@ -114,11 +114,26 @@ class Task:
             model = _MAKERS[self.model](dropout=dropout)
         return model.to(self.train.device, memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
-    def restored(self, state: State, dropout: float = 0.0) -> nn.Module:
-        """The network of a start."""
-        model = self.fresh(0, dropout)
-        model.load_state_dict(state)
-        return model
+    def target(self, dropout: float = 0.0, autocast: str | None = "bfloat16") -> Target:
+        """The posterior of the network's weights; weight decay is a Gaussian prior of precision decay * N.
+
+        BatchNorm layers normalise by the minibatch, and have statistics of their own at each draw; those of a network
+        with dropout, which is not sampled, keep the statistics of its training.
+        """
+        model = self.fresh(0, dropout).train(not dropout)
+        on_gpu = self.train.device.type == "cuda"
+        prior = priors.Normal((self.recipe.decay * len(self.train)) ** -0.5)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*the statistics of the minibatch", UserWarning)
+            return Target.from_module(
+                model, "categorical", prior, autocast=autocast if on_gpu else None, channels_last=on_gpu
+            )
+
+    def predictions(self, posterior: Posterior, dropout: float = 0.0) -> dict[str, Tensor]:
+        """Class probabilities, averaged over draws, for every set of images."""
+        target = self.target(dropout, "float16")  # finer than bfloat16
+        posterior = Posterior(target, posterior.draws, posterior.info, buffers=posterior.buffers)
+        return {name: posterior.predict(some.plain, batch_size=BATCH).mean for name, some in self.sets.items()}
 
     def steps(self, epochs: float, batch_size: int) -> int:
         """In which as many examples are seen as so many epochs have."""
@@ -126,24 +141,15 @@ class Task:
 
     def start(self, seed: int, dropout: float = 0.0) -> State:
         """A trained model, from the cache where it is there."""
-        self.prepare([seed], dropout)
-        return self.known[seed, dropout]
-
-    def prepare(self, seeds: Sequence[int], dropout: float = 0.0) -> None:
-        """Have starts ready."""
-        prepare([(self, seed, dropout) for seed in seeds])
-
-    def has(self, seed: int, dropout: float) -> bool:
-        """Whether a start is known, or in the cache, from where it is then read."""
-        if (seed, dropout) not in self.known and (state := self._read(seed, dropout)) is not None:
+        if (seed, dropout) not in self.known:
+            state = self._read(seed, dropout)
+            if state is None:
+                model = self.fresh(seed, dropout)
+                train(model, self.train, self.recipe, seed)
+                state = {name: x.detach().contiguous().clone() for name, x in model.state_dict().items()}
+                self._write(seed, dropout, state)
             self.known[seed, dropout] = state
-        return (seed, dropout) in self.known
-
-    def keep(self, seed: int, dropout: float, model: nn.Module) -> None:
-        """Take in a trained model."""
-        state = {name: x.detach().contiguous().clone() for name, x in model.state_dict().items()}
-        self.known[seed, dropout] = state
-        self._write(seed, dropout, state)
+        return self.known[seed, dropout]
 
     def _file(self, seed: int, dropout: float) -> tuple[Path | None, str]:
         """Where a start is kept, and what is said of it there."""
@@ -171,40 +177,100 @@ class Task:
             os.replace(half, path)
 
 
-def prepare(starts: Sequence[tuple[Task, int, float]], side_by_side: int = SIDE_BY_SIDE) -> None:
-    """Have starts of tasks ready, by seed and dropout; those that are missing are trained, several side by side."""
-    missing = [(task, seed, dropout) for task, seed, dropout in starts if not task.has(seed, dropout)]
-    for first in range(0, len(missing), side_by_side):
-        some = missing[first : first + side_by_side]
-        models = [task.fresh(seed, dropout) for task, seed, dropout in some]
-        train([task for task, _, _ in some], models, [seed for _, seed, _ in some])
-        for (task, seed, dropout), model in zip(some, models, strict=True):
-            task.keep(seed, dropout, model)
+def train(model: nn.Module, images: Images, recipe: Recipe, seed: int) -> None:
+    """SGD with momentum in epochs, at a rate that rises and falls once; on a GPU a step is one CUDA graph.
+
+    Images are mirrored in every second epoch, each in its own, which trains a little better than by chance.
+
+    References:
+        Jordan, 94% on CIFAR-10 in 3.29 seconds on a single GPU, 2024 (mirroring in every second epoch).
+    """
+    device, n = images.device, min(recipe.train_batch, len(images))
+    rates = one_cycle(max(1, round(recipe.epochs * len(images) / n)), recipe.peak).to(device)
+    generator = torch.Generator(device).manual_seed(seed)
+    order, place = torch.zeros(len(images), dtype=torch.long, device=device), torch.arange(n, device=device)
+    mirror = torch.randint(2, (len(images),), generator=generator, device=device).bool()
+    params, rate = list(model.parameters()), torch.zeros((), device=device)
+    velocity = [torch.zeros_like(p) for p in params]
+    on_gpu = device.type == "cuda"
+    alike = not any(isinstance(m, nn.Dropout) for m in model.modules())  # one network is not worth compiling
+    network: Callable[[Tensor], Tensor] = model
+    if on_gpu and recipe.compiled and alike:
+        network = torch.compile(model, dynamic=False)
+
+    def step() -> None:
+        index = order[place % len(order)]
+        place.add_(n)
+        x, y = images.transform((images.pixels[index], images.labels[index]), generator, mirror[index])
+        x = x.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu, cache_enabled=False):
+            logits = network(x)
+        gradients = torch.autograd.grad(cross_entropy(logits.float(), y), params)
+        with torch.no_grad():
+            torch._foreach_mul_(velocity, MOMENTUM)
+            torch._foreach_add_(velocity, gradients)
+            torch._foreach_add_(velocity, [p.detach() for p in params], alpha=recipe.decay)
+            torch._foreach_sub_(params, torch._foreach_mul(velocity, rate))
+
+    with torch.random.fork_rng(devices=[device] if on_gpu else []):
+        torch.manual_seed(seed)  # of dropout
+        model.train()
+        run = captured(step, generator) if on_gpu else step
+        for some in (place, *velocity):  # what the steps before the capture, at rate 0, have left
+            some.zero_()
+        for number, now in enumerate(rates):
+            if number % (len(images) // n) == 0:
+                order.copy_(torch.randperm(len(images), generator=generator, device=device))
+                torch.arange(n, out=place)
+                mirror.logical_not_()
+            rate.copy_(now)
+            run()
+        refresh_statistics(model, images, generator)
 
 
-def train(tasks: Sequence[Task], models: Sequence[nn.Module], seeds: Sequence[int]) -> None:
-    """SGD with momentum .9 in epochs, a rate that rises and falls once."""
-    own: dict[str, Any] = {"friction": 0.1, "noise": False, "shuffled": True}
-    chains, rates = [], []
-    for task, model, seed in zip(tasks, models, seeds, strict=True):
-        recipe = task.recipe
-        alike = not any(isinstance(module, nn.Dropout) for module in model.modules())  # one network is not worth it
-        own |= {"decay": recipe.decay, "compiled": recipe.compiled and alike, "seed": seed}
-        chains.append(Chain(model, task.train, recipe.train_batch, **own))
-        rates.append(one_cycle(task.steps(recipe.epochs, recipe.train_batch), recipe.peak))
-    progress = Progress(sum(len(some) for some in rates))
-    descend(chains, rates, lambda steps: progress.advance(f"training {len(chains)}", steps))
-    progress.close()
-    for chain in chains:
-        refresh_statistics(chain.model, chain.images, chain.generator)
-        detach(chain.model)
+def captured(step: Callable[[], None], generator: torch.Generator) -> Callable[[], None]:
+    """A step as a CUDA graph; it is run a few times before."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UPS):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(generator)
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
 
-def detach(model: nn.Module) -> None:
-    """Parameters with memory of their own again, so that a flat tensor or a graph's memory can go."""
-    for p in model.parameters():
-        p.grad = None
-        p.data = p.data.clone(memory_format=torch.preserve_format)
+def one_cycle(steps: int, peak: float, rise: float = 0.2) -> Tensor:
+    """Rates that rise to ``peak`` in the first part of the steps and fall to zero along a cosine.
+
+    Example:
+        >>> rates = one_cycle(10, 0.1, rise=0.2)
+        >>> float(rates.max()) <= 0.1, float(rates[-1]) < 0.005
+        (True, True)
+    """
+    if steps < 1 or not peak > 0:
+        raise ValueError(f"{steps} steps with a rate of at most {peak}: both must be positive")
+    at = (torch.arange(steps) + 0.5) / steps
+    falling = 0.5 * (1 + torch.cos(torch.pi * (at - rise).clamp_min(0) / (1 - rise)))
+    return peak * torch.where(at < rise, at / rise, falling)
+
+
+@torch.no_grad()
+def refresh_statistics(model: nn.Module, images: Images, generator: torch.Generator) -> None:
+    """Statistics of the BatchNorm layers of a trained network: means over minibatches of augmented examples."""
+    layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    size = min(500, len(images))
+    for layer in layers:
+        layer.reset_running_stats()
+        layer.momentum = None  # a plain mean over the minibatches
+    for _ in range(min(10, len(images) // size) if layers else 0):
+        index = torch.randint(len(images), (size,), generator=generator, device=images.device)
+        x, _ = images.transform((images.pixels[index], images.labels[index]), generator)
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=images.device.type == "cuda"):
+            model(x.contiguous(memory_format=torch.channels_last))
 
 
 def read(

@@ -48,9 +48,8 @@ class Images:
         Example:
             >>> pixels, labels = torch.zeros(4, 28, 28, dtype=torch.uint8), torch.arange(4)
             >>> images = Images.make(pixels, labels, 0.5, 0.25)
-            >>> x, y = images.take(torch.tensor([1, 2]), None)
-            >>> x.shape, float(x[0, 0, 0, 0]), y.tolist()
-            (torch.Size([2, 1, 28, 28]), -2.0, [1, 2])
+            >>> images.plain.shape, float(images.plain[0, 0, 0, 0])
+            (torch.Size([4, 1, 28, 28]), -2.0)
         """
         if pixels.dtype != torch.uint8 or pixels.dim() not in (3, 4) or len(pixels) != len(labels):
             raise ValueError(
@@ -83,25 +82,24 @@ class Images:
         rest = self.rows(order[:count])
         return self.rows(order[count:]), Images(rest.pixels, rest.labels, rest.factor, rest.term)
 
-    def take(
-        self, index: Tensor, generator: torch.Generator | None, mirror: Tensor | None = None
+    def transform(
+        self, batch: tuple[Tensor, Tensor], generator: torch.Generator | None, mirror: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Augmented floats, channels last, and labels of some images. No host work: it can be captured.
+        """Pixels as augmented floats, and their labels: the ``transform`` of `isosgd.sample`. No host work.
 
         Args:
-            index: numbers of the images.
+            batch: pixels and labels.
             generator: of the augmentation.
-            mirror: which of all images are mirrored by `crop_flip`, bool ``[N]``; chance says so by default.
+            mirror: which of them `crop_flip` mirrors, bool ``[n]``; chance says so by default.
         """
-        x = self.pixels.index_select(0, index)
+        x, y = batch
         if self.augment == "crop-flip":
-            x = crop_flip(x, generator, mirror=None if mirror is None else mirror[index])
+            x = crop_flip(x, generator, mirror=mirror)
         if self.augment == "jitter":  # while the background still is zero
             x = jitter(x.float(), generator)
-        x = torch.addcmul(self.term, x, self.factor)
-        return x.contiguous(memory_format=torch.channels_last), self.labels.index_select(0, index)
+        return torch.addcmul(self.term, x, self.factor), y
 
-    def plain(self, batch_size: int = 2000) -> list[tuple[Tensor, Tensor]]:
-        """All images in order, not augmented, a batch at a time."""
-        parts = zip(torch.split(self.pixels, batch_size), torch.split(self.labels, batch_size), strict=True)
-        return [(torch.addcmul(self.term, x, self.factor), y) for x, y in parts]
+    @property
+    def plain(self) -> Tensor:
+        """All images as floats, in order, not augmented."""
+        return torch.addcmul(self.term, self.pixels, self.factor)

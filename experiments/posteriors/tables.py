@@ -1,7 +1,7 @@
 """Tables and plots of what `python -m experiments.posteriors` found: on a terminal, and in the documentation.
 
     python -m experiments.posteriors.tables results/posteriors                          # print the tables
-    python -m experiments.posteriors.tables results/posteriors --docs docs/geometry.md  # write them into that page
+    python -m experiments.posteriors.tables results/posteriors --docs docs/posteriors.md  # write them into that page
     python -m experiments.posteriors.tables results/posteriors --plot docs/img/suite.png [--problems 'toy-*,gauss-*']
 
 The argument is a folder with JSON files of ``python -m experiments.posteriors --json FILE``, or one of them. There are

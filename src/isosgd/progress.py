@@ -1,10 +1,16 @@
-"""A progress line with the time left, on a terminal only."""
+"""How far a run has come and how long it will take: a line on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
+from types import TracebackType
 from typing import TextIO
+
+LOGGER = logging.getLogger("isosgd")
+LOG_EVERY = 30.0  # seconds between log lines of one stage
+LEAST_STAGE = 1.0  # seconds that a stage must last for a log line of its own
 
 
 def clock(seconds: float) -> str:
@@ -21,45 +27,89 @@ def clock(seconds: float) -> str:
 
 
 class Progress:
-    """``Progress(total)`` with ``advance(stage)``; redraws at most five times a second.
+    """``Progress(total)`` with ``advance(stage)``.
+
+    A terminal shows one line, redrawn at most five times a second. Where there is none (a job, a notebook, a pipe),
+    lines go to the logger ``isosgd``: one for each stage that lasts a second, and one every 30 seconds. Whoever has
+    configured `logging` decides what becomes of them; otherwise they are written to the stream.
 
     Args:
         total: steps expected in all; may be corrected as more is known.
-        show: False for silence; it is also silent when the stream is not a terminal.
+        show: False for silence.
         stream: where to write, standard error by default.
     """
 
     def __init__(self, total: int, show: bool = True, stream: TextIO | None = None) -> None:
         self.total, self.done = max(total, 1), 0
         self.stream = stream or sys.stderr
-        self.show = show and self.stream.isatty()
+        self.terminal = show and self.stream.isatty()
+        self.logs = show and not self.terminal
         self.started = self._drawn = time.monotonic()
+        self._stage = ""  # of the last log line
+        self._skipped = 0
+        self._handler = logging.StreamHandler(self.stream)
+        self._handler.setFormatter(logging.Formatter("%(asctime)s isosgd: %(message)s", "%H:%M:%S"))
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close("done" if kind is None else "stopped")
+
+    def skip(self, steps: int) -> None:
+        """Count steps that an earlier session took: they say nothing about the speed of this one."""
+        self.done += steps
+        self._skipped += steps
 
     def advance(self, stage: str, steps: int = 1) -> None:
-        """Count ``steps`` more and redraw if it is time."""
+        """Count ``steps`` more, and show it if it is time."""
         self.done += steps
-        if self.show and time.monotonic() - self._drawn > 0.2:
-            self._drawn = time.monotonic()
-            self.stream.write("\r\x1b[K" + self.line(stage))
+        if not (self.terminal or self.logs):
+            return
+        now = time.monotonic()
+        if self.terminal and now - self._drawn > 0.2:
+            self._drawn = now
+            self.stream.write("\r\x1b[K" + self.line(stage, now))
             self.stream.flush()
+        elif self.logs and now - self._drawn >= (LEAST_STAGE if stage != self._stage else LOG_EVERY):
+            self._drawn, self._stage = now, stage
+            share, speed, left = self._estimates(now)
+            self._log(
+                f"{stage}, {self.done:,} of {max(self.total, self.done):,} steps ({100 * share:.0f}%), {speed:,.0f}/s, "
+                f"{clock(left)} left"
+            )
 
     def note(self, text: str) -> None:
-        """Leave a line of text above the progress line."""
-        if self.show:
+        """Leave a line of text above the progress line, or in the log."""
+        if self.terminal:
             self.stream.write(f"\r\x1b[K{text}\n")
             self.stream.flush()
+        elif self.logs:
+            self._log(text)
 
-    def line(self, stage: str) -> str:
+    def line(self, stage: str, now: float | None = None) -> str:
         """The line as it would be drawn now."""
-        share = min(self.done / self.total, 1.0)
-        spent = time.monotonic() - self.started
-        left = spent / share - spent if share > 0 else 0.0
+        share, speed, left = self._estimates(time.monotonic() if now is None else now)
         bar = "█" * int(20 * share) + "░" * (20 - int(20 * share))
-        speed = self.done / spent if spent > 0 else 0.0
-        return f"{stage:<18} {bar} {100 * share:3.0f}%  {self.done:,} steps, {speed:,.0f}/s, {clock(left)} left"
+        return f"{stage:<20} {bar} {100 * share:3.0f}%  {self.done:,} steps, {speed:,.0f}/s, {clock(left)} left"
 
-    def close(self) -> None:
-        """Wipe the line."""
-        if self.show:
+    def close(self, word: str = "done") -> None:
+        """Wipe the line; or say in the log how the run ended, if anything was said of it there."""
+        if self.terminal:
             self.stream.write("\r\x1b[K")
             self.stream.flush()
+        elif self._stage:
+            self._log(f"{word}, {self.done:,} steps in {clock(time.monotonic() - self.started)}")
+
+    def _estimates(self, now: float) -> tuple[float, float, float]:
+        """Share of the steps that are done, steps per second, and seconds left."""
+        spent = now - self.started
+        speed = (self.done - self._skipped) / spent if spent > 0 else 0.0
+        left = max(self.total - self.done, 0) / speed if speed > 0 else 0.0
+        return min(self.done / self.total, 1.0), speed, left
+
+    def _log(self, text: str) -> None:
+        if LOGGER.hasHandlers():
+            LOGGER.info(text)
+        elif LOGGER.level <= logging.INFO:  # logging is not configured, not even a level
+            self._handler.handle(LOGGER.makeRecord(LOGGER.name, logging.INFO, __file__, 0, text, (), None))

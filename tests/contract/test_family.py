@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from isosgd.samplers.preconditioned import Preconditioned
 from torch import Tensor
 
 import isosgd
@@ -30,8 +29,7 @@ ASKED_FOR = {
     "isgd", "isgd-momentum", "vsgd", "sgld", "psgld", "sgfs", "sgrld", "sghmc", "sgrhmc", "adaptive-sghmc", "sgnht",
     "csgld", "csghmc", "mcdropout", "swag", "ensemble", "snapshots",
 }  # fmt: skip
-# HMC needs energies, and runs through `sample` alone: see tests/unit/test_hmc.py.
-OPTIMIZERS = {name: method for name, method in REGISTRY.items() if method.family != "metropolis"}
+OPTIMIZERS = {name: method for name, method in REGISTRY.items() if name != "hmc"}  # which needs energies, not steps
 every_method = pytest.mark.parametrize("method", OPTIMIZERS.values(), ids=OPTIMIZERS)
 
 
@@ -99,6 +97,19 @@ def test_methods_lists_them_all_with_their_settings() -> None:
     assert rows["adaptive-sghmc"]["settings"]["friction"] == 0.05 and rows["sghmc"]["settings"]["friction"] == 0.1
     assert rows["csgld"]["settings"]["decay"] == 0.0  # of its base
     assert not {"lr", "corrected", "num_data", "temperature", "extra"} & set(rows["isgd-momentum"]["settings"])
+
+
+def test_the_structure_it_lists_is_the_one_that_sample_takes() -> None:
+    (row,) = (row for row in isosgd.methods() if row["name"] == "isgd")
+    x = torch.randn(60, 2, generator=seeded())
+    prior, start = isosgd.priors.Normal(1.0), {"w": torch.zeros(2)}
+    target = isosgd.Target(lambda p, b: -0.5 * (b[0] - p["w"]).square().sum(-1), prior, init=start)
+    short = {"draws": 2, "keep_every": 2, "warmup": 400, "progress": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", isosgd.SamplingWarning)  # the warm-up is short
+        listed = {"structure": row["settings"]["structure"]}
+        plain, told = (isosgd.sample(target, (x,), **short, **given) for given in ({}, listed))
+    assert torch.equal(plain.draws["w"], told.draws["w"])
 
 
 @every_method
@@ -341,24 +352,25 @@ def test_whiten_is_the_root_of_what_the_gradient_meets(kind: type[Sampler], chai
     loop.gradients()
     params = list(loop.params.values())
     before = [p.detach().clone() for p in params]
-    twice = loop.sampler.whiten(loop.sampler.whiten([p.grad for p in params]))
-    loop.sampler._learn_all = lambda: None  # the metric as it is
+    twice = loop.sampler.whitening.whiten(loop.sampler.whitening.whiten([p.grad for p in params]))
+    if loop.sampler.metric is not None:
+        loop.sampler.metric.learn = None  # the metric as it is
     loop.sampler.step()
     for p, old, expected in zip(params, before, twice, strict=True):
         torch.testing.assert_close(old - p.detach(), 1e-3 * expected, rtol=1e-2, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [PSGLD, AdaptiveSGHMC, SGFS, SGRLD, SGRHMC, FullSGFS])
-def test_curvature_may_be_told_in_the_metric(kind: type[Preconditioned]) -> None:
+def test_curvature_may_be_told_in_the_metric(kind: type[Sampler]) -> None:
     """A large curvature bounds the rate, and the rate times the curvature in the metric is what the bias allows."""
     plain, told = Loop(kind), Loop(kind)
-    told.sampler.in_metric = True
+    told.sampler.whitening.entered = True
     for loop in (plain, told):
         loop.look()
         loop.sampler.adapt([1e6, 1e6])
     for a, b in zip(plain.sampler.param_groups, told.sampler.param_groups, strict=True):
         assert b["rate"] * 1e6 == pytest.approx(2 * (2 - told.sampler.friction) * 0.02 / 1.02, rel=1e-4)
-        assert a["rate"] * float(plain.sampler.curvature_ratio(a)) == pytest.approx(b["rate"], rel=1e-3)
+        assert a["rate"] * float(plain.sampler.whitening.curvature_ratio(a)) == pytest.approx(b["rate"], rel=1e-3)
 
 
 def test_thermostats_are_of_each_group_and_chain() -> None:

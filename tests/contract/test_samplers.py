@@ -156,8 +156,8 @@ class Data:
 def advance(sampler: Sampler, data: Data, steps: int) -> None:
     """Steps as a training loop makes them; the first ones set the rates of a sampler that waits to be told."""
     if waits(sampler):
-        shaped = getattr(sampler, "shaped", None)
-        for _ in range(8 if shaped is None else shaped.min_vectors):
+        geometry = sampler.geometry
+        for _ in range(8 if geometry is None else geometry.min_vectors):
             sampler.observe(data.next(sampler))
         sampler.adapt([1.0 for _ in sampler.param_groups])
     for _ in range(steps):

@@ -9,18 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.images import classification, classifiers, image_methods, image_rivals
+from experiments.images import classification, classifiers
 from experiments.images.__main__ import main
-from experiments.images.classification import ROWS, Bench, finite_mnll
-from experiments.images.classifiers import PILOT, Recipe, Task, prepare
-from experiments.images.image_jobs import Job, Method, Outcome, gather, start_chain, together
-from experiments.images.image_methods import Watch, isgd
-from experiments.images.image_rivals import single
+from experiments.images.classification import ROWS, Bench, finite_mnll, run, settings
+from experiments.images.classifiers import PILOT, Recipe, Task
 from experiments.images.images import Images
 from experiments.images.tables import Result, Row, Score, draw_entropies, markdown, read, write
-from isosgd.noise import MovingAverage
+from isosgd import DivergedError
 
-RECIPE = Recipe("mnist", 3, 32, 0.02, 1e-3, 32, (100, 2), (10, 2), 100, 2, (1, 0.01), 0.2, augment="none")
+RECIPE = Recipe("mnist", 3, 32, 0.02, 1e-3, 32, (100, 2), (10, 2), 100, 2, 1, 0.2, augment="none")
+pytestmark = pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")  # warm-ups are short
 
 
 def tiny(dropout=0.0):
@@ -141,44 +139,33 @@ def test_a_ladder_that_is_not_climbed_again_stays_on_record(tasks, monkeypatch):
     assert set(again.ladder["sghmc"]) == {"0.001", "0.01"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("pilots", [1, 2])
 def test_ladders_are_scored_alone_and_together(tasks, monkeypatch, pilots):
     monkeypatch.setattr(classification, "DRAWS", 8)
     task, pilot = tasks
-    bench = Bench(task, pilot, pilots=pilots, ladder=[1e-3, 1e-2], say=lambda words: None)
-    bench.climb(["alpha-c", "windowed"])
+    bench = Bench(task, pilot, pilots=pilots, ladder=[1e-2], say=lambda words: None)
+    bench.climb(["windowed"])
     labels = pilot.sets["held-out"].labels
-    methods = {"single": single, "alpha-c": isgd("alpha-c"), "windowed": image_methods.windowed}
-    assert {name: list(found) for name, found in bench.result.together.items()} == {
-        "single": ["0"],
-        "alpha-c": ["0.001", "0.01"],
-        "windowed": ["0.001", "0.01"],
-    }
-    for name, found in bench.result.ladder.items():
-        for temperature, alone in found.items():
-            each = [
-                methods[name](Job(pilot, pilot.start(PILOT + k), 1 + k, float(temperature), 2, 100, 2)).mean("held-out")
-                for k in range(pilots)
-            ]
-            own = [-float(p[range(30), labels].log().mean()) for p in each]
-            joined = -float((sum(each) / pilots)[range(30), labels].log().mean())
-            assert alone == pytest.approx(sum(own) / pilots)
-            assert bench.result.together[name][temperature] == pytest.approx(joined)
-            assert (joined < alone - 1e-6) == (pilots > 1)  # Jensen
+    starts = [pilot.start(PILOT + k) for k in range(pilots)]
+    for name, t in (("single", 0.0), ("windowed", 1e-2)):
+        posterior = run(pilot, name, starts, 1, t or None, 2, (100, 2))
+        each = [pilot.predictions(posterior.select(chains=[k]))["held-out"] for k in range(pilots)]
+        own = [-float(p[range(30), labels].log().mean()) for p in each]
+        joined = -float((sum(each) / pilots)[range(30), labels].log().mean())
+        assert bench.result.ladder[name][f"{t:g}"] == pytest.approx(sum(own) / pilots)
+        assert bench.result.together[name][f"{t:g}"] == pytest.approx(joined)
+        assert (joined < sum(own) / pilots - 1e-6) == (pilots > 1)  # Jensen
 
 
-def test_a_rung_where_one_pilot_is_astray_is_not_chosen(tasks, monkeypatch):
-    """At the lower temperature the second pilot's chain diverges, and what the first one says does not count."""
+def test_a_rung_where_a_pilot_diverges_is_not_chosen(tasks, monkeypatch):
     task, pilot = tasks
 
-    def steps(job, outcome):
-        outcome.add(job.task, job.task.restored(job.state))
-        if job.seed == 2 and job.temperature < 0.01:
-            outcome.sums["held-out"][0] = math.nan
-        yield
+    def some(task, name, starts, seed, temperature=None, draws=1, times=(0, 0)):
+        if temperature is not None and temperature < 0.01:
+            raise DivergedError("infinite", step=1, group=None, state={})
+        return run(task, "single", starts, seed)
 
-    monkeypatch.setitem(classification.RUNGS, "alpha-c", Method(steps))
+    monkeypatch.setattr(classification, "run", some)
     said = []
     bench = Bench(task, pilot, ladder=[1e-3, 0.1], say=said.append)
     bench.climb(["alpha-c"])
@@ -193,10 +180,10 @@ def test_one_chain_goes_by_pilots_alone_and_several_by_pilots_together(tasks, ch
     bench = Bench(*tasks, chains=chains)
     bench.result.ladder = {"alpha-c": {"0.001": 0.3, "0.01": 0.2}, "windowed": {"0.01": 0.4, "0.1": 0.1}}
     bench.result.together = {"alpha-c": {"0.001": 0.05, "0.01": 0.07}, "windowed": {"0.01": 0.06, "0.1": 0.08}}
-    jobs, temperature = bench.plan("ours", 0)
-    assert (bench.result.settings["ours"], temperature) == ours
-    assert len(jobs) == chains and {job.temperature for _, job in jobs} == {temperature}
-    assert bench.plan("alpha-c", 0)[1] == 0.01 and bench.plan("windowed", 0)[1] == 0.1
+    name, temperature, draws, _ = bench.plan("ours")
+    assert (name, temperature) == ours == (bench.result.settings["ours"], temperature)
+    assert draws * chains == 30 and len(bench.starts("ours", 0)) == chains
+    assert bench.plan("alpha-c")[1] == 0.01 and bench.plan("windowed")[1] == 0.1
 
 
 def test_starts_come_from_the_cache_and_only_if_they_are_the_same(tasks, tmp_path):
@@ -209,125 +196,78 @@ def test_starts_come_from_the_cache_and_only_if_they_are_the_same(tasks, tmp_pat
     other = replace(task, known={}, recipe=replace(RECIPE, epochs=1))
     assert any(not torch.equal(value, state[name]) for name, value in other.start(0).items())
     both = replace(task, known={}, cache=None)
-    both.prepare([0, 1])
+    assert not torch.equal(both.start(0)["0.weight"], both.start(1)["0.weight"])
+    assert torch.equal(both.start(0)["0.weight"], state["0.weight"])
     assert set(both.known) == {(0, 0.0), (1, 0.0)}
-    assert not torch.equal(both.known[0, 0.0]["0.weight"], both.known[1, 0.0]["0.weight"])
 
 
-def test_jobs_side_by_side_come_to_what_they_come_to_alone(tasks):
+def test_a_start_predicts_what_its_network_does(tasks):
     task, _ = tasks
-    jobs = [
-        (isgd("alpha-c"), Job(task, task.start(0), 1, 1e-3, 2, 100, 3)),
-        (single, Job(task, task.start(1), 1, 0.0, 1, 0, 0)),
-        (image_rivals.swag, Job(task, task.start(1), 2, 0.0, 2, 0, 0)),
-        (image_methods.windowed, Job(task, task.start(0), 3, 1e-2, 2, 100, 3)),
-    ]
-    under_way = dict(together(jobs, 3))
-    assert list(under_way) != sorted(under_way)  # the short one is done first
-    for number, (method, job) in enumerate(jobs):
-        alone = method(job)
-        assert torch.equal(alone.mean("test"), under_way[number].mean("test"))
-        assert alone.gradients == under_way[number].gradients
-    with pytest.raises(ValueError, match="width = 0"):
-        next(together(jobs, 0))
+    state = task.start(0)
+    model = task.fresh(3)
+    model.load_state_dict(state)
+    model.eval()
+    with torch.no_grad():
+        expected = model(task.sets["test"].plain).softmax(1)
+    torch.testing.assert_close(task.predictions(run(task, "single", [state], 0))["test"], expected)
+    both = run(task, "single", [state, task.start(1)], 0)
+    assert both.num_chains == 2 and both.buffers["1.running_mean"].shape == (2, 1, 4)
 
 
-def test_outcomes_of_a_group_come_together_and_in_their_order(tasks):
+@pytest.mark.parametrize("name", ["windowed", "G-c", "sghmc", "csghmc", "swag", "mcdropout"])
+def test_a_method_starts_from_its_model_and_has_as_many_draws(tasks, name):
+    """At a low temperature, or a small rate, draws stay near the start; dropout masks multiply its weights."""
     task, _ = tasks
-    slow = (isgd("alpha-c"), Job(task, task.start(0), 1, 1e-3, 1, 100, 2))
-    quick = (single, Job(task, task.start(0), 1, 0.0, 1, 0, 0))
-    found = list(gather([[slow, quick], [quick], [quick, quick]], 3))
-    assert [i for i, _ in found] == [1, 2, 0]
-    assert [[o.gradients for o in outcomes] for _, outcomes in found] == [[0], [0, 0], [102, 0]]
+    dropout = task.recipe.dropout if name == "mcdropout" else 0.0
+    state = task.start(0, dropout)
+    temperature = None if name in ("swag", "mcdropout") else 1e-5
+    posterior = run(task, name, [state], 1, temperature, 3, (100, 2))
+    assert posterior.num_draws == 3 and posterior.num_chains == 1
+    assert posterior.buffers["1.running_mean"].shape == (1, 3, 4)
+    weights, start = posterior.draws["5.weight"][0], state["5.weight"].cpu()
+    if name == "mcdropout":
+        kept = weights[0] != 0
+        assert 0.6 < float(kept.float().mean()) < 0.95
+        torch.testing.assert_close(weights[0][kept], start[kept] / 0.8)
+        assert torch.equal(posterior.buffers["1.running_mean"][0, 0], state["1.running_mean"].cpu())
+    else:
+        assert not torch.equal(weights[0], start) and float((weights - start).norm(dim=(1, 2)).max()) < 0.5 * float(
+            start.norm()
+        )
 
 
-def test_the_pilot_and_the_network_with_dropout_are_trained_beside_the_others(tasks):
-    task, pilot = tasks
-    prepare([(pilot, 7, 0.0), (task, 0, 0.0), (task, 0, 0.2)], side_by_side=3)
-    beside = task.known[0, 0.0]
-    assert set(pilot.known) == {(7, 0.0)} and set(task.known) == {(0, 0.0), (0, 0.2)}
-    alone = replace(task, known={}, cache=None).start(0)
-    assert all(torch.equal(value, beside[name]) for name, value in alone.items())
-
-
-def test_draws_of_chains_are_averaged_over_all():
-    a = Outcome({"test": torch.tensor([[2.0, 0.0]])}, 2, 10, (1.0, 2.0))
-    b = Outcome({"test": torch.tensor([[0.0, 1.0]])}, 1, 5, (1.5, 4.0))
-    joined = Outcome.join([a, b])
-    torch.testing.assert_close(joined.mean("test"), torch.tensor([[2 / 3, 1 / 3]]))
-    assert (joined.draws, joined.gradients, joined.seconds) == (3, 15, 3.0)
-
-
-@pytest.mark.parametrize("temperature", [1e-3, 0.05])
-@pytest.mark.parametrize("name", ["alpha-c", "G-c-slr", "windowed", "sghmc", "csghmc"])
-def test_noise_and_rate_make_up_the_temperature(tasks, monkeypatch, name, temperature):
-    """``(rate sqrt(2 lam))^2 = 2 a rate T / N`` in every group: noise too large, N or T left out would all show."""
-    chains = []
-
-    def spy(*args, **settings):
-        chains.append(start_chain(*args, **settings))
-        return chains[-1]
-
-    monkeypatch.setattr(image_methods, "start_chain", spy)
-    monkeypatch.setattr(image_rivals, "start_chain", spy)
-    monkeypatch.setattr(image_methods, "keep_draws", lambda *args: iter(()))
-    methods = {"windowed": image_methods.windowed, "sghmc": image_rivals.sghmc, "csghmc": image_rivals.csghmc}
+@pytest.mark.parametrize("name", ["alpha-c", "G-c-slr", "windowed", "sghmc"])
+def test_rate_and_lambda_make_up_the_temperature(tasks, name):
     task, _ = tasks
-    method = methods.get(name) or isgd(name)
-    method(Job(task, task.start(0), 0, temperature, 2, 120, 5))
-    update = chains[0].update
-    rates, kicks = update.rates * update.pace[0], update.kicks * update.pace[1]
-    found = chains[0].num_data * kicks.double().square() / (2.0 * update.friction * rates.double())
-    assert bool((rates > 0).all())
-    torch.testing.assert_close(found, torch.full_like(found, temperature), rtol=1e-4, atol=0.0)
+    posterior = run(task, name, [task.start(0)], 1, 1e-3, 1, (120, 2))
+    for report in posterior.info["warmup"]:
+        for group in report["groups"]:
+            assert group["rate"] * len(task.train) * group["lam"] == pytest.approx(1e-3, rel=1e-4)
+    given = settings(task, "csghmc", 30, 800, 400)
+    assert given["cycle"] == 4000 and given["keep_every"] == 80
+    assert given["lr"] == pytest.approx(0.5 * RECIPE.peak * 0.5 * (1 + math.cos(0.8 * math.pi)))
 
 
-def test_the_noise_watched_is_that_of_minibatches(tasks):
-    """At a frozen network, differences of successive gradients have the variance of minibatch gradients."""
+def test_training_learns_and_follows_the_recipe(tasks):
     task, _ = tasks
-    chain = start_chain(Job(task, task.start(0), 3, 1.0, 1, 1, 1))
-    chain.update.pace.zero_()
-    watch = Watch(chain, MovingAverage(0.999, centred=True))
-    every = []
-    for _ in range(300):
-        chain.step()
-        watch.look()
-        every.append(chain.flat_gradient(torch.zeros_like(chain.flat.values)))
-    variance = torch.stack(every).var(0)
-    ratio = float(torch.cat(chain.flat.parts(watch.variance, [0, 4])).sum()) / float(
-        torch.cat(chain.flat.parts(variance, [0, 4])).sum()
-    )
-    # Of m values the mean square difference of neighbours over their variance has a standard error of 1 / sqrt(m), if
-    # all gradients go together, less if they do not.
-    assert abs(ratio - 1) < 4.5 / 300**0.5
-    assert watch.seen == 299
-    (first, *_), total = watch.bounds("max"), watch.bounds("sum")
-    assert float(first) <= float(total[0])
+    predicted = task.predictions(run(task, "single", [task.start(0)], 0))["test"]
+    assert float((predicted.argmax(1) == task.sets["test"].labels).float().mean()) > 0.7
+    rates = classifiers.one_cycle(100, 0.1)
+    assert int(rates.argmax()) in (19, 20) and float(rates[-1]) < 1e-3 * 0.1
+    with pytest.raises(ValueError, match="both must be positive"):
+        classifiers.one_cycle(0, 0.1)
 
 
-def test_rates_are_those_of_the_rule(tasks):
-    task, _ = tasks
-    job = Job(task, task.start(0), 1, 1e-5, 1, 10, 1)
-    found = {}
-    for preset in ("G-c", "G-c-slr"):
-        outcome = isgd(preset)(job)
-        found[preset] = outcome.notes
-        assert outcome.gradients == 11
-    assert found["G-c-slr"]["least rate"] == pytest.approx(found["G-c-slr"]["largest rate"])
-    # One lambda for all is the sum of the layers': its inverse rate is the sum of theirs, so that it is the least.
-    assert found["G-c-slr"]["least rate"] < found["G-c"]["least rate"]
+def test_a_chain_that_diverges_is_said_to(tasks, monkeypatch):
+    def never(*args):
+        raise DivergedError("infinite", step=1, group=None, state={})
 
-
-def test_a_chain_that_diverges_is_said_to(tasks):
-    task, pilot = tasks
-    bench = Bench(task, pilot, chains=1, say=lambda words: None)
-    outcome = single(Job(task, task.start(0), 1, 0.0, 1, 0, 0))
-    outcome.sums["test"][0, 0] = math.nan
-    bench.make = lambda wanted: [(wanted[0], None, outcome)]
+    monkeypatch.setattr(classification, "run", never)
+    bench = Bench(*tasks, chains=1, say=lambda words: None)
     result = bench.run(1, ["single"])
     assert result.rows[0].scores[0].diverged and "diverged" in result.rows[0].scores[0].words()
     assert "(1 diverged)" in markdown([result])
-    assert finite_mnll(outcome.sums["test"], task.sets["test"].labels) is None
+    assert finite_mnll(torch.tensor([[math.nan, 1.0]]), torch.tensor([0])) is None
 
 
 def test_bad_settings_are_refused(tasks, tmp_path):
@@ -340,8 +280,8 @@ def test_bad_settings_are_refused(tasks, tmp_path):
         Bench(task, pilot, ladder=[0.0])
     with pytest.raises(ValueError, match="not known; choose from single"):
         Bench(task, pilot).run(1, ["nonsense"])
-    with pytest.raises(ValueError, match="warmup = 99 is too short for alpha-c"):
-        isgd("alpha-c")(Job(task, task.start(0), 1, 1e-5, 1, 99, 1))
+    with pytest.raises(ValueError, match="no method of these tables"):
+        settings(task, "nonsense", 1, 1, 1)
     with pytest.raises(ValueError, match="unknown; choose one of"):
         classifiers.read("nonsense", tmp_path, "cpu")
     (tmp_path / "old.json").write_text(json.dumps({"format": 0}))

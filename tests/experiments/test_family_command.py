@@ -96,11 +96,9 @@ def test_a_baseline_keeps_to_the_budget(method: str, budget: int) -> None:
     assert posterior.num_chains == runs.CHAINS
 
 
-@pytest.mark.parametrize(
-    ("steps", "sampling"), [(0, 0), (4000, 0), (4001, 1), (5000, 1000), (8999, 1000), (9500, 1500)]
-)
+@pytest.mark.parametrize(("steps", "sampling"), [(0, 0), (4999, 0), (5000, 1229), (9999, 1229), (10_000, 2459)])
 def test_exploration_counts_against_the_budget(steps: int, sampling: int) -> None:
-    """Of cycles of 5000 steps 4000 explore."""
+    """Of a cycle of 5000 steps 1250 explore; the others count as 1537 at the full rate, and .8 of these give draws."""
     assert runs.sampling_steps(5000, steps) == sampling
     assert runs.sampling_steps(0, steps) == steps
 
@@ -109,11 +107,11 @@ def test_exploration_counts_against_the_budget(steps: int, sampling: int) -> Non
 @pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # the warm-up is short
 @pytest.mark.parametrize("method", ["csgld", "csghmc"])
 def test_cyclical_methods_keep_to_the_budget(method: str) -> None:
-    """One cycle of 500 steps, of which 100 sample, after a warm-up of as many."""
+    """One cycle of 500 steps, of which draws come from as many as count as 122, after a warm-up of as many."""
     for own in ((), ("lr", 1e-4)):
         row = runs.run(job(method, 8000, *own))[0]
-        assert 8000 - 8 * 2 * runs.MARGIN <= row["gradients"] <= 8000, row
-        assert row["draws"] == 8 * (100 - runs.MARGIN)
+        assert 7000 <= row["gradients"] <= 8000, row
+        assert row["draws"] == 8 * (122 - runs.MARGIN)
 
 
 @pytest.mark.slow

@@ -204,6 +204,11 @@ def preset_g_b() -> Draws:
 
 
 @case
+def preset_windowed() -> Draws:
+    return run(network(), preset="windowed", temperature=0.1, warmup=320)
+
+
+@case
 def categorical() -> Draws:
     return run(network("categorical"), (X, LABELS), structure="layer")
 

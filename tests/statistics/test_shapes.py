@@ -176,8 +176,8 @@ def noise_left_in(monkeypatch):
     original = ISGD.step
 
     def forgetful(self, *args, **kwargs):
-        names = {"full": ["cov"], "lowrank": ["residual", "shared"]}.get(self.geometry.name, ["v"])
-        known = [getattr(self.geometry, name) for name in names]
+        names = {"full": ["cov"], "lowrank": ["residual", "shared"]}.get(self.geometry.name)
+        known = [self.geometry.on_axes.v] if names is None else [getattr(self.geometry, name) for name in names]
         if any(bool(x.any()) for x in known):
             torch._foreach_zero_(known)
             self.geometry.slow(self.geometry.full(1.0))  # works out anew what is injected

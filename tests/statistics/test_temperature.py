@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from isosgd.samplers import ISGD, SGHMC, SGLD, Sampler, planning
+from isosgd.samplers import ISGD, SGHMC, SGLD, Sampler, injection
 from isosgd.samplers.innovations import Source
 
 # Samplers that do not correct gradient noise drown it, so they need small rates; a lower noise level keeps runs short.
@@ -98,7 +98,7 @@ def test_these_tests_fail_when_the_sampler_is_wrong(gaussian_posterior, monkeypa
 
 def test_gradient_noise_that_is_not_taken_out_shows(gaussian_posterior, monkeypatch):
     """The correction itself is under test: without it I-SGD is too hot."""
-    monkeypatch.setattr(planning, "take_out_", lambda *a: None)
+    monkeypatch.setattr(injection, "take_out_", lambda *a: None)
     result = gaussian_posterior("independent").run(ISGD, temperature=0.1)
     assert result.z() > 5
 

@@ -80,13 +80,13 @@ def test_temperature_is_kept() -> None:
 
 
 def without_kinetic_energy(monkeypatch: pytest.MonkeyPatch) -> None:
-    kick = HMC._kick
+    kick = HMC._half_kick
 
     def forgetful(self: HMC, *args: Any) -> None:
         kick(self, *args)
         self.gained = torch.zeros_like(self.gained)
 
-    monkeypatch.setattr(HMC, "_kick", forgetful)
+    monkeypatch.setattr(HMC, "_half_kick", forgetful)
 
 
 def too_fast(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import copy
 import io
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -360,5 +361,38 @@ def test_the_progress_line_ends_where_it_should(method: str, monkeypatch: pytest
     monkeypatch.setattr(runner, "Progress", progress)
     x = torch.randn(40, 2)
     sampled(nn.Linear(2, 1), x, x[:, :1], method, chains=2, progress=True, **METHODS[method])
-    assert made[0].show and made[0].done == pytest.approx(made[0].total, abs=2 * LOOKS)
+    assert made[0].terminal and made[0].done == pytest.approx(made[0].total, abs=2 * LOOKS)
     assert made[0].done > 0
+
+
+@pytest.mark.parametrize("method", ["swag", "mcdropout"])
+def test_minibatches_go_through_a_transform_and_buffers_of_the_start_stay(method):
+    """Bytes become floats by the transform alone; a trained network's running statistics come with its weights."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(256, (60, 4), generator=generator, dtype=torch.uint8)
+    y = (x[:, 0] > 127).long()
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    net.train(method == "swag")
+    start = {name: v.clone() for name, v in net.state_dict().items()}
+    start["1.running_mean"] += 5.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        target = Target.from_module(net, "categorical")
+    sizes = []
+
+    def transform(batch, generator):
+        sizes.append(len(batch[0]))
+        return batch[0].float() / 255, batch[1]
+
+    more = {"snapshots": 3, "keep_every": 2} if method == "swag" else {"p": 0.5}
+    posterior = isosgd.sample(
+        target, (x, y), method=method, init=start, transform=transform, warmup=0, draws=2, batch_size=20,
+        progress=False, **more,
+    )  # fmt: skip
+    means = posterior.buffers["1.running_mean"]
+    assert means.shape == (1, 2, 8) and sizes
+    if method == "mcdropout":
+        assert torch.equal(means[0, 0], start["1.running_mean"])
+    else:
+        hidden = (x.float() / 255) @ posterior.draws["0.weight"][0, 0].T + posterior.draws["0.bias"][0, 0]
+        torch.testing.assert_close(means[0, 0], hidden.mean(0))

@@ -27,12 +27,13 @@ data = (x, 2 * x + 0.3 * torch.randn(60, 1))
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 1) -> str:
-    """What a command says that ends with an error: one line on standard error, nothing on standard output."""
+    """What a command says that ends with an error, on standard error alone: one line, or one for each difference."""
     capsys.readouterr()
     assert main([str(word) for word in argv]) == code
     printed = capsys.readouterr()
     line = printed.err.strip()
-    assert line.startswith("isosgd: ") and "\n" not in line and "[Errno" not in line and "Traceback" not in line
+    assert line.startswith("isosgd: ") and "[Errno" not in line and "Traceback" not in line
+    assert "\n" not in line or "was drawn from:\n" in line
     assert printed.out == ""
     return line
 

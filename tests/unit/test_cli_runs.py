@@ -229,6 +229,24 @@ def test_probabilities_of_classes(classified, capsys):
     assert (classified / "report.html").read_text().count("columns shuffled") > 0
 
 
+def test_running_longer_extends_the_run(fitted, tmp_path, capsys):
+    """The command that is proposed goes on with the run; it does not begin another one."""
+    folder = tmp_path / "run"
+    shutil.copytree(fitted[0], folder)
+    found = open_run(folder)
+    before = found.posterior()
+    assert len(found.commands()) == 1
+    settled = {**before.info, "warmup": [{**report, "settled": True} for report in before.info["warmup"]]}
+    command = found.longer(isosgd.Posterior(before.target, before.draws, settled))
+    assert command == f"isosgd resume {folder} --draws {4 * before.num_draws}"
+    more = before.num_draws + 2
+    told = strict(run(["resume", folder, "--draws", more, "--json", "--no-report"], capsys).out)
+    after = found.posterior()
+    assert told["draws"] == after.num_draws == more
+    assert torch.equal(after.draws["0.weight"][:, :-2], before.draws["0.weight"])
+    assert found.commands()[1] == f"isosgd resume {folder} --draws {more}"
+
+
 def test_diagnose_and_report(fitted, tmp_path, capsys):
     folder, told = fitted
     found = strict(run(["diagnose", folder, "--json"], capsys).out)

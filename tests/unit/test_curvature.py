@@ -10,12 +10,16 @@ from torch import Tensor
 from isosgd.data.sources import TensorBatches
 from isosgd.engine.chains import Chains
 from isosgd.engine.curvature import Curvature, Stiffness
+from isosgd.engine.schedule import Schedule
 from isosgd.geometry.base import Geometry
 from isosgd.geometry.diagonal import Diagonal
 from isosgd.geometry.full import Full
 from isosgd.geometry.rule import Rule
+from isosgd.progress import Progress
 from isosgd.samplers import SGLD
+from isosgd.sampling.settings import sampler_factory
 from isosgd.target import Params, Target, priors
+from isosgd.warmup.windows import warm_up
 
 F64 = torch.float64
 
@@ -178,3 +182,20 @@ def test_probes_along_the_axes_give_a_full_matrix_the_hessian() -> None:
     values = torch.linalg.eigvals(inverse_h(shaped) @ matrix).real
     assert float(values.max()) < 1.0 + 1e-6  # nothing is stiffer than H says
     assert float(values.amax(-1).min()) > 1.0 - 1e-6
+
+
+@pytest.mark.parametrize("method", ["psgld", "sgfs", "sgfs-full"])
+def test_curvature_is_measured_in_the_metric_of_a_sampler_that_has_one(method: str, generator: torch.Generator) -> None:
+    """Parameters whose curvatures are a thousand times apart: in the metric of the noise they are not."""
+    x = torch.randn(200, 2, generator=generator) * torch.tensor([1.0, 30.0])
+    y = x @ torch.tensor([1.0, 0.03]) + torch.randn(200, generator=generator)
+    target = Target(
+        lambda p, batch: -0.5 * (batch[1] - batch[0] @ p["w"]) ** 2, priors.Normal(10.0), init={"w": torch.zeros(2)}
+    )
+    schedule = Schedule(target, (x, y), None, 1, 20, 0, None, None)
+    _, run = next(iter(schedule.runs(sampler_factory(method, 200, 1.0, 20, 1, {}))))
+    report = warm_up(run, 600, Progress(1, show=False), measure_spacing=False)[0]
+    assert run.in_metric
+    plain, scaled = float(run.curvature.values()), float(run.scaled.values())
+    assert abs(plain / 900.0 - 1.0) < 0.5 and scaled != pytest.approx(plain, rel=0.5)
+    assert report.groups[0].predicted_bias < 0.05

@@ -17,7 +17,7 @@ from isosgd.engine.multistep import MultiStep, unsupported_reason
 from isosgd.engine.schedule import Schedule
 from isosgd.progress import Progress
 from isosgd.samplers.innovations import fill_steps
-from isosgd.sampling import keepers
+from isosgd.sampling import recorders
 from isosgd.sampling.settings import sampler_factory
 from isosgd.warmup.windows import warm_up
 
@@ -35,6 +35,8 @@ OTHERS: list[dict[str, Any]] = [
     {"method": "sgnht", "lr": 1e-4},
     {"method": "psgld", "lr": 1e-4},
     {"method": "adaptive-sghmc"},
+    {"method": "csgld", "lr": 1e-3, "cycle": 6, "decay": 0.5, "offset": 10.0},
+    {"method": "csghmc", "cycle": 7},
 ]
 KINDS: list[dict[str, Any]] = [{"method": "sgld", "lr": 1e-3}, *({"structure": name} for name in STRUCTURES), *OTHERS]
 QUICK_ONES = ("lowrank", "sgld")
@@ -81,18 +83,18 @@ def test_the_steps_are_those_of_the_sampler(options: dict[str, Any], chains: int
     """One by one, from the same minibatches and innovations, by the sampler's own step."""
     run, other = make_chains(chains, options), make_chains(chains, options)
     assert unsupported_reason(run) == ""
-    multi_step = MultiStep(run, noise_every=1000, compiled=False)
+    stride = MultiStep(run, noise_every=1000, compiled=False)
     batches = other.batches
     assert isinstance(batches, TensorBatches)
     steps = 9
     index = batches.indices(steps)
-    width = multi_step.program.width
     for leaf in other.leaves:
         leaf.grad = torch.zeros_like(leaf)
     other.sampler.injector.lay_out()
     other.sampler.injector.source.prepare()
-    xi = fill_steps(torch.empty(steps, chains, width), other.sampler.generator, multi_step.program.bits)
-    multi_step.take_steps(0, steps, lambda count: None)
+    width = other.sampler.injector.source.out.shape[-1]
+    xi = fill_steps(torch.empty(steps, chains, width), other.sampler.generator, stride.program.bits)
+    stride.take_steps(0, steps, lambda count: None)
     other.sampler.refresh()
     for k in range(steps):
         batch = batches.at(index[k] if other.many is not None else index[k, 0])
@@ -128,7 +130,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
 ) -> None:
     settings = {"chains": chains, "noise_every": 5, **({"warmup": 0} if "lr" in options else {}), **options}
     whole = quick(**settings)
-    keep, count = keepers.OnDisk.keep, [0]
+    keep, count = recorders.OnDisk.keep, [0]
 
     def stop(self: Any, *args: Any) -> None:
         count[0] += 1
@@ -136,7 +138,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
             raise KeyboardInterrupt
         keep(self, *args)
 
-    monkeypatch.setattr(keepers.OnDisk, "keep", stop)
+    monkeypatch.setattr(recorders.OnDisk, "keep", stop)
     monkeypatch.setattr("isosgd.store.writer.CHECKPOINT_SECONDS", 0.0, raising=False)
     with pytest.raises(Interrupted):
         quick(store=tmp_path / "run", **settings)
@@ -157,10 +159,10 @@ def test_data_sets_keep_to_their_own_rows(eager: None) -> None:
 def test_noise_is_followed_in_every_so_many_steps() -> None:
     run = make_chains(2, {"structure": "diagonal"})
     assert run.geometry is not None
-    multi_step, seen = MultiStep(run, noise_every=4, compiled=False), run.geometry.seen
-    multi_step.take_steps(0, 3, lambda count: None)
+    stride, seen = MultiStep(run, noise_every=4, compiled=False), run.geometry.seen
+    stride.take_steps(0, 3, lambda count: None)
     assert run.geometry.seen == seen
-    multi_step.take_steps(3, 10, lambda count: None)
+    stride.take_steps(3, 10, lambda count: None)
     assert run.geometry.seen == seen + 3  # after steps 4, 8 and 12
 
 
@@ -173,7 +175,7 @@ def test_sgld_does_not_ask_for_noise_that_it_has_no_use_for() -> None:
     [
         ({"method": "sgrld", "lr": 1e-3}, "depends on where the chain is"),
         ({"method": "sgrhmc", "lr": 1e-3}, "depends on where the chain is"),
-        ({"method": "csgld", "lr": 1e-3}, "rates change from step to step"),
+        ({"method": "csghmc", "lr": 1e-3, "corrected": True}, "rates change from step to step"),
         ({"method": "adaptive-sghmc", "lr": 1e-3}, "still adapted"),
         ({"method": "sgld", "lr": 1e-3, "decay": 0.5}, "rates change from step to step"),
         ({"noise": "gaussian", "correction": "diagonal", "lam": 1.0}, "single gradients"),
@@ -216,13 +218,13 @@ def test_the_place_of_failure_is_found_exactly() -> None:
     schedule = Schedule(cliff(10.0), (y,), lambda k: {"mu": 0.0 if k else 9.5}, 2, 4, 0, None, None)
     make = sampler_factory("sgld", 20, 1e-12, 4, 1, {"lr": 0.01})
     _, run = next(iter(schedule.runs(make)))
-    multi_step = MultiStep(run, 100, compiled=False)
-    multi_step.take_steps(0, 20, lambda count: None)  # 9.5 + 0.01 * 10.5 a step: beyond 10 after five
+    stride = MultiStep(run, 100, compiled=False)
+    stride.take_steps(0, 20, lambda count: None)  # 9.5 + 0.01 * 10.5 a step: beyond 10 after five
     assert list(run.failures) == [0] and run.alive.tolist() == [False, True]
     error = run.failures[0]
     assert error.step == 5 and error.group == "mu" and 10.0 < float(error.state["mu"]) < 10.2
     before = run.params["mu"].clone()
-    multi_step.take_steps(20, 10, lambda count: None)
+    stride.take_steps(20, 10, lambda count: None)
     assert run.params["mu"][0] == before[0] and run.params["mu"][1] != before[1]
     assert list(run.failures) == [0] and run.gradients == 30
 
@@ -281,9 +283,9 @@ def test_compiled_steps_lead_to_the_same_place(options: dict[str, Any], chains: 
     assert not any(unsupported_reason(run) for run in runs)
     fast, plain = MultiStep(runs[0], 5), MultiStep(runs[1], 5, compiled=False)
     assert not fast.failed
-    for multi_step in (fast, plain):
-        multi_step.take_steps(0, 17, lambda count: None)
-        multi_step.take_steps(17, 4, lambda count: None)  # what a call leaves behind goes into the next
+    for stride in (fast, plain):
+        stride.take_steps(0, 17, lambda count: None)
+        stride.take_steps(17, 4, lambda count: None)  # what a call leaves behind goes into the next
     assert not any(found.unsupported_reason for functions in fast.known.values() for found in functions)
     for a, b in zip(runs[0].leaves, runs[1].leaves, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)

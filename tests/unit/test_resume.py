@@ -20,7 +20,7 @@ from isosgd import METHODS, DataSets, Interrupted, Posterior, SamplingWarning, T
 from isosgd.engine import compiled
 from isosgd.engine.chains import Chains
 from isosgd.noise import MovingAverage
-from isosgd.sampling.stored import Asked
+from isosgd.sampling.stored import RunRequest
 from isosgd.store import files, writer
 from isosgd.store.manifest import Manifest
 from isosgd.target import Params
@@ -177,7 +177,7 @@ def test_every_way_to_run(tmp_path: Path, way: str) -> None:
     if way == "sets":
         data = DataSets((X, Y), FOLDS)
     elif way == "turn":
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        model = turned()
         settings["warmup"] = 150
         crashes = (0.3, 2, 0.3, 2)  # of each chain
     elif way == "auto":
@@ -260,7 +260,7 @@ def test_a_loader_between_two_chains(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:draw .* did not come out")  # sums on a GPU need not come out the same
 @pytest.mark.parametrize("chains", [1, 3])
 def test_a_run_on_a_gpu_goes_on(tmp_path: Path, chains: int) -> None:
-    settings = {**QUICK, "chains": chains, "device": "cuda", "draws": 10}
+    settings = {**QUICK, "chains": chains, "device": "cuda", "draws": 10, "compile": False}  # a graph calls no Python
     with counted() as count:
         sample(make_target(), (X, Y), **settings)
     for part in (0.3, 0.6, 0.9):
@@ -357,7 +357,7 @@ def test_a_crash_at_any_instant_of_a_write(tmp_path: Path, monkeypatch: pytest.M
                 found.draws["0.weight"], wanted.draws["0.weight"][:, : found.num_draws]
             )
         assert equal(sample(make_target(), (X, Y), store=folder, resume=True, **BARE), wanted)
-        assert sorted(path.suffix for path in folder.iterdir()) == [".json", *[".safetensors"] * 4]  # nothing is left
+        assert sorted(path.suffix for path in folder.iterdir()) == [".json", *[".safetensors"] * 5]  # nothing is left
     assert drawn == sorted(drawn) and set(drawn) == {0, 1, 2, 3, 4}
 
 
@@ -437,7 +437,8 @@ def test_a_hundred_killed_processes(tmp_path: Path) -> None:
     [
         ({"temperature": 0.5}, r"settings.temperature was 1.0 and is 0.5"),
         ({"seed": 3}, r"settings.seed was 0 and is 3"),
-        ({"draws": 9}, r"settings.draws was 4 and is 9"),
+        ({"draws": 3}, r"settings.draws was 4 and is 3: a run can be extended, not cut short"),
+        ({"draws": "auto"}, r"settings.draws was 4 and is 'auto', which watches predictions from the first draw on"),
         ({"method": "sghmc"}, r"settings.method was 'sgld' and is 'sghmc'"),
         ({"lr": 2e-3}, r"settings.options.lr was 0.001 and is 0.002"),
         ({"noise": "alpha"}, r"settings.options.noise was not there and is now"),
@@ -459,8 +460,90 @@ def test_a_changed_run_is_refused_with_the_difference(tmp_path: Path, change: di
     model[1] = change.pop("activation", model[1])  # type: ignore[index]
     data = change.pop("data", (X, Y))
     target = make_target(model.double() if data[0][0].dtype == torch.float64 else model, ROWS)
-    with pytest.raises(ValueError, match=f"cannot be resumed: .*{message}"):
+    with pytest.raises(ValueError, match=f"(?s)cannot be resumed:.*{message}"):
         sample(target, data, store=tmp_path, resume=True, **{**BARE, **change})
+
+
+# ------------------------------------------------------------------------------------------------ more draws
+
+
+class Unmapped(nn.Linear):
+    """Looks at a number, which cannot be mapped over chains: they run in turn."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.0 if float(self.bias.detach()[0]) < 1e6 else 0.0)
+
+
+def turned() -> nn.Module:
+    model = network()
+    model[0] = Unmapped(3, 4)  # type: ignore[index]
+    for p in model.parameters():
+        p.data.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(4))
+    return model
+
+
+@pytest.mark.parametrize("way", ["one", "together", "turn", "all data", "warm-up"])
+def test_an_extended_run_is_the_one_that_was_asked_for_at_once(tmp_path: Path, way: str) -> None:
+    settings = {**BARE, "chains": 1 if way == "one" else 2}
+    model = turned if way == "turn" else network
+    if way == "all data":
+        settings = {**QUICK, "batch_size": "all", "structure": "diagonal", "warmup": 600, "chains": 2}
+    elif way == "warm-up":
+        settings = {**QUICK, "chains": 2, "structure": "kronecker", "warmup": 400}
+    wanted = sample(make_target(model()), (X, Y), **{**settings, "draws": 9})
+    sample(make_target(model()), (X, Y), store=tmp_path, **settings)
+    assert load(tmp_path).info["complete"] and load(tmp_path).num_draws == 4
+    found = sample(make_target(model()), (X, Y), store=tmp_path, resume=True, **{**settings, "draws": 7})
+    assert found.num_draws == 7 and found.info["draws"] == 7 and found.info["complete"]
+    found = resume(tmp_path, make_target(model()), (X, Y), draws=9, progress=False)
+    assert way != "turn" or found.info["engine"].startswith("in turn")
+    assert equal(found, wanted) and equal(load(tmp_path, verify=True), wanted)
+    assert found.info["gradients"] == wanted.info["gradients"]
+    assert equal(resume(tmp_path, make_target(model()), (X, Y), progress=False), wanted)  # settings are the new ones
+
+
+def test_a_run_that_was_stopped_goes_on_to_more_draws(tmp_path: Path) -> None:
+    wanted = sample(make_target(), (X, Y), **{**BARE, "draws": 9})
+    with counted(2, "natural"), pytest.raises(Crash):
+        sample(make_target(), (X, Y), store=tmp_path, **BARE)
+    with counted(3, "natural"), pytest.raises(Crash):
+        resume(tmp_path, make_target(), (X, Y), draws=9, progress=False)
+    assert not load(tmp_path).info["complete"]
+    assert equal(resume(tmp_path, make_target(), (X, Y), progress=False), wanted)
+
+
+def test_draws_that_end_by_themselves_are_extended_by_a_budget_or_by_a_number(tmp_path: Path) -> None:
+    settings = {**BARE, "draws": "auto", "chains": 2}
+    wanted = sample(make_target(), (X, Y), budget=25, **settings)
+    sample(make_target(), (X, Y), store=tmp_path, budget=20, **settings)
+    found = resume(tmp_path, make_target(), (X, Y), budget=25, progress=False)
+    assert equal(found, wanted) and found.info["stopped"] == wanted.info["stopped"]
+    found = resume(tmp_path, make_target(), (X, Y), draws=27, progress=False)
+    assert found.num_draws == 27 and torch.equal(found.draws["0.weight"][:, :25], wanted.draws["0.weight"])
+    with pytest.raises(ValueError, match=r"settings.draws was 27 and is 26: a run can be extended"):
+        resume(tmp_path, make_target(), (X, Y), draws=26)
+
+
+def test_chains_that_failed_are_not_extended(tmp_path: Path) -> None:
+    def log_likelihood(params: Params, batch: Any) -> Tensor:
+        hole = (params["mu"] > 50) & (params["mu"] < 85)
+        return -0.5 * torch.where(hole, torch.nan, (batch[1][:, 0] - params["mu"]) ** 2)
+
+    def run(draws: int, **store: Any) -> Posterior:
+        target = Target(log_likelihood, priors.Normal(10.0), init={"mu": 0.0})
+        start = lambda chain: {"mu": 100.0 if chain else 0.0}  # noqa: E731
+        return sample(target, (X, Y), init=start, chains=2, **{**BARE, "draws": draws, "lr": 0.01}, **store)
+
+    run(8, store=tmp_path)
+    found = run(12, store=tmp_path, resume=True)
+    assert found.info["chain_indices"] == [0] and equal(found, run(12))
+
+
+def test_a_baseline_is_not_extended(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"method": "swag", "warmup": 60, "progress": False}
+    sample(make_target(), (X, Y), store=tmp_path, draws=3, **settings)
+    with pytest.raises(ValueError, match="was 3 and is 5, but swag makes its draws all at once: begin another run"):
+        sample(make_target(), (X, Y), store=tmp_path, resume=True, draws=5, **settings)
 
 
 def test_other_versions_are_said_and_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -519,7 +602,7 @@ def test_options_that_are_lists_or_dicts_come_from_the_manifest(
     manifest = Manifest.read(tmp_path)
     names = ("method", "draws", "keep_every", "warmup")
     settings = {name: BARE[name] for name in names} | {"batch_size": None, "chains": 1, "temperature": 1.0, "seed": 0}
-    asked = Asked(make_target(), (X, Y), None, None, settings, options, tmp_path, True, None)
+    asked = RunRequest(make_target(), (X, Y), None, None, settings, options, tmp_path, True, None)
     manifest.identity["settings"] = asked.identity()["settings"]
     manifest.write(tmp_path)
     given: dict[str, Any] = {}
@@ -618,12 +701,12 @@ def test_what_another_process_wrote_while_a_resume_waited_is_kept(
     whole = sample(make_target(), (X, Y), store=tmp_path / "whole", **BARE)
     sample(make_target(), (X, Y), store=tmp_path / "run", **BARE)
     real, finished = Manifest.read, Manifest.read(tmp_path / "run")
-    stale = replace(finished, shards=[], checkpoint=None, complete=False)
+    stale = replace(finished, shards=[], checkpoints={}, complete=False)
     calls: list[int] = []
 
     def read(folder: Path) -> Manifest:
         calls.append(1)
-        return stale if len(calls) <= 3 else real(folder)  # until the lock is held
+        return stale if len(calls) <= 1 else real(folder)  # until the lock is held
 
     monkeypatch.setattr(Manifest, "read", staticmethod(read))
     monkeypatch.setattr(Manifest, "begun", staticmethod(lambda folder: True))

@@ -1,6 +1,8 @@
 """`sample`: draws that follow the seed, a warm-up that reports or complains, and chains that fail in the open."""
 
+import itertools
 import json
+import logging
 import math
 import warnings
 from collections.abc import Callable
@@ -135,9 +137,16 @@ def test_arrays_and_a_device_are_welcome(data: tuple[Tensor, ...], quick: tuple[
     assert torch.equal(quick[0].draws["mu"], arrays.draws["mu"])
 
 
-def test_nothing_is_written_without_a_terminal(data: tuple[Tensor, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages_are_logged_without_a_terminal(
+    data: tuple[Tensor, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = itertools.count()  # a second at each look at the clock
+    monkeypatch.setattr("isosgd.progress.time.monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # those of pytest
     sample(make_target(), data, **{**QUICK, "progress": True})
-    assert capsys.readouterr() == ("", "")
+    out, told = capsys.readouterr()
+    places = [told.index(f"isosgd: {stage}") for stage in ("initial optimis", "warm-up window of", "sampling", "done")]
+    assert not out and places == sorted(places) and " left" in told
 
 
 # ------------------------------------------------------------------------------------------------ information

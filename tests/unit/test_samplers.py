@@ -11,6 +11,7 @@ from isosgd import ISGD, PRESETS, SGHMC, SGLD, VSGD, SamplingWarning
 from isosgd.noise import AlphaStable
 from isosgd.samplers import Sampler, layer_groups
 from isosgd.samplers.innovations import Source
+from isosgd.samplers.schedules import SPREAD, STAGE_DRAWS, Cycles
 from isosgd.samplers.steppers import allowed_rate_curvature, hamiltonian_, langevin_, variance_inflation
 
 N = 100
@@ -249,8 +250,9 @@ def test_a_frozen_mode_at_high_temperature_is_warned_of(temperature: float, warn
 
 
 def test_presets_name_the_papers_rows() -> None:
-    assert set(PRESETS) == {name + suffix for name in ("alpha-a", "alpha-c", "G-b", "G-c") for suffix in ("", "-slr")}
-    for name in PRESETS:
+    rows = {name + suffix for name in ("alpha-a", "alpha-c", "G-b", "G-c") for suffix in ("", "-slr")}
+    assert set(PRESETS) == rows | {"windowed"}
+    for name in rows:
         sampler = ISGD.preset(name, [("w", torch.zeros(2, requires_grad=True))], num_data=N, temperature=1e-3)
         noise, scheme = name.removesuffix("-slr").split("-")
         assert isinstance(sampler.estimator, AlphaStable) == (noise == "alpha")
@@ -259,6 +261,53 @@ def test_presets_name_the_papers_rows() -> None:
         assert (type(sampler.structure).__name__ == "Single") == name.endswith("slr")
     changed = ISGD.preset("G-b", [("w", torch.zeros(2, requires_grad=True))], num_data=N, summary="max")
     assert changed.summary == "max"
+
+
+def test_the_windowed_preset_takes_four_times_the_noise_in_windows(generator: torch.Generator) -> None:
+    """No step in the first window; then lambda is 4 max v / 2 of the last window, which may fall by half only."""
+    theta = torch.zeros(3, requires_grad=True)
+    settings = {"num_data": N, "temperature": 0.5, "batch_size": 8, "warmup": 300, "generator": generator}
+    sampler = ISGD.preset("windowed", [("w", theta)], **settings)
+    spread = torch.tensor([1.0, 2.0, 3.0])
+    seen = []
+    for step in range(301):
+        theta.grad = torch.zeros(3)
+        scale = 1.0 if step < 100 else 0.1
+        sampler.step(noise=[scale * spread * torch.randn(3, generator=generator)] if step < 300 else None)
+        seen.append(sampler.param_groups[0]["lam"])
+        assert step < 99 or float(theta.detach().abs().min()) > 0
+        assert step >= 99 or torch.equal(theta, torch.zeros(3))
+    assert seen[98] is None and len(set(seen[99:])) == 2  # set after 100 and after 300 steps
+    assert seen[99] == pytest.approx(4 * 9 / 2, rel=0.5) and seen[300] == pytest.approx(seen[99] / 2)
+    assert sampler.param_groups[0]["rate"] == pytest.approx(0.5 / (N * seen[300])) and sampler.param_groups[0]["frozen"]
+
+
+def test_safety_multiplies_the_bound_by_the_noise_and_goes_with_layers_only() -> None:
+    groups = [("w", torch.zeros(2, requires_grad=True))]
+    found = []
+    for safety in (1.0, 3.0):
+        sampler = ISGD(groups, num_data=N, noise="gaussian", summary="max", safety=safety)
+        sampler.observe([torch.tensor([1.0, 2.0])])
+        found.append(float(sampler.noise_bound(sampler.param_groups[0])))
+    assert found[1] == pytest.approx(3 * found[0])
+    with pytest.raises(ValueError, match=r"safety = 0.5 must be a number of at least 1"):
+        ISGD(groups, num_data=N, safety=0.5)
+    with pytest.raises(ValueError, match=r"safety = 2.0 multiplies one lambda for each layer: structure 'diagonal'"):
+        ISGD(groups, num_data=N, safety=2.0, structure="diagonal", batch_size=8)
+    assert ISGD(groups, num_data=N, safety=2.0, structure="auto", batch_size=8).structure.name == "layer"
+
+
+def test_noise_that_is_not_followed_after_the_warm_up_leaves_steps_to_a_program() -> None:
+    for every, followed in ((1, True), (None, False)):
+        theta = torch.zeros(2, requires_grad=True)
+        sampler = ISGD.preset("G-c", [("w", theta)], num_data=N, temperature=1e-3, warmup=5, track_every=every)
+        for _ in range(8):
+            theta.grad = torch.ones(2)
+            sampler.step()
+        assert sampler.param_groups[0]["seen"] == (8 if followed else 5)
+        assert isinstance(sampler.program(), str) == followed
+    with pytest.raises(ValueError, match="track_every = 0 must be at least 1, or None"):
+        ISGD([("w", torch.zeros(2, requires_grad=True))], num_data=N, track_every=0)
 
 
 # ------------------------------------------------------------------------------------------------ SGLD, SGHMC, V-SGD
@@ -314,3 +363,33 @@ def test_vsgd_is_constant_sgd_at_mandts_rate(per_layer: bool) -> None:
     sampler.step()
     torch.testing.assert_close(a.detach(), torch.full((4,), -rates[0]))
     torch.testing.assert_close(b.detach(), torch.full((2, 3), -rates[1]))
+
+
+# ------------------------------------------------------------------------------------------------ cycles
+
+
+@pytest.mark.parametrize("spacing", [1, 7, 40, 900])
+def test_draws_of_cycles_are_equally_far_apart_in_time(spacing: int) -> None:
+    """Time is the sum of rates in sampling stages, without their first fifth."""
+    schedule = Cycles(200, 0.25)
+    group: dict[str, Any] = {**schedule.settings(), "step": 17, "start": 17, "peak": 10.0}
+    rates = schedule.factors(group, 200)[50:, 0]
+    assert float(rates.sum()) == pytest.approx(schedule.stage(group), rel=0.02)
+    late = rates.cumsum(0) >= SPREAD * rates.sum()
+    counted = torch.cat([torch.zeros(50), (rates * late).float()]).double().tolist()
+    time, total = 0.0, 0.0
+    for draw in range(1, 6):
+        steps = schedule.steps_to(group, spacing)
+        before = group["step"] - 17
+        passed = [counted[(before + i) % 200] for i in range(steps)]
+        group["step"] += steps
+        total, time = total + sum(passed), draw * spacing
+        assert time - 1e-3 <= total < time + 1.0 and passed[-1] > 0
+
+
+def test_cycles_are_as_long_as_the_spacing_asks_for() -> None:
+    free, given = Cycles(None, 0.25), Cycles(300, 0.25)
+    group, own = dict(free.settings()), dict(given.settings())
+    free.fit([group], 100)
+    given.fit([own], 100)
+    assert free.stage(group) * (1 - SPREAD) == pytest.approx(STAGE_DRAWS * 100, rel=1e-3) and own["cycle"] == 300

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from isosgd import DataSets, Interrupted, Posterior, Target, likelihoods, priors, resume, sample
-from isosgd.sampling import keepers
-from isosgd.sampling.stopping import looked_at
+from isosgd.sampling import recorders
+from isosgd.sampling.stopping import looks
 
 Y = torch.randn(80, generator=torch.Generator().manual_seed(0))
 SETTINGS: dict[str, Any] = {"method": "sgld", "lr": 0.3, "warmup": 0, "batch_size": 40, "compile": False}
@@ -33,7 +33,7 @@ def auto(data: Any = (Y,), **options: Any) -> Posterior:
 def test_it_ends_when_predictions_have_converged() -> None:
     found = auto()
     assert found.info["stopped"].startswith("converged: ") and "R-hat" in found.info["stopped"]
-    assert found.info["draws"] == found.num_draws < 2000 and looked_at(found.num_draws)
+    assert found.info["draws"] == found.num_draws < 2000 and found.num_draws in looks(2000)
     assert found.num_draws * 4 >= 300  # draws that alternate may count for more than they are
 
 
@@ -56,7 +56,7 @@ def test_a_run_that_was_stopped_ends_where_it_would_have(
     chains: int, budget: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = auto(chains=chains, budget=budget)
-    keep, count = keepers.OnDisk.keep, [0]
+    keep, count = recorders.OnDisk.keep, [0]
 
     def stop(self: Any, *args: Any) -> None:
         count[0] += 1
@@ -64,7 +64,7 @@ def test_a_run_that_was_stopped_ends_where_it_would_have(
             raise KeyboardInterrupt
         keep(self, *args)
 
-    monkeypatch.setattr(keepers.OnDisk, "keep", stop)
+    monkeypatch.setattr(recorders.OnDisk, "keep", stop)
     with pytest.raises(Interrupted):
         auto(chains=chains, budget=budget, store=tmp_path / "run")
     again = resume(tmp_path / "run", target(), (Y,), progress=False)
@@ -102,15 +102,117 @@ def test_chains_of_other_data_sets_are_not_compared() -> None:
     assert found.info["stopped"].startswith("converged") and found.info["chains"] == 8
 
 
+# ------------------------------------------------------------------------------------------------ chains in turn
+
+
+def in_turn(fails: int | None = None) -> Target:
+    """A likelihood that cannot be mapped over chains, so that they run in turn; two of its modes are far apart.
+
+    Args:
+        fails: a chain that starts above 1000 diverges after so many gradients.
+    """
+    left = [fails]
+
+    def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
+        where = float(params["mu"].detach())  # this is what cannot be mapped
+        if where > 1000 and left[0] is not None:
+            left[0] -= 1
+            if left[0] < 0:
+                return batch[0] * float("nan") * params["mu"]
+        centre = 100.0 * round(where / 100.0)
+        return -0.5 * (batch[0] + centre - params["mu"]) ** 2
+
+    return Target(log_likelihood, lambda params: 0.0 * params["mu"].sum(), init={"mu": 0.0})
+
+
+def starts(*places: float) -> Any:
+    return lambda chain: {"mu": places[chain]}
+
+
+TURNS = pytest.mark.filterwarnings("ignore:chains run in turn")
+
+
+@TURNS
+def test_chains_in_turn_that_disagree_have_not_converged() -> None:
+    """Each alone looks as good as it gets; they are in two places."""
+    with pytest.warns(UserWarning, match="not converged when the budget of 100 draws ended.*2 chains: R-hat"):
+        found = auto(target=in_turn(), chains=2, budget=100, init=starts(0.0, 500.0))
+    assert found.info["engine"].startswith("in turn") and found.num_draws == 100
+
+
+@TURNS
+def test_chains_in_turn_are_judged_together() -> None:
+    """Effective draws are those of all chains: one alone would have needed four times as many."""
+    found = auto(target=in_turn(), keep_every=2, init=starts(0.0, 0.1, -0.1, 0.2))
+    assert found.info["stopped"].startswith("converged: ") and "of 4 chains: R-hat" in found.info["stopped"]
+    assert found.info["chains"] == 4 and found.num_draws in looks(2000) and found.num_draws < 400
+
+
+@TURNS
+@pytest.mark.filterwarnings(NOT_CONVERGED)
+@pytest.mark.filterwarnings("ignore:.*(did not settle|come out too large):isosgd.errors.SamplingWarning")
+@pytest.mark.parametrize("warmup", [120, 0])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_chain_in_turn_that_fails_does_not_count(bad: int, warmup: int) -> None:
+    """In its warm-up, or among its draws; the first one or another."""
+    places = [0.0, 0.1, 0.2]
+    places[bad] = 2000.0
+    with pytest.warns(UserWarning, match=f"chain {bad} was dropped"):
+        found = auto(target=in_turn(30), chains=3, budget=22, warmup=warmup, init=starts(*places))
+    assert found.num_draws == 22 and "22 draws of 2 chains (1 dropped): R-hat" in found.info["stopped"]
+    assert found.info["chain_indices"] == [k for k in range(3) if k != bad]
+
+
+@TURNS
+@pytest.mark.filterwarnings(NOT_CONVERGED)
+@pytest.mark.parametrize("moment", [10, 22, 42, 48])
+def test_chains_in_turn_that_were_stopped_end_where_they_would_have(
+    moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"chains": 2, "budget": 28, "init": starts(0.0, 0.1)}
+    whole = auto(target=in_turn(), **options)
+    keep, count = recorders.OnDisk.keep, [0]
+
+    def stop(self: Any, *args: Any) -> None:
+        count[0] += 1
+        if count[0] == moment:
+            raise KeyboardInterrupt
+        keep(self, *args)
+
+    monkeypatch.setattr("isosgd.store.writer.LEAST_WAIT", 0.0)
+    monkeypatch.setattr(recorders.OnDisk, "keep", stop)
+    with pytest.raises(Interrupted):
+        auto(target=in_turn(), store=tmp_path / "run", **options)
+    again = resume(tmp_path / "run", in_turn(), (Y,), init=options["init"], progress=False)
+    assert torch.equal(whole.draws["mu"], again.draws["mu"]) and again.info["stopped"] == whole.info["stopped"]
+
+
+@TURNS
+def test_ctrl_c_between_rounds_leaves_the_draws_of_all_chains() -> None:
+    target = in_turn()
+    stop, count = target._log_likelihood, [0]
+
+    def impatient(params: dict[str, Tensor], batch: Any) -> Tensor:
+        count[0] += 1
+        if count[0] > 200:
+            raise KeyboardInterrupt
+        return stop(params, batch)
+
+    target._log_likelihood = impatient
+    with pytest.raises(Interrupted) as caught:
+        auto(target=target, chains=2, init=starts(0.0, 0.1))
+    assert caught.value.posterior is not None and caught.value.posterior.num_chains == 2
+
+
 @pytest.mark.filterwarnings(NOT_CONVERGED)
 @pytest.mark.filterwarnings("ignore:.*not drawn independently")
-def test_chains_in_turn_take_as_many_as_the_first() -> None:
+def test_chains_on_a_loader_are_judged_at_held_out_inputs() -> None:
     loader = DataLoader(TensorDataset(Y), batch_size=40, shuffle=True)
     options = {"batch_size": None, "chains": 2, "keep_every": 2, "budget": 25}
     with pytest.raises(ValueError, match="held_out="):
         auto(loader, target=target(predict=True), **options)
     found = auto(loader, target=target(predict=True), held_out=torch.zeros(2), **options)
-    assert found.num_draws == 25 and found.info["chains"] == 2
+    assert found.num_draws == 25 and found.info["chains"] == 2 and "of 2 chains" in found.info["stopped"]
 
 
 def test_networks_are_judged_by_what_they_predict() -> None:

@@ -18,13 +18,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from isosgd import DataSets, Posterior, SamplingWarning, Target, load, priors, sample
-from isosgd.sampling.identity import described
+from isosgd import DataSets, Posterior, SamplingWarning, Target, likelihoods, load, priors, sample
+from isosgd.sampling.stored import described
 from isosgd.store import DamagedError, StoredDraws, StoreError, files, rectangle, writer
+from isosgd.store.files import pack, read_header, unpack, write_tensors
 from isosgd.store.manifest import Manifest
-from isosgd.store.shards import read_header, write_tensors
-from isosgd.store.tree import pack, unpack
-from isosgd.store.waiting import Waiting
+from isosgd.store.writer import Waiting
 from isosgd.target import Params
 
 DATA = (3.0 + torch.randn(60, 2, generator=torch.Generator().manual_seed(0)),)
@@ -72,7 +71,7 @@ def test_a_store_holds_the_draws(tmp_path: Path, chains: int) -> None:
     found = sample(make_target(), DATA, chains=chains, store=tmp_path / "run", **QUICK)
     assert same(found, wanted) and same(load(tmp_path / "run"), wanted)
     assert len(list((tmp_path / "run").glob("draws-*"))) == 6
-    assert not list((tmp_path / "run").glob("checkpoint-*"))  # a complete run needs none
+    assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 1  # a complete run can be extended
     assert isinstance(found.draws, StoredDraws)
     for chain in range(chains):
         for index in (0, 3, -1):
@@ -103,7 +102,7 @@ def test_shards_are_written_when_enough_is_gathered(tmp_path: Path, monkeypatch:
 def test_the_manifest_says_how_the_draws_came_about(tmp_path: Path) -> None:
     sample(make_target(), DATA, chains=2, seed=7, store=tmp_path / "run", **QUICK)
     found = json.loads((tmp_path / "run" / "manifest.json").read_text())
-    assert found["format"] == 1 and found["complete"] is True
+    assert found["format"] == 2 and found["complete"] is True
     assert found["info"]["method"] == "sgld" and found["info"]["seed"] == 7
     assert set(found["info"]["versions"]) == {"isosgd", "torch", "numpy", "python", "native"}
     assert found["info"]["target"]["parameters"] == {"mu": [2], "sigma": []}
@@ -175,8 +174,29 @@ def test_a_target_with_other_frozen_tensors_is_refused(tmp_path: Path) -> None:
         other = Target.from_module(model, "gaussian")
     with pytest.raises(ValueError, match=r"'front.weight' of the target's model is not as it was"):
         load(tmp_path / "run", other)
-    with pytest.raises(ValueError, match=r"is not the one that .* was drawn from: head.weight was there"):
+    with pytest.raises(ValueError, match=r"is not the one that .* was drawn from:(?s:.*)head.weight was there"):
         load(tmp_path / "run", make_target())
+
+
+def test_a_target_with_another_likelihood_or_prior_is_refused(tmp_path: Path) -> None:
+    """The parameters have the same names and shapes, so that nothing else would tell."""
+
+    def linear(likelihood: Any = "gaussian", prior: Any = None, **settings: Any) -> Target:
+        return Target.from_module(nn.Linear(2, 1), likelihood, prior, **settings)
+
+    sample(linear(), NORMED, store=tmp_path, **QUICK)
+    for other, lines in {
+        linear("student_t"): ["likelihood.name was 'Gaussian' and is 'StudentT'", "likelihood.df was not there"],
+        linear(likelihoods.Gaussian(priors.HalfNormal(1.0))): ["likelihood.scale.name was 'HalfCauchy'"],
+        linear(prior=priors.Normal(0.1)): ["prior.name was 'FanInNormal' and is 'Normal'"],
+        linear(num_data=90): ["num_data was 60 and is 90"],
+    }.items():
+        with pytest.raises(ValueError, match="is not the one that") as caught:
+            load(tmp_path, other)
+        assert all(any(told.strip().startswith(line) for told in str(caught.value).splitlines()) for line in lines)
+        with pytest.raises(ValueError, match="cannot be resumed"):
+            sample(other, NORMED, store=tmp_path, resume=True, **QUICK)
+    assert load(tmp_path, linear(num_data=60)).target is not None  # it says what was found before
 
 
 def test_a_store_may_be_read_without_its_target(tmp_path: Path) -> None:
@@ -240,7 +260,7 @@ def test_a_folder_has_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     sample(make_target(), DATA, store=tmp_path, **QUICK)
     manifest = Manifest.read(tmp_path)
     first = writer.Writer(tmp_path, manifest)
-    monkeypatch.setattr("isosgd.store.waiting.LOCK_WAIT", 0.0)
+    monkeypatch.setattr("isosgd.store.writer.LOCK_WAIT", 0.0)
     with pytest.raises(StoreError, match="is being written by another process"):
         writer.Writer(tmp_path, manifest)
     first.close()
@@ -321,8 +341,8 @@ def test_a_changed_manifest_is_noticed(run: Path) -> None:
     (run / "manifest.json").write_text(text.replace('"temperature":1.0', '"temperature":2.0'))
     with pytest.raises(StoreError, match="its own SHA-256 is another"):
         load(run)
-    (run / "manifest.json").write_text(text.replace('"format":1', '"format":99'))
-    with pytest.raises(StoreError, match="format 99, this version of isosgd reads 1"):
+    (run / "manifest.json").write_text(text.replace('"format":2', '"format":99'))
+    with pytest.raises(StoreError, match="format 99, this version of isosgd reads 2"):
         load(run)
 
 
@@ -456,7 +476,7 @@ def test_shards_are_written_while_the_chains_go_on(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(writer, "write_tensors", slow)
     posterior = sample(make_target(), DATA, store=tmp_path / "run", **QUICK)
-    assert len(done) == 6 and threading.get_ident() not in done
+    assert len(done) == 7 and threading.get_ident() not in done  # six shards, and where the chain ended
     assert same(posterior, sample(make_target(), DATA, **QUICK))
 
 
@@ -478,7 +498,7 @@ def test_a_write_that_fails_meanwhile_ends_the_run(tmp_path: Path, monkeypatch: 
 
 def test_writes_are_spaced_by_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("isosgd.store.waiting.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("isosgd.store.writer.time.monotonic", lambda: now[0])
     waiting = Waiting(1.0)
     assert not waiting.due()
     now[0] += 1.0

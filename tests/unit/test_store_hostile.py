@@ -17,10 +17,8 @@ from hypothesis import strategies as st
 
 from isosgd import Target, load, priors, sample
 from isosgd.store import StoreError, writer
-from isosgd.store.files import MOST_ITEMS, MOST_JSON, from_json
+from isosgd.store.files import MOST_JSON, from_json, pack, read_header, unpack
 from isosgd.store.manifest import Manifest, _digest
-from isosgd.store.shards import read_header
-from isosgd.store.tree import pack, unpack
 
 MEGABYTE = 1 << 20
 ROOM = 200 * MEGABYTE  # of memory that refusing may take
@@ -134,11 +132,10 @@ def test_numbers_that_cannot_be(run: Path, where: tuple[Any, ...], value: Any) -
         load(run)
 
 
-@pytest.mark.parametrize("kind", ["deep", "many", "long", "utf-16", "nan", "huge number"])
+@pytest.mark.parametrize("kind", ["deep", "long", "utf-16", "nan", "huge number"])
 def test_json_is_bounded_before_it_is_read(run: Path, kind: str) -> None:
     text = {
-        "deep": b"[" * (MOST_ITEMS - 10),
-        "many": b"[" + b"{}," * (MOST_ITEMS // 2) + b"{}]",
+        "deep": b"[" * 1_000_000,
         "long": b'"' + b"x" * MOST_JSON + b'"',
         "utf-16": ("[" * 5000).encode("utf-16"),
         "nan": b"[NaN]",
@@ -151,11 +148,6 @@ def test_json_is_bounded_before_it_is_read(run: Path, kind: str) -> None:
     with pytest.raises(StoreError, match=r"manifest.json"):
         load(run)
     assert peak() - before < ROOM
-
-
-def test_brackets_in_text_are_no_nesting() -> None:
-    value = {"text": "[" * 5000 + '"\\', "list": [["]}"]]}
-    assert from_json(json.dumps(value).encode(), "x") == value
 
 
 @pytest.mark.slow
@@ -171,7 +163,7 @@ def test_a_gigabyte_of_nesting(run: Path) -> None:
         file.write((1 << 30).to_bytes(8, "little"))
         for _ in range(1024):
             file.write(b"[" * MEGABYTE)
-    with pytest.raises(StoreError, match="its header of"):
+    with pytest.raises(StoreError, match="its header is wrong"):
         read_header(shard)
     assert peak() - before < ROOM
 
@@ -196,7 +188,6 @@ def with_header(header: Any, data: bytes = b"") -> bytes:
         with_header({"mu": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, b"\0" * 8),
         with_header({n: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} for n in "ab"}, b"\0" * 4),
         with_header({"mu": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"\0" * 9),
-        with_header({"mu": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], "x": 1}}, b"\0" * 4),
         with_header({"__metadata__": {"a": 1}}),
         with_header({"mu": 5}),
     ],

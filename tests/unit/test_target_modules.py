@@ -114,7 +114,7 @@ def test_recurrent_and_attention_models_work() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             hidden = self.rnn(x)[0]
-            return self.head(self.track_level(hidden, hidden, hidden)[0][:, -1])
+            return self.head(self.attend(hidden, hidden, hidden)[0][:, -1])
 
     model = Last()
     target = Target.from_module(model, "categorical", priors.Flat())

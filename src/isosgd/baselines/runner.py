@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -21,18 +21,21 @@ from isosgd.baselines.ensemble import Ensemble
 from isosgd.baselines.mcdropout import MCDropout
 from isosgd.baselines.snapshots import Snapshots
 from isosgd.baselines.swag import SWAG
-from isosgd.data.sources import Data, DataSets, as_tensors, make_batches
+from isosgd.data.sources import Data, DataSets, Transform, Transformed, as_tensors, make_batches
 from isosgd.engine.compiled import fastest_products
+from isosgd.engine.graph import accelerate
 from isosgd.engine.schedule import Schedule, Start, start_of
 from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.posterior import Posterior
 from isosgd.progress import Progress
 from isosgd.samplers import VSGD, Method, Sampler
 from isosgd.target import Params, Target
+from isosgd.target.batches import tensors_of
 from isosgd.warmup.reports import WarmupReport
 
 LEAST_TRAINING, EPOCHS = 3000, 40  # default steps of training: so many epochs, but at least so many
 PAYS = 10_000  # gradients from which on compiling pays
+CAPTURED = 200  # gradients from which on a CUDA graph pays
 HELD = 1 << 22  # parameters trained together; further members of an ensemble are trained after them
 EXAMPLES = 8
 REFRESH_BATCH = 500  # examples in a batch for BatchNorm statistics
@@ -75,12 +78,14 @@ class TrainedChain:
         draws: natural parameters of each draw.
         losses: of the last steps of its trainings.
         rates: of its plain SGD, by group; empty if it has none.
+        buffers: those that are not the target's own.
         failure: why it was dropped.
     """
 
     draws: list[Params] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     rates: dict[str, float] = field(default_factory=dict)
+    buffers: Params = field(default_factory=dict)
     failure: DivergedError | None = None
 
     def report(self, plan: TrainingPlan, spacing: int) -> WarmupReport:
@@ -109,6 +114,7 @@ class BaselineRun:
     compile_after: int | None
     progress: bool
     options: dict[str, Any]
+    transform: Transform | None = None
 
     def posterior(self, about: dict[str, Any]) -> Posterior:
         """Train and draw.
@@ -163,7 +169,13 @@ class BaselineRun:
             name: torch.stack([torch.stack([draw[name] for draw in chain.draws]) for chain in kept.values()])
             for name in initial
         }
-        posterior = with_statistics(Posterior(self.target, draws, info), self.data, list(kept), self.chains)
+        own = next(iter(kept.values())).buffers
+        buffers = {
+            name: torch.stack([x.buffers[name].expand(self.draws, *own[name].shape) for x in kept.values()])
+            for name in own
+        }
+        posterior = Posterior(self.target, draws, info, buffers=buffers)
+        posterior = with_statistics(posterior, self.data, list(kept), self.chains, self.transform)
         info["seconds"] = time.monotonic() - started
         return posterior
 
@@ -190,7 +202,9 @@ class BaselineRun:
             return start_of(starts, k // len(some) * members + some[k % len(some)])
 
         given, count = None if starts is None else start, self.chains * len(some)
-        return Schedule(self.target, self.data, given, count, self.batch_size, seed, self.device, self.compile_after)
+        return Schedule(
+            self.target, self.data, given, count, self.batch_size, seed, self.device, self.compile_after, self.transform
+        )
 
     def _plan(self, schedule: Schedule) -> TrainingPlan:
         epoch = max(1, math.ceil(schedule.num_data / schedule.batch_size))
@@ -199,9 +213,9 @@ class BaselineRun:
         data = self.data.set(0) if isinstance(self.data, DataSets) else self.data
         tensors = as_tensors(data)
         if tensors is None:
-            example = make_batches(data, None, 0, self.device).next()
+            example = make_batches(data, None, 0, self.device, transform=self.transform).next()
         else:
-            example = tuple(t[:EXAMPLES] for t in tensors)
+            example = Transformed(self.transform, 0, tensors[0].device)(tuple(t[:EXAMPLES] for t in tensors))
         return TrainingPlan(self.draws, training, keep_every, self.temperature, epoch, example)
 
     def _train(
@@ -216,8 +230,13 @@ class BaselineRun:
         for place, chains in schedule.runs(plain_sgd):
             label = f"{place + 1}/{schedule.count} " if chains.many is None and schedule.count > 1 else ""
             training, draws = Training(chains, bar, label), list[Params]()
-            with fastest_products(chains.alive.device), suppress(DivergedError):  # raised once every chain has diverged
-                draws = baseline.run(training, plan)
+            with fastest_products(chains.alive.device), chains.target.using(chains.buffers):
+                if self.compile_after is not None and baseline.expected(plan) >= CAPTURED:
+                    accelerate(chains)
+                with suppress(DivergedError):  # raised once every chain has diverged
+                    draws = baseline.run(training, plan)
+                    chains.check_finite()
+                buffers = chains.fixed_buffers()
             gradients += chains.gradients * chains.count
             compiled = chains.compiled if place == 0 else compiled
             for k in range(chains.count):
@@ -225,6 +244,7 @@ class BaselineRun:
                 if k in chains.failures:
                     chain.failure = chain.failure or self._failure(chains.failures[k])
                     continue
+                chain.buffers = {name: x[k].cpu() for name, x in buffers.items()}
                 chain.losses += [loss[k] for loss in training.losses]
                 chain.draws += [{name: x[k].cpu() for name, x in draw.items()} for draw in draws]
                 if training.rates is not None:
@@ -243,7 +263,9 @@ class BaselineRun:
         )
 
 
-def with_statistics(posterior: Posterior, data: Data, chain_indices: list[int], chains: int) -> Posterior:
+def with_statistics(
+    posterior: Posterior, data: Data, chain_indices: list[int], chains: int, transform: Transform | None = None
+) -> Posterior:
     """The same draws, each with BatchNorm statistics of all data, where the model takes them from minibatches.
 
     Args:
@@ -251,6 +273,7 @@ def with_statistics(posterior: Posterior, data: Data, chain_indices: list[int], 
         data: what they were trained on.
         chain_indices: of its chains, in the order of data sets.
         chains: of each data set.
+        transform: what minibatches went through.
     """
     assert posterior.target is not None
     module = module_of(posterior.target)
@@ -258,19 +281,33 @@ def with_statistics(posterior: Posterior, data: Data, chain_indices: list[int], 
     if all(norm.running_mean is None for norm in norms):
         return posterior
     if not isinstance(data, DataSets):
-        return posterior.refreshed(_in_batches(data))
+        return posterior.refreshed(_in_batches(data, transform))
     parts = [
-        posterior.select(chains=[place]).refreshed(_in_batches(data.set(index // chains))).buffers
+        posterior.select(chains=[place]).refreshed(_in_batches(data.set(index // chains), transform)).buffers
         for place, index in enumerate(chain_indices)
     ]
     buffers = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     return Posterior(posterior.target, posterior.draws, posterior.info, posterior.data, buffers)
 
 
-def _in_batches(data: Any) -> Any:
-    """Data in batches of about the same size."""
+def _in_batches(data: Any, transform: Transform | None) -> Any:
+    """Data in batches of about the same size, transformed anew whenever they are gone through."""
     tensors = as_tensors(data)
-    if tensors is None:
-        return data
-    count = math.ceil(len(tensors[0]) / REFRESH_BATCH)
-    return list(zip(*(t.tensor_split(count) for t in tensors), strict=True))
+    found = data
+    if tensors is not None:
+        count = math.ceil(len(tensors[0]) / REFRESH_BATCH)
+        found = list(zip(*(t.tensor_split(count) for t in tensors), strict=True))
+    return found if transform is None else _Passes(found, transform)
+
+
+class _Passes:
+    """Batches that go through a transform."""
+
+    def __init__(self, batches: Any, transform: Transform) -> None:
+        self.batches, self.transform = batches, transform
+
+    def __iter__(self) -> Iterator[Any]:
+        change: Transformed | None = None
+        for batch in self.batches:
+            change = change or Transformed(self.transform, 0, tensors_of(batch)[0].device)
+            yield change(batch)

@@ -20,6 +20,8 @@ from isosgd import Posterior, Target, load
 from isosgd.cli.common import first_line
 from isosgd.cli.network import Network
 from isosgd.report import Subject, write_report
+from isosgd.samplers import METHODS
+from isosgd.sampling.stopping import MOST_DRAWS
 from isosgd.sampling.stored import settings_of
 from isosgd.store.draws import Damaged
 from isosgd.store.manifest import Manifest
@@ -36,6 +38,7 @@ USUAL: dict[str, Any] = {
 }  # fmt: skip
 """Settings of ``isosgd sample`` where nothing is said."""
 SEED = 0  # of torch when a script is run, so that a network it makes is the same again when its run is resumed
+USUAL_DRAWS = "100"  # of `isosgd fit`
 
 
 @dataclass(frozen=True)
@@ -84,16 +87,36 @@ class Run:
         # Of a single column shuffling leaves the distribution as it is.
         if self.table is not None and self.table.classes and len(self.table.columns) > 1 and self.heldout is not None:
             outside = shuffled_columns(self.heldout[0])
+        posterior = self.posterior()
         commands = [shown(line) for line in (*self.commands(), f"isosgd report {shlex.quote(str(self.folder))}")]
         return write_report(
-            self.posterior(), path or self.folder / REPORT, data=data, heldout=self.heldout, outside=outside,
-            subject=replace(self.subject, commands=commands, longer=shown(self.subject.longer)),
+            posterior, path or self.folder / REPORT, data=data, heldout=self.heldout, outside=outside,
+            subject=replace(self.subject, commands=commands, longer=shown(self.longer(posterior))),
         )  # fmt: skip
 
     def commands(self) -> list[str]:
         """What to run to have the draws again; empty where a command line cannot say it."""
         line = self.command or (command_of(self.place, self.folder) if self.place else "")
-        return [line] if line else []
+        return [line, *self._extended()] if line else []
+
+    def _extended(self) -> list[str]:
+        """The command that extended the run of a table, where one did."""
+        draws = str(settings_of(self.folder)[0].get("draws"))
+        words = shlex.split(self.command.replace("=", " "))
+        begun = words[words.index("--draws") + 1] if "--draws" in words else USUAL_DRAWS
+        if not self.command or draws == begun:
+            return []
+        return [f"isosgd resume {shlex.quote(str(self.folder))} --draws {draws}"]
+
+    def longer(self, posterior: Posterior) -> str:
+        """The command that runs longer: more draws, where the warm-up has settled; else a new run with a longer one."""
+        settings, _ = settings_of(self.folder)
+        settled = all(report.get("settled", True) for report in posterior.info.get("warmup", []))
+        if settings.get("method") not in METHODS or (self.subject.longer and not settled):
+            return self.subject.longer
+        name = "budget" if settings.get("draws") == "auto" else "draws"
+        number = settings.get(name) or MOST_DRAWS
+        return f"isosgd resume {shlex.quote(str(self.folder))} --{name} {4 * number}"
 
 
 def open_run(folder: Path, script: str | None = None, drop_damaged: bool = False) -> Run:

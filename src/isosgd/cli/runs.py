@@ -125,10 +125,13 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
     """Give a parser the arguments of this command."""
     parser.description = (
         "Go on with a run where it was stopped, with the settings it was begun with. On a CPU its draws are those of a "
-        "run that was never stopped, bit for bit. A run that is complete is left as it is."
+        "run that was never stopped, bit for bit. A run that is complete is left as it is, unless --draws or --budget "
+        "ask for more than it has: then it goes on from where it ended."
     )
-    parser.epilog = "example: isosgd resume runs/houses"
+    parser.epilog = "examples: isosgd resume runs/houses; isosgd resume runs/houses --draws 400"
     add_run(parser)
+    parser.add_argument("--draws", type=int, help="of each chain, more than before (default: as many as before)")
+    parser.add_argument("--budget", type=int, help="of a run with draws 'auto': draws of each chain, at most")
     parser.add_argument("--no-report", dest="report", action="store_false", help="do not write report.html")
     add_machine(parser)
     add_json(parser, "scores and verdict")
@@ -141,11 +144,14 @@ def run_resume(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.run} has no {MANIFEST}: the run was stopped before it began; start it again")
     info = isosgd.load(args.run).info
     use_machine(args.threads or info.get("threads"), args.device)  # other threads may round otherwise
-    if info["complete"]:
+    if info["complete"] and args.draws is None and args.budget is None:
         echo(args, f"{args.run} is complete")
 
     def draw() -> None:
-        isosgd.resume(args.run, found.target, found.data, init=found.init, device=args.device)
+        isosgd.resume(
+            args.run, found.target, found.data, init=found.init, device=args.device, draws=args.draws,
+            budget=args.budget,
+        )  # fmt: skip
 
     return draw_and_judge(args, found, draw)
 
@@ -268,8 +274,8 @@ def finish(args: argparse.Namespace, found: Run, warned: list[str], counts: dict
             echo(args, f"note: {found.subject.named(warning)}")
     if verdict is not None:
         echo(args, found.subject.named(str(verdict)))
-        if found.subject.longer and verdict.summary == "run longer":
-            echo(args, f"to run longer: {found.subject.longer}")
+        if verdict.summary == "run longer" and (longer := found.longer(posterior)):
+            echo(args, f"to run longer: {longer}")
     if page is not None:
         echo(args, f"report: {page}")
     if found.table is not None:

@@ -306,12 +306,12 @@ class Chains:
     @property
     def in_metric(self) -> bool:
         """Whether curvature is measured in the metric of a sampler that has one."""
-        return self.sampler.metric is not None and self.sampler.metric.entered
+        return self.sampler.whitening is not None and self.sampler.whitening.entered
 
     def enter_metric(self) -> bool:
         """From now on, where the sampler has a metric. It must have seen noise."""
-        if self.sampler.metric is not None:
-            self.sampler.metric.entered = True
+        if self.sampler.whitening is not None:
+            self.sampler.whitening.entered = True
             group = self.sampler.param_groups[0]
             like = self.flat(self.leaves)
             self.scaled = Curvature(like, self.slots, group["temperature"], self.num_data, self._seed + 3)
@@ -319,9 +319,9 @@ class Chains:
 
     def whiten(self, x: Tensor, power: float = 0.5) -> Tensor:
         """``P^power`` times flat vectors."""
-        assert self.sampler.metric is not None
+        assert self.sampler.whitening is not None
         parts = self.layout.views(x if self.many is not None else x[0])
-        return self.flat(self.sampler.metric.whiten([parts[name] for name in self.params], power))
+        return self.flat(self.sampler.whitening.whiten([parts[name] for name in self.params], power))
 
     @property
     def geometry(self) -> Geometry | None:
@@ -447,9 +447,7 @@ class Chains:
         Args:
             number: of the draw.
         """
-        if self.own_buffers is None:
-            self.own_buffers = self._changed_buffers()
-        found = {name: self.buffers[name].expand(self.count, *self.buffers[name].shape) for name in self.own_buffers}
+        found = self.fixed_buffers()
         module = self.target.module
         if module is None or not module.statistics:
             return found
@@ -460,6 +458,12 @@ class Chains:
             fresh = self.batches.fresh(number, REFRESH_BATCHES, REFRESH_SIZE, k)
             each.append(module.refreshed(own, fresh))
         return found | {name: torch.stack([one[name] for one in each]) for name in each[0]}
+
+    def fixed_buffers(self) -> Params:
+        """Buffers that are not the target's, ``[chains, *shape]``; their names are found once."""
+        if self.own_buffers is None:
+            self.own_buffers = self._changed_buffers()
+        return {name: self.buffers[name].expand(self.count, *self.buffers[name].shape) for name in self.own_buffers}
 
     def _changed_buffers(self) -> list[str]:
         """Names of the buffers that are not those of the target: given by ``init``, or changed by passes."""

@@ -277,6 +277,8 @@ class GraphSteps:
             raise RuntimeError(program)
         if program.needs_noise:
             raise RuntimeError("every step takes a noise vector")
+        if program.scheduled:
+            raise RuntimeError("rates change from step to step")
         program.prepare(1)
         self.program = program
         single = program.elementwise() if self.graph.precisions is not None else None

@@ -1,4 +1,4 @@
-"""Several steps of chains in one call: while draws are taken, rates stay as they are and only the chains move.
+"""Several steps of chains in one call: while draws are taken, rates stay, or are known, and only the chains move.
 
 One step of a small network is less work than to call it. So minibatches and innovations of up to `MOST` steps are drawn
 at once, outside, and the steps themselves, gradients and updates, are one compiled function of flat tensors: a loop

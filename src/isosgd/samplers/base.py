@@ -22,7 +22,7 @@ from isosgd.noise import NoiseEstimator, NoiseModel, NoiseName, Summary, join, m
 from isosgd.samplers.groups import Group, ParamsLike, check_groups, check_units, layer_groups, trained_groups
 from isosgd.samplers.injection import Injector, Move
 from isosgd.samplers.innovations import Innovations, make_generator
-from isosgd.samplers.metric import DiagonalMetric
+from isosgd.samplers.metric import DiagonalMetric, Metric
 from isosgd.samplers.program import KickProgram, StepProgram
 from isosgd.samplers.schedules import Cycles, Schedule
 from isosgd.samplers.steppers import hamiltonian_, langevin_
@@ -40,7 +40,8 @@ class Sampler(Optimizer, ABC):
         bias: the relative error of the posterior variance that the step size may cause, when rates are set by `adapt`.
         noise: how gradient noise is estimated: ``gaussian``, ``paired``, ``alpha`` or a `NoiseEstimator`.
         momentum: momentum of that estimate.
-        track_every: with an uncentred estimate, take in the gradient of every so many steps.
+        track_every: with an uncentred estimate, take in the gradient of every so many steps; None for none once the
+            warm-up has ended, so that steps can be captured or compiled.
         generator: where all randomness comes from; saved with the state. Made from torch's seed when not given.
         chains: K when every parameter carries a leading dimension of K independent chains; rates are then ``[K]``.
         foreach: update all tensors of a group in one call.
@@ -73,7 +74,7 @@ class Sampler(Optimizer, ABC):
         bias: float = 0.02,
         noise: NoiseName | NoiseEstimator = "paired",
         momentum: float | None = None,
-        track_every: int = 50,
+        track_every: int | None = 50,
         generator: torch.Generator | None = None,
         chains: int | None = None,
         foreach: bool = True,
@@ -88,8 +89,8 @@ class Sampler(Optimizer, ABC):
             raise ValueError(f"bias = {bias} must lie in (0, 1): the relative error allowed in the posterior variance")
         if innovations not in ("auto", "normal", "bits"):
             raise ValueError(f"innovations = {innovations!r} is unknown; choose 'auto', 'normal' or 'bits'")
-        if track_every < 1:
-            raise ValueError(f"track_every = {track_every} must be at least 1")
+        if track_every is not None and track_every < 1:
+            raise ValueError(f"track_every = {track_every} must be at least 1, or None")
         if lr is not None and not lr > 0:
             raise ValueError(f"lr = {lr} must be positive; leave it out to have it set by the warm-up")
         self.bias, self.track_every, self.chains = bias, track_every, chains
@@ -172,6 +173,11 @@ class Sampler(Optimizer, ABC):
         if self.metric is None:
             return self.noise.summary(group, how)
         return self.metric.top(group) if how == "top" else summarise(self.metric.variances(group), how, self.batched)
+
+    @property
+    def whitening(self) -> Metric | None:
+        """The metric in which curvature is measured, where there is one."""
+        return self.metric
 
     # -- rates --------------------------------------------------------------------------------------------------------
 
@@ -291,7 +297,8 @@ class Sampler(Optimizer, ABC):
 
     def _takes_gradient(self) -> bool:
         """Whether this step's gradient serves as an (uncentred) noise vector."""
-        return not self.estimator.centred and self.param_groups[0]["step"] % self.track_every == 0
+        every = self.track_every
+        return every is not None and not self.estimator.centred and self.param_groups[0]["step"] % every == 0
 
     def _update(self) -> None:
         """Draw the kicks and move the parameters."""
@@ -345,19 +352,35 @@ class Sampler(Optimizer, ABC):
 
     def program(self) -> StepProgram | str:
         """The next steps in the form that a backend executes many of at once, or why there is none."""
-        if self.schedule is not None and self.schedule.changes(self.param_groups):
-            return "rates change from step to step"
-        if any(self.noise.uses) and not self.estimator.centred:
+        if any(self.noise.uses) and not self.estimator.centred and self.track_every is not None:
             return "the noise is followed by single gradients"
-        return self._program()
+        changes = self.schedule is not None and self.schedule.changes(self.param_groups)
+        return self._scheduled_program() if changes else self._program()
 
     def _program(self) -> StepProgram | str:
         return KickProgram(self)
+
+    def _scheduled_program(self) -> StepProgram | str:
+        """Steps whose rates change from one to the next."""
+        return "rates change from step to step"
 
     @property
     def sampling(self) -> bool:
         """Whether the last step makes a draw that counts."""
         return self.schedule.sampled(self.param_groups[0]) if isinstance(self.schedule, Cycles) else True
+
+    def steps_to(self, spacing: int) -> int:
+        """Steps until the next draw, which is to be as far as so many steps at the rate that was set."""
+        return self.schedule.steps_to(self.param_groups[0], spacing) if isinstance(self.schedule, Cycles) else spacing
+
+    def fit_schedule(self, spacing: int) -> None:
+        """Take in how far apart draws should be, as measured at the rate that was set: cycles are as long as it asks.
+
+        Call it between `freeze` and the first draw.
+        """
+        if isinstance(self.schedule, Cycles):
+            self.schedule.fit(self.param_groups, spacing)
+            self.refresh()
 
     # -- saving -------------------------------------------------------------------------------------------------------
 

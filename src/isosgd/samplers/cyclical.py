@@ -4,7 +4,8 @@
 
 In each cycle, first *exploration* (r < beta): steps at a high rate without injected noise, on the way to another mode;
 then *sampling*: the steps of SGLD or SGHMC as the rate falls from ``lr`` towards zero. Only draws of the second stage
-count. The paper's alpha_0 is ``lr / c(beta)``. The schedule itself is `isosgd.samplers.schedules.Cycles`.
+count. The paper's alpha_0 is ``lr / c(beta)``. The schedule itself, and what it means for the spacing of draws, is in
+`isosgd.samplers.schedules.Cycles`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from isosgd.noise import Uses
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
 from isosgd.samplers.injection import Move
+from isosgd.samplers.program import ScheduledProgram, StepProgram
 from isosgd.samplers.schedules import Annealing, Cycles
 from isosgd.samplers.steppers import check_friction
 
@@ -33,14 +35,17 @@ class CSGLD(Sampler):
     Departures from the paper: ``lr`` is the largest rate of the sampling stage, which `adapt` can set by theory, and
     not that of the cycle; `adapt` also caps the rate of exploration where it would be unstable; and cycles begin
     when rates are frozen (at the end of the warm-up of `isosgd.sample`), or with the first step when ``lr`` is given.
+    In `isosgd.sample` a stage is so long that the chain spreads anew in it and then gives ten draws, and draws are
+    equally far apart in the sum of rates, not in steps.
 
     Args:
         params: named parameters (one group a layer), or groups.
         num_data: N.
         temperature: T.
         lr: the largest rate of the sampling stage; left out, `adapt` sets it.
-        cycle: steps in a cycle.
-        exploration: beta, the share of exploration in a cycle.
+        cycle: steps in a cycle; left out, `isosgd.sample` sets it from how far apart draws should be, and it is
+            5,000 where that is not measured.
+        exploration: beta, the share of exploration in a cycle. The paper has .25 for mixtures and .8 for networks.
         decay: exponent of an annealing over all cycles, 0 for none.
         offset: steps after which the annealing sets in.
         settings: the settings common to all samplers, see `Sampler`.
@@ -67,8 +72,8 @@ class CSGLD(Sampler):
         num_data: int,
         temperature: float = 1.0,
         lr: float | None = None,
-        cycle: int = 5000,
-        exploration: float = 0.8,
+        cycle: int | None = None,
+        exploration: float = 0.25,
         decay: float = 0.0,
         offset: float = 1000.0,
         **settings: Any,
@@ -79,17 +84,26 @@ class CSGLD(Sampler):
     def _move(self, group: Group, params: list[Tensor]) -> Move:
         return self._plain(group)
 
+    def _scheduled_program(self) -> StepProgram | str:
+        return ScheduledProgram(self)
+
 
 class CSGHMC(Sampler):
-    """SGHMC in cycles; what is said of `CSGLD` holds. The velocity is kept from stage to stage.
+    """SGHMC in cycles. The velocity is kept from stage to stage.
+
+    Targets ``exp(-f / T)`` within the modes it visits, with the errors of `CSGLD` and those of
+    `isosgd.samplers.sghmc.SGHMC`.
+
+    Departures from the paper: those of `CSGLD`.
 
     Args:
         params: named parameters (one group a layer), or groups.
         num_data: N.
         temperature: T.
         lr: the largest rate of the sampling stage; left out, `adapt` sets it.
-        cycle: steps in a cycle.
-        exploration: beta, the share of exploration in a cycle.
+        cycle: steps in a cycle; left out, `isosgd.sample` sets it from how far apart draws should be, and it is
+            5,000 where that is not measured.
+        exploration: beta, the share of exploration in a cycle. The paper has .25 for mixtures and .8 for networks.
         friction: a in (0, 1], as in `isosgd.samplers.sghmc.SGHMC`.
         corrected: subtract the measured gradient noise from the injected noise, as there.
         settings: the settings common to all samplers, see `Sampler`.
@@ -105,8 +119,8 @@ class CSGHMC(Sampler):
         num_data: int,
         temperature: float = 1.0,
         lr: float | None = None,
-        cycle: int = 5000,
-        exploration: float = 0.8,
+        cycle: int | None = None,
+        exploration: float = 0.25,
         friction: float = 0.1,
         corrected: bool = False,
         **settings: Any,
@@ -121,3 +135,6 @@ class CSGHMC(Sampler):
 
     def _move(self, group: Group, params: list[Tensor]) -> Move:
         return self._outer(self.composite(group), self.rate(group)) if self.corrected else self._plain(group)
+
+    def _scheduled_program(self) -> StepProgram | str:
+        return super()._scheduled_program() if self.corrected else ScheduledProgram(self)

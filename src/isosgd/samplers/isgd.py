@@ -12,11 +12,13 @@ Departures from the paper, each an option: noise is centred by default (``noise=
 correlated gradient noise too (``correction="outer"``); lambda also obeys a curvature guard, ``lam >= T h / (N
 delta)``, that bounds the discretisation bias; it is estimated in windows where the chain now is
 (``scheme="windowed"``); and it may be a matrix that knows directions (`isosgd.geometry`). `PRESETS` names the paper's
-own rows.
+own rows, and ``windowed``: from a trained start, lambda is a multiple (``safety``) of the noise of each layer where the
+chain now is, with neither an initial optimisation nor a curvature guard (``scheme="online"``).
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -37,8 +39,8 @@ from isosgd.samplers.groups import Group, ParamsLike
 from isosgd.samplers.injection import Move
 from isosgd.samplers.program import GeometryProgram, KickProgram, StepProgram
 
-Scheme = Literal["a", "b", "c", "windowed"]
-FIRST_WINDOW = 50
+Scheme = Literal["a", "b", "c", "windowed", "online"]
+FIRST_WINDOW, FIRST_ONLINE = 50, 100
 HOT = 1e-2  # schemes that estimate at a mode were seen to diverge from this temperature on
 
 
@@ -48,6 +50,12 @@ def _paper(noise: str, scheme: str, structure: str) -> dict[str, Any]:
         return {"noise": AlphaStable(momentum=0.5, centred=False), "summary": "max", **common}
     return {"noise": MovingAverage(0.9, centred=False), "summary": "sum", **common}
 
+
+# What held at T = 1 on convolutional networks, from trained starts: four times the largest noise of a layer.
+_WINDOWED = {
+    **{"scheme": "online", "structure": "layer", "correction": "diagonal"},
+    **{"noise": MovingAverage(0.99, centred=True), "summary": "max", "safety": 4.0},
+}
 
 # The paper's own variants by name. The letter before the dash says how gradient noise is estimated, the one after it
 # when; SLR is one lambda for all layers.
@@ -60,7 +68,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         ("G-c", "G", "c"),
     )
     for suffix, structure in (("", "layer"), ("-slr", "single"))
-}
+} | {"windowed": _WINDOWED}
 
 
 class ISGD(Sampler):
@@ -78,7 +86,8 @@ class ISGD(Sampler):
         temperature: T.
         scheme: when lambda is estimated. ``a``, ``b``: while training goes on (from scratch, from a trained model), at
             the rate that the running estimate gives; ``c``: at a frozen trained model; ``windowed``: while sampling, in
-            growing windows, so that lambda is that of the typical set.
+            growing windows, so that lambda is that of the typical set; ``online``: likewise, from a trained start and
+            without a guard by the curvature, in windows of 100, 200, 400, ... steps, in the first of which it stays.
         structure: the form of Lambda. ``layer``, ``single`` (the paper's SLR); or one that knows directions:
             ``diagonal``, ``lowrank``, ``kronecker``, ``full`` (see `isosgd.geometry`); ``auto`` for the one of these
             that fits the model (which a first look may still change, see `decide`); or a `Structure` or `Geometry`.
@@ -87,6 +96,8 @@ class ISGD(Sampler):
         correction: ``outer`` corrects correlated noise and needs ``noise="paired"``, for which it is the default;
             ``diagonal`` is the paper's, and the default for other noise.
         summary: how a group's noise bounds lambda with ``correction="diagonal"``: ``max``, ``sum``, ``mean``, ``top``.
+        safety: lambda is at least so many times the bound by the noise. Noise grows when a chain leaves the places
+            where it was measured.
         warmup: steps of warm-up that the optimizer drives itself; 0 when something else calls `adapt`.
         batch_size: n; lets an optimizer-driven windowed warm-up guard the curvature by the Fisher information n Var(g).
             A geometry needs it.
@@ -123,6 +134,7 @@ class ISGD(Sampler):
         averaged: bool | None = None,
         correction: Correction | None = None,
         summary: Summary = "top",
+        safety: float = 1.0,
         warmup: int = 0,
         batch_size: int | None = None,
         budget: int | None = None,
@@ -130,8 +142,10 @@ class ISGD(Sampler):
         sets: int = 1,
         **settings: Any,
     ) -> None:
-        if scheme not in ("a", "b", "c", "windowed"):
-            raise ValueError(f"scheme = {scheme!r} is unknown; choose 'a', 'b', 'c' or 'windowed'")
+        if scheme not in ("a", "b", "c", "windowed", "online"):
+            raise ValueError(f"scheme = {scheme!r} is unknown; choose 'a', 'b', 'c', 'windowed' or 'online'")
+        if isinstance(safety, bool) or not (math.isfinite(safety) and safety >= 1):
+            raise ValueError(f"safety = {safety} must be a number of at least 1: lambda over the bound by the noise")
         if correction not in (None, "diagonal", "outer"):
             raise ValueError(f"correction = {correction!r} is unknown; choose 'diagonal' or 'outer'")
         if summary not in ("max", "sum", "mean", "top"):
@@ -141,13 +155,14 @@ class ISGD(Sampler):
         if warmup < 0:
             raise ValueError(f"warmup = {warmup} must not be negative")
         check_sets(sets, settings.get("chains") or 1)
-        self.scheme, self.summary = scheme, summary
+        self.scheme, self.summary, self.safety = scheme, summary, safety
         self.warmup, self.batch_size, self.sets = warmup, batch_size, sets
         super().__init__(params, num_data=num_data, temperature=temperature, extra={"lam": None}, **settings)
         self.given, self.undecided = lam is not None, False
         paired = self.estimator.centred and not isinstance(self.estimator, AlphaStable)
         if structure == "auto":
             knows = paired and scheme == "windowed" and batch_size is not None and not (correction or lam or warmup)
+            knows = knows and safety == 1
             shapes = parameter_shapes(self)
             structure = choose(shapes, budget, self.chains or 1) if knows else "layer"
             self.undecided = provisional(shapes, structure)
@@ -166,6 +181,9 @@ class ISGD(Sampler):
             if lam is not None:
                 name = self.structure.name
                 raise ValueError(f"lam = {lam} is one number, structure {name!r} has many: leave one of them out")
+            if safety != 1:
+                name = self.structure.name
+                raise ValueError(f"safety = {safety} multiplies one lambda for each layer: structure {name!r} has none")
             if not paired or scheme != "windowed":
                 raise ValueError(
                     f"structure {self.structure.name!r} is estimated from centred noise in windows: it needs "
@@ -187,7 +205,7 @@ class ISGD(Sampler):
 
     @classmethod
     def preset(cls, name: str, params: ParamsLike, *, num_data: int, **settings: Any) -> ISGD:
-        """The paper's rows by name: ``alpha-a``, ``alpha-c``, ``G-b``, ``G-c``, each also with ``-slr``."""
+        """By name: the paper's ``alpha-a``, ``alpha-c``, ``G-b``, ``G-c``, each also ``-slr``; and ``windowed``."""
         if name not in PRESETS:
             raise ValueError(f"preset = {name!r} is unknown; choose one of {sorted(PRESETS)}")
         return cls(params, num_data=num_data, **{**PRESETS[name], **settings})
@@ -255,10 +273,10 @@ class ISGD(Sampler):
         self._set([slow_rise(group["lam"], lam, rise) for group, lam in zip(self.param_groups, lams, strict=True)])
 
     def noise_bound(self, group: Group) -> Tensor:
-        """The smallest lambda that leaves a non-negative covariance to inject."""
+        """The smallest lambda that leaves a non-negative covariance to inject, times `safety`."""
         if self.correction == "diagonal":
-            return self.noise_summary(group, self.summary)
-        return self.noise.longest(group)
+            return self.safety * self.noise_summary(group, self.summary)
+        return self.safety * self.noise.longest(group)
 
     def _solve(self, noise: Sequence[Tensor], guard: Sequence[Tensor]) -> list[Tensor]:
         assert isinstance(self.structure, Structure)
@@ -330,12 +348,22 @@ class ISGD(Sampler):
         if self.given or not (self.warming and self.noise.ready()):
             return
         step = self.param_groups[0]["step"]
-        if self.scheme != "windowed":  # the running summary, with no guard, as in the paper
-            bounds = [self.noise_bound(group) for group in self.param_groups]
-            self._set(self._solve(bounds, [torch.zeros_like(b) for b in bounds]))
+        if self.scheme == "online":
+            if step + 1 in online_windows(self.warmup):
+                self._set(self._unguarded(rise=2.0))
+                if step + 1 < self.warmup:
+                    self.forget_noise()
+        elif self.scheme != "windowed":  # the running summary, as in the paper
+            self._set(self._unguarded(rise=math.inf))
         elif step % FIRST_WINDOW == 0 and (step // FIRST_WINDOW).bit_count() == 1:  # 50, 100, 200, 400, ...
             self.adapt()
             self.forget_noise()
+
+    def _unguarded(self, rise: float) -> list[Tensor]:
+        """Lambdas by the noise alone; they shrink by at most a factor of ``rise``."""
+        bounds = [self.noise_bound(group) for group in self.param_groups]
+        lams = self._solve(bounds, [torch.zeros_like(b) for b in bounds])
+        return [slow_rise(group["lam"], lam, rise) for group, lam in zip(self.param_groups, lams, strict=True)]
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -358,7 +386,7 @@ class ISGD(Sampler):
                 f"group {group['name']!r} has no lambda: let the optimizer warm up (warmup=), call adapt(), or give "
                 "lam="
             )
-        if self.warming and self.scheme != "windowed":
+        if self.warming and self.scheme not in ("windowed", "online"):
             # Training goes on, at the Bayesian rate whatever temperature is sampled later.
             return Move(1.0 / (group["num_data"] * lam), 0.0)
         rate = self.rate(group)
@@ -394,6 +422,21 @@ class ISGD(Sampler):
             self._take_up(LowRank())  # it was decided before the state was saved
             self.undecided = False
         super().load_state_dict(state_dict)
+
+
+def online_windows(warmup: int) -> list[int]:
+    """After how many steps the windows of an ``online`` warm-up end; the last takes what is too short for another.
+
+    Example:
+        >>> online_windows(800), online_windows(2000), online_windows(120)
+        ([100, 300, 800], [100, 300, 700, 2000], [120])
+    """
+    ends, end, length = list[int](), 0, FIRST_ONLINE
+    while end < warmup:
+        end = warmup if warmup - end < 2 * length else end + length
+        ends.append(end)
+        length *= 2
+    return ends
 
 
 # -- what I-SGD and HMC have in common: a geometry --------------------------------------------------------------------

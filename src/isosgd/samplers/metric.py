@@ -37,6 +37,9 @@ class Metric(Protocol):
     def whiten(self, vectors: Sequence[Tensor], power: float = 0.5) -> list[Tensor]:
         """``P^power`` times vectors, one for each parameter in their order."""
 
+    def curvature_ratio(self, group: Group) -> Tensor:
+        """Curvature in the metric over the curvature that is told."""
+
 
 class DiagonalMetric:
     """The preconditioner of a sampler, and its gradient noise in that metric.

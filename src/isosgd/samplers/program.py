@@ -20,6 +20,7 @@ from isosgd.geometry.diagonal import Diagonal
 from isosgd.geometry.full import Full
 from isosgd.samplers.groups import Group
 from isosgd.samplers.innovations import as_bits, fill_steps
+from isosgd.samplers.schedules import Cycles
 
 if TYPE_CHECKING:
     from isosgd.samplers.base import Sampler
@@ -45,7 +46,7 @@ class Elementwise:
 
 
 class StepProgram(ABC):
-    """Steps of a sampler whose rates stay as they are.
+    """Steps of a sampler whose rates stay as they are, or change by a schedule.
 
     Args:
         sampler: whose steps they are. Nothing is changed before `prepare`.
@@ -56,10 +57,13 @@ class StepProgram(ABC):
         lead: innovations in front of those of the first step.
         follows_noise: whether the sampler wants noise vectors from time to time (`isosgd.samplers.Sampler.observe`).
         needs_noise: whether every step takes a noise vector.
+        scheduled: whether rates change from step to step: they then come with the innovations of `draw`, and with
+            neither `injection` nor `elementwise`.
     """
 
     lead = 0
     needs_noise = False
+    scheduled = False
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
@@ -68,7 +72,8 @@ class StepProgram(ABC):
         self.sizes = [p.numel() // self.chains for p in self.params]
         self.dim = sum(self.sizes)
         self.width = self.dim + sampler.injector.extra
-        self.follows_noise = any(sampler.noise.uses) or sampler.geometry is not None
+        followed = any(sampler.noise.uses) and (sampler.estimator.centred or sampler.track_every is not None)
+        self.follows_noise = followed or sampler.geometry is not None
         self.dtype = torch.promote_types(torch.float32, self.params[0].dtype)
         self.bits = False
 
@@ -264,6 +269,59 @@ class KickProgram(StepProgram):
         theta, velocity = state[:, : self.dim], state[:, self.dim :]
         velocity = (1.0 - self.friction) * velocity - rate * gradient - xi
         return torch.cat([theta + velocity, velocity], -1).to(state.dtype)
+
+
+class ScheduledProgram(StepProgram):
+    """Steps that inject all of the composite noise, at rates that change from step to step.
+
+    What a backend is given at each step are its innovations: so the rates of the groups are further columns of them.
+
+    Args:
+        sampler: with a schedule and without a metric.
+    """
+
+    scheduled = True
+
+    def __init__(self, sampler: Sampler) -> None:
+        super().__init__(sampler)
+        self.kicks, groups = KickProgram(sampler), sampler.param_groups
+        self.counts = [sum(p.numel() // self.chains for p in group["params"]) for group in groups]
+        self.width = self.dim + len(groups)
+
+    def columns(self) -> list[Tensor]:
+        return self.kicks.columns()
+
+    def finish(self, state: Tensor) -> None:
+        self.kicks.finish(state)
+
+    def tensors(self) -> Tensors:
+        return ()
+
+    def draw(self, steps: int) -> Tensor:
+        sampler, schedule = self.sampler, self.sampler.schedule
+        assert schedule is not None
+        out, normals = self._empty(steps), self._empty(steps)[..., : self.dim].contiguous()
+        fill_steps(normals, sampler.generator, self.bits)
+        first = 0
+        for i, (group, count) in enumerate(zip(sampler.param_groups, self.counts, strict=True)):
+            rate = torch.as_tensor(group["rate"], dtype=torch.float64, device="cpu") * schedule.factors(group, steps)
+            kick = (2.0 * sampler.friction * group["temperature"] / group["num_data"] * rate).sqrt()
+            if isinstance(schedule, Cycles):
+                kick = kick.masked_fill(schedule.exploring(group, steps), 0.0)
+            part = slice(first, first + count)
+            torch.mul(normals[..., part], kick.to(out).unsqueeze(-1), out=out[..., part])
+            out[..., self.dim + i] = rate.to(out)
+            first += count
+        return out
+
+    def injection(self) -> Tensors:
+        raise RuntimeError("rates change from step to step: there is no injection that serves several")
+
+    def move(self, state: Tensor, gradient: Tensor, noise: Tensor | None, xi: Tensor, tensors: Tensors) -> Tensor:
+        columns = torch.split(xi[:, self.dim :], 1, -1)
+        rates = [column.expand(-1, count) for column, count in zip(columns, self.counts, strict=True)]
+        rate = columns[0] if len(rates) == 1 else torch.cat(rates, -1)
+        return self.kicks.move(state, gradient, noise, xi[:, : self.dim], (rate,))
 
 
 class GeometryProgram(StepProgram):

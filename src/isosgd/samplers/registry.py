@@ -23,7 +23,7 @@ from isosgd.samplers.sgrhmc import SGRHMC
 from isosgd.samplers.sgrld import SGRLD
 from isosgd.samplers.vsgd import VSGD
 
-NOT_SETTINGS = {"num_data", "temperature", "generator", "chains", "extra", "schedule"}  # given by the loop, or inner
+NOT_SETTINGS = {"num_data", "temperature", "generator", "chains", "extra"}  # given by the loop, or inner
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Method:
             ``baseline``.
         paper: where it comes from.
         departures: where our code departs from it, in a line; the docstring of ``kind`` says more.
-        options: settings that differ from the defaults of ``kind``.
+        options: settings of `isosgd.sample` that differ from the defaults of ``kind``.
     """
 
     kind: type[Any]
@@ -57,7 +57,7 @@ class Method:
         for kind in self.kind.__mro__:
             if "__init__" in vars(kind) and hasattr(kind, "targets"):
                 for name, parameter in inspect.signature(vars(kind)["__init__"]).parameters.items():
-                    inner = name in NOT_SETTINGS or (kind is Sampler and name == "lr")  # some have none
+                    inner = name in NOT_SETTINGS or (kind is Sampler and name in ("lr", "schedule"))  # some have none
                     if parameter.kind is parameter.KEYWORD_ONLY and not inner:
                         found.setdefault(name, parameter.default)
         return {**found, **self.options}
@@ -87,6 +87,7 @@ REGISTRY: Mapping[str, Method] = MappingProxyType(
             "langevin",
             "Franzese et al. 2020",
             "centred noise, correlations corrected, curvature guard, windowed warm-up, shapes of Lambda; all optional",
+            options={"structure": "auto"},  # the class alone has one lambda a layer, as the paper has
         ),
         "isgd-momentum": Method(
             MomentumISGD,

@@ -6,11 +6,18 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from isosgd.geometry.layer import Number
 from isosgd.samplers.groups import Group
+
+CYCLE = 5000  # steps, where nothing is known of how long a chain takes to forget
+LEAST_CYCLE = 500  # steps, where that was measured
+SPREAD = 0.2  # of the time of a sampling stage, in which a chain spreads from the mode and no draw counts
+STAGE_DRAWS = 10  # of a stage, where its length follows from how far apart draws should be
 
 
 class Schedule(Protocol):
@@ -21,6 +28,9 @@ class Schedule(Protocol):
 
     def rate(self, group: Group, rate: Number) -> Number:
         """The rate of the next step."""
+
+    def factors(self, group: Group, steps: int) -> Tensor:
+        """Rates of the next steps over that of the group, ``[steps, 1]``, or ``[steps, chains]``."""
 
     def changes(self, groups: Sequence[Group]) -> bool:
         """Whether rates change from step to step now."""
@@ -49,6 +59,12 @@ class Annealing:
         """The rate of the next step."""
         return rate * float((1.0 + group["step"] / group["offset"]) ** -group["decay"])
 
+    def factors(self, group: Group, steps: int) -> Tensor:
+        """Rates of the next steps over that of the group, ``[steps, 1]``."""
+        step = group["step"] + torch.arange(steps, dtype=torch.float64)
+        found: Tensor = (1.0 + step / group["offset"]) ** -group["decay"]
+        return found.unsqueeze(-1)
+
     def changes(self, groups: Sequence[Group]) -> bool:
         """Whether rates change from step to step now."""
         return any(group["decay"] for group in groups)
@@ -59,25 +75,36 @@ def cosine(position: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * position))
 
 
+def area(position: float) -> float:
+    """The integral of `cosine` from 0."""
+    return 0.5 * position + math.sin(math.pi * position) / (2.0 * math.pi)
+
+
 class Cycles:
     """Cycles of a cosine, each with an exploration and a sampling stage (see `isosgd.samplers.cyclical`).
 
+    Exploration ends at a mode, with none of the posterior's spread, so that a chain has to spread anew in every stage.
+    And the lower the rate, the less a chain moves: what counts is not the number of steps but the sum of their rates,
+    over that of the group. It is called *time* here.
+
     Args:
-        cycle: steps in a cycle.
+        cycle: steps in a cycle; None has `fit` set them, and `CYCLE` until then.
         exploration: the share of exploration in a cycle.
         within: a further schedule.
     """
 
-    def __init__(self, cycle: int, exploration: float, within: Schedule | None = None) -> None:
+    def __init__(self, cycle: int | None, exploration: float, within: Schedule | None = None) -> None:
+        self.given, cycle = cycle is not None, CYCLE if cycle is None else cycle
         if cycle < 2:
             raise ValueError(f"cycle = {cycle} must be at least 2 steps: it has two stages")
         if not 0 <= exploration < 1 or math.ceil(exploration * cycle) >= cycle:
             raise ValueError(f"exploration = {exploration} must lie in [0, 1) and leave steps of {cycle} to sample")
         self.cycle, self.exploration, self.within = cycle, exploration, within
+        self._clock = np.zeros(0)
 
     def settings(self) -> dict[str, float]:
         """What is kept in every group, beside ``start`` and ``peak`` (see `prepare`)."""
-        return {} if self.within is None else self.within.settings()
+        return {"cycle": self.cycle, **({} if self.within is None else self.within.settings())}
 
     def prepare(self, group: Group, begun: bool) -> None:
         """Keep in a group the step at which cycles began, if they have, and the highest rate over that of sampling."""
@@ -86,7 +113,51 @@ class Cycles:
 
     def position(self, group: Group, step: int) -> float | None:
         """Where in its cycle a step is, in [0, 1); None before cycles begin."""
-        return None if group["start"] is None else (step - group["start"]) % self.cycle / self.cycle
+        return None if group["start"] is None else (step - group["start"]) % group["cycle"] / group["cycle"]
+
+    def stage(self, group: Group) -> float:
+        """Time of a sampling stage, in steps at the rate of the group."""
+        return float(group["cycle"]) * (area(1.0) - area(self.exploration)) / cosine(self.exploration)
+
+    def fit(self, groups: Sequence[Group], spacing: int) -> None:
+        """Make cycles so long that a stage has time to spread a chain and then for `STAGE_DRAWS` draws.
+
+        Args:
+            groups: of a sampler; a length that the user gave stays.
+            spacing: of draws, in steps at the rates of the groups.
+        """
+        if self.given:
+            return
+        stage = STAGE_DRAWS * spacing / (1.0 - SPREAD)
+        cycle = max(LEAST_CYCLE, math.ceil(groups[0]["cycle"] * stage / self.stage(groups[0])))
+        for group in groups:
+            group["cycle"] = cycle
+
+    def steps_to(self, group: Group, spacing: int) -> int:
+        """Steps from here to the next draw; draws are as far apart as so many steps at the rate of the group.
+
+        Neither exploration nor the first `SPREAD` of a stage count. A draw is due at every multiple of the spacing
+        since cycles began, so that nothing is lost where a step goes beyond it.
+        """
+        if group["start"] is None or spacing < 1:
+            return spacing
+        clock, cycle = self._counted(group["cycle"]), group["cycle"]
+        taken = group["step"] - group["start"]
+        cycles, here = divmod(taken, cycle)
+        now = float(cycles * clock[-1] + clock[here]) / spacing
+        due = (math.floor(now + 2e-9) + 1 - 1e-9) * spacing  # sums are rounded
+        whole = math.ceil(due / clock[-1]) - 1
+        return int(whole * cycle + np.searchsorted(clock, due - whole * clock[-1]) - taken)
+
+    def _counted(self, cycle: int) -> NDArray[np.float64]:
+        """Time that counts for draws, from the beginning of a cycle to that of each of its steps, and to its end."""
+        if len(self._clock) != cycle + 1:
+            rates = 0.5 * (1.0 + np.cos(np.pi * np.arange(cycle) / cycle)) / cosine(self.exploration)
+            rates[np.arange(cycle) / cycle < self.exploration] = 0.0
+            time = np.cumsum(rates)
+            rates[time < SPREAD * time[-1]] = 0.0
+            self._clock = np.concatenate([[0.0], np.cumsum(rates)])
+        return self._clock
 
     def explores(self, group: Group) -> bool:
         """Whether the next step is one of exploration, without injected noise."""
@@ -112,6 +183,25 @@ class Cycles:
             return rate
         factor, peak = cosine(position) / cosine(self.exploration), group["peak"]
         return rate * (peak.clamp(max=factor) if isinstance(peak, Tensor) else min(peak, factor))
+
+    def factors(self, group: Group, steps: int) -> Tensor:
+        """Rates of the next steps over that of the group, ``[steps, 1]``, or ``[steps, chains]``."""
+        found = torch.ones(steps, 1, dtype=torch.float64)
+        if group["start"] is not None:
+            wave = 0.5 * (1.0 + torch.cos(math.pi * self._positions(group, steps))) / cosine(self.exploration)
+            peak = torch.as_tensor(group["peak"], dtype=torch.float64, device="cpu")
+            found = torch.minimum(wave.unsqueeze(-1), peak.reshape(1, -1))
+        return found if self.within is None else found * self.within.factors(group, steps)
+
+    def exploring(self, group: Group, steps: int) -> Tensor:
+        """Which of the next steps are of exploration, ``[steps, 1]``."""
+        if group["start"] is None:
+            return torch.zeros(steps, 1, dtype=torch.bool)
+        return (self._positions(group, steps) < self.exploration).unsqueeze(-1)
+
+    def _positions(self, group: Group, steps: int) -> Tensor:
+        step: Tensor = (group["step"] - group["start"] + torch.arange(steps)) % group["cycle"]
+        return step.double() / float(group["cycle"])
 
     def changes(self, groups: Sequence[Group]) -> bool:
         """Whether rates change from step to step now."""

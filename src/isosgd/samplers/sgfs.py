@@ -130,7 +130,7 @@ class FullSGFS(Sampler):
     """
 
     targets = SGFS.targets
-    in_metric: bool = False  # whether curvatures are told in the metric, as in `DiagonalMetric`
+    entered: bool = False  # whether curvatures are told in the metric, as in `DiagonalMetric`
 
     def __init__(
         self,
@@ -198,6 +198,10 @@ class FullSGFS(Sampler):
         basis = self._kept["basis"]
         return _times(basis, self._kept["inverse"] ** power * _times(basis.mT, x))
 
+    @property
+    def whitening(self) -> FullSGFS:
+        return self
+
     def whiten(self, vectors: Sequence[Tensor], power: float = 0.5) -> list[Tensor]:
         """``P^power`` times vectors, one for each parameter in their order."""
         flat = self._apply(power, join(list(vectors), self.batched))
@@ -208,7 +212,7 @@ class FullSGFS(Sampler):
         """Curvature in the metric over plain curvature, as in `DiagonalMetric`."""
         share, inverse = self._kept["share"], self._kept["inverse"]
         top = (share / inverse).amax(-1).clamp_min(TINY)
-        return torch.ones_like(top) if self.in_metric else share.amax(-1) / top
+        return torch.ones_like(top) if self.entered else share.amax(-1) / top
 
     def noise_summary(self, group: Group, how: Summary) -> Tensor:
         return self._unknown() + 0.5 if how == "top" and group["behind"] else super().noise_summary(group, how)

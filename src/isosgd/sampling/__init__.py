@@ -1,7 +1,7 @@
 """What users call: a target and data in, draws out, by any method."""
 
-from isosgd.sampling.keepers import Interrupted
 from isosgd.sampling.methods import methods
+from isosgd.sampling.recorders import Interrupted
 from isosgd.sampling.resuming import resume
 from isosgd.sampling.sample import sample
 from isosgd.sampling.stored import load

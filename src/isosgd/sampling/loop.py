@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -11,31 +11,31 @@ from torch import Tensor
 
 from isosgd.engine import leapfrog, multistep
 from isosgd.engine.chains import Chains
+from isosgd.engine.compiled import fastest_products
 from isosgd.engine.graph import GraphSteps, accelerate
 from isosgd.engine.leapfrog import LeapfrogMultiStep
 from isosgd.engine.multistep import MultiStep
 from isosgd.engine.state import failure_from, failure_state, load_state, moved, state_of
 from isosgd.errors import DivergedError
 from isosgd.progress import Progress
-from isosgd.sampling.stopping import Watch
+from isosgd.sampling.stopping import Watch, looks, verdict
 from isosgd.warmup.alarms import warn_of
 from isosgd.warmup.reports import GroupReport, WarmupReport
-from isosgd.warmup.windows import warm_up
+from isosgd.warmup.windows import Mark, warm_up
 
 GUESSED_SPACING = 100  # for the progress bar, until the spacing is known
-NOISE_EVERY = 16  # in sampling the noise is followed, not found: every 16th step is split in halves ...
+NOISE_EVERY = 16  # in sampling the noise is followed, not found: every so many steps one is split in halves ...
 SHAPED_EVERY = 128  # ... and fewer where a shape of Lambda averages all that it has seen
 MULTI_STEP_FROM = 4_000  # steps, for which it pays to compile several in a call ...
 SINGLE_CHAIN = 5  # ... and so many times more for one chain, whose single steps take less time
 
 State = dict[str, Any]
-Steps = MultiStep | GraphSteps | LeapfrogMultiStep  # what takes many steps in a call
 Auto = Literal["auto"]
 
 
 @dataclass(frozen=True)
 class DrawPlan:
-    """How many draws to take of chains, and how.
+    """What is asked for.
 
     Attributes:
         draws: of each chain; at most, where they are ``auto``.
@@ -64,23 +64,23 @@ class DrawPlan:
         """Steps between draws, before they are known."""
         return GUESSED_SPACING if self.keep_every == "auto" else self.keep_every
 
-    def noise_interval(self, chains: Chains) -> int:
-        """Steps from one measurement of the noise to the next."""
-        return self.noise_every or (NOISE_EVERY if chains.geometry is None else SHAPED_EVERY)
+    def noise_interval(self, run: Chains) -> int:
+        """Of how many steps one measures the noise."""
+        return self.noise_every or (NOISE_EVERY if run.geometry is None else SHAPED_EVERY)
 
 
 @dataclass
 class ChainsResult:
-    """Reports, failures and costs of chains that ran side by side.
+    """What came of chains that ran side by side.
 
     Attributes:
         first: index of the first of them.
         count: how many.
         reports: of their warm-up.
-        lengths: good draws of those that were dropped before the end.
+        lengths: good draws of those that were given up before the end.
         failures: why.
         gradients: spent on each.
-        compiled: how their steps were executed, to be added to the name of the engine.
+        compiled: whether gradients came to be compiled, in words.
         batches: where in the data they ended.
         drawn: how many draws were taken of each.
         stopped: why no more, where that was not said before.
@@ -97,6 +97,11 @@ class ChainsResult:
     drawn: int = 0
     stopped: str = ""
 
+    def is_end(self, plan: DrawPlan) -> bool:
+        """Whether no more is to be drawn, by a plan that may ask for more than the one by which this ended."""
+        failed, converged = len(self.failures) == self.count, self.stopped.startswith("converged")
+        return failed or self.drawn >= plan.draws or (plan.auto and converged)
+
     def state(self) -> State:
         """As nested tensors and plain values."""
         return {
@@ -111,6 +116,11 @@ class ChainsResult:
         reports = [report_from(report) for report in state["reports"]]
         failures = {k: failure_from(saved) for k, saved in state["failures"].items()}
         return ChainsResult(**{**state, "reports": reports, "failures": failures})
+
+
+def why_stopped(outcomes: list[ChainsResult]) -> str:
+    """Why draws that end by themselves did: of all chains that have not failed it is the same."""
+    return next((outcome.stopped for outcome in outcomes if outcome.stopped), "")
 
 
 def report_from(state: State) -> WarmupReport:
@@ -130,178 +140,238 @@ class Keeper(Protocol):
     def keep(self, run: Chains, first: int, number: int) -> None:
         """Take draw ``number``, where the chains are now."""
 
-    def warmed(self, result: ChainsResult) -> None:
+    def warmed(self, outcome: ChainsResult) -> None:
         """Told when chains have warmed up."""
 
-    def mark(self, state: Callable[[], State]) -> None:
+    def mark(self, first: int, state: Callable[[], State]) -> None:
         """Told wherever the chains could go on from later, with what gives their state."""
 
+    def restored(self, first: int, run: Chains, plan: DrawPlan) -> tuple[bool, State | None]:
+        """Whether these chains have come to their end in an earlier session, and from where they go on."""
 
-def run_chains(
-    chains: Chains,
+    def finished(self, outcome: ChainsResult, state: Callable[[], State] | None) -> None:
+        """Told when chains have come to their end, with what gives their state; None when all of them failed."""
+
+
+Note = Callable[[int, Tensor, dict[str, Any], int], None]
+
+
+def draw_all(
+    runs: Iterable[tuple[int, Chains]], plan: DrawPlan, bar: Progress, keeper: Keeper, note: Note | None = None
+) -> None:
+    """Draw from all chains.
+
+    Those that run in turn come to their end one after the other. Where draws end by themselves they are drawn from in
+    rounds, so that convergence is judged over all of them.
+
+    Args:
+        runs: chains that run side by side, with the index of the first of them.
+        plan: what is asked for.
+        bar: told of every step.
+        keeper: where draws go.
+        note: told of gradients, loss and rates at every draw, and of the first chain's index.
+    """
+    going: list[_Drawing] = []
+    for first, run in runs:
+        ended, saved = keeper.restored(first, run, plan)
+        if ended:
+            continue
+        run.log_to(bar.note)
+        drawing = _Drawing(run, first, keeper, draw_from(run, first, plan, bar, keeper, saved, note))
+        drawing.go(None)  # to the end; with `auto`, to where draws begin
+        going.append(drawing)
+    reason = ""
+    for look in looks(plan.draws) if plan.auto else ():
+        for drawing in going:
+            if drawing.watch is not None and len(drawing.watch.traces) < look:
+                drawing.go("")
+        watches = {drawing.first: drawing.watch for drawing in going if drawing.watch is not None}
+        reason = reason or (watches and verdict(watches, plan.total, plan.chains_per_set, look, plan.draws)) or ""
+        if reason or not watches:
+            break
+    for drawing in going:
+        if drawing.watch is not None:
+            drawing.go(reason)
+    if reason:
+        bar.note(reason)
+
+
+class _Drawing:
+    """Chains that are being drawn from.
+
+    Args:
+        run: the chains.
+        first: index of the first of them.
+        keeper: where draws go.
+        steps: what draws, with pauses.
+
+    Attributes:
+        watch: what they predict; None when they have come to their end.
+    """
+
+    def __init__(self, run: Chains, first: int, keeper: Keeper, steps: Generator[Watch, str | None, None]) -> None:
+        self.run, self.first, self.keeper, self.steps = run, first, keeper, steps
+        self.watch: Watch | None = None
+
+    def go(self, stop: str | None) -> None:
+        """Draw until the next pause, or where there is a reason to stop come to an end."""
+        with fastest_products(self.run.alive.device), self.run.target.using(self.run.buffers):
+            try:
+                self.watch = self.steps.send(stop)
+            except StopIteration:
+                self.watch = None
+
+
+def draw_from(
+    run: Chains,
     first: int,
     plan: DrawPlan,
     bar: Progress,
     keeper: Keeper,
     saved: State | None = None,
-    note: Callable[[int, Tensor, dict[str, Any], int], None] | None = None,
-) -> ChainsResult:
-    """Warm up chains and draw from them.
+    note: Note | None = None,
+) -> Generator[Watch, str | None, None]:
+    """Warm up chains and draw from them; with ``auto``, pause before the first draw and where convergence is judged.
 
     Args:
-        chains: that run side by side.
+        run: the chains.
         first: index of the first of them.
-        plan: how many draws, and how.
+        plan: what is asked for.
         bar: told of every step.
         keeper: where draws go.
         saved: a state that `keeper` was told of, from which to go on.
         note: told of gradients, loss and rates at every draw, and of the first chain's index.
+
+    Yields:
+        What the chains have predicted so far; takes the reason to stop, empty to go on.
     """
-    label = f"chain {first + 1}/{plan.total} " if chains.many is None and plan.total > 1 else ""
-    result = ChainsResult(first, chains.count)
-    done, drawn, late = 0, 0, list[Tensor]()
-    steps: Steps | None = None
+    label = f"chain {first + 1}/{plan.total} " if run.many is None and plan.total > 1 else ""
+    outcome = ChainsResult(first, run.count)
+    done, drawn, levels = 0, 0, list[Tensor]()
+    leapfrogs = _leapfrog_steps(run, plan, bar)
+    stride: MultiStep | GraphSteps | LeapfrogMultiStep | None = leapfrogs
     watch: Watch | None = None
     if plan.compile_after is not None:
-        accelerate(chains)
+        accelerate(run)
     if saved is not None:
-        saved = moved(saved, chains.alive.device)
-        load_state(chains, saved["chains"])
-        bar.advance(label + "resuming", chains.count * chains.gradients)
-    sampling = saved if saved is not None and saved["stage"] == "sampling" else None
-
-    def state() -> State:
-        return {
-            "stage": "sampling",
-            "chains": state_of(chains),
-            "reports": [report.as_dict() for report in result.reports],
-            "lengths": result.lengths,
-            "done": done,
-            "drawn": drawn,
-            "late": torch.stack(late) if late else torch.empty(0),
-            **({} if watch is None else {"traces": torch.stack(watch.traces) if watch.traces else torch.empty(0)}),
-        }
-
-    def tick(count: int) -> None:
-        nonlocal done
-        done += count
-        bar.advance(label + "sampling", count * chains.count)
-
+        saved = moved(saved, run.alive.device)
+        load_state(run, saved["chains"])
+        bar.skip(run.count * run.gradients)
     try:
-        steps = _leapfrog_steps(chains, plan, bar)
-        if sampling is None:
-            result.reports = _warmed_up(chains, plan, bar, keeper, None if saved is None else saved["warmup"], steps)
+        if saved is None or saved["stage"] == "warmup":
+
+            def mark(state: Callable[[], State]) -> None:
+                keeper.mark(first, lambda: {"stage": "warmup", "chains": state_of(run), "warmup": state()})
+
+            outcome.reports = _find_rates(run, plan, bar, mark, None if saved is None else saved["warmup"], leapfrogs)
+            if (measured := outcome.reports[0].keep_every) is not None:
+                run.sampler.fit_schedule(measured)
         else:
-            result.reports = [report_from(report) for report in sampling["reports"]]
-            done, drawn, late = sampling["done"], sampling["drawn"], list(sampling["late"].unbind())
-            result.lengths = sampling["lengths"]
-        keeper.warmed(result)
-        gap = result.reports[0].keep_every or plan.spacing
-        bar.total = plan.total * (result.reports[0].steps + plan.draws * gap)
-        steps = steps or _many_steps(chains, plan, gap, bar)
+            outcome.reports = [report_from(report) for report in saved["reports"]]
+            done, drawn, levels = saved["done"], saved["drawn"], list(saved["levels"].unbind())
+            outcome.lengths = saved["lengths"]
+        keeper.warmed(outcome)
+        gap = outcome.reports[0].keep_every or plan.spacing
+        bar.total = plan.total * (outcome.reports[0].steps + done + run.sampler.steps_to((plan.draws - drawn) * gap))
+
+        def state() -> State:
+            return {
+                "stage": "sampling",
+                "chains": state_of(run),
+                "reports": [report.as_dict() for report in outcome.reports],
+                "lengths": outcome.lengths,
+                "done": done,
+                "drawn": drawn,
+                "levels": torch.stack(levels) if levels else torch.empty(0),
+                **({} if watch is None else {"traces": torch.stack(watch.traces) if watch.traces else torch.empty(0)}),
+            }
+
+        def tick(steps: int) -> None:
+            nonlocal done
+            done += steps
+            bar.advance(label + "sampling", steps * run.count)
+
+        stride, every = stride or _many_steps(run, plan, gap, bar), plan.noise_interval(run)
         if plan.auto:
-            traces = None if sampling is None else sampling["traces"].cpu()
-            watch = Watch(chains, plan.chains_per_set if chains.many is not None else 1, plan.held_out, traces)
-            result.stopped = watch.verdict(plan.draws) if drawn else ""
-        keeper.mark(state)
-        while drawn < plan.draws and not result.stopped:
-            if steps is not None:
-                steps.take_steps(done, gap, tick)
-            else:
-                _single_steps(chains, plan.noise_interval(chains), done, gap, tick)
-            chains.check_finite()
-            if plan.auto or drawn >= plan.draws // 2:
-                late.append(chains.level)
-            keeper.keep(chains, first, drawn)
+            traces = None if saved is None or saved["stage"] == "warmup" else saved["traces"].cpu()
+            watch, pauses = Watch(run, plan.held_out, traces), looks(plan.draws)
+            outcome.stopped = (yield watch) or ""
+        keeper.mark(first, state)
+        while drawn < plan.draws and not outcome.stopped:
+            steps = run.sampler.steps_to(gap)
+            if stride is not None:
+                stride.take_steps(done, steps, tick)
+            for _ in range(0 if stride is not None else steps):
+                run.step(split=run.follows_noise and done % every == 0)
+                tick(1)
+            run.check_finite()
+            levels.append(run.level)
+            keeper.keep(run, first, drawn)
             if note is not None:
-                rates = {group["name"]: group["rate"] for group in chains.sampler.param_groups}
-                note(chains.gradients, chains.level, rates, first)
-            for k in chains.failures:  # draws of a chain end where it was dropped
-                result.lengths.setdefault(k, drawn)
+                note(run.gradients, run.level, {g["name"]: g["rate"] for g in run.sampler.param_groups}, first)
+            for k in run.failures:  # draws of a chain end where it was given up
+                outcome.lengths.setdefault(k, drawn)
             drawn += 1
-            result.drawn = drawn
+            outcome.drawn = drawn
             if watch is not None:
                 watch.take()
-                result.stopped = watch.verdict(plan.draws)
-            keeper.mark(state)
-        if result.stopped:
-            bar.note(label + result.stopped)
-        warn_of(chains, result.reports, late[drawn // 2 :] if plan.auto else late, first)
+            keeper.mark(first, state)
+            if watch is not None and drawn in pauses:
+                outcome.stopped = (yield watch) or ""
+        warn_of(run, outcome.reports, levels[drawn // 2 :], first)
     except DivergedError:
         pass  # every chain has
-    for k in chains.failures:
-        result.lengths.setdefault(k, drawn)
-    result.failures, result.gradients, result.drawn = chains.failures, chains.gradients, drawn
-    result.compiled, result.batches = _execution(chains, steps), chains.batches.state()
-    return result
+    for k in run.failures:
+        outcome.lengths.setdefault(k, drawn)
+    outcome.failures, outcome.gradients, outcome.drawn = run.failures, run.gradients, drawn
+    single = stride is None or (isinstance(stride, LeapfrogMultiStep) and stride.unsupported_reason)
+    outcome.compiled = run.compiled if single else ", several steps a call"
+    if isinstance(stride, GraphSteps):
+        outcome.compiled = ", CUDA graph of whole steps"
+    elif run.graph is not None:
+        outcome.compiled = f", CUDA graph of gradients ({run.graph_unsupported})"
+    elif run.leaves[0].is_cuda and run.many is None:
+        outcome.compiled = f", eager ({run.graph_unsupported})"
+    outcome.batches = run.batches.state()
+    keeper.finished(outcome, state if len(run.failures) < run.count else None)
 
 
-def _warmed_up(
-    chains: Chains, plan: DrawPlan, bar: Progress, keeper: Keeper, saved: State | None, steps: LeapfrogMultiStep | None
-) -> list[WarmupReport]:
-    """Find rates and freeze them, in as many gradients as the plan says."""
-    measure_spacing = plan.keep_every == "auto"
-    if plan.warmup == 0:
-        if any(group["rate"] is None for group in chains.sampler.param_groups):
-            raise ValueError("warmup = 0 leaves no rate: give lr (or lam) to the method, or let warmup be 'auto'")
-        if measure_spacing:
-            raise ValueError("keep_every='auto' is measured in the warm-up: give a number, or let warmup be 'auto'")
-        return [WarmupReport(True, "", 0, 0, None) for _ in range(chains.count)]
-
-    def mark(state: Callable[[], State]) -> None:
-        keeper.mark(lambda: {"stage": "warmup", "chains": state_of(chains), "warmup": state()})
-
-    budget = None if plan.warmup == "auto" else int(plan.warmup)
-    return warm_up(chains, budget, bar, measure_spacing, mark, saved, steps)
-
-
-# -- how steps are executed -------------------------------------------------------------------------------------------
-
-
-def _single_steps(chains: Chains, noise_every: int, done: int, count: int, tick: Callable[[int], None]) -> None:
-    """So many steps, one by one; those in which a sampler only explores do not count."""
-    while count:
-        chains.step(split=chains.follows_noise and done % noise_every == 0)
-        count -= chains.sampler.sampling
-        done += 1
-        tick(1)
-
-
-def _leapfrog_steps(chains: Chains, plan: DrawPlan, bar: Progress) -> LeapfrogMultiStep | None:
-    """What takes several steps of HMC in a call, where that can be done and pays."""
-    if chains.hmc is None or not _pays(chains, plan, plan.draws * plan.spacing) or leapfrog.unsupported_reason(chains):
+def _leapfrog_steps(run: Chains, plan: DrawPlan, bar: Progress) -> LeapfrogMultiStep | None:
+    """What takes several steps of trajectories in a call, where that can be done and pays."""
+    if run.hmc is None or not _pays(run, plan, plan.draws * plan.spacing) or leapfrog.unsupported_reason(run):
         return None
-    return LeapfrogMultiStep(chains, log=bar.note)
+    return LeapfrogMultiStep(run, log=bar.note)
 
 
-def _many_steps(chains: Chains, plan: DrawPlan, gap: int, bar: Progress) -> MultiStep | GraphSteps | None:
+def _many_steps(run: Chains, plan: DrawPlan, gap: int, bar: Progress) -> MultiStep | GraphSteps | None:
     """What takes several steps in a call, where that can be done and pays."""
-    if chains.graph is not None:
+    if run.graph is not None:
         try:
-            return GraphSteps(chains, plan.noise_every or SHAPED_EVERY)
+            return GraphSteps(run, plan.noise_every or SHAPED_EVERY)
         except RuntimeError as error:
-            chains.graph_unsupported = str(error)
+            run.graph_unsupported = str(error)
             return None
-    if not _pays(chains, plan, plan.draws * gap) or multistep.unsupported_reason(chains):
+    if not _pays(run, plan, plan.draws * gap) or multistep.unsupported_reason(run):
         return None
-    steps = MultiStep(chains, plan.noise_interval(chains), log=bar.note)
-    return None if steps.failed else steps
+    stride = MultiStep(run, plan.noise_interval(run), log=bar.note)
+    return None if stride.failed else stride
 
 
-def _pays(chains: Chains, plan: DrawPlan, steps: int) -> bool:
+def _pays(run: Chains, plan: DrawPlan, steps: int) -> bool:
     """Whether it pays to compile so many steps. It follows from the settings alone."""
-    least = MULTI_STEP_FROM * (1 if chains.many is not None else SINGLE_CHAIN)
+    least = MULTI_STEP_FROM * (1 if run.many is not None else SINGLE_CHAIN)
     return plan.compile_after is not None and (plan.compile_after == 0 or steps >= least)
 
 
-def _execution(chains: Chains, steps: Steps | None) -> str:
-    """How steps were executed, to be added to the name of the engine."""
-    if isinstance(steps, GraphSteps):
-        return ", CUDA graph of whole steps"
-    if chains.graph is not None:
-        return f", CUDA graph of gradients ({chains.graph_unsupported})"
-    if chains.leaves[0].is_cuda and chains.many is None:
-        return f", eager ({chains.graph_unsupported})"
-    if steps is None or (isinstance(steps, LeapfrogMultiStep) and steps.unsupported_reason):
-        return chains.compiled
-    return ", several steps a call"
+def _find_rates(
+    run: Chains, plan: DrawPlan, bar: Progress, mark: Mark, saved: State | None, glide: LeapfrogMultiStep | None
+) -> list[WarmupReport]:
+    measure_spacing = plan.keep_every == "auto"
+    if plan.warmup == 0:
+        if any(group["rate"] is None for group in run.sampler.param_groups):
+            raise ValueError("warmup = 0 leaves no rate: give lr (or lam) to the method, or let warmup be 'auto'")
+        if measure_spacing:
+            raise ValueError("keep_every='auto' is measured in the warm-up: give a number, or let warmup be 'auto'")
+        return [WarmupReport(True, "", 0, 0, None) for _ in range(run.count)]
+    steps = None if plan.warmup == "auto" else int(plan.warmup)
+    return warm_up(run, steps, bar, measure_spacing, mark, saved, glide)

@@ -22,9 +22,11 @@ def resume(
     init: Start = None,
     device: torch.device | str | None = None,
     progress: bool = True,
+    draws: int | None = None,
+    budget: int | None = None,
     **options: Any,
 ) -> Posterior:
-    """Go on with a run where it was stopped. The settings are those of its manifest.
+    """Go on with a run where it was stopped, or extend it. The settings are those of its manifest.
 
     Args:
         path: folder of the run, the ``store`` of `sample`.
@@ -33,10 +35,14 @@ def resume(
         init: as it was then, if it was given.
         device: where to sample; the kind must be the same.
         progress: show a progress line on a terminal.
+        draws: of each chain, where more are wanted than the run was begun with. On a CPU they are bit for bit those of
+            a run that was asked for so many at once, unless so many make it pay to compile several steps in a call,
+            or chains in turn share a loader.
+        budget: of a run with ``draws="auto"``, where more draws are wanted at most.
         options: settings of the method that were objects, not numbers or text; a manifest does not hold those.
 
     Returns:
-        The draws, as `sample` gives them; at once when the run is complete.
+        The draws, as `sample` gives them; at once when all that are asked for are there.
 
     Example:
         >>> import tempfile
@@ -47,10 +53,16 @@ def resume(
         >>> _ = sample(target, (y,), draws=20, keep_every=5, warmup=1000, progress=False, store=folder.name)
         >>> len(resume(folder.name, target, (y,)))
         20
+        >>> len(resume(folder.name, target, (y,), draws=30, progress=False))
+        30
         >>> folder.cleanup()
     """
     settings, opaque = settings_of(path)
     given = settings.pop("options")
+    if draws is not None:
+        settings = {name: value for name, value in settings.items() if name != "budget"} | {"draws": draws}
+    if budget is not None:
+        settings |= {"budget": budget}
     missing = [name for name in opaque if name not in options]
     if missing:
         raise ValueError(

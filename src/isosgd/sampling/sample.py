@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -13,17 +12,15 @@ import torch
 from isosgd.baselines import BASELINES, BaselineRun
 from isosgd.data.sources import Transform, as_data
 from isosgd.diagnostics import Log
-from isosgd.engine.compiled import fastest_products
 from isosgd.engine.schedule import Schedule, Start, start_of
 from isosgd.errors import SamplingWarning
 from isosgd.posterior import Posterior
 from isosgd.progress import Progress
 from isosgd.samplers import ISGD, METHODS
-from isosgd.sampling.identity import described
-from isosgd.sampling.keepers import InMemory, OnDisk, keep_at_once
-from isosgd.sampling.loop import ChainsResult, DrawPlan, run_chains
-from isosgd.sampling.room import check_room
+from isosgd.sampling.loop import ChainsResult, DrawPlan, draw_all, why_stopped
+from isosgd.sampling.recorders import InMemory, OnDisk, keep_at_once
 from isosgd.sampling.settings import (
+    check_room,
     check_settings,
     compile_after,
     most_draws,
@@ -32,7 +29,7 @@ from isosgd.sampling.settings import (
     sampler_factory,
     versions,
 )
-from isosgd.sampling.stored import Asked, load
+from isosgd.sampling.stored import RunRequest, described, load
 from isosgd.target import Target
 from isosgd.target.batches import with_tensors
 from isosgd.warmup.windows import MOST_STEPS
@@ -89,11 +86,13 @@ def sample(
             there were N/T examples. ``info["density"]`` says which.
         seed: same seed and settings, same draws.
         device: where to sample; where the parameters are by default. Data go there.
-        progress: show a progress line on a terminal.
+        progress: show a progress line on a terminal; elsewhere log each stage, and a line every 30 seconds, with the
+            time left (logger ``isosgd``: to standard error, unless `logging` is configured).
         store: a folder to write draws to as they come, so that memory does not grow with them and a crash takes none;
             `isosgd.load` reads it.
         resume: go on with the run in ``store`` where it was stopped. On a CPU its draws are bit for bit those of a run
-            that was never stopped. A changed model, data or setting is refused. Where there is no run, one is begun.
+            that was never stopped. With more ``draws`` (or a larger ``budget``) than before the run is extended (see
+            `isosgd.resume`). A changed model, data or other setting is refused. Where there is no run, one is begun.
         store_dtype: dtype in which draws are written; their own by default.
         log: a folder for TensorBoard, which shows loss and rates at every draw (needs the extra ``tensorboard``).
         budget: with ``draws="auto"``, draws of each chain at most; 2,000 by default.
@@ -102,8 +101,8 @@ def sample(
             augmentation or a change of type: images may so lie on a GPU as bytes. It must keep the number of examples,
             take its random numbers from the generator, and is not applied in predictions.
         options: settings of the method (for instance ``noise``, ``scheme``, ``structure``, ``bias``, ``lr``),
-            ``preset`` for a row of the paper (``alpha-a``, ``alpha-c``, ``G-b``, ``G-c``, each also ``-slr``), and
-            ``noise_every``.
+            ``preset`` for a row of the paper (``alpha-a``, ``alpha-c``, ``G-b``, ``G-c``, each also ``-slr``) or
+            ``windowed`` (from a trained start, lambda is four times the noise of each layer), and ``noise_every``.
 
     Returns:
         The draws, with how they came about in ``info``.
@@ -144,7 +143,7 @@ def sample(
         "seed": seed,
         **({"budget": budget} if draws == "auto" else {}),
     }
-    asked = Asked(target, data, init, place, settings, options, store, resume, store_dtype, held_out, transform)
+    asked = RunRequest(target, data, init, place, settings, options, store, resume, store_dtype, held_out, transform)
     # Draws that end by themselves may be far fewer than their limit.
     in_memory = most if draws != "auto" and (store is None or method in BASELINES) else 0
     check_room(asked.start(0), asked.count, in_memory)
@@ -157,7 +156,7 @@ def sample(
         about |= {"target": target.describe(), "versions": versions()}
         baseline = BaselineRun(
             method, target, data, init, most, chains, batch_size, keep_every, warmup, temperature, seed, place,
-            after, progress, given,
+            after, progress, given, transform,
         )  # fmt: skip
         return keep_at_once(asked, about, lambda: baseline.posterior(about))
     schedule = Schedule(target, data, init, chains, batch_size, seed, place, after, transform)
@@ -184,33 +183,25 @@ def sample(
     if given_method != method:
         bar.note("batch_size = 'all': the method is HMC (method='hmc')")
     try:
-        for first, run in schedule.runs(make_sampler):
-            if keeper.has(first, run):
-                continue
-            run.log_to(bar.note)
-            if plan.auto and keeper.outcomes:  # chains that run in turn: the first says how many draws
-                plan = replace(plan, draws=keeper.outcomes[0].drawn, auto=False)
-            with fastest_products(run.alive.device), target.using(run.buffers):
-                result = run_chains(run, first, plan, bar, keeper, keeper.saved, None if board is None else board.step)
-            keeper.finished(result, last=first + run.count == schedule.count)
+        with bar:
+            draw_all(schedule.runs(make_sampler), plan, bar, keeper, None if board is None else board.step)
         failures = keeper.failures()
         if len(failures) == schedule.count:
             raise next(iter(failures.values()))
         for index, failure in failures.items():
             warnings.warn(f"chain {index} was dropped: {failure}", SamplingWarning, stacklevel=2)
-        if draws == "auto" and not keeper.outcomes[0].stopped.startswith("converged"):
-            warnings.warn(f"draws = 'auto': {keeper.outcomes[0].stopped}", SamplingWarning, stacklevel=2)
+        if draws == "auto" and not (stopped := why_stopped(keeper.outcomes)).startswith("converged"):
+            warnings.warn(f"draws = 'auto': {stopped}", SamplingWarning, stacklevel=2)
         return keeper.posterior()
     except KeyboardInterrupt:
         raise keeper.interrupted() from None
     finally:
-        bar.close()
         keeper.close()
         if board is not None:
             board.close()
 
 
-def _info(asked: Asked, schedule: Schedule, plan: DrawPlan, outcomes: list[ChainsResult]) -> dict[str, Any]:
+def _info(asked: RunRequest, schedule: Schedule, plan: DrawPlan, outcomes: list[ChainsResult]) -> dict[str, Any]:
     """How the draws came about, as far as it is known."""
     kept = [(o, k) for o in outcomes for k in range(o.count) if k not in o.failures and k not in o.lengths]
     reports = [o.reports[k] for o, k in kept]
@@ -222,7 +213,7 @@ def _info(asked: Asked, schedule: Schedule, plan: DrawPlan, outcomes: list[Chain
         "num_data": schedule.num_data,
         "batch_size": schedule.batch_size if schedule.tensors is not None else None,
         "draws": max((o.drawn for o in outcomes), default=0) if plan.auto else plan.draws,
-        **({"stopped": outcomes[0].stopped if outcomes else ""} if plan.auto else {}),
+        **({"stopped": why_stopped(outcomes)} if plan.auto else {}),
         "chains": len(kept),
         "chain_indices": [o.first + k for o, k in kept],
         "sets": schedule.sets,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
@@ -17,8 +18,10 @@ from isosgd.native import build
 from isosgd.samplers import METHODS, PRESETS, REGISTRY, Sampler
 from isosgd.sampling.methods import EVERY
 from isosgd.sampling.stopping import MOST_DRAWS
+from isosgd.target import Params
 
 OURS = {"batch_size", "warmup", "budget", "sets"}  # settings that `sample` gives
+OBJECT = 500  # bytes that a tensor takes up beside its numbers
 
 
 def compile_after(options: dict[str, Any]) -> int | None:
@@ -79,7 +82,7 @@ def sampler_factory(
     if unknown:
         names = [name for name in known if name not in OURS]
         raise TypeError(f"method {method!r} has no option {unknown[0]!r}; it takes {', '.join(names)}")
-    ours = {"batch_size": batch_size, "structure": "auto", "sets": sets}
+    ours = {"batch_size": batch_size, "sets": sets}
     options = {**{name: value for name, value in ours.items() if name in known}, **REGISTRY[method].options, **options}
 
     def make(groups: list[dict[str, Any]], generator: torch.Generator, chains: int | None) -> Sampler:
@@ -131,3 +134,50 @@ def versions() -> dict[str, str]:
         **{"isosgd": ours, "torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()},
         "native": "no" if build.switched_off() else "yes",  # operations of our own round otherwise
     }
+
+
+def memory() -> int | None:
+    """Bytes of memory that this machine has; None where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # Windows has no such function
+        return None
+
+
+def check_room(start: Params, chains: int, draws: int) -> None:
+    """Refuse more chains, or more draws of them, than this machine has memory for at the very least.
+
+    Args:
+        start: parameters of a chain.
+        chains: how many there are.
+        draws: of each, that are kept in memory.
+
+    Example:
+        >>> import torch
+        >>> check_room({"w": torch.zeros(50, 13)}, chains=4, draws=100)
+    """
+    room = memory()
+    if room is None:
+        return
+    numbers = sum(x.numel() * x.element_size() for x in start.values())
+    on_cpu = all(x.device.type == "cpu" for x in start.values())
+    needed = chains * (OBJECT * len(start) + numbers * on_cpu)
+    if needed > room:
+        raise ValueError(
+            f"chains = {chains:,} need {_gib(needed)} of memory at least, and this machine has {_gib(room)}: take fewer"
+        )
+    if (needed := chains * draws * numbers) > room:
+        raise ValueError(
+            f"draws = {draws:,} of {chains:,} chains take up {_gib(needed)} of memory, and this machine has "
+            f"{_gib(room)}: take fewer, or have them written to the disk as they come (store=)"
+        )
+
+
+def _gib(size: float) -> str:
+    """A number of bytes in words.
+
+    Example:
+        >>> _gib(3.2e12)
+        '2,980 GiB'
+    """
+    return f"{size / (1 << 30):,.0f} GiB"

@@ -2,8 +2,8 @@
 
 Weights of a network do not mix, predictions may. So R-hat and effective draws (see `isosgd.diagnostics.Convergence`)
 are those of predictions at a few inputs, and of the mean log likelihood of some of the data. Both are taken at every
-draw and looked at whenever there are a quarter more draws than the last time; chains of different data sets are not
-compared.
+draw and looked at whenever there are a quarter more draws than the last time, over all chains: those that run in turn
+are drawn from in rounds, each until the next look. Chains of different data sets are not compared.
 """
 
 from __future__ import annotations
@@ -25,41 +25,38 @@ FIRST_LOOK = 20  # draws
 INPUTS, TRACES, ROWS = 32, 64, 256  # inputs that are predicted, numbers of them at most, and rows of data
 
 
-def looked_at(drawn: int) -> bool:
-    """Whether convergence is judged after so many draws: 20, 25, 32, 40, 50 and so on.
+def looks(budget: int) -> list[int]:
+    """Numbers of draws after which convergence is judged, the last of them the budget.
 
     Example:
-        >>> [n for n in range(1, 60) if looked_at(n)]
-        [20, 25, 32, 40, 50]
+        >>> looks(60)
+        [20, 25, 32, 40, 50, 60]
     """
-    look = FIRST_LOOK
-    while look < drawn:
+    found, look = list[int](), FIRST_LOOK
+    while look < budget:
+        found.append(look)
         look = math.ceil(1.25 * look)
-    return look == drawn
+    return [*found, budget]
 
 
 class Watch:
-    """Judges draws as they arrive.
+    """Takes down what chains predict, draw after draw.
 
     Args:
         run: the chains.
-        chains_per_set: how many chains are of one data set.
         held_out: inputs at which to predict; some of the training data when None.
         traces: those of draws that were taken before, ``[draws, chains, traces]``.
     """
 
-    def __init__(self, run: Chains, chains_per_set: int, held_out: Any = None, traces: Tensor | None = None) -> None:
+    def __init__(self, run: Chains, held_out: Any = None, traces: Tensor | None = None) -> None:
         self.run = run
-        self.groups = Convergence([k // chains_per_set for k in range(run.count)])
         self.examples = self._some_data()
         if held_out is None and self.examples is None:
             raise ValueError(
                 "draws = 'auto' looks at predictions, and the data come from a loader: pass held_out= inputs"
             )
         self.inputs = self._inputs(held_out)
-        self.traces: list[Tensor] = []
-        for row in () if traces is None else traces.unbind():
-            self._append(row)
+        self.traces: list[Tensor] = [] if traces is None else list(traces.unbind())
 
     def _some_data(self) -> Any:
         """Rows of the data of each chain, evenly spread."""
@@ -88,6 +85,10 @@ class Watch:
             own = tuple(t.expand(self.run.count, *t.shape) for t in own)
         return own if len(own) != 1 else own[0]
 
+    def alive(self) -> list[int]:
+        """Places of the chains that have not failed."""
+        return [k for k in range(self.run.count) if k not in self.run.failures]
+
     @torch.no_grad()
     def take(self) -> None:
         """Take in where the chains are now."""
@@ -105,19 +106,30 @@ class Watch:
             if self.inputs is None:
                 parts.append(likely[:, :INPUTS])
             parts.append(likely.mean(-1, keepdim=True))
-        self._append(torch.cat([part.double() for part in parts], -1).cpu())
+        self.traces.append(torch.cat([part.double() for part in parts], -1).cpu())
 
-    def _append(self, row: Tensor) -> None:
-        self.traces.append(row)
-        lost = self.run.failures
-        good = torch.where(torch.tensor([k in lost for k in range(len(row))]).unsqueeze(-1), 0.0, row)
-        self.groups.append(np.nan_to_num(good.numpy()))
-        for k in lost:
-            self.groups.drop(k)
 
-    def verdict(self, budget: int) -> str:
-        """Why to stop now; empty to go on."""
-        drawn = self.groups.draws
-        if looked_at(drawn) and self.groups.converged():
-            return f"converged: {self.groups}"
-        return f"not converged when the budget of {budget:,} draws ended: {self.groups}" if drawn >= budget else ""
+def verdict(watches: dict[int, Watch], chains: int, chains_per_set: int, drawn: int, budget: int) -> str:
+    """Why to stop after so many draws; empty to go on.
+
+    Args:
+        watches: of the chains that have not failed, by the number of the first of those that run side by side.
+        chains: in all, failed ones too.
+        chains_per_set: how many are of one data set.
+        drawn: draws of each chain that count; some may have more.
+        budget: draws of each chain, at most.
+    """
+    alive = {first + k: (watch, k) for first, watch in watches.items() for k in watch.alive()}
+    width = next(iter(watches.values())).traces[0].shape[-1]
+    judged = Convergence([chain // chains_per_set for chain in range(chains)])
+    for number in range(drawn):
+        row = torch.zeros(chains, width, dtype=torch.float64)
+        for chain, (watch, k) in alive.items():
+            row[chain] = watch.traces[number][k]
+        judged.append(np.nan_to_num(row.numpy()))
+    for chain in range(chains):
+        if chain not in alive:
+            judged.drop(chain)
+    if judged.converged():
+        return f"converged: {judged}"
+    return f"not converged when the budget of {budget:,} draws ended: {judged}" if drawn >= budget else ""

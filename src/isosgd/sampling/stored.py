@@ -1,9 +1,12 @@
-"""Runs on the disk, opened: to read what is there, or to go on."""
+"""Runs on the disk: opened to read what is there, compared with what is asked for now, gone on with or extended."""
 
 from __future__ import annotations
 
+import hashlib
+import math
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,28 +15,24 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from isosgd.data.sources import Data, DataSets, Transform, as_tensors
+from isosgd.data.sources import Data, DataSets, Transform, Transformed, as_tensors
 from isosgd.engine.schedule import Start, start_of
 from isosgd.errors import SamplingWarning
 from isosgd.posterior import Posterior
-from isosgd.sampling.identity import (
-    data_identity,
-    described,
-    differences,
-    fingerprint,
-    inputs_identity,
-    is_plain,
-    target_identity,
-)
+from isosgd.samplers import METHODS
 from isosgd.sampling.settings import versions
+from isosgd.sampling.stopping import MOST_DRAWS
 from isosgd.store import Manifest, Shards, StoredDraws, StoreError, Writer
 from isosgd.store.draws import Damaged, check_file
+from isosgd.store.files import dtype_name, plain, raw, read_header, unpack
 from isosgd.store.manifest import specs_of
-from isosgd.store.shards import read_header
-from isosgd.store.tree import plain, unpack
 from isosgd.store.writer import STORED
 from isosgd.target import Params, Target
+from isosgd.target.batches import tree_map
 
+SAME_LOSS = 1e-4  # relative: another machine may round otherwise, another model gives another loss
+PROBED = 64  # rows at which the loss is compared
+PLAIN = str | int | float | bool | None
 Info = dict[str, Any]
 
 
@@ -120,16 +119,28 @@ def info_of(info: Info, chains: Sequence[int]) -> Info:
 
 
 def _check_target(folder: Path, manifest: Manifest, target: Target) -> None:
-    """Refuse a target whose parameters, or the tensors that it holds fixed, are not those of the run."""
-    found = {name: list(shape) for name, shape in target.describe()["parameters"].items()}
-    wanted = {name: list(spec.shape) for name, spec in manifest.tensors.items()}
-    if found and found != wanted:
-        line = next(differences(wanted, found))
-        raise ValueError(f"the target is not the one that {folder} was drawn from: {line}")
-    then = {name: x for name, x in frozen_tensors(folder, manifest).items() if name not in manifest.buffers}
-    now = {**target.frozen, **target.buffers}
-    for name, x in then.items():
-        if name in now and fingerprint(x) != fingerprint(now[name]):
+    """Refuse a target that is not the one of the run: likelihood, prior, parameters, or tensors that it holds fixed."""
+    stored, given = manifest.info.get("target"), target.describe()
+    then: Info = dict(stored) if isinstance(stored, dict) else {}
+    then["parameters"] = {name: list(spec.shape) for name, spec in manifest.tensors.items()}
+    now = {name: given[name] for name in then if name in given}
+    then = {name: then[name] for name in now}
+    if not now["parameters"] or not manifest.tensors:  # known with the first start, or with the first draw
+        del then["parameters"], now["parameters"]
+    if then.get("num_data") is None:
+        then["num_data"] = manifest.info.get("num_data")
+    if then["num_data"] is None or now.get("num_data") is None:  # taken from the data, then or now
+        now["num_data"] = then["num_data"]
+    found = list(differences(then, unpack(plain(now))))
+    if found:
+        raise ValueError(
+            f"the target is not the one that {folder} was drawn from:{as_lines(found)}\nmake it as it was then, or "
+            "leave it out to look at the draws alone"
+        )
+    fixed = {name: x for name, x in frozen_tensors(folder, manifest).items() if name not in manifest.buffers}
+    here = {**target.frozen, **target.buffers}
+    for name, x in fixed.items():
+        if name in here and fingerprint(x) != fingerprint(here[name]):
             raise ValueError(
                 f"{name!r} of the target's model is not as it was when {folder} was drawn: give the model its frozen "
                 "tensors back, model.load_state_dict(safetensors.torch.load_file(path / 'frozen.safetensors'), "
@@ -148,7 +159,7 @@ def frozen_tensors(folder: Path, manifest: Manifest) -> Params:
 
 
 @dataclass
-class Asked:
+class RunRequest:
     """What `sample` was asked for, as far as a store has to know it. The fields are its arguments, checked."""
 
     target: Target
@@ -205,7 +216,7 @@ class Asked:
         }
 
     def open(self, info: Info) -> Writer | None:
-        """Begin the run, or go on with the one that is there; None when that one is complete.
+        """Begin the run, or go on with the one that is there; None when that one has all that is asked for.
 
         Args:
             info: what is known of a run that is begun.
@@ -215,19 +226,24 @@ class Asked:
         if not self.resume or not Manifest.begun(folder):
             natural = self.target.constrain(self.target.initial(start_of(self.init, 0)))
             tensors = specs_of(natural, STORED[self.store_dtype])
-            return Writer.create(
-                folder, Manifest(info, identity, tensors), {**self.target.frozen, **self.target.buffers}
-            )
-        manifest = Manifest.read(folder)
-        found = list(differences(manifest.identity, unpack(plain(identity))))
+            fixed = {**self.target.frozen, **self.target.buffers}
+            return Writer.create(folder, Manifest(info, identity, tensors), fixed)
+        writer = Writer.reopen(folder)  # first of all: what follows must be true while no other process writes
+        with writer.closed_on_error():
+            return self._going_on(writer, identity)
+
+    def _going_on(self, writer: Writer, identity: Info) -> Writer | None:
+        """The writer of the run that is there, if it is this one; None, and closed, when nothing is left to do."""
+        manifest, folder, now = writer.manifest, writer.folder, unpack(plain(identity))
+        same = differences(_without_length(manifest.identity, now), _without_length(now, now))
+        found = [*self._cut_short(manifest, now), *same]
         if found:
-            more = f" (and {len(found) - 5} more)" if len(found) > 5 else ""
             raise ValueError(
-                f"{folder} cannot be resumed: {'; '.join(found[:5])}{more}. Give what it was begun with, or another "
-                "store="
+                f"{folder} cannot be resumed:{as_lines(found)}\ngive what it was begun with, or another store="
             )
-        if manifest.complete:
-            Writer.reopen(folder).close()
+        longer = manifest.identity.get("settings") != now["settings"]
+        if manifest.complete and not longer:
+            writer.close()
             return None
         then = {**manifest.info.get("versions", {}), "threads": manifest.info.get("threads")}
         changed = list(differences(then, {**versions(), "threads": torch.get_num_threads()}))
@@ -236,13 +252,36 @@ class Asked:
                 f"{folder} goes on where it was, but other versions may round otherwise, so that its draws need not be "
                 f"bit for bit those of a run that was never stopped: {'; '.join(changed)}",
                 SamplingWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
-        writer = Writer.reopen(folder)
-        if writer.manifest.complete:  # by another process, meanwhile
-            writer.close()
-            return None
+        if longer:
+            writer.extend(identity)
         return writer
+
+    def _cut_short(self, manifest: Manifest, now: Info) -> list[str]:
+        """Why a run cannot be extended to the number of draws that is asked for now; empty where it can."""
+        then, asked = manifest.identity.get("settings", {}), now["settings"]
+        old, new = then.get("draws"), asked["draws"]
+        if (old, then.get("budget")) == (new, asked.get("budget")):
+            return []
+        change = f"settings.draws was {old!r} and is {new!r}"
+        shorter = "a run can be extended, not cut short (posterior.select shows some of its draws)"
+        if asked["method"] not in METHODS:
+            return [f"{change}, but {asked['method']} makes its draws all at once: begin another run"]
+        if new != "auto":
+            there = max((shard.stop for shard in manifest.shards), default=0) if old == "auto" else old
+            return [f"{change}: {shorter}"] if new < there else []
+        if old != "auto":
+            return [f"{change}, which watches predictions from the first draw on: give a number"]
+        before, after = (MOST_DRAWS if s.get("budget") is None else s["budget"] for s in (then, asked))
+        return [f"settings.budget was {before} and is {after}: {shorter}"] if after < before else []
+
+
+def _without_length(identity: Info, now: Info) -> Info:
+    """An identity without what may change when a run is extended."""
+    settings = {k: v for k, v in identity.get("settings", {}).items() if k not in ("draws", "budget")}
+    watched = ("held_out",) if now["settings"]["draws"] != "auto" else ()
+    return {**{k: v for k, v in identity.items() if k not in watched}, "settings": settings}
 
 
 def settings_of(path: str | Path) -> tuple[Info, list[str]]:
@@ -252,3 +291,121 @@ def settings_of(path: str | Path) -> tuple[Info, list[str]]:
         raise StoreError(f"{path} does not say which settings it was begun with")
     settings = dict(settings)
     return settings, list(settings.pop("opaque", []))
+
+
+# -- what must be the same for a run to be resumed --------------------------------------------------------------------
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a manifest holds a value as it is: text and numbers, and lists and dicts of them.
+
+    Example:
+        >>> is_plain({"rates": [0.1, None]}), is_plain([object()])
+        (True, False)
+    """
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str | int) and is_plain(item) for key, item in value.items())
+    return isinstance(value, PLAIN)
+
+
+def described(value: Any) -> Any:
+    """A setting as something that a manifest holds: itself, or its text without addresses of this process."""
+    if is_plain(value):
+        return value
+    name = getattr(value, "__qualname__", None)
+    if callable(value) and name:
+        return f"{getattr(value, '__module__', '')}.{name}"
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+
+
+def fingerprint(x: Tensor) -> dict[str, Any]:
+    """Shape, dtype and SHA-256 of a tensor's bytes."""
+    content: Any = raw(x).numpy()
+    return {"shape": list(x.shape), "dtype": dtype_name(x.dtype), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def data_identity(data: Data) -> dict[str, Any]:
+    """What can be told of data. Of a loader that is little: what kind it is and how much it holds."""
+    if isinstance(data, DataSets):
+        return {"tensors": [fingerprint(t) for t in data.tensors], "rows": fingerprint(data.rows)}
+    tensors = as_tensors(data)
+    if tensors is not None:
+        return {"tensors": [fingerprint(t) for t in tensors]}
+    source = getattr(data, "dataset", None)
+    return {
+        "loader": type(data).__name__,
+        "batches": _length(data),
+        "dataset": None if source is None else type(source).__name__,
+        "examples": _length(source),
+    }
+
+
+def inputs_identity(given: Any) -> list[dict[str, Any]]:
+    """What can be told of inputs: of a tensor, or of several."""
+    return [fingerprint(torch.as_tensor(x)) for x in (given if isinstance(given, tuple | list) else (given,))]
+
+
+def _length(of: Any) -> int | None:
+    try:
+        return len(of)
+    except TypeError:
+        return None
+
+
+def target_identity(
+    target: Target, data: Data, starts: list[Params], transform: Transform | None = None
+) -> dict[str, Any]:
+    """What can be told of a target: how it describes itself, where chains start, and what it says at some data.
+
+    Args:
+        target: what is sampled.
+        data: checked.
+        starts: free parameters of each chain.
+        transform: what minibatches go through.
+    """
+    found: dict[str, Any] = {
+        "describes": target.describe(),
+        "frozen": {name: fingerprint(x) for name, x in target.frozen.items()},
+        "start": [{name: fingerprint(x)["sha256"] for name, x in start.items()} for start in starts],
+    }
+    tensors = as_tensors(data.set(0) if isinstance(data, DataSets) else data)
+    if tensors is not None:
+        batch = tree_map(lambda t: t[:PROBED], tensors)
+        batch = Transformed(transform, 0, tensors[0].device)(batch)
+        checked = target._checked
+        with target.using(target.initial_buffers(None, starts[0])):
+            loss, gradients = target.gradient(starts[0], batch, len(tensors[0]))
+        target._checked = checked  # the first look is to be at a whole minibatch
+        norms = torch.stack([g.double().norm().cpu() for g in gradients])
+        found["loss"], found["gradient"] = float(loss), float(norms.square().sum().sqrt())
+    return found
+
+
+def differences(then: Any, now: Any, where: str = "") -> Iterator[str]:
+    """What is not the same in two identities, each in a line."""
+    if isinstance(then, Mapping) and isinstance(now, Mapping):
+        for key in dict.fromkeys([*then, *now]):
+            inner = f"{where}.{key}" if where else str(key)
+            if key in then and key in now:
+                yield from differences(then[key], now[key], inner)
+            else:
+                yield f"{inner} was {'there' if key in then else 'not there'} and is {'not' if key in then else 'now'}"
+    elif isinstance(then, list | tuple) and isinstance(now, list | tuple) and len(then) == len(now):
+        for i, (a, b) in enumerate(zip(then, now, strict=True)):
+            yield from differences(a, b, f"{where}[{i}]")
+    elif isinstance(then, float) and isinstance(now, float) and where.endswith(("target.loss", "target.gradient")):
+        if math.isfinite(then) and math.isfinite(now) and abs(then - now) > SAME_LOSS * max(abs(then), abs(now), 1e-2):
+            yield f"{where} at the start was {then:.6g} and is {now:.6g}: the model or its likelihood has changed"
+    elif where.endswith("sha256") or ".start[" in where:
+        if then != now:
+            yield f"the values of {where.removesuffix('.sha256')} have changed"
+    elif then != now:
+        yield f"{where} was {then!r} and is {now!r}"
+
+
+def as_lines(found: list[str], most: int = 12) -> str:
+    """Differences, each on a line of its own."""
+    more = [f"and {len(found) - most} more"] if len(found) > most else []
+    return "".join(f"\n  {line}" for line in [*found[:most], *more])

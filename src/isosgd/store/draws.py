@@ -17,9 +17,8 @@ from torch import Tensor
 
 from isosgd.errors import SamplingWarning
 from isosgd.store.errors import DamagedError
-from isosgd.store.files import sha256_of
+from isosgd.store.files import Entry, read_header, sha256_of
 from isosgd.store.manifest import BUFFER, DTYPE_NAMES, File, Manifest, Shard, Spec
-from isosgd.store.shards import Entry, read_header
 
 OPEN_BYTES = 1 << 26  # of shards that are kept open: pages of open files count as memory of the process
 

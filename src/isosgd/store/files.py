@@ -1,7 +1,12 @@
-"""Files that are whole or not there, whenever a program or a machine stops; and files of others, read with care.
+"""Files of a store, whole or not there whenever a machine stops; tensors and nested states, without pickle.
 
 A file is written under another name, brought to the disk, and only then given its name; then the folder is brought to
 the disk. Whoever opens the name finds the old file or the new one.
+
+Tensors are in safetensors files (https://github.com/huggingface/safetensors), written without a copy. A nested state
+(dicts, lists, tuples, strings, numbers, None, tensors and numpy arrays) becomes plain values that JSON can hold and a
+dict of tensors, and comes back the same, bit for bit; nothing else is taken, in either direction. What JSON does not
+have is written as a dict with one key that begins with ``$``: ``{"$tensor": "0"}``.
 """
 
 from __future__ import annotations
@@ -10,19 +15,34 @@ import hashlib
 import json
 import math
 import os
-import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from isosgd.store.errors import DamagedError, StoreError
 
 MOST_JSON = 1 << 25  # bytes
-MOST_ITEMS = 2_000_000  # in a JSON file, so that it does not take up far more memory than on the disk
-DEEPEST_JSON = 200
 BLOCK = 1 << 20
 HALF_WRITTEN = ".part"
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+MOST_HEADER = 1 << 25
+MOST_DIMENSIONS = 32
+METADATA = "__metadata__"
+DEEPEST = 64
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
 
 
 def write_file(path: Path, parts: Iterable[Any]) -> tuple[str, int]:
@@ -86,21 +106,10 @@ def to_json(value: Any) -> bytes:
     return json.dumps(value, allow_nan=False, sort_keys=False, ensure_ascii=True, separators=(",", ":")).encode()
 
 
-_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[{]|[\]}]', re.DOTALL)
-
-
 def from_json(text: bytes, name: str) -> Any:
-    """Plain values from JSON that may be anyone's: its length, the number of items and the depth are bounded first."""
+    """Plain values from JSON that may be anyone's."""
     if len(text) > MOST_JSON:
         raise StoreError(f"{name} has {len(text):,} bytes of JSON: more than {MOST_JSON:,} is not read")
-    if text.count(b",") + text.count(b"[") + text.count(b"{") > MOST_ITEMS:
-        raise StoreError(f"{name} has more than {MOST_ITEMS:,} items of JSON")
-    depth = 0
-    for match in _TOKEN.finditer(text):
-        first = text[match.start()]
-        depth += (first in b"[{") - (first in b"]}")
-        if depth > DEEPEST_JSON:
-            raise StoreError(f"{name} is nested more than {DEEPEST_JSON} deep")
     try:
         return json.loads(text.decode(), parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError) as error:
@@ -123,3 +132,177 @@ def read_json(path: Path) -> Any:
     with open_plain(path) as file:
         text = file.read(MOST_JSON + 1)
     return from_json(text, path.name)
+
+
+# -- tensors ----------------------------------------------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
+    """What a header says of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def raw(x: Tensor) -> Tensor:
+    """The bytes of a tensor; those of a copy where it does not lie in memory one after the other, on the CPU."""
+    found = x.detach().cpu().contiguous()
+    return found.as_strided((found.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor | Sequence[Tensor]], metadata: Mapping[str, str] | None = None
+) -> tuple[str, int]:
+    """Write tensors; one that is given as a list of its rows is written as ``[rows, *shape]``.
+
+    Returns:
+        The SHA-256 and the length of the file.
+    """
+    rows = {name: [x] if isinstance(x, Tensor) else list(x) for name, x in tensors.items()}
+    # Those of larger elements first, as the format asks for, so that each is aligned.
+    order = sorted(rows, key=lambda name: -rows[name][0].element_size())
+    header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    end = 0
+    for name in order:
+        parts, shape = rows[name], list(rows[name][0].shape)
+        if name == METADATA:
+            raise ValueError(f"a tensor cannot have the name {METADATA!r}; rename it")
+        if parts[0].dtype not in CODES:
+            raise ValueError(f"tensor {name!r} is {parts[0].dtype}, which a store does not hold")
+        begin, end = end, end + sum(part.numel() * part.element_size() for part in parts)
+        header[name] = {
+            "dtype": CODES[parts[0].dtype],
+            "shape": shape if isinstance(tensors[name], Tensor) else [len(parts), *shape],
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MOST_HEADER:
+        raise StoreError(f"{path.name} would have a header of {len(text):,} bytes: more than {MOST_HEADER:,}")
+    every = (part for name in order for part in rows[name] if part.numel())
+    return write_file(path, chain([len(text).to_bytes(8, "little"), text], (raw(part).numpy() for part in every)))
+
+
+def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """What a file holds: its tensors and its metadata. The safetensors library refuses one that is not in order."""
+    open_plain(path).close()
+    try:
+        with safe_open(str(path), "pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            found = {name: Entry(DTYPES[x.get_dtype()], tuple(x.get_shape())) for name, x in slices.items()}
+            return found, dict(file.metadata() or {})
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise DamagedError(path.name, f"its header is wrong: {str(error)[:200]}") from error
+
+
+def counts(value: Any) -> bool:
+    """Whether this is a list of numbers that count something."""
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 48 for n in value)
+
+
+# -- nested states ----------------------------------------------------------------------------------------------------
+
+
+def pack(value: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Plain values and tensors for any nested state.
+
+    Example:
+        >>> plain, tensors = pack({"rate": float("nan"), "shape": (2, 3), "state": {0: torch.ones(2)}})
+        >>> plain
+        {'rate': {'$float': 'nan'}, 'shape': {'$tuple': [2, 3]}, 'state': {'$items': [[0, {'$tensor': '0'}]]}}
+        >>> unpack(plain, tensors)["state"]
+        {0: tensor([1., 1.])}
+    """
+    tensors: dict[str, Tensor] = {}
+    return _pack(value, tensors, 0), tensors
+
+
+def plain(value: Any) -> Any:
+    """`pack` for what holds no tensors."""
+    packed, tensors = pack(value)
+    if tensors:
+        raise TypeError("a tensor stands where only plain values belong")
+    return packed
+
+
+def _pack(value: Any, tensors: dict[str, Tensor], depth: int) -> Any:
+    if depth > DEEPEST:
+        raise ValueError(f"a state is nested more than {DEEPEST} deep: does it hold itself?")
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int | np.integer):
+        return int(value)
+    if isinstance(value, float | np.floating):
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    if isinstance(value, np.ndarray):
+        return {"$array": _name(torch.from_numpy(np.array(value, order="C")), tensors)}
+    if isinstance(value, Tensor):
+        # In the order in which it lies in memory: products of matrices round otherwise in another.
+        strides = value.stride()
+        order = sorted(range(value.dim()), key=lambda i: -strides[i])
+        turned = value.detach().permute(order)
+        if value.is_contiguous() or not turned.is_contiguous():
+            return {"$tensor": _name(value.detach(), tensors)}
+        return {"$permuted": [_name(turned, tensors), *order]}
+    if isinstance(value, list):
+        return [_pack(item, tensors, depth + 1) for item in value]
+    if isinstance(value, tuple):
+        return {"$tuple": [_pack(item, tensors, depth + 1) for item in value]}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: _pack(item, tensors, depth + 1) for key, item in value.items()}
+        pairs = [[_pack(part, tensors, depth + 2) for part in pair] for pair in value.items()]
+        return {"$items": pairs}
+    raise TypeError(
+        f"a value of type {type(value).__name__} cannot be written to a store, which holds tensors, numbers and text"
+    )
+
+
+def _name(tensor: Tensor, tensors: dict[str, Tensor]) -> str:
+    key = str(len(tensors))
+    tensors[key] = tensor
+    return key
+
+
+def unpack(value: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
+    """What `pack` was given."""
+    try:
+        return _unpack(value, tensors or {}, 0)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(f"a stored state cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _unpack(value: Any, tensors: Mapping[str, Tensor], depth: int) -> Any:
+    if depth > 2 * DEEPEST:
+        raise StoreError("a stored state is nested too deeply")
+    if isinstance(value, list):
+        return [_unpack(item, tensors, depth + 1) for item in value]
+    if not isinstance(value, dict):
+        return value
+    key = next(iter(value), "")
+    if not key.startswith("$"):
+        return {name: _unpack(item, tensors, depth + 1) for name, item in value.items()}
+    inner = value[key]
+    if len(value) > 1:
+        raise StoreError(f"a stored state has {key!r} beside other keys")
+    if key == "$float":
+        return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[inner]
+    if key == "$tensor":
+        return tensors[inner]
+    if key == "$permuted":
+        name, *order = inner
+        return tensors[name].permute([order.index(i) for i in range(len(order))])
+    if key == "$array":
+        return tensors[inner].numpy()
+    if key == "$tuple":
+        return tuple([_unpack(item, tensors, depth + 1) for item in inner])
+    if key == "$items":
+        return {_unpack(k, tensors, depth + 1): _unpack(v, tensors, depth + 1) for k, v in inner}
+    raise StoreError(f"a stored state has the unknown mark {key[:20]!r}")

@@ -19,11 +19,19 @@ import torch
 from torch import Tensor
 
 from isosgd.store.errors import StoreError
-from isosgd.store.files import read_json, to_json, write_file
-from isosgd.store.shards import DTYPES, MOST_DIMENSIONS, counts, dtype_name
-from isosgd.store.tree import plain, unpack
+from isosgd.store.files import (
+    DTYPES,
+    MOST_DIMENSIONS,
+    counts,
+    dtype_name,
+    plain,
+    read_json,
+    to_json,
+    unpack,
+    write_file,
+)
 
-FORMAT = 1
+FORMAT = 2  # 1 had one checkpoint for all chains
 NAME = "manifest.json"
 FROZEN = "frozen.safetensors"
 FILE_NAME = re.compile(r"(?:draws|checkpoint)-[0-9]{6,9}\.safetensors|frozen\.safetensors")
@@ -95,7 +103,7 @@ class Manifest:
         shards: where they are.
         lost: chains that were given up, with the number of their good draws.
         frozen: tensors of the network that do not change.
-        checkpoint: from where to go on.
+        checkpoints: from where to go on, by the first of chains that run side by side.
         seconds: spent so far.
         number: of the next file.
     """
@@ -108,7 +116,7 @@ class Manifest:
     shards: list[Shard] = field(default_factory=list)
     lost: dict[int, int] = field(default_factory=dict)
     frozen: File | None = None
-    checkpoint: File | None = None
+    checkpoints: dict[int, File] = field(default_factory=dict)
     seconds: float = 0.0
     number: int = 0
 
@@ -123,7 +131,7 @@ class Manifest:
             "buffers": {name: asdict(spec) for name, spec in self.buffers.items()},
             "lost": [list(pair) for pair in self.lost.items()],
             "frozen": None if self.frozen is None else asdict(self.frozen),
-            "checkpoint": None if self.checkpoint is None else asdict(self.checkpoint),
+            "checkpoints": [[first, asdict(file)] for first, file in self.checkpoints.items()],
             "seconds": self.seconds,
             "number": self.number,
             "shards": [asdict(shard) for shard in self.shards],
@@ -136,7 +144,7 @@ class Manifest:
         if not (folder / NAME).exists():
             return False
         found = Manifest.read(folder)
-        return bool(found.shards or found.checkpoint or found.complete)
+        return bool(found.shards or found.checkpoints or found.complete)
 
     @staticmethod
     def read(folder: Path) -> Manifest:
@@ -187,10 +195,12 @@ def _parse(found: Any) -> Manifest:
             "was written with"
         )
     _want(digest == _digest(found), "its own SHA-256 is another")
-    names = {"format", "complete", "info", "identity", "tensors", "buffers", "lost", "frozen", "checkpoint", "seconds",
+    names = {"format", "complete", "info", "identity", "tensors", "buffers", "lost", "frozen", "checkpoints", "seconds",
              "number", "shards"}  # fmt: skip
     _want(set(found) == names, "items are missing or unknown")
-    for name, kind in (("complete", bool), ("info", dict), ("identity", dict), ("lost", list), ("shards", list)):
+    for name in ("lost", "shards", "checkpoints"):
+        _want(isinstance(found[name], list), name)
+    for name, kind in (("complete", bool), ("info", dict), ("identity", dict)):
         _want(isinstance(found[name], kind), name)
     for name in ("tensors", "buffers"):
         _want(isinstance(found[name], dict), name)
@@ -205,7 +215,7 @@ def _parse(found: Any) -> Manifest:
         shards=[_shard(about) for about in found["shards"]],
         lost={chain: length for chain, length in found["lost"]},
         frozen=None if found["frozen"] is None else _file(found["frozen"], lambda name: name == FROZEN),
-        checkpoint=None if found["checkpoint"] is None else _file(found["checkpoint"], _numbered("checkpoint")),
+        checkpoints=dict(_checkpoint(pair) for pair in found["checkpoints"]),
         seconds=float(found["seconds"]),
         number=found["number"],
     )
@@ -225,6 +235,11 @@ def _file(about: Any, allowed: Callable[[str], bool]) -> File:
     _want(isinstance(digest, str) and DIGEST.fullmatch(digest) is not None, "the SHA-256 of a file")
     _want(counts([length]), "the length of a file")
     return File(name, digest, length)
+
+
+def _checkpoint(pair: Any) -> tuple[int, File]:
+    _want(isinstance(pair, list) and len(pair) == 2 and counts(pair[:1]), "a checkpoint")
+    return pair[0], _file(pair[1], _numbered("checkpoint"))
 
 
 def _shard(about: Any) -> Shard:

@@ -14,7 +14,9 @@ from __future__ import annotations
 import errno
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,14 +26,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from isosgd.store.background import Background
 from isosgd.store.draws import Shards, check_file
 from isosgd.store.errors import StoreError
-from isosgd.store.files import HALF_WRITTEN, from_json, to_json
+from isosgd.store.files import HALF_WRITTEN, from_json, pack, raw, read_header, to_json, unpack, write_tensors
 from isosgd.store.manifest import BUFFER, DTYPE_NAMES, FILE_NAME, FROZEN, NAME, File, Manifest, Shard
-from isosgd.store.shards import raw, read_header, write_tensors
-from isosgd.store.tree import pack, unpack
-from isosgd.store.waiting import Waiting, lock
 
 SHARD_BYTES = 1 << 25  # draws gathered at most; half of that ...
 EARLY = 256  # ... in so many shards at first: at its end a run waits for the last one
@@ -41,6 +39,10 @@ LEAST_WAIT = 1.0  # seconds between two shards, at the least, unless so much is 
 STORED = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 Params = Mapping[str, Tensor]
+MOST_WAIT = 60.0  # seconds between two writes
+WAIT_SHARE = 0.02  # of the time of the run so far, so that a long run does not end up in countless shards
+COST_SHARE = 0.03  # of the time, for writes that can wait
+LOCK_WAIT = 5.0  # seconds: workers of a data loader hold the lock a little longer than the process that was killed
 
 
 class Writer:
@@ -59,7 +61,8 @@ class Writer:
         self._bytes = self._step = 0
         self._background = Background(MOST_WAITING)
         self._lock = lock(folder)
-        self._flushes, self._checkpoints = Waiting(LEAST_WAIT), Waiting(5.0 * LEAST_WAIT)
+        self._flushes = Waiting(LEAST_WAIT)
+        self._checkpoints: dict[int, Waiting] = {}  # by the first of chains that run side by side
         self._adopt(manifest)
 
     def _adopt(self, manifest: Manifest) -> None:
@@ -99,6 +102,11 @@ class Writer:
             writer._adopt(Manifest.read(folder))
             writer._clean()
         return writer
+
+    def extend(self, identity: Mapping[str, Any]) -> None:
+        """More draws are asked for than before: say so before the first of them comes."""
+        self.manifest.identity, self.manifest.complete = dict(identity), False
+        self._write_manifest(self.manifest)
 
     @contextmanager
     def closed_on_error(self) -> Iterator[None]:
@@ -202,21 +210,23 @@ class Writer:
             name = f"draws-{len(self.manifest.shards):06d}.safetensors"
             file = self._file(name, lambda path: write_tensors(path, tensors, about))
             shard = Shard(file.file, file.sha256, file.bytes, first, count, start, start + len(gathered), step)
-            self._write_named(manifest, [*self.manifest.shards, shard], self.manifest.checkpoint)
+            self._write_named(manifest, [*self.manifest.shards, shard], self.manifest.checkpoints)
             self._shards.good.append(shard)
             self.manifest.shards.append(shard)
             self._free += gathered
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def mark(self, state: Callable[[], Any], now: bool = False) -> None:
+    def mark(self, first: int, state: Callable[[], Any], now: bool = False) -> None:
         """Write a checkpoint if one is due: everything that is needed to go on from here.
 
         Args:
-            state: gives a nested state of tensors and plain values (see `isosgd.store.tree`).
+            first: of the chains that run side by side.
+            state: gives a nested state of tensors and plain values (see `isosgd.store.files`).
             now: write it in any case.
         """
-        if not (now or self._checkpoints.due()):
+        due = self._checkpoints.setdefault(first, Waiting(5.0 * LEAST_WAIT))
+        if not (now or due.due()):
             return
         self._send()
         packed, tensors = pack(state())
@@ -225,52 +235,50 @@ class Writer:
         if size <= MOST_COPIED:  # the chains go on, and change them
             tensors = {name: x.to("cpu", copy=True) for name, x in tensors.items()}
         manifest = self._as_it_is()
-        self._background.give(lambda: self._write_checkpoint(manifest, packed, tensors), size)
-        self._checkpoints.sent()
+        self._background.give(lambda: self._write_checkpoint(manifest, first, packed, tensors), size)
+        due.sent()
         if size > MOST_COPIED:
             self._background.wait()
 
-    def _write_checkpoint(self, manifest: Manifest, packed: Any, tensors: Params) -> None:
+    def _write_checkpoint(self, manifest: Manifest, first: int, packed: Any, tensors: Params) -> None:
         """Write a checkpoint and a manifest that names it; then the one before it is gone."""
-        with self._checkpoints.timed():
+        with self._checkpoints[first].timed():
             name = f"checkpoint-{self.manifest.number:06d}.safetensors"
             metadata = {"state": to_json(packed).decode()}
             new = self._file(name, lambda path: write_tensors(path, tensors, metadata))
             self.manifest.number += 1
-            self._write_named(manifest, self.manifest.shards, new)
-            old, self.manifest.checkpoint = self.manifest.checkpoint, new
+            old, checkpoints = self.manifest.checkpoints.get(first), {**self.manifest.checkpoints, first: new}
+            self._write_named(manifest, self.manifest.shards, checkpoints)
+            self.manifest.checkpoints = checkpoints
             if old is not None:
                 (self.folder / old.file).unlink(missing_ok=True)
 
-    def checkpoint(self) -> Any:
-        """The state of the last checkpoint, in memory; None when there is none."""
-        about = self.manifest.checkpoint
-        return None if about is None else read_state(self.folder, about)
+    def checkpoints(self) -> dict[int, Any]:
+        """The states of the last checkpoints, by the first of chains that run side by side."""
+        return {first: read_state(self.folder, about) for first, about in self.manifest.checkpoints.items()}
 
     # -- the manifest -------------------------------------------------------------------------------------------------
 
     def finish(self, info: Mapping[str, Any]) -> None:
-        """All draws are there: write the rest, and drop the checkpoint, which nothing needs any more."""
+        """All draws are there: write the rest. The checkpoints stay, so that the run can be extended."""
         self.flush()
-        old, self.manifest.checkpoint = self.manifest.checkpoint, None
         self.manifest.complete = True
         self.manifest.info = dict(info)
         self._write_manifest(self.manifest)
-        if old is not None:
-            (self.folder / old.file).unlink(missing_ok=True)
 
     def _clean(self) -> None:
         """Remove what a crash left behind: files of ours that the manifest does not name, and half-written ones."""
         manifest = self.manifest
-        named = {file.file for file in (*manifest.shards, manifest.frozen, manifest.checkpoint) if file is not None}
+        files = (*manifest.shards, manifest.frozen, *manifest.checkpoints.values())
+        named = {file.file for file in files if file is not None}
         for path in self.folder.iterdir():
             half = path.name.startswith(".") and path.name.endswith(HALF_WRITTEN)
             if half or (FILE_NAME.fullmatch(path.name) and path.name not in named):
                 path.unlink(missing_ok=True)
 
-    def _write_named(self, manifest: Manifest, shards: list[Shard], checkpoint: File | None) -> None:
+    def _write_named(self, manifest: Manifest, shards: list[Shard], checkpoints: dict[int, File]) -> None:
         """Write a manifest as it was, but for what is on the disk now."""
-        self._write_manifest(replace(manifest, shards=shards, checkpoint=checkpoint, number=self.manifest.number))
+        self._write_manifest(replace(manifest, shards=shards, checkpoints=checkpoints, number=self.manifest.number))
 
     def _write_manifest(self, manifest: Manifest) -> None:
         manifest.seconds = self._before + time.monotonic() - self._began
@@ -302,3 +310,112 @@ def read_state(folder: Path, about: File) -> Any:
     _, metadata = read_header(path)
     tensors = {name: x.clone() for name, x in load_file(path).items()}
     return unpack(from_json(metadata.get("state", "").encode(), about.file), tensors)
+
+
+# -- when, and by whom ------------------------------------------------------------------------------------------------
+
+
+class Waiting:
+    """Decides when the next write of a kind is due: not too often for what it costs.
+
+    Args:
+        least: seconds to wait, at the least; 0 for a write whenever there is something to write.
+    """
+
+    def __init__(self, least: float) -> None:
+        self.least, self.started = least, time.monotonic()
+        self.last, self.cost = self.started, 0.0
+
+    def due(self) -> bool:
+        """Whether it is time."""
+        now = time.monotonic()
+        wait = min(max(self.least, WAIT_SHARE * (now - self.started)), MOST_WAIT)
+        return not self.least or now - self.last >= max(wait, self.cost / COST_SHARE)
+
+    def sent(self) -> None:
+        """A write is being made; what it costs is known later."""
+        self.last = time.monotonic()
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Around a write, wherever it is made: how long it takes is what it costs."""
+        began = time.monotonic()
+        yield
+        self.cost = time.monotonic() - began
+
+
+def lock(folder: Path) -> int | None:
+    """Hold the folder against other writers until this one is closed or its process ends."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: there the user has to take care
+        return None
+    handle, end = os.open(folder, os.O_RDONLY), time.monotonic() + LOCK_WAIT
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except BlockingIOError as error:
+            if time.monotonic() > end:
+                os.close(handle)
+                raise StoreError(f"{folder} is being written by another process: let it end, or end it") from error
+            time.sleep(0.1)
+        except OSError:  # a file system without locks
+            return handle
+
+
+class Background:
+    """Does jobs one after the other in a thread. Once one has failed, those that follow are not done.
+
+    Args:
+        most: bytes that jobs may hold while they wait; a single one may hold more, but then waits for no other.
+
+    Example:
+        >>> done = []
+        >>> background = Background(100)
+        >>> for number in range(3):
+        ...     background.make_room(80)
+        ...     background.give(lambda number=number: done.append(number), 80)
+        >>> background.wait()
+        >>> done
+        [0, 1, 2]
+        >>> background.close()
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._pool: ThreadPoolExecutor | None = None
+        self._given: deque[tuple[Future[None], int]] = deque()
+        self._failed = False
+
+    def make_room(self, size: int) -> None:
+        """Wait until there is room for a job that holds so many bytes. What went wrong with earlier ones is raised."""
+        while self._given and (self._given[0][0].done() or sum(held for _, held in self._given) + size > self.most):
+            self._first_done()
+
+    def give(self, job: Callable[[], None], size: int) -> None:
+        """Have a job done that holds so many bytes until then."""
+        self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="isosgd-store")
+        self._given.append((self._pool.submit(self._do, job), size))
+
+    def wait(self) -> None:
+        """Wait for all of them; what went wrong is raised here."""
+        while self._given:
+            self._first_done()
+
+    def close(self) -> None:
+        """Let the thread end when all is done."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _first_done(self) -> None:
+        self._given[0][0].result()  # one that failed stays, so that it is raised again
+        self._given.popleft()
+
+    def _do(self, job: Callable[[], None]) -> None:
+        if not self._failed:
+            try:
+                job()
+            except BaseException:
+                self._failed = True
+                raise

@@ -12,6 +12,7 @@ from isosgd.errors import SamplingWarning
 from isosgd.geometry.base import MOST_EXCESS
 from isosgd.samplers import ISGD, Sampler
 from isosgd.samplers.momentum_isgd import MomentumISGD
+from isosgd.samplers.schedules import SPREAD, Cycles
 from isosgd.warmup.reports import WarmupReport
 
 CLIPPED_ALARM = 0.05
@@ -32,12 +33,12 @@ def warn_of(run: Chains, reports: list[WarmupReport], late: list[Tensor], first:
     """
     alive = [k for k in range(run.count) if k not in run.failures]
     losses = torch.stack(late).double().mean(0).cpu() if late else None
-    for check in (_unsettled, _clipped, _hot, _biased, _in_order, _risen):
+    for check in (_unsettled, _clipped, _hot, _biased, _in_order, _risen, _short_stages):
         cases = [(k, said) for k in alive if (said := check(run, reports[k], k, losses))]
         if cases:
             k, said = cases[0]
             others = f" (and {len(cases) - 1} other of {len(alive)} chains)" if len(cases) > 1 else ""
-            warnings.warn(f"chain {first + k}{others}: {said}", SamplingWarning, stacklevel=4)
+            warnings.warn(f"chain {first + k}{others}: {said}", SamplingWarning, stacklevel=6)
 
 
 def _unsettled(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
@@ -121,4 +122,20 @@ def _risen(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
         f"the mean loss rose from {before:.4g} in the warm-up to {now:.4g} in the second half "
         "of the draws: the rates were found elsewhere, and the draws are not to be trusted. A longer warmup= or a "
         "smaller bias= would help."
+    )
+
+
+def _short_stages(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
+    """Cycles in whose sampling stages a chain cannot spread."""
+    schedule, spacing = run.sampler.schedule, report.keep_every
+    if not isinstance(schedule, Cycles) or spacing is None:
+        return ""
+    group = run.sampler.param_groups[0]
+    cycle, stage = group["cycle"], schedule.stage(group)
+    if SPREAD * stage >= spacing:
+        return ""
+    return (
+        f"a sampling stage of cycle = {cycle} counts as {stage:.0f} steps at the full rate, but draws should be "
+        f"{spacing} apart: each exploration leaves the chain at a mode, and posterior variances come out too small. "
+        f"Leave cycle= out, or give at least {cycle * spacing / (SPREAD * stage):.0f}."
     )

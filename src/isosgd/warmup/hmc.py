@@ -174,10 +174,10 @@ class HMCWarmup:
             adam.step([cast(Tensor, leaf.grad) for leaf in chains.leaves], decay(i, steps))
             if parts > 1 and i % parts == 0:  # a pass through all parts counts as one gradient
                 chains.gradients -= parts - 1
-                self._count("optimising")
+                self._count("initial optimisation")
             if parts == 1 or i % (LOOK * parts) == 0 or i == steps:
                 chains.evaluate()
-                self._count("optimising")
+                self._count("initial optimisation")
                 energy = chains.energy()
                 lower = energy < best
                 best = torch.where(lower, energy, best)
@@ -219,7 +219,7 @@ class HMCWarmup:
                 chains.advance(None)
                 if noise is not None:
                     sampler.observe(self._seen(noise))
-            self._count("tuning step sizes" if fixed else "warming up", count)
+            self._count("testing the step size" if fixed else f"warm-up window of {steps:,}", count)
             if self.traced:
                 self.traces.take(i, count)
             levels += [chains.level] * count

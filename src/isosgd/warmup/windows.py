@@ -9,8 +9,8 @@
 
 Chains that run side by side share windows and budget; rates, losses and verdicts are each chain's own.
 
-The paper's schemes a, b and c are driven by the sampler itself for a fixed number of steps (see
-`isosgd.samplers.isgd`).
+The paper's schemes a, b and c, and the scheme ``online``, are driven by the sampler itself for a fixed number of steps
+(see `isosgd.samplers.isgd`).
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class _Warmup:
         self.loss: tuple[Array, Array] | None = None
         limit = int(MOST_OPTIMISATION_SHARE * self.budget)
         self.optimisation = InitialOptimisation(
-            chains, limit, lambda: self._count("optimising"), lambda: self.mark(self.state)
+            chains, limit, lambda: self._count("initial optimisation"), lambda: self.mark(self.state)
         )
         self.length, self.settled_before, self.reasons = FIRST_WINDOW, False, [""] * chains.count
         self.fell = False  # whether most rates had to fall within the last window
@@ -283,9 +283,9 @@ class _Warmup:
         while self.spent < end:
             chains.step(split=True)
             losses.append(chains.loss)
-            self._count("trying the rates")
+            self._count("testing the rates")
             if len(losses) % 2 and self.spent < end:
-                self._probe("trying the rates")
+                self._probe("testing the rates")
             if len(losses) % ADAPT_EVERY == 0:
                 if self.runaway.restart_runaways(losses):
                     losses = losses[:0]
@@ -315,14 +315,14 @@ class _Warmup:
         self.traces.begin(length)
         self.runaway.begin()
         losses: list[Tensor] = []
-        end = self.spent + length
+        end, stage = self.spent + length, f"warm-up window of {length:,}"
         while self.spent < end:
             i = len(losses)
             noise = chains.evaluate(split=chains.geometry is not None or i % SPLIT_EVERY == 0)
-            self._count("warming up")
+            self._count(stage)
             losses.append(chains.loss)
             if i % PROBE_EVERY == 0 and self.spent < end:
-                self._probe("warming up")
+                self._probe(stage)
                 self.seen_curvatures.append(chains.curvatures())
             if noise is not None:
                 if not chains.successive or i % 4 == 0:  # sums of successive differences would cancel
@@ -397,11 +397,13 @@ class _Warmup:
         self.stage = "scheme"
         for i in range(self.spent, steps):
             if i % MARK_EVERY == 0:
+                chains.check_finite()
                 self.mark(self.state)
             noise = chains.evaluate(split=sampler.estimator.centred)
             self._feed_tails(noise if noise is not None else [leaf.grad for leaf in chains.leaves])
             chains.advance(noise)
             self._count(f"scheme {sampler.scheme}")
+        chains.check_finite()
         if sampler.param_groups[0]["lam"] is None:
             raise ValueError(f"{steps} steps are too few for a first noise estimate: give a longer warmup=")
         chains.evaluate()

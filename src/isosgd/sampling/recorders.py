@@ -13,11 +13,11 @@ import torch
 from isosgd.engine.chains import Chains
 from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.posterior import Posterior
-from isosgd.sampling.loop import ChainsResult, State
-from isosgd.sampling.stored import Asked, info_of, load
+from isosgd.sampling.loop import ChainsResult, DrawPlan, State
+from isosgd.sampling.stored import RunRequest, info_of, load
 from isosgd.store import Shards, StoredDraws, Writer, rectangle
+from isosgd.store.files import dtype_name
 from isosgd.store.manifest import Spec, specs_of
-from isosgd.store.shards import dtype_name
 from isosgd.target import Params
 
 Info = dict[str, Any]
@@ -36,29 +36,51 @@ class Interrupted(KeyboardInterrupt):
         self.posterior = posterior
 
 
-class _Keeper:
+class _Recorder:
     """What both have in common.
 
     Args:
-        asked: what is drawn from.
+        request: what is drawn from.
         about: says how the draws come about, from what has been found out so far.
     """
 
-    def __init__(self, asked: Asked, about: About) -> None:
-        self.asked, self.about = asked, about
-        self.outcomes: list[ChainsResult] = []
-        self.saved: State | None = None  # from where the next chains go on
+    def __init__(self, request: RunRequest, about: About) -> None:
+        self.request, self.about = request, about
+        self.ended: dict[int, ChainsResult] = {}  # by the first of chains that run side by side
+        self.current: dict[int, ChainsResult] = {}
+        self.saved: dict[int, State] = {}  # from where chains go on
         self.started = time.monotonic()
 
-    def has(self, first: int, run: Chains) -> bool:
-        """Whether these chains have come to their end already."""
-        done = next((outcome for outcome in self.outcomes if outcome.first == first), None)
-        if done is not None:  # what follows takes its data from where they ended
-            run.batches.load_state(done.batches)
-        return done is not None
+    @property
+    def outcomes(self) -> list[ChainsResult]:
+        """Of chains that have come to their end."""
+        return [self.ended[first] for first in sorted(self.ended)]
+
+    def every(self) -> list[ChainsResult]:
+        """Of all chains that have been warmed up."""
+        both = {**self.current, **self.ended}
+        return [both[first] for first in sorted(both)]
+
+    def restored(self, first: int, run: Chains, plan: DrawPlan) -> tuple[bool, State | None]:
+        """Whether these chains have come to their end already, and from where they go on."""
+        saved = self.saved.get(first)
+        if first in self.ended and self.ended[first].is_end(plan):
+            run.batches.load_state(self.ended[first].batches)  # what follows takes its data from where they ended
+            return True, None
+        self.ended.pop(first, None)
+        return False, None if saved is None else saved["current"]
+
+    def warmed(self, outcome: ChainsResult) -> None:
+        """These chains are being drawn from."""
+        self.current[outcome.first] = outcome
+
+    def finished(self, outcome: ChainsResult, state: Callable[[], State] | None) -> None:
+        """These chains have come to their end."""
+        self.ended[outcome.first] = outcome
+        self.current.pop(outcome.first, None)
 
     def failures(self) -> dict[int, DivergedError]:
-        """Why chains were dropped, with the draws they had."""
+        """Why chains were given up, with the draws they had."""
         found = {}
         for outcome in self.outcomes:
             for k, error in outcome.failures.items():
@@ -67,21 +89,20 @@ class _Keeper:
         return found
 
     def draws_of(self, outcome: ChainsResult, k: int) -> Params:
-        """The good draws of a chain that was dropped, ``[draws, *shape]``."""
+        """The good draws of a chain that was given up, ``[draws, *shape]``."""
         raise NotImplementedError
 
     def close(self) -> None:
         """Let go of everything."""
 
 
-class InMemory(_Keeper):
+class InMemory(_Recorder):
     """Keeps draws in memory."""
 
-    def __init__(self, asked: Asked, about: About) -> None:
-        super().__init__(asked, about)
+    def __init__(self, request: RunRequest, about: About) -> None:
+        super().__init__(request, about)
         self._draws: dict[int, list[Params]] = {}
         self._with: dict[int, list[Params]] = {}
-        self._current: ChainsResult | None = None
 
     def keep(self, run: Chains, first: int, number: int) -> None:
         """Take a draw, and the buffers that go with it."""
@@ -89,27 +110,15 @@ class InMemory(_Keeper):
         self._with.setdefault(first, []).append(buffers)
         self._draws.setdefault(first, []).append({name: x.cpu() for name, x in run.natural().items()})
 
-    def warmed(self, outcome: ChainsResult) -> None:
-        """These chains are being drawn from."""
-        self._current = outcome
-
-    def mark(self, state: Callable[[], State]) -> None:
+    def mark(self, first: int, state: Callable[[], State]) -> None:
         """Nothing is done."""
-
-    def finished(self, outcome: ChainsResult, last: bool) -> None:
-        """These chains have come to their end."""
-        self.outcomes.append(outcome)
-        self._current = None
 
     def draws_of(self, outcome: ChainsResult, k: int) -> Params:
         return _chain(self._draws.get(outcome.first, [])[: outcome.lengths[k]], k)
 
-    def _every(self) -> list[ChainsResult]:
-        return [*self.outcomes, *([] if self._current is None else [self._current])]
-
     def _places(self) -> dict[int, tuple[int, int]]:
         """Where the draws of each living chain that has any are: the first of its run, and its place in it."""
-        living = {o.first + k: (o.first, k) for o in self._every() for k in range(o.count) if k not in o.lengths}
+        living = {o.first + k: (o.first, k) for o in self.every() for k in range(o.count) if k not in o.lengths}
         return {chain: place for chain, place in living.items() if self._draws.get(place[0])}
 
     def posterior(self) -> Posterior:
@@ -120,13 +129,13 @@ class InMemory(_Keeper):
         for source in (self._draws, self._with):
             own = [_chain(source[place[c][0]][:length], place[c][1]) for c in chains]
             parts.append({name: torch.stack([part[name] for part in own]) for name in own[0]})
-        ordered = {name: parts[0][name] for name in self.asked.target.describe()["parameters"]}
+        ordered = {name: parts[0][name] for name in self.request.target.describe()["parameters"]}
         info = {
-            **info_of(self.about(self._every()), chains),
-            "complete": self._current is None,
+            **info_of(self.about(self.every()), chains),
+            "complete": not self.current,
             "seconds": time.monotonic() - self.started,
         }
-        return Posterior(self.asked.target, ordered, info, self.asked.tensors, parts[1])
+        return Posterior(self.request.target, ordered, info, self.request.tensors, parts[1])
 
     def interrupted(self) -> Interrupted:
         """What to raise on Ctrl-C."""
@@ -139,23 +148,22 @@ def _chain(draws: list[Params], k: int) -> Params:
     return {name: torch.stack([draw[name][k] for draw in draws]) for name in draws[0]} if draws else {}
 
 
-class OnDisk(_Keeper):
+class OnDisk(_Recorder):
     """Writes draws to a store as they come, and checkpoints.
 
     Args:
-        asked: what is drawn from.
+        request: what is drawn from.
         about: says how the draws come about, from what has been found out so far.
         writer: of the store.
     """
 
-    def __init__(self, asked: Asked, about: About, writer: Writer) -> None:
-        super().__init__(asked, about)
+    def __init__(self, request: RunRequest, about: About, writer: Writer) -> None:
+        super().__init__(request, about)
         self.writer = writer
         with writer.closed_on_error():
-            saved = writer.checkpoint()
-            if saved is not None:
-                self.outcomes = [ChainsResult.from_state(state) for state in saved["outcomes"]]
-                self.saved = saved["current"]
+            self.saved = writer.checkpoints()
+        outcomes = {first: saved["outcome"] for first, saved in self.saved.items() if saved["outcome"] is not None}
+        self.ended = {first: ChainsResult.from_state(state) for first, state in outcomes.items()}
         self._agrees = True  # what comes again with what is stored
 
     def keep(self, run: Chains, first: int, number: int) -> None:
@@ -173,24 +181,23 @@ class OnDisk(_Keeper):
 
     def warmed(self, outcome: ChainsResult) -> None:
         """Say in the manifest what the warm-up found."""
-        self.writer.manifest.info = self.about([*self.outcomes, outcome])
+        super().warmed(outcome)
+        self.writer.manifest.info = self.about(self.every())
 
-    def mark(self, state: Callable[[], State]) -> None:
+    def mark(self, first: int, state: Callable[[], State]) -> None:
         """Write a checkpoint if one is due."""
-        self.writer.mark(lambda: self._state(state()))
+        self.writer.mark(first, lambda: self._state(state(), None))
 
-    def finished(self, outcome: ChainsResult, last: bool) -> None:
-        """These chains have come to their end: so much need not be done again."""
-        self.outcomes.append(outcome)
-        self.saved = None
+    def finished(self, outcome: ChainsResult, state: Callable[[], State] | None) -> None:
+        """These chains have come to their end: so much need not be done again, and more may be asked for later."""
+        super().finished(outcome, state)
         self.writer.manifest.lost |= {outcome.first + k: n for k, n in outcome.lengths.items()}
-        self.writer.manifest.info = self.about(self.outcomes)
-        if not last:
-            self.writer.mark(lambda: self._state(None), now=True)
+        self.writer.manifest.info = self.about(self.every())
+        self.writer.mark(outcome.first, lambda: self._state(None if state is None else state(), outcome), now=True)
 
-    def _state(self, current: State | None) -> State:
+    def _state(self, current: State | None, outcome: ChainsResult | None) -> State:
         return {
-            "outcomes": [outcome.state() for outcome in self.outcomes],
+            "outcome": None if outcome is None else outcome.state(),
             "current": current,
         }
 
@@ -207,13 +214,13 @@ class OnDisk(_Keeper):
         return self._load()
 
     def _load(self) -> Posterior:
-        return load(self.writer.folder, self.asked.target, data=self.asked.tensors)
+        return load(self.writer.folder, self.request.target, data=self.request.tensors)
 
     def interrupted(self) -> Interrupted:
         """What to raise on Ctrl-C; what is gathered is written."""
         self.writer.flush()
         found = self._load() if self.writer.manifest.shards else None
-        return Interrupted(f"sampling was stopped; go on with store={str(self.asked.store)!r}, resume=True", found)
+        return Interrupted(f"sampling was stopped; go on with store={str(self.request.store)!r}, resume=True", found)
 
     def close(self) -> None:
         self.writer.close()
@@ -233,19 +240,19 @@ def comes_again(writer: Writer, first: int, number: int, draw: Params, buffers: 
     return not name
 
 
-def keep_at_once(asked: Asked, about: Info, draw: Callable[[], Posterior]) -> Posterior:
+def keep_at_once(request: RunRequest, about: Info, draw: Callable[[], Posterior]) -> Posterior:
     """Draws that come all at once, in memory or as a run on the disk, which is begun again if it was stopped."""
     try:
-        return _at_once(asked, about, draw)
+        return _at_once(request, about, draw)
     except KeyboardInterrupt:
         raise Interrupted("stopped; baselines draw at the end, so that nothing had been drawn", None) from None
 
 
-def _at_once(asked: Asked, about: Info, make: Callable[[], Posterior]) -> Posterior:
-    if asked.store is None:
+def _at_once(request: RunRequest, about: Info, make: Callable[[], Posterior]) -> Posterior:
+    if request.store is None:
         found = make()
-        return Posterior(found.target, found.draws, {**found.info, "complete": True}, asked.tensors, found.buffers)
-    writer = asked.open({**about, "threads": torch.get_num_threads()})
+        return Posterior(found.target, found.draws, {**found.info, "complete": True}, request.tensors, found.buffers)
+    writer = request.open({**about, "threads": torch.get_num_threads()})
     if writer is not None:
         try:
             found, manifest = make(), writer.manifest
@@ -259,7 +266,7 @@ def _at_once(asked: Asked, about: Info, make: Callable[[], Posterior]) -> Poster
             writer.finish(found.info)
         finally:
             writer.close()
-    return load(asked.store, asked.target, data=asked.tensors)
+    return load(request.store, request.target, data=request.tensors)
 
 
 def _write_all(writer: Writer, found: Posterior) -> None:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from isosgd import Interrupted, Posterior, SamplingWarning, Target, load, priors, sample
-from isosgd.sampling.keepers import InMemory
+from isosgd.sampling.recorders import InMemory
 from isosgd.sampling.stored import info_of
 from isosgd.store import writer
-from isosgd.store.background import Background
+from isosgd.store.files import write_tensors
 from isosgd.store.manifest import Manifest
-from isosgd.store.shards import write_tensors
+from isosgd.store.writer import Background
 from isosgd.target import Params
 
 DATA = (3.0 + torch.randn(60, generator=torch.Generator().manual_seed(0)),)
@@ -211,7 +211,7 @@ def test_a_disk_that_fails_while_more_waits(tmp_path: Path, monkeypatch: pytest.
     assert len(calls) == place
     manifest = Manifest.read(tmp_path)
     assert {path.name for path in tmp_path.glob("*.safetensors")} >= {shard.file for shard in manifest.shards}
-    assert manifest.checkpoint is not None and (tmp_path / manifest.checkpoint.file).exists()
+    assert (tmp_path / manifest.checkpoints[0].file).exists()
     found = load(tmp_path, verify=True)
     assert not found.num_draws or torch.equal(found.draws["mu"], wanted.draws["mu"][:, : found.num_draws])
     assert same(sample(make_target(), DATA, store=tmp_path, resume=True, **QUICK), wanted)
@@ -228,17 +228,17 @@ def test_a_checkpoint_is_of_the_moment_it_was_asked_for(tmp_path: Path, monkeypa
     one = writer.Writer.create(tmp_path, Manifest({}, {}, {}), {})
     monkeypatch.setattr(writer, "write_tensors", slow)
     state = {"place": torch.zeros(3), "numbers": [1, 2]}
-    one.mark(lambda: state, now=True)
+    one.mark(0, lambda: state, now=True)
     state["place"] += 1.0
     state["numbers"].append(3)  # type: ignore[attr-defined]
     go_on.set()
     one.flush()
-    found = one.checkpoint()
+    found = one.checkpoints()[0]
     assert torch.equal(found["place"], torch.zeros(3)) and found["numbers"] == [1, 2]
     monkeypatch.setattr(writer, "MOST_COPIED", 0)  # a large one is not copied: it is written when `mark` returns
-    one.mark(lambda: state, now=True)
+    one.mark(0, lambda: state, now=True)
     state["place"] += 1.0
-    assert torch.equal(one.checkpoint()["place"], torch.ones(3))
+    assert torch.equal(one.checkpoints()[0]["place"], torch.ones(3))
     assert len(list(tmp_path.glob("checkpoint-*"))) == 1
     one.close()
 
