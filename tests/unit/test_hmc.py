@@ -16,6 +16,7 @@ from isosgd.engine import compiled, leapfrog
 from isosgd.engine.chains import Chains
 from isosgd.engine.gradients import Many
 from isosgd.engine.leapfrog import LeapfrogMultiStep, unsupported_reason
+from isosgd.engine.state import load_state, state_of
 from isosgd.progress import Progress
 from isosgd.samplers.hmc import HMC
 from isosgd.samplers.innovations import BITS_FROM
@@ -94,6 +95,12 @@ def test_velocities_are_normal_however_many_there_are() -> None:
     z = torch.cat(white).double().flatten()
     assert abs(float(z.square().mean()) - 1.0) < 5 * (2 / len(z)) ** 0.5
     assert abs(float(z.pow(4).mean()) - 3.0) < 5 * (96 / len(z)) ** 0.5  # the variance of a normal fourth power
+
+
+def test_a_state_of_another_version_is_refused() -> None:
+    run = chains()
+    with pytest.raises(ValueError, match=r"format 1.*finish the run with the version that began it"):
+        load_state(run, {name: value for name, value in state_of(run).items() if name != "format"})
 
 
 def test_a_state_of_minibatches_is_refused() -> None:

@@ -134,7 +134,7 @@ def test_every_structure(tmp_path: Path, structure: str) -> None:
     crash_and_resume(tmp_path, lambda **store: sample(make_target(), (X, Y), **settings, **store), *crashes)
 
 
-EASY = {"vsgd": {"temperature": 1e-2}, "csgld": {"cycle": 10}, "csghmc": {"cycle": 10}}
+EASY = {"vsgd": {"temperature": 1e-2}, "csgld": {"cycle": 10}, "csghmc": {"cycle": 10}, "hmc": {"warmup": 600}}
 
 
 @pytest.mark.long

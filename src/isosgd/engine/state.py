@@ -18,12 +18,14 @@ from isosgd.engine.gradients import Many
 from isosgd.errors import DivergedError
 
 State = dict[str, Any]
+FORMAT = 2  # of a state; one of another format is refused
 STIFFNESS = ("image", "length", "probes", "turn")
 
 
 def state_of(chains: Chains) -> State:
     """The state of chains. Its tensors are theirs, not copies: write them before the next step."""
     found: State = {
+        "format": FORMAT,
         "params": chains.leaves,
         "sampler": chains.sampler.state_dict(),
         "batches": chains.batches.state(),
@@ -48,6 +50,11 @@ def state_of(chains: Chains) -> State:
 @torch.no_grad()
 def load_state(chains: Chains, state: State) -> None:
     """Bring chains to a state, whose tensors are where the chains are (see `moved`)."""
+    if state.get("format") != FORMAT:
+        raise ValueError(
+            f"the state has format {state.get('format', 1)}, and this version of isosgd reads {FORMAT}: finish the run "
+            "with the version that began it"
+        )
     shapes = [tuple(x.shape) for x in state["params"]]
     if shapes != [tuple(x.shape) for x in chains.leaves]:
         raise ValueError(f"the state has parameters of shapes {shapes}: it was saved by chains of another model")

@@ -125,6 +125,12 @@ def why_stopped(outcomes: list[ChainsResult]) -> str:
 
 def report_from(state: State) -> WarmupReport:
     """A report from its `as_dict`."""
+    unknown = sorted(set(state) - set(WarmupReport.__dataclass_fields__))
+    if unknown:
+        raise ValueError(
+            f"a report of the warm-up has {unknown[0]!r}: the run was begun by another version of isosgd; finish it "
+            "with that version"
+        )
     return WarmupReport(**{**state, "groups": [GroupReport(**group) for group in state["groups"]]})
 
 
