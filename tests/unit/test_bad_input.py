@@ -182,7 +182,7 @@ def test_bad_data(changes: Callable[[], dict[str, Any]], error: Any, words: str)
         ({"method": "sgld", "lam": 0.1}, TypeError, "method 'sgld' has no option 'lam'; it takes lr, "),
         ({"compile": "yes"}, ValueError, "compile = 'yes' is unknown; choose 'auto', True or False"),
         ({"noise": "student"}, ValueError, "noise = 'student' is unknown; choose 'gaussian', 'paired', 'alpha'"),
-        ({"scheme": "d"}, ValueError, "scheme = 'd' is unknown; choose 'a', 'b', 'c' or 'windowed'"),
+        ({"scheme": "d"}, ValueError, "scheme = 'd' is unknown; choose 'a', 'b', 'c', 'windowed' or 'online'"),
         (
             {"structure": "round"},
             ValueError,
@@ -280,7 +280,7 @@ def test_num_data_is_never_guessed(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "settings", "words"),
     [
-        (ISGD, {"scheme": "e"}, "scheme = 'e' is unknown; choose 'a', 'b', 'c' or 'windowed'"),
+        (ISGD, {"scheme": "e"}, "scheme = 'e' is unknown; choose 'a', 'b', 'c', 'windowed' or 'online'"),
         (ISGD, {"structure": "diag"}, "structure = 'diag' is unknown; choose 'auto', one of"),
         (ISGD, {"correction": "full"}, "correction = 'full' is unknown; choose 'diagonal' or 'outer'"),
         (ISGD, {"summary": "median"}, "summary = 'median' is unknown; choose 'max', 'sum', 'mean' or 'top'"),
