@@ -18,6 +18,7 @@ from isosgd.geometry import Full, Geometry
 from isosgd.samplers import ISGD, Sampler
 from isosgd.samplers.hmc import HMC
 from isosgd.target import Params, Target
+from isosgd.target.batches import batch_length
 
 REFRESH_BATCHES, REFRESH_SIZE = 5, 500  # minibatches from which BatchNorm statistics of a draw are averaged
 SCALE = 0.5  # information of an example about the logarithm of a noise scale, at the least
@@ -223,10 +224,11 @@ class Chains:
             self.batch = self._next_batch()
             self._before = self._at_batch()[1]
             self.gradients += 1
+        size = batch_length(self.batch)
         self.batch = self._next_batch() if batch is None else batch
         loss, gradients, finite = self._at_batch()
         noise = None
-        if split and self._before is not None:
+        if split and self._before is not None and size == batch_length(self.batch):  # a short batch is noisier
             noise = list(torch._foreach_sub(gradients, self._before))
             torch._foreach_mul_(noise, math.sqrt(0.5))
         self._before = gradients

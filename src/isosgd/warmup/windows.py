@@ -325,9 +325,12 @@ class _Warmup:
                 self._probe(stage)
                 self.seen_curvatures.append(chains.curvatures())
             if noise is not None:
-                if not chains.successive or i % 4 == 0:  # sums of successive differences would cancel
+                # Sums of successive differences would cancel in the tails; and beside captured gradients these two
+                # cost more than the gradient.
+                if not chains.successive or i % 4 == 0:
                     self._feed_tails(noise)
-                self._feed_signal(noise)
+                if chains.graph is None or i % 4 == 0:
+                    self._feed_signal(noise)
             if self.measure_spacing:
                 self.traces.take(i)
             chains.advance(noise if chains.sampler.estimator.centred else None)
