@@ -48,6 +48,7 @@ class DrawPlan:
         auto: whether draws end when predictions have converged.
         chains_per_set: chains of one data set, where they run side by side.
         held_out: inputs at which predictions are watched.
+        trained: whether chains start at trained networks.
     """
 
     draws: int
@@ -59,6 +60,7 @@ class DrawPlan:
     auto: bool = False
     chains_per_set: int = 1
     held_out: Any = None
+    trained: bool = False
 
     @property
     def spacing(self) -> int:
@@ -247,7 +249,7 @@ def draw_from(
         What the chains have predicted so far; takes the reason to stop, empty to go on.
     """
     label = f"chain {first + 1}/{plan.total} " if run.many is None and plan.total > 1 else ""
-    outcome = ChainsResult(first, run.count)
+    outcome, run.trained = ChainsResult(first, run.count), plan.trained
     done, drawn, levels = 0, 0, list[Tensor]()
     leapfrogs = _leapfrog_steps(run, plan, bar)
     stride: MultiStep | GraphSteps | LeapfrogMultiStep | None = leapfrogs

@@ -154,7 +154,7 @@ class _Warmup:
             for _ in range(2 * PROBE_EVERY):
                 self._probe("starting")
             self.stage = "optimisation"
-        if self.stage == "optimisation":
+        if self.stage == "optimisation" and not chains.trained:
             self.optimisation.run()
         self.budget = self.total - self._check_steps()
         reasons = self._windows()
