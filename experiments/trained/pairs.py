@@ -245,17 +245,17 @@ def dense(features: int, hidden: tuple[int, ...], outputs: int, images: bool = F
 
 def regression(name: str, read: Callable[[Path | None, int], Sets], features: int, epochs: int) -> Pair:
     """Two layers of 50 units with Gaussian noise of a trained scale."""
-    return Pair(name, read, dense(features, (50, 50), 1), adam(lr=5e-3, weight_decay=1e-3), epochs, 32, "gaussian")
+    return Pair(name, read, dense(features, (50, 50), 1), adam(lr=5e-3, weight_decay=1e-2), epochs, 32, "gaussian")
 
 
 TUNE = (
-    Pair("wine-mlp", partial(scikit, "wine"), dense(13, (32,), 3), adam(lr=1e-2, weight_decay=1e-3), 100, 16),
-    Pair("cancer-mlp", partial(scikit, "breast_cancer"), dense(30, (32, 32), 2), adamw(lr=5e-3), 60, 32),
+    Pair("wine-mlp", partial(scikit, "wine"), dense(13, (32,), 3), adam(lr=5e-3, weight_decay=1e-3), 60, 16),
+    Pair("cancer-mlp", partial(scikit, "breast_cancer"), dense(30, (32, 32), 2), adamw(lr=5e-3), 20, 32),
     Pair("notmnist-cnn", notmnist_sets, cnn, adamw(lr=3e-3), 12),
     Pair("mnist5k-mlp", mnist_tune, dense(784, (100, 100), 10, True), sgd(lr=0.05, weight_decay=5e-4), 20),
     regression("kin-mlp", robot_arm, 8, 60),
-    regression("diabetes-mlp", partial(scikit, "diabetes"), 10, 60),
-    regression("boston-mlp", partial(benchmark, "boston"), 13, 120),
+    regression("diabetes-mlp", partial(scikit, "diabetes"), 10, 20),
+    regression("boston-mlp", partial(benchmark, "boston"), 13, 40),
     Pair("cifar10k-vgg", partial(cifar_sets, tune=True), small_vgg, sgd(lr=0.1, weight_decay=5e-4), 30, 128, gpu=True),
 )
 FASHION = Pair("fashion-bn", fashion_sets, partial(cnn, norm="batch"), sgd(lr=0.05, weight_decay=5e-4), 20)
@@ -269,7 +269,7 @@ CIFAR = Pair(
     gpu=True,
 )
 TEST = (
-    Pair("digits-mlp", partial(scikit, "digits"), dense(64, (32,), 10), adam(lr=5e-3, weight_decay=1e-4), 60),
+    Pair("digits-mlp", partial(scikit, "digits"), dense(64, (32,), 10), adam(lr=5e-3, weight_decay=1e-3), 60),
     FASHION,
     replace(FASHION, name="fashion-gn", model=partial(cnn, norm="group"), dropout=0.1, optimizer=adamw(lr=3e-3)),
     Pair("mnist-lenet5", mnist_sets, lambda p: lenet5(dropout=p), adamw(lr=1e-3), 10, 128),
@@ -282,9 +282,9 @@ TEST = (
         128,
         dropout=0.1,
     ),
-    regression("concrete-mlp", partial(benchmark, "concrete"), 8, 150),
+    regression("concrete-mlp", partial(benchmark, "concrete"), 8, 60),
     regression("yacht-mlp", partial(benchmark, "yacht"), 6, 300),
-    regression("wine-red-mlp", partial(benchmark, "wine"), 11, 40),
+    regression("wine-red-mlp", partial(benchmark, "wine"), 11, 15),
     regression("airfoil-mlp", partial(benchmark, "airfoil"), 5, 150),
     CIFAR,
     replace(CIFAR, name="cifar10-vgg16", model=lambda p: vgg16_bn(dropout=p), optimizer=sgd(lr=0.1, weight_decay=5e-4)),
