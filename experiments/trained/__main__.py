@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--starts", type=int, default=1, help="trained networks to sample around (%(default)s)")
     top.add_argument("--rivals", nargs="+", default=["none"], choices=(*runs.RIVALS, "none"), help="(%(default)s)")
     top.add_argument("--members", type=int, default=4, help="of the deep ensemble (%(default)s)")
-    top.add_argument("--limit", type=int, help="take only so many training examples, for a quick look on a CPU")
+    top.add_argument("--limit", type=int, help="take only so many examples of each part, for a quick look on a CPU")
     top.add_argument("--data-root", type=Path, help="folder with the data (default: ISOSGD_DATA)")
     top.add_argument("--out", type=Path, default=Path("results/trained"), help="for results (%(default)s)")
     top.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="after --: settings of isosgd.sample; also "

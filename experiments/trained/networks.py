@@ -39,7 +39,7 @@ def small_vgg(dropout: float = 0.0) -> nn.Module:
 class Transformer(nn.Module):
     """A classifier of sequences ``[n, tokens, features]``: torch's own encoder layers, then the mean over tokens."""
 
-    def __init__(self, tokens: int, features: int, classes: int = 10, width: int = 64, dropout: float = 0.0) -> None:
+    def __init__(self, tokens: int, features: int, classes: int = 10, width: int = 32, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Linear(features, width)
         self.place = nn.Parameter(0.02 * torch.randn(tokens, width))

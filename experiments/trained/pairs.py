@@ -49,8 +49,10 @@ class Sets:
         return replace(self, train=train, held_out=held_out, test=test, outside=outside)
 
     def limited(self, count: int | None) -> Sets:
-        """At most so many training examples."""
-        return replace(self, train=(self.train[0][:count], self.train[1][:count]))
+        """At most so many examples in each part."""
+        train, held_out, test = ((x[:count], y[:count]) for x, y in (self.train, self.held_out, self.test))
+        outside = None if self.outside is None else self.outside[:count]
+        return replace(self, train=train, held_out=held_out, test=test, outside=outside)
 
 
 @dataclass(frozen=True)
@@ -190,16 +192,21 @@ def mnist_tune(root: Path | None, seed: int) -> Sets:
 
 def notmnist_sets(root: Path | None, seed: int) -> Sets:
     """Letters: 5,000 to train on, 2,000 held out, 5,000 to test; digits of MNIST's training file are outside."""
-    x, y = notmnist(root)
+    x, y = (part[5000:] for part in notmnist(root))  # the others are outside data of the list of tests
     train, held_out, test = ((grey(x[part]), y[part]) for part in rows(len(x), SPLIT, 5000, 2000, 5000))
     return Sets(train, held_out, test, grey(mnist(root, "train")[0][:2000]))
 
 
 def as_rows(read: Callable[[Path | None, int], Sets], root: Path | None, seed: int) -> Sets:
-    """Images as sequences of their rows."""
+    """Images of 14x14 pixels as sequences of their rows."""
     sets = read(root, seed)
-    train, held_out, test = ((x.squeeze(1), y) for x, y in (sets.train, sets.held_out, sets.test))
-    return Sets(train, held_out, test, None if sets.outside is None else sets.outside.squeeze(1))
+    train, held_out, test = ((small(x), y) for x, y in (sets.train, sets.held_out, sets.test))
+    return Sets(train, held_out, test, None if sets.outside is None else small(sets.outside))
+
+
+def small(x: Tensor) -> Tensor:
+    """Images ``[N, 1, 28, 28]`` as rows ``[N, 14, 14]``, means of 2x2 pixels."""
+    return torch.nn.functional.avg_pool2d(x, 2).squeeze(1)
 
 
 def colour(pixels: Tensor) -> Tensor:
@@ -217,14 +224,15 @@ def colour_augmented(batch: Examples, generator: torch.Generator) -> Examples:
 def cifar_sets(root: Path | None, seed: int, *, tune: bool = False) -> Sets:
     """CIFAR-10: 45,000, 5,000 and its test set; to tune, 10,000, 2,000 and 5,000 of its training files alone.
 
-    Outside are Fashion-MNIST's images with a border, three times the same colour.
+    Outside are Fashion-MNIST's images with a border, three times the same colour; to tune, digits.
     """
     x, y = cifar10(root, "train")
     parts = rows(len(x), SPLIT, *((10_000, 2000, 5000) if tune else (45_000, 5000)))
     train, held_out = (x[parts[0]], y[parts[0]]), (colour(x[parts[1]]), y[parts[1]])
     last = (x[parts[2]], y[parts[2]]) if tune else cifar10(root, "test")
-    clothes = torch.nn.functional.pad(fashion(root)[0][:5000], (2, 2, 2, 2)).unsqueeze(1).expand(-1, 3, -1, -1)
-    return Sets(train, held_out, (colour(last[0]), last[1]), colour(clothes), colour_augmented)
+    others = mnist(root, "train")[0] if tune else fashion(root)[0]
+    outside = torch.nn.functional.pad(others[:5000], (2, 2, 2, 2)).unsqueeze(1).expand(-1, 3, -1, -1)
+    return Sets(train, held_out, (colour(last[0]), last[1]), colour(outside), colour_augmented)
 
 
 # -- the two lists ----------------------------------------------------------------------------------------------------
@@ -275,8 +283,8 @@ TEST = (
     Pair("mnist-lenet5", mnist_sets, lambda p: lenet5(dropout=p), adamw(lr=1e-3), 10, 128),
     Pair(
         "mnist-transformer",
-        partial(as_rows, partial(mnist_sets, count=20_000)),
-        lambda p: Transformer(28, 28, dropout=p),
+        partial(as_rows, partial(mnist_sets, count=10_000)),
+        lambda p: Transformer(14, 14, dropout=p),
         adamw(lr=2e-3),
         15,
         128,
