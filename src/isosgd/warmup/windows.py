@@ -16,6 +16,7 @@ The paper's schemes a, b and c, and the scheme ``online``, are driven by the sam
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -229,6 +230,8 @@ class _Warmup:
             left = self.budget - self.spent
             # A remainder too short for another doubled window is spent in this one.
             length = left if self.exact and left < 3 * self.length else min(self.length, left)
+            if time.monotonic() > chains.deadline:
+                return [reason or "max_seconds ended the warm-up" for reason in self.reasons]
             if length < 2:
                 short = f"{self.total} steps are too few: give warmup at least {8 * FIRST_WINDOW}"
                 return [reason or short for reason in self.reasons]
