@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 import isosgd
 from isosgd.diagnostics.audit import Loop, audit
-from isosgd.diagnostics.audit.running import ConjugateTarget, DescribedLoop, measure
+from isosgd.diagnostics.audit.measure import ConjugateTarget, DescribedLoop, measure
 
 pytestmark = pytest.mark.quick
 
@@ -79,18 +79,6 @@ class Refreshing(Optimizer):
             p.add_(v)
 
 
-class CountsTensors(Langevin):
-    """Noise sets in after the burn-in, which is counted in the loop over tensors and kept out of the state."""
-
-    def __init__(self, params, lr, num_data, burn_in):
-        super().__init__(params, lr, num_data)
-        self.count, self.burn_in = 0, burn_in
-
-    def draw(self, p):
-        self.count += 1
-        return torch.randn_like(p) if self.count > self.burn_in else torch.zeros_like(p)
-
-
 class KeyTwice(Langevin):
     """A key is made every other step."""
 
@@ -107,25 +95,6 @@ class KeyTwice(Langevin):
 
     def draw(self, p):
         return torch.randn(p.shape, generator=self.key, dtype=p.dtype)
-
-
-class KeyForAll(KeyTwice):
-    """A key for each step, used for every tensor."""
-
-    def draw(self, p):
-        count = self.param_groups[0]["count"]
-        return torch.randn(p.shape, generator=torch.Generator().manual_seed(self.seed + count), dtype=p.dtype)
-
-
-class SeededAlike(Langevin):
-    """Every chain makes its generator from the same seed."""
-
-    def __init__(self, params, lr, num_data):
-        super().__init__(params, lr, num_data)
-        self.generator = torch.Generator().manual_seed(0)
-
-    def draw(self, p):
-        return torch.randn(p.shape, generator=self.generator, dtype=p.dtype)
 
 
 N = 2000
@@ -158,12 +127,6 @@ FAULTS = {
         },
         0.613,
         "momentum refreshed at the wrong variance",
-    ),
-    "counter": (
-        lambda p: CountsTensors(p, 1e-3, N, 300),
-        {**SGLD, "burn_in": 300, "counter": "tensor", "num_tensors": 8, "counter_saved": False},
-        1.0,
-        "counter advanced once per tensor",
     ),
     "key twice": (
         lambda p: KeyTwice(p, 1e-3, N),
@@ -229,7 +192,6 @@ OTHERS = {
     "noise on parameters": {"noise": "sqrt(2*lr*T/N)", "noise_on": "parameters", "momentum": 0.8},
     "decoupled decay": {"noise": "sqrt(2*a*lr*T/N)", "momentum": 0.8, "weight_decay": 1e-2, "decoupled": True},
     "loud gradients": {"noise": "sqrt(2*lr*T/N)", "gradient_noise": 0.4, "batch_size": 50},
-    "epochs": {"noise": 0, "gradient_noise": 1.0, "batch_size": 100, "minibatches": "epoch"},
     "replicas": {"noise": "sqrt(2*lr*T/N)", "replicas": 4},
     "corrected": {"noise": "sqrt(2*lr*T/N)", "corrected": True, "gradient_noise": 0.5},
     "averaged": {"noise": "sqrt(2*lr*T/N)", "averaged": True, "gradient_noise": 0.3, "curvature": 300.0},
@@ -299,34 +261,13 @@ def test_a_right_optimizer_passes_the_check():
     [
         (lambda p: WithoutN(p, 1e-3, N), {}, {"N missing in noise"}),
         (lambda p: WithoutN(p, 1e-3, N), {"noise": "sqrt(2*lr/N)"}, {"not as described"}),
-        (lambda p: KeyTwice(p, 1e-3, N), {"noise": "sqrt(2*lr/N)"}, {"one random key used twice"}),
-        (lambda p: KeyForAll(p, 1e-3, N), {}, {"noise shared between tensors"}),
-        (lambda p: SeededAlike(p, 1e-3, N), {}, {"noise shared between chains"}),
+        (lambda p: KeyTwice(p, 1e-3, N), {"noise": "sqrt(2*lr/N)"}, {"not as described"}),
     ],
-    ids=["without N", "not as described", "key twice", "key for all", "seeded alike"],
+    ids=["without N", "not as described", "key twice"],
 )
 def test_running_finds_the_fault(make, description, wanted):
     found = checked(make, **description)
     assert names(found) == wanted, found
-
-
-def test_noise_found_twice_goes_into_the_temperature():
-    found = checked(lambda p: KeyTwice(p, 1e-3, N), noise="sqrt(2*lr/N)")
-    assert found.temperature == pytest.approx(2.0)
-    assert found.measured.agrees(errors=4)
-
-
-def test_the_burn_in_ends_when_the_audit_says():
-    description = {**FAULTS["counter"][1], "lr": 1e-3}
-    said = audit(**description).findings[0].explanation
-    tensors = [torch.zeros(50, requires_grad=True) for _ in range(8)]
-    optimizer, quiet = CountsTensors(tensors, 1e-3, N, 300), 0
-    for t in tensors:
-        t.grad = torch.zeros_like(t)
-    while not any(bool(t.detach().any()) for t in tensors):
-        optimizer.step()
-        quiet += 1
-    assert f"ends after {quiet} steps" in said
 
 
 SAMPLERS = {

@@ -7,7 +7,7 @@ import torch
 
 import isosgd
 from isosgd.diagnostics.audit import Loop, audit
-from isosgd.diagnostics.audit.running import DescribedLoop
+from isosgd.diagnostics.audit.measure import DescribedLoop
 from isosgd.samplers.steppers import variance_inflation
 
 RIGHT = {"num_data": 60000, "lr": 1e-3, "noise": "sqrt(2*lr*T/N)", "weight_decay": 5e-4}
@@ -145,18 +145,10 @@ def test_curvature_brings_the_error_of_discrete_steps():
         ({"minibatches": "epoch"}, "minibatches without replacement"),
         ({"shared_noise": "tensors"}, "noise shared between tensors"),
         ({"shared_noise": "chains"}, "noise shared between chains"),
-        ({"burn_in": 100, "counter": "tensor", "num_tensors": 8}, "counter advanced once per tensor"),
-        ({"counter_saved": False}, "counter not saved"),
     ],
 )
 def test_findings_are_named(description, name):
     assert named(**description) == [name]
-
-
-def test_a_burn_in_counted_by_tensors_ends_early():
-    found = audit(**RIGHT, burn_in=3000, counter="tensor", num_tensors=62)
-    assert "ends after 49 steps" in found.findings[0].explanation
-    assert named(burn_in=3000, counter="tensor", num_tensors=1) == []
 
 
 @pytest.mark.parametrize(

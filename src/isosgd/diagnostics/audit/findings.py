@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from isosgd.diagnostics.audit.description import SCALES, Loop
+from isosgd.diagnostics.audit.loop import SCALES, Loop
 
 CLOSE = 0.05  # accepted relative error of a temperature
 
@@ -32,25 +32,23 @@ def close(found: float, expected: float, within: float = CLOSE) -> bool:
 
 def findings(loop: Loop) -> list[Finding]:
     """Everything that is wrong with a loop, the temperature first."""
-    found = [*_temperature(loop), *_momentum(loop), *_shared(loop), *_prior(loop), *_gradient(loop)]
-    return [*found, *_discretisation(loop), *_model_and_counters(loop)]
+    found = [*_temperature(loop), *_refresh(loop)]
+    if loop.shared_noise is not None:
+        found.append(_shared(loop)[loop.shared_noise])
+    if loop.replicas > 1:
+        found.append(
+            Finding(
+                "replicas draw their own noise",
+                f"{loop.replicas} replicas average gradients but not noise: the temperature of their mean is divided "
+                f"by {loop.replicas}, and they drift apart without bound",
+                "the same noise seed on every rank",
+            )
+        )
+    found += [*_prior(loop), *_gradient(loop), *_discretisation(loop)]
+    return found + [finding for name, finding in _MODEL.items() if getattr(loop, name)]
 
 
-def wrong_noise(loop: Loop, found: float, target: float, measured: str = "", within: float = 0.01) -> Iterator[Finding]:
-    """Why the temperature of a noise is wrong, as far as it can be inferred.
-
-    Args:
-        loop: the description.
-        found: its temperature.
-        target: what the temperature should be.
-        measured: how the temperature was found, for the message.
-        within: relative error of the temperature.
-    """
-    causes = list(_wrong_powers(loop)) or list(_known_factor(loop, found / target, within))
-    seen = measured or f"temperature {number(found)} instead of {number(target)}"
-    for name, why in causes or [("temperature", "the noise does not match the learning rate and the loss")]:
-        yield Finding(name, f"{why}; {seen}", f"noise of standard deviation {loop.right_noise} in every step")
-
+# -- the temperature --------------------------------------------------------------------------------------------------
 
 # Why the temperature is wrong, by the power with which a quantity enters it.
 _CAUSES: dict[str, dict[float, tuple[str, str]]] = {
@@ -75,29 +73,66 @@ _CAUSES: dict[str, dict[float, tuple[str, str]]] = {
         ),
     },
 }
-_RIGHT_POWER = {"N": 0.0, "T": 1.0, "lr": 0.0, "n": 0.0, "a": 0.0}
+
+
+def _temperature(loop: Loop) -> Iterator[Finding]:
+    target = loop.target_temperature
+    if loop.assumed_num_data is not None and loop.assumed_num_data != loop.num_data:
+        factor = loop.num_data / loop.assumed_num_data
+        yield Finding(
+            "wrong N",
+            f"the sampler assumes N = {loop.assumed_num_data} but the data have {loop.num_data} examples, which "
+            f"multiplies the temperature by {number(factor)}",
+            f"num_data={loop.num_data}",
+        )
+        target *= factor  # not reported twice
+    if loop.sigma == 0 and loop.noise is not None and not loop.refreshed_sd:
+        yield Finding(
+            "no noise",
+            "no noise is injected: SGD is then driven by its gradient noise alone and draws from a normal with "
+            "covariance S, H S + S H = (lr s / a) Var(g) (V-SGD); that is the posterior only at one rate, and only if "
+            "Var(g) is proportional to the identity",
+            f"add noise of standard deviation {loop.right_noise}, or use isosgd.ISGD",
+        )
+    if loop.sigma:
+        # What is wrong with refreshes, noise used twice and replicas is reported on its own.
+        found = replace(_without_refresh(loop), shared_noise=None, replicas=1).noise_temperature()
+        if found is not None and not close(found, target):
+            yield from wrong_noise(loop, found, target)
+
+
+def wrong_noise(loop: Loop, found: float, target: float, measured: str = "", within: float = 0.01) -> Iterator[Finding]:
+    """Why a noise gives the temperature ``found``, known ``within`` a relative error, as far as can be inferred."""
+    causes = list(_wrong_powers(loop)) or list(_known_factor(loop, found / target, within))
+    seen = measured or f"temperature {number(found)} instead of {number(target)}"
+    for name, why in causes or [("temperature", "the noise does not match the learning rate and the loss")]:
+        yield Finding(name, f"{why}; {seen}", f"noise of standard deviation {loop.right_noise} in every step")
+
+
+def _without_refresh(loop: Loop) -> Loop:
+    return replace(loop, refresh_every=None, momentum_noise=None)
 
 
 def _wrong_powers(loop: Loop) -> Iterator[tuple[str, str]]:
-    for name, right in _RIGHT_POWER.items():
-        power = _power(loop, name)
+    """For noise given as an expression: the quantities that enter the temperature with a wrong power."""
+    given = loop.value("temperature")
+    for name, causes in _CAUSES.items():
+        power, right = _power(loop, name), float(name == "T")
         if power is None or abs(power - right) < 1e-2:
             continue
-        if name == "T" and (
-            loop.value("temperature") == 1.0 or not close(loop.value("temperature"), loop.target_temperature)
-        ):
+        if name == "T" and (given == 1.0 or not close(given, loop.target_temperature)):
             continue  # T = 1/N: judged with N
-        cause = _CAUSES[name].get(round(power, 1))
+        cause = causes.get(round(power, 1))
         if cause is None and name == "lr":
             cause = "noise not in step with lr", f"the temperature goes with lr^{power:g}: it changes with the rate"
         yield cause or (f"wrong power of {name}", f"the temperature goes with {name}^{power:g}")
 
 
 def _power(loop: Loop, name: str) -> float | None:
-    """The power of one quantity in the temperature of a noise given as an expression; None for a plain number."""
+    """The power of one quantity in the temperature: by what it changes when that is doubled; None for a number."""
     if not isinstance(loop.noise, str) or not loop.sigma:
         return None
-    base = replace(loop, refresh_every=None, momentum_noise=None, curvature=None, assumed_num_data=None)
+    base = replace(_without_refresh(loop), assumed_num_data=None)
     factor = 2.0
     if name == "N":
         other = replace(base, num_data=2 * loop.num_data)
@@ -133,39 +168,10 @@ def _known_factor(loop: Loop, ratio: float, within: float) -> Iterator[tuple[str
             return
 
 
-def _temperature(loop: Loop) -> Iterator[Finding]:
-    found, target = loop.noise_temperature(with_refresh=False), loop.target_temperature
-    if loop.assumed_num_data is not None and loop.assumed_num_data != loop.num_data:
-        factor = loop.num_data / loop.assumed_num_data
-        yield Finding(
-            "wrong N",
-            f"the sampler assumes N = {loop.assumed_num_data} but the data have {loop.num_data} examples, which "
-            f"multiplies the temperature by {number(factor)}",
-            f"num_data={loop.num_data}",
-        )
-        target *= factor  # not reported twice
-    if loop.sigma == 0 and loop.noise is not None and not loop.refreshed_sd:
-        yield Finding(
-            "no noise",
-            "no noise is injected: SGD is then driven by its gradient noise alone and draws from a normal with "
-            "covariance S, H S + S H = (lr s / a) Var(g) (V-SGD); that is the posterior only at one rate, and only if "
-            "Var(g) is proportional to the identity",
-            f"add noise of standard deviation {loop.right_noise}, or use isosgd.ISGD",
-        )
-        return
-    if found is None or not loop.sigma:
-        return
-    if loop.shared_noise == "steps":
-        found /= loop.reused
-    found *= loop.replicas
-    if not close(found, target):
-        yield from wrong_noise(loop, found, target)
-
-
-def _momentum(loop: Loop) -> Iterator[Finding]:
+def _refresh(loop: Loop) -> Iterator[Finding]:
     if loop.refresh_every is None:
         return
-    right, target = loop.right_refreshed_sd, loop.target_temperature
+    right, target = math.sqrt(loop.lr * loop.scale * loop.target_temperature / loop.num_data), loop.target_temperature
     if not close(loop.refreshed_sd**2, right**2):
         hint = "" if loop.curvature is not None else "; where depends on the curvature (give it for the exact value)"
         yield Finding(
@@ -176,7 +182,7 @@ def _momentum(loop: Loop) -> Iterator[Finding]:
             f"redraw it with standard deviation {number(right)}, or do not redraw it",
         )
         return
-    found, without = loop.noise_temperature(), loop.noise_temperature(with_refresh=False)
+    found, without = loop.noise_temperature(), _without_refresh(loop).noise_temperature()
     if found is not None and without is not None and close(without, target) and not close(found, target):
         yield Finding(
             "few steps between refreshes",
@@ -186,35 +192,31 @@ def _momentum(loop: Loop) -> Iterator[Finding]:
         )
 
 
-def _shared(loop: Loop) -> Iterator[Finding]:
-    if loop.shared_noise == "steps":
-        yield Finding(
+# -- the rest ---------------------------------------------------------------------------------------------------------
+
+
+def _shared(loop: Loop) -> dict[str, Finding]:
+    k = loop.reused
+    return {
+        "steps": Finding(
             "one random key used twice",
-            f"{loop.reused} consecutive steps have the same noise: its variance adds up to {loop.reused}² times that "
-            f"of one step instead of {loop.reused} times, which multiplies the temperature by {loop.reused}",
+            f"{k} consecutive steps have the same noise: its variance adds up to {k}² times that of one step instead "
+            f"of {k} times, which multiplies the temperature by {k}",
             "a fresh key, or an advancing generator, for every step",
-        )
-    elif loop.shared_noise == "tensors":
-        yield Finding(
+        ),
+        "tensors": Finding(
             "noise shared between tensors",
             "tensors of the same shape get the same noise: marginals have the stated temperature, but parameters with "
             "curvatures h and k are correlated by 2 sqrt(h k) / (h + k), fully if h = k",
             "one key per tensor: split it, or draw from one generator in turn",
-        )
-    elif loop.shared_noise == "chains":
-        yield Finding(
+        ),
+        "chains": Finding(
             "noise shared between chains",
             "all chains get the same noise: they forget their starts and become one chain (except for their "
             "minibatches), so their number suggests independent draws, and a low R-hat, that do not exist",
             "a generator with its own seed for each chain",
-        )
-    if loop.replicas > 1:
-        yield Finding(
-            "replicas draw their own noise",
-            f"{loop.replicas} replicas average gradients but not noise: the temperature of their mean is divided by "
-            f"{loop.replicas}, and they drift apart without bound",
-            "the same noise seed on every rank",
-        )
+        ),
+    }
 
 
 def _prior(loop: Loop) -> Iterator[Finding]:
@@ -264,12 +266,13 @@ def _gradient(loop: Loop) -> Iterator[Finding]:
 
 
 def _discretisation(loop: Loop) -> Iterator[Finding]:
-    if loop.curvature is None or loop.noise is None or not loop.sigma:
+    if loop.curvature is None or not loop.sigma:
         return
-    exact, limit = loop.exact_temperature(loop.curvature), loop.noise_temperature()
+    exact, limit = loop.noise_temperature(loop.curvature), loop.noise_temperature()
+    assert exact is not None and limit is not None
     if math.isinf(exact):
         yield Finding("unstable", f"at curvature {number(loop.curvature)} the steps diverge", "a lower rate")
-    elif limit and loop.refresh_every is None and not close(exact, limit):
+    elif loop.refresh_every is None and not close(exact, limit):
         yield Finding(
             "steps too long",
             f"at curvature {number(loop.curvature)} the discrete steps alone make variances {number(exact / limit)} "
@@ -278,40 +281,23 @@ def _discretisation(loop: Loop) -> Iterator[Finding]:
         )
 
 
-def _model_and_counters(loop: Loop) -> Iterator[Finding]:
-    if loop.batchnorm:
-        yield Finding(
-            "BatchNorm in training mode",
-            "an example's loss depends on the rest of its minibatch, so the loss is not a sum over examples and its "
-            "gradient not that of a fixed potential; running statistics belong to no draw",
-            "GroupNorm or another per-example normalisation; or frozen statistics, recomputed for each draw",
-        )
-    if loop.dropout:
-        yield Finding(
-            "stochastic layers",
-            "dropout uses another network in every step: the potential is an average over networks, and its noise "
-            "adds to the stated temperature",
-            "remove dropout: the posterior is the regulariser",
-        )
-    if loop.augmentation:
-        yield Finding(
-            "augmentation",
-            "augmented inputs are not N observations: the potential is N times the mean loss over all augmentations, "
-            "which is not a likelihood (a cold posterior often fits best), and their noise adds to that of minibatches",
-            "sample without augmentation, or choose T on held-out data and report it",
-        )
-    if loop.burn_in and loop.counter == "tensor" and loop.num_tensors > 1:
-        yield Finding(
-            "counter advanced once per tensor",
-            f"with {loop.num_tensors} tensors a burn-in of {loop.burn_in} ends after "
-            f"{math.ceil(loop.burn_in / loop.num_tensors)} steps, possibly in the middle of one: the adaptation is cut "
-            "short, and early draws are kept",
-            "count steps outside the loop over tensors",
-        )
-    if not loop.counter_saved:
-        yield Finding(
-            "counter not saved",
-            "the burn-in counter is not part of the saved state: a resumed chain adapts again, or starts to sample at "
-            "another time",
-            "keep it in the optimizer's state or parameter groups, which state_dict() saves",
-        )
+_MODEL = {
+    "batchnorm": Finding(
+        "BatchNorm in training mode",
+        "an example's loss depends on the rest of its minibatch, so the loss is not a sum over examples and its "
+        "gradient not that of a fixed potential; running statistics belong to no draw",
+        "GroupNorm or another per-example normalisation; or frozen statistics, recomputed for each draw",
+    ),
+    "dropout": Finding(
+        "stochastic layers",
+        "dropout uses another network in every step: the potential is an average over networks, and its noise "
+        "adds to the stated temperature",
+        "remove dropout: the posterior is the regulariser",
+    ),
+    "augmentation": Finding(
+        "augmentation",
+        "augmented inputs are not N observations: the potential is N times the mean loss over all augmentations, "
+        "which is not a likelihood (a cold posterior often fits best), and their noise adds to that of minibatches",
+        "sample without augmentation, or choose T on held-out data and report it",
+    ),
+}
