@@ -12,6 +12,7 @@ number) is its own; all else in the manifest is the chains'.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import time
 from collections import deque
@@ -27,8 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from isosgd.store.draws import Shards, check_file
-from isosgd.store.errors import StoreError
-from isosgd.store.files import HALF_WRITTEN, from_json, pack, raw, read_header, to_json, unpack, write_tensors
+from isosgd.store.files import HALF_WRITTEN, StoreError, pack, raw, read_header, to_json, unpack, write_tensors
 from isosgd.store.manifest import BUFFER, DTYPE_NAMES, FILE_NAME, FROZEN, NAME, File, Manifest, Shard
 
 SHARD_BYTES = 1 << 25  # draws gathered at most; half of that ...
@@ -46,12 +46,7 @@ LOCK_WAIT = 5.0  # seconds: workers of a data loader hold the lock a little long
 
 
 class Writer:
-    """Writes one run.
-
-    Args:
-        folder: where; there must be no run in it unless it is this one.
-        manifest: what is known of the run.
-    """
+    """Writes one run to a folder, in which there must be no other one."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
@@ -189,13 +184,9 @@ class Writer:
         self._background.make_room(self._bytes)  # before anything is taken: Ctrl-C may come while it waits
         gathered, self._gathered = self._gathered, []
         size, self._bytes = self._bytes, 0
-        about, manifest = (*self._about, self._step), self._as_it_is()
+        about, manifest = (*self._about, self._step), self._manifest_now()
         self._background.give(lambda: self._write_shard(manifest, gathered, *about), size)
         self._flushes.sent()
-
-    def _as_it_is(self) -> Manifest:
-        """A copy of the manifest, which may change before it is written."""
-        return replace(self.manifest, lost=dict(self.manifest.lost))
 
     def _write_shard(
         self, manifest: Manifest, gathered: list[dict[str, Tensor]], first: int, count: int, start: int, step: int
@@ -218,13 +209,7 @@ class Writer:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def mark(self, first: int, state: Callable[[], Any], now: bool = False) -> None:
-        """Write a checkpoint if one is due: everything that is needed to go on from here.
-
-        Args:
-            first: of the chains that run side by side.
-            state: gives a nested state of tensors and plain values (see `isosgd.store.files`).
-            now: write it in any case.
-        """
+        """Write a checkpoint, if one is due or ``now``: all that chains from ``first`` on need to go on from here."""
         due = self._checkpoints.setdefault(first, Waiting(5.0 * LEAST_WAIT))
         if not (now or due.due()):
             return
@@ -234,7 +219,7 @@ class Writer:
         self._background.make_room(size)
         if size <= MOST_COPIED:  # the chains go on, and change them
             tensors = {name: x.to("cpu", copy=True) for name, x in tensors.items()}
-        manifest = self._as_it_is()
+        manifest = self._manifest_now()
         self._background.give(lambda: self._write_checkpoint(manifest, first, packed, tensors), size)
         due.sent()
         if size > MOST_COPIED:
@@ -276,6 +261,10 @@ class Writer:
             if half or (FILE_NAME.fullmatch(path.name) and path.name not in named):
                 path.unlink(missing_ok=True)
 
+    def _manifest_now(self) -> Manifest:
+        """A copy of the manifest, which may change before it is written."""
+        return replace(self.manifest, lost=dict(self.manifest.lost))
+
     def _write_named(self, manifest: Manifest, shards: list[Shard], checkpoints: dict[int, File]) -> None:
         """Write a manifest as it was, but for what is on the disk now."""
         self._write_manifest(replace(manifest, shards=shards, checkpoints=checkpoints, number=self.manifest.number))
@@ -309,18 +298,14 @@ def read_state(folder: Path, about: File) -> Any:
     check_file(path, about)
     _, metadata = read_header(path)
     tensors = {name: x.clone() for name, x in load_file(path).items()}
-    return unpack(from_json(metadata.get("state", "").encode(), about.file), tensors)
+    return unpack(json.loads(metadata["state"]), tensors)
 
 
 # -- when, and by whom ------------------------------------------------------------------------------------------------
 
 
 class Waiting:
-    """Decides when the next write of a kind is due: not too often for what it costs.
-
-    Args:
-        least: seconds to wait, at the least; 0 for a write whenever there is something to write.
-    """
+    """Decides when the next write of a kind is due: not too often for what it costs, and after ``least`` seconds."""
 
     def __init__(self, least: float) -> None:
         self.least, self.started = least, time.monotonic()
@@ -367,19 +352,7 @@ def lock(folder: Path) -> int | None:
 class Background:
     """Does jobs one after the other in a thread. Once one has failed, those that follow are not done.
 
-    Args:
-        most: bytes that jobs may hold while they wait; a single one may hold more, but then waits for no other.
-
-    Example:
-        >>> done = []
-        >>> background = Background(100)
-        >>> for number in range(3):
-        ...     background.make_room(80)
-        ...     background.give(lambda number=number: done.append(number), 80)
-        >>> background.wait()
-        >>> done
-        [0, 1, 2]
-        >>> background.close()
+    Jobs may hold ``most`` bytes while they wait; a single one may hold more, but then waits for no other.
     """
 
     def __init__(self, most: int) -> None:
