@@ -194,7 +194,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     """Give a parser the arguments of this command."""
     parser.description = (
         "Write one HTML file that needs nothing else: the verdict first, then predictions on held-out rows, traces and "
-        "ranks of the chains, R-hat and effective draws, temperature, rates and noise by layer, settings and versions."
+        "ranks of the chains, R-hat and effective draws, temperature and rates by layer, settings and versions."
     )
     parser.epilog = "example: isosgd report runs/houses --out houses.html"
     add_run(parser)

@@ -26,8 +26,8 @@ from isosgd.metrics import (
     rmse,
 )
 from isosgd.posterior import Posterior
+from isosgd.report.page import Figure, Subject, Tile
 from isosgd.report.plot import Array, Plot, evenly, limits, number
-from isosgd.report.subject import Figure, Subject, Tile
 
 SHOWN = 250  # points of a scatter plot
 GRID = 321
@@ -68,7 +68,7 @@ class Regression:
         ]
 
     def figures(self, subject: Subject) -> list[Figure]:
-        """Predictions against truth, residuals, coverage of intervals, and where in its prediction each target fell."""
+        """Predictions against truth, residuals, and coverage of intervals."""
         mean, variance = self.means.flatten(0, 1), self.variances.flatten(0, 1)
         low, high = mixture_interval(mean, variance)
         below = mixture_cdf(mean, variance, self.y).numpy()
@@ -79,7 +79,6 @@ class Regression:
             _against_truth(subject, middle[shown], y[shown], low.numpy()[shown], high.numpy()[shown]),
             _coverage(below),
             _residuals(subject, middle[shown], (y[shown] - middle[shown]) / sd[shown]),
-            _pit(below),
         ]
 
 
@@ -101,7 +100,7 @@ def evaluate_regression(posterior: Posterior, data: Any, subject: Subject) -> Re
     )
 
 
-def bands(posterior: Posterior, data: Any, subject: Subject, label: str) -> Figure | None:
+def bands(posterior: Posterior, data: Any, subject: Subject) -> Figure | None:
     """Predictions over a single input; None where there are more."""
     x, y = data[0], data[-1]
     if len(data) != 2 or not isinstance(x, Tensor) or not x.is_floating_point() or x.numel() != len(x):
@@ -116,25 +115,19 @@ def bands(posterior: Posterior, data: Any, subject: Subject, label: str) -> Figu
     middle, truth = (_flat(v) * subject.y_scale + subject.y_mean for v in (found.mean, y))
     whole, model = (2 * _flat(v) * subject.y_scale for v in (found.std, found.model_variance.double().sqrt()))
     name = subject.inputs[0] if subject.inputs else "x"
-    drawn = []
-    for width in (940, 440):
-        plot = Plot(
-            (float(at[0]), float(at[-1])), limits(middle - whole, middle + whole, truth),
-            xlabel=name, ylabel=subject.target, width=width, height=330,
-        )  # fmt: skip
-        if found.noise_variance is not None:
-            plot.band(at, middle - whole, middle + whole, "a", label="with noise, ± 2 sd", style="faint")
-        plot.band(at, middle - model, middle + model, "a", label="of the mean, ± 2 sd")
-        plot.dots(place[shown], truth[shown], "grey", label=label)
-        plot.line(at, middle, "a", label="predicted mean")
-        drawn.append(
-            plot.svg(f"Predicted mean of {subject.target} over {name}, with bands of two standard deviations.")
-        )
-    caption = (
+    ends = limits(middle - whole, middle + whole, truth)
+    plot = Plot((float(at[0]), float(at[-1])), ends, xlabel=name, ylabel=subject.target)
+    if found.noise_variance is not None:
+        plot.band(at, middle - whole, middle + whole, "a", label="with noise, ± 2 sd", style="faint")
+    plot.band(at, middle - model, middle + model, "a", label="of the mean, ± 2 sd")
+    plot.dots(place[shown], truth[shown], "grey", label="data")
+    plot.line(at, middle, "a", label="predicted mean")
+    return Figure(
+        f"Prediction of {subject.target} over {name}",
+        plot.svg(f"Predicted mean of {subject.target} over {name}, with bands of two standard deviations."),
         "The inner band is the uncertainty of the mean, which more data would reduce; the outer one adds the noise of "
-        "single observations. Away from the data the inner band should widen."
+        "single observations. Away from the data the inner band should widen.",
     )
-    return Figure(f"Prediction of {subject.target} over {name}", drawn[0], caption, drawn[1])
 
 
 def _against_truth(subject: Subject, middle: Any, y: Any, low: Any, high: Any) -> Figure:
@@ -181,25 +174,6 @@ def _residuals(subject: Subject, middle: Any, residual: Any) -> Figure:
         "Residuals",
         plot.svg("Residuals in units of the predicted standard deviation against the prediction."),
         "A bend or a funnel shows what the model misses; about one in twenty lies beyond ± 2.",
-    )
-
-
-def _pit(below: Any) -> Figure:
-    count = int(np.clip(len(below) // 12, 5, 20))
-    heights, edges = np.histogram(below, bins=count, range=(0, 1))
-    mean = len(below) / count
-    error = 2 * math.sqrt(mean * (1 - 1 / count))
-    plot = Plot(
-        (0, 1), (0, max(float(heights.max()), mean + error) * 1.08), xlabel="probability predicted below the truth",
-        ylabel="rows",
-    )  # fmt: skip
-    plot.band((0, 1), (max(mean - error, 0),) * 2, (mean + error,) * 2, "grey", label="even, ± 2 standard errors")
-    plot.bars(edges, heights, "a")
-    plot.line((0, 1), (mean, mean), "grey", style="dashed")
-    return Figure(
-        "Observations within their predicted distributions",
-        plot.svg("Histogram of the probability integral transform."),
-        "Even bars: predicted distributions are right. A peak in the middle: too wide; peaks at the ends: too narrow.",
     )
 
 
