@@ -145,14 +145,12 @@ class Convergence:
         if len(labels) != len(values):
             raise ValueError(f"there are {len(values)} chains, but groups names those of {len(labels)}")
         if not values.size:
-            return cls(*values.shape[:2], math.nan, math.nan)
+            return cls(len(values), values.shape[1], math.nan, math.nan)
         parts = [values[labels == label] for label in np.unique(labels)]
         # fmax ignores constant traces, which are not a number; max does not ignore a group of such traces.
-        worst, least = (
-            np.max([np.fmax.reduce(rhat(x)) for x in parts]),
-            np.min([np.fmin.reduce(ess(x)) for x in parts]),
-        )
-        return cls(*values.shape[:2], float(worst), float(least))
+        worst = np.max([np.fmax.reduce(rhat(x)) for x in parts])
+        least = np.min([np.fmin.reduce(ess(x)) for x in parts])
+        return cls(len(values), values.shape[1], float(worst), float(least))
 
     def converged(self, rhat: float = RHAT, ess: float = ESS) -> bool:
         """Whether all traces have at most this R-hat and at least that many effective draws."""
