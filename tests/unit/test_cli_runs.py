@@ -493,6 +493,6 @@ def test_a_script_that_a_folder_brings_along_is_not_run(tmp_path: Path, inside: 
 
 
 def test_a_folder_cannot_ask_for_a_network_of_any_size() -> None:
-    assert Network.from_dict({"inputs": 10, "outputs": 1, "hidden": 50, "seed": 0}).hidden == 50
+    assert Network(inputs=10, outputs=1, hidden=50).weights == 601
     with pytest.raises(ValueError, match="hidden units are more than isosgd fit makes"):
-        Network.from_dict({"inputs": 10, "outputs": 1, "hidden": 2**31 - 1, "seed": 0})
+        Network(inputs=10, outputs=1, hidden=2**31 - 1)

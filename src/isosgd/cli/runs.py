@@ -23,13 +23,12 @@ from isosgd.cli.common import (
     check_file,
     check_folder,
     check_method,
-    check_seed,
     echo,
     gathered_warnings,
     print_json,
     use_machine,
 )
-from isosgd.cli.folders import MANIFEST, USUAL, Run, load_script, of_script, open_run
+from isosgd.cli.folders import MANIFEST, USUAL, Run, open_run, refuse_begun, run_of_script, split_place, write_note
 from isosgd.diagnostics.verdict import Verdict
 from isosgd.posterior.draws import batches_of
 from isosgd.report.predictions import evaluate_regression
@@ -79,27 +78,20 @@ def add_sample(parser: argparse.ArgumentParser) -> None:
 
 def run_sample(args: argparse.Namespace) -> int:
     """Sample."""
-    check_method(args.method)
-    check_seed(args.seed)
+    check_method(args.method, args.seed)
     use_machine(args.threads, args.device)
-    script = load_script(args.script)
-    folder = args.out or Path("runs") / script.path.stem
+    folder = args.out or Path("runs") / split_place(args.script)[0].stem
     check_folder(folder)
-    if Manifest.begun(folder):
-        raise ValueError(
-            f"{folder} holds a run already: `isosgd resume {folder}` goes on with it; or choose another --out"
-        )
+    refuse_begun(folder)
+    found = run_of_script(folder, args.script)
     folder.mkdir(parents=True, exist_ok=True)
-    script.save(folder)
+    write_note(found)
 
     def draw() -> None:
-        settings = {name: getattr(args, name) for name in USUAL}
-        isosgd.sample(
-            script.target, script.data, init=script.init, device=args.device, store=folder,
-            **settings, **dict(args.option),
-        )  # fmt: skip
+        settings = {name: getattr(args, name) for name in USUAL} | dict(args.option)
+        isosgd.sample(found.target, found.data, init=found.init, device=args.device, store=folder, **settings)
 
-    return draw_and_judge(args, of_script(folder, script), draw)
+    return draw_and_judge(args, found, draw)
 
 
 def _rows(text: str) -> int | str:
@@ -222,16 +214,9 @@ def run_report(args: argparse.Namespace) -> int:
 def draw_and_judge(
     args: argparse.Namespace, found: Run, draw: Callable[[], Any], counts: dict[str, int] | None = None
 ) -> int:
-    """Draw into the folder of a run, say how good the draws are, and write the report.
+    """Draw into the folder of a run, say how good the draws are, and write the report; returns the exit code.
 
-    Args:
-        args: of the command.
-        found: the run, whose draws are yet to come.
-        draw: draws.
-        counts: of rows, for a table.
-
-    Returns:
-        The exit code.
+    ``counts`` are those of the rows of a table.
     """
     try:
         with gathered_warnings() as warned:
@@ -239,12 +224,6 @@ def draw_and_judge(
     except KeyboardInterrupt:
         print(f"\nstopped; {_kept(found.folder)}. Go on with: isosgd resume {found.folder}", file=sys.stderr)
         return STOPPED
-    finish(args, found, warned, counts)
-    return 0
-
-
-def finish(args: argparse.Namespace, found: Run, warned: list[str], counts: dict[str, int] | None = None) -> None:
-    """Say how good the draws are, and write the report."""
     posterior = found.posterior()
     scores = scores_of(found, posterior)
     verdict = verdict_of(found, posterior)
@@ -262,7 +241,7 @@ def finish(args: argparse.Namespace, found: Run, warned: list[str], counts: dict
             "verdict": verdict.as_dict() if verdict is not None else None,
             "warnings": warned,
         })  # fmt: skip
-        return
+        return 0
     seconds = posterior.info.get("seconds")
     echo(args, f"{len(posterior):,} draws" + (f" in {seconds:.0f} s" if seconds else ""))
     if scores:
@@ -280,14 +259,13 @@ def finish(args: argparse.Namespace, found: Run, warned: list[str], counts: dict
         echo(args, f"report: {page}")
     if found.table is not None:
         echo(args, f"next: isosgd predict {found.folder} NEW.csv")
+    return 0
 
 
 def _kept(folder: Path) -> str:
     """What a run that was stopped has, in words."""
-    if not Manifest.begun(folder):
-        return "nothing had been drawn yet"
-    kept = isosgd.load(folder)
-    return f"{kept.num_draws} draws of {kept.num_chains} chains are kept" if len(kept) else "nothing had been drawn yet"
+    kept = isosgd.load(folder) if Manifest.begun(folder) else None
+    return f"{kept.num_draws} draws of {kept.num_chains} chains are kept" if kept else "nothing had been drawn yet"
 
 
 def verdict_of(run: Run, posterior: Posterior) -> Verdict | None:

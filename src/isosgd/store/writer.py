@@ -15,7 +15,6 @@ import errno
 import json
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,7 +32,6 @@ from isosgd.store.manifest import BUFFER, DTYPE_NAMES, FILE_NAME, FROZEN, NAME, 
 
 SHARD_BYTES = 1 << 25  # draws gathered at most; half of that ...
 EARLY = 256  # ... in so many shards at first: at its end a run waits for the last one
-MOST_WAITING = 2 * SHARD_BYTES  # gathered and not yet written
 MOST_COPIED = 8 * SHARD_BYTES  # of a checkpoint; chains wait for a larger one, so that it need not be copied
 LEAST_WAIT = 1.0  # seconds between two shards, at the least, unless so much is gathered; five times that, checkpoints
 STORED = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -54,7 +52,7 @@ class Writer:
         self._free: list[dict[str, Tensor]] = []  # memory of draws that are written, for those to come
         self._about = (0, 0, 0)  # first, count and start of what is gathered
         self._bytes = self._step = 0
-        self._background = Background(MOST_WAITING)
+        self._background = Background()
         self._lock = lock(folder)
         self._flushes = Waiting(LEAST_WAIT)
         self._checkpoints: dict[int, Waiting] = {}  # by the first of chains that run side by side
@@ -179,14 +177,17 @@ class Writer:
 
     def _send(self) -> None:
         """Have what is gathered written."""
+        self._background.wait()  # before anything is taken: Ctrl-C may come meanwhile
+        self._background.give(self._taken())
+
+    def _taken(self) -> Callable[[], None]:
+        """What writes that which is gathered."""
         if not self._gathered:
-            return
-        self._background.make_room(self._bytes)  # before anything is taken: Ctrl-C may come while it waits
-        gathered, self._gathered = self._gathered, []
-        size, self._bytes = self._bytes, 0
+            return lambda: None
+        gathered, self._gathered, self._bytes = self._gathered, [], 0
         about, manifest = (*self._about, self._step), self._manifest_now()
-        self._background.give(lambda: self._write_shard(manifest, gathered, *about), size)
         self._flushes.sent()
+        return lambda: self._write_shard(manifest, gathered, *about)
 
     def _write_shard(
         self, manifest: Manifest, gathered: list[dict[str, Tensor]], first: int, count: int, start: int, step: int
@@ -213,16 +214,20 @@ class Writer:
         due = self._checkpoints.setdefault(first, Waiting(5.0 * LEAST_WAIT))
         if not (now or due.due()):
             return
-        self._send()
         packed, tensors = pack(state())
-        size = sum(x.numel() * x.element_size() for x in tensors.values())
-        self._background.make_room(size)
-        if size <= MOST_COPIED:  # the chains go on, and change them
+        self._background.wait()
+        write_draws, manifest = self._taken(), self._manifest_now()
+        large = sum(x.numel() * x.element_size() for x in tensors.values()) > MOST_COPIED
+        if not large:  # the chains go on, and change them
             tensors = {name: x.to("cpu", copy=True) for name, x in tensors.items()}
-        manifest = self._manifest_now()
-        self._background.give(lambda: self._write_checkpoint(manifest, first, packed, tensors), size)
+
+        def write() -> None:
+            write_draws()  # a checkpoint never comes before the draws that it follows on
+            self._write_checkpoint(manifest, first, packed, tensors)
+
+        self._background.give(write)
         due.sent()
-        if size > MOST_COPIED:
+        if large:
             self._background.wait()
 
     def _write_checkpoint(self, manifest: Manifest, first: int, packed: Any, tensors: Params) -> None:
@@ -350,45 +355,24 @@ def lock(folder: Path) -> int | None:
 
 
 class Background:
-    """Does jobs one after the other in a thread. Once one has failed, those that follow are not done.
+    """Does one job at a time in a thread. Once one has failed, its error is raised by all that follows."""
 
-    Jobs may hold ``most`` bytes while they wait; a single one may hold more, but then waits for no other.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
-        self._given: deque[tuple[Future[None], int]] = deque()
-        self._failed = False
+        self._under_way: Future[None] | None = None
 
-    def make_room(self, size: int) -> None:
-        """Wait until there is room for a job that holds so many bytes. What went wrong with earlier ones is raised."""
-        while self._given and (self._given[0][0].done() or sum(held for _, held in self._given) + size > self.most):
-            self._first_done()
-
-    def give(self, job: Callable[[], None], size: int) -> None:
-        """Have a job done that holds so many bytes until then."""
+    def give(self, job: Callable[[], None]) -> None:
+        """Have a job done, once the one before it is done."""
+        self.wait()
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="isosgd-store")
-        self._given.append((self._pool.submit(self._do, job), size))
+        self._under_way = self._pool.submit(job)
 
     def wait(self) -> None:
-        """Wait for all of them; what went wrong is raised here."""
-        while self._given:
-            self._first_done()
+        """Wait for the job that is under way; what went wrong is raised here."""
+        if self._under_way is not None:
+            self._under_way.result()
 
     def close(self) -> None:
         """Let the thread end when all is done."""
         if self._pool is not None:
             self._pool.shutdown()
-
-    def _first_done(self) -> None:
-        self._given[0][0].result()  # one that failed stays, so that it is raised again
-        self._given.popleft()
-
-    def _do(self, job: Callable[[], None]) -> None:
-        if not self._failed:
-            try:
-                job()
-            except BaseException:
-                self._failed = True
-                raise
