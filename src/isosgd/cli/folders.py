@@ -94,8 +94,13 @@ class Run:
 
     def commands(self) -> list[str]:
         """What to run to have the draws again; empty where a command line cannot say it."""
-        line = self.command or (command_of(self.place, self.folder) if self.place else "")
-        return [line] if line else []
+        if not self.command:
+            line = command_of(self.place, self.folder) if self.place else ""
+            return [line] if line else []
+        draws, words = str(settings_of(self.folder)[0].get("draws")), shlex.split(self.command.replace("=", " "))
+        begun = words[words.index("--draws") + 1] if "--draws" in words else str(USUAL["draws"])
+        more = [f"isosgd resume {shlex.quote(str(self.folder))} --draws {draws}"]  # that extended the run
+        return [self.command, *(more if draws != begun else [])]
 
     def longer(self, posterior: Posterior) -> str:
         """The command that runs longer: more draws, where the warm-up has settled; else a new run with a longer one."""
