@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from isosgd.diagnostics.audit.findings import Finding, close, findings, number, wrong_noise
 from isosgd.diagnostics.audit.loop import NAMES, Loop
-from isosgd.diagnostics.audit.measure import Factory, Measured, measure
+from isosgd.diagnostics.audit.measure import Measured, measure
 from isosgd.diagnostics.audit.reading import read
 from isosgd.diagnostics.summary import json_values
 from isosgd.samplers import Sampler
@@ -33,7 +33,6 @@ class Audit:
         findings: why the draws are not from the target posterior: (name, explanation, fix).
         measured: what a run on a known posterior showed, if there was one.
         name: of the optimizer.
-        make: makes the optimizer, if it was passed as a function.
     """
 
     loop: Loop
@@ -45,19 +44,11 @@ class Audit:
     findings: list[Finding]
     measured: Measured | None = None
     name: str | None = None
-    make: Factory | None = None
 
     @property
     def clean(self) -> bool:
         """Whether there are no findings."""
         return not self.findings
-
-    def measure(self, seed: int = 0, relaxations: float = 40.0) -> Audit:
-        """Run the loop on a conjugate Gaussian target with real minibatch noise, and add the result.
-
-        Runs the optimizer if it was passed as a function, otherwise its description.
-        """
-        return replace(self, measured=measure(self.loop, self.make, seed=seed, relaxations=relaxations))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values that strict JSON can hold; numbers that are not finite are None."""
@@ -75,7 +66,7 @@ class Audit:
 
     def __str__(self) -> str:
         loop = self.loop
-        described = "unknown noise" if loop.noise is None else f"noise {loop.noise}" if loop.sigma else "no noise"
+        described = "unknown noise" if loop.noise is None else f"noise {number(loop.noise)}"
         loss = {"mean": "a mean loss", "sum": "a summed loss", "full": "a full-data loss"}[loop.loss_reduction]
         momentum = f", momentum {loop.momentum:g}" if loop.momentum else ""
         temperature = "unknown" if self.temperature is None else _degrees(self.temperature)
@@ -124,9 +115,9 @@ def audit(
             what the optimizer says about itself.
 
     Example:
-        >>> found = audit(noise="sqrt(2*lr)*0.01", lr=1e-3, loss_reduction="mean", num_data=60000, weight_decay=5e-4)
+        >>> found = audit(noise=(2 * 1e-3) ** 0.5, lr=1e-3, loss_reduction="mean", num_data=60000, weight_decay=5e-4)
         >>> print(str(found).splitlines()[0])
-        noise sqrt(2*lr)*0.01 on a mean loss, N=60000: temperature 6.0, prior precision 30
+        noise 0.0447 on a mean loss, N=60000: temperature 60,000, prior precision 30
         >>> print(*(finding.name for finding in found.findings))
         N missing in noise
     """
@@ -151,21 +142,21 @@ def audit(
             raise TypeError(f"the function made a {type(optimizer).__name__}, not an optimizer")
     groups, extra = read(optimizer)
     loops = [_loop({**group, **given}, optimizer) for group in groups]
-    found = _judged(loops[0], [*extra, *_differing(loops)], type(optimizer).__name__, make)
-    if not check:
+    found = _judged(loops[0], [*extra, *_differing(loops)], type(optimizer).__name__)
+    if not check or make is None:
         return found
-    found = found.measure(seed)
-    assert found.measured is not None
-    return replace(found, findings=[*found.findings, *_contradicted(found.loop, found.measured)])
+    measured = measure(found.loop, make, seed)
+    contradicted = _contradicted(found.loop, measured)
+    return replace(found, measured=measured, findings=[*found.findings, *contradicted])
 
 
-def _judged(loop: Loop, extra: list[Finding], name: str | None = None, make: Factory | None = None) -> Audit:
+def _judged(loop: Loop, extra: list[Finding], name: str | None = None) -> Audit:
     """The audit of a description; ``extra`` are findings that it does not show."""
     temperature, injected, added = loop.temperatures()
     strength = loop.prior_strength()
     prior = temperature / strength if temperature is not None and strength else None
     found = [*findings(loop), *extra]
-    return Audit(loop, temperature, injected, added, loop.precision, prior, found, name=name, make=make)
+    return Audit(loop, temperature, injected, added, loop.precision, prior, found, name=name)
 
 
 def _checked(description: dict[str, Any]) -> dict[str, Any]:

@@ -12,10 +12,8 @@ known exactly. In the limit of small steps it gives ``T = N sigma^2 / (2 a lr s)
 
 from __future__ import annotations
 
-import ast
 import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal
@@ -24,74 +22,61 @@ import numpy as np
 
 from isosgd.samplers.steppers import variance_inflation
 
-Rule = float | str
 MANY = 1000  # examples; from here on a temperature of 1/N is not a coincidence
-LONGEST_RULE = 200  # characters
 SMALL = 1e-8  # what theta forgets in a period, in the limit of small steps
 SCALES = {"mean": "", "sum": "*n", "full": "*N"}  # of the gradient, relative to the mean gradient
 
 
 @dataclass(frozen=True)
 class Loop:
-    """What is known about a sampling loop. Rules are numbers, or expressions of lr, N, n, T and a.
+    """What is known about a sampling loop.
 
     Attributes:
         num_data: N, the number of examples in the data set.
         lr: the learning rate.
-        noise: standard deviation of the noise added to each parameter (velocity) in a step, e.g. ``"sqrt(2*lr*T/N)"``;
-            0 for none, None if unknown.
+        noise: standard deviation of the noise added to each parameter (velocity) in a step, such as
+            ``math.sqrt(2 * lr * T / N)``; 0 for none, None if unknown.
         batch_size: n.
         loss_reduction: ``mean`` over the minibatch, ``sum`` over it, or ``full``: the sum times N / n.
-        temperature: T, the target temperature; a rule such as ``"1/N"`` if the script computes it.
+        temperature: T, the target temperature. 1 / N is taken for 1, said of a mean loss.
         weight_decay: wd; adds ``wd theta`` to the gradient.
         decoupled: weight decay acts directly on the parameters (as in AdamW), not through the velocity.
-        prior: factor of the negative log prior in the loss, as a rule; ``"1/N"`` is right for a mean loss.
+        prior: factor of the negative log prior in the loss; 1 / N is right for a mean loss.
         prior_precision: precision of the intended normal prior.
         momentum: m; the friction is ``a = 1 - m``.
         noise_on: ``velocity``, or ``parameters`` if noise is added after the step. The same without momentum.
         averaged: each step injects the mean of its own and the last step's random numbers (Leimkuhler and Matthews
             2013), with ``noise`` stated as if it did not; without momentum only.
-        momentum_noise: standard deviation of the velocity when it is redrawn, as a rule.
+        momentum_noise: standard deviation of the velocity when it is redrawn.
         refresh_every: steps between two such refreshes.
         order: whether a step kicks the velocity and then moves, or moves first.
-        clipping: largest gradient norm.
-        augmentation: inputs are augmented at random.
-        batchnorm: BatchNorm in training mode.
-        dropout: dropout, or another stochastic layer, in training mode.
         minibatches: ``independent``, or ``epoch``: without replacement, as from a shuffled loader.
-        shared_noise: where the same random numbers are used more than once: in ``reused`` consecutive steps, in all
-            ``tensors`` of the same shape, or in all ``chains``.
-        reused: consecutive steps with the same noise, for ``shared_noise="steps"``.
+        reused: consecutive steps with the same noise, as when a random key is used twice.
         replicas: replicas of a data-parallel run, each with its own noise.
         corrected: ``noise`` is the total of injected and gradient noise, which the loop holds constant.
-        assumed_num_data: the N that the loop's rules use, if it differs from ``num_data``.
+        assumed_num_data: the N that the loop assumes, if it differs from ``num_data``.
         gradient_noise: Var(g) of one parameter, for the gradient of the **mean** loss over independent minibatches.
         curvature: h of f / N; includes the discretisation error.
     """
 
     num_data: int
     lr: float
-    noise: Rule | None = 0.0
+    noise: float | None = 0.0
     batch_size: int | None = None
     loss_reduction: Literal["mean", "sum", "full"] = "mean"
-    temperature: Rule = 1.0
+    temperature: float = 1.0
     weight_decay: float = 0.0
     decoupled: bool = False
-    prior: Rule | None = None
+    prior: float = 0.0
     prior_precision: float | None = None
     momentum: float = 0.0
     noise_on: Literal["velocity", "parameters"] = "velocity"
     averaged: bool = False
-    momentum_noise: Rule | None = None
+    momentum_noise: float | None = None
     refresh_every: int | None = None
     order: Literal["kick", "move"] = "kick"
-    clipping: float | None = None
-    augmentation: bool = False
-    batchnorm: bool = False
-    dropout: bool = False
     minibatches: Literal["independent", "epoch"] = "independent"
-    shared_noise: Literal["steps", "tensors", "chains"] | None = None
-    reused: int = 2
+    reused: int = 1
     replicas: int = 1
     corrected: bool = False
     assumed_num_data: int | None = None
@@ -105,9 +90,9 @@ class Loop:
                 raise ValueError(f"{name} = {getattr(self, name)!r} is unknown; choose one of {listed}")
         for name in ("num_data", "batch_size", "refresh_every", "reused", "replicas", "assumed_num_data"):
             _check_number(name, getattr(self, name), 1, "an integer of at least 1", int)
-        for name in ("lr", "clipping", "curvature", "prior_precision"):
+        for name in ("lr", "curvature", "prior_precision"):
             _check_number(name, getattr(self, name), 5e-324, "a positive number", int | float)
-        for name in ("weight_decay", "gradient_noise", "momentum"):
+        for name in ("noise", "momentum_noise", "prior", "temperature", "weight_decay", "gradient_noise", "momentum"):
             _check_number(name, getattr(self, name), 0, "a number of at least 0", int | float)
         if not self.momentum < 1:
             raise ValueError(f"momentum = {self.momentum} must lie in [0, 1); the friction is 1 - momentum")
@@ -117,24 +102,12 @@ class Loop:
             raise ValueError(f"batch_size = {self.batch_size} is larger than num_data = {self.num_data}")
         if (self.refresh_every is None) != (self.momentum_noise is None):
             raise ValueError("momentum_noise and refresh_every describe one refresh: give both or neither")
-        if self.averaged and (self.momentum or self.shared_noise == "steps"):
+        if self.averaged and (self.momentum or self.reused > 1):
             raise ValueError("averaged = True works without momentum only, and with fresh random numbers in every step")
         if self.refresh_every == 1 and self.order == "move":
             raise ValueError("refresh_every = 1 with order = 'move' discards every gradient before anything moves")
-        for name in ("noise", "momentum_noise", "prior", "temperature"):
-            if self.value(name) < 0:
-                raise ValueError(f"{name} = {getattr(self, name)!r} evaluates to a negative number")
 
     # -- values -------------------------------------------------------------------------------------------------------
-
-    def value(self, name: str) -> float:
-        """The value of the rule in a field; 0 for None."""
-        rule: Rule | None = getattr(self, name)
-        num_data = float(self.assumed_num_data or self.num_data)
-        known = {"lr": self.lr, "N": num_data, "n": self.batch_size, "a": self.friction}
-        if name != "temperature":
-            known["T"] = self.value("temperature")
-        return 0.0 if rule is None else evaluate(rule, known, name)
 
     @property
     def friction(self) -> float:
@@ -147,22 +120,16 @@ class Loop:
         factors = {"mean": 1, "sum": self.batch_size or 1, "full": self.assumed_num_data or self.num_data}
         return float(factors[self.loss_reduction])
 
-    @cached_property
+    @property
     def sigma(self) -> float:
-        """Standard deviation of the noise of a step."""
-        return self.value("noise")
-
-    @cached_property
-    def target_temperature(self) -> float:
-        """The intended temperature. A rule that gives 1/N is a way to say that the loss is a mean: T = 1."""
-        given = self.value("temperature")
-        is_share = math.isclose(given * self.num_data, 1.0, rel_tol=0.01)
-        return 1.0 if is_share and (isinstance(self.temperature, str) or self.num_data >= MANY) else given
+        """Standard deviation of the noise of a step; 0 if it is unknown."""
+        return self.noise or 0.0
 
     @property
-    def refreshed_sd(self) -> float:
-        """Standard deviation of a refreshed velocity."""
-        return self.value("momentum_noise")
+    def target_temperature(self) -> float:
+        """The intended temperature. 1/N is a way to say that the loss is a mean: T = 1."""
+        is_share = self.num_data >= MANY and math.isclose(self.temperature * self.num_data, 1.0, rel_tol=0.01)
+        return 1.0 if is_share else self.temperature
 
     @property
     def right_noise(self) -> str:
@@ -184,7 +151,7 @@ class Loop:
     @property
     def period(self) -> int:
         """Steps after which the loop repeats: the velocity is refreshed and the noise is fresh."""
-        return math.lcm(self.refresh_every or 1, self.reused if self.shared_noise == "steps" else 1)
+        return math.lcm(self.refresh_every or 1, self.reused)
 
     def relaxation(self, curvature: float) -> float:
         """Steps in which theta forgets its past."""
@@ -232,7 +199,7 @@ class Loop:
             parts = list(step)
             if self.refresh_every is not None and t % self.refresh_every == 0:
                 parts.insert(0, (np.diag([1.0, 0.0, 1.0]), np.diag([0.0, refreshed, 0.0])))
-            if self.shared_noise != "steps" or t % self.reused == 0:
+            if t % self.reused == 0:
                 parts.insert(0, (np.diag([1.0, 1.0, 0.0]), np.diag([0.0, 0.0, 1.0])))
             for matrix, covariance in parts:
                 whole, gained = matrix @ whole, matrix @ gained @ matrix.T + covariance
@@ -245,7 +212,7 @@ class Loop:
         """T of the injected noise alone (of the total noise if `corrected`); None if it is unknown."""
         if self.noise is None:
             return None
-        return self.temperature_of(self.sigma**2 / self.replicas, 0.0, self.refreshed_sd**2, curvature)
+        return self.temperature_of(self.sigma**2 / self.replicas, 0.0, (self.momentum_noise or 0.0) ** 2, curvature)
 
     def gradient_temperature(self, curvature: float | None = None) -> float | None:
         """T added by gradient noise; if `corrected`, what minibatches without replacement take away. None if unknown.
@@ -278,12 +245,12 @@ class Loop:
         if self.weight_decay and self.prior_precision is None:
             return None
         decay = self.decay_precision / self.prior_precision if self.weight_decay and self.prior_precision else 0.0
-        return decay + self.value("prior") * self.num_data / self.scale
+        return decay + self.prior * self.num_data / self.scale
 
     @property
     def precision(self) -> float | None:
         """The precision of the normal prior of f, from weight decay and from the loss; None if unknown."""
-        in_loss = self.value("prior") * self.num_data / self.scale
+        in_loss = self.prior * self.num_data / self.scale
         if in_loss and self.prior_precision is None:
             return None
         return self.decay_precision + in_loss * (self.prior_precision or 0.0)
@@ -294,7 +261,6 @@ _CHOICES: dict[str, Sequence[str | None]] = {
     "noise_on": ("velocity", "parameters"),
     "order": ("kick", "move"),
     "minibatches": ("independent", "epoch"),
-    "shared_noise": (None, "steps", "tensors", "chains"),
 }
 NAMES = tuple(field.name for field in fields(Loop))
 
@@ -304,58 +270,3 @@ def _check_number(name: str, value: float | None, least: float, expected: str, k
         return
     if isinstance(value, bool) or not isinstance(value, kind) or not (math.isfinite(value) and value >= least):  # type: ignore[arg-type]
         raise ValueError(f"{name} = {value!r} must be {expected}")
-
-
-# -- rules ------------------------------------------------------------------------------------------------------------
-
-_OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.Pow: operator.pow, ast.UAdd: operator.pos, ast.USub: operator.neg,
-}  # fmt: skip
-_FUNCTIONS: dict[str, Callable[[float], float]] = {"sqrt": math.sqrt, "exp": math.exp, "log": math.log}
-
-
-def evaluate(rule: Rule, names: Mapping[str, float | None], what: str = "rule") -> float:
-    """The value of a number, or of arithmetic of numbers, ``names``, ``+ - * / **``, sqrt, exp and log; without `eval`.
-
-    A name whose value is None is known, but was not given. ``what`` the value is goes into messages.
-
-    Example:
-        >>> evaluate("sqrt(2*lr/N)", {"lr": 0.02, "N": 100})
-        0.02
-        >>> evaluate("open('x')", {})
-        Traceback (most recent call last):
-        ValueError: rule = "open('x')": open('x') is not allowed; use numbers, + - * / **, brackets, exp, log, sqrt
-    """
-    given = f"{what} = {rule!r}"
-    if isinstance(rule, str) and len(rule) > LONGEST_RULE:
-        raise ValueError(f"{what} has {len(rule)} characters; at most {LONGEST_RULE} are allowed")
-    try:
-        if isinstance(rule, bool):
-            raise TypeError
-        value = _evaluate(ast.parse(rule.strip(), mode="eval").body, names) if isinstance(rule, str) else float(rule)
-        if not math.isfinite(value):
-            raise ValueError(f"the value {value} is not finite")
-    except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{given} must be a number, or an expression such as 'sqrt(2*lr*T/N)' with a value") from error
-    except (ArithmeticError, ValueError) as error:
-        raise ValueError(f"{given}: {error}") from error
-    return value
-
-
-def _evaluate(node: ast.AST, names: Mapping[str, float | None]) -> float:
-    match node:
-        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return float(number)
-        case ast.Name(id=name) if name in names:
-            if (value := names[name]) is None:
-                raise ValueError(f"it uses {name}, which was not given")
-            return value
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_evaluate(left, names), _evaluate(right, names))
-        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_evaluate(operand, names))
-        case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in _FUNCTIONS:
-            return _FUNCTIONS[name](_evaluate(argument, names))
-    known = ", ".join((*sorted(_FUNCTIONS), *sorted(names)))
-    raise ValueError(f"{ast.unparse(node)} is not allowed; use numbers, + - * / **, brackets, {known}")
