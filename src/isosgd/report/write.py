@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from isosgd.diagnostics.summary import PosteriorSummary
@@ -22,7 +21,6 @@ from isosgd.report import chains, page, predictions
 from isosgd.report.page import Figure, Subject, Tile
 from isosgd.report.plot import number
 
-MOST_ROWS = 2_000  # of held-out data that are predicted
 MOST_LISTED = 9  # rows of a table
 LABELS = {
     "num_data": "rows of data", "batch_size": "rows of a batch", "draws": "draws of each chain",
@@ -64,10 +62,10 @@ def report_html(
     """
     subject = subject or Subject()
     data = posterior.data if data is None else data
-    rows = _some(heldout if heldout is not None else data)
+    rows = predictions.some(heldout if heldout is not None else data)
     seen = "held-out rows" if heldout is not None else "training rows"
     if isinstance(outside, Tensor) and outside.ndim:
-        (outside,) = _some((outside,))
+        (outside,) = predictions.some((outside,))
     found = _evaluated(posterior, rows, outside, subject)
     verdict, reason = _judged(posterior, data, rows, subject)
     summary = None
@@ -76,7 +74,7 @@ def report_html(
     band = None
     predicts = posterior.target is not None and posterior.target.predicts
     if predicts and _has_targets(rows) and not isinstance(found, predictions.Classification):
-        band = predictions.bands(posterior, _some(data) if _has_targets(data) else rows, subject)
+        band = predictions.bands(posterior, predictions.some(data) if _has_targets(data) else rows, subject)
     followed: list[Figure] = []
     if rows is not None and posterior.target is not None:
         log_likelihood = posterior.log_likelihood(rows).double().cpu()
@@ -124,16 +122,13 @@ def report_html(
     return page.page(subject.title, [part for part in body if part])
 
 
-Found = predictions.Regression | predictions.Classification | None
-
-
-def _evaluated(posterior: Posterior, rows: Any, outside: Any, subject: Subject) -> Found:
+def _evaluated(
+    posterior: Posterior, rows: Any, outside: Any, subject: Subject
+) -> predictions.Regression | predictions.Classification | None:
     if posterior.target is None or not _has_targets(rows):
         return None
     try:
-        return predictions.evaluate_classification(posterior, rows, outside) or predictions.evaluate_regression(
-            posterior, rows, subject
-        )
+        return predictions.evaluate(posterior, rows, subject, outside)
     except (ValueError, TypeError, KeyError, IndexError, RuntimeError, NotImplementedError):
         return None  # a user's own target, whose data are not inputs and targets: its log likelihood is shown instead
 
@@ -153,17 +148,6 @@ def _judged(posterior: Posterior, data: Any, rows: Any, subject: Subject) -> tup
 
 def _has_targets(rows: Any) -> bool:
     return isinstance(rows, tuple) and len(rows) > 1 and all(isinstance(x, Tensor) for x in rows)
-
-
-def _some(rows: Any) -> Any:
-    """At most so many rows, evenly spaced."""
-    if not isinstance(rows, tuple | list) or not all(isinstance(x, Tensor) and x.ndim for x in rows) or not rows:
-        return None
-    count = len(rows[0])
-    if count <= MOST_ROWS:
-        return tuple(rows)
-    at = torch.linspace(0, count - 1, MOST_ROWS).round().long()
-    return tuple(x[at.to(x.device)] for x in rows)
 
 
 def _lead(posterior: Posterior, subject: Subject) -> str:
