@@ -30,7 +30,6 @@ from isosgd.tables.unlike import Familiar
 
 MANIFEST, TABLE, SCRIPT = "manifest.json", "table.json", "script.json"
 DATA, REPORT = "data.safetensors", "report.html"
-SHUFFLE_SEED = 0
 USUAL: dict[str, Any] = {
     "method": "isgd", "draws": 100, "chains": 4, "batch_size": None, "keep_every": "auto", "warmup": "auto",
     "temperature": 1.0, "seed": 0, "store_dtype": None, "budget": None,
@@ -81,14 +80,10 @@ class Run:
     def report(self, path: Path | None = None) -> Path:
         """Write the report; into the folder of the run by default."""
         data = self.data if isinstance(self.data, tuple) else None
-        outside = None
-        # Of a single column shuffling leaves the distribution as it is.
-        if self.table is not None and self.table.classes and len(self.table.columns) > 1 and self.heldout is not None:
-            outside = shuffled_columns(self.heldout[0])
         posterior = self.posterior()
         commands = [shown(line) for line in (*self.commands(), f"isosgd report {shlex.quote(str(self.folder))}")]
         return write_report(
-            posterior, path or self.folder / REPORT, data=data, heldout=self.heldout, outside=outside,
+            posterior, path or self.folder / REPORT, data=data, heldout=self.heldout,
             subject=replace(self.subject, commands=commands, longer=shown(self.longer(posterior))),
         )  # fmt: skip
 
@@ -184,7 +179,6 @@ def _tabular(folder: Path) -> Run:
         layers=network.layers(),
         network=f"a network with one hidden layer of {network.hidden} ReLU units",
         notes=table.describe(),
-        outside="columns shuffled",
         longer=str(more.get("longer", "")),
     )
     return Run(
@@ -213,12 +207,6 @@ def shown(command: str) -> str:
         option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
         words.append(option + equals + (Path(value).name if Path(value).is_absolute() else value))
     return shlex.join(words)
-
-
-def shuffled_columns(x: Tensor) -> Tensor:
-    """The same values in each column, but put together at random: rows that never were."""
-    generator = torch.Generator().manual_seed(SHUFFLE_SEED)
-    return torch.stack([x[torch.randperm(len(x), generator=generator), k] for k in range(x.shape[1])], 1)
 
 
 # ---------------------------------------------------------------- targets of scripts

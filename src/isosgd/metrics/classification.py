@@ -85,29 +85,13 @@ def reliability(probabilities: Tensor, y: Tensor, bins: int = 15) -> Reliability
     """
     probabilities, y = _checked(probabilities, y)
     confidence, predicted = probabilities.max(1)
-    return calibration(confidence, predicted == y, bins)
-
-
-def calibration(confidence: Tensor, right: Tensor, bins: int = 15) -> Reliability:
-    """The curve of `reliability` from what it takes of each prediction, where not all probabilities can be held.
-
-    Args:
-        confidence: probability of the predicted class, ``[n]``.
-        right: whether that class is the right one, ``[n]``.
-        bins: of equal width.
-
-    Example:
-        >>> calibration(torch.tensor([0.9, 0.7]), torch.tensor([True, False]), bins=1).ece
-        tensor(0.3000, dtype=torch.float64)
-    """
-    confidence = checks.numbers("confidence", confidence, "n")
-    checks.same_length("right", right, len(confidence))
+    right = (predicted == y).double()
     if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
         raise ValueError(f"bins = {bins!r} must be an integer of at least 1")
     place = (confidence * bins).long().clamp(0, bins - 1)
     count = place.bincount(minlength=bins)
     mean_confidence = place.bincount(confidence, bins) / count
-    share = place.bincount(right.double(), bins) / count
+    share = place.bincount(right, bins) / count
     there = count > 0
     return Reliability(mean_confidence[there], share[there], count[there])
 
