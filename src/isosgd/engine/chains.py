@@ -18,6 +18,7 @@ from isosgd.geometry import Full, Geometry
 from isosgd.samplers import ISGD, Sampler
 from isosgd.samplers.hmc import HMC
 from isosgd.target import Params, Target
+from isosgd.target.batches import batch_length
 
 REFRESH_BATCHES, REFRESH_SIZE = 5, 500  # minibatches from which BatchNorm statistics of a draw are averaged
 SCALE = 0.5  # information of an example about the logarithm of a noise scale, at the least
@@ -124,6 +125,7 @@ class Chains:
         self.buffers: Params = {} if buffers is None else buffers
         self.given_buffers = frozenset(given_buffers)
         self.own_buffers: list[str] | None = None  # names of those that go with draws, once there was one
+        self.trained = False  # whether they start where a network was trained, so that nothing is to be optimised
         self._before: list[Tensor] | None = None  # the last gradient, where noise is the difference of two
         self.graph: CapturedGradients | None = None  # minibatches and gradients as CUDA graphs
         self.graph_unsupported = ""
@@ -223,10 +225,11 @@ class Chains:
             self.batch = self._next_batch()
             self._before = self._at_batch()[1]
             self.gradients += 1
+        size = batch_length(self.batch)
         self.batch = self._next_batch() if batch is None else batch
         loss, gradients, finite = self._at_batch()
         noise = None
-        if split and self._before is not None:
+        if split and self._before is not None and size == batch_length(self.batch):  # a short batch is noisier
             noise = list(torch._foreach_sub(gradients, self._before))
             torch._foreach_mul_(noise, math.sqrt(0.5))
         self._before = gradients

@@ -96,6 +96,11 @@ class GraphGradients:
         self.loss = torch.zeros(1, device=self.flat.values.device)
         self.finite = torch.ones(1, dtype=torch.bool, device=self.flat.values.device)
         self.precisions = run.target.prior_precisions(run.params)
+        self.decay: Tensor | None = None  # of a Gaussian prior, for each value
+        if self.precisions is not None:
+            self.decay = torch.zeros_like(self.gradient)
+            for view, tau in zip(self.flat.views(self.decay), self.precisions, strict=True):
+                view.fill_(tau / run.num_data)
         self.batch: Any = None  # in its fixed place
         self.irregular = 0  # batches of another size than the first
         self._fixed: list[Tensor] = []
@@ -141,10 +146,8 @@ class GraphGradients:
         weight = run.prior_weight if self.precisions is None else 0.0  # of what autograd's gradient gets added here
         loss, gradients = run.target.gradient(run.params, batch, run.num_data, weight)
         self.flat.join(gradients, self.gradient)
-        if prior and self.precisions is not None:
-            decays = [tau / run.num_data for tau in self.precisions]
-            pulls = torch._foreach_mul([p.detach() for p in run.leaves], decays)
-            torch._foreach_add_(self.flat.views(self.gradient), pulls)
+        if prior and self.decay is not None:
+            self.gradient.addcmul_(self.decay, self.flat.values)
         self.loss.copy_(loss.reshape(1))
 
     def __call__(self) -> tuple[Tensor, list[Tensor], Tensor]:
@@ -312,15 +315,13 @@ class GraphSteps:
         run = self.run
         start = self.graph.flat.values.clone()
         self.update.begin()
+        whole_before = False  # whether the gradient at hand is of a batch of the usual size, taken in this call
         for i in range(done, done + steps):
-            observed = self.program.follows_noise and (i + 1) % self.noise_every == 0 and i > done
-            if observed:
+            due = self.program.follows_noise and (i + 1) % self.noise_every == 0 and whole_before
+            if due:
                 self._before.copy_(self.graph.gradient)
-            if self._loader:
-                self._from_loader()
-            else:
-                self._step()
-            if observed:
+            whole_before = self._from_loader() if self._loader else self._from_tensors()
+            if due and whole_before:
                 noise = (self.graph.gradient - self._before).mul_(math.sqrt(0.5))
                 run.sampler.observe(self.graph.flat.views(noise))
                 if not self.update.renew():
@@ -334,9 +335,16 @@ class GraphSteps:
             self.graph.flat.values.copy_(start)
             run.diverged()
 
-    def _from_loader(self) -> None:
+    def _from_tensors(self) -> bool:
+        self._step()
+        return True
+
+    def _from_loader(self) -> bool:
+        """A step at the loader's next batch; whether that was of the usual size."""
         batch = self.graph.next()
-        if batch is self.graph.batch:
+        usual = batch is self.graph.batch
+        if usual:
             self._step()
         else:
             self._step_at(batch)
+        return usual

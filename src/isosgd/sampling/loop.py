@@ -26,6 +26,7 @@ from isosgd.warmup.windows import Mark, warm_up
 GUESSED_SPACING = 100  # for the progress bar, until the spacing is known
 NOISE_EVERY = 16  # in sampling the noise is followed, not found: every so many steps one is split in halves ...
 SHAPED_EVERY = 128  # ... and fewer where a shape of Lambda averages all that it has seen
+GRAPH_EVERY = 512  # ... and fewer still beside captured steps: taking a noise vector in costs some of them
 MULTI_STEP_FROM = 4_000  # steps, for which it pays to compile several in a call ...
 SINGLE_CHAIN = 5  # ... and so many times more for one chain, whose single steps take less time
 
@@ -47,6 +48,7 @@ class DrawPlan:
         auto: whether draws end when predictions have converged.
         chains_per_set: chains of one data set, where they run side by side.
         held_out: inputs at which predictions are watched.
+        trained: whether chains start at trained networks.
     """
 
     draws: int
@@ -58,6 +60,7 @@ class DrawPlan:
     auto: bool = False
     chains_per_set: int = 1
     held_out: Any = None
+    trained: bool = False
 
     @property
     def spacing(self) -> int:
@@ -246,7 +249,7 @@ def draw_from(
         What the chains have predicted so far; takes the reason to stop, empty to go on.
     """
     label = f"chain {first + 1}/{plan.total} " if run.many is None and plan.total > 1 else ""
-    outcome = ChainsResult(first, run.count)
+    outcome, run.trained = ChainsResult(first, run.count), plan.trained
     done, drawn, levels = 0, 0, list[Tensor]()
     leapfrogs = _leapfrog_steps(run, plan, bar)
     stride: MultiStep | GraphSteps | LeapfrogMultiStep | None = leapfrogs
@@ -347,7 +350,7 @@ def _many_steps(run: Chains, plan: DrawPlan, gap: int, bar: Progress) -> MultiSt
     """What takes several steps in a call, where that can be done and pays."""
     if run.graph is not None:
         try:
-            return GraphSteps(run, plan.noise_every or SHAPED_EVERY)
+            return GraphSteps(run, plan.noise_every or GRAPH_EVERY)
         except RuntimeError as error:
             run.graph_unsupported = str(error)
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +30,7 @@ from isosgd.sampling.settings import (
     sampler_factory,
     versions,
 )
+from isosgd.sampling.starts import as_starts
 from isosgd.sampling.stored import RunRequest, described, load
 from isosgd.target import Target
 from isosgd.target.batches import with_tensors
@@ -40,6 +42,7 @@ def sample(
     data: Any,
     *,
     init: Start = None,
+    starts: Any = None,
     method: str = "isgd",
     draws: int | Literal["auto"] = 100,
     chains: int = 1,
@@ -127,6 +130,10 @@ def sample(
         raise TypeError(
             f"target of type {type(target).__name__}: pass an isosgd.Target; Target.from_module makes one from a model"
         )
+    networks = as_starts(starts, target, init)
+    if networks is not None:
+        chains = max(chains, len(networks))
+        init = partial(_turn, networks)
     most = most_draws(draws, budget, held_out, method)
     leaf = next(iter(target.initial(start_of(init, 0), device=device).values()))
     place = leaf.device  # where all parameters go, and the data with them
@@ -161,7 +168,8 @@ def sample(
         return keep_at_once(asked, about, lambda: baseline.posterior(about))
     schedule = Schedule(target, data, init, chains, batch_size, seed, place, after, transform)
     plan = DrawPlan(
-        most, keep_every, warmup, noise_every(given), schedule.count, after, draws == "auto", schedule.chains, held_out
+        most, keep_every, warmup, noise_every(given), schedule.count, after, draws == "auto", schedule.chains, held_out,
+        networks is not None,
     )  # fmt: skip
     if METHODS[method] is ISGD:
         given.setdefault("budget", None if warmup == "auto" else warmup)
@@ -199,6 +207,11 @@ def sample(
         keeper.close()
         if board is not None:
             board.close()
+
+
+def _turn(networks: list[Mapping[str, Any]], chain: int) -> Mapping[str, Any]:
+    """The network that a chain starts at; they take turns."""
+    return networks[chain % len(networks)]
 
 
 def _info(asked: RunRequest, schedule: Schedule, plan: DrawPlan, outcomes: list[ChainsResult]) -> dict[str, Any]:

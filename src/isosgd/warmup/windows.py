@@ -154,7 +154,7 @@ class _Warmup:
             for _ in range(2 * PROBE_EVERY):
                 self._probe("starting")
             self.stage = "optimisation"
-        if self.stage == "optimisation":
+        if self.stage == "optimisation" and not chains.trained:
             self.optimisation.run()
         self.budget = self.total - self._check_steps()
         reasons = self._windows()
@@ -325,9 +325,12 @@ class _Warmup:
                 self._probe(stage)
                 self.seen_curvatures.append(chains.curvatures())
             if noise is not None:
-                if not chains.successive or i % 4 == 0:  # sums of successive differences would cancel
+                # Sums of successive differences would cancel in the tails; and beside captured gradients these two
+                # cost more than the gradient.
+                if not chains.successive or i % 4 == 0:
                     self._feed_tails(noise)
-                self._feed_signal(noise)
+                if chains.graph is None or i % 4 == 0:
+                    self._feed_signal(noise)
             if self.measure_spacing:
                 self.traces.take(i)
             chains.advance(noise if chains.sampler.estimator.centred else None)

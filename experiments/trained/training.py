@@ -1,0 +1,113 @@
+"""Training a pair's network with an ordinary loop, and keeping what was trained."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, gaussian_nll_loss
+
+from experiments.data import CIFAR10_MEAN, CIFAR10_STD
+from experiments.images import classifiers
+from experiments.images.images import Images
+from experiments.trained.pairs import Pair, Sets
+
+SCALE = "likelihood.scale"  # the name that `isosgd` gives to the noise of a Gaussian likelihood
+
+
+@dataclass(frozen=True)
+class Start:
+    """A trained network: its ``state_dict`` and, of a regression, the noise scale; and the seconds it took."""
+
+    state: Mapping[str, Tensor]
+    seconds: float
+
+
+def train(pair: Pair, sets: Sets, seed: int, dropout: float | None = None) -> Start:
+    """Train a network of the pair from scratch, with another dropout probability than its own where one is given."""
+    device = sets.test[0].device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        model = pair.model(pair.dropout if dropout is None else dropout).to(device).train()
+        began = time.monotonic()
+        extra = _fast(pair, model, sets, seed) if pair.gpu else _plain(pair, model, sets, seed)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.monotonic() - began
+    state = {name: x.detach().contiguous().clone() for name, x in model.state_dict().items()}
+    return Start(state | extra, seconds)
+
+
+def _plain(pair: Pair, model: nn.Module, sets: Sets, seed: int) -> dict[str, Tensor]:
+    (x, y), n = sets.train, pair.batch
+    generator = torch.Generator(x.device).manual_seed(seed)
+    log_scale = torch.zeros((), device=x.device, requires_grad=True)
+    optimizer = pair.optimizer(model.parameters())
+    if pair.likelihood == "gaussian":
+        optimizer.add_param_group({"params": [log_scale], "weight_decay": 0.0})
+    steps = pair.epochs * -(-len(x) // n)
+    peak = float(optimizer.param_groups[0]["lr"])
+    # Not momentum: that of Adam is better left alone. The first rate is set by the scheduler as it is made.
+    cycle = (
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, peak, steps, cycle_momentum=False) if pair.one_cycle else None
+    )
+    for _ in range(pair.epochs):
+        for index in torch.randperm(len(x), generator=generator, device=x.device).split(n):
+            batch = x[index], y[index]
+            inputs, targets = batch if sets.transform is None else sets.transform(batch, generator)
+            output = model(inputs)
+            if pair.likelihood == "gaussian":
+                variance = (2 * log_scale).exp().expand_as(targets)
+                loss = gaussian_nll_loss(output.squeeze(-1), targets, variance)
+            else:
+                loss = cross_entropy(output, targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if cycle is not None:
+                cycle.step()
+    return {SCALE: log_scale.detach().exp()} if pair.likelihood == "gaussian" else {}
+
+
+def _fast(pair: Pair, model: nn.Module, sets: Sets, seed: int) -> dict[str, Tensor]:
+    """CIFAR-10 on a GPU: SGD with momentum at a one-cycle rate, in bfloat16, a step a CUDA graph."""
+    group = pair.optimizer(model.parameters()).param_groups[0]
+    recipe = replace(
+        classifiers.RECIPES["resnet18"],
+        epochs=pair.epochs, train_batch=pair.batch, peak=group["lr"], decay=group["weight_decay"],
+    )  # fmt: skip
+    images = Images.make(*sets.train, CIFAR10_MEAN, CIFAR10_STD, "crop-flip", sets.train[0].device)
+    classifiers.train(model.to(memory_format=torch.channels_last), images, recipe, seed)  # type: ignore[call-overload]
+    return {}
+
+
+def start(pair: Pair, sets: Sets, seed: int, folder: Path, dropout: float | None = None) -> Start:
+    """A trained network, from the folder where the same recipe has left one."""
+    device = sets.test[0].device
+    used = pair.dropout if dropout is None else dropout
+    defaults = pair.optimizer([nn.Parameter(torch.zeros(1))]).defaults
+    recipe = {name: defaults[name] for name in ("lr", "weight_decay", "momentum", "betas") if name in defaults}
+    about = json.dumps(
+        {"pair": pair.name, "seed": seed, "dropout": used, "epochs": pair.epochs, "batch": pair.batch,
+         "examples": len(sets.train[0]), "one_cycle": pair.one_cycle, "device": device.type, **recipe},
+        sort_keys=True,
+    )  # fmt: skip
+    path = folder / f"{pair.name}-{seed}{f'-dropout{used:g}' if dropout is not None else ''}.safetensors"
+    if path.is_file():
+        with safe_open(path, "pt", device=str(device)) as file:
+            found = file.metadata() or {}
+            if found.get("about") == about:
+                return Start({name: file.get_tensor(name) for name in file.keys()}, float(found["seconds"]))  # noqa: SIM118
+    trained = train(pair, sets, seed, dropout)
+    folder.mkdir(parents=True, exist_ok=True)
+    half = path.with_suffix(".part")
+    save_file(dict(trained.state), half, {"about": about, "seconds": str(trained.seconds)})
+    half.replace(path)
+    return trained
