@@ -224,7 +224,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "its own SHA-256 is another); put back a copy of it",
     ),
     "manifest.json gone": (lambda run: (run / "manifest.json").unlink(), "manifest.json"),
-    "manifest.json a folder": (lambda run: as_folder(run / "manifest.json"), "it is not a plain file"),
+    "manifest.json a folder": (lambda run: as_folder(run / "manifest.json"), "that is a folder"),
     "a shard flipped": (lambda run: flip(run / "draws-000000.safetensors"), "draws-000000.safetensors is damaged"),
     "a shard gone": (lambda run: (run / "draws-000000.safetensors").unlink(), "draws-000000.safetensors is damaged"),
     "table.json another": (lambda run: (run / "table.json").write_text("{}"), "fit the table again"),

@@ -141,7 +141,8 @@ def test_coverage_with_and_without_the_intervals(mixture: tuple[Tensor, Tensor, 
     mean, variance, y = mixture
     for level in (0.5, 0.8, 0.95):
         low, high = metrics.mixture_interval(mean, variance, level)
-        assert metrics.interval_coverage(low, high, y) == metrics.mixture_coverage(mean, variance, y, level)
+        inside = ((low <= y) & (y <= high)).double().mean()
+        assert inside == metrics.mixture_coverage(mean, variance, y, level)
 
 
 def test_coverage_of_a_model_that_is_right(generator: torch.Generator) -> None:
@@ -266,8 +267,6 @@ LABELS = torch.tensor([0, 1, 0, 1])
         (lambda: metrics.mixture_quantiles(ONES, ONES, []), ValueError, "levels is empty"),
         (lambda: metrics.mixture_interval(ONES, ONES, 95), ValueError, "level = 95"),
         (lambda: metrics.mixture_coverage(ONES, ONES, torch.ones(5), 0), ValueError, "level = 0"),
-        (lambda: metrics.interval_coverage(torch.ones(2), torch.zeros(2), torch.ones(2)), ValueError, "swap"),
-        (lambda: metrics.interval_coverage(torch.ones(2), torch.ones(3), torch.ones(2)), ValueError, "high has 3"),
         (lambda: metrics.accuracy(torch.ones(4, 2), LABELS), ValueError, "sum to 1.*softmax"),
         (lambda: metrics.accuracy(torch.tensor([[1.5, -0.5]]), torch.tensor([0])), ValueError, "at least 0"),
         (lambda: metrics.accuracy(HALVES, LABELS.float()), TypeError, "class labels"),
