@@ -270,7 +270,6 @@ SCENARIOS = [
 every_scenario = pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda f: f.__name__)
 
 
-@pytest.mark.quick
 @every_scenario
 def test_variance_is_that_of_theory(gaussian_posterior, scenario):
     squares, predicted = scenario(gaussian_posterior, 0.3)

@@ -18,7 +18,7 @@ NOISES = ["independent", "correlated", "half"]
 
 @pytest.mark.parametrize(
     "temperature",
-    [1.0, pytest.param(0.1, marks=pytest.mark.quick), pytest.param(0.01, marks=pytest.mark.slow)],
+    [pytest.param(1.0, marks=pytest.mark.slow), 0.1, pytest.param(0.01, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_variance_is_that_of_the_temperature(gaussian_posterior, name, temperature):

@@ -85,7 +85,7 @@ def test_gradients_of_a_loader(network: Posterior, data: tuple[Tensor, Tensor]) 
 def test_gradients_of_fresh_examples_are_unbiased(network: Posterior, data: tuple[Tensor, Tensor]) -> None:
     one = network.select(chains=[0], draws=slice(0, 1))
     expected = full_gradient(one, data)[0]
-    found = torch.stack([all_of(gradients_at(one, data, 10, seed))[0] for seed in range(200)])
+    found = torch.stack([all_of(gradients_at(one, data, 10, seed))[0] for seed in range(80)])
     z = (found.mean(0) - expected) / (found.std(0) / math.sqrt(len(found)))
     assert float(z.abs().max()) < 4.5  # the largest of 22
     assert not torch.equal(found[0], found[1])
@@ -136,7 +136,7 @@ def test_exact_draws_are_trusted(temperature: float) -> None:
 
 def test_few_draws_bring_no_bias() -> None:
     """Each half takes its centre from the other; a mean of the same draws would read 1 - 1/8 here."""
-    found = np.array([exact((1, 8), seed).trust(rows=60).readings[0].temperature for seed in range(150)])
+    found = np.array([exact((1, 8), seed).trust(rows=60).readings[0].temperature for seed in range(100)])
     error = found.std() / math.sqrt(len(found))
     assert abs(found.mean() - 1.0) < 4 * error
     assert 4 * error < 1 / 8  # so that the bias would show
@@ -144,7 +144,7 @@ def test_few_draws_bring_no_bias() -> None:
 
 def test_standard_errors_are_right() -> None:
     """Readings of correlated draws are off by their standard errors: their ratio is a standard normal."""
-    found = [exact((4, 100), seed, rho=0.5).trust().readings[0] for seed in range(40)]
+    found = [exact((4, 100), seed, rho=0.5).trust().readings[0] for seed in range(25)]
     z = np.array([(r.temperature - 1.0) / r.error for r in found])
     assert 0.6 < z.std() < 1.4 and abs(z.mean()) < 0.6
 

@@ -335,7 +335,7 @@ def fuzz(stored: Path, folder: Path, cases: int) -> None:
 
 
 def test_random_harm(stored: Path, tmp_path: Path) -> None:
-    fuzz(stored, tmp_path / "run", 300)
+    fuzz(stored, tmp_path / "run", 120)
 
 
 @pytest.mark.slow
