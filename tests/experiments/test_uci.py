@@ -21,7 +21,8 @@ from experiments.uci.model import Model
 from isosgd import DataSets, Posterior, SamplingWarning, sample
 from isosgd.metrics import mixture_coverage, mixture_crps, mixture_mnll, rmse
 
-pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # so few steps cannot settle
+# so few steps cannot settle
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")]
 
 ROWS, TRAIN, HIDDEN = 60, 50, 4
 TINY = uci.Setting("tiny", chains=2, draws=6, warmup=120, keep_every=5, options={"compile": False})

@@ -14,7 +14,7 @@ WAYS: dict[str, dict[str, Any]] = {
     **{name: {"structure": name} for name in ("layer", "single", "diagonal", "lowrank", "kronecker", "full")},
     "sgld": {"method": "sgld"},
     "sghmc": {"method": "sghmc", "corrected": True},
-    "hmc": {"method": "hmc", "batch_size": None},
+    "hmc": {"method": "hmc", "batch_size": None, "warmup": 600},
     "tempered": {"temperature": 0.1},
 }
 

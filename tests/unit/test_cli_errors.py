@@ -170,16 +170,10 @@ def test_new_levels_and_further_columns_are_no_error(
     assert "species 'Emperor' is new" in row["why"] and "bill_length_mm is missing" in row["why"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("target", "name"),
-    [
-        ("body_mass_g", "mean"),
-        pytest.param("body_mass_g", "why", marks=pytest.mark.slow),
-        *(
-            pytest.param("species", name, marks=pytest.mark.slow)
-            for name in ("p(Gentoo)", "predicted", "entropy", "row")
-        ),
-    ],
+    [("body_mass_g", "mean"), ("species", "p(Gentoo)")],
 )
 def test_a_column_that_is_kept_has_no_name_of_the_predictions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str, name: str

@@ -1,6 +1,8 @@
 """Runs by the command line: fit, predict, diagnose, report, sample, resume; and Ctrl-C."""
 
+import contextlib
 import csv
+import io
 import json
 import os
 import re
@@ -70,9 +72,11 @@ def fitted(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def classified(tmp_path_factory):
+    """A short run on their kinds, and what it printed in words."""
     folder = tmp_path_factory.mktemp("runs") / "species"
-    assert main(["fit", str(PENGUINS), "--target", "species", "--out", str(folder), *SHORT]) == 0
-    return folder
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(["fit", str(PENGUINS), "--target", "species", "--out", str(folder), *SHORT]) == 0
+    return folder, printed.getvalue()
 
 
 def test_fit_says_what_it_did_and_leaves_a_whole_run(fitted):
@@ -88,11 +92,10 @@ def test_fit_says_what_it_did_and_leaves_a_whole_run(fitted):
     strict((folder / "table.json").read_text())
 
 
-def test_fit_prints_words(tmp_path, capsys):
-    printed = run(["fit", PENGUINS, "--target", "island", "--out", tmp_path / "run", "--no-report", *SHORT], capsys).out
-    assert "3 classes of 'island'" in printed and "held-out rows: accuracy" in printed
-    assert f"isosgd predict {tmp_path / 'run'} NEW.csv" in printed
-    assert not (tmp_path / "run" / "report.html").exists()
+def test_fit_prints_words(classified):
+    folder, printed = classified
+    assert "3 classes of 'species'" in printed and "held-out rows: accuracy" in printed
+    assert f"isosgd predict {folder} NEW.csv" in printed
 
 
 def test_held_out_rows_were_not_learnt_from(fitted):
@@ -108,7 +111,7 @@ def test_scores_do_not_depend_on_how_many_rows_are_predicted_at_once(kind, reque
     from isosgd.cli import runs as judgement
 
     found = request.getfixturevalue(kind)
-    run_ = open_run(found[0] if kind == "fitted" else found)
+    run_ = open_run(found[0])
     posterior, y = run_.posterior(), run_.heldout[1]
     whole = judgement.scores_of(run_, posterior)
     sizes = []
@@ -156,7 +159,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - few) // 1024, whole[
 @pytest.mark.long
 def test_memory_does_not_grow_with_the_rows_that_are_scored(classified, tmp_path):
     """Of each row some numbers are kept; all predictions at once took 350 MB."""
-    folder = shutil.copytree(classified, tmp_path / "run")
+    folder = shutil.copytree(classified[0], tmp_path / "run")
     many = 7500
     found = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", BIG, str(folder), str(many)], capture_output=True, text=True, check=True
@@ -219,14 +222,15 @@ def test_what_is_unlike_is_flagged_with_the_reason(fitted, tmp_path, capsys):
 
 
 def test_probabilities_of_classes(classified, capsys):
-    printed = run(["predict", classified, PENGUINS], capsys)
+    folder, _ = classified
+    printed = run(["predict", folder, PENGUINS], capsys)
     rows = list(csv.DictReader(printed.out.splitlines()))
     assert "rows are unlike" in printed.err, "standard output holds nothing but the table"
     names = ["p(Adelie)", "p(Chinstrap)", "p(Gentoo)"]
     assert all(abs(sum(float(row[n]) for n in names) - 1) < 1e-4 for row in rows)
     for row in rows[:50]:
         assert row["predicted"] == max(names, key=lambda n: float(row[n]))[2:-1]
-    assert (classified / "report.html").read_text().count("columns shuffled") > 0
+    assert (folder / "report.html").read_text().count("columns shuffled") > 0
 
 
 def test_running_longer_extends_the_run(fitted, tmp_path, capsys):

@@ -182,7 +182,7 @@ def test_settings_that_do_not_go_together(settings: dict[str, Any], words: str) 
 
 def test_all_data_are_hmc_by_either_name() -> None:
     short, named = (
-        sample(target(False), (X, Y), seed=3, structure="diagonal", **{**QUICK, "warmup": 300, **given})
+        sample(target(False), (X, Y), seed=3, structure="diagonal", **{**QUICK, "warmup": 550, **given})
         for given in ({"batch_size": "all"}, {"batch_size": None, "method": "hmc"})
     )
     assert short.info["method"] == named.info["method"] == "hmc"

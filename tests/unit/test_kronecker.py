@@ -155,6 +155,7 @@ def test_a_saved_state_goes_on_as_if_nothing_had_been(options: dict[str, Any], g
     assert torch.equal(*(one.displace(one.tensors(), g, xi) for one in (structure, other)))
 
 
+@pytest.mark.long
 @every_kind
 def test_a_step_compiles_without_a_break(options: dict[str, Any], generator: torch.Generator) -> None:
     structure = settled(generator, 2, **options)

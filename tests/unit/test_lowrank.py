@@ -346,6 +346,7 @@ def test_a_saved_state_goes_on_as_if_nothing_had_been(
     assert structure.basis.dtype == other.basis.dtype == (dtype or torch.float32)
 
 
+@pytest.mark.long
 def test_a_step_compiles_without_a_break(generator: torch.Generator) -> None:
     structure = settled(generator, chains=2)
     g, xi = torch.randn(2, 12, generator=generator, dtype=F64), torch.randn(2, 16, generator=generator, dtype=F64)

@@ -39,6 +39,11 @@ OTHERS: list[dict[str, Any]] = [
     {"method": "csghmc", "cycle": 7},
 ]
 KINDS: list[dict[str, Any]] = [{"method": "sgld", "lr": 1e-3}, *({"structure": name} for name in STRUCTURES), *OTHERS]
+# Those whose steps in a call differ from another kind only in what a warm-up sets.
+WARMED: list[dict[str, Any]] = [
+    {"structure": "single"}, {"method": "sghmc", "corrected": True}, {"method": "isgd-momentum"},
+    {"method": "adaptive-sghmc"},
+]  # fmt: skip
 SOME = [{"method": "sgld", "lr": 1e-3}, {"structure": "diagonal"}]
 
 
@@ -58,12 +63,8 @@ def make_chains(chains: int, options: dict[str, Any], data: Any = (X, Y)) -> Cha
         iter(schedule.runs(sampler_factory(method, schedule.num_data, 1.0, 10, schedule.together_sets, given)))
     )
     if "lr" not in options:
-        warm_up(
-            run,
-            200 if options.get("structure") in ("full", "lowrank") else 120,
-            Progress(1, show=False),
-            measure_spacing=False,
-        )
+        budget = 200 if options.get("structure") in ("full", "lowrank") else 120
+        warm_up(run, budget, Progress(1, show=False), measure_spacing=False)
     return run
 
 
@@ -74,13 +75,17 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def quick(data: Any = (X, Y), **options: Any) -> Posterior:
-    settings = {"draws": 5, "keep_every": 7, "warmup": 150, "batch_size": 10, "chains": 3, "progress": False}
+    settings = {"draws": 5, "keep_every": 7, "warmup": 120, "batch_size": 10, "chains": 3, "progress": False}
     return sample(make_target(), data, compile=True, **{**settings, **options})
 
 
 @pytest.mark.parametrize(
     ("options", "chains"),
-    [*((kind, 3) for kind in KINDS), ({"structure": "lowrank"}, 1), ({"method": "sgld", "lr": 1e-3}, 1)],
+    [
+        *((kind, 3) for kind in KINDS if kind not in WARMED),
+        *(pytest.param(kind, 3, marks=pytest.mark.long) for kind in WARMED),
+        *((KINDS[0], 1), ({"structure": "lowrank"}, 1)),
+    ],
     ids=str,
 )
 def test_the_steps_are_those_of_the_sampler(options: dict[str, Any], chains: int) -> None:

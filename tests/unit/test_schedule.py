@@ -104,7 +104,7 @@ def test_rows_of_a_bootstrap_are_data_sets_too() -> None:
 @pytest.mark.parametrize("method", [pytest.param(m, marks=pytest.mark.long) if "cs" in m else m for m in METHODS])
 def test_every_method_runs_chains_together(method: str) -> None:
     y = clusters(1)[0]
-    settings = {**QUICK, "draws": 1, **({"batch_size": None} if method == "hmc" else {})}
+    settings = {**QUICK, "draws": 1, "warmup": 400, **({"batch_size": None, "warmup": 600} if method == "hmc" else {})}
     posterior = sample(make_target(), (y,), chains=3, method=method, **settings)
     assert posterior.info["engine"] == "together" and posterior.draws["mu"].shape == (3, 1, 2)
     assert float((posterior.draws["mu"] - y.mean(0)).abs().max()) < 8 / math.sqrt(N)
