@@ -20,7 +20,6 @@ import isosgd
 from isosgd.cli import main
 from isosgd.cli.folders import open_run
 from isosgd.cli.network import Network
-from isosgd.cli.tables import _heldout
 from isosgd.tables.columns import read_columns
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # so few steps cannot settle
@@ -167,15 +166,6 @@ def test_memory_does_not_grow_with_the_rows_that_are_scored(classified, tmp_path
     grown, rows = map(int, found.stdout.split())
     assert rows == 34 * many
     assert grown < 200
-
-
-def test_classes_are_held_out_in_proportion():
-    import numpy as np
-
-    y = np.array([0] * 100 + [1] * 50 + [2])
-    out = _heldout(y, 0.1, True, np.random.default_rng(0))
-    assert [int(out[y == k].sum()) for k in range(3)] == [10, 5, 0]
-    assert not _heldout(y, 0.0, True, np.random.default_rng(0)).any()
 
 
 @pytest.mark.slow

@@ -11,8 +11,6 @@ from isosgd import DataSets, Interrupted, Posterior, SamplingWarning, Target, pr
 from isosgd.data.sources import TensorBatches
 from isosgd.engine import compiled
 from isosgd.engine.chains import Chains
-from isosgd.engine.compiled import block
-from isosgd.engine.gradients import Layout
 from isosgd.engine.multistep import MultiStep, unsupported_reason
 from isosgd.engine.schedule import Schedule
 from isosgd.progress import Progress
@@ -164,20 +162,6 @@ def test_data_sets_keep_to_their_own_rows(eager: None) -> None:
         assert set(index[:, k].flatten().tolist()) <= set(FOLDS[k // 2].tolist())
 
 
-def test_noise_is_followed_in_every_so_many_steps() -> None:
-    run = make_chains(2, {"structure": "diagonal"})
-    assert run.geometry is not None
-    stride, seen = MultiStep(run, noise_every=4, compiled=False), run.geometry.seen
-    stride.take_steps(0, 3, lambda count: None)
-    assert run.geometry.seen == seen
-    stride.take_steps(3, 10, lambda count: None)
-    assert run.geometry.seen == seen + 3  # after steps 4, 8 and 12
-
-
-def test_sgld_does_not_ask_for_noise_that_it_has_no_use_for() -> None:
-    assert not MultiStep(make_chains(2, {"method": "sgld", "lr": 1e-3}), 4, compiled=False).program.follows_noise
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -263,16 +247,6 @@ def test_innovations_have_mean_zero_and_unit_variance(bits: bool) -> None:
     scale = torch.rand(20, 100)
     again = fill_steps(torch.empty(100, 20, 100), torch.Generator().manual_seed(0), bits, scale)
     torch.testing.assert_close(again, out * scale)
-
-
-@pytest.mark.parametrize(("each", "size"), [(1, 12), (8, 12), (9, 6), (30, 3), (97, 1), (1000, 1)])
-def test_chains_go_together_while_they_fit_into_the_cache(each: int, size: int) -> None:
-    assert block(12, each, 96) == size  # a divisor of 12, so that all blocks are of one size
-
-
-def test_what_layers_give_is_guessed_from_their_weights() -> None:
-    layout = Layout({"0.weight": torch.ones(50, 13), "0.bias": torch.ones(50), "3.weight": torch.ones(1, 50)})
-    assert layout.between(128, torch.float32) == 128 * (50 + 1) * 4
 
 
 @pytest.mark.slow
