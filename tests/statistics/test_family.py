@@ -297,6 +297,7 @@ def _ignored_temperature(monkeypatch):
     monkeypatch.setattr(Run, "broken", lambda run: run.group.update(temperature=1.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutate", [_doubled_noise, _dropped_num_data, _ignored_temperature])
 @every_scenario
 def test_these_tests_fail_when_the_sampler_is_wrong(gaussian_posterior, monkeypatch, scenario, mutate):
