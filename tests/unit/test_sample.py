@@ -185,6 +185,7 @@ def test_the_warmup_settles_and_reports_each_group(data: tuple[Tensor, ...]) -> 
     assert 0 <= group["clipped_share"] < 0.1
 
 
+@pytest.mark.long
 def test_draws_are_spaced_by_the_autocorrelation(data: tuple[Tensor, ...]) -> None:
     """Here mu is an autoregression with coefficient 1 - rate h, so its integrated time is (2 - rate h) / (rate h).
 
