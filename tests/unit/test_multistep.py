@@ -39,9 +39,9 @@ OTHERS: list[dict[str, Any]] = [
 KINDS: list[dict[str, Any]] = [{"method": "sgld", "lr": 1e-3}, *({"structure": name} for name in STRUCTURES), *OTHERS]
 # Those whose steps in a call differ from another kind only in what a warm-up sets.
 WARMED: list[dict[str, Any]] = [
-    {"structure": "single"}, {"structure": "kronecker"}, {"method": "csghmc", "cycle": 7}, {"method": "sghmc", "corrected": True}, {"method": "isgd-momentum"},
-    {"method": "adaptive-sghmc"},
-]  # fmt: skip
+    *({"structure": "single"}, {"structure": "kronecker"}, {"method": "sghmc", "corrected": True}),
+    *({"method": "isgd-momentum"}, {"method": "adaptive-sghmc"}, {"method": "csghmc", "cycle": 7}),
+]
 SOME = [{"method": "sgld", "lr": 1e-3}, {"structure": "diagonal"}]
 
 
