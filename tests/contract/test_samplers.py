@@ -50,7 +50,7 @@ def preset(name: str) -> Case:
 
 SHAPED = {
     f"isgd-shaped-{name}": Case(ISGD, {"structure": name, "batch_size": 8, "noise": "paired"})
-    for name in ("diagonal", "kronecker", "full")
+    for name in ("diagonal", "lowrank", "kronecker", "full")
 }
 WHOLE = {"sgfs-full": Case(FullSGFS, {"lr": 1e-6}), "sgfs-full-adapted": Case(FullSGFS, {"batch_size": 8})}
 

@@ -135,20 +135,6 @@ def test_chains_together_are_chains_alone(options: dict[str, Any], generator: to
             structure.forget()
 
 
-@every_kind
-def test_a_saved_state_goes_on_as_if_nothing_had_been(options: dict[str, Any], generator: torch.Generator) -> None:
-    structure = settled(generator, 2, **options)
-    feed(structure, correlated(20, generator, 2))
-    other = bound(2, **options)
-    other.load(structure.state())
-    noise, (g, xi) = correlated(40, generator, 2), torch.randn(2, 2, SIZE, generator=generator, dtype=F64)
-    for one in (structure, other):
-        feed(one, noise)
-        settle(one)
-        one.forget()  # into new bases, from what is kept of the noise
-    assert torch.equal(*(one.displace(one.tensors(), g, xi) for one in (structure, other)))
-
-
 @pytest.mark.long
 @every_kind
 def test_a_step_compiles_without_a_break(options: dict[str, Any], generator: torch.Generator) -> None:

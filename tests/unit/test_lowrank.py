@@ -1,6 +1,5 @@
 """Lambda as a diagonal and a few directions: the maps are exact, the directions are found, and C is never negative."""
 
-import copy
 import math
 from typing import Any
 
@@ -248,27 +247,6 @@ def test_chains_together_are_chains_alone(generator: torch.Generator) -> None:
             structure.forget()
 
 
-@pytest.mark.parametrize("window", [False, True], ids=["sampling", "inside a window"])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_saved_state_goes_on_as_if_nothing_had_been(
-    window: bool, dtype: torch.dtype | None, generator: torch.Generator
-) -> None:
-    structure = settled(generator, params=torch.float32, dtype=dtype)
-    noise = spiked(100, 12, 3, generator)[0].float()
-    if window:
-        structure.forget()
-    feed(structure, noise[:30])
-    other = bound(LowRank(4, dtype=dtype), 12, torch.float32)
-    other.load(structure.state())
-    g, xi = torch.randn(1, 12, generator=generator), torch.randn(1, 16, generator=generator)
-    for one in (structure, other):
-        feed(one, noise[30:])
-        settle(one)
-    steps = [one.displace(one.tensors(), g, xi) for one in (structure, other)]
-    assert torch.equal(*steps)
-    assert structure.basis.dtype == other.basis.dtype == (dtype or torch.float32)
-
-
 @pytest.mark.long
 def test_a_step_compiles_without_a_break(generator: torch.Generator) -> None:
     structure = settled(generator, chains=2)
@@ -297,38 +275,6 @@ def test_an_accelerator_keeps_short_rows_and_makes_the_same_steps(
 
 
 # ------------------------------------------------------------------------------------------------ in the sampler
-
-
-def make_sampler(**settings: Any) -> tuple[nn.Linear, isosgd.ISGD]:
-    torch.manual_seed(1)
-    net = nn.Linear(6, 2)
-    for p in net.parameters():
-        p.grad = torch.ones_like(p)
-    generator = torch.Generator().manual_seed(2)
-    sampler = isosgd.ISGD(
-        net.named_parameters(), num_data=100, batch_size=10, structure="lowrank", generator=generator, **settings
-    )
-    for _ in range(sampler.geometry.min_vectors):
-        sampler.observe([torch.randn_like(p) for p in net.parameters()])
-    sampler.adapt([1.0] * len(sampler.param_groups), prior=[torch.ones_like(p) for p in net.parameters()])
-    return net, sampler
-
-
-def test_a_sampler_takes_it_by_name_and_resumes() -> None:
-    net, sampler = make_sampler()
-    assert isinstance(sampler.geometry, LowRank)
-    sampler.step()
-    saved, where = copy.deepcopy(sampler.state_dict()), [p.detach().clone() for p in net.parameters()]
-    sampler.step()
-    after = [p.detach().clone() for p in net.parameters()]
-    assert not any(torch.equal(a, b) for a, b in zip(where, after, strict=True))
-    other, again = make_sampler()
-    again.load_state_dict(saved)
-    with torch.no_grad():
-        for p, value in zip(other.parameters(), where, strict=True):
-            p.copy_(value)
-    again.step()
-    assert all(torch.equal(a, b) for a, b in zip(after, other.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(
