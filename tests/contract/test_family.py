@@ -163,7 +163,8 @@ def test_it_runs_through_sample_with_nothing_given(name: str, monkeypatch: pytes
     x = torch.randn(100, 2, generator=seeded())
     data = (x, x @ torch.tensor([[1.0], [-1.0]]) + 0.5 * torch.randn(100, 1, generator=seeded(6)))
     target = isosgd.Target.from_module(torch.nn.Linear(2, 1), likelihood=isosgd.likelihoods.Gaussian(scale=0.5))
-    posterior = isosgd.sample(target, data, method=name, draws=8, keep_every=8, warmup=300, progress=False)
+    warmup = 600 if name == "hmc" else 300
+    posterior = isosgd.sample(target, data, method=name, draws=8, keep_every=8, warmup=warmup, progress=False)
     weight = posterior.draws["weight"].flatten(0, 1)
     assert bool((weight.mean(0) - torch.tensor([1.0, -1.0])).abs().max() < 0.3)
 

@@ -74,7 +74,9 @@ def classified(tmp_path_factory):
     """A short run on their kinds, and what it printed in words."""
     folder = tmp_path_factory.mktemp("runs") / "species"
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert main(["fit", str(PENGUINS), "--target", "species", "--out", str(folder), *SHORT]) == 0
+        assert (
+            main(["fit", str(PENGUINS), "--target", "species", "--out", str(folder), "--method", "sgld", *SHORT]) == 0
+        )
     return folder, printed.getvalue()
 
 

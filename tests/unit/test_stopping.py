@@ -134,6 +134,7 @@ def test_chains_in_turn_that_disagree_have_not_converged() -> None:
 
 
 @TURNS
+@pytest.mark.long
 def test_chains_in_turn_are_judged_together() -> None:
     """Effective draws are those of all chains: one alone would have needed four times as many."""
     found = auto(target=in_turn(), keep_every=2, init=starts(0.0, 0.1, -0.1, 0.2))
