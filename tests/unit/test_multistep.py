@@ -251,14 +251,6 @@ def test_innovations_have_mean_zero_and_unit_variance(bits: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", KINDS, ids=str)
-def test_blocks_of_chains_lead_to_the_same_place(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a cache so small that each chain is a block."""
-    monkeypatch.setattr(compiled, "SHARED", 1)
-    test_compiled_steps_lead_to_the_same_place(options, 4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", KINDS, ids=str)
 @pytest.mark.parametrize("chains", [1, 4])
 def test_compiled_steps_lead_to_the_same_place(options: dict[str, Any], chains: int) -> None:
     runs = [make_chains(chains, options) for _ in range(2)]

@@ -244,9 +244,6 @@ def test_chains_of_one_data_set_share_a_full_matrix(generator: torch.Generator) 
     assert len(shaped.factor.unique()) == 6
 
 
-# ------------------------------------------------------------------------------------------------ bases
-
-
 # ------------------------------------------------------------------------------------------------ noise outside
 
 

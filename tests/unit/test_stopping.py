@@ -77,7 +77,7 @@ def test_held_out_predictions_are_what_counts() -> None:
         log_likelihood, priors.Normal(1.0), init={"mu": 0.0, "slope": 0.0},
         predict=lambda params, x: params["mu"] + params["slope"] * x,
     )  # fmt: skip
-    at = {"target": line, "data": (torch.ones(80), Y), "budget": 120}
+    at = {"target": line, "data": (torch.ones(80), Y), "budget": 200}
     stopped = [auto(**at, held_out=x).info["stopped"] for x in (torch.zeros(3), torch.ones(3))]
     assert stopped[0].startswith("converged") and stopped[1].startswith("not converged")
 
