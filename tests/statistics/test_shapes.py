@@ -162,6 +162,7 @@ def test_variance_is_that_of_the_temperature(gaussian_posterior, structure, nois
     Run(posterior, temperature=temperature, structure=structure, shape=SHAPES[structure]).check()
 
 
+@pytest.mark.slow
 def test_ten_times_the_data(gaussian_posterior):
     Run(gaussian_posterior("correlated", 0.5, num_data=2000, seed=2), structure="full").check()
 
@@ -199,8 +200,15 @@ def temperature_ignored(monkeypatch):
     changed_rule(monkeypatch, temperature=1.0)
 
 
-@pytest.mark.parametrize("structure", SHAPES)
-@pytest.mark.parametrize("mutation", [noise_doubled, noise_left_in, data_dropped, temperature_ignored])
+@pytest.mark.parametrize(
+    ("structure", "mutation"),
+    [
+        ("diagonal", noise_doubled),
+        ("full", noise_left_in),
+        ("kronecker", data_dropped),
+        ("lowrank", temperature_ignored),
+    ],
+)
 def test_these_tests_fail_for_a_wrong_sampler(gaussian_posterior, monkeypatch, structure, mutation):
     mutation(monkeypatch)
     run = Run(

@@ -1,6 +1,8 @@
 """Runs by the command line: fit, predict, diagnose, report, sample, resume; and Ctrl-C."""
 
+import contextlib
 import csv
+import io
 import json
 import os
 import re
@@ -18,7 +20,6 @@ import isosgd
 from isosgd.cli import main
 from isosgd.cli.folders import open_run
 from isosgd.cli.network import Network
-from isosgd.cli.tables import _heldout
 from isosgd.tables.columns import read_columns
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # so few steps cannot settle
@@ -70,9 +71,13 @@ def fitted(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def classified(tmp_path_factory):
+    """A short run on their kinds, and what it printed in words."""
     folder = tmp_path_factory.mktemp("runs") / "species"
-    assert main(["fit", str(PENGUINS), "--target", "species", "--out", str(folder), *SHORT]) == 0
-    return folder
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert (
+            main(["fit", str(PENGUINS), "--target", "species", "--out", str(folder), "--method", "sgld", *SHORT]) == 0
+        )
+    return folder, printed.getvalue()
 
 
 def test_fit_says_what_it_did_and_leaves_a_whole_run(fitted):
@@ -88,11 +93,10 @@ def test_fit_says_what_it_did_and_leaves_a_whole_run(fitted):
     strict((folder / "table.json").read_text())
 
 
-def test_fit_prints_words(tmp_path, capsys):
-    printed = run(["fit", PENGUINS, "--target", "island", "--out", tmp_path / "run", "--no-report", *SHORT], capsys).out
-    assert "3 classes of 'island'" in printed and "held-out rows: accuracy" in printed
-    assert f"isosgd predict {tmp_path / 'run'} NEW.csv" in printed
-    assert not (tmp_path / "run" / "report.html").exists()
+def test_fit_prints_words(classified):
+    folder, printed = classified
+    assert "3 classes of 'species'" in printed and "held-out rows: accuracy" in printed
+    assert f"isosgd predict {folder} NEW.csv" in printed
 
 
 def test_held_out_rows_were_not_learnt_from(fitted):
@@ -107,7 +111,7 @@ def test_scores_are_those_of_the_functions_that_users_have(kind, request):
     from isosgd.cli import runs as judgement
 
     found = request.getfixturevalue(kind)
-    run_ = open_run(found[0] if kind == "fitted" else found)
+    run_ = open_run(found[0])
     posterior, y = run_.posterior(), run_.heldout[1]
     whole = judgement.scores_of(run_, posterior)
     if kind == "classified":
@@ -127,13 +131,36 @@ def test_scores_are_those_of_the_functions_that_users_have(kind, request):
     assert whole == pytest.approx({"rows": len(y), **wanted}, rel=1e-4)
 
 
-def test_classes_are_held_out_in_proportion():
-    import numpy as np
+BIG = """
+import resource, sys, torch, warnings
+from dataclasses import replace
+from pathlib import Path
+from isosgd.cli.runs import scores_of
+from isosgd.cli.folders import open_run
 
-    y = np.array([0] * 100 + [1] * 50 + [2])
-    out = _heldout(y, 0.1, True, np.random.default_rng(0))
-    assert [int(out[y == k].sum()) for k in range(3)] == [10, 5, 0]
-    assert not _heldout(y, 0.0, True, np.random.default_rng(0)).any()
+torch.set_num_threads(1)
+run = open_run(Path(sys.argv[1]))
+posterior, (x, y) = run.posterior(), run.heldout
+scores_of(run, posterior)
+few = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+many = int(sys.argv[2])
+run = replace(run, heldout=(x.repeat(many, 1), y.repeat(many)))
+whole = scores_of(run, posterior)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - few) // 1024, whole["rows"])
+"""
+
+
+@pytest.mark.long
+def test_memory_does_not_grow_with_the_rows_that_are_scored(classified, tmp_path):
+    """Of each row some numbers are kept; all predictions at once took 350 MB."""
+    folder = shutil.copytree(classified[0], tmp_path / "run")
+    many = 7500
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BIG, str(folder), str(many)], capture_output=True, text=True, check=True
+    )
+    grown, rows = map(int, found.stdout.split())
+    assert rows == 34 * many
+    assert grown < 200
 
 
 @pytest.mark.slow
@@ -180,14 +207,15 @@ def test_what_is_unlike_is_flagged_with_the_reason(fitted, tmp_path, capsys):
 
 
 def test_probabilities_of_classes(classified, capsys):
-    printed = run(["predict", classified, PENGUINS], capsys)
+    folder, _ = classified
+    printed = run(["predict", folder, PENGUINS], capsys)
     rows = list(csv.DictReader(printed.out.splitlines()))
     assert "rows are unlike" in printed.err, "standard output holds nothing but the table"
     names = ["p(Adelie)", "p(Chinstrap)", "p(Gentoo)"]
     assert all(abs(sum(float(row[n]) for n in names) - 1) < 1e-4 for row in rows)
     for row in rows[:50]:
         assert row["predicted"] == max(names, key=lambda n: float(row[n]))[2:-1]
-    assert "Confusion of classes" in (classified / "report.html").read_text()
+    assert "Confusion of classes" in (folder / "report.html").read_text()
 
 
 def test_running_longer_extends_the_run(fitted, tmp_path, capsys):

@@ -82,6 +82,7 @@ def test_mixture_crps_of_one_gaussian(mixture: tuple[Tensor, Tensor, Tensor]) ->
         np.testing.assert_allclose(found, exact, rtol=1e-9 if copies == 1 else 2e-6)
 
 
+@pytest.mark.long  # torchmetrics takes seconds to import
 def test_mixture_crps_of_narrow_draws_is_that_of_an_ensemble(mixture: tuple[Tensor, Tensor, Tensor]) -> None:
     torchmetrics = pytest.importorskip("torchmetrics.regression")
     mean, _, y = mixture
@@ -171,7 +172,8 @@ def test_accuracy_mnll_and_brier(classified: tuple[Tensor, Tensor]) -> None:
     assert float(metrics.brier(p, y)) == pytest.approx(expected, rel=1e-10)
 
 
-@pytest.mark.parametrize("bins", [1, 10, 15])
+@pytest.mark.long  # torchmetrics takes seconds to import
+@pytest.mark.parametrize("bins", [1, 15])
 def test_ece(classified: tuple[Tensor, Tensor], bins: int) -> None:
     torchmetrics = pytest.importorskip("torchmetrics.functional.classification")
     p, y = classified
@@ -226,6 +228,7 @@ def test_auroc_and_fpr95(generator: torch.Generator, decimals: int) -> None:
         assert float(metrics.fpr95(inside, outside, rate)) == wrong[np.argmax(right >= rate)]
 
 
+@pytest.mark.long  # torchmetrics takes seconds to import
 def test_auroc_as_torchmetrics_has_it(generator: torch.Generator) -> None:
     torchmetrics = pytest.importorskip("torchmetrics.functional.classification")
     inside, outside = torch.rand(300, generator=generator), torch.rand(200, generator=generator).sqrt()

@@ -51,16 +51,6 @@ def same(a: Posterior, b: Posterior) -> bool:
     return list(a.draws) == list(b.draws) and all(torch.equal(a.draws[name], b.draws[name]) for name in a.draws)
 
 
-def resign(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change a manifest and make its own SHA-256 right again, as someone would who means ill."""
-    from isosgd.store.manifest import _digest
-
-    body = json.loads((folder / "manifest.json").read_text())
-    body.pop("sha256")
-    change(body)
-    (folder / "manifest.json").write_text(json.dumps({"sha256": _digest(body), **body}))
-
-
 # ------------------------------------------------------------------------------------------------ what is written
 
 
