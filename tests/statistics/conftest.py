@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from isosgd.samplers import Sampler
-from isosgd.samplers.steppers import variance_inflation
+from isosgd.geometry.rule import variance_inflation
 
 DIM = 6
 CHAINS = 256

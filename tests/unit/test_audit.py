@@ -8,7 +8,7 @@ import torch
 import isosgd
 from isosgd.diagnostics.audit import Loop, audit
 from isosgd.diagnostics.audit.running import DescribedLoop
-from isosgd.samplers.steppers import variance_inflation
+from isosgd.geometry.rule import variance_inflation
 
 RIGHT = {"num_data": 60000, "lr": 1e-3, "noise": "sqrt(2*lr*T/N)", "weight_decay": 5e-4}
 

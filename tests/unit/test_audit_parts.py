@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from isosgd.cli import audit as command
 from isosgd.diagnostics.audit import Loop
 from isosgd.diagnostics.audit.description import epoch_noise_share, evaluate
-from isosgd.samplers.steppers import variance_inflation
+from isosgd.geometry.rule import variance_inflation
 
 # -- expressions ------------------------------------------------------------------------------------------------------
 

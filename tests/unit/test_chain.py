@@ -23,7 +23,7 @@ from isosgd.data.sources import (
 from isosgd.diagnostics import integrated_time
 from isosgd.progress import Progress, clock
 from isosgd.target.batches import tree_map
-from isosgd.warmup.spacing import Traces
+from isosgd.warmup.base import Traces
 
 SIGMAS = 4.5
 

@@ -342,7 +342,7 @@ def test_many_rows_are_optimised_by_parts_of_them(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(hmc, "PART", part)
         monkeypatch.setattr(hmc, "MANY", 4)
         run = chains(3)
-        start = HMCWarmup(run, 700, 700, Progress(1, show=False), lambda state: None)
+        start = HMCWarmup(run, 700, True, Progress(1, show=False), lambda state: None)
         plain = run.differentiate
 
         def watched(params: Any, batch: Any, split: bool = False, plain: Any = plain) -> Any:
@@ -384,7 +384,7 @@ def test_windows_learn_the_same_step_sizes_either_way(steps: int) -> None:
         window = HMCWarmup(
             run,
             700,
-            700,
+            True,
             Progress(1, show=False),
             lambda state: None,
             LeapfrogMultiStep(run, compiled=False) if several else None,

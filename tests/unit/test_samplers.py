@@ -12,7 +12,8 @@ from isosgd.noise import AlphaStable
 from isosgd.samplers import Sampler, layer_groups
 from isosgd.samplers.innovations import Source
 from isosgd.samplers.schedules import SPREAD, STAGE_DRAWS, Cycles
-from isosgd.samplers.steppers import allowed_rate_curvature, hamiltonian_, langevin_, variance_inflation
+from isosgd.geometry.rule import allowed_rate_curvature, variance_inflation
+from isosgd.samplers.steppers import hamiltonian_, langevin_
 
 N = 100
 

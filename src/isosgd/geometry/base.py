@@ -258,7 +258,7 @@ class Geometry(ABC):
 
     def state(self) -> dict[str, Any]:
         """All that a chain needs to go on."""
-        return state_of(self)
+        return dict(state_of(self))
 
     def load(self, state: dict[str, Any]) -> None:
         """Take up what `state` gave."""
@@ -333,10 +333,11 @@ class WorstDirection:
         return 2.0 * math.sqrt(2.0 * weight / (2.0 - weight))
 
 
-def state_of(item: Any) -> dict[str, Any]:
+def state_of(item: Any) -> Any:
     """What an object keeps, by the names in its ``kept``; parts that keep something themselves are dicts."""
-    values = {name: getattr(item, name) for name in item.kept}
-    return {name: state_of(value) if hasattr(value, "kept") else value for name, value in values.items()}
+    if hasattr(item, "kept"):
+        return {name: state_of(getattr(item, name)) for name in item.kept}
+    return [state_of(part) for part in item] if isinstance(item, list) else item
 
 
 def load_into(item: Any, state: dict[str, Any], device: torch.device) -> None:
@@ -348,10 +349,14 @@ def load_into(item: Any, state: dict[str, Any], device: torch.device) -> None:
             "that run with it"
         )
     for name in item.kept:
-        if hasattr(getattr(item, name), "kept"):
-            load_into(getattr(item, name), state[name], device)
+        old, new = getattr(item, name), state[name]
+        if hasattr(old, "kept"):
+            load_into(old, new, device)
+        elif isinstance(old, list) and old and hasattr(old[0], "kept"):
+            for part, saved in zip(old, new, strict=True):
+                load_into(part, saved, device)
         else:
-            setattr(item, name, _copied(state[name], device))
+            setattr(item, name, _copied(new, device))
 
 
 def _copied(value: Any, device: torch.device) -> Any:

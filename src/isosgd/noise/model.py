@@ -7,7 +7,7 @@ were.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -68,12 +68,10 @@ class NoiseModel:
         """Take in one noise vector, in the order of the parameters; the gradients themselves when None."""
         if noise is not None:
             self.check(noise)
-        given = iter(noise if noise is not None else [p.grad for group in self.groups for p in group["params"]])
         done = {} if noise is None else self._take_large(noise)
         self._spectra.update(done)
         followed: dict[int, list[tuple[dict[str, Any], Tensor]]] = {}  # by the number of vectors seen before
-        for group in self.groups:
-            seen_now = [(p, d) for p, d in zip(group["params"], given, strict=False) if d is not None]
+        for group, seen_now in self.by_group(noise):
             if not seen_now or id(group) in done:
                 continue
             states = [self.state_of(p) for p, _ in seen_now]
@@ -86,6 +84,12 @@ class NoiseModel:
             group["seen"] += 1
         for seen, pairs in followed.items():
             self.estimator.update([state for state, _ in pairs], [d for _, d in pairs], seen)
+
+    def by_group(self, noise: Sequence[Tensor | None] | None) -> Iterator[tuple[Group, list[tuple[Tensor, Tensor]]]]:
+        """Every group with its parameters that have a noise vector, each with it."""
+        given = iter(noise if noise is not None else [p.grad for group in self.groups for p in group["params"]])
+        for group in self.groups:
+            yield group, [(p, d) for p, d in zip(group["params"], given, strict=False) if d is not None]
 
     def check(self, noise: Sequence[Tensor | None]) -> None:
         """Refuse noise vectors that do not fit the parameters."""

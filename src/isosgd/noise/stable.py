@@ -109,6 +109,8 @@ class TailMeter:
         block: vectors summed in one block.
     """
 
+    kept = ("_sum", "_logs", "_block_logs", "_count", "_blocks", "_position")
+
     def __init__(self, block: int = 10) -> None:
         self.block = block
         self._sum: list[Tensor] | None = None

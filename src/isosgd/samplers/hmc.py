@@ -52,13 +52,11 @@ class HMC(Sampler):
     are jittered by up to 30% from trajectory to trajectory; chains that run together have trajectories of one length.
 
     Args:
-        params: named parameters (one group a layer), or groups.
-        num_data: N.
-        temperature: T.
+        params: as of every `Sampler`.
         structure: the form of the mass: ``auto``, ``diagonal``, ``lowrank``, ``kronecker``, ``full``, or a `Geometry`.
         batch_size: examples in a gradient, with which noise between halves of the data is measured.
         sets: with ``chains=K``, of how many data sets they are. Chains of one share what a full matrix is made from.
-        settings: the settings common to all samplers, see `Sampler`.
+        settings: ``num_data``, ``temperature`` and others, see `Sampler`.
 
     Attributes:
         step_size: the squared step size tau of each chain.
@@ -72,6 +70,12 @@ class HMC(Sampler):
             step.
     """
 
+    family = "metropolis"
+    paper = "Duane et al. 1987; Neal 2011"
+    departures = (
+        "all data in every gradient; the mass is I-SGD's Lambda; step sizes jittered, one length for all chains"
+    )
+    has_lr = False
     geometry: Geometry
     averaged = False  # innovations
 
@@ -79,8 +83,6 @@ class HMC(Sampler):
         self,
         params: ParamsLike,
         *,
-        num_data: int,
-        temperature: float = 1.0,
         structure: StructureName | Geometry = "auto",
         batch_size: int | None = None,
         sets: int = 1,
@@ -91,8 +93,7 @@ class HMC(Sampler):
         if settings.get("innovations", "auto") == "bits":
             raise ValueError("innovations = 'bits' goes with minibatches: with method='hmc' leave it out")
         check_sets(sets, settings.get("chains") or 1)
-        settings = {**settings, "innovations": "normal"}
-        super().__init__(params, num_data=num_data, temperature=temperature, extra={"lam": None}, **settings)
+        super().__init__(params, extra={"lam": None}, **{**settings, "innovations": "normal"})
         if not self.estimator.centred or isinstance(self.estimator, AlphaStable):
             raise ValueError(f"HMC takes its mass from centred noise: use noise='paired', not {self.estimator}")
         if structure == "auto":
@@ -142,9 +143,7 @@ class HMC(Sampler):
 
     def report_step_size(self) -> None:
         """Let every group's rate be that of a step."""
-        for group, rate in zip(self.param_groups, self.geometry.group_rates().unbind(-1), strict=True):
-            group["rate"] = self.number(self.step_size * rate if self.batched else (self.step_size * rate).squeeze(0))
-            group["lam"] = self.number(self.geometry.scale / torch.as_tensor(group["rate"]))
+        report_rates(self, self.step_size)
 
     def _update(self) -> None:
         geometry, energy = self.geometry, self.energy

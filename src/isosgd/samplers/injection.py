@@ -7,6 +7,7 @@ one flat tensor of *kicks*, ``rate * w``, drawn, scaled and corrected at once fo
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import NamedTuple, cast
 
 import torch
@@ -49,23 +50,15 @@ class Planned(NamedTuple):
 
 
 class Injector:
-    """The kicks of a sampler's steps.
+    """The kicks of a sampler's steps, from its ``move``: the rate and the injected noise of a group's next steps.
 
-    A plan is laid out once, for the parameters that have gradients, and made anew as far as something has changed.
-
-    Args:
-        noise: what is known of the sampler's gradient noise, and of its groups.
-        generator: where all randomness comes from.
-        innovations: of which kind they are.
-        chains: K when every parameter carries a leading dimension of K chains.
-        capturable: whether tensors keep their places, so that a step can be captured in a CUDA graph.
-        move: the rate and the injected noise of a group's next steps.
+    A plan is laid out once, for the parameters that have gradients, and made anew as far as something has changed. The
+    other arguments are the sampler's own.
 
     Attributes:
         extra: innovations that a step takes beyond one for each parameter.
         averaged: whether `fill` gives the mean of this step's and the last step's innovations.
-        laid: the groups, laid out.
-        moves: their moves; empty when they are to be asked for anew.
+        moves: of the groups that are laid out; empty when they are to be asked for anew.
         plan: what `isosgd.samplers.base.Sampler.step` goes through.
         scale: of the kicks, flat.
         silent: whether nothing is injected.
@@ -98,12 +91,14 @@ class Injector:
         self.scale = torch.empty(0)
         self.silent = self._corrected = False
 
-    # -- the layout ---------------------------------------------------------------------------------------------------
-
     @property
     def params(self) -> list[Tensor]:
         """The parameters that move, in order."""
         return [p for laid in self.laid for p in laid.params]
+
+    def generator_state(self) -> Tensor:
+        """State of the generator from which the next step follows: what has to be saved."""
+        return self.generator.get_state() if self._key is None else self.source.state()
 
     def lay_out(self) -> None:
         """Lay out the parameters that have gradients in a flat tensor of kicks."""
@@ -116,27 +111,23 @@ class Injector:
         every = [p for params in active for p in params]
         if not every:
             raise RuntimeError("no parameter has a gradient: call backward() before step()")
-        dtype = torch.float32
-        for p in every:
-            dtype = torch.promote_types(dtype, p.dtype)
+        dtype = reduce(torch.promote_types, (p.dtype for p in every), torch.float32)
         lead = () if self.chains is None else (self.chains,)
-        sizes = [p.numel() // (self.chains or 1) for p in every]
-        drawn = torch.zeros((*lead, sum(sizes) + self.extra), dtype=dtype, device=every[0].device)
+        size = sum(p.numel() for p in every) // (self.chains or 1)
+        drawn = torch.zeros((*lead, size + self.extra), dtype=dtype, device=every[0].device)
         self.source = Source(drawn, self.generator, self.innovations)
         self.source.averaged = self.source.bits and self.averaged
-        out = drawn[..., : sum(sizes)]
-        self.laid = []
-        parts = iter(torch.split(out, sizes, dim=-1))
-        counts = [sum(p.numel() // (self.chains or 1) for p in params) for params in active]
-        for group, params, whole in zip(groups, active, torch.split(out, counts, dim=-1), strict=True):
+        self.laid, end = [], 0
+        for group, params in zip(groups, active, strict=True):
             if params:
-                self.laid.append(Laid(group, params, whole, [next(parts).view(p.shape) for p in params]))
+                start, own = end, [p.numel() // (self.chains or 1) for p in params]
+                end += sum(own)
+                parts = zip(torch.split(drawn[..., start:end], own, dim=-1), params, strict=True)
+                self.laid.append(Laid(group, params, drawn[..., start:end], [part.view(p.shape) for part, p in parts]))
         self._key = key
         self.moves, self.scale = [], torch.empty(0)
         if self.averaged:
             self.last = last
-
-    # -- the plan -----------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
         """Ask for the moves anew. A captured step meets the change at once: the tensors it reads are written over."""
@@ -197,8 +188,6 @@ class Injector:
 
         return finish if outers else None
 
-    # -- innovations --------------------------------------------------------------------------------------------------
-
     def fill(self) -> Tensor:
         """Fresh kicks, or plain innovations where there is no plan."""
         if not self.averaged or self.source.averaged:
@@ -223,9 +212,3 @@ class Injector:
             self.source.last = value
         else:
             self._last = value
-
-    # -- saving -------------------------------------------------------------------------------------------------------
-
-    def generator_state(self) -> Tensor:
-        """State of the generator from which the next step follows."""
-        return self.generator.get_state() if self._key is None else self.source.state()

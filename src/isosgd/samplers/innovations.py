@@ -43,14 +43,9 @@ def as_bits(kind: Innovations, size: int, device: torch.device) -> bool:
 
 
 class Source:
-    """Innovations for a flat float tensor.
+    """Innovations for a flat float tensor ``out``, from a generator; ``auto`` takes bits where they are faster.
 
     Counted bits, and all that is done to them, can be prefetched by a thread while the next gradient is computed.
-
-    Args:
-        out: the tensor to fill.
-        generator: where all randomness comes from.
-        kind: ``normal``, ``bits``, or ``auto`` for bits where they are faster.
 
     Example:
         >>> source = Source(torch.empty(1 << 16), torch.Generator().manual_seed(0))
@@ -71,9 +66,7 @@ class Source:
     def prepare(self, scale: Tensor | None = None, finish: Callable[[], None] | None = None) -> None:
         """Say what `fill` does to innovations of unit variance; what was prefetched is made anew.
 
-        Args:
-            scale: multiplies them, entry by entry.
-            finish: is called then, perhaps in another thread, and may change ``out`` once more.
+        ``scale`` multiplies them; ``finish`` is called then, perhaps in another thread, and may change ``out`` again.
         """
         if self.prefetched is not None:
             self.prefetched.result()
@@ -154,12 +147,7 @@ def stream(seed: NDArray[np.uint64]) -> np.random.Generator:
 
 
 def count_bits(seed: NDArray[np.uint64], count: int) -> NDArray[np.int8]:
-    """``count`` sums of eight random signs, halved: the bits of random bytes, less four.
-
-    Args:
-        seed: three words.
-        count: how many.
-    """
+    """``count`` sums of eight random signs, halved: the bits of random bytes, less four; the seed has three words."""
     # `integers` over their whole range are the raw words, drawn without holding Python's lock.
     words = stream(seed).integers(0, 2**64 - 1, (count + 7) // 8, dtype=np.uint64, endpoint=True)
     ones = np.bitwise_count(words.view(np.uint8)).view(np.int8)
@@ -168,13 +156,9 @@ def count_bits(seed: NDArray[np.uint64], count: int) -> NDArray[np.int8]:
 
 
 def fill_steps(out: Tensor, generator: torch.Generator, bits: bool, scale: Tensor | None = None) -> Tensor:
-    """Innovations of several steps at once, ``[steps, chains, width]``: a function of the generator alone.
+    """Innovations of several steps at once, ``[steps, chains, width]``, in ``out``: of the generator alone.
 
-    Args:
-        out: contiguous.
-        generator: where all randomness comes from.
-        bits: count bits; normal numbers otherwise.
-        scale: of each, ``[chains, width]``; 1 when not given.
+    They are normal, or counted ``bits``, times a scale ``[chains, width]`` where there is one.
 
     Example:
         >>> out = fill_steps(torch.empty(50, 10, 20), torch.Generator().manual_seed(0), bits=False)

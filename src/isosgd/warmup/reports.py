@@ -18,10 +18,9 @@ from torch import Tensor
 
 from isosgd.engine.chains import Chains
 from isosgd.geometry.base import Geometry
-from isosgd.geometry.rule import Rule
+from isosgd.geometry.rule import Rule, variance_inflation
 from isosgd.samplers import ISGD
 from isosgd.samplers.momentum_isgd import MomentumISGD
-from isosgd.samplers.steppers import variance_inflation
 
 Array = NDArray[np.float64]
 PARTS = 10  # of a window, whose means are compared
@@ -39,15 +38,15 @@ class GroupReport:
     lam: float
     curvature: float
     rate_curvature: float
-    predicted_bias: float
-    tail_index: float
-    noise_share: float
-    clipped_share: float
+    predicted_bias: float = 0.0
+    tail_index: float = math.nan
+    noise_share: float = 0.0
+    clipped_share: float = 0.0
 
 
 @dataclass
 class WarmupReport:
-    """ChainsResult of a warm-up.
+    """What a warm-up found for one chain.
 
     Attributes:
         settled: whether rates and loss stopped changing.

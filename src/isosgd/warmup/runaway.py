@@ -8,7 +8,7 @@ above that of a mode by ``d T / (2 N)``, and many times as much only where nothi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,11 +36,7 @@ class WindowStart(NamedTuple):
 
 
 class Runaway:
-    """Restarts chains whose Lambda knows directions; with others it does nothing.
-
-    Args:
-        chains: after the initial optimisation.
-    """
+    """Restarts chains whose Lambda knows directions, after the initial optimisation; with others it does nothing."""
 
     kept = ("limit", "least", "restarts")
 
@@ -50,15 +46,6 @@ class Runaway:
         self.least = torch.zeros_like(self.limit)  # factor of Lambda
         self.restarts = torch.zeros_like(self.limit)  # how often
         self.start: WindowStart | None = None
-
-    def state(self) -> dict[str, Any]:
-        """What is needed to go on from between two windows, beside the chains."""
-        return {name: getattr(self, name) for name in self.kept}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
-        for name, value in state.items():
-            setattr(self, name, value.to(self.limit))
 
     def set_limit(self, at_mode: Sequence[Tensor]) -> None:
         """Take in losses ``[chains]`` where the initial optimisation ended."""

@@ -33,7 +33,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from isosgd.samplers.steppers import variance_inflation
+from isosgd.geometry.rule import variance_inflation
 
 Reduction = Literal["mean", "sum", "full"]
 Shared = Literal["steps", "tensors", "chains"]
