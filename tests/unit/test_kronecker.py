@@ -7,15 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments.models import lenet5, resnet18
+from experiments.models import lenet5
 from isosgd.geometry.kronecker import (
     LEADING,
-    AllAxes,
-    FixedSide,
     Kronecker,
     LeadingAxes,
     orthonormal_rows,
-    rotation_work,
     weight_matrices,
 )
 from isosgd.geometry.linalg import diagonal
@@ -323,15 +320,6 @@ def test_parameters_without_matrices_are_a_diagonal() -> None:
     g, xi = torch.randn(2, 1, 5)
     step = structure.displace(structure.tensors(), g, xi)
     torch.testing.assert_close(step, structure.on_axes.rate * g + structure.on_axes.amplitude * xi)
-
-
-def test_work_is_that_of_the_products() -> None:
-    assert rotation_work([(7,), ()]) == 0
-    assert rotation_work([(50, 13)]) == 2 * 50 * 13 * (50 + 13)
-    assert rotation_work([(256, 256, 3, 3)]) == 2 * 256 * 2304 * 2 * LEADING
-    shapes = [tuple(p.shape) for p in resnet18().parameters()]
-    assert rotation_work(shapes) < 32 * sum(math.prod(shape) for shape in shapes)
-    assert FixedSide().work == 0 and AllAxes(5).work == 5
 
 
 @pytest.mark.parametrize(

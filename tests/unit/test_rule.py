@@ -8,8 +8,7 @@ import pytest
 import torch
 from scipy.linalg import solve_discrete_lyapunov
 
-from isosgd.geometry.rule import HIGHEST, TRACKED, Rule
-from isosgd.geometry.rule import allowed_rate_curvature, variance_inflation
+from isosgd.geometry.rule import HIGHEST, TRACKED, Rule, allowed_rate_curvature, variance_inflation
 
 BATCH = 10
 

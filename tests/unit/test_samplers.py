@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from isosgd import ISGD, PRESETS, SGHMC, SGLD, VSGD, SamplingWarning
+from isosgd.geometry.rule import allowed_rate_curvature, variance_inflation
 from isosgd.noise import AlphaStable
 from isosgd.samplers import Sampler, layer_groups
 from isosgd.samplers.innovations import Source
 from isosgd.samplers.schedules import SPREAD, STAGE_DRAWS, Cycles
-from isosgd.geometry.rule import allowed_rate_curvature, variance_inflation
 from isosgd.samplers.steppers import hamiltonian_, langevin_
 
 N = 100

@@ -54,13 +54,7 @@ class Geometry(ABC):
     )
 
     def bind(self, groups: Sequence[dict[str, Any]], chains: int | None = None, sets: int = 1) -> None:
-        """Learn the shapes of the parameters; called once, by the sampler.
-
-        Args:
-            groups: of parameters.
-            chains: how many chains the parameters' first dimension holds; None when they have no such dimension.
-            sets: of how many data sets they are, one after the other.
-        """
+        """Learn the shapes of the parameters; called once, by the sampler, whose arguments these are."""
         self.batched, self.chains, self.sets = chains is not None, chains or 1, sets
         params = [p for group in groups for p in group["params"]]
         self.shapes = [tuple(p.shape[1:] if self.batched else p.shape) for p in params]
@@ -140,12 +134,9 @@ class Geometry(ABC):
 
     @abstractmethod
     def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:
-        """Set Lambda from the noise seen.
+        """Set Lambda from the noise seen, by the rule; rates rise at most by a factor of ``rise``.
 
-        Args:
-            rule: how large it must be.
-            prior: curvature of the prior's part of ``f / N`` for each parameter, flat.
-            rise: rates rise at most by this factor.
+        ``prior`` is the curvature of the prior's part of ``f / N`` for each parameter, flat.
         """
 
     @abstractmethod
@@ -173,9 +164,8 @@ class Geometry(ABC):
                 for i, slot in enumerate(self.slots):
                     self.fallback[:, slot] = found[:, i : i + 1]
         if rise > 1.0 and self.seen >= self.min_vectors:
-            parts = None if prior is None else self.flatten(prior)
-            zero = torch.zeros_like(self.fallback)
-            self.settle(rule, zero if parts is None else parts / rule.num_data, rise)
+            own = torch.zeros_like(self.fallback) if prior is None else self.flatten(prior) / rule.num_data
+            self.settle(rule, own, rise)
 
     def _compare(self, rule: Rule, curvature: Tensor, rise: float) -> None:
         """Take in how much larger the curvature is than the Fisher information says, in the worst direction."""
@@ -222,10 +212,6 @@ class Geometry(ABC):
     def displace(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
         """``(T / N) Lambda^-1 (g + w)``, w from the innovations: what a step subtracts."""
 
-    def displace_(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
-        """The same; gradient and innovations may be written over."""
-        return self.displace(tensors, gradient, xi)
-
     def reads_rows(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a compiled step of these tensors is one operation, which reads rows as they lie."""
         return False
@@ -269,16 +255,11 @@ class WorstDirection:
     """The direction with most noise for a Lambda, and how much that is: noise that the Lambda does not know.
 
     It is outside of what Lambda expresses, or larger where a chain is now than it was on average. It is found by power
-    iteration on ``Lambda^-1 B``, and measured along a direction before a vector is taken into it.
+    iteration on ``Lambda^-1 B``, and measured along a direction before a vector is taken into it: ``ratio`` is B over
+    Lambda there, ``image`` the image of the direction, and ``count`` the number of vectors seen.
 
-    Args:
-        of: a geometry that has ``inverse(x)``, ``Lambda^-1 x``; ``lambda_along(t)``, ``t . Lambda t``; and
-            ``noise_along(t)``, ``t . Var(g) t`` as far as it is known.
-
-    Attributes:
-        image: of the direction.
-        ratio: B over Lambda there.
-        count: vectors seen.
+    It is of a geometry that has ``inverse(x)``, ``Lambda^-1 x``; ``lambda_along(t)``, ``t . Lambda t``; and
+    ``noise_along(t)``, ``t . Var(g) t`` as far as it is known.
     """
 
     kept = ("image", "ratio", "count")

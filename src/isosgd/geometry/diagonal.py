@@ -19,15 +19,8 @@ class AxisRates:
     """Noise, Lambda and rates along axes: ``H = diag(h)`` in their coordinates.
 
     Lambda is q h, with h kept above a share of its layer's mean (``damping``): a unit that was dead in the warm-up and
-    wakes up must not meet an enormous rate.
-
-    Args:
-        of: the geometry that they are of.
-        damping: that share.
-
-    Attributes:
-        v: noise variance along each axis, ``[chains, d]``.
-        top: image of the direction in which noise exceeds Lambda most, and ``top_ratio`` its noise over Lambda there.
+    wakes up must not meet an enormous rate. The noise variance along each axis is ``v`` ``[chains, d]``; ``top`` is the
+    image of the direction in which noise exceeds Lambda most, and ``top_ratio`` its noise over Lambda there.
     """
 
     kept = ("v", "lam", "rate", "amplitude", "top", "top_ratio", "looks")

@@ -390,7 +390,7 @@ class ISGD(Sampler):
             raise RuntimeError("a parameter has no gradient: a Lambda that knows directions needs all of them")
         xi = self.injector.fill()
         gradient = geometry.flatten([p.grad for p in params])  # type: ignore[misc]
-        moved = geometry.displace_(geometry.tensors(), gradient, xi.view(geometry.chains, -1))
+        moved = geometry.displace(geometry.tensors(), gradient, xi.view(geometry.chains, -1))
         parts = torch.split(moved.to(xi.dtype), geometry.sizes, -1)
         torch._foreach_sub_(params, [part.reshape(p.shape) for part, p in zip(parts, params, strict=True)])
 

@@ -22,7 +22,7 @@ STAGE_DRAWS = 10  # of a stage, where its length follows from how far apart draw
 class Schedule:
     """From the rate that a group has to that of its next step: the same, unless a subclass changes it."""
 
-    def settings(self, begun: bool) -> dict[str, float | None]:
+    def settings(self, begun: bool = False) -> dict[str, float | None]:
         """What is kept in every group; ``begun`` when the first step is already one of sampling."""
         return {}
 
@@ -80,7 +80,7 @@ class Annealing(Schedule):
             raise ValueError(f"offset = {offset} must be positive")
         self.decay, self.offset = decay, offset
 
-    def settings(self, begun: bool) -> dict[str, float | None]:
+    def settings(self, begun: bool = False) -> dict[str, float | None]:
         return {"decay": self.decay, "offset": self.offset}
 
     def changes(self, groups: Sequence[Group]) -> bool:
@@ -130,7 +130,7 @@ class Cycles(Schedule):
         self.cycle, self.exploration, self.within = cycle, exploration, within or Schedule()
         self._clock = np.zeros(0)
 
-    def settings(self, begun: bool) -> dict[str, float | None]:
+    def settings(self, begun: bool = False) -> dict[str, float | None]:
         own = {"cycle": self.cycle, "start": 0 if begun else None, "peak": 1.0 / cosine(self.exploration)}
         return {**own, **self.within.settings(begun)}
 

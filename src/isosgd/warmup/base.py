@@ -62,8 +62,8 @@ class Traces:
         if not self.found:
             return None
         times = integrated_time(np.stack(self.found))  # [chains, examples]
-        told = times[np.isfinite(times).all(1)]  # a chain that was dropped has no numbers
-        slowest = float(np.median(told.max(1))) if len(told) else 1.0
+        finite = times[np.isfinite(times).all(1)]  # a chain that was dropped has no numbers
+        slowest = float(np.median(finite.max(1))) if len(finite) else 1.0
         return max(1, math.ceil(slowest * self.every / DRAWS_A_TIME))
 
 

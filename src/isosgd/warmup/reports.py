@@ -137,12 +137,12 @@ def group_reports(chains: Chains, curvatures: Array | None, tails: Sequence[floa
         for i, group in enumerate(sampler.param_groups):
             rate, h = float(rates[k, i]), float(curvatures[k, i])
             counts, of_noise, lost = (float(x) for x in columns[i][:, k])
-            heat = sampler.friction * group["temperature"] / group["num_data"]
+            composite = sampler.friction * group["temperature"] / group["num_data"]
             own.append(
                 GroupReport(
                     name=group["name"],
                     rate=rate,
-                    lam=heat / rate if rate > 0 else math.inf,
+                    lam=composite / rate if rate > 0 else math.inf,
                     curvature=h,
                     rate_curvature=rate * h,
                     predicted_bias=variance_inflation(rate * h, sampler.friction, counts) - 1.0,

@@ -50,10 +50,10 @@ class Runaway:
     def set_limit(self, at_mode: Sequence[Tensor]) -> None:
         """Take in losses ``[chains]`` where the initial optimisation ended."""
         group, losses = self.chains.sampler.param_groups[0], torch.stack(list(at_mode)).double()
-        heat = 0.5 * sum(self.chains.layout.sizes) * group["temperature"] / self.chains.num_data
+        thermal = 0.5 * sum(self.chains.layout.sizes) * group["temperature"] / self.chains.num_data
         middle = losses.quantile(0.5, dim=0)
         spread = (losses - middle).abs().quantile(0.5, dim=0)  # 0.67 standard deviations of normal ones
-        beyond = BEYOND * (heat + 1.5 * spread / LOSSES**0.5)
+        beyond = BEYOND * (thermal + 1.5 * spread / LOSSES**0.5)
         self.limit = middle + torch.maximum(beyond, LEAST_BEYOND * middle.abs())
 
     def begin(self) -> None:
