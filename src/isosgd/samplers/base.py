@@ -304,7 +304,7 @@ class Sampler(Optimizer):
         self._make_plan()
         silent = self.injector.silent
         if not silent:
-            self.injector.fill()
+            self.injector.source.fill()
         for params, rate, kicks in self.injector.plan:
             grads: list[Tensor] = [p.grad for p in params]  # type: ignore[misc]
             kick = None if silent else kicks

@@ -46,7 +46,8 @@ def layer_groups(params: ParamsLike) -> list[Group]:
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """Refuse a setting that is none of several choices."""
     if value not in choices:
-        raise ValueError(f"{name} = {value!r} is unknown; choose one of {list(choices)}")
+        *others, last = map(repr, choices)
+        raise ValueError(f"{name} = {value!r} is unknown; choose {', '.join(others)} or {last}")
 
 
 def check_units(num_data: int, temperature: float) -> None:

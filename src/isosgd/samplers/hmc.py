@@ -172,7 +172,7 @@ class HMC(Sampler):
         """Begin a trajectory: a fresh velocity, and a step size of its own."""
         self.home, self.home_gradient, self.home_pull, self.home_energy = here, gradient, pull, energy
         geometry = self.geometry
-        xi = self.injector.fill().view(geometry.chains, -1)
+        xi = self.injector.source.fill().view(geometry.chains, -1)
         drawn = torch.rand(geometry.chains, generator=self.generator, device=geometry.device, dtype=geometry.dtype)
         self.jittered = self.step_size * (1.0 + JITTER * (2.0 * drawn - 1.0)).square()
         fresh = geometry.displace(geometry.tensors(), torch.zeros_like(gradient), xi)

@@ -57,7 +57,7 @@ class Injector:
 
     Attributes:
         extra: innovations that a step takes beyond one for each parameter.
-        averaged: whether `fill` gives the mean of this step's and the last step's innovations.
+        averaged: whether the source gives the mean of this step's and the last step's innovations.
         moves: of the groups that are laid out; empty when they are to be asked for anew.
         plan: what `isosgd.samplers.base.Sampler.step` goes through.
         scale: of the kicks, flat.
@@ -84,7 +84,7 @@ class Injector:
         """Lay out anew, and forget the last innovations; a step may take another number of extra ones."""
         self.extra = self.extra if extra is None else extra
         self._key: tuple[bool, ...] | None = None
-        self._last: Tensor | None = None  # innovations of the last step, unless the source keeps them
+        self._last: Tensor | None = None  # innovations of the last step, for the source to come
         self.laid: list[Laid] = []
         self.moves: list[tuple[Laid, Move]] = []
         self.plan: list[Planned] = []
@@ -115,8 +115,7 @@ class Injector:
         lead = () if self.chains is None else (self.chains,)
         size = sum(p.numel() for p in every) // (self.chains or 1)
         drawn = torch.zeros((*lead, size + self.extra), dtype=dtype, device=every[0].device)
-        self.source = Source(drawn, self.generator, self.innovations)
-        self.source.averaged = self.source.bits and self.averaged
+        self.source = Source(drawn, self.generator, self.innovations, self.averaged)
         self.laid, end = [], 0
         for group, params in zip(groups, active, strict=True):
             if params:
@@ -188,27 +187,14 @@ class Injector:
 
         return finish if outers else None
 
-    def fill(self) -> Tensor:
-        """Fresh kicks, or plain innovations where there is no plan."""
-        if not self.averaged or self.source.averaged:
-            return self.source.fill()
-        xi = self.source.fill()
-        last = xi.clone() if self._last is None else self._last  # the first step has no other
-        if self.capturable:  # a captured step knows tensors by their place
-            mean = torch.lerp(last, xi, 0.5)
-            self._last = last.copy_(xi)
-            return mean
-        self._last, self.source.out = xi, last  # they change places, so that nothing is copied
-        return last.lerp_(xi, 0.5)
-
     @property
     def last(self) -> Tensor | None:
         """Innovations of the last step, where they are averaged; None before the first."""
-        return self.source.last if self._key is not None and self.source.averaged else self._last
+        return self._last if self._key is None else self.source.last
 
     @last.setter
     def last(self, value: Tensor | None) -> None:
-        if self._key is not None and self.source.averaged:
-            self.source.last = value
-        else:
+        if self._key is None:
             self._last = value
+        else:
+            self.source.last = value

@@ -388,7 +388,7 @@ class ISGD(Sampler):
         params = self.injector.params
         if len(params) != len(geometry.sizes):
             raise RuntimeError("a parameter has no gradient: a Lambda that knows directions needs all of them")
-        xi = self.injector.fill()
+        xi = self.injector.source.fill()
         gradient = geometry.flatten([p.grad for p in params])  # type: ignore[misc]
         moved = geometry.displace(geometry.tensors(), gradient, xi.view(geometry.chains, -1))
         parts = torch.split(moved.to(xi.dtype), geometry.sizes, -1)
