@@ -176,6 +176,10 @@ class Sampler(Optimizer):
             return self.noise.summary(group, how)
         return self.metric.top(group) if how == "top" else summarise(self.metric.variances(group), how, self.batched)
 
+    def clipped_share(self, group: Group) -> Tensor:
+        """Share of a group's noise that exceeds lambda, so that it could not be made isotropic, where that is meant."""
+        return torch.zeros(self.chains or ())
+
     @property
     def whitening(self) -> Metric | None:
         """The metric in which curvature is measured, where there is one."""

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isosgd.geometry.base import Geometry
+from isosgd.geometry.base import Geometry, load_into, state_of
 from isosgd.geometry.choice import StructureName, choose, make_structure
 from isosgd.geometry.layer import Number
 from isosgd.geometry.rule import Rule
@@ -36,10 +36,6 @@ from isosgd.samplers.program import StepProgram
 
 JITTER = 0.3  # step sizes differ from trajectory to trajectory, so that none returns to its start for every direction
 FIRST_STEP_SIZE = 1e-3
-KEPT = (
-    *("step_size", "jittered", "velocities", "home", "home_gradient", "home_pull", "home_energy"),
-    *("gained", "acceptance", "place", "length"),
-)
 
 
 class HMC(Sampler):
@@ -76,6 +72,10 @@ class HMC(Sampler):
         "all data in every gradient; the mass is I-SGD's Lambda; step sizes jittered, one length for all chains"
     )
     has_lr = False
+    kept = (
+        *("step_size", "jittered", "velocities", "home", "home_gradient", "home_pull", "home_energy"),
+        *("gained", "acceptance", "place", "length"),
+    )
     geometry: Geometry
     averaged = False  # innovations
 
@@ -214,19 +214,11 @@ class HMC(Sampler):
         return "HMC accepts or rejects where a trajectory ends"
 
     def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        state["trajectory"] = {name: getattr(self, name) for name in KEPT}
-        return state
+        return {**super().state_dict(), "trajectory": state_of(self)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = state_dict.get("trajectory")
         if saved is None:
             raise ValueError("the state has no trajectory: it was not saved by HMC")
-        missing = [name for name in KEPT if name not in saved]
-        if missing:
-            raise ValueError(
-                f"the trajectory lacks {missing}: it was saved by another version of isosgd; finish that run with it"
-            )
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "trajectory"})
-        for name in KEPT:
-            setattr(self, name, saved[name])
+        load_into(self, saved, self.geometry.device)

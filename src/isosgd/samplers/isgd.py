@@ -303,12 +303,11 @@ class ISGD(Sampler):
         report_rates(self)
 
     def clipped_share(self, group: Group) -> Tensor:
-        """Share of the noise that exceeds lambda, so that it could not be made isotropic: a scalar, or ``[chains]``."""
         if self.geometry is not None:
             clipped = self.geometry.clipped()
             return clipped if self.batched else clipped.squeeze(0)
         if group["lam"] is None or self.noise.of_group(group) is None:
-            return torch.zeros(self.chains or ())
+            return super().clipped_share(group)
         if self.correction == "outer":
             over: Tensor = self.noise.recent_lengths(group) > 2.0 * group["lam"]
             return over.float().mean(0)

@@ -56,11 +56,10 @@ class MomentumISGD(Sampler):
         """The composite noise of a group."""
         return self.composite(group) if self._lam is None else self._lam
 
-    def clipped_share(self, group: Group) -> float:
-        """Share of the noise that exceeds lambda, so that it could not be made isotropic."""
+    def clipped_share(self, group: Group) -> Tensor:
         if group["rate"] is None or self.noise.of_group(group) is None:
-            return 0.0
-        return float((self.noise.recent_lengths(group) > 2.0 * self.lam(group)).float().mean())
+            return super().clipped_share(group)
+        return (self.noise.recent_lengths(group) > 2.0 * self.lam(group)).float().mean(0)
 
     def _move(self, group: Group, params: list[Tensor]) -> Move:
         return self._outer(self.lam(group), self.rate(group))

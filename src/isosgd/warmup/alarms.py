@@ -11,7 +11,6 @@ from isosgd.engine.chains import Chains
 from isosgd.errors import SamplingWarning
 from isosgd.geometry.base import MOST_EXCESS
 from isosgd.samplers import ISGD, Sampler
-from isosgd.samplers.momentum_isgd import MomentumISGD
 from isosgd.samplers.schedules import SPREAD, Cycles
 from isosgd.warmup.reports import WarmupReport
 
@@ -42,8 +41,6 @@ def _unsettled(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
 
 
 def _clipped(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
-    if not isinstance(run.sampler, ISGD | MomentumISGD):
-        return ""
     for group in run.sampler.param_groups:
         clipped = float(run.each(run.sampler.clipped_share(group))[k])
         if clipped > CLIPPED_ALARM:
