@@ -259,7 +259,7 @@ def test_presets_name_the_papers_rows() -> None:
         assert isinstance(sampler.estimator, AlphaStable) == (noise == "alpha")
         assert (sampler.scheme, sampler.correction, sampler.estimator.centred) == (scheme, "diagonal", False)
         assert sampler.summary == ("max" if noise == "alpha" else "sum")
-        assert (type(sampler.structure).__name__ == "Single") == name.endswith("slr")
+        assert (sampler.structure.name == "single") == name.endswith("slr")
     changed = ISGD.preset("G-b", [("w", torch.zeros(2, requires_grad=True))], num_data=N, summary="max")
     assert changed.summary == "max"
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from isosgd.geometry.choice import make_structure
+from isosgd.geometry.diagonal import Diagonal
 from isosgd.geometry.layer import (
-    Layer,
-    Single,
+    PerGroup,
     diagonal_scale,
     outer_factor,
     root,
@@ -94,18 +94,18 @@ def numbers(*values: float) -> list[Tensor]:
 
 
 def test_a_layer_takes_the_larger_bound() -> None:
-    assert [float(x) for x in Layer().solve(numbers(1.0, 5.0), numbers(3.0, 2.0))] == [3.0, 5.0]
+    assert [float(x) for x in PerGroup("layer").solve(numbers(1.0, 5.0), numbers(3.0, 2.0))] == [3.0, 5.0]
 
 
 @pytest.mark.parametrize(("guard", "expected"), [((3.0, 2.0), 6.0), ((9.0, 2.0), 9.0)])
 def test_a_single_lambda_covers_the_sum_of_noise_and_the_largest_curvature(
     guard: tuple[float, ...], expected: float
 ) -> None:
-    assert [float(x) for x in Single().solve(numbers(1.0, 5.0), numbers(*guard))] == [expected] * 2
+    assert [float(x) for x in PerGroup("single").solve(numbers(1.0, 5.0), numbers(*guard))] == [expected] * 2
 
 
-@pytest.mark.parametrize("structure", [Layer(), Single()], ids=["layer", "single"])
-def test_lambdas_of_many_chains_are_those_of_each(structure: Layer | Single) -> None:
+@pytest.mark.parametrize("structure", [PerGroup("layer"), PerGroup("single")], ids=["layer", "single"])
+def test_lambdas_of_many_chains_are_those_of_each(structure: PerGroup) -> None:
     noise, guard = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 0.5])], [torch.tensor([0.1, 7.0])] * 2
     together = structure.solve(noise, guard)
     for k in range(2):
@@ -113,13 +113,8 @@ def test_lambdas_of_many_chains_are_those_of_each(structure: Layer | Single) -> 
         assert [float(x[k]) for x in together] == [float(x) for x in alone]
 
 
-def test_the_rate_is_that_of_theorem_one() -> None:
-    assert Layer().rate(0.5, 2.0, 100) == 0.04
-    torch.testing.assert_close(Layer().rate(torch.tensor([0.5, 1.0]), 2.0, 100), torch.tensor([0.04, 0.02]))
-
-
 def test_names_stand_for_structures() -> None:
-    assert isinstance(make_structure("layer"), Layer)
-    assert isinstance(make_structure("single"), Single)
-    own = Single()
+    assert make_structure("layer") == PerGroup("layer")
+    assert make_structure("single") == PerGroup("single")
+    own = Diagonal()
     assert make_structure(own) is own

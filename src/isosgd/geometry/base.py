@@ -50,8 +50,8 @@ class Geometry(ABC):
     name: ClassVar[str]
     kappa: ClassVar[float] = 2.0  # room for noise that is larger elsewhere than where it was measured
     kept: ClassVar[tuple[str, ...]] = (
-        *("alive", "seen", "curvature_ratio", "known", "factor", "scale", "noise_weight", "fallback"),
-    )
+        "alive", "seen", "curvature_ratio", "known", "factor", "scale", "noise_weight", "fallback",
+    )  # fmt: skip
 
     def bind(self, groups: Sequence[dict[str, Any]], chains: int | None = None, sets: int = 1) -> None:
         """Learn the shapes of the parameters; called once, by the sampler, whose arguments these are."""
@@ -264,10 +264,10 @@ class WorstDirection:
 
     kept = ("image", "ratio", "count")
 
-    def __init__(self, of: Any) -> None:
-        self.of = of
-        self.image = of.full(0.0, 0)
-        self.ratio, self.count = of.full(0.0), 0
+    def __init__(self, geometry: Any) -> None:
+        self.geometry = geometry
+        self.image = geometry.full(0.0, 0)
+        self.ratio, self.count = geometry.full(0.0), 0
 
     def take(self, noise: Tensor) -> None:
         """Take in a flat noise vector."""
@@ -281,13 +281,13 @@ class WorstDirection:
 
     def direction(self) -> Tensor:
         """The direction t, ``t . Lambda t = 1``."""
-        t: Tensor = self.of.inverse(self.image)
-        return t / dot(self.image, t).clamp_min(torch.finfo(self.of.dtype).tiny).sqrt().unsqueeze(-1)
+        t: Tensor = self.geometry.inverse(self.image)
+        return t / dot(self.image, t).clamp_min(torch.finfo(self.geometry.dtype).tiny).sqrt().unsqueeze(-1)
 
     def rescale(self, t: Tensor | None) -> None:
         """Lambda has changed: the noise along t, the direction before, was measured over what it was."""
         if t is not None:
-            now = self.of.lambda_along(t).to(self.ratio)
+            now = self.geometry.lambda_along(t).to(self.ratio)
             self.ratio = torch.where(now > 0, self.ratio / now, 0.0)  # a chain that was dropped has no direction
 
     def forget(self, void: bool) -> None:
@@ -298,14 +298,14 @@ class WorstDirection:
         """What the noise that is not known adds to the temperature."""
         if self.count < 2:
             return torch.zeros_like(self.ratio)
-        known = 0.5 * self.of.noise_along(self.direction()).to(self.ratio)
-        return torch.where(self.of.alive, self.of.noise_weight * (self.ratio - known), 0.0)
+        known = 0.5 * self.geometry.noise_along(self.direction()).to(self.ratio)
+        return torch.where(self.geometry.alive, self.geometry.noise_weight * (self.ratio - known), 0.0)
 
     def limit_excess(self) -> None:
         """Slow chains down whose temperature is too high."""
-        beyond = self.of.excess_temperature() / MOST_EXCESS
+        beyond = self.geometry.excess_temperature() / MOST_EXCESS
         if bool((beyond > 1.0).any()):
-            self.of.slow(beyond.clamp_min(1.0))
+            self.geometry.slow(beyond.clamp_min(1.0))
 
     @property
     def chance(self) -> float:

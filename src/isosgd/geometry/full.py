@@ -136,7 +136,7 @@ class Full(Geometry):
         self.root, self.inverse_root = root, inverse
         self._forget_axes()
         self.factor, self.scale, self.known = rule.factor(self.curvature_ratio), rule.scale, True
-        self.cover = 0.0 if rule.whole else rule.cover
+        self.cover = 0.0 if rule.full_batch else rule.cover
         self.worst.rescale(before)
         self._inject(rule.tracks_level)
         self.worst.limit_excess()

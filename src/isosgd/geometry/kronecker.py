@@ -181,18 +181,18 @@ class Matrix(NamedTuple):
     left: FixedSide
     right: FixedSide
 
-    def of(self, x: Tensor) -> Tensor:
+    def view(self, x: Tensor) -> Tensor:
         """The matrix in a flat tensor, as a view ``[chains, rows, columns]``."""
         return x[:, self.slot].view(len(x), self.rows, self.columns)
 
     def rotate(self, x: Tensor, bases: tuple[Basis, Basis]) -> Tensor:
         """The matrix in a flat tensor as its bases show it."""
-        return self.left.rotate(self.right.rotate(self.of(x), bases[1]), bases[0])
+        return self.left.rotate(self.right.rotate(self.view(x), bases[1]), bases[0])
 
     def back_(self, x: Tensor, bases: tuple[Basis, Basis]) -> None:
         """Undo `rotate`, in place."""
-        self.left.back_(self.of(x), bases[0])
-        self.right.back_(self.of(x), bases[1])
+        self.left.back_(self.view(x), bases[0])
+        self.right.back_(self.view(x), bases[1])
 
 
 def weight_matrices(
@@ -257,7 +257,7 @@ class Kronecker(Geometry):
         """A flat vector in the bases."""
         out = x.clone()
         for matrix, bases in self._with(self.bases):
-            matrix.of(out).copy_(matrix.rotate(x, bases))
+            matrix.view(out).copy_(matrix.rotate(x, bases))
         return out
 
     def back(self, z: Tensor) -> Tensor:
@@ -272,7 +272,7 @@ class Kronecker(Geometry):
     def take(self, noise: Tensor) -> None:
         weight, factors = 1.0 / (self.seen + 1), iter(self.factors)
         for matrix in self.matrices:
-            d = matrix.of(noise)
+            d = matrix.view(noise)
             matrix.left.take(next(factors), d, weight)
             matrix.right.take(next(factors), d, weight)
         few = max(2, min(64, RECENT // self.total))
@@ -305,10 +305,10 @@ class Kronecker(Geometry):
         for d in self.recent:
             seen.add_(self.rotate(d).square_(), alpha=1.0 / count)
         for matrix in self.matrices:
-            m = matrix.of(seen)
+            m = matrix.view(seen)
             mean = m.mean((-2, -1), keepdim=True).clamp_min(torch.finfo(m.dtype).tiny)
             product = m.mean(-1, keepdim=True) * m.mean(-2, keepdim=True) / mean
-            matrix.of(self.on_axes.v).copy_((count * m + 8.0 * product) / (count + 8.0))
+            matrix.view(self.on_axes.v).copy_((count * m + 8.0 * product) / (count + 8.0))
 
     # -- Lambda -------------------------------------------------------------------------------------------------------
 
@@ -324,8 +324,8 @@ class Kronecker(Geometry):
         out = values.clone()
         others = repeat((None, None)) if new is None else (bases for _, bases in self._with(new))
         for (matrix, (left, right)), (new_left, new_right) in zip(self._with(old), others, strict=False):
-            m = matrix.right.spread(matrix.of(values), right, new_right)
-            matrix.of(out).copy_(matrix.left.spread(m, left, new_left))
+            m = matrix.right.spread(matrix.view(values), right, new_right)
+            matrix.view(out).copy_(matrix.left.spread(m, left, new_left))
         return out
 
     def rates(self) -> Tensor:
@@ -357,6 +357,6 @@ class Kronecker(Geometry):
         for slot in self.rest:
             z[:, slot].addcmul_(rate[:, slot], gradient[:, slot])
         for matrix, bases in self._with(every):
-            matrix.of(z).addcmul_(matrix.of(rate), matrix.rotate(gradient, bases))
+            matrix.view(z).addcmul_(matrix.view(rate), matrix.rotate(gradient, bases))
             matrix.back_(z, bases)
         return z

@@ -1,6 +1,14 @@
 """Gradient noise: what a minibatch adds to the gradient, measured online."""
 
-from isosgd.noise.estimators import AlphaStable, MovingAverage, NoiseEstimator, NoiseName, make_estimator
+from isosgd.noise.estimators import (
+    AlphaStable,
+    MovingAverage,
+    NoiseEstimator,
+    NoiseName,
+    join_halves,
+    make_estimator,
+    paired_backward,
+)
 from isosgd.noise.model import (
     NoiseModel,
     Summary,
@@ -12,7 +20,6 @@ from isosgd.noise.model import (
     summarise,
     top_eigenvalue,
 )
-from isosgd.noise.paired import join_halves, paired_backward
 
 __all__ = [
     "AlphaStable",

@@ -292,7 +292,7 @@ class Sampler(Optimizer):
         self._update()
         for group in self.param_groups:
             group["step"] += 1
-        if not self.injector.silent:
+        if not self.injector.noiseless:
             self.injector.source.prefetch()
         return loss
 
@@ -306,12 +306,12 @@ class Sampler(Optimizer):
         if self.metric is not None:
             self.metric.see(observed=False)
         self._make_plan()
-        silent = self.injector.silent
-        if not silent:
+        noiseless = self.injector.noiseless
+        if not noiseless:
             self.injector.source.fill()
         for params, rate, kicks in self.injector.plan:
             grads: list[Tensor] = [p.grad for p in params]  # type: ignore[misc]
-            kick = None if silent else kicks
+            kick = None if noiseless else kicks
             if self.foreach:
                 self._advance(params, grads, rate, kick)
                 continue

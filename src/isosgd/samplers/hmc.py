@@ -120,7 +120,9 @@ class HMC(Sampler):
         """How large the geometry must be: whatever else is needed is done by the step size."""
         group = self.param_groups[0]
         assert self.batch_size is not None
-        return Rule(group["num_data"], self.batch_size, group["temperature"], self.bias, averaged=False, whole=True)
+        return Rule(
+            group["num_data"], self.batch_size, group["temperature"], self.bias, averaged=False, full_batch=True
+        )
 
     def adapt(
         self,

@@ -32,7 +32,7 @@ class Move(NamedTuple):
     outer: Number | None = None
 
 
-class Laid(NamedTuple):
+class GroupKicks(NamedTuple):
     """A group's parameters that have gradients, and where their kicks lie, flat and by parameter."""
 
     group: Group
@@ -61,7 +61,7 @@ class Injector:
         moves: of the groups that are laid out; empty when they are to be asked for anew.
         plan: what `isosgd.samplers.base.Sampler.step` goes through.
         scale: of the kicks, flat.
-        silent: whether nothing is injected.
+        noiseless: whether nothing is injected.
         source: of innovations.
     """
 
@@ -85,16 +85,16 @@ class Injector:
         self.extra = self.extra if extra is None else extra
         self._key: tuple[bool, ...] | None = None
         self._last: Tensor | None = None  # innovations of the last step, for the source to come
-        self.laid: list[Laid] = []
-        self.moves: list[tuple[Laid, Move]] = []
+        self.layout: list[GroupKicks] = []
+        self.moves: list[tuple[GroupKicks, Move]] = []
         self.plan: list[Planned] = []
         self.scale = torch.empty(0)
-        self.silent = self._corrected = False
+        self.noiseless = self._corrected = False
 
     @property
     def params(self) -> list[Tensor]:
         """The parameters that move, in order."""
-        return [p for laid in self.laid for p in laid.params]
+        return [p for own in self.layout for p in own.params]
 
     def generator_state(self) -> Tensor:
         """State of the generator from which the next step follows: what has to be saved."""
@@ -116,13 +116,15 @@ class Injector:
         size = sum(p.numel() for p in every) // (self.chains or 1)
         drawn = torch.zeros((*lead, size + self.extra), dtype=dtype, device=every[0].device)
         self.source = Source(drawn, self.generator, self.innovations, self.averaged)
-        self.laid, end = [], 0
+        self.layout, end = [], 0
         for group, params in zip(groups, active, strict=True):
             if params:
                 start, own = end, [p.numel() // (self.chains or 1) for p in params]
                 end += sum(own)
                 parts = zip(torch.split(drawn[..., start:end], own, dim=-1), params, strict=True)
-                self.laid.append(Laid(group, params, drawn[..., start:end], [part.view(p.shape) for part, p in parts]))
+                self.layout.append(
+                    GroupKicks(group, params, drawn[..., start:end], [part.view(p.shape) for part, p in parts])
+                )
         self._key = key
         self.moves, self.scale = [], torch.empty(0)
         if self.averaged:
@@ -147,34 +149,34 @@ class Injector:
         Where every rate is a float all groups become one, so that a step is a few calls however many layers there are.
         """
         if not self.moves:
-            self.moves = [(laid, self.move(laid.group, laid.params)) for laid in self.laid]
-            self.silent = all(isinstance(m.amplitude, float) and m.amplitude == 0 for _, m in self.moves)
+            self.moves = [(own, self.move(own.group, own.params)) for own in self.layout]
+            self.noiseless = all(isinstance(m.amplitude, float) and m.amplitude == 0 for _, m in self.moves)
             if any(isinstance(move.rate, Tensor) for _, move in self.moves):
-                self.plan = [Planned(laid.params, move.rate, laid.kicks) for laid, move in self.moves]
+                self.plan = [Planned(own.params, move.rate, own.kicks) for own, move in self.moves]
             else:
-                rates = [cast(float, move.rate) for laid, move in self.moves for _ in laid.params]
-                self.plan = [Planned(self.params, rates, [kick for laid in self.laid for kick in laid.kicks])]
+                rates = [cast(float, move.rate) for own, move in self.moves for _ in own.params]
+                self.plan = [Planned(self.params, rates, [kick for own in self.layout for kick in own.kicks])]
             scales = []
-            for laid, move in self.moves:
+            for own, move in self.moves:
                 scale = over_chains(move.rate * move.amplitude) * (1.0 if move.scale is None else move.scale)
-                scales.append(torch.as_tensor(scale).to(laid.flat).expand_as(laid.flat))
+                scales.append(torch.as_tensor(scale).to(own.flat).expand_as(own.flat))
             if self.capturable and self.scale.numel():
                 torch.cat(scales, dim=-1, out=self.scale)
             else:
                 self.scale = torch.cat(scales, dim=-1)
             self._corrected = False
-        if not self._corrected and not self.silent:
+        if not self._corrected and not self.noiseless:
             self.source.prepare(self.scale, self._correction())
             self._corrected = True
 
-    def outer_corrections(self) -> list[tuple[Laid, Tensor, Tensor | float]]:
+    def outer_corrections(self) -> list[tuple[GroupKicks, Tensor, Tensor | float]]:
         """Groups whose kicks have noise vectors taken out, with the vectors and what `take_out_` needs beside them."""
         found = []
-        for laid, move in self.moves:
+        for own, move in self.moves:
             if move.outer is not None:
-                ring, *spectrum, count = self.noise.spectrum(laid.group)
+                ring, *spectrum, count = self.noise.spectrum(own.group)
                 factor = outer_factor(ring, (spectrum[0], spectrum[1]), move.outer, count)
-                found.append((laid, ring, factor))
+                found.append((own, ring, factor))
         return found
 
     def _correction(self) -> Callable[[], None] | None:
@@ -182,8 +184,8 @@ class Injector:
         outers = self.outer_corrections()
 
         def finish() -> None:
-            for laid, ring, factor in outers:
-                take_out_(laid.flat, ring, factor)
+            for own, ring, factor in outers:
+                take_out_(own.flat, ring, factor)
 
         return finish if outers else None
 

@@ -30,7 +30,7 @@ from isosgd.errors import SamplingWarning
 from isosgd.geometry.base import Geometry
 from isosgd.geometry.choice import StructureName, choose, instead, make_structure, provisional
 from isosgd.geometry.full import Full
-from isosgd.geometry.layer import Correction, Number, Structure, diagonal_scale
+from isosgd.geometry.layer import Correction, Number, PerGroup, diagonal_scale
 from isosgd.geometry.lowrank import LowRank
 from isosgd.geometry.rule import Rule, allowed_rate_curvature
 from isosgd.noise import AlphaStable, MovingAverage, Summary, Uses, join
@@ -88,7 +88,7 @@ class ISGD(Sampler):
             without a guard by the curvature, in windows of 100, 200, 400, ... steps, in the first of which it stays.
         structure: the form of Lambda. ``layer``, ``single`` (the paper's SLR); or one that knows directions:
             ``diagonal``, ``lowrank``, ``kronecker``, ``full`` (see `isosgd.geometry`); ``auto`` for the one of these
-            that fits the model (which a first look may still change, see `decide`); or a `Structure` or `Geometry`.
+            that fits the model (which a first look may still change, see `decide`); or a `Geometry`.
         averaged: inject the mean of this step's and the last step's innovations (Leimkuhler and Matthews 2013), which
             leaves only the discretisation bias of the gradient noise; the default for a geometry.
         correction: ``outer`` corrects correlated noise and needs ``noise="paired"``, for which it is the default;
@@ -130,7 +130,7 @@ class ISGD(Sampler):
         params: ParamsLike,
         *,
         scheme: Scheme = "windowed",
-        structure: StructureName | Structure | Geometry = "layer",
+        structure: StructureName | Geometry = "layer",
         averaged: bool | None = None,
         correction: Correction | None = None,
         summary: Summary = "top",
@@ -253,7 +253,7 @@ class ISGD(Sampler):
 
     def _adapt_groups(self, curvature: Sequence[Number] | None, rise: float) -> None:
         """One lambda for each group, above its noise and, by the curvature, so large that the bias is as allowed."""
-        assert isinstance(self.structure, Structure)
+        assert isinstance(self.structure, PerGroup)
         noise = [self.noise_bound(group) for group in self.param_groups]
         guard = [torch.zeros_like(b) for b in noise]
         if curvature is not None:
@@ -272,11 +272,10 @@ class ISGD(Sampler):
         return self.safety * (self.noise.longest(group) if outer else self.noise_summary(group, self.summary))
 
     def _set(self, lams: Sequence[Tensor]) -> None:
-        assert isinstance(self.structure, Structure)
         tiny = torch.finfo(torch.float32).tiny  # a group without any noise or curvature has no rate of its own
         for group, lam in zip(self.param_groups, lams, strict=True):
             group["lam"] = self.number(lam.clamp_min(tiny))
-            group["rate"] = self.structure.rate(group["lam"], group["temperature"], group["num_data"])
+            group["rate"] = group["temperature"] / (group["num_data"] * group["lam"])  # as Theorem 1 asks for
         self.refresh()
 
     def rule(self) -> Rule:

@@ -237,11 +237,11 @@ class KickProgram(StepProgram):
         if self.chains > 1 or self.sampler.metric is not None or any(m.outer is not None for _, m in injector.moves):
             return None
         found = Elementwise([], [], friction=self.friction)
-        for laid, move in injector.moves:
-            rate = torch.as_tensor(move.rate, dtype=self.dtype, device=laid.flat.device).reshape(())
+        for own, move in injector.moves:
+            rate = torch.as_tensor(move.rate, dtype=self.dtype, device=own.flat.device).reshape(())
             kick = (rate * move.amplitude).reshape(())
-            shares = None if move.scale is None else torch.split(move.scale.flatten(), [p.numel() for p in laid.params])
-            for i, p in enumerate(laid.params):
+            shares = None if move.scale is None else torch.split(move.scale.flatten(), [p.numel() for p in own.params])
+            for i, p in enumerate(own.params):
                 found.rates.append(rate)
                 found.kicks.append(kick if shares is None else (kick * shares[i]).view(p.shape))
         return found

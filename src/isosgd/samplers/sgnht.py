@@ -88,14 +88,14 @@ class SGNHT(Sampler):
         return ThermostatProgram(self)
 
     def _update(self) -> None:
-        for laid in self.injector.laid:
-            velocity = [self.velocity(p) for p in laid.params]
-            torch._foreach_mul_(velocity, spread(1.0 - self.thermostat(laid.group), velocity))
+        for own in self.injector.layout:
+            velocity = [self.velocity(p) for p in own.params]
+            torch._foreach_mul_(velocity, spread(1.0 - self.thermostat(own.group), velocity))
         super()._update()
-        for laid in self.injector.laid:
-            if laid.group["temperature"]:
-                xi, v = self.thermostat(laid.group), join([self.velocity(p) for p in laid.params], self.batched).float()
-                found = dot(v, v) / (v.shape[-1] * self.velocity_variance(laid.group))
+        for own in self.injector.layout:
+            if own.group["temperature"]:
+                xi, v = self.thermostat(own.group), join([self.velocity(p) for p in own.params], self.batched).float()
+                found = dot(v, v) / (v.shape[-1] * self.velocity_variance(own.group))
                 xi.add_(self.gain * (found - 2.0 / (2.0 - xi))).clamp_(max=1.0)
 
     def _advance(
