@@ -21,8 +21,8 @@ from isosgd import ISGD, Target, priors
 from isosgd.demo.toy import Toy, compare, gaussian_w2
 from isosgd.diagnostics import integrated_time
 from isosgd.geometry.base import Geometry
+from isosgd.geometry.rule import variance_inflation
 from isosgd.samplers.innovations import Source
-from isosgd.samplers.steppers import variance_inflation
 
 DIM, CHAINS = 6, 256
 VECTORS = 1000  # of noise, for each chain

@@ -7,7 +7,7 @@ import torch
 
 import isosgd
 from isosgd.diagnostics.audit import Loop, audit
-from isosgd.samplers.steppers import variance_inflation
+from isosgd.geometry.rule import variance_inflation
 
 N, LR, A = 60000, 1e-3, 0.1
 SGLD = math.sqrt(2 * LR / N)

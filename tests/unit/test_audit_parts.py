@@ -9,7 +9,7 @@ import pytest
 
 from isosgd.cli import audit as command
 from isosgd.diagnostics.audit import Loop
-from isosgd.samplers.steppers import variance_inflation
+from isosgd.geometry.rule import variance_inflation
 
 # -- the recursion ----------------------------------------------------------------------------------------------------
 

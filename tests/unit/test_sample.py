@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from isosgd import DivergedError, Posterior, SamplingWarning, Target, priors, sample
 from isosgd.target import Params
-from isosgd.warmup.spacing import DRAWS_A_TIME
+from isosgd.warmup.base import DRAWS_A_TIME
 
 # Short warm-ups are the rule here, and mostly beside the point; where they are the point they are caught.
 pytestmark = pytest.mark.filterwarnings("ignore:.*did not settle:isosgd.errors.SamplingWarning")

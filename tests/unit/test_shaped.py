@@ -12,8 +12,7 @@ from isosgd.geometry.base import MOST_EXCESS, Geometry
 from isosgd.geometry.diagonal import Diagonal
 from isosgd.geometry.full import Full
 from isosgd.geometry.kronecker import Kronecker
-from isosgd.geometry.rule import HIGHEST, Rule
-from isosgd.samplers.steppers import variance_inflation
+from isosgd.geometry.rule import HIGHEST, Rule, variance_inflation
 
 F64 = torch.float64
 N, BATCH, T = 500, 10, 0.7

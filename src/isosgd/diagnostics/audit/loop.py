@@ -20,7 +20,7 @@ from typing import Literal
 
 import numpy as np
 
-from isosgd.samplers.steppers import variance_inflation
+from isosgd.geometry.rule import variance_inflation
 
 MANY = 1000  # examples; from here on a temperature of 1/N is not a coincidence
 SMALL = 1e-8  # what theta forgets in a period, in the limit of small steps
