@@ -365,8 +365,8 @@ class Around:
         self.target, self.starts = target, starts
         if isinstance(held_out, float) and given["transform"] is not None:
             raise ValueError(
-                f"held_out = {held_out} with a transform: predictions do not go through it, so pass held_out=(x, y) as the "
-                "network takes them"
+                f"held_out = {held_out} with a transform: predictions do not go through it, so pass held_out=(x, y) as "
+                "the network takes them"
             )
         self.data, self.held_out = set_aside(held_out, data, target, given["seed"])
         self.temperatures = check_ladder(ladder)
