@@ -8,7 +8,8 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 
-from isosgd.cli.common import STOPPED, add_json, add_machine, echo, plain, print_json, use_machine
+from isosgd.cli.common import STOPPED, add_json, add_machine, echo, print_json, use_machine
+from isosgd.diagnostics.summary import json_values as plain
 
 __all__ = ["add_json", "add_machine", "echo", "plain", "print_json", "run", "use_machine"]
 

@@ -55,6 +55,7 @@ FALLING_SHARE, MOST_FALLING = 0.2, 4_000  # ... and where they fell in the last 
 LATE = "the chain ran away while its last rates were tried, and was restarted: a longer warmup= would help"
 ENOUGH = 0.75  # share of the chains that must have settled: of many, one is always unsettled by chance
 MARK_EVERY = 100  # steps of the paper's schemes, which have no windows
+TAILS_EVERY = 16  # steps between looks at the tails of the noise, where gradients are captured
 
 
 def warm_up(
@@ -296,7 +297,7 @@ class WindowedWarmup(Warmup):
             if noise is not None:
                 # Sums of successive differences would cancel in the tails; and beside captured gradients these two
                 # cost more than the gradient.
-                if not chains.successive or i % 4 == 0:
+                if (not chains.successive or i % 4 == 0) and (chains.graph is None or i % TAILS_EVERY == 0):
                     self._feed_tails(noise)
                 if chains.graph is None or i % 4 == 0:
                     self._feed_signal(noise)
@@ -369,7 +370,8 @@ class WindowedWarmup(Warmup):
                 chains.check_finite()
                 self.mark()
             noise = chains.evaluate(split=sampler.estimator.centred)
-            self._feed_tails(noise if noise is not None else [leaf.grad for leaf in chains.leaves])
+            if chains.graph is None or i % TAILS_EVERY == 0:  # beside captured gradients they cost more than these
+                self._feed_tails(noise if noise is not None else [leaf.grad for leaf in chains.leaves])
             chains.advance(noise)
             self.count(f"scheme {sampler.scheme}")
         chains.check_finite()
