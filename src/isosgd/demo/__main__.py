@@ -25,7 +25,7 @@ import torch
 from isosgd import Target, __version__, priors, sample
 from isosgd.demo.figures import draw_toy
 from isosgd.demo.jobs import ISGD, QUICK, Found, Sizes, diabetes_job, digits_job, toy_job
-from isosgd.demo.toy import NOISE_VARIANCE, NUM_FEATURES, Toy, compare, features
+from isosgd.demo.toy import NOISE_VARIANCE, NUM_FEATURES, Toy, ToyLikelihood, compare, features, predict_y
 from isosgd.report import Subject, report_html
 
 METHODS = {"isgd": "I-SGD", "sgld": "SGLD", "vsgd": "V-SGD", "sghmc": "SGHMC"}
@@ -116,18 +116,13 @@ def written(out: Path) -> list[Path]:
 
 def report_job(seed: int, sizes: Sizes) -> Found:
     """Sample the toy once more, with four chains, and write a report of the draws."""
-    toy, other, chains = Toy.make(seed), Toy.make(seed + 1), 4
-
-    def log_likelihood(params: Any, batch: Any) -> torch.Tensor:
-        residual = batch[1] - features(batch[0]) @ params["w"]
-        found: torch.Tensor = -0.5 * residual.square() / NOISE_VARIANCE
-        return found
-
-    def predict(params: Any, x: torch.Tensor) -> Any:
-        mean = features(x) @ params["w"]
-        return {"mean": mean, "variance": torch.full_like(mean, NOISE_VARIANCE)}
-
-    target = Target(log_likelihood, priors.Normal(1.0), init={"w": torch.zeros(NUM_FEATURES)}, predict=predict)
+    toy, other, chains, likelihood = Toy.make(seed), Toy.make(seed + 1), 4, ToyLikelihood()
+    target = Target(  # of inputs, not of their features, so that the page shows the curve
+        lambda params, batch: likelihood(params, (features(batch[0]), batch[1])),
+        priors.Normal(1.0),
+        init={"w": torch.zeros(NUM_FEATURES)},
+        predict=predict_y,
+    )
     data = toy.x.float(), toy.data[1]
     new = features(other.x) @ toy.weights + NOISE_VARIANCE**0.5 * torch.randn(len(other.x), dtype=torch.float64)
     length = sizes.toy

@@ -77,7 +77,7 @@ class Toy:
         covariance = torch.linalg.inv(precision)
         covariance = (covariance + covariance.T) / 2
         mean = covariance @ (phi.double().T @ y.double()) / NOISE_VARIANCE
-        target = Target(_LogLikelihood(), priors.Normal(1.0), init={"w": torch.zeros(NUM_FEATURES)}, predict=_predict)
+        target = Target(ToyLikelihood(), priors.Normal(1.0), init={"w": torch.zeros(NUM_FEATURES)}, predict=predict_y)
         return cls(x, (phi, y), weights, mean, covariance, target)
 
     def predict(self, x: Tensor) -> Prediction:
@@ -93,7 +93,7 @@ class Toy:
         return self.mean + xi @ root.T
 
 
-class _LogLikelihood:
+class ToyLikelihood:
     """Log density of each example. Two operations: on so small a model, their number is the cost of a step."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class _LogLikelihood:
         return torch.addcmul(self._constant, residual, residual, value=-0.5 / NOISE_VARIANCE)
 
 
-def _predict(params: Params, x: Tensor) -> Params:
+def predict_y(params: Params, x: Tensor) -> Params:
     """Mean and noise variance of y at inputs ``[n]``."""
     mean = features(x.to(params["w"].dtype)) @ params["w"]
     return {"mean": mean, "variance": torch.full_like(mean, NOISE_VARIANCE)}

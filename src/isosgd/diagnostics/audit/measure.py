@@ -102,7 +102,9 @@ def measure(loop: Loop, make: Factory, seed: int = 0) -> Measured:
     # Standard errors come from blocks of time: coordinates share minibatches, so they are not quite independent.
     blocks = torch.stack([block.mean() for block in torch.stack(squares).tensor_split(BLOCKS) if len(block)])
     total = loop.num_data * target.curvature
-    here = replace(target.loop, gradient_noise=target.noise, curvature=target.curvature)
+    here = replace(
+        target.loop, gradient_noise=target.noise, curvature=target.curvature, minibatches="independent"
+    )  # of the target
     return Measured(
         temperature=float(blocks.mean()) * total,
         error=float(blocks.std()) / math.sqrt(len(blocks)) * total,
