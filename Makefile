@@ -22,7 +22,7 @@ demo: $(VENV)/.installed-demo ## Sample posteriors that are known exactly, and t
 test: lint ## Lint, the tests to run before every commit, and every doctest
 	$(PYTEST) -m "not long and not slow"
 
-test-long: $(VENV)/.installed-dev ## The long tests: statistics, runs that are killed, compiled and native code
+test-long: $(VENV)/.installed-dev ## The long tests: statistics, experiments, runs that are killed, compiled and native code
 	$(PYTEST) -m "long and not slow" --timeout 900
 
 test-all: lint ## Lint and all tests, those that take minutes too

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -209,9 +209,16 @@ def small(x: Tensor) -> Tensor:
     return torch.nn.functional.avg_pool2d(x, 2).squeeze(1)
 
 
+@lru_cache
+def _colours(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each channel; made once, for a CUDA graph cannot bring numbers to the device."""
+    mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (CIFAR10_MEAN, CIFAR10_STD))
+    return mean, std
+
+
 def colour(pixels: Tensor) -> Tensor:
     """Bytes ``[N, 3, 32, 32]`` as floats of mean 0 and deviation 1."""
-    mean, std = (torch.tensor(v, device=pixels.device).view(3, 1, 1) for v in (CIFAR10_MEAN, CIFAR10_STD))
+    mean, std = _colours(pixels.device)
     return (pixels.float() / 255 - mean) / std
 
 

@@ -193,16 +193,13 @@ def sampled(
         part: ``all`` weights, or those of the ``last_layer``.
     """
     given = dict(settings)
-    target = target_of(pair, sets, starts[0], prior=given.pop("prior", "default"), sampled=part)
+    target = target_of(pair, sets, starts[0], prior=given.pop("prior", "empirical"), sampled=part)
     epochs = given.pop("epochs", EPOCHS)
-    state = dict(starts[0].state)
-    if part != "all":  # the rest is the target's own
-        state = {name: x for name, x in state.items() if name in target.initial()}
     if given.setdefault("temperature", "auto") == "auto":
         given.setdefault("held_out", sets.held_out)
     else:
         given = lengths(pair, sets, epochs) | given
-    given |= {"init": state} if len(starts) == 1 else {"starts": [dict(one.state) for one in starts]}
+    given["starts"] = [dict(one.state) for one in starts]
     given = {"batch_size": pair.batch, "transform": sets.transform, "seed": seed, "progress": False} | given
     posterior = isosgd.sample(target, sets.train, **given)
     if not pair.gpu:

@@ -100,18 +100,13 @@ def opened(browser, path: Path, screen="desktop", **more):
 
 
 @pytest.mark.parametrize("screen", SCREENS)
-def test_it_renders_without_complaint_and_fits(browser, report, screen):
+def test_it_renders_and_fits_with_every_drawing_and_all_its_words(browser, report, screen):
     page, complaints, asked = opened(browser, report, screen)
     assert complaints == [] and asked == [report.as_uri()]
     assert page.locator("h1").is_visible() and page.locator(".verdict").is_visible()
     assert page.locator(".verdict").bounding_box()["y"] < SCREENS[screen][1], "the verdict is seen without scrolling"
     assert page.evaluate("document.documentElement.scrollWidth") <= SCREENS[screen][0]
     assert page.evaluate(OVERFLOWING) == []
-
-
-@pytest.mark.parametrize("screen", SCREENS)
-def test_every_drawing_is_there_with_all_its_words(browser, report, screen):
-    page, _, _ = opened(browser, report, screen)
     figures = page.locator("figure").all()
     assert len(figures) >= 10
     for figure in figures:
@@ -126,17 +121,12 @@ def test_it_needs_no_javascript(browser, report):
     assert page.locator("figure svg").first.is_visible() and complaints == []
 
 
-def test_dark_and_light_differ(browser, report):
-    colours = []
-    for scheme in ("light", "dark"):
-        page, _, _ = opened(browser, report, color_scheme=scheme)
-        style = page.evaluate("getComputedStyle(document.body).backgroundColor + getComputedStyle(document.body).color")
-        colours.append(style)
-    assert colours[0] != colours[1]
-
-
-def test_it_prints_in_black_on_white(browser, report, tmp_path):
-    page, _, _ = opened(browser, report, color_scheme="dark")
+def test_dark_and_light_differ_and_it_prints_in_black_on_white(browser, report, tmp_path):
+    page, _, _ = opened(browser, report, color_scheme="light")
+    style = "getComputedStyle(document.body).backgroundColor + getComputedStyle(document.body).color"
+    light = page.evaluate(style)
+    page.emulate_media(color_scheme="dark")
+    assert page.evaluate(style) != light
     page.emulate_media(media="print")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     page.set_viewport_size({"width": 690, "height": 1000})  # A4 without its margins

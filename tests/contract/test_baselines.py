@@ -272,8 +272,8 @@ def test_a_chain_that_diverges_is_dropped(method: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "kind", "message"),
     [
-        ({"train_lr": 0.0}, ValueError, "train_lr = 0.0 must be a positive number"),
-        ({"train_lr": math.nan}, ValueError, "train_lr = nan"),
+        ({"train_lr": 0.0}, ValueError, "train_lr must be positive and finite, got 0.0"),
+        ({"train_lr": math.nan}, ValueError, "train_lr must be positive and finite, got nan"),
         ({"structure": "layer"}, TypeError, "has no option 'structure'; it takes"),
         ({"draws": 0}, ValueError, "draws = 0"),
         ({"warmup": -1}, ValueError, "warmup = -1"),
@@ -299,8 +299,8 @@ def test_a_temperature_without_meaning_is_refused(method: str) -> None:
         ("swag", {"rank": 1}, "rank = 1"),
         ("swag", {"rank": -1}, "rank = -1"),
         ("swag", {"snapshots": 1}, "snapshots = 1"),
-        ("swag", {"lr": -1.0}, "lr = -1.0"),
-        ("snapshots", {"lr": 0}, "lr = 0"),
+        ("swag", {"lr": -1.0}, "lr must be positive and finite, got -1.0"),
+        ("snapshots", {"lr": 0}, "lr must be positive and finite, got 0"),
         ("snapshots", {"schedule": "often"}, "schedule = 'often' is unknown; choose one of"),
         ("mcdropout", {"p": 1.0}, "p = 1.0"),
         ("mcdropout", {"p": {"0": -0.1}}, "p = -0.1"),

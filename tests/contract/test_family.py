@@ -163,14 +163,17 @@ def test_it_runs_through_sample_with_nothing_given(name: str, monkeypatch: pytes
     x = torch.randn(100, 2, generator=seeded())
     data = (x, x @ torch.tensor([[1.0], [-1.0]]) + 0.5 * torch.randn(100, 1, generator=seeded(6)))
     target = isosgd.Target.from_module(torch.nn.Linear(2, 1), likelihood=isosgd.likelihoods.Gaussian(scale=0.5))
-    posterior = isosgd.sample(target, data, method=name, draws=20, keep_every=10, warmup=600, progress=False)
+    warmup = 600 if name == "hmc" else 300
+    posterior = isosgd.sample(target, data, method=name, draws=8, keep_every=8, warmup=warmup, progress=False)
     weight = posterior.draws["weight"].flatten(0, 1)
     assert bool((weight.mean(0) - torch.tensor([1.0, -1.0])).abs().max() < 0.3)
 
 
-@every_method
-def test_a_compiled_training_step_is_the_same(method: Method) -> None:
+@pytest.mark.parametrize("name", ["isgd", "sghmc", "psgld"])
+def test_a_compiled_training_step_is_the_same(name: str) -> None:
     """Loss, gradients and the sampler's step in one compiled function; the compiler may leave the step as it is."""
+
+    method = REGISTRY[name]
 
     def made() -> tuple[Any, Any]:
         loop = Loop(method.kind, **method.options).look()

@@ -50,7 +50,7 @@ def preset(name: str) -> Case:
 
 SHAPED = {
     f"isgd-shaped-{name}": Case(ISGD, {"structure": name, "batch_size": 8, "noise": "paired"})
-    for name in ("diagonal", "kronecker", "full")
+    for name in ("diagonal", "lowrank", "kronecker", "full")
 }
 WHOLE = {"sgfs-full": Case(FullSGFS, {"lr": 1e-6}), "sgfs-full-adapted": Case(FullSGFS, {"batch_size": 8})}
 
@@ -187,14 +187,19 @@ def started(case: Case, params: dict[str, Tensor] | None = None, **settings: Any
 
 
 @every_case
-def test_parameters_move_in_place_and_keep_their_form(case: Case) -> None:
+def test_parameters_move_in_place_and_every_step_counts_once(case: Case) -> None:
     params = named_params()
     before, objects = values(params), list(params.values())
-    started(case, params)
+    numbers, more = torch.get_rng_state(), np.random.get_state()[1].copy()
+    sampler, data = started(case, params)
+    assert torch.equal(numbers, torch.get_rng_state()) and np.array_equal(more, np.random.get_state()[1])
     for p, old, name in zip(params.values(), before, SHAPES, strict=True):
         assert p.shape == SHAPES[name] and p.dtype == torch.float32 and p.requires_grad and p.is_leaf
         assert bool(torch.isfinite(p).all()) and not torch.equal(p.detach(), old)
     assert all(p is o for p, o in zip(params.values(), objects, strict=True))
+    assert [group["step"] for group in sampler.param_groups] == [case.warmup + 2] * 2
+    advance(sampler, data, 3)
+    assert [group["step"] for group in sampler.param_groups] == [case.warmup + 5] * 2
 
 
 @every_case
@@ -209,15 +214,6 @@ def test_same_generator_same_draws(case: Case) -> None:
 
 
 @every_case
-def test_a_step_leaves_global_random_numbers_alone(case: Case) -> None:
-    numbers, more = torch.get_rng_state(), np.random.get_state()[1].copy()
-    started(case)
-    started(case, innovations="bits")
-    assert torch.equal(numbers, torch.get_rng_state())
-    assert np.array_equal(more, np.random.get_state()[1])
-
-
-@every_case
 def test_without_temperature_and_gradient_nothing_moves(case: Case) -> None:
     sampler, data = started(case, temperature=0.0)
     for state in sampler.state.values():
@@ -229,15 +225,6 @@ def test_without_temperature_and_gradient_nothing_moves(case: Case) -> None:
         sampler.adapt([1.0, 1.0])
         sampler.step(noise=[torch.zeros_like(p) for p in data.params.values()] if sampler.estimator.centred else None)
     assert all(map(torch.equal, before, values(data.params)))
-
-
-@every_case
-def test_every_step_counts_once(case: Case) -> None:
-    sampler, data = started(case)
-    before = [group["step"] for group in sampler.param_groups]
-    assert before == [case.warmup + 2] * 2
-    advance(sampler, data, 3)
-    assert [group["step"] for group in sampler.param_groups] == [case.warmup + 5] * 2
 
 
 @every_case

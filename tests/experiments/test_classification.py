@@ -18,7 +18,8 @@ from experiments.images.tables import Result, Row, Score, draw_entropies, markdo
 from isosgd import DivergedError
 
 RECIPE = Recipe("mnist", 3, 32, 0.02, 1e-3, 32, (100, 2), (10, 2), 100, 2, 1, 0.2, augment="none")
-pytestmark = pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")  # warm-ups are short
+# warm-ups are short
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")]
 
 
 def tiny(dropout=0.0):

@@ -15,6 +15,7 @@ from experiments.family import __main__ as family
 from experiments.family import runs, tables
 from experiments.posteriors import logistic, suite
 
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -13,6 +13,7 @@ from experiments.posteriors.hmc import Flat, hmc
 from isosgd import Target, priors
 from isosgd.diagnostics import integrated_time
 
+pytestmark = pytest.mark.long
 SIGMAS = 5.0
 NOISE = 0.5
 

@@ -9,6 +9,7 @@ from torch.func import functional_call, grad, vmap
 
 from experiments.models import FilterResponseNorm, lenet5, mlp, resnet18, resnet20_frn, resnet56, vgg16_bn
 
+pytestmark = pytest.mark.long
 IMAGE_NETS = {f.__name__: f for f in (lenet5, resnet18, resnet56, resnet20_frn, vgg16_bn)}
 
 

@@ -13,7 +13,8 @@ from experiments.uci import runs as uci
 from experiments.uci import tables as uci_tables
 from experiments.uci.__main__ import main
 
-pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # so few steps cannot settle
+# so few steps cannot settle
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")]
 
 FEW = ["--hidden", "3", "--chains", "2", "--draws", "4", "--warmup", "150", "--keep-every", "3"]
 

@@ -401,7 +401,16 @@ def kept_entries() -> dict[str, Any]:
     return dict(json.loads(GOLDEN.read_text())) if GOLDEN.exists() else {"machine": machine(), "draws": {}}
 
 
-@pytest.mark.parametrize("name", CASES)
+# In seconds: each structure, one of each other kind of step, and what differs in how chains are run.
+QUICK_CASES = {
+    "isgd_regression_full", "isgd_two_chains_together", "isgd_layer", "isgd_single", "isgd_diagonal", "isgd_kronecker",
+    "sgld", "sghmc", "all_data", "batch_norm", "chains_in_turn", "data_loader",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK_CASES else pytest.param(name, marks=pytest.mark.long) for name in CASES]
+)
 def test_draws_are_those_that_were_frozen(name: str) -> None:
     kept = kept_entries()
     assert name in kept["draws"], f"no entry: python tests/golden/test_golden.py --renew {name}"

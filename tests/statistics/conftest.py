@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from isosgd.geometry.rule import variance_inflation
 from isosgd.samplers import Sampler
-from isosgd.samplers.steppers import variance_inflation
 
 DIM = 6
 CHAINS = 256

@@ -37,6 +37,7 @@ def test_variance_of_small_data_at_the_defaults(method):
     check_variance(posterior, mean, root)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("method", ["csgld", "csghmc"])
 def test_variance_of_a_plain_regression_at_the_defaults(method):

@@ -270,7 +270,6 @@ SCENARIOS = [
 every_scenario = pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda f: f.__name__)
 
 
-@pytest.mark.quick
 @every_scenario
 def test_variance_is_that_of_theory(gaussian_posterior, scenario):
     squares, predicted = scenario(gaussian_posterior, 0.3)
@@ -298,6 +297,7 @@ def _ignored_temperature(monkeypatch):
     monkeypatch.setattr(Run, "broken", lambda run: run.group.update(temperature=1.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutate", [_doubled_noise, _dropped_num_data, _ignored_temperature])
 @every_scenario
 def test_these_tests_fail_when_the_sampler_is_wrong(gaussian_posterior, monkeypatch, scenario, mutate):

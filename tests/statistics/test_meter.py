@@ -188,8 +188,7 @@ FAULTS: dict[str, tuple[Rule, list[float]]] = {
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("rule", [langevin, hamiltonian])
+@pytest.mark.parametrize(("rule", "temperature"), [(langevin, 1.0), (hamiltonian, 0.1)])
 def test_the_true_temperature_is_read(regression: Regression, rule: Rule, temperature: float) -> None:
     found = regression.run(rule, temperature, chains=16, delta=0.02).trust()
     whole = found.readings[0]
@@ -220,10 +219,10 @@ def test_burn_in_that_ends_too_early_is_not_trusted(regression: Regression) -> N
 
 @pytest.mark.quick
 def test_right_draws_are_hardly_ever_called_wrong(regression: Regression) -> None:
-    """Exact draws, correlated in time, of several lengths. Of 60 verdicts, each wrong once in a thousand, none is."""
+    """Exact draws, correlated in time, of several lengths. Of 30 verdicts, each wrong once in a thousand, none is."""
     root = torch.linalg.cholesky(torch.linalg.inv(regression.curvature) / NUM_DATA)
     verdicts: list[Verdict] = []
-    for seed in range(60):
+    for seed in range(30):
         g = torch.Generator().manual_seed(seed)
         chains, draws, rho = [(1, 40, 0.3), (4, 60, 0.5), (4, 150, 0.8)][seed % 3]
         z = torch.randn(chains, draws, DIM, generator=g)

@@ -71,7 +71,6 @@ def test_a_badly_conditioned_regression_is_exact(structure: str) -> None:
     assert spread.abs().max() < 4.5
 
 
-@pytest.mark.quick
 def test_temperature_is_kept() -> None:
     mean, covariance = exact(0.1)
     means, spread = z_scores(run("full", 0.1, draws=150, warmup=800).draws["w"].flatten(2), mean, covariance)

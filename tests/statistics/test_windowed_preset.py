@@ -7,7 +7,7 @@ from isosgd import Target, priors, sample
 
 
 @pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")  # of the bias of a rate without a guard
-@pytest.mark.parametrize(("temperature", "keep_every"), [pytest.param(1.0, 20, marks=pytest.mark.quick), (0.1, 200)])
+@pytest.mark.parametrize(("temperature", "keep_every"), [(1.0, 20), (0.1, 200)])
 def test_variances_of_a_regression_are_those_of_the_temperature(temperature, keep_every):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(300, 3, generator=generator)

@@ -124,7 +124,14 @@ def test_correlated_noise_in_the_warmup_slows_a_diagonal_lambda_and_is_not_hot_t
     g = torch.Generator().manual_seed(0)
     data = math.sqrt(0.95) * torch.randn(N, 1, generator=g) + math.sqrt(0.05) * torch.randn(N, DIM, generator=g)
     target = Target(log_likelihood, priors.Normal(10.0), init={"theta": torch.zeros(DIM)})
-    settings = {"temperature": 1e-3, "structure": "diagonal", "batch_size": BATCH, "draws": 30, "keep_every": 10}
+    settings = {
+        "temperature": 1e-3,
+        "structure": "diagonal",
+        "batch_size": BATCH,
+        "draws": 30,
+        "keep_every": 10,
+        "compile": False,
+    }
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         sample(target, (data,), chains=4, warmup=800, progress=False, **settings)

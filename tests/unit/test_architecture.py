@@ -101,6 +101,8 @@ def soft_imports(source: str, module: str, is_package: bool = False) -> list[str
 
 def pickle_loads(source: str) -> list[str]:
     """Complaints about anything that could run a pickle: the modules, torch.load, and numpy's allow_pickle."""
+    if not re.search(rf"{'|'.join(PICKLERS)}|\bload\b|allow_pickle", source):
+        return []  # most files: to parse them all takes seconds
     found = [
         f"line {line}: imports {name}"
         for line, name, _ in imported_modules(source, "module", is_package=False)
@@ -197,13 +199,19 @@ def test_no_import_circle(part: str) -> None:
     assert circles(imports_in(part)) == []
 
 
-@pytest.mark.parametrize("part", ["noise", "geometry", "samplers"])
+# Priors and likelihoods with a scale or a location in common are three deep still.
+DEEP = pytest.param("target", marks=pytest.mark.xfail(strict=False, reason="_Scaled, _Located"))
+PARTS = [DEEP if part == "target" else part for part in ORDER if part not in ("isosgd", "__main__")]
+
+
+@pytest.mark.parametrize("part", PARTS)
 def test_no_class_is_more_than_two_of_ours_deep(part: str) -> None:
     deep = []
-    for path in sorted((PACKAGE / part).glob("*.py")):
-        module = importlib.import_module(dotted(path))
-        kinds = [x for x in vars(module).values() if isinstance(x, type) and x.__module__ == module.__name__]
-        deep += [f"{kind.__module__}.{kind.__name__}" for kind in kinds if depth(kind) > 2]
+    for path in modules():
+        if part_of(path) == part and path.name != "__main__.py":
+            module = importlib.import_module(dotted(path))
+            kinds = [x for x in vars(module).values() if isinstance(x, type) and x.__module__ == module.__name__]
+            deep += [f"{kind.__module__}.{kind.__name__}" for kind in kinds if depth(kind) > 2]
     assert deep == []
 
 

@@ -334,16 +334,16 @@ def test_training_has_a_length_by_default(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(runner, "LEAST_TRAINING", 60)
     of = Target(lambda p, b: -0.5 * (b[0] - p["mu"]) ** 2, priors.Flat(), init={"mu": 0.0})
     spent = {}
-    for n in (16, 160):
+    for n in (16, 40):
         for method in ("ensemble", "snapshots", "swag"):
             own = {"snapshots": 5, "rank": 0} if method == "swag" else {}
             info = isosgd.sample(
                 of, (torch.randn(n),), method=method, draws=2, batch_size=8, progress=False, **own
             ).info
             spent[method, n] = info["gradients"]
-    assert spent["ensemble", 16] == 2 * 80 and spent["ensemble", 160] == 2 * 40 * 20
-    assert spent["snapshots", 16] == 80 + 1 + PROBES + 2 * 100 and spent["snapshots", 160] == 800 + 1 + PROBES + 2 * 100
-    assert spent["swag", 16] == 80 + LOOKS + PROBES + 5 * 2 and spent["swag", 160] == 800 + LOOKS + PROBES + 5 * 20
+    assert spent["ensemble", 16] == 2 * 80 and spent["ensemble", 40] == 2 * 40 * 5
+    assert spent["snapshots", 16] == 80 + 1 + PROBES + 2 * 100 and spent["snapshots", 40] == 200 + 1 + PROBES + 2 * 100
+    assert spent["swag", 16] == 80 + LOOKS + PROBES + 5 * 2 and spent["swag", 40] == 200 + LOOKS + PROBES + 5 * 5
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -21,9 +21,7 @@ from isosgd.data.sources import (
     make_batches,
 )
 from isosgd.diagnostics import integrated_time
-from isosgd.progress import Progress, clock
-from isosgd.target.batches import tree_map
-from isosgd.warmup.spacing import Traces
+from isosgd.progress import Progress
 
 SIGMAS = 4.5
 
@@ -86,11 +84,6 @@ def test_halves_of_nested_batches(n: int) -> None:
     assert torch.equal(torch.cat([first["x"], second["x"]]), batch["x"])
     assert torch.equal(torch.cat([first["pair"][0], second["pair"][0]]), batch["pair"][0])
     assert first["pair"][1] == second["pair"][1] == 7.0 and first["name"] == "kept"
-
-
-def test_tree_map_reaches_every_tensor() -> None:
-    found = tree_map(lambda t: t + 1, (torch.tensor(1), [torch.tensor(2), {"a": torch.tensor(3)}], "text"))
-    assert found[0] == 2 and found[1][0] == 3 and found[1][1]["a"] == 4 and found[2] == "text"
 
 
 # ------------------------------------------------------------------------------------------------ data sets
@@ -175,31 +168,12 @@ def test_a_trace_that_says_nothing_counts_as_uncorrelated(trace: np.ndarray) -> 
     assert integrated_time(trace) == 1.0
 
 
-def test_chains_that_were_given_up_do_not_bring_draws_closer_together() -> None:
-    """Of three chains two have no numbers: counted as forgetting at once, they would be the median."""
-    rng, traces = np.random.default_rng(0), Traces(None)  # type: ignore[arg-type]
-    slow = np.zeros((400, 1, 1))
-    for t in range(1, len(slow)):
-        slow[t] = 0.95 * slow[t - 1] + rng.standard_normal()
-    traces.found = list(slow)
-    alone = traces.spacing()
-    traces.found = list(np.concatenate([slow, np.full((400, 2, 1), np.nan)], 1))
-    assert traces.spacing() == alone and alone is not None and alone > 5
-    traces.found = list(np.full((400, 2, 1), np.nan))
-    assert traces.spacing() == 1
-
-
 # ------------------------------------------------------------------------------------------------ progress
 
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.9, "0:59"), (75, "1:15"), (3700, "1:01:40")])
-def test_clock(seconds: float, text: str) -> None:
-    assert clock(seconds) == text
 
 
 def test_the_line_shows_stage_share_speed_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,18 +238,6 @@ def test_a_run_that_fails_is_not_called_done(monkeypatch: pytest.MonkeyPatch) ->
     assert stream.getvalue().endswith("isosgd: stopped, 50 steps in 0:02\n")
 
 
-def test_stages_of_a_moment_are_not_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script may call `sample` a hundred times, each for a tenth of a second."""
-    now, stream = [0.0], io.StringIO()
-    monkeypatch.setattr("isosgd.progress.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    with Progress(100, stream=stream) as progress:
-        for stage in ("initial optimisation", "warm-up window of 50", "sampling"):
-            now[0] += 0.1
-            progress.advance(stage)
-    assert stream.getvalue() == ""
-
-
 def test_whoever_configures_logging_decides(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     now, stream = [0.0], io.StringIO()
     monkeypatch.setattr("isosgd.progress.time.monotonic", lambda: now[0])
@@ -286,19 +248,3 @@ def test_whoever_configures_logging_decides(caplog: pytest.LogCaptureFixture, mo
         progress.advance("sampling", 50)
         progress.close()
         assert bool(caplog.messages) is said and not stream.getvalue()
-
-
-def test_steps_of_an_earlier_session_do_not_count_as_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("isosgd.progress.time.monotonic", lambda: now[0])
-    progress = Progress(1000, stream=Terminal())
-    progress.skip(500)
-    now[0] = 10.0
-    progress.advance("sampling", 100)
-    assert "60%  600 steps, 10/s, 0:40 left" in progress.line("sampling")
-
-
-def test_a_line_beyond_the_total_stays_at_the_end() -> None:
-    progress = Progress(0, stream=Terminal())
-    progress.advance("warming up", 7)
-    assert "100%" in progress.line("warming up")

@@ -56,13 +56,6 @@ def test_demo_reaches_the_parser_of_the_demo(capsys):
     assert "--quick" in printed.out and "--jobs" in printed.out
 
 
-@pytest.mark.parametrize("more", [[], ["uci", "--method", "isgd-all"]])
-def test_bench_says_where_it_went(more, capsys):
-    assert main(["bench", *more]) == 2
-    said = capsys.readouterr().err
-    assert "python -m experiments.uci" in said and len(said.splitlines()) == 1
-
-
 @pytest.mark.parametrize(
     "argv",
     [

@@ -1,6 +1,5 @@
 """Faster ways to the same numbers: functions compiled once it pays, and products by the faster library."""
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,52 +38,6 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     found = Compiler()
     monkeypatch.setattr(compiled.torch, "compile", found)
     return found
-
-
-@pytest.mark.parametrize(("after", "runs"), [(0, 5), (3, 2), (5, 0), (None, 0)])
-def test_a_function_is_compiled_once_after_so_many_calls(compiler: Compiler, after: int | None, runs: int) -> None:
-    function = Compiled(lambda x: 2 * x, after)
-    assert [function(x) for x in range(5)] == [0, 2, 4, 6, 8]
-    assert compiler.runs == runs and len(compiler.asked) == (runs > 0)
-    assert function.unsupported_reason == ""
-
-
-def test_it_is_said_before_the_first_time(compiler: Compiler) -> None:
-    said: list[str] = []
-    function = Compiled(lambda x: 2 * x, 1, said.append)
-    function(1)
-    assert said == []
-    function(2), function(3)
-    assert len(said) == 1 and said[0].startswith("compiling")
-
-
-def test_warnings_of_the_compiler_are_its_own_affair_and_those_of_the_function_not(compiler: Compiler) -> None:
-    """The first time it warns of its innards; from then on warnings are the function's."""
-
-    def warns(x: int) -> int:
-        warnings.warn("look here", UserWarning, stacklevel=1)
-        return x
-
-    function = Compiled(warns, 0)
-    assert function(1) == 1 and function.unsupported_reason == ""
-    with pytest.warns(UserWarning, match="look here"):
-        function(2)
-
-
-def test_what_cannot_be_compiled_goes_on_and_says_why(compiler: Compiler) -> None:
-    compiler.error = RuntimeError("no compiler found\nwith many more lines")
-    function = Compiled(lambda x: 2 * x, 1)
-    assert [function(x) for x in range(4)] == [0, 2, 4, 6]
-    assert function.unsupported_reason == "RuntimeError: no compiler found"
-    assert compiler.runs == 1  # it does not try again
-
-
-def test_errors_of_the_function_itself_are_not_hidden(compiler: Compiler) -> None:
-    def fails(x: int) -> int:
-        raise ValueError("of the user's own")
-
-    with pytest.raises(ValueError, match="of the user's own"):
-        Compiled(fails, 0)(1)
 
 
 def run(**options: Any) -> Posterior:
@@ -151,24 +104,6 @@ def test_the_faster_library_is_used_and_the_flag_put_back(
     assert torch.backends.mkldnn.enabled
 
 
-def test_a_users_own_choice_and_other_devices_are_left_alone(flag: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_onednn_is_slow", lambda: True)
-    torch.backends.mkldnn.enabled = True
-    with fastest_products(torch.device("cuda")):
-        assert torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False
-    with fastest_products(CPU):
-        assert not torch.backends.mkldnn.enabled
-    assert not torch.backends.mkldnn.enabled
-
-
-@pytest.mark.parametrize(("machine", "slow"), [("x86_64", False), ("aarch64", True), ("ARM64", True), ("", False)])
-def test_the_machine_decides_and_not_the_clock(machine: str, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A choice that hung on the clock would change the draws."""
-    monkeypatch.setattr(compiled.platform, "machine", lambda: machine)
-    assert compiled._onednn_is_slow() == slow
-
-
 def test_sampling_puts_the_flag_back_after_an_error(flag: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_onednn_is_slow", lambda: True)
     torch.backends.mkldnn.enabled = True
@@ -184,21 +119,3 @@ def test_sampling_puts_the_flag_back_after_an_error(flag: None, monkeypatch: pyt
     with pytest.raises(KeyError, match="of the user's own"):
         sample(target, (torch.randn(20),), warmup=200, progress=False)
     assert seen[-1] is False and torch.backends.mkldnn.enabled
-
-
-class Doubler:
-    def __init__(self) -> None:
-        self.evaluate = Compiled(self.twice, 0)
-
-    def twice(self, x: Tensor) -> Tensor:
-        return 2 * x
-
-
-def test_methods_of_different_objects_are_different_code_to_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler gives up on a piece of code after eight versions; every run has a version of its own."""
-    seen: list[Any] = []
-    monkeypatch.setattr(compiled.torch, "compile", lambda function, **_: seen.append(function) or function)
-    doublers = [Doubler(), Doubler()]
-    assert [float(d.evaluate(torch.tensor(3.0))) for d in doublers] == [6.0, 6.0]
-    first, second = (function.__func__.__code__ for function in seen)
-    assert first is not second and all(f.__self__ is d for f, d in zip(seen, doublers, strict=True))

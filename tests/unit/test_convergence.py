@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from isosgd.diagnostics import Convergence, convergence, ess, integrated_time, rhat, traces
+from isosgd.diagnostics import Convergence, ess, integrated_time, rhat, traces
 
 SIGMAS = 5.0
 SHAPES = [(2, 4), (3, 5), (4, 7), (2, 8), (5, 33), (4, 101), (1, 60), (8, 500)]
@@ -146,39 +146,24 @@ def test_unknown_kinds_and_single_numbers_are_refused() -> None:
         integrated_time(1.0)
 
 
-# ---------------------------------------------------------------- as draws arrive
+# ---------------------------------------------------------------- all traces of all chains
 
 
-def fed(x: np.ndarray, groups: list[int] | None = None) -> Convergence:
-    watch = Convergence(groups)
-    for t in range(x.shape[1]):
-        watch.append(x[:, t])
-    return watch
-
-
-def test_as_draws_arrive_it_says_what_the_whole_says() -> None:
+def test_it_is_the_worst_of_all_traces() -> None:
     x = autoregression((4, 300, 5), 0.5)
-    watch = fed(x)
-    assert watch.draws == 300
-    assert watch.rhat() == rhat(x).max()
-    assert watch.ess() == ess(x).min()
-    np.testing.assert_array_equal(watch.traces(), x)
-    watch.append(torch.zeros(4, 5))
-    assert watch.rhat() != rhat(x).max()
+    found = Convergence.of(torch.from_numpy(x))
+    assert (found.chains, found.draws) == (4, 300)
+    assert (found.rhat, found.ess) == (rhat(x).max(), ess(x).min())
+    assert str(found) == f"300 draws of 4 chains: R-hat {rhat(x).max():.3f}, ESS {ess(x).min():,.0f}"
 
 
 def test_convergence_is_reached_and_not_before() -> None:
     x = autoregression((4, 2000, 3), 0.8)
-    watch, reached = Convergence(), []
-    for t in range(2000):
-        watch.append(torch.from_numpy(x[:, t]))
-        if t % 100 == 99 and watch.converged():
-            reached.append(t + 1)
+    reached = [t for t in range(100, 2001, 100) if Convergence.of(x[:, :t]).converged()]
     # Draws count for a ninth: 400 effective ones need some 900 of each of four chains.
-    assert reached
-    assert 600 <= reached[0] <= 1500
-    assert not watch.converged(ess=8000)
-    assert watch.converged(rhat=1.1, ess=100)
+    assert reached and 600 <= reached[0] <= 1500
+    assert not Convergence.of(x).converged(ess=8000)
+    assert Convergence.of(x).converged(rhat=1.1, ess=100)
 
 
 def test_groups_are_compared_within_not_between() -> None:
@@ -186,93 +171,33 @@ def test_groups_are_compared_within_not_between() -> None:
     x = autoregression((6, 500, 2), 0.0)
     x[3:] += 100
     groups = [0, 0, 0, 7, 7, 7]
-    assert fed(x).rhat() > 1.5
-    watch = fed(x, groups)
-    assert watch.groups == (0, 7)
-    assert watch.converged()
-    assert watch.rhat() == max(watch.rhat(0), watch.rhat(7)) == max(rhat(x[:3]).max(), rhat(x[3:]).max())
+    assert Convergence.of(x).rhat > 1.5
+    found = Convergence.of(x, groups)
+    assert found.converged() and found.rhat == max(rhat(x[:3]).max(), rhat(x[3:]).max())
     x[5] += 2  # one bad chain in one group is the worst of all
-    watch = fed(x, groups)
-    assert watch.rhat() == watch.rhat(7) > 1.2
-    assert watch.ess() == watch.ess(7) < 30
-    assert watch.rhat(0) < 1.01
-    assert not watch.converged()
-
-
-def test_a_dropped_chain_no_longer_counts() -> None:
-    x = autoregression((5, 300, 2), 0.0)
-    x[2] += 5
-    watch = fed(x, [0, 0, 0, 0, 1])
-    assert watch.rhat(0) > 1.2
-    watch.drop(2)
-    assert watch.rhat(0) == rhat(x[[0, 1, 3]]).max()
-    assert watch.traces().shape == (4, 300, 2)
-    values = x[:, 0].copy()
-    values[2] = np.nan
-    watch.append(values)  # whatever it holds
-    watch.drop(4)
-    assert watch.groups == (0,)
-    assert math.isfinite(watch.rhat())
-    assert math.isnan(watch.rhat(1))
-    assert "(2 dropped)" in str(watch)
-    with pytest.raises(ValueError, match="no chain is left in group 1"):
-        watch.traces(1)
+    found = Convergence.of(x, groups)
+    assert found.rhat > 1.2 and found.ess < 30 and not found.converged()
 
 
 def test_nothing_converges_without_chains_or_draws_or_motion() -> None:
-    watch = Convergence([0, 0])
-    assert math.isnan(watch.rhat())
-    assert not watch.converged()
-    assert "too few to tell" in str(watch)
-    for chain in (0, 1):
-        watch.drop(chain)
-    for _ in range(500):
-        watch.append(np.zeros((2, 1)))
-    assert not watch.converged()
-    assert "too few to tell" in str(watch)
-    assert not fed(np.ones((4, 500, 3))).converged()  # all stuck at one place
+    for x in (np.zeros((2, 0, 1)), np.zeros((0, 9, 1)), autoregression((4, 3, 2), 0.0), np.ones((4, 500, 3))):
+        found = Convergence.of(x)
+        assert math.isnan(found.rhat) and not found.converged()
 
 
 def test_a_trace_that_never_moves_is_passed_over() -> None:
     """As the probability of a class that is impossible; but a group of which nothing moves is stuck."""
     x = autoregression((4, 500, 3), 0.0)
     x[..., 1] = 0.0
-    assert fed(x).converged()
-    y = np.concatenate([x, np.ones_like(x)])
-    watch = fed(y, [0] * 4 + [1] * 4)
-    assert math.isnan(watch.rhat())
-    assert watch.rhat(0) < 1.01
-    assert not watch.converged()
-
-
-def test_it_reads_as_one_line() -> None:
-    x = autoregression((4, 300, 3), 0.0)
-    x[0, :, 1] += 2
-    assert str(fed(x)) == f"300 draws of 4 chains: R-hat {rhat(x).max():.3f}, ESS {ess(x).min():,.0f}"
+    assert Convergence.of(x).converged()
+    found = Convergence.of(np.concatenate([x, np.ones_like(x)]), [0] * 4 + [1] * 4)
+    assert math.isnan(found.rhat) and not found.converged()
 
 
 @pytest.mark.parametrize(
-    ("act", "words"),
-    [
-        (lambda watch: watch.append(np.ones(4)), r"shape \[4\] must be \[chains, traces\]"),
-        (lambda watch: watch.append(np.ones((4, 0))), r"must be \[chains, traces\]"),
-        (lambda watch: watch.append(np.ones((3, 2))), "3 chains, but groups names those of 4"),
-        (lambda watch: watch.append(np.ones((4, 3))), r"earlier draws \[4, 2\]"),
-        (lambda watch: watch.append([[1, 2], [3, np.inf], [5, 6], [7, 8]]), r"chain 1.*drop\(1\)"),
-        (lambda watch: watch.drop(4), "no chain 4; there are 4"),
-        (lambda watch: watch.rhat(9), r"no group 9; there are \[0, 1\]"),
-        (lambda watch: watch.converged(rhat=1.0), "rhat = 1.0 must be above 1"),
-        (lambda watch: watch.converged(ess=0), "ess = 0 must be positive"),
-        (lambda watch: Convergence([]), "groups is empty"),
-    ],
+    ("shape", "groups", "words"),
+    [((4, 9), None, r"must be \[chains, draws, traces\]"), ((4, 9, 2), [0, 1], "names those of 2")],
 )
-def test_bad_input_is_refused(act, words: str) -> None:
-    watch = Convergence([0, 0, 1, 1])
-    watch.append(np.ones((4, 2)))
+def test_bad_traces_are_refused(shape: tuple[int, ...], groups: list[int] | None, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        act(watch)
-    assert watch.draws == 1
-
-
-def test_defaults_are_those_of_the_literature() -> None:
-    assert (convergence.RHAT, convergence.ESS) == (1.01, 400)
+        Convergence.of(np.ones(shape), groups)

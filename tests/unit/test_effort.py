@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import isosgd
 from isosgd import Target, sample
 from isosgd.cli import main
-from isosgd.cli.network import LEAST_APART, LEAST_WARMUP, MOST_WORK, Network, steps_for
+from isosgd.cli.network import LEAST_APART, LEAST_WARMUP, MOST_WORK, steps_for
 from isosgd.sampling import settings as room
 
 PENGUINS = Path(__file__).parents[1] / "data" / "penguins.csv"
@@ -41,11 +41,6 @@ def test_effort_is_so_many_times_the_steps() -> None:
     assert (least["warmup"], least["keep_every"], least["compile"]) == (LEAST_WARMUP, LEAST_APART, False)
 
 
-def test_weights_are_counted() -> None:
-    for network in (Network(13, 1), Network(4, 3, hidden=7)):
-        assert network.weights == sum(x.numel() for x in network.start(0).values())
-
-
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -67,15 +62,6 @@ def test_more_draws_than_fit_go_to_the_disk(monkeypatch: pytest.MonkeyPatch, tmp
         sample(line(), (X, Y), method="swag", store=tmp_path / "swag", **{**QUICK, "draws": 1_000})
     settings = {**QUICK, "draws": 1_000, "keep_every": 1, "method": "sgld", "lr": 1e-4, "warmup": 0}
     assert len(sample(line(), (X, Y), store=tmp_path / "run", **settings)) == 1_000
-
-
-def test_where_the_system_does_not_say_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(name: str) -> int:
-        raise ValueError(name)
-
-    monkeypatch.setattr(room.os, "sysconf", unknown)
-    assert room.memory() is None
-    room.check_room({"w": torch.zeros(3)}, 10**12, 10**12)
 
 
 def test_fit_says_it_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isosgd import SamplingWarning, sample
-from isosgd.engine.gradients import Layout, Many, Single, batchable, stacked
+from isosgd.engine.gradients import Layout, Many, Single, batchable
 from isosgd.target import Params, Target, likelihoods, priors
 
 F64 = torch.float64
@@ -101,18 +101,6 @@ def test_many_chains_have_the_gradients_of_each(
 def test_what_can_be_batched_is(make: Any, draw: Any, generator: torch.Generator) -> None:
     target = make()
     assert batchable(target, target.initial(), draw(generator, 8), N) == ""
-
-
-def test_parameters_lie_in_one_flat_tensor() -> None:
-    """Chain by chain, each with a start of its own, so that nothing is copied for a step."""
-    params = {"w": torch.arange(6.0).view(2, 3), "s": torch.tensor(7.0), "b": torch.tensor([8.0, 9.0])}
-    views = stacked([params, {name: -x for name, x in params.items()}])
-    assert {name: tuple(x.shape) for name, x in views.items()} == {"w": (2, 2, 3), "s": (2,), "b": (2, 2)}
-    for name, x in params.items():
-        assert torch.equal(views[name], torch.stack([x, -x]))
-    flat = views["w"].detach().as_strided((2, 9), (9, 1), 0)  # all in one buffer
-    assert flat.tolist() == [[0, 1, 2, 3, 4, 5, 7, 8, 9], [0, -1, -2, -3, -4, -5, -7, -8, -9]]
-    assert all(x.requires_grad and x.is_leaf for x in views.values()) and params["s"] == 7.0
 
 
 # ------------------------------------------------------------------------------------------------ why not

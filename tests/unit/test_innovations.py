@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isosgd.samplers.innovations import BITS_FROM, UNIT, Source
+from isosgd.samplers.innovations import UNIT, Source
 
 NORMAL_MOMENTS = [0.0, 1.0, 0.0, 3.0, 0.0]
 BITS_MOMENTS = [0.0, 1.0, 0.0, 2.75, 0.0]
@@ -102,16 +102,6 @@ def test_the_generator_alone_decides(kind: str, size: int) -> None:
     assert torch.equal(after, drawn(size, first, kind))
     assert torch.equal(before, torch.get_rng_state())
     assert np.array_equal(numbers, np.random.get_state()[1])
-
-
-def test_auto_takes_bits_for_large_tensors_only(generator: torch.Generator) -> None:
-    assert len(drawn(BITS_FROM - 1, generator, "auto").unique()) > len(LEVELS)
-    assert len(drawn(BITS_FROM, generator, "auto").unique()) == len(LEVELS)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_types_are_kept(dtype: torch.dtype, generator: torch.Generator) -> None:
-    assert drawn(64, generator, dtype=dtype).dtype == dtype
 
 
 def averaging(generator: torch.Generator, size: int = 1003) -> Source:

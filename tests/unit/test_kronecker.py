@@ -7,15 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments.models import lenet5, resnet18
 from isosgd.geometry.kronecker import (
-    LEADING,
-    AllAxes,
-    FixedSide,
     Kronecker,
     LeadingAxes,
-    orthonormal_rows,
-    rotation_work,
     weight_matrices,
 )
 from isosgd.geometry.linalg import diagonal
@@ -141,20 +135,7 @@ def test_chains_together_are_chains_alone(options: dict[str, Any], generator: to
             structure.forget()
 
 
-@every_kind
-def test_a_saved_state_goes_on_as_if_nothing_had_been(options: dict[str, Any], generator: torch.Generator) -> None:
-    structure = settled(generator, 2, **options)
-    feed(structure, correlated(20, generator, 2))
-    other = bound(2, **options)
-    other.load(structure.state())
-    noise, (g, xi) = correlated(40, generator, 2), torch.randn(2, 2, SIZE, generator=generator, dtype=F64)
-    for one in (structure, other):
-        feed(one, noise)
-        settle(one)
-        one.forget()  # into new bases, from what is kept of the noise
-    assert torch.equal(*(one.displace(one.tensors(), g, xi) for one in (structure, other)))
-
-
+@pytest.mark.long
 @every_kind
 def test_a_step_compiles_without_a_break(options: dict[str, Any], generator: torch.Generator) -> None:
     structure = settled(generator, 2, **options)
@@ -183,41 +164,6 @@ def test_an_accelerator_makes_the_same_steps(options: dict[str, Any], generator:
 # ------------------------------------------------------------------------------------------------ bases
 
 
-@every_kind
-def test_turning_back_undoes_turning(options: dict[str, Any], generator: torch.Generator) -> None:
-    structure = settled(generator, 3, **options)
-    x = torch.randn(3, SIZE, generator=generator, dtype=F64)
-    turned = structure.rotate(x)
-    torch.testing.assert_close(structure.back(turned), x)
-    torch.testing.assert_close(turned.norm(dim=1), x.norm(dim=1))
-    for slot in (slice(12, 15), slice(27, 32)):  # vectors have no basis
-        assert torch.equal(turned[:, slot], x[:, slot])
-    for slot in (slice(0, 12), slice(15, 27)):
-        assert not torch.allclose(turned[:, slot], x[:, slot])
-
-
-@every_kind
-def test_a_new_window_shows_lambda_in_the_new_basis(options: dict[str, Any], generator: torch.Generator) -> None:
-    """Its diagonal there, so that traces stay."""
-    structure = settled(generator, 3, **options)
-    axes, before = axes_of(structure), structure.on_axes.lam.clone()
-    lam = axes @ torch.diag_embed(before) @ axes.mT
-    feed(structure, torch.linspace(0.1, 3.0, SIZE, dtype=F64) * correlated(40, generator, 3))
-    structure.forget()
-    new = axes_of(structure)
-    torch.testing.assert_close(structure.on_axes.lam, diagonal(new.mT @ lam @ new))
-    torch.testing.assert_close(structure.on_axes.lam.sum(-1), before.sum(-1))
-    assert not torch.allclose(structure.on_axes.lam, before, rtol=0.1)
-
-
-def test_noise_that_is_void_does_not_turn_the_basis(generator: torch.Generator) -> None:
-    structure = settled(generator)
-    before = axes_of(structure)
-    feed(structure, 1e6 * correlated(20, generator)[:, 0])
-    structure.forget(void=True)
-    assert torch.equal(axes_of(structure), before) and structure.seen == 0
-
-
 def spiked(count: int, rows: int, columns: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Noise matrices of two chains, most of it along three axes of the columns, and those axes, the strongest first."""
     axes = torch.linalg.qr(torch.randn(2, columns, 3, generator=generator, dtype=F64))[0].mT
@@ -241,16 +187,6 @@ def test_leading_axes_are_found(generator: torch.Generator) -> None:
     overlap = diagonal(axes @ turned[..., :3]).square()
     error = columns / (torch.tensor([30.0, 15.0, 7.0], dtype=F64).square() * rows * 20)
     assert bool((1.0 - overlap < 10 * error + 0.02).all())
-
-
-def test_other_coordinates_turn_as_little_as_they_must(generator: torch.Generator) -> None:
-    """The basis differs from the parameters' own by a matrix of the rank of the axes."""
-    side = LeadingAxes(20, 2)
-    kept = torch.randn(3, 2, 20, generator=generator, dtype=F64)
-    turned = side.rotate(torch.eye(20, dtype=F64).repeat(3, 1, 1), side.basis(kept))
-    assert torch.linalg.matrix_rank(turned - torch.eye(20, dtype=F64)).tolist() == [2, 2, 2]
-    span = orthonormal_rows(kept)
-    torch.testing.assert_close(turned[..., :2].mT @ span.mT @ span, turned[..., :2].mT)
 
 
 @pytest.mark.parametrize("rows", [1, 3], ids=["a single row", "fewer rows than axes"])
@@ -287,51 +223,6 @@ def test_a_chain_that_diverged_does_not_stop_the_others(generator: torch.Generat
 
 def sides(*shapes: tuple[int, ...], **options: Any) -> list[tuple[str, str]]:
     return [(type(m.left).__name__, type(m.right).__name__) for m in weight_matrices(shapes, **options)]
-
-
-def test_small_networks_get_all_axes() -> None:
-    whole = ("AllAxes", "AllAxes")
-    assert sides((50, 13), (50,), (1, 50), (1,)) == [
-        whole,
-        ("FixedSide", "AllAxes"),
-    ]  # one output: nothing to turn
-    assert sides((50, 1), (50,), (50, 50)) == [("AllAxes", "FixedSide"), whole]
-    lenet = [tuple(p.shape) for p in lenet5().parameters()]
-    assert sides(*lenet) == [whole, whole, ("FixedSide", "LeadingAxes"), whole]  # 500 units of 800 inputs are too many
-
-
-def test_large_matrices_get_leading_axes_of_their_inputs() -> None:
-    assert sides((512, 512, 3, 3), (2, 513), (513, 2)) == [
-        ("FixedSide", "LeadingAxes"),
-        ("FixedSide", "LeadingAxes"),
-        ("FixedSide", "AllAxes"),
-    ]
-    assert sides((9, 5), (4, 4), longest=4) == [("FixedSide", "LeadingAxes"), ("AllAxes", "AllAxes")]
-    assert sides((9, 5), (4, 4), longest=4, leading=0) == [("AllAxes", "AllAxes")]
-    axes = {
-        m.right.axes for m in weight_matrices([(512, 512, 3, 3), (256, 256, 3, 3)]) if isinstance(m.right, LeadingAxes)
-    }
-    assert axes == {LEADING, LEADING // 2}
-
-
-def test_parameters_without_matrices_are_a_diagonal() -> None:
-    structure = Kronecker()
-    structure.bind([{"params": [torch.zeros(4), torch.zeros(())]}])
-    for _ in range(50):
-        structure.observe([torch.randn(4), torch.randn(())])
-    settle(structure)
-    g, xi = torch.randn(2, 1, 5)
-    step = structure.displace(structure.tensors(), g, xi)
-    torch.testing.assert_close(step, structure.on_axes.rate * g + structure.on_axes.amplitude * xi)
-
-
-def test_work_is_that_of_the_products() -> None:
-    assert rotation_work([(7,), ()]) == 0
-    assert rotation_work([(50, 13)]) == 2 * 50 * 13 * (50 + 13)
-    assert rotation_work([(256, 256, 3, 3)]) == 2 * 256 * 2304 * 2 * LEADING
-    shapes = [tuple(p.shape) for p in resnet18().parameters()]
-    assert rotation_work(shapes) < 32 * sum(math.prod(shape) for shape in shapes)
-    assert FixedSide().work == 0 and AllAxes(5).work == 5
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Lambda as a diagonal and a few directions: the maps are exact, the directions are found, and C is never negative."""
 
-import copy
 import math
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 import isosgd
-from isosgd.geometry import linalg as rows
 from isosgd.geometry.base import MOST_EXCESS
 from isosgd.geometry.lowrank import ROOM, SPILL, LowRank
 from isosgd.geometry.rule import Rule
@@ -126,13 +124,6 @@ def test_a_step_is_that_of_theorem_1(options: dict[str, Any], tolerance: float, 
         torch.testing.assert_close(structure.rates()[chain].double(), pull.diagonal(), rtol=10 * tolerance, atol=0.0)
 
 
-def test_a_direction_is_a_step_without_noise(generator: torch.Generator) -> None:
-    structure = settled(generator, chains=2)
-    g = torch.randn(2, structure.total, generator=generator, dtype=F64)
-    still = structure.full(0.0, structure.total + structure.extra_innovations)
-    torch.testing.assert_close(structure.displace(structure.tensors(), g, still), structure.direction(g))
-
-
 def test_noise_found_larger_than_the_directions_have_room_for_is_taken_out_exactly(generator: torch.Generator) -> None:
     """Along a direction the noise may exceed its strength and still be less than Lambda."""
     structure = settled(generator, chains=2)
@@ -166,18 +157,6 @@ def test_lambda_is_the_rule_along_what_it_knows(scale: float, generator: torch.G
     expected += q * RULE.batch_size * SPILL * torch.diag(shared.diagonal())
     torch.testing.assert_close(lam_of(structure), expected)
     torch.testing.assert_close(structure.factor, RULE.factor(structure.curvature_ratio))
-
-
-def test_slowing_down_keeps_noise_and_multiplies_lambda(generator: torch.Generator) -> None:
-    structure = settled(generator, chains=2)
-    before = [(lam_of(structure, k), noise_of(structure, k), structure.rates()[k]) for k in range(2)]
-    factors = [3.0, 1.0]
-    structure.slow(torch.tensor(factors, dtype=F64))
-    for k, (factor, (lam, noise, rates)) in enumerate(zip(factors, before, strict=True)):
-        torch.testing.assert_close(lam_of(structure, k), factor * lam)
-        torch.testing.assert_close(noise_of(structure, k), noise)
-        torch.testing.assert_close(structure.rates()[k], rates / factor)
-        torch.testing.assert_close(injected(structure, k), 2 * factor * lam - noise)
 
 
 # ------------------------------------------------------------------------------------------------ what is found
@@ -229,24 +208,6 @@ def test_noise_outside_of_the_shape_slows_lambda_down(generator: torch.Generator
     assert float(structure.excess_temperature()) == pytest.approx(MOST_EXCESS)
 
 
-def test_directions_go_on_from_window_to_window(generator: torch.Generator) -> None:
-    noise, covariance = spiked(800, 60, 3, generator)
-    structure = bound(LowRank(3), 60)
-    feed(structure, noise[:100])
-    settle(structure)
-    assert structure.search is None
-    structure.forget()
-    assert structure.search is not None
-    feed(structure, noise[100:])
-    settle(structure, rise=100.0)
-    rows = structure.basis[0]
-    # Noise along each direction as measured, and as it is: half of the 700 vectors or more count.
-    error = math.sqrt(2 / 350)
-    torch.testing.assert_close(
-        structure.spread[0].diagonal(), (rows @ covariance @ rows.T).diagonal(), rtol=4 * error, atol=0.0
-    )
-
-
 # ------------------------------------------------------------------------------------------------ C >= 0
 
 
@@ -262,45 +223,6 @@ def test_noise_that_grows_beyond_lambda_is_clipped_and_counted(generator: torch.
     # Along the strongest direction nothing is left to inject.
     t = structure.basis[0, 0]
     assert float(t @ covariance @ t) < 0.05 * float(t @ (2 * lam_of(structure)) @ t)
-
-
-def test_noise_goes_on_being_averaged_and_lambda_does_not_move(generator: torch.Generator) -> None:
-    structure = settled(generator)
-    lam, before = lam_of(structure), noise_of(structure)
-    feed(structure, 0.5 * spiked(400, 12, 3, generator)[0])
-    torch.testing.assert_close(lam_of(structure), lam)
-    assert float(noise_of(structure).trace()) < 0.8 * float(before.trace())
-    torch.testing.assert_close(injected(structure), 2 * lam - noise_of(structure))
-
-
-def test_dead_parameters_get_the_damping(generator: torch.Generator) -> None:
-    structure = bound(LowRank(3), 30)
-    noise = torch.randn(100, 30, generator=generator, dtype=F64)
-    noise[:, 20:25] = 0.0
-    feed(structure, noise)
-    settle(structure)
-    lam = structure.lam[0]
-    assert bool((lam[20:25] > 0.05 * lam[25:].mean()).all())
-    assert bool(torch.isfinite(injected(structure)).all())
-
-
-def test_a_second_settling_follows_the_stretch(generator: torch.Generator) -> None:
-    structure = settled(generator)
-    lam = lam_of(structure)
-    before, structure.curvature_ratio = structure.factor, structure.full(400.0)
-    settle(structure)
-    torch.testing.assert_close(lam_of(structure), lam * float(structure.factor / before))
-    torch.testing.assert_close(structure.factor, RULE.factor(structure.full(400.0)))
-    assert float(structure.factor) > 5 * float(before)
-
-
-def test_rates_rise_slowly(generator: torch.Generator) -> None:
-    structure = settled(generator)
-    before = structure.lam.clone()
-    structure.forget()
-    feed(structure, 0.01 * spiked(100, 12, 3, generator)[0])
-    settle(structure, rise=2.0)
-    torch.testing.assert_close(structure.lam, before / 2)
 
 
 # ------------------------------------------------------------------------------------------------ chains, state, rows
@@ -325,64 +247,13 @@ def test_chains_together_are_chains_alone(generator: torch.Generator) -> None:
             structure.forget()
 
 
-@pytest.mark.parametrize("window", [False, True], ids=["sampling", "inside a window"])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_saved_state_goes_on_as_if_nothing_had_been(
-    window: bool, dtype: torch.dtype | None, generator: torch.Generator
-) -> None:
-    structure = settled(generator, params=torch.float32, dtype=dtype)
-    noise = spiked(100, 12, 3, generator)[0].float()
-    if window:
-        structure.forget()
-    feed(structure, noise[:30])
-    other = bound(LowRank(4, dtype=dtype), 12, torch.float32)
-    other.load(structure.state())
-    g, xi = torch.randn(1, 12, generator=generator), torch.randn(1, 16, generator=generator)
-    for one in (structure, other):
-        feed(one, noise[30:])
-        settle(one)
-    steps = [one.displace(one.tensors(), g, xi) for one in (structure, other)]
-    assert torch.equal(*steps)
-    assert structure.basis.dtype == other.basis.dtype == (dtype or torch.float32)
-
-
+@pytest.mark.long
 def test_a_step_compiles_without_a_break(generator: torch.Generator) -> None:
     structure = settled(generator, chains=2)
     g, xi = torch.randn(2, 12, generator=generator, dtype=F64), torch.randn(2, 16, generator=generator, dtype=F64)
     compiled = torch.compile(structure.displace, backend="aot_eager", fullgraph=True, dynamic=False)
     tensors = structure.tensors()
     torch.testing.assert_close(compiled(tensors, g, xi), structure.displace(tensors, g, xi))
-
-
-def test_products_block_by_block_are_products(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
-    monkeypatch.setattr(rows, "BLOCK", 7)
-    u, x = torch.randn(2, 3, 30, generator=generator, dtype=F64), torch.randn(2, 30, generator=generator, dtype=F64)
-    weight, core = torch.rand_like(x), torch.randn(2, 3, 3, generator=generator, dtype=F64)
-    torch.testing.assert_close(rows.project(u, x), torch.einsum("ckd,cd->ck", u, x))
-    torch.testing.assert_close(rows.gram(u, weight), u * weight[:, None] @ u.mT)
-    torch.testing.assert_close(rows.gram(u), u @ u.mT)
-    torch.testing.assert_close(rows.explained(u, core), rows.diagonal(u.mT @ core @ u))
-    along = torch.randn(2, 3, generator=generator, dtype=F64)
-    torch.testing.assert_close(rows.spread_out_(u, along, x.clone()), x + torch.einsum("ckd,ck->cd", u, along))
-    torch.testing.assert_close(rows.mix_(core, u.clone()), core @ u)
-    unit = u.clone()
-    torch.testing.assert_close(rows.orthonormal_(unit) @ u, unit)
-    torch.testing.assert_close(unit @ unit.mT, torch.eye(3, dtype=F64).expand(2, -1, -1))
-    torch.testing.assert_close(unit.mT @ unit @ u.mT, u.mT)
-
-
-def test_a_split_explains_the_noise(generator: torch.Generator) -> None:
-    u = torch.linalg.qr(torch.randn(2, 40, 3, generator=generator, dtype=F64))[0].mT
-    psi = torch.rand(2, 40, generator=generator, dtype=F64) + 0.5
-    shared = torch.diag(torch.tensor([9.0, 4.0, 2.0], dtype=F64)).expand(2, -1, -1)
-    beside = torch.eye(40, dtype=F64) - u.mT @ u
-    left = rows.diagonal(beside @ torch.diag_embed(psi) @ beside)
-    torch.testing.assert_close(rows.leftover(u, psi), left)
-    unit = torch.rand_like(psi) + 0.5
-    found_psi, found = rows.split(u / unit[:, None], unit, left, shared + u * psi[:, None] @ u.mT)
-    error = 20 * rows.CONVERGED
-    torch.testing.assert_close(found_psi, psi, rtol=error, atol=0.0)
-    torch.testing.assert_close(found, shared, rtol=error, atol=error)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -404,38 +275,6 @@ def test_an_accelerator_keeps_short_rows_and_makes_the_same_steps(
 
 
 # ------------------------------------------------------------------------------------------------ in the sampler
-
-
-def make_sampler(**settings: Any) -> tuple[nn.Linear, isosgd.ISGD]:
-    torch.manual_seed(1)
-    net = nn.Linear(6, 2)
-    for p in net.parameters():
-        p.grad = torch.ones_like(p)
-    generator = torch.Generator().manual_seed(2)
-    sampler = isosgd.ISGD(
-        net.named_parameters(), num_data=100, batch_size=10, structure="lowrank", generator=generator, **settings
-    )
-    for _ in range(sampler.geometry.min_vectors):
-        sampler.observe([torch.randn_like(p) for p in net.parameters()])
-    sampler.adapt([1.0] * len(sampler.param_groups), prior=[torch.ones_like(p) for p in net.parameters()])
-    return net, sampler
-
-
-def test_a_sampler_takes_it_by_name_and_resumes() -> None:
-    net, sampler = make_sampler()
-    assert isinstance(sampler.geometry, LowRank)
-    sampler.step()
-    saved, where = copy.deepcopy(sampler.state_dict()), [p.detach().clone() for p in net.parameters()]
-    sampler.step()
-    after = [p.detach().clone() for p in net.parameters()]
-    assert not any(torch.equal(a, b) for a, b in zip(where, after, strict=True))
-    other, again = make_sampler()
-    again.load_state_dict(saved)
-    with torch.no_grad():
-        for p, value in zip(other.parameters(), where, strict=True):
-            p.copy_(value)
-    again.step()
-    assert all(torch.equal(a, b) for a, b in zip(after, other.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from isosgd import Posterior, Target, likelihoods, priors
-from isosgd.diagnostics.meter import Reading, anisotropy, directions, principal, readings
+from isosgd.diagnostics.meter import Reading, anisotropy, directions, readings
 from isosgd.diagnostics.summary import summary_of
 from isosgd.diagnostics.verdict import judge, off
 from isosgd.posterior import temperature as module
@@ -85,21 +85,10 @@ def test_gradients_of_a_loader(network: Posterior, data: tuple[Tensor, Tensor]) 
 def test_gradients_of_fresh_examples_are_unbiased(network: Posterior, data: tuple[Tensor, Tensor]) -> None:
     one = network.select(chains=[0], draws=slice(0, 1))
     expected = full_gradient(one, data)[0]
-    found = torch.stack([all_of(gradients_at(one, data, 10, seed))[0] for seed in range(200)])
+    found = torch.stack([all_of(gradients_at(one, data, 10, seed))[0] for seed in range(80)])
     z = (found.mean(0) - expected) / (found.std(0) / math.sqrt(len(found)))
     assert float(z.abs().max()) < 4.5  # the largest of 22
     assert not torch.equal(found[0], found[1])
-
-
-def test_only_what_is_affordable(
-    network: Posterior, data: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert gradients_at(network, data, None, 0).rows == 40
-    monkeypatch.setattr(module, "AFFORDABLE", 22 * 18 * 15)
-    monkeypatch.setattr(module, "LEAST_ROWS", 4)
-    assert gradients_at(network, data, None, 0).rows == 15
-    with pytest.raises(ValueError, match="rows = 41 must lie between 1 and the 40 examples"):
-        gradients_at(network, data, 41, 0)
 
 
 # ---------------------------------------------------------------- a posterior whose draws are exact
@@ -136,7 +125,7 @@ def test_exact_draws_are_trusted(temperature: float) -> None:
 
 def test_few_draws_bring_no_bias() -> None:
     """Each half takes its centre from the other; a mean of the same draws would read 1 - 1/8 here."""
-    found = np.array([exact((1, 8), seed).trust(rows=60).readings[0].temperature for seed in range(150)])
+    found = np.array([exact((1, 8), seed).trust(rows=60).readings[0].temperature for seed in range(100)])
     error = found.std() / math.sqrt(len(found))
     assert abs(found.mean() - 1.0) < 4 * error
     assert 4 * error < 1 / 8  # so that the bias would show
@@ -144,7 +133,7 @@ def test_few_draws_bring_no_bias() -> None:
 
 def test_standard_errors_are_right() -> None:
     """Readings of correlated draws are off by their standard errors: their ratio is a standard normal."""
-    found = [exact((4, 100), seed, rho=0.5).trust().readings[0] for seed in range(40)]
+    found = [exact((4, 100), seed, rho=0.5).trust().readings[0] for seed in range(25)]
     z = np.array([(r.temperature - 1.0) / r.error for r in found])
     assert 0.6 < z.std() < 1.4 and abs(z.mean()) < 0.6
 
@@ -287,18 +276,6 @@ def test_a_verdict_is_strict_json_and_readable() -> None:
     json.dumps(replace(found, anisotropy=math.nan, rhat=math.inf).as_dict(), allow_nan=False)
 
 
-def test_thresholds() -> None:
-    reading = Reading("all", 10, 1.0, 0.02, 1000.0, 1.0, 1.0)
-    assert off(reading, 1.0, 20, 0.1) == 0
-    assert off(replace(reading, temperature=1.12), 1.0, 20, 0.1) == 0  # beyond the tolerance, but by chance
-    assert off(replace(reading, temperature=1.4), 1.0, 20, 0.1) == 1
-    assert off(replace(reading, temperature=0.6), 1.0, 20, 0.1) == -1
-    few = replace(reading, temperature=4.0, ess=60.0, error=4.0 * math.sqrt(2 / 60))  # as the errors of squares are
-    assert off(few, 1.0, 20, 0.1) == 1
-    assert off(replace(reading, temperature=0.6, ess=3.0), 1.0, 20, 0.1) == 0  # an error from so few says little
-    assert off(replace(reading, temperature=300.0, error=60.0), 1.0, 20, 0.1) == 1  # its error is as large as it is hot
-
-
 def test_errors_that_are_large_at_any_temperature_are_no_heat() -> None:
     """Along a direction of a network's posterior: readings of chains that are right were 4.2 ± 1 and 14 ± 6.5."""
     for temperature, error in ((4.16, 1.0), (13.9, 6.5)):
@@ -314,15 +291,6 @@ def test_few_draws_or_none_moving_do_not_break_it() -> None:
     readings_ = (Reading("all", 1, math.nan, math.nan, 1.0, math.nan, math.nan),)
     assert judge(1.0, readings_, (), quiet).summary == "run longer"
     assert math.isnan(anisotropy((), 1.0))
-
-
-def test_principal_directions(generator: torch.Generator) -> None:
-    scale = torch.tensor([5.0, 1.0, 0.1])
-    x = torch.randn(2, 400, 3, generator=generator) * scale + torch.tensor([[[100.0, 0, 0]], [[-100.0, 0, 0]]])
-    torch.testing.assert_close(principal(x, 3).abs().float(), torch.eye(3), atol=0.05, rtol=0)
-    wide = torch.randn(2, 4, 50, generator=generator)  # more dimensions than draws
-    axes = principal(wide, 3)
-    torch.testing.assert_close(axes @ axes.T, torch.eye(3, dtype=F64))
 
 
 def test_noise_does_not_pass_for_heat_in_many_dimensions(generator: torch.Generator) -> None:

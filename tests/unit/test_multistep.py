@@ -11,8 +11,6 @@ from isosgd import DataSets, Interrupted, Posterior, SamplingWarning, Target, pr
 from isosgd.data.sources import TensorBatches
 from isosgd.engine import compiled
 from isosgd.engine.chains import Chains
-from isosgd.engine.compiled import block
-from isosgd.engine.gradients import Layout
 from isosgd.engine.multistep import MultiStep, unsupported_reason
 from isosgd.engine.schedule import Schedule
 from isosgd.progress import Progress
@@ -39,11 +37,12 @@ OTHERS: list[dict[str, Any]] = [
     {"method": "csghmc", "cycle": 7},
 ]
 KINDS: list[dict[str, Any]] = [{"method": "sgld", "lr": 1e-3}, *({"structure": name} for name in STRUCTURES), *OTHERS]
-QUICK_ONES = ("lowrank", "sgld")
-SOME = [
-    kind if any(name in str(kind) for name in QUICK_ONES) else pytest.param(kind, marks=pytest.mark.slow)
-    for kind in KINDS
+# Those whose steps in a call differ from another kind only in what a warm-up sets.
+WARMED: list[dict[str, Any]] = [
+    *({"structure": "single"}, {"structure": "kronecker"}, {"method": "sghmc", "corrected": True}),
+    *({"method": "isgd-momentum"}, {"method": "adaptive-sghmc"}, {"method": "csghmc", "cycle": 7}),
 ]
+SOME = [{"method": "sgld", "lr": 1e-3}, {"structure": "diagonal"}]
 
 
 def make_target() -> Target:
@@ -62,7 +61,8 @@ def make_chains(chains: int, options: dict[str, Any], data: Any = (X, Y)) -> Cha
         iter(schedule.runs(sampler_factory(method, schedule.num_data, 1.0, 10, schedule.together_sets, given)))
     )
     if "lr" not in options:
-        warm_up(run, 300, Progress(1, show=False), measure_spacing=False)
+        budget = 200 if options.get("structure") in ("full", "lowrank") else 120
+        warm_up(run, budget, Progress(1, show=False), measure_spacing=False)
     return run
 
 
@@ -73,12 +73,19 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def quick(data: Any = (X, Y), **options: Any) -> Posterior:
-    settings = {"draws": 5, "keep_every": 7, "warmup": 300, "batch_size": 10, "chains": 3, "progress": False}
+    settings = {"draws": 5, "keep_every": 7, "warmup": 120, "batch_size": 10, "chains": 3, "progress": False}
     return sample(make_target(), data, compile=True, **{**settings, **options})
 
 
-@pytest.mark.parametrize("options", KINDS, ids=str)
-@pytest.mark.parametrize("chains", [1, 3])
+@pytest.mark.parametrize(
+    ("options", "chains"),
+    [
+        *((kind, 3) for kind in KINDS if kind not in WARMED),
+        *(pytest.param(kind, 3, marks=pytest.mark.long) for kind in WARMED),
+        *((KINDS[0], 1), ({"structure": "lowrank"}, 1)),
+    ],
+    ids=str,
+)
 def test_the_steps_are_those_of_the_sampler(options: dict[str, Any], chains: int) -> None:
     """One by one, from the same minibatches and innovations, by the sampler's own step."""
     run, other = make_chains(chains, options), make_chains(chains, options)
@@ -124,11 +131,10 @@ def test_same_seed_same_draws(options: dict[str, Any], eager: None) -> None:
 
 
 @pytest.mark.parametrize("options", SOME, ids=str)
-@pytest.mark.parametrize("chains", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(
-    options: dict[str, Any], chains: int, eager: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], eager: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"chains": chains, "noise_every": 5, **({"warmup": 0} if "lr" in options else {}), **options}
+    settings = {"noise_every": 5, **({"warmup": 0} if "lr" in options else {}), **options}
     whole = quick(**settings)
     keep, count = recorders.OnDisk.keep, [0]
 
@@ -154,20 +160,6 @@ def test_data_sets_keep_to_their_own_rows(eager: None) -> None:
     index = run.batches.indices(5)
     for k in range(4):
         assert set(index[:, k].flatten().tolist()) <= set(FOLDS[k // 2].tolist())
-
-
-def test_noise_is_followed_in_every_so_many_steps() -> None:
-    run = make_chains(2, {"structure": "diagonal"})
-    assert run.geometry is not None
-    stride, seen = MultiStep(run, noise_every=4, compiled=False), run.geometry.seen
-    stride.take_steps(0, 3, lambda count: None)
-    assert run.geometry.seen == seen
-    stride.take_steps(3, 10, lambda count: None)
-    assert run.geometry.seen == seen + 3  # after steps 4, 8 and 12
-
-
-def test_sgld_does_not_ask_for_noise_that_it_has_no_use_for() -> None:
-    assert not MultiStep(make_chains(2, {"method": "sgld", "lr": 1e-3}), 4, compiled=False).program.follows_noise
 
 
 @pytest.mark.parametrize(
@@ -255,24 +247,6 @@ def test_innovations_have_mean_zero_and_unit_variance(bits: bool) -> None:
     scale = torch.rand(20, 100)
     again = fill_steps(torch.empty(100, 20, 100), torch.Generator().manual_seed(0), bits, scale)
     torch.testing.assert_close(again, out * scale)
-
-
-@pytest.mark.parametrize(("each", "size"), [(1, 12), (8, 12), (9, 6), (30, 3), (97, 1), (1000, 1)])
-def test_chains_go_together_while_they_fit_into_the_cache(each: int, size: int) -> None:
-    assert block(12, each, 96) == size  # a divisor of 12, so that all blocks are of one size
-
-
-def test_what_layers_give_is_guessed_from_their_weights() -> None:
-    layout = Layout({"0.weight": torch.ones(50, 13), "0.bias": torch.ones(50), "3.weight": torch.ones(1, 50)})
-    assert layout.between(128, torch.float32) == 128 * (50 + 1) * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", KINDS, ids=str)
-def test_blocks_of_chains_lead_to_the_same_place(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a cache so small that each chain is a block."""
-    monkeypatch.setattr(compiled, "SHARED", 1)
-    test_compiled_steps_lead_to_the_same_place(options, 4)
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def drawn(seed: int, *shape: int) -> Tensor:
 
 @pytest.fixture
 def built() -> None:
-    if said := build.why_not():
+    if said := build.unsupported_reason():
         pytest.skip(f"no operations here: {said}")
 
 
@@ -306,7 +306,7 @@ def test_a_step_along_directions_is_that_of_torch(d: int, k: int) -> None:
 
 def test_it_can_be_switched_off(fresh: pytest.MonkeyPatch) -> None:
     fresh.setenv("ISOSGD_NATIVE", "0")
-    assert build.why_not() == "ISOSGD_NATIVE=0"
+    assert build.unsupported_reason() == "ISOSGD_NATIVE=0"
 
 
 @pytest.mark.parametrize("compiler", ["false", "no-such-compiler"])
@@ -314,7 +314,7 @@ def test_without_a_compiler_everything_goes_on(fresh: pytest.MonkeyPatch, tmp_pa
     fresh.setenv("CXX", compiler)
     fresh.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     with pytest.warns(RuntimeWarning, match=compiler):
-        assert compiler in build.why_not()
+        assert compiler in build.unsupported_reason()
     assert not build.ready(torch.ones(3)) and not list(tmp_path.glob("*/*.so"))
 
 
@@ -336,7 +336,7 @@ def test_a_library_that_cannot_be_loaded_is_built_again(fresh: pytest.MonkeyPatc
     fresh.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     fresh.setattr(build.subprocess, "run", run)
     fresh.setattr(torch.ops, "load_library", load)
-    assert build.why_not() == "" and asked == [b"cut short", b"new"] and len(made) == 2
+    assert build.unsupported_reason() == "" and asked == [b"cut short", b"new"] and len(made) == 2
 
 
 def test_what_was_built_is_found_again(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:

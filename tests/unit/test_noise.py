@@ -10,7 +10,6 @@ from isosgd.noise import (
     AlphaStable,
     MovingAverage,
     NoiseEstimator,
-    join,
     join_halves,
     make_estimator,
     paired_backward,
@@ -116,20 +115,6 @@ def test_summaries_of_a_group() -> None:
     assert summarise(group, "mean") == 2.0
 
 
-@pytest.mark.parametrize("how", ["max", "sum", "mean"])
-def test_summaries_of_many_chains_are_those_of_each(how: str, generator: torch.Generator) -> None:
-    group = [torch.rand(3, 2, 4, generator=generator), torch.rand(3, generator=generator)]
-    together = summarise(group, how, batched=True)
-    for k in range(3):
-        torch.testing.assert_close(together[k], summarise([group[0][k], group[1][k]], how))
-
-
-def test_tensors_join_by_chain() -> None:
-    a, b = torch.arange(6.0).view(2, 3), torch.tensor([6.0, 7.0])
-    assert join([a, b]).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert join([a, b], batched=True).tolist() == [[0, 1, 2, 6], [3, 4, 5, 7]]
-
-
 # ------------------------------------------------------------------------------------------------ top eigenvalue
 
 
@@ -151,21 +136,3 @@ def test_power_iteration_finds_the_top_eigenvalue(generator: torch.Generator) ->
     # The mean of (d.u)^2 over the counted steps; a running average of length 1/w adds a bias of order w.
     error = math.sqrt(2 / counted)
     assert abs(sum(found[-counted:]) / counted / expected - 1) < SIGMAS * error + 2 * weight
-
-
-def test_power_iteration_of_many_chains_is_that_of_each(generator: torch.Generator) -> None:
-    noise = torch.randn(20, 3, 6, generator=generator, dtype=torch.float64)
-    start = torch.randn(3, 6, generator=generator, dtype=torch.float64)
-    together, alone = start.clone(), [row.clone() for row in start]
-    for d in noise:
-        power_step(together, d, 0.1)
-        for k in range(3):
-            power_step(alone[k], d[k], 0.1)
-    torch.testing.assert_close(together, torch.stack(alone))
-    torch.testing.assert_close(top_eigenvalue(together), torch.stack([top_eigenvalue(a) for a in alone]))
-
-
-def test_power_iteration_survives_a_zero_gradient() -> None:
-    image = torch.zeros(3)
-    power_step(image, torch.zeros(3), 0.5)
-    assert torch.equal(image, torch.zeros(3))

@@ -76,24 +76,6 @@ def test_a_fit_that_leads_away_from_the_posterior_is_undone() -> None:
     assert torch.equal(w, torch.full((2, 3), 1e-3)) and (before == after).all()
 
 
-def test_a_chain_whose_loss_is_not_finite_stays_where_it_is() -> None:
-    way = started(prior=10.0, rows=5.0, start=0.1)
-    with torch.no_grad():
-        way.chains.params["w"][1] = math.nan
-    way.chains.evaluate(forgiving=True)
-    assert all(not bool(g[1].any()) for g in way.chains.likelihood_gradients())
-    assert bool(way.chains.likelihood_gradients()[0][0].any())
-
-
-def test_the_gradient_of_the_likelihood_has_no_prior_in_it() -> None:
-    wide, narrow = (started(prior=scale, rows=1.0, start=0.5) for scale in (100.0, 0.1))
-    for way in (wide, narrow):
-        way.chains.evaluate()
-    found = [way.chains.likelihood_gradients()[0] for way in (wide, narrow)]
-    torch.testing.assert_close(found[0], found[1])
-    assert not torch.allclose(*(way.chains.leaves[0].grad for way in (wide, narrow)))  # type: ignore[arg-type]
-
-
 @pytest.mark.slow
 def test_a_chain_that_is_lost_at_the_start_stops_no_other() -> None:
     """Under a full matrix, too, which chains share."""

@@ -1,7 +1,6 @@
 """Where draws go: what is written in the background, what comes again, and what is said of some of the chains."""
 
 import errno
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from isosgd import Interrupted, Posterior, SamplingWarning, Target, load, priors, sample
-from isosgd.sampling.recorders import InMemory
+from isosgd import Posterior, SamplingWarning, Target, load, priors, sample
 from isosgd.sampling.stored import info_of
 from isosgd.store import writer
 from isosgd.store.files import write_tensors
 from isosgd.store.manifest import Manifest
-from isosgd.store.writer import Background
 from isosgd.target import Params
 
 DATA = (3.0 + torch.randn(60, generator=torch.Generator().manual_seed(0)),)
@@ -46,30 +43,6 @@ def middle_from_afar(chain: int) -> dict[str, float]:
 
 def same(a: Posterior, b: Posterior) -> bool:
     return all(torch.equal(a.draws[name], b.draws[name]) for name in a.draws)
-
-
-# ------------------------------------------------------------------------------------------------ Ctrl-C
-
-
-def test_an_error_on_the_way_out_of_ctrl_c_is_not_taken_for_no_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(params: Params, batch: Any) -> Tensor:
-        calls.append(1)
-        if len(calls) == 9:
-            raise KeyboardInterrupt
-        return -0.5 * (batch[0] - params["mu"]).square()
-
-    calls: list[int] = []
-    with pytest.raises(Interrupted) as caught:
-        sample(make_target(stopped), DATA, **QUICK)
-    assert caught.value.posterior is not None and caught.value.posterior.num_draws == 3
-
-    def broken(self: InMemory) -> Posterior:
-        raise ValueError("something else")
-
-    calls.clear()
-    monkeypatch.setattr(InMemory, "posterior", broken)
-    with pytest.raises(ValueError, match="something else"):
-        sample(make_target(stopped), DATA, **QUICK)
 
 
 # ------------------------------------------------------------------------------------------------ draws that come again
@@ -151,45 +124,6 @@ def test_of_a_chain_that_was_given_up_nothing_is_said(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ in the background
 
 
-def test_jobs_are_done_in_order_with_so_many_bytes_at_most() -> None:
-    background, done, most = Background(100), list[int](), 0
-    for number in range(8):
-        background.make_room(40)
-        most = max(most, number + 1 - len(done))
-
-        def job(number: int = number) -> None:
-            time.sleep(0.002)
-            done.append(number)
-
-        background.give(job, 40)
-    background.wait()
-    assert done == list(range(8)) and most <= 3, "one at work may just have ended"
-    background.make_room(1000)  # larger than all that may wait: it is alone
-    background.give(lambda: done.append(8), 1000)
-    background.wait()
-    background.close()
-    assert done[-1] == 8
-
-
-def test_what_follows_a_job_that_failed_is_not_done() -> None:
-    background, done, go_on = Background(100), list[int](), threading.Event()
-
-    def fail() -> None:
-        go_on.wait()
-        raise OSError("no")
-
-    background.give(fail, 1)
-    background.give(lambda: done.append(1), 1)
-    go_on.set()
-    for _ in range(2):  # it is raised as often as one asks
-        with pytest.raises(OSError, match="no"):
-            background.wait()
-    with pytest.raises(OSError, match="no"):
-        background.make_room(1)
-    background.close()
-    assert not done
-
-
 @pytest.mark.parametrize("place", range(3, 9))
 def test_a_disk_that_fails_while_more_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
     """Shards and checkpoints wait behind the one that fails; none of them may be there without it."""
@@ -215,47 +149,3 @@ def test_a_disk_that_fails_while_more_waits(tmp_path: Path, monkeypatch: pytest.
     found = load(tmp_path, verify=True)
     assert not found.num_draws or torch.equal(found.draws["mu"], wanted.draws["mu"][:, : found.num_draws])
     assert same(sample(make_target(), DATA, store=tmp_path, resume=True, **QUICK), wanted)
-
-
-def test_a_checkpoint_is_of_the_moment_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chains go on while it is written."""
-    go_on = threading.Event()
-
-    def slow(path: Path, *args: Any) -> tuple[str, int]:
-        go_on.wait()
-        return write_tensors(path, *args)
-
-    one = writer.Writer.create(tmp_path, Manifest({}, {}, {}), {})
-    monkeypatch.setattr(writer, "write_tensors", slow)
-    state = {"place": torch.zeros(3), "numbers": [1, 2]}
-    one.mark(0, lambda: state, now=True)
-    state["place"] += 1.0
-    state["numbers"].append(3)  # type: ignore[attr-defined]
-    go_on.set()
-    one.flush()
-    found = one.checkpoints()[0]
-    assert torch.equal(found["place"], torch.zeros(3)) and found["numbers"] == [1, 2]
-    monkeypatch.setattr(writer, "MOST_COPIED", 0)  # a large one is not copied: it is written when `mark` returns
-    one.mark(0, lambda: state, now=True)
-    state["place"] += 1.0
-    assert torch.equal(one.checkpoints()[0]["place"], torch.ones(3))
-    assert len(list(tmp_path.glob("checkpoint-*"))) == 1
-    one.close()
-
-
-def test_memory_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "SHARD_BYTES", 4)
-    monkeypatch.setattr(writer, "MOST_WAITING", 8)
-    places: set[int] = set()
-    copied = writer.Writer._copied
-
-    def watched(self: writer.Writer, every: Params) -> dict[str, Tensor]:
-        found = copied(self, every)
-        places.add(found["mu"].data_ptr())
-        return found
-
-    monkeypatch.setattr(writer.Writer, "_copied", watched)
-    settings = {**QUICK, "draws": 40}
-    found = sample(make_target(), DATA, store=tmp_path, **settings)
-    assert same(found, sample(make_target(), DATA, **settings))
-    assert len(places) <= 4  # one that is gathered, two that wait, one that has just been written

@@ -8,8 +8,7 @@ import pytest
 import torch
 from scipy.linalg import solve_discrete_lyapunov
 
-from isosgd.geometry.rule import HIGHEST, TRACKED, Rule
-from isosgd.samplers.steppers import allowed_rate_curvature, variance_inflation
+from isosgd.geometry.rule import HIGHEST, TRACKED, Rule, allowed_rate_curvature, variance_inflation
 
 BATCH = 10
 
@@ -57,7 +56,7 @@ def test_noise_that_changes_may_have_a_larger_share_where_its_level_is_followed(
         colder.cover == rule(**few, trackable=True).cover
         and rule(num_data=25, temperature=1.0).cover > 3 * colder.cover
     )
-    assert not rule(**few, trackable=True, whole=True).tracks_level  # there is none
+    assert not rule(**few, trackable=True, full_batch=True).tracks_level  # there is none
     assert not rule(**many, trackable=True).tracks_level  # it hardly changes over so narrow a posterior
     medium = {"num_data": 400, "temperature": 1.0, "kappa": 1.25}
     assert rule(**medium).change > 1.25 and not rule(**medium, trackable=True).tracks_level  # nothing would be gained

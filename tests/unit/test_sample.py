@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from isosgd import METHODS, DivergedError, Posterior, SamplingWarning, Target, priors, sample
-from isosgd.geometry.full import Full
+from isosgd import DivergedError, Posterior, SamplingWarning, Target, priors, sample
 from isosgd.target import Params
-from isosgd.warmup.spacing import DRAWS_A_TIME
+from isosgd.warmup.base import DRAWS_A_TIME
 
 # Short warm-ups are the rule here, and mostly beside the point; where they are the point they are caught.
 pytestmark = pytest.mark.filterwarnings("ignore:.*did not settle:isosgd.errors.SamplingWarning")
@@ -99,18 +98,7 @@ def test_a_start_is_respected(data: tuple[Tensor, ...]) -> None:
     torch.testing.assert_close(posterior.draws["mu"], start.expand(1, 2, 2), atol=0.01, rtol=0.0)
 
 
-# Cycles at their default length take thousands of steps.
-EVERY = [pytest.param(name, marks=pytest.mark.long) if name in ("csgld", "csghmc") else name for name in METHODS]
-
-
-@pytest.mark.parametrize("method", EVERY)
-def test_every_method_comes_to_the_posterior(method: str, data: tuple[Tensor, ...]) -> None:
-    posterior = sample(make_target(), data, init={"mu": torch.zeros(2)}, method=method, **{**QUICK, "warmup": 600})
-    assert float((posterior.draws["mu"] - data[0].mean(0)).abs().max()) < 8 / math.sqrt(N)
-    assert posterior.info["method"] == method
-
-
-@pytest.mark.parametrize("preset", ["alpha-a", "alpha-c-slr", "G-b", "G-c-slr"])
+@pytest.mark.parametrize("preset", ["alpha-a", "G-c-slr"])
 def test_the_papers_rows_by_name(preset: str, data: tuple[Tensor, ...]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SamplingWarning)  # these schemes have no guard, and say so
@@ -197,6 +185,7 @@ def test_the_warmup_settles_and_reports_each_group(data: tuple[Tensor, ...]) -> 
     assert 0 <= group["clipped_share"] < 0.1
 
 
+@pytest.mark.long
 def test_draws_are_spaced_by_the_autocorrelation(data: tuple[Tensor, ...]) -> None:
     """Here mu is an autoregression with coefficient 1 - rate h, so its integrated time is (2 - rate h) / (rate h).
 
@@ -220,7 +209,7 @@ def test_a_warmup_that_cannot_settle_says_so_and_what_would_help(data: tuple[Ten
 
 
 @pytest.mark.parametrize("keep_every", [3, "auto"])
-@pytest.mark.parametrize("steps", [1, 10, 50, 55])
+@pytest.mark.parametrize("steps", [1, 55])
 def test_a_warmup_too_short_for_anything_says_so(steps: int, keep_every: Any, data: tuple[Tensor, ...]) -> None:
     """Either a warning with draws, or an error that names the number; nothing else."""
     with warnings.catch_warnings(record=True) as caught:
@@ -342,19 +331,6 @@ def test_noise_scales_do_not_leap_where_gradients_say_little(seed: int) -> None:
     assert posterior.info["dropped"] == {}
     scale = posterior.draws["likelihood.scale"].mean(1)
     assert bool(((scale > 0.07) & (scale < 0.16)).all())  # sqrt(50 / 43) * 0.1 and 4.5 standard errors of a tenth
-
-
-def test_a_lost_chain_does_not_spoil_what_the_others_share() -> None:
-    shaped = Full()
-    shaped.bind([{"params": [torch.zeros(2, 3)]}], chains=2)
-    shaped.alive = torch.tensor([True, False])
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(50):
-        noise = torch.randn(2, 3, generator=generator)
-        noise[1] = torch.nan
-        shaped.observe([noise])
-    assert bool(torch.isfinite(shaped.cov).all())
-    assert float((shaped.cov[0].diagonal() - 1).abs().max()) < 4.5 * math.sqrt(2 / 50)
 
 
 def test_loss_and_rates_are_logged_at_every_draw(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

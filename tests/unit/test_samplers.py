@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from isosgd import ISGD, PRESETS, SGHMC, SGLD, VSGD, SamplingWarning
+from isosgd.geometry.rule import allowed_rate_curvature, variance_inflation
 from isosgd.noise import AlphaStable
 from isosgd.samplers import Sampler, layer_groups
 from isosgd.samplers.innovations import Source
 from isosgd.samplers.schedules import SPREAD, STAGE_DRAWS, Cycles
-from isosgd.samplers.steppers import allowed_rate_curvature, hamiltonian_, langevin_, variance_inflation
+from isosgd.samplers.steppers import hamiltonian_, langevin_
 
 N = 100
 
@@ -258,7 +259,7 @@ def test_presets_name_the_papers_rows() -> None:
         assert isinstance(sampler.estimator, AlphaStable) == (noise == "alpha")
         assert (sampler.scheme, sampler.correction, sampler.estimator.centred) == (scheme, "diagonal", False)
         assert sampler.summary == ("max" if noise == "alpha" else "sum")
-        assert (type(sampler.structure).__name__ == "Single") == name.endswith("slr")
+        assert (sampler.structure.name == "single") == name.endswith("slr")
     changed = ISGD.preset("G-b", [("w", torch.zeros(2, requires_grad=True))], num_data=N, summary="max")
     assert changed.summary == "max"
 

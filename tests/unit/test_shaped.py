@@ -12,8 +12,7 @@ from isosgd.geometry.base import MOST_EXCESS, Geometry
 from isosgd.geometry.diagonal import Diagonal
 from isosgd.geometry.full import Full
 from isosgd.geometry.kronecker import Kronecker
-from isosgd.geometry.rule import HIGHEST, Rule
-from isosgd.samplers.steppers import variance_inflation
+from isosgd.geometry.rule import HIGHEST, Rule, variance_inflation
 
 F64 = torch.float64
 N, BATCH, T = 500, 10, 0.7
@@ -172,14 +171,6 @@ def test_the_full_matrix_is_exact_for_parameters_in_very_different_units() -> No
 
 
 @every_kind
-def test_units_of_the_gradient_do_not_matter(kind: str) -> None:
-    """Noise and prior curvature 1e-6 times as large: displacements of the same gradient are 1e6 times as long."""
-    (one, _, _), (small, _, _) = settled(kind), settled(kind, scale=1e-6)
-    g = torch.linspace(-1, 1, SIZE, dtype=F64)[None]
-    torch.testing.assert_close(1e-6 * small.direction(g), one.direction(g))
-
-
-@every_kind
 def test_noise_beyond_lambda_is_clipped_and_counted(kind: str) -> None:
     """Five times Lambda along one axis: nothing is injected there, all else is as before."""
     shaped, covariance, lam = settled(kind)
@@ -199,27 +190,6 @@ def test_noise_beyond_lambda_is_clipped_and_counted(kind: str) -> None:
     assert abs(float(left[0])) < 1e-9 and float(left[1]) > 0.1
     if kind != "full":
         torch.testing.assert_close(push[:-1, :-1], before[:-1, :-1])
-
-
-@every_kind
-def test_slower_is_the_same_lambda_multiplied(kind: str) -> None:
-    shaped, covariance, lam = settled(kind)
-    shaped.slow(shaped.full(3.0))
-    pull, push = step_maps(shaped)
-    inverse = torch.linalg.inv(3 * lam)
-    close(pull, (T / N) * inverse, lam, 1e-7)
-    close(push @ push.T, (T / N) ** 2 * inverse @ (6 * lam - covariance) @ inverse, lam, 1e-7)
-
-
-@every_kind
-def test_rates_rise_slowly_and_fall_at_once(kind: str) -> None:
-    """With so little bias allowed gradient noise is a small share of Lambda, and its correlations do not count."""
-    shaped, covariance, lam = settled(kind, bias=1e-3)
-    for factor, expected in ((1e-2, 0.5), (1.0, 1.0), (4.0, 4.0)):
-        shaped.forget()
-        feed(shaped, factor * covariance)
-        settle(shaped, rule(bias=1e-3), factor * PRIOR, stretch=None, rise=2.0)
-        close(step_maps(shaped)[0], (T / N) * torch.linalg.inv(expected * lam), lam, 1e-6)
 
 
 @every_kind
@@ -273,59 +243,6 @@ def test_chains_of_one_data_set_share_a_full_matrix(generator: torch.Generator) 
     assert len(shaped.factor.unique()) == 6
 
 
-# ------------------------------------------------------------------------------------------------ bases
-
-
-def test_noise_is_uncorrelated_in_the_kronecker_basis() -> None:
-    shaped, covariance, _ = settled("kronecker")
-    assert isinstance(shaped, Kronecker)
-    axes = torch.stack([shaped.rotate(e[None])[0] for e in torch.eye(SIZE, dtype=F64)], 1)
-    turned = axes @ covariance @ axes.T
-    torch.testing.assert_close(turned, torch.diag(turned.diagonal()), rtol=0.0, atol=1e-10)
-    torch.testing.assert_close(shaped.on_axes.v[0], turned.diagonal())
-
-
-def test_a_new_window_of_the_same_noise_has_the_same_kronecker_basis() -> None:
-    shaped, _, lam = settled("kronecker")
-    before = step_maps(shaped)
-    shaped.forget()  # the same noise: the same basis, up to signs
-    close(step_maps(shaped)[0], (T / N) * torch.linalg.inv(lam), lam, 1e-7)
-    torch.testing.assert_close(step_maps(shaped)[0], before[0])
-
-
-def test_chains_measure_one_hessian_along_axes_of_their_own(generator: torch.Generator) -> None:
-    """A chain whose Lambda was made larger has other axes, and what it measures along them means nothing to others."""
-    shaped, truth = Full(), torch.tensor([[3.0, 1.0], [1.0, 2.0]], dtype=F64)
-    shaped.bind([{"params": [torch.zeros(3, 2, dtype=F64)]}], 3, sets=1)
-    own = rule(num_data=1000, batch_size=100, temperature=1.0, kappa=shaped.kappa)
-    for _ in range(100):
-        shaped.observe([0.1 * torch.randn(3, 2, generator=generator, dtype=F64) * torch.tensor([1.0, 0.3])])
-    prior = shaped.full(0.0, 2)
-    shaped.settle(own, prior, 2.0)
-    shaped.curvature_ratio = shaped.curvature_ratio * torch.tensor([1.0, 1.0, 20.0], dtype=F64)
-    for i in range(shaped.axes):
-        shaped.learn(i, shaped.axis(i) @ truth)
-    shaped.settle(own, prior, 100.0)
-    assert not torch.allclose(shaped.root[0], shaped.root[2])
-    for i in range(shaped.axes):
-        shaped.learn(i, shaped.axis(i) @ truth)
-    torch.testing.assert_close(shaped._measured(), truth.expand(3, 2, 2))
-
-
-def test_a_dead_parameter_has_a_floor_and_none_in_the_full_matrix() -> None:
-    """Without noise and prior: the layer's mean bounds its rate; the full matrix takes the curvature it was told."""
-    for kind in KINDS:
-        shaped, covariance = bound(kind), noise_of("diagonal")
-        covariance[12] = covariance[:, 12] = 0.0
-        shaped.fallback.fill_(3.0)
-        feed(shaped, covariance)
-        settle(shaped, rule(), torch.zeros(SIZE, dtype=F64))
-        q = float(rule().factor(shaped.curvature_ratio))
-        floor = getattr(shaped, "damping", 0.0) * BATCH * float(covariance.diagonal()[11:].mean())
-        expected = q * (3.0 if kind == "full" else floor)
-        assert float(shaped.rates()[0, 12]) == pytest.approx(T / (N * expected))
-
-
 # ------------------------------------------------------------------------------------------------ noise outside
 
 
@@ -376,27 +293,6 @@ def test_noise_that_is_larger_here_than_on_average_slows_a_full_lambda(larger: f
     else:  # without it the place would be hot by larger / kappa
         assert float(shaped.factor[-1]) > 5 * float(shaped.factor[:-1].max())
         assert heat < 1 + 3 * MOST_EXCESS
-
-
-def test_noise_along_a_full_lambda_is_measured_over_what_lambda_is(generator: torch.Generator) -> None:
-    """Where Lambda may not shrink, since it would not cover the noise, there is not more of it for that Lambda."""
-    shaped, own = Full(), rule(kappa=Full.kappa, batch_size=100, num_data=1000, temperature=1.0)
-    shaped.bind([{"params": [torch.zeros(2, dtype=F64)]}])
-    shaped.curvature_ratio = shaped.full(8.0)
-    noise = torch.tensor([1.0, 0.1], dtype=F64)
-    for _ in range(2):
-        shaped.forget()
-        for _ in range(400):
-            shaped.observe([noise * torch.randn(2, generator=generator, dtype=F64)])
-        shaped.settle(own, torch.zeros(1, 2, dtype=F64), math.inf)
-        for i in range(shaped.axes):
-            shaped.learn(i, 0.05 * own.batch_size * noise.square() * shaped.axis(i))
-    shaped.slow(torch.full((1,), 0.02, dtype=F64))
-    t = shaped.worst.direction()
-    torch.testing.assert_close(shaped.lambda_along(t), torch.ones(1, dtype=F64))
-    over = float(shaped.worst.ratio) / float(0.5 * shaped.noise_along(t))
-    assert abs(over - 1.0) < 0.3, over  # the last hundred vectors and all of them, over the same Lambda
-    assert float(shaped.excess_temperature()) < MOST_EXCESS
 
 
 @pytest.mark.parametrize("size", [16, 200, 20_000])
@@ -471,42 +367,6 @@ def test_gradient_noise_and_injected_noise_add_up_whatever_the_level(level: floa
     wanted = 2.0 * T / 40 * pull  # 2 (T / N) P: what Theorem 1 asks for
     root = torch.linalg.cholesky(torch.linalg.inv(wanted))
     torch.testing.assert_close(root.T @ composite @ root, torch.eye(SIZE, dtype=F64), rtol=0.0, atol=1e-8)
-
-
-def test_the_level_is_that_of_the_last_few_noise_vectors(generator: torch.Generator) -> None:
-    """One on average where the noise is as it was measured, and twice as much where there is twice as much."""
-    shaped = levelled(chains=400)
-    assert shaped.level.tolist() == [1.0] * 400  # before there was a Lambda nothing could be seen
-    columns = torch.linalg.cholesky(noise_of("full"))
-    for size in (1.0, 2.0):
-        found = []
-        for step in range(40):
-            noise = math.sqrt(size) * torch.randn(400, SIZE, generator=generator, dtype=F64) @ columns.T
-            shaped.set_level(shaped.levels(shaped.tensors(), shaped.level, noise))
-            if step >= 20:
-                found.append(shaped.level)
-        mean, error = torch.stack(found).mean(), torch.stack(found).mean(0).std() / 20
-        assert abs(float(mean) - size) < 4 * float(error) and float(error) < 0.02 * size
-
-
-def test_the_level_is_followed_only_where_noise_changes() -> None:
-    assert levelled(num_data=40).tracks_level
-    narrow = levelled(num_data=100_000)
-    assert not narrow.tracks_level and len(narrow.tensors()) == 2
-
-
-def test_the_level_is_kept_and_forgotten(generator: torch.Generator) -> None:
-    shaped, other = levelled(), bound("full")
-    for _ in range(5):
-        shaped.observe(parts(torch.randn(SIZE, generator=generator, dtype=F64)))
-    assert float(shaped.level) != 1.0
-    other.load(shaped.state())
-    g, xi = (torch.randn(1, SIZE, generator=generator, dtype=F64) for _ in range(2))
-    assert torch.equal(*(one.displace(one.tensors(), g, xi) for one in (shaped, other)))
-    shaped.forget()
-    assert float(shaped.level) == float(other.level)  # type: ignore[attr-defined]
-    shaped.forget(void=True)
-    assert float(shaped.level) == 1.0
 
 
 def test_a_state_of_another_version_is_refused_by_name() -> None:

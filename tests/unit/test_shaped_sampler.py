@@ -1,6 +1,5 @@
 """I-SGD with a Lambda that knows directions: its steps, what is saved, what is refused."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -206,64 +205,6 @@ def test_a_noise_tensor_may_be_written_over() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ saving
-
-
-@every_structure
-@pytest.mark.parametrize("chains", [None, 2])
-@pytest.mark.parametrize("when", ["before Lambda", "before a step", "in the middle", "in a new window"])
-def test_a_saved_state_resumes_bit_for_bit(structure: str, when: str, chains: int | None) -> None:
-    params = leaves(chains)
-    sampler, stream = make(structure, params, chains=chains), Stream(params)
-
-    def go_on(sampler: ISGD, stream: Stream) -> None:
-        stream.warm(sampler)
-        stream.advance(sampler, 5)
-        sampler.forget_noise()
-        stream.warm(sampler)
-        stream.advance(sampler, 5)
-
-    if when == "before Lambda":
-        for _ in range(20):
-            sampler.observe(stream.noise())
-    else:
-        stream.warm(sampler)
-    if when in ("in the middle", "in a new window"):
-        stream.advance(sampler, 7)
-    if when == "in a new window":
-        sampler.forget_noise()
-        stream.advance(sampler, 3)
-    kept = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
-    fresh = make(structure, kept, chains=chains, generator=torch.Generator().manual_seed(99))
-    copied = Stream(kept)
-    fresh.load_state_dict(copy.deepcopy(sampler.state_dict()))
-    copied.generator.set_state(stream.generator.get_state())
-    if when == "before a step":
-        stream.advance(sampler, 5)
-        copied.advance(fresh, 5)
-    else:
-        go_on(sampler, stream)
-        go_on(fresh, copied)
-    assert all(map(torch.equal, values(params), values(kept)))
-    rates = [[torch.as_tensor(g["rate"]) for g in s.param_groups] for s in (sampler, fresh)]
-    assert all(map(torch.equal, *rates))
-
-
-@every_structure
-def test_loading_copies(structure: str) -> None:
-    params = leaves()
-    sampler, stream = make(structure, params), Stream(params)
-    stream.warm(sampler)
-    stream.advance(sampler, 3)
-    state = copy.deepcopy(sampler.state_dict())
-    kept = copy.deepcopy(state)
-    other = leaves()
-    fresh = make(structure, other)
-    fresh.load_state_dict(state)
-    Stream(other).advance(fresh, 3)
-    for name, value in kept["structure"]["shape"].items():
-        if isinstance(value, Tensor):
-            assert torch.equal(value, state["structure"]["shape"][name]), name
-    assert torch.equal(kept["structure"]["last"], state["structure"]["last"])
 
 
 @pytest.mark.parametrize(

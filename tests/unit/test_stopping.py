@@ -43,17 +43,10 @@ def test_it_ends_when_the_budget_does_and_warns() -> None:
     assert found.num_draws == found.info["draws"] == 30 and "budget of 30 draws" in found.info["stopped"]
 
 
-def test_a_line_is_left_for_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr("isosgd.progress.Progress.note", lambda self, text: said.append(text))
-    auto()
-    assert any(text.startswith("converged: ") for text in said)
-
-
 @pytest.mark.filterwarnings(NOT_CONVERGED)
-@pytest.mark.parametrize(("chains", "budget"), [(1, 70), (4, None)])
+@pytest.mark.parametrize(("chains", "budget"), [(1, 70), (4, 70)])
 def test_a_run_that_was_stopped_ends_where_it_would_have(
-    chains: int, budget: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chains: int, budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = auto(chains=chains, budget=budget)
     keep, count = recorders.OnDisk.keep, [0]
@@ -141,6 +134,7 @@ def test_chains_in_turn_that_disagree_have_not_converged() -> None:
 
 
 @TURNS
+@pytest.mark.long
 def test_chains_in_turn_are_judged_together() -> None:
     """Effective draws are those of all chains: one alone would have needed four times as many."""
     found = auto(target=in_turn(), keep_every=2, init=starts(0.0, 0.1, -0.1, 0.2))
@@ -151,8 +145,7 @@ def test_chains_in_turn_are_judged_together() -> None:
 @TURNS
 @pytest.mark.filterwarnings(NOT_CONVERGED)
 @pytest.mark.filterwarnings("ignore:.*(did not settle|come out too large):isosgd.errors.SamplingWarning")
-@pytest.mark.parametrize("warmup", [120, 0])
-@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize(("bad", "warmup"), [(0, 120), (1, 0)])
 def test_a_chain_in_turn_that_fails_does_not_count(bad: int, warmup: int) -> None:
     """In its warm-up, or among its draws; the first one or another."""
     places = [0.0, 0.1, 0.2]
@@ -165,7 +158,7 @@ def test_a_chain_in_turn_that_fails_does_not_count(bad: int, warmup: int) -> Non
 
 @TURNS
 @pytest.mark.filterwarnings(NOT_CONVERGED)
-@pytest.mark.parametrize("moment", [10, 22, 42, 48])
+@pytest.mark.parametrize("moment", [10, 42])
 def test_chains_in_turn_that_were_stopped_end_where_they_would_have(
     moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

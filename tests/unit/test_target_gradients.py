@@ -131,6 +131,7 @@ def test_log_joint_maps_over_chains() -> None:
             torch.testing.assert_close(grads[name][i], wanted)
 
 
+@pytest.mark.long
 def test_log_joint_compiles_without_a_break() -> None:
     target = Target.from_module(mlp().double(), "gaussian")
     free, batch = target.initial(), regression()

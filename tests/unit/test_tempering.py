@@ -32,13 +32,14 @@ def drawn(digits: Any, **settings: Any) -> tuple[Posterior, float]:
     return posterior, float(-chosen.log().mean())
 
 
-@pytest.mark.parametrize("temperature", [0.1, 0.03])
+@pytest.mark.parametrize("temperature", [0.1, pytest.param(0.03, marks=pytest.mark.long)])
 def test_tempered_digits_with_sampled_scales(digits, temperature):
-    posterior, score = drawn(digits, temperature=temperature, warmup=2000, keep_every=20)
+    posterior, score = drawn(digits, temperature=temperature, warmup=1200, keep_every=10)
     assert score < 0.2 * math.log(10)  # that of the same probability for every digit
     assert "likelihood^(1/T) * prior" in posterior.info["density"]
 
 
+@pytest.mark.long
 def test_tempered_digits_on_all_data(digits):
     _, score = drawn(digits, temperature=0.1, batch_size="all", warmup=1000, keep_every=10)
     assert score < 0.2 * math.log(10)
@@ -52,14 +53,13 @@ def test_fixed_scales_are_tempered_as_before():
     assert sample(target, (torch.randn(100),), **run).info["density"] == "likelihood * prior: the posterior"
 
 
-@pytest.mark.parametrize("chains", [1, 2])
-def test_the_meter_reads_the_density_that_was_sampled(chains):
+def test_the_meter_reads_the_density_that_was_sampled():
     """Of the scale itself, too, though its prior is not tempered."""
     y = torch.randn(200, 8, generator=torch.Generator().manual_seed(0)) + torch.linspace(-1, 1, 8)
     prior = priors.HierarchicalNormal(hyper=priors.LogNormal(1.0, 0.5), per="all")
     target = Target(lambda p, b: -0.5 * (b[0] - p["w"]).square().sum(-1), prior, init={"w": torch.zeros(8)})
     posterior = sample(
-        target, (y,), temperature=0.1, chains=chains, draws=300 // chains, batch_size=50, warmup=800, keep_every=5,
+        target, (y,), temperature=0.1, chains=2, draws=150, batch_size=50, warmup=800, keep_every=5,
         progress=False, compile=False,
     )  # fmt: skip
     found = {reading.name: reading for reading in posterior.trust((y,)).readings}

@@ -54,11 +54,6 @@ def test_w2_against_scipy(seed: int) -> None:
     assert gaussian_w2(m2, c2, m1, c1) == pytest.approx(math.sqrt(square))
 
 
-def test_w2_refuses_shapes_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"\[3\], \[2, 2\]"):
-        gaussian_w2(torch.zeros(3), torch.eye(2), torch.zeros(3), torch.eye(3))
-
-
 @pytest.fixture(scope="module")
 def toy() -> Toy:
     return Toy.make(seed=3)
@@ -115,14 +110,6 @@ def test_seeds_and_shapes() -> None:
 def test_half_a_period_is_badly_conditioned() -> None:
     assert torch.linalg.cond(Toy.make(0).covariance) < 10
     assert torch.linalg.cond(Toy.make(0, half_width=math.pi / 2).covariance) > 1_000
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"), [({"num_data": 0}, "num_data = 0"), ({"half_width": -1.0}, "half_width = -1.0")]
-)
-def test_bad_settings(settings: dict[str, float], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        Toy.make(0, **settings)
 
 
 def test_exact_draws_lie_where_theory_says(toy: Toy) -> None:

@@ -6,9 +6,8 @@ the posterior. Chains (and the members of an ensemble) train in one batched comp
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,6 +18,7 @@ from isosgd.engine.chains import Chains
 from isosgd.progress import Progress
 from isosgd.samplers.schedules import cosine
 from isosgd.target import Params, Target
+from isosgd.target.elementwise import check_positive
 from isosgd.target.modules import ModuleLikelihood
 
 LOOKS, PROBES = 50, 20  # gradients for the noise and for the curvature when a rate is chosen
@@ -29,31 +29,18 @@ Start = Callable[[int], Params]
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """The settings of a run, with nothing left to choose.
+    """The settings of a run, with nothing left to choose."""
 
-    Attributes:
-        draws: of each chain.
-        training: steps of training.
-        keep_every: steps between snapshots; None lets the baseline choose.
-        temperature: T.
-        epoch: steps of one epoch.
-        example: a few examples, to trace the model with.
-    """
-
-    draws: int
-    training: int
-    keep_every: int | None
+    draws: int  # of each chain
+    training: int  # steps
+    keep_every: int | None  # steps between snapshots; None lets the baseline choose
     temperature: float
-    epoch: int
-    example: Any
+    epoch: int  # steps of one
+    example: Any  # a few examples, to trace the model with
 
 
 class Baseline(ABC):
-    """A method with draws like those of a sampler, but not of the posterior.
-
-    Args:
-        train_lr: the initial rate of Adam.
-    """
+    """A method with draws like those of a sampler, but not of the posterior."""
 
     targets: ClassVar[str] = "not the posterior"
     tempered: ClassVar[bool] = False
@@ -87,12 +74,7 @@ class Training:
     """Optimisation of chains to a mode, and plain SGD around it.
 
     Scales of a hierarchical prior are fixed at their initial values: such a density has its mode at scale zero, far
-    from its mass.
-
-    Args:
-        chains: with V-SGD as their sampler, which is plain SGD with known noise and rate.
-        bar: counts gradients.
-        label: of these chains, for the progress line.
+    from its mass. The sampler of the chains is V-SGD, which is plain SGD with known noise and rate.
     """
 
     def __init__(self, chains: Chains, bar: Progress, label: str = "") -> None:
@@ -123,13 +105,7 @@ class Training:
         self.bar.advance(self.label + stage, self.chains.count)
 
     def train(self, steps: int, lr: float, gradient: Callable[[], None] | None = None) -> None:
-        """Optimise with Adam and a cosine schedule.
-
-        Args:
-            steps: how many.
-            lr: the initial rate.
-            gradient: computes gradients, in place of `Training.gradient`.
-        """
+        """Optimise with Adam and a cosine schedule, with gradients of one's own if given."""
         adam = torch.optim.Adam(self.chains.leaves, lr=lr, foreach=True)
         for step in range(steps):
             (gradient or self.gradient)()
@@ -141,13 +117,10 @@ class Training:
             leaf.grad = None
 
     def choose_rate(self, lr: float | None, most: float, mandt: bool) -> Tensor:
-        """The rate of plain SGD for each chain, ``[chains]``.
+        """The rate of plain SGD for each chain, ``[chains]``: ``lr``, or ``most / h`` with h the largest curvature.
 
-        Args:
-            lr: the rate, if given.
-            most: the largest rate, in units of 1 / h with h the largest curvature.
-            mandt: whether to use the rate at which SGD's stationary Gaussian is closest to the posterior (Mandt,
-                Hoffman, Blei 2017), if it is lower.
+        With ``mandt`` it is the rate at which SGD's stationary Gaussian is closest to the posterior (Mandt, Hoffman,
+        Blei 2017), if that is lower.
         """
         chains = self.chains
         if lr is not None:
@@ -166,13 +139,7 @@ class Training:
         return rates
 
     def run_sgd(self, steps: int, rates: Tensor, schedule: Callable[[int], float] | None = None) -> None:
-        """Steps of plain SGD.
-
-        Args:
-            steps: how many.
-            rates: ``[chains]``.
-            schedule: factor of the rate at each step.
-        """
+        """Steps of plain SGD at ``rates [chains]``, times what a schedule says of each step."""
         sampler, self.rates = self.chains.sampler, rates
         for step in range(steps):
             if step == 0 or schedule is not None:
@@ -194,24 +161,3 @@ def module_of(target: Target) -> nn.Module | None:
     """The target's own copy of the user's network; None for a target of functions."""
     likelihood = target._log_likelihood
     return likelihood._module if isinstance(likelihood, ModuleLikelihood) else None
-
-
-def check_positive(name: str, value: float) -> float:
-    """A setting that must be a positive number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} = {value!r} must be a positive number")
-    return float(value)
-
-
-def check_count(name: str, value: int, least: int) -> int:
-    """A setting that must be an integer of a least size."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} = {value!r} must be an integer of at least {least}")
-    return value
-
-
-def check_choice(name: str, value: str, choices: Sequence[str]) -> str:
-    """A setting that must be one of several choices."""
-    if value not in choices:
-        raise ValueError(f"{name} = {value!r} is unknown; choose one of {list(choices)}")
-    return value

@@ -129,14 +129,7 @@ class MaskedWeight(NamedTuple):
 
 
 def masked_weights(target: Target, p: Rates, units: Mapping[str, int] | None, example: Any) -> list[MaskedWeight]:
-    """Where dropout acts.
-
-    Args:
-        target: of the chains.
-        p: as in `MCDropout`.
-        units: likewise.
-        example: a batch, to see in which order the model calls its layers.
-    """
+    """Where dropout acts; an example shows in which order the model calls its layers."""
     free, module = target.initial(), module_of(target)
     if module is None:
         found = _by_axis(target, free, p, units)

@@ -72,21 +72,13 @@ BASELINES: Mapping[str, Method] = MappingProxyType(
 
 @dataclass
 class TrainedChain:
-    """What became of a chain.
-
-    Attributes:
-        draws: natural parameters of each draw.
-        losses: of the last steps of its trainings.
-        rates: of its plain SGD, by group; empty if it has none.
-        buffers: those that are not the target's own.
-        failure: why it was dropped.
-    """
+    """What became of a chain."""
 
     draws: list[Params] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
-    rates: dict[str, float] = field(default_factory=dict)
-    buffers: Params = field(default_factory=dict)
-    failure: DivergedError | None = None
+    losses: list[Tensor] = field(default_factory=list)  # of the last steps of its trainings
+    rates: dict[str, float] = field(default_factory=dict)  # of its plain SGD, by group
+    buffers: Params = field(default_factory=dict)  # those that are not the target's own
+    failure: DivergedError | None = None  # why it was dropped
 
     def report(self, plan: TrainingPlan, spacing: int) -> WarmupReport:
         """The training, in the form of a warm-up."""
@@ -117,11 +109,7 @@ class BaselineRun:
     transform: Transform | None = None
 
     def posterior(self, about: dict[str, Any]) -> Posterior:
-        """Train and draw.
-
-        Args:
-            about: the part of ``info`` that is the same for every method; the rest is added.
-        """
+        """Train and draw; ``about`` is the part of ``info`` that is the same for every method."""
         started = time.monotonic()
         baseline = self._baseline()
         starts = self.init if self.init is not None else baseline.starts(self.target, self.seed)
@@ -268,12 +256,7 @@ def with_statistics(
 ) -> Posterior:
     """The same draws, each with BatchNorm statistics of all data, where the model takes them from minibatches.
 
-    Args:
-        posterior: draws of a baseline.
-        data: what they were trained on.
-        chain_indices: of its chains, in the order of data sets.
-        chains: of each data set.
-        transform: what minibatches went through.
+    ``chain_indices`` are those of its chains, in the order of data sets, each with so many ``chains``.
     """
     assert posterior.target is not None
     module = module_of(posterior.target)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from isosgd.baselines.base import LOOKS, PROBES, STABLE, Baseline, Training, TrainingPlan, check_choice, check_positive
+from isosgd.baselines.base import LOOKS, PROBES, STABLE, Baseline, Training, TrainingPlan
 from isosgd.samplers.schedules import cosine
 from isosgd.target import Params
+from isosgd.target.elementwise import check_positive
 
 Schedule = Literal["cyclical", "constant"]
 EPOCHS, LEAST_CYCLE = 2, 100  # of a cycle
@@ -39,7 +40,9 @@ class Snapshots(Baseline):
 
     def __init__(self, *, schedule: Schedule = "cyclical", lr: float | None = None, train_lr: float = 0.01) -> None:
         super().__init__(train_lr=train_lr)
-        self.schedule = check_choice("schedule", schedule, ("cyclical", "constant"))
+        if schedule not in ("cyclical", "constant"):
+            raise ValueError(f"schedule = {schedule!r} is unknown; choose one of 'cyclical', 'constant'")
+        self.schedule = schedule
         self.lr = None if lr is None else check_positive("lr", lr)
 
     def spacing(self, plan: TrainingPlan) -> int:

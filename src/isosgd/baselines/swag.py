@@ -17,16 +17,13 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from isosgd.baselines.base import LOOKS, PROBES, STABLE, Baseline, Training, TrainingPlan, check_count, check_positive
+from isosgd.baselines.base import LOOKS, PROBES, STABLE, Baseline, Training, TrainingPlan
 from isosgd.target import Params
+from isosgd.target.elementwise import check_positive
 
 
 class Moments:
-    """Running mean, variances and last deviations of snapshots.
-
-    Args:
-        rank: K; 0 keeps no deviations.
-    """
+    """Running mean, variances and last ``rank`` deviations of snapshots."""
 
     def __init__(self, rank: int) -> None:
         self.count = 0
@@ -101,10 +98,11 @@ class SWAG(Baseline):
     def __init__(self, *, lr: float | None = None, rank: int = 20, snapshots: int = 40, train_lr: float = 0.01) -> None:
         super().__init__(train_lr=train_lr)
         self.lr = None if lr is None else check_positive("lr", lr)
-        self.rank = check_count("rank", rank, 0)
-        self.snapshots = check_count("snapshots", snapshots, 2)
-        if rank == 1:
-            raise ValueError("rank = 1: the low-rank part is divided by rank - 1; choose 0 or at least 2")
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 or rank == 1:
+            raise ValueError(f"rank = {rank!r} must be 0 or an integer of at least 2: a part is divided by rank - 1")
+        if isinstance(snapshots, bool) or not isinstance(snapshots, int) or snapshots < 2:
+            raise ValueError(f"snapshots = {snapshots!r} must be an integer of at least 2")
+        self.rank, self.snapshots = rank, snapshots
 
     def spacing(self, plan: TrainingPlan) -> int:
         return plan.keep_every or plan.epoch

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import isosgd
+from isosgd.diagnostics.summary import json_values
 from isosgd.errors import SamplingWarning
 
 STOPPED = 130  # what a shell says of a program that Ctrl-C ended
@@ -39,36 +40,12 @@ def echo(args: argparse.Namespace, *lines: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Strict JSON: what is not a finite number is null.
-
-    Example:
-        >>> print_json({"rhat": float("nan"), "draws": 4})
-        {
-         "rhat": null,
-         "draws": 4
-        }
-    """
-    print(json.dumps(plain(value), indent=1, allow_nan=False), flush=True)
-
-
-def plain(value: Any) -> Any:
-    """Values that strict JSON holds; of others their text."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if isinstance(value, str | int | bool | None) else str(value)
+    """Strict JSON: what is not a finite number is null, and what JSON does not have is its text."""
+    print(json.dumps(json_values(value), indent=1, allow_nan=False, default=str), flush=True)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error, with its kind.
-
-    Example:
-        >>> first_line(KeyError("colour"))
-        "KeyError: 'colour'"
-    """
+    """The first line of an error, with its kind."""
     return f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
 
 
@@ -99,17 +76,11 @@ def use_machine(threads: int | None, device: str | None) -> None:
             raise ValueError(f"--device {device} cannot be used: {str(error).splitlines()[0]}") from error
 
 
-def check_method(name: str) -> None:
-    """Refuse a method that `isosgd.sample` does not know, before anything is read or written."""
-    from isosgd import methods
-
-    known = [row["name"] for row in methods()]
+def check_method(name: str, seed: int) -> None:
+    """Refuse a method that `isosgd.sample` does not know, and a seed that no generator takes."""
+    known = [row["name"] for row in isosgd.methods()]
     if name not in known:
         raise ValueError(f"--method {name} is not known; choose one of {', '.join(known)}")
-
-
-def check_seed(seed: int) -> None:
-    """Refuse a seed that no generator takes."""
     if seed < 0:
         raise ValueError(f"--seed {seed} must not be negative")
 
@@ -142,17 +113,3 @@ def gathered_warnings() -> Iterator[list[str]]:
     for other in caught:
         if other not in ours:
             warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
-
-
-def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    r"""Lines of a table, the first column flush left.
-
-    Example:
-        >>> print("\n".join(columns(["name", "R-hat"], [["mu", "1.01"]])))
-        name  R-hat
-        mu     1.01
-    """
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    pads = [str.ljust] + [str.rjust] * (len(head) - 1)
-    lines = ["  ".join(p(c, w) for p, c, w in zip(pads, row, widths, strict=True)) for row in (head, *rows)]
-    return [line.rstrip() for line in lines]

@@ -22,10 +22,6 @@ from isosgd.cli.common import STOPPED, add_json, first_line, print_json
 from isosgd.store import DamagedError
 
 TRACEBACK = "ISOSGD_TRACEBACK"
-BENCH_MOVED = (
-    "bench has left the package; from a clone of the repository run python -m experiments.uci, "
-    "python -m experiments.images mnist, or python -m experiments.images cifar10, with the same options"
-)
 
 
 class Command(NamedTuple):
@@ -45,9 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             from isosgd.demo.__main__ import main as demo
 
             return demo(given[1:])
-        if given[:1] == ["bench"]:
-            print(f"isosgd: {BENCH_MOVED}", file=sys.stderr)
-            return 2
         args = parser().parse_args(given)
         args.line = shlex.join(["isosgd", *given])
         return int(COMMANDS[args.command].run(args))

@@ -8,8 +8,7 @@ predictions through their posterior. Where it is not, they take minibatches.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,24 +42,10 @@ class Network:
     hidden: int = 50
     seed: int = 0
 
-    @classmethod
-    def from_dict(cls, given: Any) -> Network:
-        """From what `as_dict` gave; anything else is refused."""
-        if not isinstance(given, Mapping) or set(given) != set(cls.__dataclass_fields__):
-            raise ValueError(f"a network is described by {', '.join(cls.__dataclass_fields__)}; got {given!r:.80}")
-        for name, value in given.items():
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31:
-                raise ValueError(f"the network's {name} is {value!r:.40}")
-        return cls(**given)
-
     def __post_init__(self) -> None:
         most = LARGEST // (self.inputs + self.outputs + 1)
         if self.hidden > most:
             raise ValueError(f"{self.hidden:,} hidden units are more than isosgd fit makes; {most:,} at most")
-
-    def as_dict(self) -> dict[str, int]:
-        """Plain values."""
-        return asdict(self)
 
     @property
     def weights(self) -> int:
@@ -75,10 +60,6 @@ class Network:
     def start(self, chain: int) -> dict[str, Tensor]:
         """Weights of a new network for each chain; everything else starts where the target says."""
         return {name: p.detach() for name, p in self._made(chain).named_parameters()}
-
-    def describe(self) -> str:
-        """In words."""
-        return f"a network with one hidden layer of {self.hidden} ReLU units"
 
     def layers(self) -> dict[str, str]:
         """What to call its layers."""
@@ -98,13 +79,7 @@ class Network:
 
 
 def steps_for(method: str, rows: int, weights: int, effort: float) -> dict[str, Any]:
-    """Settings of `isosgd.sample`.
-
-    Args:
-        method: a name of `isosgd.methods`.
-        rows: to train on.
-        weights: of the network.
-        effort: times the usual number of steps.
+    """Settings of `isosgd.sample` for a network of so many weights, with ``effort`` times the usual number of steps.
 
     Example:
         >>> steps_for("isgd", rows=1_000, weights=751, effort=1.0)
@@ -116,11 +91,8 @@ def steps_for(method: str, rows: int, weights: int, effort: float) -> dict[str, 
     """
     work = rows * weights
     if method != "hmc" and (method != "isgd" or work > MOST_WORK):
-        return {
-            "batch_size": None,
-            "warmup": math.ceil(FEW_WARMUP * effort),
-            "keep_every": math.ceil(FEW_APART * effort),
-        }
+        few = {"warmup": math.ceil(FEW_WARMUP * effort), "keep_every": math.ceil(FEW_APART * effort)}
+        return {"batch_size": None, **few}
     apart = APART * (2 if work <= LITTLE_WORK else 1)
     return {
         "batch_size": "all",

@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 import isosgd
-from isosgd import Posterior, metrics
+from isosgd import Posterior
 from isosgd.cli.common import (
     STOPPED,
     add_damaged,
@@ -23,21 +20,17 @@ from isosgd.cli.common import (
     check_file,
     check_folder,
     check_method,
-    check_seed,
     echo,
     gathered_warnings,
     print_json,
     use_machine,
 )
-from isosgd.cli.folders import MANIFEST, USUAL, Run, load_script, of_script, open_run
+from isosgd.cli.folders import MANIFEST, USUAL, Run, open_run, refuse_begun, run_of_script, split_place, write_note
 from isosgd.diagnostics.verdict import Verdict
-from isosgd.posterior.draws import batches_of
-from isosgd.report.predictions import evaluate_regression
+from isosgd.report.predictions import evaluate, some
 from isosgd.store.manifest import Manifest
 
 UNSETTLED = "the warm-up did not settle"  # the verdict says so, too
-LEVEL = 0.95
-HELD = 1 << 20  # numbers, of which there is one for each row and draw, or class
 
 
 def add_sample(parser: argparse.ArgumentParser) -> None:
@@ -79,27 +72,20 @@ def add_sample(parser: argparse.ArgumentParser) -> None:
 
 def run_sample(args: argparse.Namespace) -> int:
     """Sample."""
-    check_method(args.method)
-    check_seed(args.seed)
+    check_method(args.method, args.seed)
     use_machine(args.threads, args.device)
-    script = load_script(args.script)
-    folder = args.out or Path("runs") / script.path.stem
+    folder = args.out or Path("runs") / split_place(args.script)[0].stem
     check_folder(folder)
-    if Manifest.begun(folder):
-        raise ValueError(
-            f"{folder} holds a run already: `isosgd resume {folder}` goes on with it; or choose another --out"
-        )
+    refuse_begun(folder)
+    found = run_of_script(folder, args.script)
     folder.mkdir(parents=True, exist_ok=True)
-    script.save(folder)
+    write_note(found)
 
     def draw() -> None:
-        settings = {name: getattr(args, name) for name in USUAL}
-        isosgd.sample(
-            script.target, script.data, init=script.init, device=args.device, store=folder,
-            **settings, **dict(args.option),
-        )  # fmt: skip
+        settings = {name: getattr(args, name) for name in USUAL} | dict(args.option)
+        isosgd.sample(found.target, found.data, init=found.init, device=args.device, store=folder, **settings)
 
-    return draw_and_judge(args, of_script(folder, script), draw)
+    return draw_and_judge(args, found, draw)
 
 
 def _rows(text: str) -> int | str:
@@ -194,7 +180,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     """Give a parser the arguments of this command."""
     parser.description = (
         "Write one HTML file that needs nothing else: the verdict first, then predictions on held-out rows, traces and "
-        "ranks of the chains, R-hat and effective draws, temperature, rates and noise by layer, settings and versions."
+        "ranks of the chains, R-hat and effective draws, temperature and rates by layer, settings and versions."
     )
     parser.epilog = "example: isosgd report runs/houses --out houses.html"
     add_run(parser)
@@ -222,16 +208,9 @@ def run_report(args: argparse.Namespace) -> int:
 def draw_and_judge(
     args: argparse.Namespace, found: Run, draw: Callable[[], Any], counts: dict[str, int] | None = None
 ) -> int:
-    """Draw into the folder of a run, say how good the draws are, and write the report.
+    """Draw into the folder of a run, say how good the draws are, and write the report; returns the exit code.
 
-    Args:
-        args: of the command.
-        found: the run, whose draws are yet to come.
-        draw: draws.
-        counts: of rows, for a table.
-
-    Returns:
-        The exit code.
+    ``counts`` are those of the rows of a table.
     """
     try:
         with gathered_warnings() as warned:
@@ -239,12 +218,6 @@ def draw_and_judge(
     except KeyboardInterrupt:
         print(f"\nstopped; {_kept(found.folder)}. Go on with: isosgd resume {found.folder}", file=sys.stderr)
         return STOPPED
-    finish(args, found, warned, counts)
-    return 0
-
-
-def finish(args: argparse.Namespace, found: Run, warned: list[str], counts: dict[str, int] | None = None) -> None:
-    """Say how good the draws are, and write the report."""
     posterior = found.posterior()
     scores = scores_of(found, posterior)
     verdict = verdict_of(found, posterior)
@@ -262,7 +235,7 @@ def finish(args: argparse.Namespace, found: Run, warned: list[str], counts: dict
             "verdict": verdict.as_dict() if verdict is not None else None,
             "warnings": warned,
         })  # fmt: skip
-        return
+        return 0
     seconds = posterior.info.get("seconds")
     echo(args, f"{len(posterior):,} draws" + (f" in {seconds:.0f} s" if seconds else ""))
     if scores:
@@ -280,14 +253,13 @@ def finish(args: argparse.Namespace, found: Run, warned: list[str], counts: dict
         echo(args, f"report: {page}")
     if found.table is not None:
         echo(args, f"next: isosgd predict {found.folder} NEW.csv")
+    return 0
 
 
 def _kept(folder: Path) -> str:
     """What a run that was stopped has, in words."""
-    if not Manifest.begun(folder):
-        return "nothing had been drawn yet"
-    kept = isosgd.load(folder)
-    return f"{kept.num_draws} draws of {kept.num_chains} chains are kept" if len(kept) else "nothing had been drawn yet"
+    kept = isosgd.load(folder) if Manifest.begun(folder) else None
+    return f"{kept.num_draws} draws of {kept.num_chains} chains are kept" if kept else "nothing had been drawn yet"
 
 
 def verdict_of(run: Run, posterior: Posterior) -> Verdict | None:
@@ -299,47 +271,10 @@ def verdict_of(run: Run, posterior: Posterior) -> Verdict | None:
 
 
 def scores_of(run: Run, posterior: Posterior) -> dict[str, Any]:
-    """Scores on the held-out rows of a table, on its training rows where none were held out; else nothing.
-
-    Rows are predicted some at a time, so that memory does not grow with their number.
-    """
+    """Scores on held-out rows of a table, on its training rows where none were held out; of scripts there are none."""
     if run.table is None:
         return {}
-    rows = run.heldout if run.heldout is not None else run.data
-    width = max(len(posterior), len(run.table.classes))
-    parts = batches_of(rows, max(1, HELD // width))
-    scores = _of_classes(posterior, parts) if run.table.classes else _of_numbers(posterior, parts, run)
-    return {"rows": len(rows[0]), **scores}
-
-
-def _of_classes(posterior: Posterior, parts: Iterator[Any]) -> dict[str, float]:
-    every: list[tuple[Tensor, ...]] = []
-    for x, y in parts:
-        mean = posterior.predict(x).mean.double()
-        confidence, predicted = mean.max(1)
-        scored = (metrics.categorical_mnll(mean, y, "none"), metrics.brier(mean, y, "none"))
-        every.append((confidence, predicted == y, *scored))
-    confidence, right, mnll, brier = map(torch.cat, zip(*every, strict=True))
-    return {
-        "accuracy": float(right.double().mean()),
-        "mnll": float(mnll.mean()),
-        "ece": float(metrics.calibration(confidence, right).ece),
-        "brier": float(brier.mean()),
-    }
-
-
-def _of_numbers(posterior: Posterior, parts: Iterator[Any], run: Run) -> dict[str, float]:
-    every: list[tuple[Tensor, ...]] = []
-    for part in parts:
-        found = evaluate_regression(posterior, part, run.subject)
-        assert found is not None
-        mean, variance, y = found.means.flatten(0, 1), found.variances.flatten(0, 1), found.y
-        below, mnll = metrics.mixture_cdf(mean, variance, y), metrics.mixture_mnll(mean, variance, y, "none")
-        every.append((mean.mean(0) - y, mnll, below))
-    error, mnll, below = map(torch.cat, zip(*every, strict=True))
-    tail = (1 - LEVEL) / 2
-    return {
-        "rmse": float(error.square().mean().sqrt()),
-        "mnll": float(mnll.mean()),
-        "coverage95": float(((below >= tail) & (below <= 1 - tail)).double().mean()),
-    }
+    rows = some(run.heldout if run.heldout is not None else run.data)
+    found = evaluate(posterior, rows, run.subject)
+    assert found is not None
+    return {"rows": len(rows[0]), **found.scores()}

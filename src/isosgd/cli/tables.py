@@ -22,7 +22,6 @@ from isosgd.cli.common import (
     check_file,
     check_folder,
     check_method,
-    check_seed,
     echo,
     print_json,
     use_machine,
@@ -126,8 +125,7 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("chains", "draws", "hidden"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
-    check_method(args.method)
-    check_seed(args.seed)
+    check_method(args.method, args.seed)
 
 
 def _read(args: argparse.Namespace) -> Any:

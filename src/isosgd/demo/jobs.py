@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -50,15 +50,7 @@ def toy_job(method: str, seed: int, sizes: Sizes) -> Found:
     """Sample the toy with one method and compare with the truth; the rate is found by the warm-up."""
     toy = Toy.make(seed)
     posterior = sample(
-        toy.target,
-        toy.data,
-        method=method,
-        draws=sizes.toy.draws,
-        keep_every=sizes.toy.keep_every,
-        warmup=sizes.toy.warmup,
-        batch_size=32,
-        seed=seed,
-        progress=False,
+        toy.target, toy.data, method=method, **asdict(sizes.toy), batch_size=32, seed=seed, progress=False
     )
     numbers = compare(posterior.draws["w"], toy) | _costs(posterior)
     grid = torch.linspace(-math.pi, math.pi, 400, dtype=torch.float64)
@@ -99,8 +91,7 @@ def diabetes_job(seed: int, sizes: Sizes) -> Found:
     posteriors, rows = _three_ways(_mlp(10, 50, 1), "gaussian", train, test, seed, sizes.adam_steps, sizes.diabetes)
     for name, posterior in posteriors.items():
         rows[name] |= score(posterior)
-        for key in rows[name].keys() & {"mnll", "mnll_first_half", "mnll_last_half"}:
-            rows[name][key] += math.log(y_sd)
+        rows[name]["mnll"] += math.log(y_sd)
     return Found({"train": len(train[0]), "test": len(test[0]), "rows": rows}, {})
 
 
@@ -116,11 +107,11 @@ def digits_job(seed: int, sizes: Sizes) -> Found:
     test = _tensors((x_test - mean) / sd, y_test)
 
     posteriors, rows = _three_ways(_mlp(64, 32, 10), "categorical", train, test, seed, sizes.adam_steps, sizes.digits)
-    arrays = {name: p.predict(test[0]).mean.double().numpy() for name, p in posteriors.items()}
-    for name, probabilities in arrays.items():
+    for name, posterior in posteriors.items():
+        probabilities = posterior.predict(test[0]).mean.double().numpy()
         rows[name]["accuracy"] = float((probabilities.argmax(1) == y_test).mean())
         rows[name]["confidence"] = float(probabilities.max(1).mean())
-    return Found({"train": len(train[0]), "test": len(test[0]), "rows": rows}, {"y": y_test, "probabilities": arrays})
+    return Found({"train": len(train[0]), "test": len(test[0]), "rows": rows}, {})
 
 
 def _three_ways(
@@ -140,7 +131,7 @@ def _three_ways(
     Returns:
         The three, and for each its mean negative log likelihood on the test set (MNLL), how much higher that is than
         I-SGD's, standard errors over test examples (of the paired difference too), and what it cost. I-SGD's cost
-        includes that of its start, and its row has the MNLL of each half of the draws.
+        includes that of its start.
     """
     point = fit_adam(Target.from_module(net, likelihood, priors.Flat()), data, adam_steps, seed)
     start = fit_adam(Target.from_module(net, likelihood, priors.FanInNormal()), data, adam_steps, seed)
@@ -148,9 +139,7 @@ def _three_ways(
         Target.from_module(net, likelihood, priors.HierarchicalNormal()),
         data,
         init={name: value[0, 0] for name, value in start.draws.items()},
-        draws=length.draws,
-        keep_every=length.keep_every,
-        warmup=length.warmup,
+        **asdict(length),
         seed=seed,
         progress=False,
     )
@@ -164,9 +153,6 @@ def _three_ways(
         rows[name] |= _costs(posterior)
     for cost in ("gradients", "seconds"):
         rows[ISGD][cost] += rows[MAP][cost]
-    for part, draws in (("first", slice(None, length.draws // 2)), ("last", slice(length.draws // 2, None))):
-        half = Posterior(sampled.target, {name: value[:, draws] for name, value in sampled.draws.items()}, sampled.info)
-        rows[ISGD][f"mnll_{part}_half"] = -float(half.log_predictive(test).double().mean())
     return posteriors, rows
 
 

@@ -66,10 +66,6 @@ class Toy:
             half_width: inputs are uniform on ``(-half_width, half_width)``. Over a whole period the features are
                 nearly orthogonal; at ``pi / 2`` the posterior is badly conditioned.
         """
-        if isinstance(num_data, bool) or not isinstance(num_data, int) or num_data < 1:
-            raise ValueError(f"num_data = {num_data!r} must be an integer of at least 1")
-        if not (math.isfinite(half_width) and half_width > 0):
-            raise ValueError(f"half_width = {half_width} must be positive and finite; pi covers a whole period")
         generator = torch.Generator().manual_seed(seed)
         weights = torch.randn(NUM_FEATURES, generator=generator, dtype=torch.float64)
         x = half_width * (2 * torch.rand(num_data, generator=generator, dtype=torch.float64) - 1)
@@ -128,9 +124,6 @@ def gaussian_w2(mean1: Tensor, cov1: Tensor, mean2: Tensor, cov2: Tensor) -> flo
         1.732051
     """
     m1, c1, m2, c2 = (torch.as_tensor(a, dtype=torch.float64) for a in (mean1, cov1, mean2, cov2))
-    if not (m1.ndim == 1 and m1.shape == m2.shape and c1.shape == c2.shape == (len(m1), len(m1))):
-        shapes = [list(a.shape) for a in (m1, c1, m2, c2)]
-        raise ValueError(f"shapes {shapes} do not fit; means are [d] and covariances [d, d]")
     values, vectors = torch.linalg.eigh(c1)
     root = vectors * values.clamp_min(0).sqrt() @ vectors.T
     between = torch.linalg.eigvalsh(root @ c2 @ root).clamp_min(0).sqrt().sum()

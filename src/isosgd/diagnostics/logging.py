@@ -16,17 +16,14 @@ class Log:
     """Writes what TensorBoard shows: ``tensorboard --logdir FOLDER``, by ``pip install "isosgd[tensorboard]"``.
 
     The folder is made at the first entry.
-
-    Args:
-        folder: where its files go.
-
-    Raises:
-        ImportError: tensorboard is not installed.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self._make = _writer_class()
+        try:
+            self._make = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        except ImportError as error:
+            raise ImportError('logging for TensorBoard needs it: pip install "isosgd[tensorboard]"') from error
         self._writer: Any = None
 
     def step(self, step: int, loss: Any, rates: Mapping[str, Any] | None = None, first_chain: int = 0) -> None:
@@ -42,11 +39,6 @@ class Log:
             self._scalar(f"loss/chain {first_chain + k}", value, step)
         for layer, rate in (rates or {}).items():
             self._scalar(f"rate/{layer}", float(as_array(rate).mean()), step)
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Note numbers by name, such as scores on held-out data."""
-        for name, value in values.items():
-            self._scalar(name, float(value), step)
 
     def close(self) -> None:
         """Write what is left; a later entry opens the folder again."""
@@ -68,10 +60,3 @@ class Log:
         if self._writer is None:
             self._writer = self._make(str(self.folder))
         self._writer.add_scalar(name, value, step)
-
-
-def _writer_class() -> Any:
-    try:
-        return importlib.import_module("torch.utils.tensorboard").SummaryWriter
-    except ImportError as error:
-        raise ImportError('logging for TensorBoard needs it: pip install "isosgd[tensorboard]"') from error

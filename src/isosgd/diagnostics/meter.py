@@ -72,11 +72,8 @@ class Reading:
 def readings(names: Sequence[str], sizes: Sequence[int], series: Array, temperature: float) -> tuple[Reading, ...]:
     """Temperatures from series of products.
 
-    Args:
-        names: of the readings.
-        sizes: their dimensions.
-        series: ``(theta - c) . grad f`` over those dimensions at each draw, ``[chains, draws, readings]``.
-        temperature: the target temperature, for the smallest error that so many draws can have.
+    A series is ``(theta - c) . grad f`` over as many dimensions as ``sizes`` says, ``[chains, draws, readings]``. The
+    target temperature gives the smallest error that so many draws can have.
 
     Example:
         >>> rng = np.random.default_rng(0)
@@ -97,27 +94,23 @@ def readings(names: Sequence[str], sizes: Sequence[int], series: Array, temperat
     return tuple(Reading(name, n, *row) for name, n, row in zip(names, sizes, columns, strict=True))
 
 
-def directions(theta: Tensor, gradients: Tensor, temperature: float, count: int = DIRECTIONS) -> tuple[Reading, ...]:
+def directions(theta: Tensor, gradients: Tensor, temperature: float) -> tuple[Reading, ...]:
     """Temperatures along the principal directions of the draws (the flat ones) and of the gradients (the stiff ones).
 
     They show what the mean over all directions hides: noise that is strong in some directions and missing in others. A
     mean of the draws that is off shows as well, above all along the mean gradient (the push).
 
-    Args:
-        theta: free parameters at draws, ``[chains, draws, d]``.
-        gradients: of f there.
-        temperature: the target temperature.
-        count: directions of each kind.
+    ``theta`` are free parameters at draws, ``[chains, draws, d]``, and ``gradients`` those of f there.
     """
     draws, size = theta.shape[1:]
     halves = slice(0, draws // 2), slice(draws // 2, draws)
-    every = size <= 2 * count  # few enough to use all
+    every = size <= 2 * DIRECTIONS  # few enough to use all
     names: list[str] = []
     products, slopes, mixed = list[Array](), list[Array](), list[bool]()
     for part, here, there in (("early", *halves), ("late", *halves[::-1])):
-        kinds = {"flat": principal(theta[:, there], size if every else count)}
+        kinds = {"flat": principal(theta[:, there], size if every else DIRECTIONS)}
         if not every:
-            kinds["stiff"] = principal(gradients[:, there], count)
+            kinds["stiff"] = principal(gradients[:, there], DIRECTIONS)
         kinds["push"] = torch.nn.functional.normalize(gradients[:, there].double().mean((0, 1)), dim=0)[None]
         axes = torch.cat(list(kinds.values())).to(theta.dtype)
         names += [f"{kind} {i + 1}, {part}" for kind, vectors in kinds.items() for i in range(len(vectors))]

@@ -11,7 +11,9 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +28,7 @@ LEAST_DRAWS = 4  # of a chain; below, halves have no variance
 TAIL = 0.05  # the quantiles that the ESS of the tails is about, this one and one minus it
 HELD = 1 << 21  # numbers processed at once
 CONSTANT = 1e-15  # values closer together than this do not vary
+RHAT, ESS = 1.01, 400.0  # Vehtari et al. (2021)
 
 
 def rhat(traces: Any) -> Array:
@@ -99,6 +102,63 @@ def integrated_time(traces: Any) -> Array:
     if len(values) < LEAST_DRAWS:
         return np.ones(values.shape[1:])
     return np.maximum(_each(_time, values[None]), 1.0)
+
+
+@dataclass(frozen=True)
+class Convergence:
+    """Whether chains have converged, judged on traces such as predictions and log likelihoods.
+
+    Weights of a network need not mix: units can be swapped and signs changed without changing what it computes.
+
+    Attributes:
+        chains: number of chains.
+        draws: of each.
+        rhat: the largest R-hat over traces; not a number before there are four draws, or if nothing moves.
+        ess: the smallest effective number of draws over traces.
+    """
+
+    chains: int
+    draws: int
+    rhat: float
+    ess: float
+
+    @classmethod
+    def of(cls, traces: Any, groups: Sequence[int] | None = None) -> Convergence:
+        """Judge traces.
+
+        Args:
+            traces: ``[chains, draws, traces]``.
+            groups: the group of each chain, such as ``[0, 0, 1, 1]``. Chains of one group sample the same posterior and
+                are compared with each other; groups, such as the splits of a data set, are not. A trace that is
+                constant in a group is ignored, but a group in which no trace moves has not converged.
+
+        Example:
+            >>> x = np.random.default_rng(0).standard_normal((8, 500, 3))
+            >>> found = Convergence.of(x, groups=[0, 0, 0, 0, 1, 1, 1, 1])
+            >>> found.converged(), bool(found.rhat < 1.01), bool(found.ess > 1000)
+            (True, True, True)
+        """
+        values = as_array(traces)
+        if values.ndim != 3:
+            raise ValueError(f"traces of shape {list(values.shape)} must be [chains, draws, traces]")
+        labels = np.zeros(len(values), int) if groups is None else np.asarray(groups)
+        if len(labels) != len(values):
+            raise ValueError(f"there are {len(values)} chains, but groups names those of {len(labels)}")
+        if not values.size:
+            return cls(len(values), values.shape[1], math.nan, math.nan)
+        parts = [values[labels == label] for label in np.unique(labels)]
+        # fmax ignores constant traces, which are not a number; max does not ignore a group of such traces.
+        worst = np.max([np.fmax.reduce(rhat(x)) for x in parts])
+        least = np.min([np.fmin.reduce(ess(x)) for x in parts])
+        return cls(len(values), values.shape[1], float(worst), float(least))
+
+    def converged(self, rhat: float = RHAT, ess: float = ESS) -> bool:
+        """Whether all traces have at most this R-hat and at least that many effective draws."""
+        return self.ess >= ess and self.rhat <= rhat
+
+    def __str__(self) -> str:
+        what = f"{self.draws} draws of {self.chains} chains"
+        return f"{what}: R-hat {self.rhat:.3f}, ESS {self.ess:,.0f}"
 
 
 def as_array(values: Any) -> Array:

@@ -126,6 +126,7 @@ class Chains:
         self.given_buffers = frozenset(given_buffers)
         self.own_buffers: list[str] | None = None  # names of those that go with draws, once there was one
         self.trained = False  # whether they start where a network was trained, so that nothing is to be optimised
+        self.deadline = math.inf  # by `time.monotonic`, for the warm-up
         self._before: list[Tensor] | None = None  # the last gradient, where noise is the difference of two
         self.graph: CapturedGradients | None = None  # minibatches and gradients as CUDA graphs
         self.graph_unsupported = ""

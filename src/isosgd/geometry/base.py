@@ -50,17 +50,11 @@ class Geometry(ABC):
     name: ClassVar[str]
     kappa: ClassVar[float] = 2.0  # room for noise that is larger elsewhere than where it was measured
     kept: ClassVar[tuple[str, ...]] = (
-        *("alive", "seen", "curvature_ratio", "known", "factor", "scale", "noise_weight", "fallback"),
-    )
+        "alive", "seen", "curvature_ratio", "known", "factor", "scale", "noise_weight", "fallback",
+    )  # fmt: skip
 
     def bind(self, groups: Sequence[dict[str, Any]], chains: int | None = None, sets: int = 1) -> None:
-        """Learn the shapes of the parameters; called once, by the sampler.
-
-        Args:
-            groups: of parameters.
-            chains: how many chains the parameters' first dimension holds; None when they have no such dimension.
-            sets: of how many data sets they are, one after the other.
-        """
+        """Learn the shapes of the parameters; called once, by the sampler, whose arguments these are."""
         self.batched, self.chains, self.sets = chains is not None, chains or 1, sets
         params = [p for group in groups for p in group["params"]]
         self.shapes = [tuple(p.shape[1:] if self.batched else p.shape) for p in params]
@@ -140,12 +134,9 @@ class Geometry(ABC):
 
     @abstractmethod
     def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:
-        """Set Lambda from the noise seen.
+        """Set Lambda from the noise seen, by the rule; rates rise at most by a factor of ``rise``.
 
-        Args:
-            rule: how large it must be.
-            prior: curvature of the prior's part of ``f / N`` for each parameter, flat.
-            rise: rates rise at most by this factor.
+        ``prior`` is the curvature of the prior's part of ``f / N`` for each parameter, flat.
         """
 
     @abstractmethod
@@ -173,9 +164,8 @@ class Geometry(ABC):
                 for i, slot in enumerate(self.slots):
                     self.fallback[:, slot] = found[:, i : i + 1]
         if rise > 1.0 and self.seen >= self.min_vectors:
-            parts = None if prior is None else self.flatten(prior)
-            zero = torch.zeros_like(self.fallback)
-            self.settle(rule, zero if parts is None else parts / rule.num_data, rise)
+            own = torch.zeros_like(self.fallback) if prior is None else self.flatten(prior) / rule.num_data
+            self.settle(rule, own, rise)
 
     def _compare(self, rule: Rule, curvature: Tensor, rise: float) -> None:
         """Take in how much larger the curvature is than the Fisher information says, in the worst direction."""
@@ -222,10 +212,6 @@ class Geometry(ABC):
     def displace(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
         """``(T / N) Lambda^-1 (g + w)``, w from the innovations: what a step subtracts."""
 
-    def displace_(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
-        """The same; gradient and innovations may be written over."""
-        return self.displace(tensors, gradient, xi)
-
     def reads_rows(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a compiled step of these tensors is one operation, which reads rows as they lie."""
         return False
@@ -258,7 +244,7 @@ class Geometry(ABC):
 
     def state(self) -> dict[str, Any]:
         """All that a chain needs to go on."""
-        return state_of(self)
+        return dict(state_of(self))
 
     def load(self, state: dict[str, Any]) -> None:
         """Take up what `state` gave."""
@@ -269,24 +255,19 @@ class WorstDirection:
     """The direction with most noise for a Lambda, and how much that is: noise that the Lambda does not know.
 
     It is outside of what Lambda expresses, or larger where a chain is now than it was on average. It is found by power
-    iteration on ``Lambda^-1 B``, and measured along a direction before a vector is taken into it.
+    iteration on ``Lambda^-1 B``, and measured along a direction before a vector is taken into it: ``ratio`` is B over
+    Lambda there, ``image`` the image of the direction, and ``count`` the number of vectors seen.
 
-    Args:
-        of: a geometry that has ``inverse(x)``, ``Lambda^-1 x``; ``lambda_along(t)``, ``t . Lambda t``; and
-            ``noise_along(t)``, ``t . Var(g) t`` as far as it is known.
-
-    Attributes:
-        image: of the direction.
-        ratio: B over Lambda there.
-        count: vectors seen.
+    It is of a geometry that has ``inverse(x)``, ``Lambda^-1 x``; ``lambda_along(t)``, ``t . Lambda t``; and
+    ``noise_along(t)``, ``t . Var(g) t`` as far as it is known.
     """
 
     kept = ("image", "ratio", "count")
 
-    def __init__(self, of: Any) -> None:
-        self.of = of
-        self.image = of.full(0.0, 0)
-        self.ratio, self.count = of.full(0.0), 0
+    def __init__(self, geometry: Any) -> None:
+        self.geometry = geometry
+        self.image = geometry.full(0.0, 0)
+        self.ratio, self.count = geometry.full(0.0), 0
 
     def take(self, noise: Tensor) -> None:
         """Take in a flat noise vector."""
@@ -300,13 +281,13 @@ class WorstDirection:
 
     def direction(self) -> Tensor:
         """The direction t, ``t . Lambda t = 1``."""
-        t: Tensor = self.of.inverse(self.image)
-        return t / dot(self.image, t).clamp_min(torch.finfo(self.of.dtype).tiny).sqrt().unsqueeze(-1)
+        t: Tensor = self.geometry.inverse(self.image)
+        return t / dot(self.image, t).clamp_min(torch.finfo(self.geometry.dtype).tiny).sqrt().unsqueeze(-1)
 
     def rescale(self, t: Tensor | None) -> None:
         """Lambda has changed: the noise along t, the direction before, was measured over what it was."""
         if t is not None:
-            now = self.of.lambda_along(t).to(self.ratio)
+            now = self.geometry.lambda_along(t).to(self.ratio)
             self.ratio = torch.where(now > 0, self.ratio / now, 0.0)  # a chain that was dropped has no direction
 
     def forget(self, void: bool) -> None:
@@ -317,14 +298,14 @@ class WorstDirection:
         """What the noise that is not known adds to the temperature."""
         if self.count < 2:
             return torch.zeros_like(self.ratio)
-        known = 0.5 * self.of.noise_along(self.direction()).to(self.ratio)
-        return torch.where(self.of.alive, self.of.noise_weight * (self.ratio - known), 0.0)
+        known = 0.5 * self.geometry.noise_along(self.direction()).to(self.ratio)
+        return torch.where(self.geometry.alive, self.geometry.noise_weight * (self.ratio - known), 0.0)
 
     def limit_excess(self) -> None:
         """Slow chains down whose temperature is too high."""
-        beyond = self.of.excess_temperature() / MOST_EXCESS
+        beyond = self.geometry.excess_temperature() / MOST_EXCESS
         if bool((beyond > 1.0).any()):
-            self.of.slow(beyond.clamp_min(1.0))
+            self.geometry.slow(beyond.clamp_min(1.0))
 
     @property
     def chance(self) -> float:
@@ -333,10 +314,11 @@ class WorstDirection:
         return 2.0 * math.sqrt(2.0 * weight / (2.0 - weight))
 
 
-def state_of(item: Any) -> dict[str, Any]:
+def state_of(item: Any) -> Any:
     """What an object keeps, by the names in its ``kept``; parts that keep something themselves are dicts."""
-    values = {name: getattr(item, name) for name in item.kept}
-    return {name: state_of(value) if hasattr(value, "kept") else value for name, value in values.items()}
+    if hasattr(item, "kept"):
+        return {name: state_of(getattr(item, name)) for name in item.kept}
+    return [state_of(part) for part in item] if isinstance(item, list) else item
 
 
 def load_into(item: Any, state: dict[str, Any], device: torch.device) -> None:
@@ -348,10 +330,14 @@ def load_into(item: Any, state: dict[str, Any], device: torch.device) -> None:
             "that run with it"
         )
     for name in item.kept:
-        if hasattr(getattr(item, name), "kept"):
-            load_into(getattr(item, name), state[name], device)
+        old, new = getattr(item, name), state[name]
+        if hasattr(old, "kept"):
+            load_into(old, new, device)
+        elif isinstance(old, list) and old and hasattr(old[0], "kept"):
+            for part, saved in zip(old, new, strict=True):
+                load_into(part, saved, device)
         else:
-            setattr(item, name, _copied(state[name], device))
+            setattr(item, name, _copied(new, device))
 
 
 def _copied(value: Any, device: torch.device) -> Any:

@@ -10,18 +10,12 @@ from isosgd.geometry.base import Geometry
 from isosgd.geometry.diagonal import Diagonal
 from isosgd.geometry.full import Full
 from isosgd.geometry.kronecker import Kronecker
-from isosgd.geometry.layer import Layer, Single, Structure
+from isosgd.geometry.layer import PerGroup
 from isosgd.geometry.lowrank import LowRank
 
 StructureName = Literal["auto", "layer", "single", "diagonal", "lowrank", "kronecker", "full"]
-STRUCTURES: dict[str, type[Structure] | type[Geometry]] = {
-    "layer": Layer,
-    "single": Single,
-    "diagonal": Diagonal,
-    "lowrank": LowRank,
-    "kronecker": Kronecker,
-    "full": Full,
-}
+GEOMETRIES: dict[str, type[Geometry]] = {kind.name: kind for kind in (Diagonal, LowRank, Kronecker, Full)}
+STRUCTURES = ("layer", "single", *GEOMETRIES)
 GRADIENTS_FOR_EACH = 40  # parameter, that a full matrix needs in the warm-up
 LEAST_BUDGET = 400  # gradients without which no shape is estimated
 FULL_UP_TO = 200  # parameters that get a full matrix, whatever their noise is like: it costs next to nothing
@@ -31,15 +25,17 @@ WORTH = 30.0  # condition number that a low rank must leave for that; of white n
 LOW_RANK_UP_TO = 1_000_000  # parameters; the directions of more take too much memory
 
 
-def make_structure(structure: StructureName | Structure | Geometry) -> Structure | Geometry:
+def make_structure(structure: StructureName | Geometry) -> PerGroup | Geometry:
     """The structure a name stands for; ``auto`` must be settled first, see `choose`."""
-    if isinstance(structure, Structure | Geometry):
+    if isinstance(structure, Geometry):
         return structure
-    if structure not in STRUCTURES:
+    if structure == "layer" or structure == "single":
+        return PerGroup(structure)
+    if structure not in GEOMETRIES:
         raise ValueError(
-            f"structure = {structure!r} is unknown; choose 'auto', one of {sorted(STRUCTURES)}, or a Structure"
+            f"structure = {structure!r} is unknown; choose 'auto', one of {sorted(STRUCTURES)}, or a Geometry"
         )
-    return STRUCTURES[structure]()
+    return GEOMETRIES[structure]()
 
 
 def choose(
@@ -52,7 +48,7 @@ def choose(
     than a diagonal, or a Kronecker product for each layer, can tell. The largest models get a rate for each parameter.
 
     Between `FULL_UP_TO` and `MEASURED_UP_TO` parameters the answer is a full matrix for a first look; whether it stays
-    is decided by the conditioning that is measured then, see `instead`.
+    is decided by the conditioning that is measured then, see `instead`; where nothing is ``measured``, it is low rank.
 
     Args:
         shapes: of the parameters.

@@ -19,29 +19,22 @@ class AxisRates:
     """Noise, Lambda and rates along axes: ``H = diag(h)`` in their coordinates.
 
     Lambda is q h, with h kept above a share of its layer's mean (``damping``): a unit that was dead in the warm-up and
-    wakes up must not meet an enormous rate.
-
-    Args:
-        of: the geometry that they are of.
-        damping: that share.
-
-    Attributes:
-        v: noise variance along each axis, ``[chains, d]``.
-        top: image of the direction in which noise exceeds Lambda most, and ``top_ratio`` its noise over Lambda there.
+    wakes up must not meet an enormous rate. The noise variance along each axis is ``v`` ``[chains, d]``; ``top`` is the
+    image of the direction in which noise exceeds Lambda most, and ``top_ratio`` its noise over Lambda there.
     """
 
     kept = ("v", "lam", "rate", "amplitude", "top", "top_ratio", "looks")
 
-    def __init__(self, of: Geometry, damping: float) -> None:
-        self.of, self.damping = of, damping
-        self.v = of.full(0.0, of.total)
+    def __init__(self, geometry: Geometry, damping: float) -> None:
+        self.geometry, self.damping = geometry, damping
+        self.v = geometry.full(0.0, geometry.total)
         self.lam, self.rate, self.amplitude = self.v.clone(), self.v.clone(), self.v.clone()
-        self.top, self.top_ratio, self.looks = self.v.clone(), of.full(0.0), 0
+        self.top, self.top_ratio, self.looks = self.v.clone(), geometry.full(0.0), 0
 
     def take(self, z: Tensor) -> None:
         """Take in a noise vector, in the coordinates of the axes."""
-        self.v.lerp_(z.square(), 1.0 / (self.of.seen + 1))
-        if self.of.known:
+        self.v.lerp_(z.square(), 1.0 / (self.geometry.seen + 1))
+        if self.geometry.known:
             self._look(z * (2.0 * self.lam).rsqrt())
         self.changed()
 
@@ -63,40 +56,40 @@ class AxisRates:
 
     def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:
         """As `Geometry.settle`, the prior's curvature along the axes."""
-        of = self.of
-        h = damped(rule.batch_size * self.v + prior, self.damping, of.slots)
-        of.factor, of.scale = rule.factor(of.curvature_ratio), rule.scale
-        lam = of.factor[:, None] * h.clamp_min(torch.finfo(of.dtype).tiny)
-        lam = torch.maximum(lam, self.lam / rise) if of.known else lam
+        geometry = self.geometry
+        h = damped(rule.batch_size * self.v + prior, self.damping, geometry.slots)
+        geometry.factor, geometry.scale = rule.factor(geometry.curvature_ratio), rule.scale
+        lam = geometry.factor[:, None] * h.clamp_min(torch.finfo(geometry.dtype).tiny)
+        lam = torch.maximum(lam, self.lam / rise) if geometry.known else lam
         if self.looks > 1:  # the ratio was measured against the Lambda there was
             self.top_ratio = self.top_ratio * dot(self.top.square(), self.lam / lam) / self._length()
-        self.lam, of.known = lam, True
+        self.lam, geometry.known = lam, True
         self.slow((self.excess_temperature() / MOST_EXCESS).clamp_min(1.0))
 
     def slow(self, factor: Tensor) -> None:
         """Multiply each chain's Lambda by a factor."""
-        self.of.factor = self.of.factor * factor
+        self.geometry.factor = self.geometry.factor * factor
         self.lam = self.lam * factor[:, None]
         self.top_ratio = self.top_ratio / factor
         self.changed()
 
     def changed(self) -> None:
         """Work out rates and the scale of injected noise."""
-        if self.of.known:
-            self.rate = self.of.scale / self.lam
-            self.amplitude = self.rate * (2.0 * self.lam - self.of.noise_weight * self.v).clamp_min(0.0).sqrt()
+        if self.geometry.known:
+            self.rate = self.geometry.scale / self.lam
+            self.amplitude = self.rate * (2.0 * self.lam - self.geometry.noise_weight * self.v).clamp_min(0.0).sqrt()
 
     def excess_temperature(self) -> Tensor:
         """As of `Geometry`: noise that axes share, which a diagonal does not express."""
         if self.looks < 2:
             return torch.zeros_like(self.top_ratio)
         expressed = dot(self.top.square(), self.v / (2.0 * self.lam)) / self._length()
-        return self.of.noise_weight * (self.top_ratio - expressed)
+        return self.geometry.noise_weight * (self.top_ratio - expressed)
 
     def clipped(self) -> Tensor:
         """As of `Geometry`."""
-        over = self.of.noise_weight * self.v > 2.0 * self.lam
-        return over.to(self.of.dtype).mean(-1) if self.of.known else torch.zeros_like(self.top_ratio)
+        over = self.geometry.noise_weight * self.v > 2.0 * self.lam
+        return over.to(self.geometry.dtype).mean(-1) if self.geometry.known else torch.zeros_like(self.top_ratio)
 
 
 class Diagonal(Geometry):

@@ -136,7 +136,7 @@ class Full(Geometry):
         self.root, self.inverse_root = root, inverse
         self._forget_axes()
         self.factor, self.scale, self.known = rule.factor(self.curvature_ratio), rule.scale, True
-        self.cover = 0.0 if rule.whole else rule.cover
+        self.cover = 0.0 if rule.full_batch else rule.cover
         self.worst.rescale(before)
         self._inject(rule.tracks_level)
         self.worst.limit_excess()
@@ -170,11 +170,7 @@ class Full(Geometry):
         return ratios * self.unit_rate.double().unsqueeze(-1)
 
     def _inject(self, track_level: bool | None = None) -> None:
-        """The matrices of a step.
-
-        Args:
-            track_level: whether the level of the noise is followed; as before, when not given.
-        """
+        """The matrices of a step; whether the level of the noise is followed stays as before, when not given."""
         track_level = self.tracks_level if track_level is None else track_level
         values, vectors = torch.linalg.eigh(self.root.mT @ self.cov @ self.root)
         room = 2.0 * self.factor.double().unsqueeze(-1)

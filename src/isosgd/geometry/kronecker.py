@@ -38,7 +38,6 @@ class FixedSide:
     """A side that is left as it is, and what the others have in common."""
 
     tensors = 0  # in a basis
-    work = 0  # multiply-adds for each entry of a matrix that is rotated
 
     def start(self, like: Tensor) -> Tensor:
         """What is kept of the noise, before any is seen, for as many chains and of the kind of ``like``."""
@@ -55,10 +54,6 @@ class FixedSide:
         """``m B``."""
         return m
 
-    def rotate_(self, m: Tensor, basis: Basis) -> Tensor:
-        """``m B``; m may be written over."""
-        return self.rotate(m, basis)
-
     def back_(self, m: Tensor, basis: Basis) -> None:
         """``m B^T``, in place."""
 
@@ -68,18 +63,12 @@ class FixedSide:
 
 
 class AllAxes(FixedSide):
-    """All axes: eigenvectors of the mean of ``D^T D``, or of ``D D^T`` for the side of the rows.
-
-    Args:
-        length: of the side.
-        rows: whether it is that of the rows.
-    """
+    """All axes: eigenvectors of the mean of ``D^T D``, or of ``D D^T`` for the side of the ``rows``."""
 
     tensors = 1
 
     def __init__(self, length: int, rows: bool = False) -> None:
-        self.length = self.work = length
-        self.rows = rows
+        self.length, self.rows = length, rows
 
     def _times(self, m: Tensor, matrix: Tensor) -> Tensor:
         return matrix.mT @ m if self.rows else m @ matrix
@@ -111,17 +100,12 @@ class LeadingAxes(FixedSide):
     They become the first coordinates, and the other parameters turn as little as they must: B is the product of as many
     reflections, ``B = I + V^T C V``, so that rotating takes two thin products. Where inputs of a layer are positive, as
     after ReLU, few axes carry most of the noise that parameters share.
-
-    Args:
-        length: of the side.
-        axes: how many.
     """
 
     tensors = 3
 
     def __init__(self, length: int, axes: int) -> None:
         self.length, self.axes = length, min(axes, length)
-        self.work = 2 * self.axes
 
     def start(self, like: Tensor) -> Tensor:
         generator = torch.Generator(like.device).manual_seed(0)  # of the start only its span matters
@@ -148,10 +132,6 @@ class LeadingAxes(FixedSide):
     def rotate(self, m: Tensor, basis: Basis) -> Tensor:
         v, forth, _ = basis
         return torch.baddbmm(m, _along(m, v), forth)
-
-    def rotate_(self, m: Tensor, basis: Basis) -> Tensor:
-        v, forth, _ = basis
-        return m.baddbmm_(_along(m, v), forth)
 
     def back_(self, m: Tensor, basis: Basis) -> None:
         v, _, back = basis
@@ -201,27 +181,18 @@ class Matrix(NamedTuple):
     left: FixedSide
     right: FixedSide
 
-    @property
-    def work(self) -> int:
-        """Multiply-adds for rotating."""
-        return self.rows * self.columns * (self.left.work + self.right.work)
-
-    def of(self, x: Tensor) -> Tensor:
+    def view(self, x: Tensor) -> Tensor:
         """The matrix in a flat tensor, as a view ``[chains, rows, columns]``."""
         return x[:, self.slot].view(len(x), self.rows, self.columns)
 
     def rotate(self, x: Tensor, bases: tuple[Basis, Basis]) -> Tensor:
         """The matrix in a flat tensor as its bases show it."""
-        return self.left.rotate(self.right.rotate(self.of(x), bases[1]), bases[0])
-
-    def rotate_(self, x: Tensor, bases: tuple[Basis, Basis]) -> Tensor:
-        """The same; the flat tensor may be written over."""
-        return self.left.rotate_(self.right.rotate_(self.of(x), bases[1]), bases[0])
+        return self.left.rotate(self.right.rotate(self.view(x), bases[1]), bases[0])
 
     def back_(self, x: Tensor, bases: tuple[Basis, Basis]) -> None:
         """Undo `rotate`, in place."""
-        self.left.back_(self.of(x), bases[0])
-        self.right.back_(self.of(x), bases[1])
+        self.left.back_(self.view(x), bases[0])
+        self.right.back_(self.view(x), bases[1])
 
 
 def weight_matrices(
@@ -236,24 +207,14 @@ def weight_matrices(
         rows, columns = shape[0], math.prod(shape[1:])
         most = min(longest, MOST_WORK // (rows * columns))
         left, right = FixedSide(), FixedSide()
-        if columns > most:
+        if columns > most and leading:
             right = LeadingAxes(columns, (leading + 1) // 2 if rows * columns > HUGE else leading)
-        else:
+        elif columns <= most:
             right = AllAxes(columns) if columns > 1 else right
             left = AllAxes(rows, rows=True) if 1 < rows <= most else left
-        if left.work or right.work:
+        if left.tensors or right.tensors:
             found.append(Matrix(slice(start, end), rows, columns, left, right))
     return found
-
-
-def rotation_work(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Multiply-adds that a step takes for rotating these parameters into their bases and back.
-
-    Example:
-        >>> rotation_work([(50, 13), (50,)]), rotation_work([(256, 256, 3, 3)])
-        (81900, 9437184)
-    """
-    return 2 * sum(matrix.work for matrix in weight_matrices(shapes))
 
 
 class Kronecker(Geometry):
@@ -296,7 +257,7 @@ class Kronecker(Geometry):
         """A flat vector in the bases."""
         out = x.clone()
         for matrix, bases in self._with(self.bases):
-            matrix.of(out).copy_(matrix.rotate(x, bases))
+            matrix.view(out).copy_(matrix.rotate(x, bases))
         return out
 
     def back(self, z: Tensor) -> Tensor:
@@ -311,7 +272,7 @@ class Kronecker(Geometry):
     def take(self, noise: Tensor) -> None:
         weight, factors = 1.0 / (self.seen + 1), iter(self.factors)
         for matrix in self.matrices:
-            d = matrix.of(noise)
+            d = matrix.view(noise)
             matrix.left.take(next(factors), d, weight)
             matrix.right.take(next(factors), d, weight)
         few = max(2, min(64, RECENT // self.total))
@@ -344,10 +305,10 @@ class Kronecker(Geometry):
         for d in self.recent:
             seen.add_(self.rotate(d).square_(), alpha=1.0 / count)
         for matrix in self.matrices:
-            m = matrix.of(seen)
+            m = matrix.view(seen)
             mean = m.mean((-2, -1), keepdim=True).clamp_min(torch.finfo(m.dtype).tiny)
             product = m.mean(-1, keepdim=True) * m.mean(-2, keepdim=True) / mean
-            matrix.of(self.on_axes.v).copy_((count * m + 8.0 * product) / (count + 8.0))
+            matrix.view(self.on_axes.v).copy_((count * m + 8.0 * product) / (count + 8.0))
 
     # -- Lambda -------------------------------------------------------------------------------------------------------
 
@@ -363,8 +324,8 @@ class Kronecker(Geometry):
         out = values.clone()
         others = repeat((None, None)) if new is None else (bases for _, bases in self._with(new))
         for (matrix, (left, right)), (new_left, new_right) in zip(self._with(old), others, strict=False):
-            m = matrix.right.spread(matrix.of(values), right, new_right)
-            matrix.of(out).copy_(matrix.left.spread(m, left, new_left))
+            m = matrix.right.spread(matrix.view(values), right, new_right)
+            matrix.view(out).copy_(matrix.left.spread(m, left, new_left))
         return out
 
     def rates(self) -> Tensor:
@@ -391,14 +352,11 @@ class Kronecker(Geometry):
         return (self.on_axes.rate, self.on_axes.amplitude, *self.bases)
 
     def displace(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
-        return self.displace_(tensors, gradient.clone(), xi.clone())
-
-    def displace_(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
         rate, amplitude, *every = tensors
-        z = xi.mul_(amplitude)
+        z = xi * amplitude
         for slot in self.rest:
             z[:, slot].addcmul_(rate[:, slot], gradient[:, slot])
         for matrix, bases in self._with(every):
-            matrix.of(z).addcmul_(matrix.of(rate), matrix.rotate_(gradient, bases))
+            matrix.view(z).addcmul_(matrix.view(rate), matrix.rotate(gradient, bases))
             matrix.back_(z, bases)
         return z

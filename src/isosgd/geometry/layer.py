@@ -1,4 +1,4 @@
-"""Lambda as a number for each group: its own (`Layer`, the paper's), or one for all (`Single`, the paper's SLR).
+"""Lambda as a number for each group: its own (``layer``, the paper's), or one for all (``single``, the paper's SLR).
 
 A Lambda that knows directions is a `isosgd.geometry.base.Geometry`.
 
@@ -8,9 +8,8 @@ Injected noise works on flat tensors: the innovations of a group are one vector 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -25,35 +24,18 @@ def over_chains(value: Number) -> Number:
     return value.unsqueeze(-1) if isinstance(value, Tensor) and value.dim() else value
 
 
-class Structure(ABC):
-    """A rule from the bounds of all groups to their lambdas."""
+class PerGroup(NamedTuple):
+    """One lambda for each group of parameters (``layer``), or one for all of them (``single``)."""
 
-    name: ClassVar[str] = "own"  # of a user's, unless it has another
-
-    @abstractmethod
-    def solve(self, noise: Sequence[Tensor], guard: Sequence[Tensor]) -> list[Tensor]:
-        """The smallest lambda of each group, above its noise bound and its curvature bound."""
-
-    def rate(self, lam: Number, temperature: float, num_data: int) -> Number:
-        """The step ``T / (N Lambda)`` that Theorem 1 asks for."""
-        return temperature / (num_data * lam)
-
-
-class Layer(Structure):
-    """One lambda for each group of parameters."""
-
-    name = "layer"
+    name: Literal["layer", "single"]
 
     def solve(self, noise: Sequence[Tensor], guard: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.maximum(b, h) for b, h in zip(noise, guard, strict=True)]
+        """The smallest lambda of each group, above its noise bound and its curvature bound.
 
-
-class Single(Structure):
-    """One lambda for all: the sum of the groups' noise bounds (the paper's SLR), or the largest curvature bound."""
-
-    name = "single"
-
-    def solve(self, noise: Sequence[Tensor], guard: Sequence[Tensor]) -> list[Tensor]:
+        A single one is the sum of the groups' noise bounds (the paper's SLR), or the largest curvature bound.
+        """
+        if self.name == "layer":
+            return [torch.maximum(b, h) for b, h in zip(noise, guard, strict=True)]
         lam = torch.maximum(torch.stack(list(noise)).sum(0), torch.stack(list(guard)).amax(0))
         return [lam.clone() for _ in noise]
 

@@ -135,16 +135,9 @@ def split(rows: Tensor, unit: Tensor, left: Tensor, spread: Tensor) -> tuple[Ten
     """Noise as ``diag(psi) + U^T shared U``.
 
     What is left beside the rows is measured, and not taken for the difference of all noise and that along them: where
-    the rows explain nearly everything, the error of such a difference would be larger than what is left.
-
-    Args:
-        rows: ``U diag(1 / unit)``, U orthonormal.
-        unit: ``[chains, d]``.
-        left: variance of each coordinate of ``(I - U^T U) z``, z the noise.
-        spread: covariance ``[chains, k, k]`` along U.
-
-    Returns:
-        psi, not negative, and ``shared``, positive semi-definite: together they explain ``left`` and ``spread``.
+    the rows explain nearly everything, the error of such a difference would be larger than what is left. The rows are
+    ``U diag(1 / unit)``, U orthonormal; ``left`` is the variance of each coordinate of ``(I - U^T U) z``, z the noise,
+    and ``spread`` its covariance along U. Psi, not negative, and ``shared``, positive semi-definite, explain both.
     """
     psi = left.clone()
     # With many more coordinates than rows, psi is all but ``left``; rows that span everything leave rounding alone.
@@ -159,12 +152,12 @@ def _fit(rows: Tensor, psi: Tensor) -> None:
 
     A chain that has converged stays as it is, so that chains are the same together and alone.
     """
-    wanted, going = leftover(rows, psi), torch.ones_like(psi[:, :1], dtype=torch.bool)
+    target, going = leftover(rows, psi), torch.ones_like(psi[:, :1], dtype=torch.bool)
     for _ in range(SPLITS):
         image = leftover(rows, leftover(rows, psi))
         # Where the rows leave nothing but rounding of a coordinate, nothing is known of it.
         known = image > torch.finfo(psi.dtype).eps * psi.amax(-1, keepdim=True)
-        ratio = torch.where(known, wanted / image, 1.0).clamp_max_(MOST_RATIO)
+        ratio = torch.where(known, target / image, 1.0).clamp_max_(MOST_RATIO)
         psi.copy_(torch.where(going, psi * ratio, psi))
         going = going & ((ratio - 1.0).abs().mean(-1, keepdim=True) >= CONVERGED)
         if not bool(going.any()):

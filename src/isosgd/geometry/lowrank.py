@@ -58,14 +58,9 @@ class Directions:
     vectors, the noise along a direction made of those vectors would look a thousand times too large.
 
     Directions are compared, and are orthonormal, in coordinates ``unit * parameters``. The noise found there has the
-    covariance ``spread`` along them, and beside them variances ``left``.
-
-    Args:
-        rows: directions to start from, orthonormal, ``[chains, k, d]``; they are written over.
-        unit: ``[chains, d]``; None to find it, from the noise of each parameter.
-        left: what is known of the noise beside the rows, ``[chains, d]``.
-        spread: and along them, ``[chains, k, k]``.
-        damped: keeps variances of parameters off zero.
+    covariance ``spread`` ``[chains, k, k]`` along them, and beside them variances ``left`` ``[chains, d]``. The rows to
+    start from, ``[chains, k, d]``, are written over; a unit that is not given is found, from the noise of each
+    parameter, whose variances ``damped`` keeps off zero.
     """
 
     kept = ("rows", "image", "unit", "left", "spread", "block_spread", "in_block", "blocks")

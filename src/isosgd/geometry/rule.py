@@ -62,7 +62,7 @@ class Rule:
         bias: the relative error of the posterior variance that the step size may cause.
         averaged: whether innovations are averaged over two steps, which leaves only the bias of the gradient noise.
         kappa: Lambda over the gradient noise B, at the least.
-        whole: whether a batch is all of the data. Its gradient has no noise, and the size of a step is set otherwise.
+        full_batch: whether gradients are those of all data. They have no noise, and step sizes are set otherwise.
         trackable: whether the level of the noise can be followed from step to step.
     """
 
@@ -72,7 +72,7 @@ class Rule:
     bias: float
     averaged: bool
     kappa: float = 2.0
-    whole: bool = False
+    full_batch: bool = False
     trackable: bool = False
 
     @property
@@ -90,7 +90,7 @@ class Rule:
     @property
     def tracks_level(self) -> bool:
         """Whether the level of the noise is followed, as it can be, and is worth it."""
-        if not self.trackable or self.whole:
+        if not self.trackable or self.full_batch:
             return False
         one = torch.ones(())
         return bool(self._factor(one, self._average) > WORTH * self._factor(one, self._local))
@@ -112,7 +112,7 @@ class Rule:
 
     def factor(self, curvature_ratio: Tensor) -> Tensor:
         """q, where the true curvature is up to ``curvature_ratio`` times H."""
-        if self.whole:  # so that a step is 1 where the curvature is H
+        if self.full_batch:  # so that a step is 1 where the curvature is H
             return torch.full_like(curvature_ratio, 2.0 * self.scale)
         return self._factor(curvature_ratio, 2.0 * self.cover)
 

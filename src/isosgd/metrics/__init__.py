@@ -6,17 +6,16 @@ Functions of tensors, computed in float64 on the tensors' device, without gradie
 from isosgd.metrics.classification import (
     Reliability,
     accuracy,
+    auroc,
     brier,
-    calibration,
     categorical_mnll,
     ece,
+    fpr95,
     mutual_information,
     predictive_entropy,
     reliability,
 )
-from isosgd.metrics.ood import auroc, fpr95
 from isosgd.metrics.regression import (
-    interval_coverage,
     mixture_cdf,
     mixture_coverage,
     mixture_crps,
@@ -31,11 +30,9 @@ __all__ = [
     "accuracy",
     "auroc",
     "brier",
-    "calibration",
     "categorical_mnll",
     "ece",
     "fpr95",
-    "interval_coverage",
     "mixture_cdf",
     "mixture_coverage",
     "mixture_crps",

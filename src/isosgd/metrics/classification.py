@@ -1,4 +1,4 @@
-"""Scores of class probabilities.
+"""Scores of class probabilities, and how well a score tells data unlike the training data from data like it.
 
 ``probabilities`` are ``[n, classes]``, those of the model average unless a function says otherwise; ``y`` are labels
 ``[n]``, from 0. Logarithms are natural.
@@ -11,6 +11,7 @@ References:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -84,29 +85,13 @@ def reliability(probabilities: Tensor, y: Tensor, bins: int = 15) -> Reliability
     """
     probabilities, y = _checked(probabilities, y)
     confidence, predicted = probabilities.max(1)
-    return calibration(confidence, predicted == y, bins)
-
-
-def calibration(confidence: Tensor, right: Tensor, bins: int = 15) -> Reliability:
-    """The curve of `reliability` from what it takes of each prediction, where not all probabilities can be held.
-
-    Args:
-        confidence: probability of the predicted class, ``[n]``.
-        right: whether that class is the right one, ``[n]``.
-        bins: of equal width.
-
-    Example:
-        >>> calibration(torch.tensor([0.9, 0.7]), torch.tensor([True, False]), bins=1).ece
-        tensor(0.3000, dtype=torch.float64)
-    """
-    confidence = checks.numbers("confidence", confidence, "n")
-    checks.same_length("right", right, len(confidence))
+    right = (predicted == y).double()
     if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
         raise ValueError(f"bins = {bins!r} must be an integer of at least 1")
     place = (confidence * bins).long().clamp(0, bins - 1)
     count = place.bincount(minlength=bins)
     mean_confidence = place.bincount(confidence, bins) / count
-    share = place.bincount(right.double(), bins) / count
+    share = place.bincount(right, bins) / count
     there = count > 0
     return Reliability(mean_confidence[there], share[there], count[there])
 
@@ -144,6 +129,45 @@ def mutual_information(probabilities: Tensor) -> Tensor:
     """
     probabilities = checks.probabilities(probabilities, "draws", "n", "classes")
     return (_entropy(probabilities.mean(0)) - _entropy(probabilities).mean(0)).clamp_min(0)
+
+
+def auroc(inside: Tensor, outside: Tensor) -> Tensor:
+    """Area under the ROC curve: probability that data from outside have the higher score; ties count half.
+
+    Args:
+        inside: scores of data like the training data, ``[n]``; higher means less alike.
+        outside: scores of other data, ``[m]``.
+
+    Example:
+        >>> auroc(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 2.0]))
+        tensor(0.8750, dtype=torch.float64)
+    """
+    inside, outside = checks.numbers("inside", inside, "n").sort().values, checks.numbers("outside", outside, "m")
+    below = torch.searchsorted(inside, outside) + torch.searchsorted(inside, outside, right=True)
+    return below.double().mean() / (2 * len(inside))
+
+
+def fpr95(inside: Tensor, outside: Tensor, pass_rate: float = 0.95) -> Tensor:
+    """Share of data from outside that pass when the threshold lets 95% of the data from inside pass.
+
+    Args:
+        inside: scores of data like the training data, ``[n]``; higher means less alike.
+        outside: scores of other data, ``[m]``.
+        pass_rate: least share of ``inside`` that passes.
+
+    Note:
+        Data from inside are the positives here (Liang, Li and Srikant 2018). With outside as the positives, as some
+        write it, swap the two and change the sign of both.
+
+    Example:
+        >>> fpr95(torch.arange(100.0), torch.tensor([50.0, 94.0, 95.0, 200.0]))
+        tensor(0.5000, dtype=torch.float64)
+    """
+    checks.between_0_and_1("pass_rate", pass_rate)
+    inside, outside = checks.numbers("inside", inside, "n").sort().values, checks.numbers("outside", outside, "m")
+    # 0.95 * 20 is a hair above 19 in floating point; that must not let one more pass.
+    threshold = inside[math.ceil(pass_rate * len(inside) * (1 - 1e-12)) - 1]
+    return (outside <= threshold).double().mean()
 
 
 def _checked(probabilities: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

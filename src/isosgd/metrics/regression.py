@@ -1,8 +1,9 @@
 """Scores of a regression whose predictive distribution is a Gaussian mixture, a component for each draw.
 
 All draws weigh the same. ``mean`` and ``variance`` are ``[draws, n]``, what each draw says of y at each input, in the
-units of y; the variance is that of the noise, and the spread of the means over draws is the model's. A variance that is
-the same for all inputs takes no memory as ``variance[:, None].expand_as(mean)``.
+units of y; ``y`` is what was observed, ``[n]``. The variance is that of the noise, and the spread of the means over
+draws is the model's. A variance that is the same for all inputs takes no memory as
+``variance[:, None].expand_as(mean)``. ``reduction="none"`` gives the score of each example, ``[n]``.
 
 References:
     Gneiting and Raftery (2007), Strictly proper scoring rules, prediction, and estimation. Grimit, Gneiting, Berrocal
@@ -38,12 +39,6 @@ def rmse(prediction: Tensor, y: Tensor) -> Tensor:
 def mixture_mnll(mean: Tensor, variance: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
     """Mean negative log likelihood: ``-log mean_draws N(y; mean, variance)``, averaged over examples.
 
-    Args:
-        mean: of y for each draw, ``[draws, n]``.
-        variance: of y for each draw, ``[draws, n]``.
-        y: what was observed, ``[n]``.
-        reduction: "mean", or "none" for the value of each example ``[n]``.
-
     Example:
         >>> mean = torch.tensor([[0.0], [1000.0]])  # one draw is right, the other hopeless
         >>> mixture_mnll(mean, torch.ones(2, 1), torch.zeros(1))  # log(2) + log(2 pi)/2
@@ -59,12 +54,6 @@ def mixture_crps(mean: Tensor, variance: Tensor, y: Tensor, reduction: Reduction
 
     Good to about six digits. Memory stays bounded; time grows with the square of the number of draws, since every draw
     meets every other: 100 draws of 5,000 examples take a second, 500 draws some ten.
-
-    Args:
-        mean: of y for each draw, ``[draws, n]``.
-        variance: of y for each draw, ``[draws, n]``.
-        y: what was observed, ``[n]``.
-        reduction: "mean", or "none" for the value of each example ``[n]``.
 
     Example:
         >>> mixture_crps(torch.zeros(3, 1), torch.ones(3, 1), torch.zeros(1))  # (sqrt(2) - 1) / sqrt(pi)
@@ -88,15 +77,7 @@ def mixture_cdf(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
 
 
 def mixture_quantiles(mean: Tensor, variance: Tensor, levels: float | Sequence[float]) -> Tensor:
-    """Quantiles of y at each input.
-
-    Args:
-        mean: of y for each draw, ``[draws, n]``.
-        variance: of y for each draw, ``[draws, n]``.
-        levels: one probability or several.
-
-    Returns:
-        ``[n]`` for one level, ``[levels, n]`` for several.
+    """Quantiles of y at each input: ``[n]`` for one level, ``[levels, n]`` for several.
 
     Example:
         >>> far_apart = torch.tensor([[-1.0], [1.0]])
@@ -122,24 +103,6 @@ def mixture_interval(mean: Tensor, variance: Tensor, level: float = 0.95) -> tup
     tail = (1 - between_0_and_1("level", level)) / 2
     low, high = mixture_quantiles(mean, variance, [tail, 1 - tail])
     return low, high
-
-
-def interval_coverage(low: Tensor, high: Tensor, y: Tensor) -> Tensor:
-    """Share of y that lies in its interval, ends included.
-
-    Example:
-        >>> interval_coverage(torch.zeros(4), torch.ones(4), torch.tensor([-1.0, 0.0, 0.5, 2.0]))
-        tensor(0.5000, dtype=torch.float64)
-    """
-    low, high, y = numbers("low", low, "n"), numbers("high", high, "n"), numbers("y", y, "n")
-    same_length("high", high, len(low))
-    same_length("y", y, len(low))
-    if bool((low > high).any()):
-        where = int((low > high).nonzero()[0])
-        raise ValueError(
-            f"interval {where} goes from {float(low[where]):g} to {float(high[where]):g}; swap low and high"
-        )
-    return ((low <= y) & (y <= high)).double().mean()
 
 
 def mixture_coverage(mean: Tensor, variance: Tensor, y: Tensor, level: float = 0.95) -> Tensor:

@@ -45,7 +45,7 @@ def shapes(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def ready(*tensors: Tensor) -> bool:
     """Whether such tensors can go to an operation: float32, on a CPU, and it is built or can be."""
-    return all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors) and not why_not()
+    return all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors) and not unsupported_reason()
 
 
 def switched_off() -> str:
@@ -56,15 +56,15 @@ def switched_off() -> str:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def why_not() -> str:
+def unsupported_reason() -> str:
     """Builds the operations, or finds them built; why there are none, or nothing. A constant for the compiler."""
     return _load()
 
 
 @functools.cache
 def _load() -> str:
-    if said := switched_off():
-        return said
+    if reason := switched_off():
+        return reason
     try:
         place = _built()
         try:
@@ -75,9 +75,9 @@ def _load() -> str:
         for name, function in SHAPES.items():
             torch.library.register_fake(f"isosgd::{name}", function)
     except Exception as error:  # whatever a compiler or a loader may have to say
-        said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
-        warnings.warn(f"small networks are slower here than they could be: {said}", RuntimeWarning, stacklevel=2)
-    return said
+        reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+        warnings.warn(f"small networks are slower here than they could be: {reason}", RuntimeWarning, stacklevel=2)
+    return reason
 
 
 def _compiler() -> list[str]:
@@ -106,8 +106,8 @@ def _built() -> Path:
             made = Path(folder) / place.name
             done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False, timeout=600)
             if done.returncode:
-                said = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-                raise RuntimeError(f"{command[0]} failed: {said[0] if said else 'without a word'}")
+                lines = done.stderr.splitlines() or ["without a message"]
+                raise RuntimeError(f"{command[0]} failed: {next((x for x in lines if 'error' in x), lines[0])}")
             os.replace(made, place)
     return place
 
@@ -118,5 +118,5 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return f"{platform.processor()} {platform.node()}"
-    wanted = ("flags", "Features", "model name", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+    fields = ("flags", "Features", "model name", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(fields)}))

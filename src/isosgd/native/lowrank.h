@@ -42,13 +42,13 @@ inline void all_products(int64_t k, int64_t d, const float* rows, const float* x
   for (; i < k; i++) products<1>(d, rows + i * d, x, found + i);
 }
 
-// C vectors, one behind the other, of x + S^T along, where x is pace force.
+// C vectors, one behind the other, of x + S^T along, where x is rate force.
 template <int C>
-inline void spread(int64_t d, int64_t k, const float* basis, const float* along, const float* pace, const float* force,
+inline void spread(int64_t d, int64_t k, const float* basis, const float* along, const float* rate, const float* force,
                    float* out) {
   Vec acc[C];
 #pragma GCC unroll 8
-  for (int c = 0; c < C; c++) acc[c] = load(pace + c * LANES) * load(force + c * LANES);
+  for (int c = 0; c < C; c++) acc[c] = load(rate + c * LANES) * load(force + c * LANES);
   for (int64_t i = 0; i < k; i++)
 #pragma GCC unroll 8
     for (int c = 0; c < C; c++) acc[c] += along[i] * load(basis + i * d + c * LANES);
@@ -56,22 +56,22 @@ inline void spread(int64_t d, int64_t k, const float* basis, const float* along,
   for (int c = 0; c < C; c++) store(out + c * LANES, acc[c]);
 }
 
-// out = pace force + S^T (back S force + add shared) with force = gradient + ratio own; S is [k][d].
+// out = rate force + S^T (back S force + add shared) with force = gradient + amplitude own; S is [k][d].
 inline void displace_one(int64_t d, int64_t k, const float* basis, const float* back, const float* add,
-                         const float* pace, const float* ratio, const float* gradient, const float* own,
+                         const float* rate, const float* amplitude, const float* gradient, const float* own,
                          const float* shared, float* out, float* scratch) {
   float *force = scratch, *seen = scratch + d, *along = seen + k, *injected = along + k;
-  for (int64_t j = 0; j < d; j++) force[j] = gradient[j] + ratio[j] * own[j];
+  for (int64_t j = 0; j < d; j++) force[j] = gradient[j] + amplitude[j] * own[j];
   all_products(k, d, basis, force, seen);
   all_products(k, k, back, seen, along);
   all_products(k, k, add, shared, injected);
   for (int64_t i = 0; i < k; i++) along[i] += injected[i];
   int64_t j = 0;
-  for (; j + WIDE * LANES <= d; j += WIDE * LANES) spread<WIDE>(d, k, basis + j, along, pace + j, force + j, out + j);
+  for (; j + WIDE * LANES <= d; j += WIDE * LANES) spread<WIDE>(d, k, basis + j, along, rate + j, force + j, out + j);
   // What is left in vectors again, of which the last may overlap the one before: both write the same.
   for (; j < d; j += LANES) {
     const int64_t a = std::min(j, d - LANES);
-    spread<1>(d, k, basis + a, along, pace + a, force + a, out + a);
+    spread<1>(d, k, basis + a, along, rate + a, force + a, out + a);
   }
 }
 

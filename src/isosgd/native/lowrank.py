@@ -19,22 +19,29 @@ def displace(
     basis: Tensor,
     back: Tensor,
     add: Tensor,
-    pace: Tensor,
-    ratio: Tensor,
+    rate: Tensor,
+    amplitude: Tensor,
     gradient: Tensor,
     own: Tensor,
     shared: Tensor,
 ) -> Tensor:
-    """``pace force + S^T (back S force + add shared)`` with ``force = gradient + ratio own``, S the basis.
+    """``rate force + S^T (back S force + add shared)`` with ``force = gradient + amplitude own``, S the basis.
 
     All tensors have a leading dimension of chains.
     """
-    found: Tensor = torch.ops.isosgd.lowrank_displace(basis, back, add, pace, ratio, gradient, own, shared)
+    found: Tensor = torch.ops.isosgd.lowrank_displace(basis, back, add, rate, amplitude, gradient, own, shared)
     return found
 
 
 @build.shapes("lowrank_displace")
 def _displacement(
-    basis: Tensor, back: Tensor, add: Tensor, pace: Tensor, ratio: Tensor, gradient: Tensor, own: Tensor, shared: Tensor
+    basis: Tensor,
+    back: Tensor,
+    add: Tensor,
+    rate: Tensor,
+    amplitude: Tensor,
+    gradient: Tensor,
+    own: Tensor,
+    shared: Tensor,
 ) -> Tensor:
     return torch.empty_like(gradient, memory_format=torch.contiguous_format)

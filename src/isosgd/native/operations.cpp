@@ -95,16 +95,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> perceptron_backward(const Tensor& x_,
   return {dw1, db1, dw2, db2};
 }
 
-Tensor lowrank_displace(const Tensor& basis_, const Tensor& back_, const Tensor& add_, const Tensor& pace_,
-                        const Tensor& ratio_, const Tensor& gradient_, const Tensor& own_, const Tensor& shared_) {
+Tensor lowrank_displace(const Tensor& basis_, const Tensor& back_, const Tensor& add_, const Tensor& rate_,
+                        const Tensor& amplitude_, const Tensor& gradient_, const Tensor& own_, const Tensor& shared_) {
   const int64_t k = basis_.size(-2), d = basis_.size(-1), B = leading(basis_, 2);
-  const Part basis(basis_, B, {k, d}), back(back_, B, {k, k}), add(add_, B, {k, k}), pace(pace_, B, {d});
-  const Part ratio(ratio_, B, {d}), gradient(gradient_, B, {d}), own(own_, B, {d}), shared(shared_, B, {k});
+  const Part basis(basis_, B, {k, d}), back(back_, B, {k, k}), add(add_, B, {k, k}), rate(rate_, B, {d});
+  const Part amplitude(amplitude_, B, {d}), gradient(gradient_, B, {d}), own(own_, B, {d}), shared(shared_, B, {k});
   TORCH_CHECK(d >= LANES, "lowrank: at least ", LANES, " parameters");
   Tensor out = at::empty(gradient_.sizes(), gradient_.options());
   float* found = out.mutable_data_ptr<float>();
   each(B, d * k, d + 3 * k, [&](int64_t i, float* scratch) {
-    displace_one(d, k, basis[i], back[i], add[i], pace[i], ratio[i], gradient[i], own[i], shared[i], found + i * d,
+    displace_one(d, k, basis[i], back[i], add[i], rate[i], amplitude[i], gradient[i], own[i], shared[i], found + i * d,
                  scratch);
   });
   return out;
@@ -117,7 +117,7 @@ TORCH_LIBRARY_FRAGMENT(isosgd, m) {
   m.def("perceptron(Tensor x, Tensor w1, Tensor b1, Tensor w2, Tensor b2) -> (Tensor, Tensor)");
   m.def("perceptron_backward(Tensor x, Tensor w2, Tensor hidden, Tensor slope) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
-      "lowrank_displace(Tensor basis, Tensor back, Tensor add, Tensor pace, Tensor ratio, Tensor gradient, Tensor own, "
+      "lowrank_displace(Tensor basis, Tensor back, Tensor add, Tensor rate, Tensor amplitude, Tensor gradient, Tensor own, "
       "Tensor shared) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(isosgd, CPU, m) {

@@ -54,10 +54,7 @@ def _plain(layer: nn.Module | None) -> bool:
 def fits(theta: Tensor, batch: Any, units: int) -> bool:
     """Whether the operation is there, and worth its call, for flat parameters and a batch: in compiled code alone.
 
-    Args:
-        theta: flat parameters ``[*networks, d]``.
-        batch: inputs ``[*networks, rows, in]`` and targets.
-        units: of the hidden layer.
+    The parameters are ``[*networks, d]``, the batch inputs ``[*networks, rows, in]`` and targets.
     """
     if not isinstance(batch, tuple) or len(batch) != 2 or batch[0].dim() != theta.dim() + 1:
         return False
@@ -68,10 +65,7 @@ def fits(theta: Tensor, batch: Any, units: int) -> bool:
 def forward(x: Tensor, first: Tensor, bias: Tensor, second: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
     """``hidden = relu(x @ first.T + bias)`` and ``hidden @ second.T + offset``, where it `fits`.
 
-    All tensors have the same leading dimensions, those of the networks.
-
-    Returns:
-        The outputs, and the hidden units.
+    All tensors have the same leading dimensions, those of the networks. The outputs come first.
     """
     found: tuple[Tensor, Tensor] = torch.ops.isosgd.perceptron(x, first, bias, second, offset)
     return found

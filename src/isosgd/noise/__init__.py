@@ -1,9 +1,25 @@
 """Gradient noise: what a minibatch adds to the gradient, measured online."""
 
-from isosgd.noise.estimators import AlphaStable, MovingAverage, NoiseEstimator, NoiseName, make_estimator
-from isosgd.noise.model import NoiseModel, Uses
-from isosgd.noise.paired import join_halves, paired_backward
-from isosgd.noise.summaries import Summary, dot, flat, join, power_step, summarise, top_eigenvalue
+from isosgd.noise.estimators import (
+    AlphaStable,
+    MovingAverage,
+    NoiseEstimator,
+    NoiseName,
+    join_halves,
+    make_estimator,
+    paired_backward,
+)
+from isosgd.noise.model import (
+    NoiseModel,
+    Summary,
+    Uses,
+    dot,
+    flat,
+    join,
+    power_step,
+    summarise,
+    top_eigenvalue,
+)
 
 __all__ = [
     "AlphaStable",

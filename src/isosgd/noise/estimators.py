@@ -1,18 +1,23 @@
-"""Online estimates of the variance of a minibatch gradient, one number for each parameter, in O(d).
+"""Noise vectors of minibatches, and online estimates of the variance of a gradient, in O(d) for each parameter.
+
+*Paired halves.* With ``g1``, ``g2`` the mean gradients of two disjoint parts of ``n1`` and ``n2`` examples, the
+minibatch gradient is ``g = (n1 g1 + n2 g2) / n`` and the difference ``D = sqrt(n1 n2) / n (g1 - g2)`` has mean zero and
+the covariance of ``g``, whatever the gradient itself is. The prior's gradient is the same in both and cancels. For
+equal halves ``D = (g1 - g2) / 2``. It costs no extra gradient work: the two halves together are the minibatch.
 
 An estimator is fed *noise vectors*, one list of tensors a step, and keeps its state in plain dicts of tensors (the
 optimizer's state), so that saving and loading an optimizer saves it too:
 
 - ``gaussian``: the gradient itself, uncentred, as the paper assumes near a mode (its assumption 2);
-- ``paired``: the scaled difference of the gradients of the two halves of a minibatch (see `isosgd.noise.paired`),
-  centred and unbiased wherever the chain is, at no extra gradient;
+- ``paired``: that difference of the gradients of two halves, centred and unbiased wherever the chain is;
 - ``alpha``: either of them, read as alpha-stable noise, with the variance of the nearest Gaussian.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -150,3 +155,48 @@ def make_estimator(noise: NoiseName | NoiseEstimator, momentum: float | None = N
     if noise == "alpha":
         return AlphaStable(momentum=0.5 if momentum is None else momentum)
     raise ValueError(f"noise = {noise!r} is unknown; choose 'gaussian', 'paired', 'alpha' or a NoiseEstimator")
+
+
+def join_halves(
+    first: Sequence[Tensor], second: Sequence[Tensor], sizes: tuple[int, int] = (1, 1)
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Minibatch gradient and noise vector from the mean gradients of its two parts, and the examples in each.
+
+    Example:
+        >>> g, d = join_halves([torch.tensor([1.0, 2.0])], [torch.tensor([3.0, 2.0])])
+        >>> g[0].tolist(), d[0].tolist()
+        ([2.0, 2.0], [-1.0, 0.0])
+    """
+    n1, n2 = sizes
+    if min(n1, n2) < 1:
+        raise ValueError(
+            f"sizes = {sizes}: each part of a minibatch needs at least one example; use a batch of 2 or more"
+        )
+    n = n1 + n2
+    difference = torch._foreach_sub(list(first), list(second))
+    gradient = torch._foreach_add(list(second), difference, alpha=n1 / n)
+    # Nothing in place: a compiled loop over steps takes no such lists.
+    return list(gradient), list(torch._foreach_mul(difference, math.sqrt(n1 * n2) / n))
+
+
+def paired_backward(
+    params: Sequence[Tensor], first: Callable[[], Tensor], second: Callable[[], Tensor], sizes: tuple[int, int] = (1, 1)
+) -> list[Tensor]:
+    """For a training loop of your own: backward both halves, leave the mean in ``.grad``, return the noise vector.
+
+    Args:
+        params: the parameters, in the order the sampler was given them.
+        first: returns the loss of the first half (mean over its examples).
+        second: returns the loss of the second half.
+        sizes: examples in each half.
+
+    Returns:
+        The noise vector, to be handed to ``sampler.step(noise=...)``.
+    """
+    params = list(params)
+    a = torch.autograd.grad(first(), params)
+    b = torch.autograd.grad(second(), params)
+    gradient, difference = join_halves(a, b, sizes)
+    for p, g in zip(params, gradient, strict=True):
+        p.grad = g
+    return difference

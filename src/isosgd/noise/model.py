@@ -3,19 +3,22 @@
 For each parameter the variance of its noise (see `isosgd.noise.estimators`). For each group, in the state of its first
 parameter, the top eigenvector of the noise, its last few noise vectors (the *ring*), and how long their outer products
 were.
+
+From that comes one number for a group: how large must lambda be? All such *summaries* are in units of ``b = v / 2``,
+the diagonal of the paper's B. With ``chains=K`` every tensor carries a leading chain dimension; a summary is then
+``[K]``, otherwise a scalar.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from isosgd.noise.estimators import NoiseEstimator
-from isosgd.noise.summaries import Summary, flat, join, power_step, summarise, top_eigenvalue
 
 CLIPPED = 0.01  # share of noise vectors that may be longer than lambda covers
 LENGTHS_KEPT = 256  # recent lengths of each group's noise, of which the noise bound takes a quantile
@@ -23,6 +26,7 @@ MOST_VECTORS = 16  # noise vectors kept for a group ...
 VECTOR_MEMORY = 1 << 15  # ... as long as a chain's hold at most so many numbers, so that large groups keep one
 
 Group = dict[str, Any]
+Summary = Literal["max", "sum", "mean", "top"]
 
 
 class Uses(NamedTuple):
@@ -33,16 +37,9 @@ class Uses(NamedTuple):
 
 
 class NoiseModel:
-    """The gradient noise of a sampler.
+    """The gradient noise of a sampler: an optimizer, in whose groups and state everything is kept.
 
-    Args:
-        optimizer: the sampler, in whose groups and state everything is kept.
-        estimator: of variances.
-        generator: of start vectors.
-        batched: whether parameters carry a leading chain dimension.
-
-    Attributes:
-        uses: what the sampler's steps depend on.
+    ``uses`` says what the sampler's steps depend on; the generator is for start vectors.
     """
 
     def __init__(
@@ -55,7 +52,6 @@ class NoiseModel:
     def reset(self) -> None:
         """Drop what was worked out from the state, since the state is another."""
         self._spectra: dict[int, tuple[Tensor, Tensor]] = {}  # of each group's ring, by the identity of the group
-        self._large: _LargeGroups | None = None
 
     @property
     def groups(self) -> list[Group]:
@@ -68,13 +64,9 @@ class NoiseModel:
         """Take in one noise vector, in the order of the parameters; the gradients themselves when None."""
         if noise is not None:
             self.check(noise)
-        given = iter(noise if noise is not None else [p.grad for group in self.groups for p in group["params"]])
-        done = {} if noise is None else self._take_large(noise)
-        self._spectra.update(done)
         followed: dict[int, list[tuple[dict[str, Any], Tensor]]] = {}  # by the number of vectors seen before
-        for group in self.groups:
-            seen_now = [(p, d) for p, d in zip(group["params"], given, strict=False) if d is not None]
-            if not seen_now or id(group) in done:
+        for group, seen_now in self.by_group(noise):
+            if not seen_now:
                 continue
             states = [self.state_of(p) for p, _ in seen_now]
             vectors = [d.to(s["variance"].dtype) for s, (_, d) in zip(states, seen_now, strict=True)]
@@ -86,6 +78,12 @@ class NoiseModel:
             group["seen"] += 1
         for seen, pairs in followed.items():
             self.estimator.update([state for state, _ in pairs], [d for _, d in pairs], seen)
+
+    def by_group(self, noise: Sequence[Tensor | None] | None) -> Iterator[tuple[Group, list[tuple[Tensor, Tensor]]]]:
+        """Every group with its parameters that have a noise vector, each with it."""
+        given = iter(noise if noise is not None else [p.grad for group in self.groups for p in group["params"]])
+        for group in self.groups:
+            yield group, [(p, d) for p, d in zip(group["params"], given, strict=False) if d is not None]
 
     def check(self, noise: Sequence[Tensor | None]) -> None:
         """Refuse noise vectors that do not fit the parameters."""
@@ -123,23 +121,10 @@ class NoiseModel:
         index = max(group["seen"] - slots, 0) % LENGTHS_KEPT
         state["longest"][index] = spectrum[0].amax(-1) / min(group["vectors"], slots)
 
-    def _take_large(self, noise: Sequence[Tensor | None]) -> dict[int, tuple[Tensor, Tensor]]:
-        """`take` in few calls for large groups, of which only the last vector is followed.
-
-        Returns:
-            The spectra of their rings, by the identities of the groups that were served.
-        """
-        if self.batched or self.uses != (False, True) or any(d is None for d in noise):
-            return {}
-        if self._large is None:
-            self._large = _LargeGroups([(g, self.of_group(g) if g["frozen"] else None) for g in self.groups])
-        return self._large.take(cast(Sequence[Tensor], noise))
-
     def freeze(self) -> None:
         """Follow only what a step depends on from now on."""
         for group in self.groups:
             group["frozen"] = True
-        self._large = None
 
     def forget(self) -> None:
         """Start the estimates anew where the chain now is; the old ones serve until the first new vector."""
@@ -162,8 +147,7 @@ class NoiseModel:
         if state is None:
             raise RuntimeError(
                 f"no gradient noise was seen for group {group['name']!r}: pass "
-                "step(noise=isosgd.noise.paired_backward(...)), "
-                "or choose noise='gaussian'"
+                "step(noise=isosgd.noise.paired_backward(...)), or choose noise='gaussian'"
             )
         return state
 
@@ -208,47 +192,6 @@ class NoiseModel:
         return ring, *self._spectra[id(group)], min(group["vectors"], ring.shape[-2])
 
 
-class _LargeGroups:
-    """The noise vectors of groups so large that they keep a single one, renewed all at once.
-
-    A model of many layers would otherwise take several calls for each of them at every step.
-
-    Args:
-        groups: all groups, in order, each with what is known of its noise, or None for one that is not to be served.
-    """
-
-    def __init__(self, groups: Sequence[tuple[Group, dict[str, Any] | None]]) -> None:
-        self.groups: list[Group] = []
-        self.parts: list[tuple[int, Tensor]] = []  # index of a parameter, and its part of a ring
-        self.rings: list[Tensor] = []
-        self.longest: list[Tensor] = []
-        position = 0
-        for group, known in groups:
-            sizes = [p.numel() for p in group["params"]]
-            if known is not None and tuple(known["ring"].shape) == (1, sum(sizes)):
-                parts = zip(group["params"], torch.split(known["ring"][0], sizes), strict=True)
-                self.parts.extend((position + i, part.view(p.shape)) for i, (p, part) in enumerate(parts))
-                self.groups.append(group)
-                self.rings.append(known["ring"])
-                self.longest.append(known["longest"])
-            position += len(sizes)
-
-    def take(self, noise: Sequence[Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
-        """Take in a noise vector, in the order of all parameters; returns spectra by the identity of the group."""
-        if not self.groups:
-            return {}
-        torch._foreach_copy_([part for _, part in self.parts], [noise[i] for i, _ in self.parts])
-        squares = torch.stack(torch._foreach_norm(self.rings)).square()
-        one = squares.new_ones((1, 1))
-        found = {}
-        for group, square, kept in zip(self.groups, squares.view(-1, 1).unbind(), self.longest, strict=True):
-            found[id(group)] = square, one
-            kept[max(group["seen"] - 1, 0) % len(kept)] = square[0]
-            group["seen"] += 1
-            group["vectors"] += 1
-        return found
-
-
 def ring_spectrum(ring: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues ``[(chains,) m]`` and eigenvectors of the Gram matrix of m noise vectors ``[(chains,) m, d]``."""
     if ring.shape[-2] == 1:
@@ -258,3 +201,51 @@ def ring_spectrum(ring: Tensor) -> tuple[Tensor, Tensor]:
     # In float64, since float32 may fail to converge; and finite, lest one chain that diverged stop the others.
     values, vectors = torch.linalg.eigh(torch.nan_to_num(gram.double(), posinf=0.0))
     return values.clamp_min(0.0).to(gram.dtype), vectors.to(gram.dtype)
+
+
+def flat(tensor: Tensor, batched: bool) -> Tensor:
+    """Everything behind the chain dimension as one axis; without chains one flat axis."""
+    return tensor.reshape(tensor.shape[0], -1) if batched else tensor.reshape(-1)
+
+
+def join(tensors: Sequence[Tensor], batched: bool = False) -> Tensor:
+    """A group's tensors as one flat vector ``[d]``, or ``[chains, d]``."""
+    return flat(tensors[0], batched) if len(tensors) == 1 else torch.cat([flat(t, batched) for t in tensors], dim=-1)
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Inner product of flat vectors, for each chain."""
+    return (a * b).sum(-1)  # not torch.dot, whose threads fight with torch's own: 30 times slower on two busy cores
+
+
+def summarise(variances: Sequence[Tensor], how: Summary, batched: bool = False) -> Tensor:
+    """Max, sum or mean of ``b = v / 2`` over the parameters of a group.
+
+    ``max`` is the paper's choice for independent noise components; ``sum`` bounds the largest eigenvalue of any
+    covariance with that diagonal.
+    """
+    parts = [flat(v, batched) for v in variances]
+    if how == "max":
+        return 0.5 * torch.stack([p.amax(-1) for p in parts]).amax(0)
+    total = 0.5 * torch.stack([p.sum(-1) for p in parts]).sum(0)
+    if how == "sum":
+        return total
+    if how == "mean":
+        return total / sum(p.shape[-1] for p in parts)
+    raise ValueError(f"summary = {how!r} is unknown; choose 'max', 'sum', 'mean' or 'top'")
+
+
+def power_step(image: Tensor, noise: Tensor, weight: float) -> None:
+    """One step of stochastic power iteration on flat noise vectors ``d``, in place on ``image``.
+
+    ``image`` tracks ``V u`` for the unit vector ``u = image / |image|``: ``image <- (1 - w) image + w d (d . u)``, so
+    that its length tends to the largest eigenvalue of ``V = E[d d^T]`` and its direction to that eigenvector.
+    """
+    norm = dot(image, image).sqrt().clamp_min(torch.finfo(image.dtype).tiny)
+    along = (dot(image, noise) / norm).unsqueeze(-1)
+    image.lerp_(noise * along, weight)
+
+
+def top_eigenvalue(image: Tensor) -> Tensor:
+    """Largest eigenvalue of ``B = V / 2`` from the vector that `power_step` keeps."""
+    return 0.5 * dot(image, image).sqrt()

@@ -86,28 +86,10 @@ def fit_from_logs(mean_log: Tensor, mean_log_block: Tensor, block: int) -> tuple
     return 1.0 / inverse, scale
 
 
-def fit(samples: Tensor, block: int = 10) -> tuple[Tensor, Tensor]:
-    """Tail index and scale of stable samples along dimension 0 (whole blocks of ``block`` are used).
-
-    Example:
-        >>> g = torch.Generator().manual_seed(0)
-        >>> alpha, c = fit(3.0 * torch.randn(20_000, generator=g))
-        >>> bool(abs(alpha - 2) < 0.1), bool(abs(c * 2**0.5 - 3) < 0.15)
-        (True, True)
-    """
-    if block < 2 or samples.shape[0] < block:
-        raise ValueError(f"block = {block} needs to be at least 2 and at most the {samples.shape[0]} samples given")
-    usable = samples[: samples.shape[0] // block * block]
-    sums = usable.reshape(-1, block, *usable.shape[1:]).sum(1)
-    return fit_from_logs(log_abs(usable).mean(0), log_abs(sums).mean(0), block)
-
-
 class TailMeter:
-    """One tail index for a group of parameters, pooled over all of them, from successive noise vectors.
+    """One tail index for a group of parameters, pooled over all of them, from successive noise vectors."""
 
-    Args:
-        block: vectors summed in one block.
-    """
+    kept = ("_sum", "_logs", "_block_logs", "_count", "_blocks", "_position")
 
     def __init__(self, block: int = 10) -> None:
         self.block = block

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from isosgd.diagnostics import ess, rhat
-from isosgd.diagnostics.verdict import RHAT, Verdict
+from isosgd.diagnostics.verdict import Verdict
+from isosgd.report.page import Figure, Subject
 from isosgd.report.plot import SERIES, Array, Plot, decades, evenly, limits, number
-from isosgd.report.subject import Figure, Subject
 
 TRACED = 64  # predictions whose R-hat is shown
 POINTS = 200  # of a trace that are drawn
@@ -19,30 +19,29 @@ MOST_LAYERS = 18
 MOST_DRAWN = len(SERIES)  # chains of a plot
 
 
-def agreement(traces: Array, log_likelihood: Array | None) -> tuple[Figure | None, list[Figure]]:
-    """R-hat of all predictions; traces and rank plots of the worst and a typical one, and of the log likelihood.
+def agreement(traces: Array, log_likelihood: Array) -> list[Figure]:
+    """Traces and rank plots of the worst and a typical prediction, and of the log likelihood.
 
     Args:
         traces: of predictions, ``[chains, draws, n]``.
         log_likelihood: mean over rows, ``[chains, draws]``.
     """
     some = traces[..., evenly(traces.shape[-1], TRACED)]
-    found, draws = rhat(some), ess(some)
+    found = rhat(some)
     if not np.isfinite(found).any():
-        return None, []
+        return []
     order = np.argsort(np.where(np.isfinite(found), found, -np.inf))
     chosen = {
         "Prediction with the largest R-hat": some[..., order[-1]],
         "A typical prediction": some[..., order[len(order) // 2]],
+        "Mean log likelihood of the rows": log_likelihood,
     }
-    if log_likelihood is not None:
-        chosen["Mean log likelihood of the rows"] = log_likelihood
     figures = []
     for name, values in chosen.items():
         figures.append(_trace(name, values))
         if len(values) > 1:
             figures.append(_ranks(name, values))
-    return _overview(found, draws, traces.shape) if len(found) > 1 else None, figures
+    return figures
 
 
 def _trace(name: str, values: Array) -> Figure:
@@ -55,7 +54,7 @@ def _trace(name: str, values: Array) -> Figure:
     return Figure(
         name,
         plot.svg(f"{name}, the trace of each chain; R-hat {number(r)}."),
-        f"R-hat {_rhat_text(r)}; {number(e, 2)} effective of {chains * draws:,} draws. Good traces overlap.",
+        f"R-hat {number(r, 4)}; {number(e, 2)} effective of {chains * draws:,} draws. Good traces overlap.",
     )
 
 
@@ -82,22 +81,6 @@ def _ranks(name: str, values: Array) -> Figure:
     )
 
 
-def _overview(found: Array, draws: Array, shape: Sequence[int]) -> Figure:
-    top = max(float(np.nanmax(found)), RHAT) + 0.02
-    plot = Plot(
-        (0, max(float(np.nanmax(draws)) * 1.05, 1)), (min(0.99, float(np.nanmin(found))), top + 0.05 * (top - 1)),
-        xlabel="effective draws", ylabel="R-hat",
-    )  # fmt: skip
-    plot.line(plot.x, (RHAT, RHAT), "grey", style="dashed", label=f"R-hat {RHAT:g}: chains agree below")
-    plot.dots(draws, found, "a", label="a prediction", radius=3)
-    share = float(np.mean(found <= RHAT))
-    return Figure(
-        "R-hat and effective draws of predictions",
-        plot.svg(f"R-hat against effective draws; the largest R-hat is {number(float(np.nanmax(found)))}."),
-        f"{100 * share:.0f}% of {len(found)} predictions are below the line; there are {shape[0] * shape[1]:,} draws.",
-    )
-
-
 def temperatures(verdict: Verdict, subject: Subject) -> Figure | None:
     """The temperature meter's reading of each layer."""
     shown = [r for r in verdict.readings if math.isfinite(r.temperature) and math.isfinite(r.error)][:MOST_LAYERS]
@@ -106,11 +89,8 @@ def temperatures(verdict: Verdict, subject: Subject) -> Figure | None:
     value = np.array([r.temperature for r in shown])
     error = np.array([min(2 * r.error, 3 * verdict.temperature) for r in shown])
     low, high = limits(np.clip(value - error, 0, None), value + error, [0.0, 2 * verdict.temperature])
-    plot = _rows(
-        [_layer("all parameters" if r.name == "all" else subject.layer(r.name)) for r in shown],
-        (low, high),
-        "temperature",
-    )
+    labels = [_layer("all parameters" if r.name == "all" else subject.layer(r.name)) for r in shown]
+    plot = _rows(labels, (low, high), "temperature")
     plot.line((verdict.temperature,) * 2, plot.y, "grey", style="dashed", label=f"target: {verdict.temperature:g}")
     for k, (v, e) in enumerate(zip(value, error, strict=True)):
         plot.line((v - e, v + e), (-k, -k), "a")
@@ -123,45 +103,28 @@ def temperatures(verdict: Verdict, subject: Subject) -> Figure | None:
     )
 
 
-def rates(reports: Sequence[Mapping[str, Any]], subject: Subject) -> list[Figure]:
-    """Rates of the layers, and how much of their noise comes from the gradients."""
+def rates(reports: Sequence[Mapping[str, Any]], subject: Subject) -> Figure | None:
+    """Rates of the layers in each chain."""
     names = [str(group["name"]) for group in reports[0].get("groups", ())][:MOST_LAYERS] if reports else []
-    if not names:
-        return []
-
-    def each(what: str) -> Array:
-        tables = [{str(g["name"]): g.get(what) for g in report["groups"]} for report in reports]
-        return np.array([[np.nan if t.get(n) is None else t[n] for n in names] for t in tables], dtype=np.float64)
-
-    labels = [_layer(subject.layer(name)) for name in names]
-    found = []
-    rate = each("rate")
+    tables = [{str(g["name"]): g.get("rate") for g in report["groups"]} for report in reports]
+    rate = np.array([[np.nan if t.get(n) is None else t[n] for n in names] for t in tables], dtype=np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         power = np.log10(rate)
-    if np.isfinite(power).any():
-        low, high = limits(power[np.isfinite(power)], margin=0.08)
-        low, high = math.floor(low), max(math.ceil(high), math.floor(low) + 1)
-        plot = _rows(labels, (low, high), "rate", xticks=decades(low, high))
-        _dots_by_chain(plot, power)
-        found.append(
-            Figure(
-                "Rates by layer",
-                plot.svg("Rate of each layer in each chain, on a logarithmic axis."),
-                "A dot for each chain. The warm-up sets the rates from gradient noise and curvature.",
-            )
-        )
-    share = each("noise_share")
-    if np.isfinite(share).any() and np.nanmax(share) > 0:  # none with all data in a batch
-        plot = _rows(labels, (0, max(100.0, float(np.nanmax(share)) * 105)), "% of the composite noise")
-        _dots_by_chain(plot, 100 * share)
-        found.append(
-            Figure(
-                "Noise by layer",
-                plot.svg("Share of gradient noise in the composite noise of each layer."),
-                "The share of the noise that minibatches bring; the sampler injects the rest.",
-            )
-        )
-    return found
+    if not np.isfinite(power).any():
+        return None
+    low, high = limits(power, margin=0.08)
+    low, high = math.floor(low), max(math.ceil(high), math.floor(low) + 1)
+    plot = _rows([_layer(subject.layer(name)) for name in names], (low, high), "rate", xticks=decades(low, high))
+    chains = min(len(power), MOST_DRAWN)
+    for k in range(chains):
+        at = -np.arange(len(names)) + (0.0 if chains == 1 else 0.16 * (2 * k / (chains - 1) - 1))
+        there = np.isfinite(power[k])
+        plot.dots(power[k][there], at[there], SERIES[k], label=f"chain {k + 1}" if chains > 1 else "", radius=3.2)
+    return Figure(
+        "Rates by layer",
+        plot.svg("Rate of each layer in each chain, on a logarithmic axis."),
+        "A dot for each chain. The warm-up sets the rates from gradient noise and curvature.",
+    )
 
 
 def _rows(labels: Sequence[str], x: tuple[float, float], xlabel: str, **more: Any) -> Plot:
@@ -170,17 +133,5 @@ def _rows(labels: Sequence[str], x: tuple[float, float], xlabel: str, **more: An
     return Plot(x, (-len(labels) + 0.4, 0.6), xlabel=xlabel, yticks=ticks, height=62 + 26 * len(labels), **more)
 
 
-def _dots_by_chain(plot: Plot, values: Array) -> None:
-    chains = min(len(values), MOST_DRAWN)
-    for k in range(chains):
-        at = -np.arange(values.shape[1]) + (0.0 if chains == 1 else 0.16 * (2 * k / (chains - 1) - 1))
-        there = np.isfinite(values[k])
-        plot.dots(values[k][there], at[there], SERIES[k], label=f"chain {k + 1}" if chains > 1 else "", radius=3.2)
-
-
 def _layer(name: str) -> str:
     return name if len(name) <= 24 else "…" + name[-23:]
-
-
-def _rhat_text(value: float) -> str:
-    return f"{value:.3f}" if math.isfinite(value) else "not known"

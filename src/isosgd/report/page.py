@@ -1,14 +1,14 @@
-"""HTML of a report: one page that needs nothing but itself."""
+"""HTML of a report: one page that needs nothing but itself, about a subject in the user's words and units."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from isosgd.diagnostics.verdict import Verdict
-from isosgd.report.subject import Figure, Tile
 
 STYLE = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
 KINDS = {"trust it": "good", "run longer": "wait", "it samples something else": "bad"}
@@ -21,13 +21,79 @@ MOST_REMARKS = 3
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # a page under this policy can fetch nothing
 
 
-def page(title: str, body: Iterable[str]) -> str:
-    """The whole document.
+@dataclass(frozen=True)
+class Subject:
+    """Names and units for a report; everything has a default.
 
-    Example:
-        >>> "<title>Yacht</title>" in page("Yacht", ["<p>words</p>"])
-        True
+    Attributes:
+        title: of the page.
+        target: what is predicted.
+        inputs: names of the inputs.
+        classes: names of the classes, in the order of their numbers.
+        y_mean: added to predictions that are multiplied by ``y_scale``, to have them in the units of the data.
+        y_scale: units of the data for one unit of the model.
+        x_mean: of a single input, likewise.
+        x_scale: of a single input.
+        layers: what to call layers, such as ``{"0": "hidden layer"}``.
+        network: the model in words.
+        notes: what else a reader should know, one sentence each: how the table was read, for instance.
+        commands: what to run to have the draws and this report again.
+        outside: what the inputs out of distribution are.
+        longer: a command that runs longer, shown when that is the verdict.
     """
+
+    title: str = "Posterior report"
+    target: str = "y"
+    inputs: Sequence[str] = ()
+    classes: Sequence[str] = ()
+    y_mean: float = 0.0
+    y_scale: float = 1.0
+    x_mean: float = 0.0
+    x_scale: float = 1.0
+    layers: Mapping[str, str] = field(default_factory=dict)
+    network: str = ""
+    notes: Sequence[str] = ()
+    commands: Sequence[str] = ()
+    outside: str = "inputs out of distribution"
+    longer: str = ""
+
+    def layer(self, name: str) -> str:
+        """What to call a layer."""
+        return self.layers.get(name, name)
+
+    def named(self, text: str) -> str:
+        r"""A text in which names of layers are what to call them, where they are quoted or begin a line.
+
+        Example:
+            >>> print(Subject(layers={"0": "hidden layer"}).named("Temperature 1.\n  0: 1.01 ± 0.02"))
+            Temperature 1.
+              hidden layer: 1.01 ± 0.02
+        """
+        for name, word in self.layers.items():
+            text = text.replace(f"{name!r}", f"'{word}'").replace(f"\n  {name}: ", f"\n  {word}: ")
+        return text
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plot with its title and what to see in it."""
+
+    title: str
+    svg: str
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A number that stands out: what it is, its value, and a word about it."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+def page(title: str, body: Iterable[str]) -> str:
+    """The whole document."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">\n'
@@ -38,17 +104,12 @@ def page(title: str, body: Iterable[str]) -> str:
     )
 
 
-def header(title: str, lead: str) -> str:
-    """Title and what was sampled."""
-    return f'<p class="kicker">isosgd report</p>\n<h1>{escape(title)}</h1>\n<p class="lead">{escape(lead)}</p>'
-
-
 def verdict_card(verdict: Verdict | None, reason: str = "", longer: str = "") -> str:
     """The verdict, or the reason why there is none. ``longer`` is a command that runs longer."""
     if verdict is None:
         return f'<div class="verdict"><strong>No verdict.</strong>{escape(reason)}</div>'
     parts = [f'<div class="verdict {KINDS[verdict.summary]}"><strong>{HEADLINES[verdict.summary]}</strong>']
-    parts.append(_list(_sentence(text) for text in verdict.reasons))
+    parts.append(bullets(verdict.reasons))
     if longer and verdict.summary == "run longer":
         parts.append(f'<p class="fix">To run longer:</p>{code([longer])}')
     elif verdict.fixes:
@@ -57,7 +118,7 @@ def verdict_card(verdict: Verdict | None, reason: str = "", longer: str = "") ->
     if len(verdict.remarks) > MOST_REMARKS:
         shown.append(f"and {len(verdict.remarks) - MOST_REMARKS} more remarks")
     if shown:
-        parts.append(f'<div class="remarks">From the warm-up:{_list(_sentence(r) for r in shown)}</div>')
+        parts.append(f'<div class="remarks">From the warm-up:{bullets(shown)}</div>')
     return "".join(parts) + "</div>"
 
 
@@ -71,19 +132,14 @@ def tiles(found: Sequence[Tile]) -> str:
 
 def section(title: str, words: str, *parts: str) -> str:
     """A heading, a sentence, and what belongs to it; empty when nothing does."""
-    there = [part for part in parts if part]
-    return (
-        f"<section>\n<h2>{escape(title)}</h2>\n<p>{escape(words)}</p>\n" + "\n".join(there) + "\n</section>"
-        if there
-        else ""
-    )
+    body = "\n".join(part for part in parts if part)
+    return f"<section>\n<h2>{escape(title)}</h2>\n<p>{escape(words)}</p>\n{body}\n</section>" if body else ""
 
 
 def figures(found: Iterable[Figure | None], beside: str = "") -> str:
     """Plots side by side where there is room; ``beside`` is put into the next place."""
     cells = "\n".join(
-        f"<figure{' class=wide' if f.narrow else ''}><h3>{escape(f.title)}</h3>{f.svg}{f.narrow}"
-        f"<figcaption>{escape(f.caption)}</figcaption></figure>"
+        f"<figure><h3>{escape(f.title)}</h3>{f.svg}<figcaption>{escape(f.caption)}</figcaption></figure>"
         for f in found
         if f is not None
     )
@@ -95,11 +151,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "")
     top = "".join(f"<th scope=col>{escape(h)}</th>" for h in head)
     body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows)
     named = f"<caption>{escape(caption)}</caption>" if caption else ""
-    return (
-        f'<div class="scroll"><table>{named}<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
-        if body
-        else ""
-    )
+    whole = f"<table>{named}<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="scroll">{whole}</div>' if body else ""
 
 
 def facts(found: Mapping[str, Any]) -> str:
@@ -110,19 +163,15 @@ def facts(found: Mapping[str, Any]) -> str:
     return f'<div class="scroll"><table class="facts"><tbody>{rows}</tbody></table></div>' if rows else ""
 
 
-def notes(found: Sequence[str]) -> str:
+def bullets(items: Iterable[str], style: str = "") -> str:
     """Sentences as a list."""
-    items = "".join(f"<li>{escape(_sentence(n))}</li>" for n in found)
-    return f'<ul class="notes">{items}</ul>' if items else ""
+    found = "".join(f"<li>{escape(_sentence(item))}</li>" for item in items)
+    return f'<ul class="{style}">{found}</ul>' if found else ""
 
 
 def code(lines: Sequence[str]) -> str:
     """Commands to copy."""
     return f"<pre><code>{escape(chr(10).join(lines))}</code></pre>" if lines else ""
-
-
-def _list(items: Iterable[str]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
 
 
 def _sentence(text: str) -> str:

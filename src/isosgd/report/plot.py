@@ -6,7 +6,7 @@ Colours are classes (``a`` to ``f`` for series, ``grey``); the style sheet says 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
@@ -17,22 +17,12 @@ Array = NDArray[np.float64]
 Limits = tuple[float, float]
 SERIES = "abcdef"
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+WIDTH = 440  # in the units of a drawing, about pixels
 CHARACTER = 6.1  # width of a digit of a tick label
 
 
 class Plot:
-    """One pair of axes.
-
-    Args:
-        x: limits of the x axis.
-        y: limits of the y axis.
-        xlabel: what x is.
-        ylabel: what y is.
-        xticks: places and labels, where numbers would not do.
-        yticks: the same for y.
-        width: in the units of the drawing, about pixels.
-        height: of the drawing.
-        grid: whether faint lines go across at the ticks of y.
+    """One pair of axes, from limits of x and y; ticks are places with labels, where round numbers would not do.
 
     Example:
         >>> plot = Plot((0, 1), (0, 10), xlabel="time", ylabel="speed")
@@ -51,20 +41,17 @@ class Plot:
         ylabel: str = "",
         xticks: Sequence[tuple[float, str]] | None = None,
         yticks: Sequence[tuple[float, str]] | None = None,
-        width: int = 440,
         height: int = 290,
         grid: bool = True,
     ) -> None:
         self.x, self.y, self.grid = widened(x), widened(y), grid
-        self.xlabel, self.ylabel, self.width, self.height = xlabel, ylabel, width, height
-        self.xticks = list(xticks) if xticks is not None else ticks(*self.x, count=width / 75)
+        self.xlabel, self.ylabel, self.height = xlabel, ylabel, height
+        self.xticks = list(xticks) if xticks is not None else ticks(*self.x, count=WIDTH / 75)
         self.yticks = list(yticks) if yticks is not None else ticks(*self.y, count=height / 48)
         self.left = 14 + CHARACTER * max([len(label) for _, label in self.yticks] + [1]) + (16 if ylabel else 0)
-        self.right, self.top, self.bottom = width - 14.0, 12.0, height - (42.0 if xlabel else 26.0)
+        self.right, self.top, self.bottom = WIDTH - 14.0, 12.0, height - (42.0 if xlabel else 26.0)
         self._parts: list[str] = []
         self._legend: dict[str, tuple[str, str]] = {}
-
-    # ---------------------------------------------------------------- marks
 
     def line(self, x: Any, y: Any, colour: str, *, label: str = "", style: str = "") -> None:
         """A line through points; ``style`` adds classes such as ``thin`` or ``dashed``."""
@@ -113,16 +100,12 @@ class Plot:
         light = "light" if strength > 0.55 else ""
         self._parts.append(_text((left + right) / 2, (low + high) / 2 + 4, text, light))
 
-    # ---------------------------------------------------------------- the whole
-
     def svg(self, alt: str) -> str:
         """The drawing; ``alt`` says what it shows to those who cannot see it."""
-        rows = self._legend_rows()
-        extra = 20 * len(rows)
+        legend, rows = self._legend_marks()
         return (
-            f'<svg viewBox="0 0 {self.width} {self.height + extra}" role="img" aria-label="{escape(alt)}">'
-            f"{''.join(self._legend_text(k, row) for k, row in enumerate(rows))}"
-            f'<g transform="translate(0 {extra})">{self._axes()}{"".join(self._parts)}</g></svg>'
+            f'<svg viewBox="0 0 {WIDTH} {self.height + 20 * rows}" role="img" aria-label="{escape(alt)}">{legend}'
+            f'<g transform="translate(0 {20 * rows})">{self._axes()}{"".join(self._parts)}</g></svg>'
         )
 
     def _add(self, part: str, label: str, colour: str, kind: str) -> None:
@@ -159,31 +142,24 @@ class Plot:
             )
         return "".join(parts)
 
-    def _legend_rows(self) -> list[list[tuple[str, str, str, float]]]:
-        rows: list[list[tuple[str, str, str, float]]] = []
-        room = self.width
-        place = float(room)
+    def _legend_marks(self) -> tuple[str, int]:
+        """The legend, and of how many rows it is."""
+        parts, row, x = [], 0, float(WIDTH)
         for label, (colour, kind) in self._legend.items():
             wide = 30 + 6.2 * len(label)
-            if place + wide > room:
-                rows.append([])
-                place = 6.0
-            rows[-1].append((label, colour, kind, place))
-            place += wide + 8
-        return rows
-
-    def _legend_text(self, row: int, entries: Iterable[tuple[str, str, str, float]]) -> str:
-        parts, at = [], 20 * row + 10
-        for label, colour, kind, x in entries:
+            if x + wide > WIDTH:
+                row, x = row + 1, 6.0
+            y = 20 * row - 10
             if kind.startswith("line"):
-                mark = f'<path class="{kind} {colour}" d="M{x:.1f} {at}h18"/>'
+                mark = f'<path class="{kind} {colour}" d="M{x:.1f} {y}h18"/>'
             elif kind.startswith("dot"):
-                mark = f'<g class="{kind} {colour}"><circle cx="{x + 9:.1f}" cy="{at}" r="3.4"/></g>'
+                mark = f'<g class="{kind} {colour}"><circle cx="{x + 9:.1f}" cy="{y}" r="3.4"/></g>'
             else:
-                box = f'x="{x:.1f}" y="{at - 5}" width="18" height="10"'
+                box = f'x="{x:.1f}" y="{y - 5}" width="18" height="10"'
                 mark = f'<g class="{kind} {colour}"><rect class="{kind} {colour}" {box}/></g>'
-            parts.append(mark + _text(x + 24, at + 4, label, "legend", "start"))
-        return "".join(parts)
+            parts.append(mark + _text(x + 24, y + 4, label, "legend", "start"))
+            x += wide + 8
+        return "".join(parts), row
 
 
 def _text(x: float, y: float, words: str, style: str, anchor: str = "middle") -> str:
@@ -264,5 +240,4 @@ def ticks(low: float, high: float, count: float) -> list[tuple[float, str]]:
 def decades(low: float, high: float) -> list[tuple[float, str]]:
     """Powers of ten between two exponents."""
     first, last = math.ceil(low - 1e-9), math.floor(high + 1e-9)
-    step = max(1, (last - first) // 5 + 1) if last - first > 5 else 1
-    return [(k, f"10{str(k).translate(_SUPERSCRIPTS)}") for k in range(first, last + 1, step)]
+    return [(k, f"10{str(k).translate(_SUPERSCRIPTS)}") for k in range(first, last + 1, (last - first) // 6 + 1)]

@@ -26,49 +26,102 @@ from isosgd.metrics import (
     rmse,
 )
 from isosgd.posterior import Posterior
+from isosgd.report.page import Figure, Subject, Tile
 from isosgd.report.plot import Array, Plot, evenly, limits, number
-from isosgd.report.subject import Figure, Subject, Tile
 
 SHOWN = 250  # points of a scatter plot
 GRID = 321
 LEVELS = np.linspace(0.05, 0.95, 19)
+MOST_ROWS = 2_000  # that are predicted
 MOST_SHOWN = 10  # classes of a table of confusions
 BINS = 24
 
 
+def some(rows: Any) -> Any:
+    """At most so many rows, evenly spaced, of a tuple of tensors; None for anything else."""
+    if not isinstance(rows, tuple | list) or not all(isinstance(x, Tensor) and x.ndim for x in rows) or not rows:
+        return None
+    if len(rows[0]) <= MOST_ROWS:
+        return tuple(rows)
+    at = torch.from_numpy(evenly(len(rows[0]), MOST_ROWS))
+    return tuple(x[at.to(x.device)] for x in rows)
+
+
+def evaluate(
+    posterior: Posterior, rows: Any, subject: Subject, outside: Any = None
+) -> Regression | Classification | None:
+    """Predict rows whose targets are known, and inputs from outside where they are classified.
+
+    None where predictions are neither probabilities of classes, one label a row, nor those of a normal regression of
+    one number.
+    """
+    x, y = rows[0] if len(rows) == 2 else tuple(rows[:-1]), rows[-1].cpu()
+    found = posterior.predict(x, return_draws=True)
+    if found.draws is None:
+        return None
+    draws = found.draws.cpu()
+    if found.expected_entropy is not None and y.ndim == 1 and (each := _all_classes(draws)) is not None:
+        outer = None if outside is None else _all_classes(posterior.predict(outside).mean.cpu()[None, None])
+        return Classification(each, y.long(), None if outer is None else outer[0, 0].double())
+    if found.draw_variances is None or not found.normal:
+        return None
+    means, variances = draws.double(), found.draw_variances.expand_as(found.draws).cpu().double()
+    if means.ndim == 4 and means.shape[-1] == 1:
+        means, variances = means.squeeze(-1), variances.squeeze(-1)
+    if means.ndim != 3 or y.numel() != means.shape[-1]:
+        return None
+    scale, mean = subject.y_scale, subject.y_mean
+    return Regression(means * scale + mean, variances * scale**2, y.double().flatten() * scale + mean)
+
+
+def _all_classes(draws: Tensor) -> Tensor | None:
+    """Probabilities of all classes ``[chains, draws, n, classes]``; for one of two outcomes the other is added."""
+    if draws.ndim == 4 and draws.shape[-1] > 1:
+        return draws
+    if draws.ndim == 4:
+        draws = draws.squeeze(-1)
+    return torch.stack([1 - draws, draws], -1) if draws.ndim == 3 else None
+
+
+# -- regression -------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Regression:
-    """Predictions of rows whose targets are known, in the units of the data.
+    """Predictions of rows whose targets are known, in the units of the data."""
 
-    Attributes:
-        means: of each draw, ``[chains, draws, n]``.
-        variances: of the noise, ``[chains, draws, n]``.
-        y: what was observed, ``[n]``.
-    """
-
-    means: Tensor
-    variances: Tensor
-    y: Tensor
+    means: Tensor  # of each draw, [chains, draws, n]
+    variances: Tensor  # of the noise, [chains, draws, n]
+    y: Tensor  # what was observed, [n]
 
     @property
     def traces(self) -> Tensor:
         """What to follow over draws."""
         return self.means
 
-    def tiles(self) -> list[Tile]:
-        """Scores."""
+    def scores(self) -> dict[str, float]:
+        """How good the predictions are."""
         mean, variance = self.means.flatten(0, 1), self.variances.flatten(0, 1)
-        error, plain = float(rmse(mean.mean(0), self.y)), float(self.y.std(correction=0))
-        covered = float(mixture_coverage(mean, variance, self.y))
+        return {
+            "rmse": float(rmse(mean.mean(0), self.y)),
+            "mnll": float(mixture_mnll(mean, variance, self.y)),
+            "coverage95": float(mixture_coverage(mean, variance, self.y)),
+        }
+
+    def tiles(self) -> list[Tile]:
+        """Scores for the head of the page."""
+        found, plain = self.scores(), float(self.y.std(correction=0))
+        mean, variance = self.means.flatten(0, 1), self.variances.flatten(0, 1)
+        thin = max(1, len(mean) // 100)  # the CRPS compares every draw with every other: a hundred are enough
         return [
-            Tile("RMSE", number(error), f"{number(plain)} for predicting the mean"),
-            Tile("in 95% intervals", f"{100 * covered:.1f}%", f"of {len(self.y):,} rows"),
-            Tile("MNLL", number(float(mixture_mnll(mean, variance, self.y))), "nats per row, lower is better"),
-            Tile("CRPS", number(float(mixture_crps(mean[:: _thin(mean)], variance[:: _thin(mean)], self.y)))),
+            Tile("RMSE", number(found["rmse"]), f"{number(plain)} for predicting the mean"),
+            Tile("in 95% intervals", f"{100 * found['coverage95']:.1f}%", f"of {len(self.y):,} rows"),
+            Tile("MNLL", number(found["mnll"]), "nats per row, lower is better"),
+            Tile("CRPS", number(float(mixture_crps(mean[::thin], variance[::thin], self.y)))),
         ]
 
     def figures(self, subject: Subject) -> list[Figure]:
-        """Predictions against truth, residuals, coverage of intervals, and where in its prediction each target fell."""
+        """Predictions against truth, residuals, and coverage of intervals."""
         mean, variance = self.means.flatten(0, 1), self.variances.flatten(0, 1)
         low, high = mixture_interval(mean, variance)
         below = mixture_cdf(mean, variance, self.y).numpy()
@@ -79,29 +132,10 @@ class Regression:
             _against_truth(subject, middle[shown], y[shown], low.numpy()[shown], high.numpy()[shown]),
             _coverage(below),
             _residuals(subject, middle[shown], (y[shown] - middle[shown]) / sd[shown]),
-            _pit(below),
         ]
 
 
-def evaluate_regression(posterior: Posterior, data: Any, subject: Subject) -> Regression | None:
-    """Predict held-out rows; None where the predictions are not those of a normal regression of one number."""
-    x, y = data[0] if len(data) == 2 else tuple(data[:-1]), data[-1]
-    found = posterior.predict(x, return_draws=True)
-    if found.draws is None or found.draw_variances is None or not found.normal:
-        return None
-    y = y.cpu()
-    means, variances = found.draws.cpu(), found.draw_variances.expand_as(found.draws).cpu()
-    if means.ndim == 4 and means.shape[-1] == 1:
-        means, variances = means.squeeze(-1), variances.squeeze(-1)
-    if means.ndim != 3 or y.numel() != means.shape[-1]:
-        return None
-    scaled = means.double() * subject.y_scale + subject.y_mean
-    return Regression(
-        scaled, variances.double() * subject.y_scale**2, y.double().flatten() * subject.y_scale + subject.y_mean
-    )
-
-
-def bands(posterior: Posterior, data: Any, subject: Subject, label: str) -> Figure | None:
+def bands(posterior: Posterior, data: Any, subject: Subject) -> Figure | None:
     """Predictions over a single input; None where there are more."""
     x, y = data[0], data[-1]
     if len(data) != 2 or not isinstance(x, Tensor) or not x.is_floating_point() or x.numel() != len(x):
@@ -116,25 +150,19 @@ def bands(posterior: Posterior, data: Any, subject: Subject, label: str) -> Figu
     middle, truth = (_flat(v) * subject.y_scale + subject.y_mean for v in (found.mean, y))
     whole, model = (2 * _flat(v) * subject.y_scale for v in (found.std, found.model_variance.double().sqrt()))
     name = subject.inputs[0] if subject.inputs else "x"
-    drawn = []
-    for width in (940, 440):
-        plot = Plot(
-            (float(at[0]), float(at[-1])), limits(middle - whole, middle + whole, truth),
-            xlabel=name, ylabel=subject.target, width=width, height=330,
-        )  # fmt: skip
-        if found.noise_variance is not None:
-            plot.band(at, middle - whole, middle + whole, "a", label="with noise, ± 2 sd", style="faint")
-        plot.band(at, middle - model, middle + model, "a", label="of the mean, ± 2 sd")
-        plot.dots(place[shown], truth[shown], "grey", label=label)
-        plot.line(at, middle, "a", label="predicted mean")
-        drawn.append(
-            plot.svg(f"Predicted mean of {subject.target} over {name}, with bands of two standard deviations.")
-        )
-    caption = (
+    ends = limits(middle - whole, middle + whole, truth)
+    plot = Plot((float(at[0]), float(at[-1])), ends, xlabel=name, ylabel=subject.target)
+    if found.noise_variance is not None:
+        plot.band(at, middle - whole, middle + whole, "a", label="with noise, ± 2 sd", style="faint")
+    plot.band(at, middle - model, middle + model, "a", label="of the mean, ± 2 sd")
+    plot.dots(place[shown], truth[shown], "grey", label="data")
+    plot.line(at, middle, "a", label="predicted mean")
+    return Figure(
+        f"Prediction of {subject.target} over {name}",
+        plot.svg(f"Predicted mean of {subject.target} over {name}, with bands of two standard deviations."),
         "The inner band is the uncertainty of the mean, which more data would reduce; the outer one adds the noise of "
-        "single observations. Away from the data the inner band should widen."
+        "single observations. Away from the data the inner band should widen.",
     )
-    return Figure(f"Prediction of {subject.target} over {name}", drawn[0], caption, drawn[1])
 
 
 def _against_truth(subject: Subject, middle: Any, y: Any, low: Any, high: Any) -> Figure:
@@ -184,33 +212,9 @@ def _residuals(subject: Subject, middle: Any, residual: Any) -> Figure:
     )
 
 
-def _pit(below: Any) -> Figure:
-    count = int(np.clip(len(below) // 12, 5, 20))
-    heights, edges = np.histogram(below, bins=count, range=(0, 1))
-    mean = len(below) / count
-    error = 2 * math.sqrt(mean * (1 - 1 / count))
-    plot = Plot(
-        (0, 1), (0, max(float(heights.max()), mean + error) * 1.08), xlabel="probability predicted below the truth",
-        ylabel="rows",
-    )  # fmt: skip
-    plot.band((0, 1), (max(mean - error, 0),) * 2, (mean + error,) * 2, "grey", label="even, ± 2 standard errors")
-    plot.bars(edges, heights, "a")
-    plot.line((0, 1), (mean, mean), "grey", style="dashed")
-    return Figure(
-        "Observations within their predicted distributions",
-        plot.svg("Histogram of the probability integral transform."),
-        "Even bars: predicted distributions are right. A peak in the middle: too wide; peaks at the ends: too narrow.",
-    )
-
-
 def _flat(x: Tensor) -> Array:
     flat: Array = x.double().cpu().flatten().numpy()
     return flat
-
-
-def _thin(draws: Tensor) -> int:
-    """The CRPS compares every draw with every other: a hundred are enough."""
-    return max(1, len(draws) // 100)
 
 
 # -- classification ---------------------------------------------------------------------------------------------------
@@ -218,17 +222,11 @@ def _thin(draws: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Classification:
-    """Predictions of rows whose class is known.
+    """Predictions of rows whose class is known."""
 
-    Attributes:
-        draws: probabilities that each draw gives, ``[chains, draws, n, classes]``.
-        y: classes ``[n]``.
-        outside: mean probabilities ``[m, classes]`` of inputs unlike the training data, if any.
-    """
-
-    draws: Tensor
-    y: Tensor
-    outside: Tensor | None = None
+    draws: Tensor  # probabilities that each draw gives, [chains, draws, n, classes]
+    y: Tensor  # classes [n]
+    outside: Tensor | None = None  # mean probabilities [m, classes] of inputs unlike the training data, if any
 
     @property
     def mean(self) -> Tensor:
@@ -241,26 +239,24 @@ class Classification:
         index = self.y.expand(*self.draws.shape[:2], -1).unsqueeze(-1)
         return self.draws.gather(-1, index).squeeze(-1).double()
 
+    def scores(self) -> dict[str, float]:
+        """How good the predictions are."""
+        each = {"accuracy": accuracy, "mnll": categorical_mnll, "ece": ece, "brier": brier}
+        return {name: float(score(self.mean, self.y)) for name, score in each.items()}
+
     def tiles(self) -> list[Tile]:
-        """Scores."""
-        mean = self.mean
-        most = float(self.y.bincount().max()) / len(self.y)
+        """Scores for the head of the page."""
+        scores, most = self.scores(), float(self.y.bincount().max()) / len(self.y)
         found = [
-            Tile(
-                "accuracy",
-                f"{100 * float(accuracy(mean, self.y)):.1f}%",
-                f"{100 * most:.1f}% for the most frequent class",
-            ),
-            Tile("MNLL", number(float(categorical_mnll(mean, self.y))), "nats per row, lower is better"),
-            Tile("calibration error", number(float(ece(mean, self.y))), f"ECE over {len(self.y):,} rows"),
+            Tile("accuracy", f"{100 * scores['accuracy']:.1f}%", f"{100 * most:.1f}% for the most frequent class"),
+            Tile("MNLL", number(scores["mnll"]), "nats per row, lower is better"),
+            Tile("calibration error", number(scores["ece"]), f"ECE over {len(self.y):,} rows"),
         ]
         if self.outside is None:
-            found.append(Tile("Brier score", number(float(brier(mean, self.y)))))
-        else:
-            inner, outer = predictive_entropy(mean), predictive_entropy(self.outside)
-            note = f"FPR95 {100 * float(fpr95(inner, outer)):.0f}%"
-            found.append(Tile("AUROC, out of distribution", number(float(auroc(inner, outer))), note))
-        return found
+            return [*found, Tile("Brier score", number(scores["brier"]))]
+        inner, outer = predictive_entropy(self.mean), predictive_entropy(self.outside)
+        note = f"FPR95 {100 * float(fpr95(inner, outer)):.0f}%"
+        return [*found, Tile("AUROC, out of distribution", number(float(auroc(inner, outer))), note)]
 
     def figures(self, subject: Subject) -> list[Figure]:
         """Reliability, confusions, and entropies."""
@@ -288,31 +284,6 @@ class Classification:
                 )
             )
         return found
-
-
-def evaluate_classification(posterior: Posterior, data: Any, outside: Any) -> Classification | None:
-    """Predict held-out rows; None where predictions are not class probabilities, one label a row."""
-    x, y = data[0] if len(data) == 2 else tuple(data[:-1]), data[-1]
-    found = posterior.predict(x, return_draws=True)
-    if found.draws is None or found.expected_entropy is None or y.ndim != 1:
-        return None
-    draws = _both(found.draws, y)
-    if draws is None:
-        return None
-    outer = None
-    if outside is not None:
-        outer = _both(posterior.predict(outside).mean[None, None], y)
-        outer = None if outer is None else outer[0, 0].double().cpu()
-    return Classification(draws.cpu(), y.long().cpu(), outer)
-
-
-def _both(draws: Tensor, y: Tensor) -> Tensor | None:
-    """Probabilities of all classes ``[chains, draws, n, classes]``; for one of two outcomes the other is added."""
-    if draws.ndim == 4 and draws.shape[-1] > 1:
-        return draws
-    if draws.ndim == 4:
-        draws = draws.squeeze(-1)
-    return torch.stack([1 - draws, draws], -1) if draws.ndim == 3 else None
 
 
 def _reliability(mean: Any, y: Any) -> Figure:

@@ -5,23 +5,22 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from isosgd.diagnostics.summary import PosteriorSummary
 from isosgd.diagnostics.verdict import RHAT, Verdict
 from isosgd.posterior import Posterior
 from isosgd.report import chains, page, predictions
+from isosgd.report.page import Figure, Subject, Tile
 from isosgd.report.plot import number
-from isosgd.report.subject import Figure, Subject, Tile
 
-MOST_ROWS = 2_000  # of held-out data that are predicted
 MOST_LISTED = 9  # rows of a table
 LABELS = {
     "num_data": "rows of data", "batch_size": "rows of a batch", "draws": "draws of each chain",
@@ -31,13 +30,7 @@ METHODS = {"isgd": "I-SGD", "sgld": "SGLD", "sghmc": "SGHMC", "hmc": "HMC"}  # w
 
 
 def write_report(posterior: Posterior, path: str | os.PathLike[str], **options: Any) -> Path:
-    """Write `report_html` to a file; a file that is there is replaced, whole or not at all.
-
-    Args:
-        posterior: the draws, with their target.
-        path: of the HTML file.
-        options: see `report_html`.
-    """
+    """Write `report_html`, which takes the options, to a file; one that is there is replaced, whole or not at all."""
     path = Path(path)
     text = report_html(posterior, **options)
     part = path.with_name(path.name + ".part")
@@ -69,22 +62,24 @@ def report_html(
     """
     subject = subject or Subject()
     data = posterior.data if data is None else data
-    rows = _some(heldout if heldout is not None else data)
+    rows = predictions.some(heldout if heldout is not None else data)
     seen = "held-out rows" if heldout is not None else "training rows"
     if isinstance(outside, Tensor) and outside.ndim:
-        (outside,) = _some((outside,))
+        (outside,) = predictions.some((outside,))
     found = _evaluated(posterior, rows, outside, subject)
     verdict, reason = _judged(posterior, data, rows, subject)
-    summary = _summarised(posterior, rows)
+    summary = None
+    with suppress(ValueError):  # too few draws, or nothing to follow
+        summary = posterior.summary(rows)
     band = None
     predicts = posterior.target is not None and posterior.target.predicts
     if predicts and _has_targets(rows) and not isinstance(found, predictions.Classification):
-        band = predictions.bands(posterior, _some(data) if _has_targets(data) else rows, subject, "data")
-    overview, followed = None, list[Figure]()
+        band = predictions.bands(posterior, predictions.some(data) if _has_targets(data) else rows, subject)
+    followed: list[Figure] = []
     if rows is not None and posterior.target is not None:
         log_likelihood = posterior.log_likelihood(rows).double().cpu()
         traces = log_likelihood if found is None else found.traces.cpu()
-        overview, followed = chains.agreement(traces.numpy(), log_likelihood.mean(-1).numpy())
+        followed = chains.agreement(traces.numpy(), log_likelihood.mean(-1).numpy())
     info = posterior.info
     about_rows = (
         f"{len(rows[-1]):,} rows that the sampler never saw."
@@ -93,7 +88,8 @@ def report_html(
     )
     reports = [r for r in info.get("warmup", []) if isinstance(r, Mapping)]
     body = [
-        page.header(subject.title, _lead(posterior, subject)),
+        f'<p class="kicker">isosgd report</p>\n<h1>{escape(subject.title)}</h1>',
+        f'<p class="lead">{escape(_lead(posterior, subject))}</p>',
         page.verdict_card(verdict, reason, subject.longer),
         page.tiles([*(found.tiles() if found is not None else []), *_chain_tiles(verdict, summary, info)]),
         page.section(
@@ -104,37 +100,35 @@ def report_html(
         page.section(
             "Do the chains agree?",
             "Judged on functions of the draws: networks with different weights can compute the same function.",
-            page.figures([overview], _summary_table(summary)),
+            _summary_table(summary),
             page.figures(followed),
         ),
         page.section(
-            "Temperature, rates and noise",
+            "Temperature and rates",
             "Whether the draws are as spread out as the posterior, and the rates that the warm-up set.",
-            page.figures([chains.temperatures(verdict, subject) if verdict else None, *chains.rates(reports, subject)]),
+            page.figures([chains.temperatures(verdict, subject) if verdict else None, chains.rates(reports, subject)]),
             _layer_table(reports, subject),
         ),
-        page.section("How the data were read", "", page.notes(list(subject.notes))),
+        page.section("How the data were read", "", page.bullets(subject.notes, "notes")),
         page.section(
             "Settings and versions",
             "The same seed and settings give the same draws on the same machine.",
             page.facts(_settings(info)),
         ),
         page.section("Reproduce", "Commands that made the draws and this page.", page.code(list(subject.commands))),
-        _footer(info),
+        f"<footer>Written by isosgd {escape(str((info.get('versions') or {}).get('isosgd', '')))}. This page holds "
+        "everything it shows and fetches nothing.</footer>",
     ]
     return page.page(subject.title, [part for part in body if part])
 
 
-Found = predictions.Regression | predictions.Classification | None
-
-
-def _evaluated(posterior: Posterior, rows: Any, outside: Any, subject: Subject) -> Found:
+def _evaluated(
+    posterior: Posterior, rows: Any, outside: Any, subject: Subject
+) -> predictions.Regression | predictions.Classification | None:
     if posterior.target is None or not _has_targets(rows):
         return None
     try:
-        return predictions.evaluate_classification(posterior, rows, outside) or predictions.evaluate_regression(
-            posterior, rows, subject
-        )
+        return predictions.evaluate(posterior, rows, subject, outside)
     except (ValueError, TypeError, KeyError, IndexError, RuntimeError, NotImplementedError):
         return None  # a user's own target, whose data are not inputs and targets: its log likelihood is shown instead
 
@@ -152,26 +146,8 @@ def _judged(posterior: Posterior, data: Any, rows: Any, subject: Subject) -> tup
         return None, f"{error}."
 
 
-def _summarised(posterior: Posterior, rows: Any) -> PosteriorSummary | None:
-    try:
-        return posterior.summary(rows)
-    except ValueError:  # too few draws, or nothing to follow
-        return None
-
-
 def _has_targets(rows: Any) -> bool:
     return isinstance(rows, tuple) and len(rows) > 1 and all(isinstance(x, Tensor) for x in rows)
-
-
-def _some(rows: Any) -> Any:
-    """At most so many rows, evenly spaced."""
-    if not isinstance(rows, tuple | list) or not all(isinstance(x, Tensor) and x.ndim for x in rows) or not rows:
-        return None
-    count = len(rows[0])
-    if count <= MOST_ROWS:
-        return tuple(rows)
-    at = torch.linspace(0, count - 1, MOST_ROWS).round().long()
-    return tuple(x[at.to(x.device)] for x in rows)
 
 
 def _lead(posterior: Posterior, subject: Subject) -> str:
@@ -181,7 +157,8 @@ def _lead(posterior: Posterior, subject: Subject) -> str:
     likelihood = target.get("likelihood")
     named = likelihood.get("name") if isinstance(likelihood, Mapping) else None
     what = subject.network or (target.get("model") if isinstance(target.get("model"), str) else None) or "a model"
-    words = [f"{len(posterior):,} draws from {_count(posterior.num_chains, 'chain')} of the posterior of {what}"]
+    chains = "chain" if posterior.num_chains == 1 else "chains"
+    words = [f"{len(posterior):,} draws from {posterior.num_chains:,} {chains} of the posterior of {what}"]
     words.append(f" with {size:,} parameters" + (f" and a {named} likelihood" if named and not subject.network else ""))
     if info.get("num_data"):
         words.append(f", given {info['num_data']:,} rows")
@@ -268,15 +245,6 @@ def _words(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_words, value))
     return number(value) if isinstance(value, float) else str(value)
-
-
-def _footer(info: Mapping[str, Any]) -> str:
-    made = escape(str((info.get("versions") or {}).get("isosgd", "")))
-    return f"<footer>Written by isosgd {made}. This page holds everything it shows and fetches nothing.</footer>"
-
-
-def _count(number_of: int, what: str) -> str:
-    return f"{number_of:,} {what}{'s' if number_of != 1 else ''}"
 
 
 def _duration(seconds: float) -> str:

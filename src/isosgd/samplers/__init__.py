@@ -1,15 +1,12 @@
 """Samplers: torch optimizers over two steppers. They see parameters and gradients, never models or data."""
 
-from isosgd.geometry.layer import Layer, Single, Structure
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import layer_groups
 from isosgd.samplers.isgd import ISGD, PRESETS
-from isosgd.samplers.registry import REGISTRY, Method
+from isosgd.samplers.registry import METHODS, REGISTRY, Method
 from isosgd.samplers.sghmc import SGHMC
 from isosgd.samplers.sgld import SGLD
 from isosgd.samplers.vsgd import VSGD
-
-METHODS: dict[str, type[Sampler]] = {name: method.kind for name, method in REGISTRY.items()}
 
 __all__ = [
     "ISGD",
@@ -19,10 +16,7 @@ __all__ = [
     "SGHMC",
     "SGLD",
     "VSGD",
-    "Layer",
     "Method",
     "Sampler",
-    "Single",
-    "Structure",
     "layer_groups",
 ]

@@ -18,15 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isosgd.geometry.layer import diagonal_scale
 from isosgd.noise import Uses, join
 from isosgd.noise.estimators import state_dtype
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
 from isosgd.samplers.injection import Move
-from isosgd.samplers.metric import DiagonalMetric, rms_metric
+from isosgd.samplers.metric import DiagonalMetric, check_eps, rms_metric
 from isosgd.samplers.program import StepProgram
-from isosgd.samplers.steppers import check_friction
 
 
 class AdaptiveSGHMC(Sampler):
@@ -43,15 +41,12 @@ class AdaptiveSGHMC(Sampler):
     is cut at zero where B^ is too large for the rate.
 
     Args:
-        params: named parameters (one group a layer), or groups.
-        num_data: N.
-        temperature: T.
-        lr: the rate; left out, `adapt` sets it.
+        params: as of every `Sampler`.
         friction: a in (0, 1].
         burn_in: steps in which the scales are adapted. Draws count after them.
         eps: bounds P. It has the units of a mean gradient.
         corrected: subtract 2 B^ from the injected noise.
-        settings: the settings common to all samplers, see `Sampler`.
+        settings: ``num_data``, ``temperature``, ``lr`` and others, see `Sampler`.
 
     Example:
         >>> net = torch.nn.Linear(2, 1)
@@ -62,16 +57,16 @@ class AdaptiveSGHMC(Sampler):
         True
     """
 
+    family = "hamiltonian"
     targets = "exp(-f / T) after the burn-in, for independent gradient noise"
-    has_velocity = True
+    paper = "Springenberg et al. 2016"
+    departures = "the noise that is subtracted is measured where it can be; the burn-in ends with the warm-up"
+    metric: DiagonalMetric
 
     def __init__(
         self,
         params: ParamsLike,
         *,
-        num_data: int,
-        temperature: float = 1.0,
-        lr: float | None = None,
         friction: float = 0.05,
         burn_in: int = 3000,
         eps: float = 1e-5,
@@ -80,12 +75,9 @@ class AdaptiveSGHMC(Sampler):
     ) -> None:
         if burn_in < 1:
             raise ValueError(f"burn_in = {burn_in} must be at least 1: the scales are found in it")
-        if not eps > 0:
-            raise ValueError(f"eps = {eps} must be positive: it bounds the preconditioner")
-        self.burn_in, self.eps = burn_in, eps
-        super().__init__(params, num_data=num_data, temperature=temperature, lr=lr, **settings)
-        self.friction, self.corrected = check_friction(friction), corrected
-        self.metric: DiagonalMetric = DiagonalMetric(self.noise, self._metric, self._learn)
+        self.burn_in, self.eps = burn_in, check_eps(eps)
+        super().__init__(params, friction=friction, corrected=corrected, **settings)
+        self.metric = DiagonalMetric(self.noise, self._metric, self._learn)
         self.noise.uses = Uses(variances=corrected)
 
     @property
@@ -96,31 +88,27 @@ class AdaptiveSGHMC(Sampler):
     def _adapts(self, group: Group) -> bool:
         return not group["frozen"] and group["step"] < self.burn_in
 
-    def _scales(self, p: Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[p]
-        if "tau" not in state:
-            state.update({name: torch.zeros_like(p, dtype=state_dtype(p)) for name in ("tau", "mean", "square")})
-        return state
-
     def _learn(self, group: Group, params: list[Tensor]) -> None:
         if not self._adapts(group):
             return
         for p in params:
-            g, state = p.grad.to(state_dtype(p)), self._scales(p)  # type: ignore[union-attr]
-            tau, mean, square = state["tau"], state["mean"], state["square"]
+            g = p.grad.to(state_dtype(p))  # type: ignore[union-attr]
+            tau, mean, square = (self.kept_like(p, name, g.dtype) for name in ("tau", "mean", "square"))
             weight = 1.0 / (tau + 1.0)
             tau.add_(1.0 - tau * mean.square() / square.clamp_min(torch.finfo(square.dtype).tiny))
             mean.lerp_(g, weight)
             square.lerp_(g.square(), weight)
         self.refresh()  # the injected noise depends on V
 
+    def _square(self, p: Tensor) -> Tensor:
+        return self.kept_like(p, "square", state_dtype(p))
+
     def _metric(self, p: Tensor) -> Tensor:
-        return rms_metric(self._scales(p)["square"], self.eps)
+        return rms_metric(self._square(p), self.eps)
 
     def _noise(self, params: list[Tensor]) -> list[Tensor]:
         """``2 B^`` in the metric."""
-        known = ["variance" if "variance" in self._scales(p) else "square" for p in params]
-        return [self._metric(p) * self._scales(p)[name] for p, name in zip(params, known, strict=True)]
+        return [self._metric(p) * self.state[p].get("variance", self._square(p)) for p in params]
 
     def noise_bound(self, group: Group) -> Tensor:
         """What is subtracted must fit under a T / (N lr), and what it leaves must drown in it."""
@@ -135,6 +123,5 @@ class AdaptiveSGHMC(Sampler):
 
     def _move(self, group: Group, params: list[Tensor]) -> Move:
         if not self.corrected:
-            return self._plain(group)
-        scale = diagonal_scale(self.composite(group), join(self._noise(params), self.batched))
-        return Move(self.rate(group), 1.0, scale=scale)
+            return super()._move(group, params)
+        return self._diagonal(self.composite(group), self.rate(group), self._noise(params))

@@ -1,15 +1,15 @@
 """What every sampler shares: groups and units, rates, the step, and the state that is saved.
 
-A sampler *has* a model of its gradient noise (`isosgd.noise.NoiseModel`) and an `Injector` that draws what it injects.
-It may have a metric (`isosgd.samplers.metric`), a schedule of its rates (`isosgd.samplers.schedules`), and a Lambda
-that knows directions (`isosgd.geometry`). What is left to tell samplers apart is the `Move` of a group.
+A sampler *has* a model of its gradient noise (`isosgd.noise.NoiseModel`), a schedule of its rates
+(`isosgd.samplers.schedules`) and an `Injector` that draws what it injects. It may have a metric
+(`isosgd.samplers.metric`), and a Lambda that knows directions (`isosgd.geometry`). What is left to tell samplers apart
+is the `Move` of a group.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
@@ -18,25 +18,35 @@ from torch.optim import Optimizer
 from isosgd.geometry.base import Geometry
 from isosgd.geometry.layer import Number, diagonal_scale, root
 from isosgd.geometry.rule import allowed_rate_curvature
-from isosgd.noise import NoiseEstimator, NoiseModel, NoiseName, Summary, join, make_estimator, summarise
-from isosgd.samplers.groups import Group, ParamsLike, check_groups, check_units, layer_groups, trained_groups
+from isosgd.noise import NoiseEstimator, NoiseModel, NoiseName, Summary, Uses, join, make_estimator, summarise
+from isosgd.samplers.groups import (
+    Group,
+    ParamsLike,
+    check_choice,
+    check_groups,
+    check_units,
+    layer_groups,
+    trained_groups,
+)
 from isosgd.samplers.injection import Injector, Move
 from isosgd.samplers.innovations import Innovations, make_generator
 from isosgd.samplers.metric import DiagonalMetric, Metric
-from isosgd.samplers.program import KickProgram, StepProgram
+from isosgd.samplers.program import KickProgram, ScheduledProgram, StepProgram
 from isosgd.samplers.schedules import Cycles, Schedule
 from isosgd.samplers.steppers import hamiltonian_, langevin_
 
 
-class Sampler(Optimizer, ABC):
+class Sampler(Optimizer):
     """A `torch.optim.Optimizer` whose steps draw from a posterior.
 
     The gradients it finds in ``.grad`` must be those of ``mean negative log likelihood + (negative log prior) / N``.
+    A subclass has settings of its own, and takes those listed here as well, by keyword.
 
     Args:
         params: named parameters (one group a layer), or groups.
         num_data: N, the number of examples in the data set. Never guessed.
         temperature: T; the target is ``exp(-f / T)`` with f the negative log joint density.
+        lr: a rate of the user's, of the mean gradient; left out, `adapt` sets it. I-SGD and V-SGD have none.
         bias: the relative error of the posterior variance that the step size may cause, when rates are set by `adapt`.
         noise: how gradient noise is estimated: ``gaussian``, ``paired``, ``alpha`` or a `NoiseEstimator`.
         momentum: momentum of that estimate.
@@ -47,21 +57,23 @@ class Sampler(Optimizer, ABC):
         foreach: update all tensors of a group in one call.
         capturable: keep rates in tensors on the device, so that a step can be captured in a CUDA graph.
         innovations: ``normal``, ``bits`` (moment-matched, see `isosgd.samplers.innovations`) or ``auto``.
-        lr: a rate of the user's; left out, `adapt` sets it.
-        schedule: of rates.
-        extra: further settings of a group, from the subclass.
+        friction: of a subclass, a of Theorem 2 in (0, 1]; None for Theorem 1, which is the case 1.
+        corrected: of a subclass, whether noise vectors are taken out of what is injected, correlations included.
+        schedule: of a subclass, of rates.
+        extra: of a subclass, further settings of a group.
 
     Attributes:
         noise: what is known of the gradient noise.
-        friction: a of Theorem 2; 1 is Theorem 1.
         given: whether the rate is the user's.
         metric: a diagonal preconditioner, or None.
         geometry: a Lambda that knows directions, or None.
     """
 
+    family: ClassVar[str] = "langevin"  # Theorem 1; "hamiltonian" is Theorem 2
     targets: ClassVar[str] = "exp(-f / T)"
-    has_velocity: ClassVar[bool] = False  # whether steps are those of Theorem 2
-    friction: float = 1.0
+    paper: ClassVar[str]
+    departures: ClassVar[str] = "none"  # from the paper, in a line
+    has_lr: ClassVar[bool] = True
     metric: DiagonalMetric | None = None
     geometry: Geometry | None = None
 
@@ -71,6 +83,7 @@ class Sampler(Optimizer, ABC):
         *,
         num_data: int,
         temperature: float = 1.0,
+        lr: float | None = None,
         bias: float = 0.02,
         noise: NoiseName | NoiseEstimator = "paired",
         momentum: float | None = None,
@@ -80,38 +93,39 @@ class Sampler(Optimizer, ABC):
         foreach: bool = True,
         capturable: bool = False,
         innovations: Innovations = "auto",
-        lr: float | None = None,
+        friction: float | None = None,
+        corrected: bool = False,
         schedule: Schedule | None = None,
         extra: dict[str, Any] | None = None,
     ) -> None:
         check_units(num_data, temperature)
         if not 0 < bias < 1:
             raise ValueError(f"bias = {bias} must lie in (0, 1): the relative error allowed in the posterior variance")
-        if innovations not in ("auto", "normal", "bits"):
-            raise ValueError(f"innovations = {innovations!r} is unknown; choose 'auto', 'normal' or 'bits'")
+        check_choice("innovations", innovations, get_args(Innovations))
         if track_every is not None and track_every < 1:
             raise ValueError(f"track_every = {track_every} must be at least 1, or None")
         if lr is not None and not lr > 0:
             raise ValueError(f"lr = {lr} must be positive; leave it out to have it set by the warm-up")
+        if friction is not None and not 0 < friction <= 1:
+            raise ValueError(f"friction = {friction} must lie in (0, 1]")
         self.bias, self.track_every, self.chains = bias, track_every, chains
-        self.foreach, self.capturable = foreach, capturable
-        self.given, self.schedule = lr is not None, schedule
+        self.foreach, self.capturable, self.corrected = foreach, capturable, corrected
+        self.has_velocity, self.friction = friction is not None, 1.0 if friction is None else friction
+        self.given, self.schedule = lr is not None, schedule or Schedule()
         counters = {"step": 0, "seen": 0, "vectors": 0, "frozen": False, "rate": lr}
-        scheduled = {} if schedule is None else schedule.settings()
-        defaults = {"num_data": num_data, "temperature": temperature, **counters, **scheduled, **(extra or {})}
+        units = {"num_data": num_data, "temperature": temperature}
         estimator = make_estimator(noise, momentum)
+        defaults = {**units, **counters, **self.schedule.settings(begun=self.given), **(extra or {})}
         super().__init__(layer_groups(params), defaults)
         check_groups(self.param_groups, chains)
         self.param_groups = trained_groups(self.param_groups)
         self.generator = make_generator(generator, self.param_groups[0]["params"][0].device)
         self.noise = NoiseModel(self, estimator, self.generator, self.batched)
+        self.noise.uses = Uses(vectors=corrected)
         self.injector = Injector(self.noise, self.generator, innovations, chains, capturable, self._next_move)
         if lr is not None:
             for group in self.param_groups:
                 group["rate"] = self.number(lr)
-        if isinstance(schedule, Cycles):
-            for group in (self.defaults, *self.param_groups):
-                schedule.prepare(group, begun=self.given)
 
     @property
     def batched(self) -> bool:
@@ -122,11 +136,6 @@ class Sampler(Optimizer, ABC):
     def estimator(self) -> NoiseEstimator:
         """Of the variance of gradient noise."""
         return self.noise.estimator
-
-    @property
-    def innovations(self) -> Innovations:
-        """Of which kind they are."""
-        return self.injector.innovations
 
     # -- gradient noise -----------------------------------------------------------------------------------------------
 
@@ -150,29 +159,26 @@ class Sampler(Optimizer, ABC):
     def forget_noise(self, void: bool = False) -> None:
         """Start the noise estimate anew where the chain now is; the old one serves until the first new vector.
 
-        Args:
-            void: the old one is worth nothing: it was not measured on the posterior.
+        A ``void`` one is worth nothing: it was not measured on the posterior.
         """
         self.noise.forget()
         if self.geometry is not None:
             self.geometry.forget(void)
 
     def freeze(self) -> None:
-        """Rates stay as they are from now on; only the noise that a step depends on is still followed.
-
-        Cycles begin.
-        """
+        """Rates stay as they are from now on; only the noise that a step depends on is still followed. Cycles begin."""
         self.noise.freeze()
-        if isinstance(self.schedule, Cycles):
-            for group in self.param_groups:
-                group["start"] = group["step"]
-            self.refresh()
+        self.schedule.begin(self.param_groups)
 
     def noise_summary(self, group: Group, how: Summary) -> Tensor:
         """One number for a group's noise, in units of ``b = v / 2``; in the metric, where there is one."""
         if self.metric is None:
             return self.noise.summary(group, how)
         return self.metric.top(group) if how == "top" else summarise(self.metric.variances(group), how, self.batched)
+
+    def clipped_share(self, group: Group) -> Tensor:
+        """Share of a group's noise that exceeds lambda, so that it could not be made isotropic, where that is meant."""
+        return torch.zeros(self.chains or ())
 
     @property
     def whitening(self) -> Metric | None:
@@ -192,20 +198,21 @@ class Sampler(Optimizer, ABC):
             name = type(self).__name__
             raise ValueError(f"{name} has no rate and no curvature to set it from: pass lr, or use isosgd.sample")
         for group, h in zip(self.param_groups, curvature, strict=True):
-            ratio = 1.0 if self.metric is None else self.metric.curvature_ratio(group)
-            self._fit_rate(group, h if self.metric is None else h * ratio, self.noise_bound(group), rise)
-            if isinstance(self.schedule, Cycles):
-                group["peak"] = self.number(self.schedule.stable_peak(group, group["rate"], h))
+            told = h if self.metric is None else h * self.metric.curvature_ratio(group)
+            self._fit_rate(group, told, self.noise_bound(group), rise)
+            peak = self.schedule.limit_peak(group, h)
+            if peak is not None:
+                group["peak"] = self.number(peak)
 
     def noise_bound(self, group: Group) -> Tensor:
-        """The smallest composite noise that a group's gradient noise asks for: what is ignored must drown in it."""
-        return self.noise_summary(group, "top") / self.bias
+        """The smallest composite noise that a group's gradient noise allows.
+
+        Corrected, the gradient noise must fit under it; otherwise, what is ignored must drown in it.
+        """
+        return self.noise.longest(group) if self.corrected else self.noise_summary(group, "top") / self.bias
 
     def _fit_rate(self, group: Group, curvature: Number, noise: Tensor, rise: float) -> None:
-        """The largest rate whose composite noise ``a T / (N rate)`` covers ``noise`` and whose bias is as allowed.
-
-        It falls at once and rises by at most a factor of ``rise``.
-        """
+        """The largest rate whose composite noise ``a T / (N rate)`` covers ``noise`` and whose bias is as allowed."""
         # Without a temperature there is no variance that noise could spoil: the curvature alone bounds the rate.
         variance = self.friction * group["temperature"]
         cover = group["num_data"] * noise / variance if variance else torch.zeros_like(noise)
@@ -224,12 +231,11 @@ class Sampler(Optimizer, ABC):
 
     def rate(self, group: Group) -> Number:
         """The step of a group: ``theta -= rate * (...)``."""
-        rate: Number | None = group["rate"]
-        if rate is None:
+        if group["rate"] is None:
             raise RuntimeError(
                 f"group {group['name']!r} has no rate yet: give one, or call adapt() after noise was observed"
             )
-        return rate if self.schedule is None else self.schedule.rate(group, rate)
+        return self.schedule.rate(group, group["rate"])
 
     def composite(self, group: Group) -> Number:
         """The noise, gradient's and injected together, that goes with the rate: ``Sigma = a T / (N rate)``."""
@@ -238,30 +244,25 @@ class Sampler(Optimizer, ABC):
 
     # -- moves --------------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def _move(self, group: Group, params: list[Tensor]) -> Move:
         """The rate and the injected noise of a group's next steps: all that tells samplers apart.
 
-        It is asked again when the noise estimate or the rates change, and after `refresh`.
+        It is asked again when the noise estimate or the rates change, and after `refresh`. Here all of the composite
+        noise is injected, as if gradients had none; or what is left of it without theirs.
         """
+        rate, lam = self.rate(group), self.composite(group)
+        return self._outer(lam, rate) if self.corrected else Move(rate, root(2.0 * lam))
 
     def _next_move(self, group: Group, params: list[Tensor]) -> Move:
-        if isinstance(self.schedule, Cycles) and self.schedule.explores(group):
-            return Move(self.rate(group), 0.0)
-        return self._move(group, params)
-
-    def _plain(self, group: Group) -> Move:
-        """A move that injects all of the composite noise, as if gradients had none."""
-        return Move(self.rate(group), root(2.0 * self.composite(group)))
+        return Move(self.rate(group), 0.0) if self.schedule.explores(group) else self._move(group, params)
 
     def _outer(self, lam: Number, rate: Number) -> Move:
         """A move whose injected noise makes gradient noise isotropic, correlations included (see `take_out_`)."""
         return Move(rate, root(2.0 * lam), outer=lam)
 
-    def _diagonal(self, params: list[Tensor], lam: Number, rate: Number) -> Move:
+    def _diagonal(self, lam: Number, rate: Number, variances: Sequence[Tensor]) -> Move:
         """A move whose injected noise makes up for the variance of each parameter's gradient noise on its own."""
-        variances = self.estimator.variance([self.noise.state_of(p) for p in params])
-        return Move(rate, 1.0, scale=diagonal_scale(lam, join(variances, self.batched)))
+        return Move(rate, 1.0, scale=diagonal_scale(lam, join(list(variances), self.batched)))
 
     def refresh(self) -> None:
         """Ask for the moves anew; call it after changing a group's settings by hand."""
@@ -291,7 +292,7 @@ class Sampler(Optimizer, ABC):
         self._update()
         for group in self.param_groups:
             group["step"] += 1
-        if not self.injector.silent:
+        if not self.injector.noiseless:
             self.injector.source.prefetch()
         return loss
 
@@ -305,12 +306,12 @@ class Sampler(Optimizer, ABC):
         if self.metric is not None:
             self.metric.see(observed=False)
         self._make_plan()
-        silent = self.injector.silent
-        if not silent:
-            self.injector.fill()
+        noiseless = self.injector.noiseless
+        if not noiseless:
+            self.injector.source.fill()
         for params, rate, kicks in self.injector.plan:
             grads: list[Tensor] = [p.grad for p in params]  # type: ignore[misc]
-            kick = None if silent else kicks
+            kick = None if noiseless else kicks
             if self.foreach:
                 self._advance(params, grads, rate, kick)
                 continue
@@ -319,7 +320,7 @@ class Sampler(Optimizer, ABC):
                 self._advance([p], [g], own, None if kick is None else [kick[i]])
 
     def _make_plan(self) -> None:
-        if self.schedule is not None and self.schedule.changes(self.param_groups):
+        if self.schedule.changes(self.param_groups):
             self.refresh()  # the rate changes from step to step
         self.injector.make_plan()
 
@@ -344,43 +345,43 @@ class Sampler(Optimizer, ABC):
 
     def velocity(self, p: Tensor) -> Tensor:
         """The velocity of a parameter."""
+        return self.kept_like(p, "velocity", p.dtype)
+
+    def kept_like(self, p: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+        """What the state holds of a parameter by a name: a tensor of its shape, zero at first."""
         state = self.state[p]
-        if "velocity" not in state:
-            state["velocity"] = torch.zeros_like(p)
-        velocity: Tensor = state["velocity"]
-        return velocity
+        if name not in state:
+            state[name] = torch.zeros_like(p, dtype=dtype)
+        found: Tensor = state[name]
+        return found
 
     def program(self) -> StepProgram | str:
         """The next steps in the form that a backend executes many of at once, or why there is none."""
         if any(self.noise.uses) and not self.estimator.centred and self.track_every is not None:
             return "the noise is followed by single gradients"
-        changes = self.schedule is not None and self.schedule.changes(self.param_groups)
-        return self._scheduled_program() if changes else self._program()
+        if not self.schedule.changes(self.param_groups):
+            return self._program()
+        if isinstance(self.schedule, Cycles) and not self.corrected:
+            return ScheduledProgram(self)
+        return "rates change from step to step"
 
     def _program(self) -> StepProgram | str:
         return KickProgram(self)
 
-    def _scheduled_program(self) -> StepProgram | str:
-        """Steps whose rates change from one to the next."""
-        return "rates change from step to step"
+    # -- draws --------------------------------------------------------------------------------------------------------
 
     @property
     def sampling(self) -> bool:
         """Whether the last step makes a draw that counts."""
-        return self.schedule.sampled(self.param_groups[0]) if isinstance(self.schedule, Cycles) else True
+        return self.schedule.sampled(self.param_groups[0])
 
     def steps_to(self, spacing: int) -> int:
         """Steps until the next draw, which is to be as far as so many steps at the rate that was set."""
-        return self.schedule.steps_to(self.param_groups[0], spacing) if isinstance(self.schedule, Cycles) else spacing
+        return self.schedule.steps_to(self.param_groups[0], spacing)
 
     def fit_schedule(self, spacing: int) -> None:
-        """Take in how far apart draws should be, as measured at the rate that was set: cycles are as long as it asks.
-
-        Call it between `freeze` and the first draw.
-        """
-        if isinstance(self.schedule, Cycles):
-            self.schedule.fit(self.param_groups, spacing)
-            self.refresh()
+        """Take in how far apart draws should be, as measured at the rate that was set; before the first draw."""
+        self.schedule.fit(self.param_groups, spacing)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 

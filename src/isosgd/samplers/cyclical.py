@@ -12,17 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
-from isosgd.noise import Uses
 from isosgd.samplers.base import Sampler
-from isosgd.samplers.groups import Group, ParamsLike
-from isosgd.samplers.injection import Move
-from isosgd.samplers.program import ScheduledProgram, StepProgram
+from isosgd.samplers.groups import ParamsLike
 from isosgd.samplers.schedules import Annealing, Cycles
-from isosgd.samplers.steppers import check_friction
-
-TARGETS = "exp(-f / T) within the modes visited, for long cycles"
 
 
 class CSGLD(Sampler):
@@ -39,16 +31,13 @@ class CSGLD(Sampler):
     equally far apart in the sum of rates, not in steps.
 
     Args:
-        params: named parameters (one group a layer), or groups.
-        num_data: N.
-        temperature: T.
-        lr: the largest rate of the sampling stage; left out, `adapt` sets it.
+        params: as of every `Sampler`.
         cycle: steps in a cycle; left out, `isosgd.sample` sets it from how far apart draws should be, and it is
             5,000 where that is not measured.
         exploration: beta, the share of exploration in a cycle. The paper has .25 for mixtures and .8 for networks.
         decay: exponent of an annealing over all cycles, 0 for none.
         offset: steps after which the annealing sets in.
-        settings: the settings common to all samplers, see `Sampler`.
+        settings: ``num_data``, ``temperature``, ``lr`` and others, see `Sampler`.
 
     Example:
         >>> import torch
@@ -63,29 +52,21 @@ class CSGLD(Sampler):
         [False, False, True, True, False, False, True, True]
     """
 
-    targets = TARGETS
+    targets = "exp(-f / T) within the modes visited, for long cycles"
+    paper = "Zhang et al. 2020"
+    departures = "lr is that of the sampling stage; cycles begin after the warm-up"
 
     def __init__(
         self,
         params: ParamsLike,
         *,
-        num_data: int,
-        temperature: float = 1.0,
-        lr: float | None = None,
         cycle: int | None = None,
         exploration: float = 0.25,
         decay: float = 0.0,
         offset: float = 1000.0,
         **settings: Any,
     ) -> None:
-        schedule = Cycles(cycle, exploration, Annealing(decay, offset))
-        super().__init__(params, num_data=num_data, temperature=temperature, lr=lr, schedule=schedule, **settings)
-
-    def _move(self, group: Group, params: list[Tensor]) -> Move:
-        return self._plain(group)
-
-    def _scheduled_program(self) -> StepProgram | str:
-        return ScheduledProgram(self)
+        super().__init__(params, schedule=Cycles(cycle, exploration, Annealing(decay, offset)), **settings)
 
 
 class CSGHMC(Sampler):
@@ -97,28 +78,21 @@ class CSGHMC(Sampler):
     Departures from the paper: those of `CSGLD`.
 
     Args:
-        params: named parameters (one group a layer), or groups.
-        num_data: N.
-        temperature: T.
-        lr: the largest rate of the sampling stage; left out, `adapt` sets it.
-        cycle: steps in a cycle; left out, `isosgd.sample` sets it from how far apart draws should be, and it is
-            5,000 where that is not measured.
-        exploration: beta, the share of exploration in a cycle. The paper has .25 for mixtures and .8 for networks.
-        friction: a in (0, 1], as in `isosgd.samplers.sghmc.SGHMC`.
+        params: as of every `Sampler`.
+        cycle: as of `CSGLD`.
+        exploration: as of `CSGLD`.
+        friction: a in (0, 1], as of `SGHMC`.
         corrected: subtract the measured gradient noise from the injected noise, as there.
-        settings: the settings common to all samplers, see `Sampler`.
+        settings: ``num_data``, ``temperature``, ``lr`` and others, see `Sampler`.
     """
 
-    targets = TARGETS
-    has_velocity = True
+    family = "hamiltonian"
+    targets, paper, departures = CSGLD.targets, CSGLD.paper, CSGLD.departures
 
     def __init__(
         self,
         params: ParamsLike,
         *,
-        num_data: int,
-        temperature: float = 1.0,
-        lr: float | None = None,
         cycle: int | None = None,
         exploration: float = 0.25,
         friction: float = 0.1,
@@ -126,15 +100,4 @@ class CSGHMC(Sampler):
         **settings: Any,
     ) -> None:
         schedule = Cycles(cycle, exploration)
-        super().__init__(params, num_data=num_data, temperature=temperature, lr=lr, schedule=schedule, **settings)
-        self.friction, self.corrected = check_friction(friction), corrected
-        self.noise.uses = Uses(vectors=corrected)
-
-    def noise_bound(self, group: Group) -> Tensor:
-        return self.noise.longest(group) if self.corrected else super().noise_bound(group)
-
-    def _move(self, group: Group, params: list[Tensor]) -> Move:
-        return self._outer(self.composite(group), self.rate(group)) if self.corrected else self._plain(group)
-
-    def _scheduled_program(self) -> StepProgram | str:
-        return super()._scheduled_program() if self.corrected else ScheduledProgram(self)
+        super().__init__(params, schedule=schedule, friction=friction, corrected=corrected, **settings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from torch import Tensor
@@ -41,6 +41,13 @@ def layer_groups(params: ParamsLike) -> list[Group]:
             "Pass model.named_parameters(), or one group a layer: [{'params': [...]}, ...]"
         )
     return [{"name": "0", "params": items}]
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Refuse a setting that is none of several choices."""
+    if value not in choices:
+        *others, last = map(repr, choices)
+        raise ValueError(f"{name} = {value!r} is unknown; choose {', '.join(others)} or {last}")
 
 
 def check_units(num_data: int, temperature: float) -> None:

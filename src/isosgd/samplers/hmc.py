@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isosgd.geometry.base import Geometry
+from isosgd.geometry.base import Geometry, load_into, state_of
 from isosgd.geometry.choice import StructureName, choose, make_structure
 from isosgd.geometry.layer import Number
 from isosgd.geometry.rule import Rule
@@ -36,10 +36,6 @@ from isosgd.samplers.program import StepProgram
 
 JITTER = 0.3  # step sizes differ from trajectory to trajectory, so that none returns to its start for every direction
 FIRST_STEP_SIZE = 1e-3
-KEPT = (
-    *("step_size", "jittered", "velocities", "home", "home_gradient", "home_pull", "home_energy"),
-    *("gained", "acceptance", "place", "length"),
-)
 
 
 class HMC(Sampler):
@@ -52,13 +48,11 @@ class HMC(Sampler):
     are jittered by up to 30% from trajectory to trajectory; chains that run together have trajectories of one length.
 
     Args:
-        params: named parameters (one group a layer), or groups.
-        num_data: N.
-        temperature: T.
+        params: as of every `Sampler`.
         structure: the form of the mass: ``auto``, ``diagonal``, ``lowrank``, ``kronecker``, ``full``, or a `Geometry`.
         batch_size: examples in a gradient, with which noise between halves of the data is measured.
         sets: with ``chains=K``, of how many data sets they are. Chains of one share what a full matrix is made from.
-        settings: the settings common to all samplers, see `Sampler`.
+        settings: ``num_data``, ``temperature`` and others, see `Sampler`.
 
     Attributes:
         step_size: the squared step size tau of each chain.
@@ -72,6 +66,16 @@ class HMC(Sampler):
             step.
     """
 
+    family = "metropolis"
+    paper = "Duane et al. 1987; Neal 2011"
+    departures = (
+        "all data in every gradient; the mass is I-SGD's Lambda; step sizes jittered, one length for all chains"
+    )
+    has_lr = False
+    kept = (
+        *("step_size", "jittered", "velocities", "home", "home_gradient", "home_pull", "home_energy"),
+        *("gained", "acceptance", "place", "length"),
+    )
     geometry: Geometry
     averaged = False  # innovations
 
@@ -79,8 +83,6 @@ class HMC(Sampler):
         self,
         params: ParamsLike,
         *,
-        num_data: int,
-        temperature: float = 1.0,
         structure: StructureName | Geometry = "auto",
         batch_size: int | None = None,
         sets: int = 1,
@@ -91,8 +93,7 @@ class HMC(Sampler):
         if settings.get("innovations", "auto") == "bits":
             raise ValueError("innovations = 'bits' goes with minibatches: with method='hmc' leave it out")
         check_sets(sets, settings.get("chains") or 1)
-        settings = {**settings, "innovations": "normal"}
-        super().__init__(params, num_data=num_data, temperature=temperature, extra={"lam": None}, **settings)
+        super().__init__(params, extra={"lam": None}, **{**settings, "innovations": "normal"})
         if not self.estimator.centred or isinstance(self.estimator, AlphaStable):
             raise ValueError(f"HMC takes its mass from centred noise: use noise='paired', not {self.estimator}")
         if structure == "auto":
@@ -119,7 +120,9 @@ class HMC(Sampler):
         """How large the geometry must be: whatever else is needed is done by the step size."""
         group = self.param_groups[0]
         assert self.batch_size is not None
-        return Rule(group["num_data"], self.batch_size, group["temperature"], self.bias, averaged=False, whole=True)
+        return Rule(
+            group["num_data"], self.batch_size, group["temperature"], self.bias, averaged=False, full_batch=True
+        )
 
     def adapt(
         self,
@@ -142,9 +145,7 @@ class HMC(Sampler):
 
     def report_step_size(self) -> None:
         """Let every group's rate be that of a step."""
-        for group, rate in zip(self.param_groups, self.geometry.group_rates().unbind(-1), strict=True):
-            group["rate"] = self.number(self.step_size * rate if self.batched else (self.step_size * rate).squeeze(0))
-            group["lam"] = self.number(self.geometry.scale / torch.as_tensor(group["rate"]))
+        report_rates(self, self.step_size)
 
     def _update(self) -> None:
         geometry, energy = self.geometry, self.energy
@@ -173,7 +174,7 @@ class HMC(Sampler):
         """Begin a trajectory: a fresh velocity, and a step size of its own."""
         self.home, self.home_gradient, self.home_pull, self.home_energy = here, gradient, pull, energy
         geometry = self.geometry
-        xi = self.injector.fill().view(geometry.chains, -1)
+        xi = self.injector.source.fill().view(geometry.chains, -1)
         drawn = torch.rand(geometry.chains, generator=self.generator, device=geometry.device, dtype=geometry.dtype)
         self.jittered = self.step_size * (1.0 + JITTER * (2.0 * drawn - 1.0)).square()
         fresh = geometry.displace(geometry.tensors(), torch.zeros_like(gradient), xi)
@@ -215,19 +216,11 @@ class HMC(Sampler):
         return "HMC accepts or rejects where a trajectory ends"
 
     def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        state["trajectory"] = {name: getattr(self, name) for name in KEPT}
-        return state
+        return {**super().state_dict(), "trajectory": state_of(self)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = state_dict.get("trajectory")
         if saved is None:
             raise ValueError("the state has no trajectory: it was not saved by HMC")
-        missing = [name for name in KEPT if name not in saved]
-        if missing:
-            raise ValueError(
-                f"the trajectory lacks {missing}: it was saved by another version of isosgd; finish that run with it"
-            )
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "trajectory"})
-        for name in KEPT:
-            setattr(self, name, saved[name])
+        load_into(self, saved, self.geometry.device)

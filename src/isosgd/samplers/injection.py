@@ -7,6 +7,7 @@ one flat tensor of *kicks*, ``rate * w``, drawn, scaled and corrected at once fo
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import NamedTuple, cast
 
 import torch
@@ -31,7 +32,7 @@ class Move(NamedTuple):
     outer: Number | None = None
 
 
-class Laid(NamedTuple):
+class GroupKicks(NamedTuple):
     """A group's parameters that have gradients, and where their kicks lie, flat and by parameter."""
 
     group: Group
@@ -49,26 +50,18 @@ class Planned(NamedTuple):
 
 
 class Injector:
-    """The kicks of a sampler's steps.
+    """The kicks of a sampler's steps, from its ``move``: the rate and the injected noise of a group's next steps.
 
-    A plan is laid out once, for the parameters that have gradients, and made anew as far as something has changed.
-
-    Args:
-        noise: what is known of the sampler's gradient noise, and of its groups.
-        generator: where all randomness comes from.
-        innovations: of which kind they are.
-        chains: K when every parameter carries a leading dimension of K chains.
-        capturable: whether tensors keep their places, so that a step can be captured in a CUDA graph.
-        move: the rate and the injected noise of a group's next steps.
+    A plan is laid out once, for the parameters that have gradients, and made anew as far as something has changed. The
+    other arguments are the sampler's own.
 
     Attributes:
         extra: innovations that a step takes beyond one for each parameter.
-        averaged: whether `fill` gives the mean of this step's and the last step's innovations.
-        laid: the groups, laid out.
-        moves: their moves; empty when they are to be asked for anew.
+        averaged: whether the source gives the mean of this step's and the last step's innovations.
+        moves: of the groups that are laid out; empty when they are to be asked for anew.
         plan: what `isosgd.samplers.base.Sampler.step` goes through.
         scale: of the kicks, flat.
-        silent: whether nothing is injected.
+        noiseless: whether nothing is injected.
         source: of innovations.
     """
 
@@ -91,19 +84,21 @@ class Injector:
         """Lay out anew, and forget the last innovations; a step may take another number of extra ones."""
         self.extra = self.extra if extra is None else extra
         self._key: tuple[bool, ...] | None = None
-        self._last: Tensor | None = None  # innovations of the last step, unless the source keeps them
-        self.laid: list[Laid] = []
-        self.moves: list[tuple[Laid, Move]] = []
+        self._last: Tensor | None = None  # innovations of the last step, for the source to come
+        self.layout: list[GroupKicks] = []
+        self.moves: list[tuple[GroupKicks, Move]] = []
         self.plan: list[Planned] = []
         self.scale = torch.empty(0)
-        self.silent = self._corrected = False
-
-    # -- the layout ---------------------------------------------------------------------------------------------------
+        self.noiseless = self._corrected = False
 
     @property
     def params(self) -> list[Tensor]:
         """The parameters that move, in order."""
-        return [p for laid in self.laid for p in laid.params]
+        return [p for own in self.layout for p in own.params]
+
+    def generator_state(self) -> Tensor:
+        """State of the generator from which the next step follows: what has to be saved."""
+        return self.generator.get_state() if self._key is None else self.source.state()
 
     def lay_out(self) -> None:
         """Lay out the parameters that have gradients in a flat tensor of kicks."""
@@ -116,27 +111,24 @@ class Injector:
         every = [p for params in active for p in params]
         if not every:
             raise RuntimeError("no parameter has a gradient: call backward() before step()")
-        dtype = torch.float32
-        for p in every:
-            dtype = torch.promote_types(dtype, p.dtype)
+        dtype = reduce(torch.promote_types, (p.dtype for p in every), torch.float32)
         lead = () if self.chains is None else (self.chains,)
-        sizes = [p.numel() // (self.chains or 1) for p in every]
-        drawn = torch.zeros((*lead, sum(sizes) + self.extra), dtype=dtype, device=every[0].device)
-        self.source = Source(drawn, self.generator, self.innovations)
-        self.source.averaged = self.source.bits and self.averaged
-        out = drawn[..., : sum(sizes)]
-        self.laid = []
-        parts = iter(torch.split(out, sizes, dim=-1))
-        counts = [sum(p.numel() // (self.chains or 1) for p in params) for params in active]
-        for group, params, whole in zip(groups, active, torch.split(out, counts, dim=-1), strict=True):
+        size = sum(p.numel() for p in every) // (self.chains or 1)
+        drawn = torch.zeros((*lead, size + self.extra), dtype=dtype, device=every[0].device)
+        self.source = Source(drawn, self.generator, self.innovations, self.averaged)
+        self.layout, end = [], 0
+        for group, params in zip(groups, active, strict=True):
             if params:
-                self.laid.append(Laid(group, params, whole, [next(parts).view(p.shape) for p in params]))
+                start, own = end, [p.numel() // (self.chains or 1) for p in params]
+                end += sum(own)
+                parts = zip(torch.split(drawn[..., start:end], own, dim=-1), params, strict=True)
+                self.layout.append(
+                    GroupKicks(group, params, drawn[..., start:end], [part.view(p.shape) for part, p in parts])
+                )
         self._key = key
         self.moves, self.scale = [], torch.empty(0)
         if self.averaged:
             self.last = last
-
-    # -- the plan -----------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
         """Ask for the moves anew. A captured step meets the change at once: the tensors it reads are written over."""
@@ -157,34 +149,34 @@ class Injector:
         Where every rate is a float all groups become one, so that a step is a few calls however many layers there are.
         """
         if not self.moves:
-            self.moves = [(laid, self.move(laid.group, laid.params)) for laid in self.laid]
-            self.silent = all(isinstance(m.amplitude, float) and m.amplitude == 0 for _, m in self.moves)
+            self.moves = [(own, self.move(own.group, own.params)) for own in self.layout]
+            self.noiseless = all(isinstance(m.amplitude, float) and m.amplitude == 0 for _, m in self.moves)
             if any(isinstance(move.rate, Tensor) for _, move in self.moves):
-                self.plan = [Planned(laid.params, move.rate, laid.kicks) for laid, move in self.moves]
+                self.plan = [Planned(own.params, move.rate, own.kicks) for own, move in self.moves]
             else:
-                rates = [cast(float, move.rate) for laid, move in self.moves for _ in laid.params]
-                self.plan = [Planned(self.params, rates, [kick for laid in self.laid for kick in laid.kicks])]
+                rates = [cast(float, move.rate) for own, move in self.moves for _ in own.params]
+                self.plan = [Planned(self.params, rates, [kick for own in self.layout for kick in own.kicks])]
             scales = []
-            for laid, move in self.moves:
+            for own, move in self.moves:
                 scale = over_chains(move.rate * move.amplitude) * (1.0 if move.scale is None else move.scale)
-                scales.append(torch.as_tensor(scale).to(laid.flat).expand_as(laid.flat))
+                scales.append(torch.as_tensor(scale).to(own.flat).expand_as(own.flat))
             if self.capturable and self.scale.numel():
                 torch.cat(scales, dim=-1, out=self.scale)
             else:
                 self.scale = torch.cat(scales, dim=-1)
             self._corrected = False
-        if not self._corrected and not self.silent:
+        if not self._corrected and not self.noiseless:
             self.source.prepare(self.scale, self._correction())
             self._corrected = True
 
-    def outer_corrections(self) -> list[tuple[Laid, Tensor, Tensor | float]]:
+    def outer_corrections(self) -> list[tuple[GroupKicks, Tensor, Tensor | float]]:
         """Groups whose kicks have noise vectors taken out, with the vectors and what `take_out_` needs beside them."""
         found = []
-        for laid, move in self.moves:
+        for own, move in self.moves:
             if move.outer is not None:
-                ring, *spectrum, count = self.noise.spectrum(laid.group)
+                ring, *spectrum, count = self.noise.spectrum(own.group)
                 factor = outer_factor(ring, (spectrum[0], spectrum[1]), move.outer, count)
-                found.append((laid, ring, factor))
+                found.append((own, ring, factor))
         return found
 
     def _correction(self) -> Callable[[], None] | None:
@@ -192,40 +184,19 @@ class Injector:
         outers = self.outer_corrections()
 
         def finish() -> None:
-            for laid, ring, factor in outers:
-                take_out_(laid.flat, ring, factor)
+            for own, ring, factor in outers:
+                take_out_(own.flat, ring, factor)
 
         return finish if outers else None
-
-    # -- innovations --------------------------------------------------------------------------------------------------
-
-    def fill(self) -> Tensor:
-        """Fresh kicks, or plain innovations where there is no plan."""
-        if not self.averaged or self.source.averaged:
-            return self.source.fill()
-        xi = self.source.fill()
-        last = xi.clone() if self._last is None else self._last  # the first step has no other
-        if self.capturable:  # a captured step knows tensors by their place
-            mean = torch.lerp(last, xi, 0.5)
-            self._last = last.copy_(xi)
-            return mean
-        self._last, self.source.out = xi, last  # they change places, so that nothing is copied
-        return last.lerp_(xi, 0.5)
 
     @property
     def last(self) -> Tensor | None:
         """Innovations of the last step, where they are averaged; None before the first."""
-        return self.source.last if self._key is not None and self.source.averaged else self._last
+        return self._last if self._key is None else self.source.last
 
     @last.setter
     def last(self, value: Tensor | None) -> None:
-        if self._key is not None and self.source.averaged:
-            self.source.last = value
-        else:
+        if self._key is None:
             self._last = value
-
-    # -- saving -------------------------------------------------------------------------------------------------------
-
-    def generator_state(self) -> Tensor:
-        """State of the generator from which the next step follows."""
-        return self.generator.get_state() if self._key is None else self.source.state()
+        else:
+            self.source.last = value

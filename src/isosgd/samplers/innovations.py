@@ -43,14 +43,10 @@ def as_bits(kind: Innovations, size: int, device: torch.device) -> bool:
 
 
 class Source:
-    """Innovations for a flat float tensor.
+    """Innovations for a flat float tensor ``out``, from a generator; ``auto`` takes bits where they are faster.
 
-    Counted bits, and all that is done to them, can be prefetched by a thread while the next gradient is computed.
-
-    Args:
-        out: the tensor to fill.
-        generator: where all randomness comes from.
-        kind: ``normal``, ``bits``, or ``auto`` for bits where they are faster.
+    Counted bits, and all that is done to them, can be prefetched by a thread while the next gradient is computed. Where
+    they are ``averaged``, each is the mean of a fresh one and that of the last `fill`.
 
     Example:
         >>> source = Source(torch.empty(1 << 16), torch.Generator().manual_seed(0))
@@ -58,35 +54,35 @@ class Source:
         1.0
     """
 
-    def __init__(self, out: Tensor, generator: torch.Generator, kind: Innovations = "auto") -> None:
-        self.out, self.generator = out, generator
+    def __init__(
+        self, out: Tensor, generator: torch.Generator, kind: Innovations = "auto", averaged: bool = False
+    ) -> None:
+        self.out, self.generator, self.averaged = out, generator, averaged
         self.bits = as_bits(kind, out.numel(), out.device)
-        self.averaged = False  # counted bits only: over two steps, while they are bytes and cost next to nothing
         self.prefetched: Future[None] | None = None
         self._before = generator.get_state()
-        self._last: NDArray[np.int8] | None = None
-        self._last_before: NDArray[np.int8] | None = None
+        self._last: Tensor | None = None  # normal numbers; bits are averaged while they are bytes and cost little
+        self._counts: NDArray[np.int8] | None = None
+        self._counts_before: NDArray[np.int8] | None = None
         self.prepare()
 
     def prepare(self, scale: Tensor | None = None, finish: Callable[[], None] | None = None) -> None:
         """Say what `fill` does to innovations of unit variance; what was prefetched is made anew.
 
-        Args:
-            scale: multiplies them, entry by entry.
-            finish: is called then, perhaps in another thread, and may change ``out`` once more.
+        ``scale`` multiplies them; ``finish`` is called then, perhaps in another thread, and may change ``out`` again.
         """
         if self.prefetched is not None:
             self.prefetched.result()
             self.prefetched = None
             self.generator.set_state(self._before)
-            self._last = self._last_before
+            self._counts = self._counts_before
         self._scale, self._finish = scale, finish
         if self.bits:
             kind = self.out.numpy().dtype.type
             self._factor: Any = kind(UNIT) if scale is None else (scale * UNIT).reshape(-1).numpy()
 
     def fill(self) -> Tensor:
-        """Fresh innovations in ``out``."""
+        """Fresh innovations, in ``out`` unless normal ones are averaged."""
         if self.bits:
             (self.prefetched or self._start()).result()
             self.prefetched = None
@@ -96,7 +92,13 @@ class Source:
             self.out.mul_(self._scale)
         if self._finish is not None:
             self._finish()
-        return self.out
+        if not self.averaged:
+            return self.out
+        if self._last is None:  # the first step has no other
+            self._last = self.out.clone()
+        mean = torch.lerp(self._last, self.out, 0.5)
+        self._last.copy_(self.out)
+        return mean
 
     def prefetch(self) -> None:
         """Start on the next innovations; ``out`` is written over."""
@@ -107,7 +109,7 @@ class Source:
         out.normal_(generator=self.generator)
 
     def _start(self) -> Future[None]:
-        self._before, self._last_before = self.generator.get_state(), self._last
+        self._before, self._counts_before = self.generator.get_state(), self._counts
         words = torch.empty(3, dtype=torch.int64).random_(generator=self.generator)
         return _pool().submit(self._make, words.numpy().view(np.uint64))
 
@@ -116,7 +118,7 @@ class Source:
         out = self.out.view(-1).numpy()
         counts, factor = count_bits(seed, out.size), self._factor
         if self.averaged:
-            last, self._last = counts if self._last is None else self._last, counts  # the first step has no other
+            last, self._counts = counts if self._counts is None else self._counts, counts
             counts, factor = counts + last, factor * out.dtype.type(0.5)
         # numpy, not torch: torch would start a second pool of threads here.
         np.multiply(counts, factor, out=out, casting="unsafe")
@@ -125,14 +127,19 @@ class Source:
 
     @property
     def last(self) -> Tensor | None:
-        """Of averaged bits: the innovations of the last `fill` alone, of unit variance; None before the first."""
-        counts = self._last if self.prefetched is None else self._last_before
+        """Where they are averaged, the innovations of the last `fill` alone; None before the first."""
+        if not self.bits:
+            return self._last
+        counts = self._counts if self.prefetched is None else self._counts_before
         return None if counts is None else torch.from_numpy(counts).to(self.out.dtype).mul_(UNIT).view(self.out.shape)
 
     @last.setter
     def last(self, value: Tensor | None) -> None:
+        if not self.bits:
+            self._last = value
+            return
         self.prepare(self._scale, self._finish)
-        self._last = None if value is None else value.detach().div(UNIT).round_().to(torch.int8).view(-1).numpy()
+        self._counts = None if value is None else value.detach().div(UNIT).round_().to(torch.int8).view(-1).numpy()
 
     def state(self) -> Tensor:
         """State of the generator from which the next `fill` follows: what has to be saved."""
@@ -154,12 +161,7 @@ def stream(seed: NDArray[np.uint64]) -> np.random.Generator:
 
 
 def count_bits(seed: NDArray[np.uint64], count: int) -> NDArray[np.int8]:
-    """``count`` sums of eight random signs, halved: the bits of random bytes, less four.
-
-    Args:
-        seed: three words.
-        count: how many.
-    """
+    """``count`` sums of eight random signs, halved: the bits of random bytes, less four; the seed has three words."""
     # `integers` over their whole range are the raw words, drawn without holding Python's lock.
     words = stream(seed).integers(0, 2**64 - 1, (count + 7) // 8, dtype=np.uint64, endpoint=True)
     ones = np.bitwise_count(words.view(np.uint8)).view(np.int8)
@@ -168,13 +170,9 @@ def count_bits(seed: NDArray[np.uint64], count: int) -> NDArray[np.int8]:
 
 
 def fill_steps(out: Tensor, generator: torch.Generator, bits: bool, scale: Tensor | None = None) -> Tensor:
-    """Innovations of several steps at once, ``[steps, chains, width]``: a function of the generator alone.
+    """Innovations of several steps at once, ``[steps, chains, width]``, in ``out``: of the generator alone.
 
-    Args:
-        out: contiguous.
-        generator: where all randomness comes from.
-        bits: count bits; normal numbers otherwise.
-        scale: of each, ``[chains, width]``; 1 when not given.
+    They are normal, or counted ``bits``, times a scale ``[chains, width]`` where there is one.
 
     Example:
         >>> out = fill_steps(torch.empty(50, 10, 20), torch.Generator().manual_seed(0), bits=False)

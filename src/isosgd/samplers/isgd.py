@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -30,12 +30,12 @@ from isosgd.errors import SamplingWarning
 from isosgd.geometry.base import Geometry
 from isosgd.geometry.choice import StructureName, choose, instead, make_structure, provisional
 from isosgd.geometry.full import Full
-from isosgd.geometry.layer import Correction, Number, Structure, diagonal_scale
+from isosgd.geometry.layer import Correction, Number, PerGroup, diagonal_scale
 from isosgd.geometry.lowrank import LowRank
 from isosgd.geometry.rule import Rule, allowed_rate_curvature
 from isosgd.noise import AlphaStable, MovingAverage, Summary, Uses, join
 from isosgd.samplers.base import Sampler, slow_rise
-from isosgd.samplers.groups import Group, ParamsLike
+from isosgd.samplers.groups import Group, ParamsLike, check_choice
 from isosgd.samplers.injection import Move
 from isosgd.samplers.program import GeometryProgram, KickProgram, StepProgram
 
@@ -81,16 +81,14 @@ class ISGD(Sampler):
     lambda estimated in windows while sampling (see the top of this module), and Lambdas that know directions.
 
     Args:
-        params: named parameters (one group a layer), or groups.
-        num_data: N.
-        temperature: T.
+        params: as of every `Sampler`.
         scheme: when lambda is estimated. ``a``, ``b``: while training goes on (from scratch, from a trained model), at
             the rate that the running estimate gives; ``c``: at a frozen trained model; ``windowed``: while sampling, in
             growing windows, so that lambda is that of the typical set; ``online``: likewise, from a trained start and
             without a guard by the curvature, in windows of 100, 200, 400, ... steps, in the first of which it stays.
         structure: the form of Lambda. ``layer``, ``single`` (the paper's SLR); or one that knows directions:
             ``diagonal``, ``lowrank``, ``kronecker``, ``full`` (see `isosgd.geometry`); ``auto`` for the one of these
-            that fits the model (which a first look may still change, see `decide`); or a `Structure` or `Geometry`.
+            that fits the model (which a first look may still change, see `decide`); or a `Geometry`.
         averaged: inject the mean of this step's and the last step's innovations (Leimkuhler and Matthews 2013), which
             leaves only the discretisation bias of the gradient noise; the default for a geometry.
         correction: ``outer`` corrects correlated noise and needs ``noise="paired"``, for which it is the default;
@@ -104,7 +102,7 @@ class ISGD(Sampler):
         budget: gradients that the warm-up of `isosgd.sample` may take, which ``structure="auto"`` heeds.
         lam: fixed lambda for all groups; nothing is adapted then.
         sets: with ``chains=K``, of how many data sets they are. Chains of one share what a full matrix is made from.
-        settings: the settings common to all samplers, see `Sampler`.
+        settings: ``num_data``, ``temperature`` and others, see `Sampler`.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -120,17 +118,19 @@ class ISGD(Sampler):
         True
     """
 
-    geometry: Geometry | None
+    paper = "Franzese et al. 2020"
+    departures = (
+        "centred noise, correlations corrected, curvature guard, windowed warm-up, shapes of Lambda; all optional"
+    )
+    has_lr = False
     independent_batches = False  # whether minibatches are, so that the level of the noise can be followed
 
     def __init__(
         self,
         params: ParamsLike,
         *,
-        num_data: int,
-        temperature: float = 1.0,
         scheme: Scheme = "windowed",
-        structure: StructureName | Structure | Geometry = "layer",
+        structure: StructureName | Geometry = "layer",
         averaged: bool | None = None,
         correction: Correction | None = None,
         summary: Summary = "top",
@@ -142,14 +142,12 @@ class ISGD(Sampler):
         sets: int = 1,
         **settings: Any,
     ) -> None:
-        if scheme not in ("a", "b", "c", "windowed", "online"):
-            raise ValueError(f"scheme = {scheme!r} is unknown; choose 'a', 'b', 'c', 'windowed' or 'online'")
+        check_choice("scheme", scheme, get_args(Scheme))
+        check_choice("summary", summary, get_args(Summary))
+        if correction is not None:
+            check_choice("correction", correction, get_args(Correction))
         if isinstance(safety, bool) or not (math.isfinite(safety) and safety >= 1):
             raise ValueError(f"safety = {safety} must be a number of at least 1: lambda over the bound by the noise")
-        if correction not in (None, "diagonal", "outer"):
-            raise ValueError(f"correction = {correction!r} is unknown; choose 'diagonal' or 'outer'")
-        if summary not in ("max", "sum", "mean", "top"):
-            raise ValueError(f"summary = {summary!r} is unknown; choose 'max', 'sum', 'mean' or 'top'")
         if lam is not None and not lam > 0:
             raise ValueError(f"lam = {lam} must be positive; leave it out to have it estimated")
         if warmup < 0:
@@ -157,7 +155,7 @@ class ISGD(Sampler):
         check_sets(sets, settings.get("chains") or 1)
         self.scheme, self.summary, self.safety = scheme, summary, safety
         self.warmup, self.batch_size, self.sets = warmup, batch_size, sets
-        super().__init__(params, num_data=num_data, temperature=temperature, extra={"lam": None}, **settings)
+        super().__init__(params, extra={"lam": None}, **settings)
         self.given, self.undecided = lam is not None, False
         paired = self.estimator.centred and not isinstance(self.estimator, AlphaStable)
         if structure == "auto":
@@ -173,32 +171,29 @@ class ISGD(Sampler):
         self.correction: Correction = correction or ("outer" if paired else "diagonal")
         self.noise.uses = Uses(variances=self.correction == "diagonal", vectors=self.correction == "outer")
         self.structure = make_structure(structure)
-        known = isinstance(self.structure, Geometry)
+        known, name = isinstance(self.structure, Geometry), self.structure.name
         self.averaged = known if averaged is None else averaged
         if self.averaged and not known:
             raise ValueError("averaged=True goes with the structures diagonal, lowrank, kronecker and full")
         if isinstance(self.structure, Geometry):
             if lam is not None:
-                name = self.structure.name
                 raise ValueError(f"lam = {lam} is one number, structure {name!r} has many: leave one of them out")
             if safety != 1:
-                name = self.structure.name
                 raise ValueError(f"safety = {safety} multiplies one lambda for each layer: structure {name!r} has none")
             if not paired or scheme != "windowed":
                 raise ValueError(
-                    f"structure {self.structure.name!r} is estimated from centred noise in windows: it needs "
-                    f"noise='paired' and scheme='windowed', not {type(self.estimator).__name__} and {scheme!r}"
+                    f"structure {name!r} is estimated from centred noise in windows: it needs noise='paired' and "
+                    f"scheme='windowed', not {type(self.estimator).__name__} and {scheme!r}"
                 )
             self._take_up(self.structure)
         if lam is not None:
             self._set([torch.as_tensor(lam) for _ in self.param_groups])
+        temperature = self.defaults["temperature"]
         if scheme == "c" and temperature >= HOT:
             warnings.warn(
-                f"scheme 'c' estimates the noise at a frozen mode, but at temperature {temperature} the "
-                "chain leaves it for "
-                f"places where the noise is larger; this was seen to diverge from T = {HOT} on. Use "
-                "scheme='windowed', or a "
-                "lower temperature.",
+                f"scheme 'c' estimates the noise at a frozen mode, but at temperature {temperature} the chain leaves "
+                f"it for places where the noise is larger; this was seen to diverge from T = {HOT} on. Use "
+                "scheme='windowed', or a lower temperature.",
                 SamplingWarning,
                 stacklevel=2,
             )
@@ -221,8 +216,7 @@ class ISGD(Sampler):
     def decide(self) -> bool:
         """After a first look of ``structure="auto"``: go on with a simpler Lambda where that is as good.
 
-        Returns:
-            Whether Lambda is another one now, which has seen nothing yet.
+        Whether Lambda is another one now, which has seen nothing yet.
         """
         before = self.geometry if self.undecided else None
         other = instead(before) if isinstance(before, Full) else None
@@ -253,41 +247,35 @@ class ISGD(Sampler):
             self.geometry.resize(self.rule(), curvature, rise, prior)
             report_rates(self)
         elif not self.given:
+            if curvature is None and self.batch_size is not None:
+                curvature = [2.0 * self.batch_size * self.noise_summary(group, "top") for group in self.param_groups]
             self._adapt_groups(curvature, rise)
 
     def _adapt_groups(self, curvature: Sequence[Number] | None, rise: float) -> None:
-        """One lambda for each group, above its noise and so large that the discretisation bias is as allowed."""
+        """One lambda for each group, above its noise and, by the curvature, so large that the bias is as allowed."""
+        assert isinstance(self.structure, PerGroup)
         noise = [self.noise_bound(group) for group in self.param_groups]
-        if curvature is None and self.batch_size is not None:
-            curvature = [2.0 * self.batch_size * self.noise_summary(group, "top") for group in self.param_groups]
-        delta = allowed_rate_curvature(self.bias)
         guard = [torch.zeros_like(b) for b in noise]
         if curvature is not None:
-            guard = [
-                torch.as_tensor(
-                    g["temperature"] * h / (g["num_data"] * delta), dtype=b.dtype, device=b.device
-                ).expand_as(b)
-                for g, h, b in zip(self.param_groups, curvature, noise, strict=True)
+            delta = allowed_rate_curvature(self.bias)
+            bounds = [
+                g["temperature"] * h / (g["num_data"] * delta)
+                for g, h in zip(self.param_groups, curvature, strict=True)
             ]
-        lams = self._solve(noise, guard)
+            guard = [torch.as_tensor(x).to(b).expand_as(b) for x, b in zip(bounds, noise, strict=True)]
+        lams = self.structure.solve(noise, guard)
         self._set([slow_rise(group["lam"], lam, rise) for group, lam in zip(self.param_groups, lams, strict=True)])
 
     def noise_bound(self, group: Group) -> Tensor:
         """The smallest lambda that leaves a non-negative covariance to inject, times `safety`."""
-        if self.correction == "diagonal":
-            return self.safety * self.noise_summary(group, self.summary)
-        return self.safety * self.noise.longest(group)
-
-    def _solve(self, noise: Sequence[Tensor], guard: Sequence[Tensor]) -> list[Tensor]:
-        assert isinstance(self.structure, Structure)
-        return self.structure.solve(noise, guard)
+        outer = self.correction == "outer"
+        return self.safety * (self.noise.longest(group) if outer else self.noise_summary(group, self.summary))
 
     def _set(self, lams: Sequence[Tensor]) -> None:
-        assert isinstance(self.structure, Structure)
         tiny = torch.finfo(torch.float32).tiny  # a group without any noise or curvature has no rate of its own
         for group, lam in zip(self.param_groups, lams, strict=True):
             group["lam"] = self.number(lam.clamp_min(tiny))
-            group["rate"] = self.structure.rate(group["lam"], group["temperature"], group["num_data"])
+            group["rate"] = group["temperature"] / (group["num_data"] * group["lam"])  # as Theorem 1 asks for
         self.refresh()
 
     def rule(self) -> Rule:
@@ -301,8 +289,7 @@ class ISGD(Sampler):
     def relax(self, curvature_ratio: Tensor) -> None:
         """Take back what a new geometry was enlarged too much: its ratio was measured against the old one.
 
-        Args:
-            curvature_ratio: the true curvature over the new H in the direction where the old one was too small by most.
+        ``curvature_ratio`` is the true curvature over the new H where the old one was too small by most.
         """
         assert self.geometry is not None
         self.geometry.relax(self.rule(), curvature_ratio)
@@ -315,12 +302,11 @@ class ISGD(Sampler):
         report_rates(self)
 
     def clipped_share(self, group: Group) -> Tensor:
-        """Share of the noise that exceeds lambda, so that it could not be made isotropic: a scalar, or ``[chains]``."""
         if self.geometry is not None:
             clipped = self.geometry.clipped()
             return clipped if self.batched else clipped.squeeze(0)
         if group["lam"] is None or self.noise.of_group(group) is None:
-            return torch.zeros(self.chains or ())
+            return super().clipped_share(group)
         if self.correction == "outer":
             over: Tensor = self.noise.recent_lengths(group) > 2.0 * group["lam"]
             return over.float().mean(0)
@@ -350,20 +336,14 @@ class ISGD(Sampler):
         step = self.param_groups[0]["step"]
         if self.scheme == "online":
             if step + 1 in online_windows(self.warmup):
-                self._set(self._unguarded(rise=2.0))
+                self._adapt_groups(None, rise=2.0)
                 if step + 1 < self.warmup:
                     self.forget_noise()
         elif self.scheme != "windowed":  # the running summary, as in the paper
-            self._set(self._unguarded(rise=math.inf))
+            self._adapt_groups(None, rise=math.inf)
         elif step % FIRST_WINDOW == 0 and (step // FIRST_WINDOW).bit_count() == 1:  # 50, 100, 200, 400, ...
             self.adapt()
             self.forget_noise()
-
-    def _unguarded(self, rise: float) -> list[Tensor]:
-        """Lambdas by the noise alone; they shrink by at most a factor of ``rise``."""
-        bounds = [self.noise_bound(group) for group in self.param_groups]
-        lams = self._solve(bounds, [torch.zeros_like(b) for b in bounds])
-        return [slow_rise(group["lam"], lam, rise) for group, lam in zip(self.param_groups, lams, strict=True)]
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -382,15 +362,17 @@ class ISGD(Sampler):
         if self.warming and (self.scheme == "c" or lam is None):
             return Move(0.0, 0.0)  # no estimate, no step; and scheme c estimates at a frozen model
         if lam is None:
+            name = group["name"]
             raise RuntimeError(
-                f"group {group['name']!r} has no lambda: let the optimizer warm up (warmup=), call adapt(), or give "
-                "lam="
+                f"group {name!r} has no lambda: let the optimizer warm up (warmup=), call adapt(), or give lam="
             )
         if self.warming and self.scheme not in ("windowed", "online"):
             # Training goes on, at the Bayesian rate whatever temperature is sampled later.
             return Move(1.0 / (group["num_data"] * lam), 0.0)
         rate = self.rate(group)
-        return self._outer(lam, rate) if self.correction == "outer" else self._diagonal(params, lam, rate)
+        if self.correction == "outer":
+            return self._outer(lam, rate)
+        return self._diagonal(lam, rate, self.estimator.variance([self.noise.state_of(p) for p in params]))
 
     def _update(self) -> None:
         geometry = self.geometry
@@ -404,9 +386,9 @@ class ISGD(Sampler):
         params = self.injector.params
         if len(params) != len(geometry.sizes):
             raise RuntimeError("a parameter has no gradient: a Lambda that knows directions needs all of them")
-        xi = self.injector.fill()
+        xi = self.injector.source.fill()
         gradient = geometry.flatten([p.grad for p in params])  # type: ignore[misc]
-        moved = geometry.displace_(geometry.tensors(), gradient, xi.view(geometry.chains, -1))
+        moved = geometry.displace(geometry.tensors(), gradient, xi.view(geometry.chains, -1))
         parts = torch.split(moved.to(xi.dtype), geometry.sizes, -1)
         torch._foreach_sub_(params, [part.reshape(p.shape) for part, p in zip(parts, params, strict=True)])
 
@@ -467,12 +449,13 @@ def bind_geometry(sampler: Sampler, geometry: Geometry, batch_size: int | None, 
     geometry.bind(sampler.param_groups, sampler.chains, sets)
 
 
-def report_rates(sampler: Sampler) -> None:
-    """Let every group's rate and lambda say how large the geometry is there."""
+def report_rates(sampler: Sampler, step_size: Tensor | float = 1.0) -> None:
+    """Let every group's rate and lambda say how large the geometry is there, or a step of some size in it."""
     geometry, first = sampler.geometry, sampler.param_groups[0]
     assert geometry is not None
     scale = first["temperature"] / first["num_data"]
     for group, rate in zip(sampler.param_groups, geometry.group_rates().unbind(-1), strict=True):
+        rate = step_size * rate
         group["rate"] = sampler.number(rate if sampler.batched else rate.squeeze(0))
         # Without a temperature nothing moves: whatever Lambda is, its rate is zero, and its inverse infinite.
         group["lam"] = sampler.number(scale / torch.as_tensor(group["rate"]))

@@ -29,6 +29,13 @@ def rms_metric(square: Tensor, eps: float) -> Tensor:
     return 1.0 / (eps + square.sqrt())
 
 
+def check_eps(eps: float) -> float:
+    """The eps of `rms_metric`, checked."""
+    if not eps > 0:
+        raise ValueError(f"eps = {eps} must be positive: it bounds the preconditioner")
+    return eps
+
+
 class Metric(Protocol):
     """A preconditioner, for whoever measures curvature in its coordinates."""
 
@@ -55,11 +62,19 @@ class DiagonalMetric:
         self.entered = False
 
     def whiten(self, vectors: Sequence[Tensor], power: float = 0.5) -> list[Tensor]:
-        """``P^power`` times vectors, one for each parameter in their order."""
+        """As of `Metric`."""
         every = [p for group in self.noise.groups for p in group["params"]]
         return [self.value(p) ** power * d for p, d in zip(every, vectors, strict=True)]
 
-    # -- gradients ----------------------------------------------------------------------------------------------------
+    def curvature_ratio(self, group: Group) -> Tensor:
+        """As of `Metric`: the ratio of the noise's top eigenvalues.
+
+        It is exact when noise and curvature are proportional, as for a model that fits its data.
+        """
+        plain, scaled = self.noise.summary(group, "top"), self.top(group)
+        largest = join([self.value(p) for p in group["params"]], self.noise.batched).amax(-1)
+        ratio = torch.where(plain > 0, scaled / plain, largest.to(plain))
+        return torch.ones_like(ratio) if self.entered else ratio
 
     def see(self, observed: bool) -> None:
         """Learn from the gradients there are, once: when they are observed, else before the step that they serve."""
@@ -71,14 +86,9 @@ class DiagonalMetric:
                     self.learn(group, params)
         first["learnt"] = observed
 
-    # -- noise --------------------------------------------------------------------------------------------------------
-
     def take(self, noise: Sequence[Tensor] | None) -> None:
         """Follow the top direction of the noise in the metric, after `NoiseModel.take`."""
-        groups = self.noise.groups
-        given = iter(noise if noise is not None else [p.grad for group in groups for p in group["params"]])
-        for group in groups:
-            seen = [(p, d) for p, d in zip(group["params"], given, strict=False) if d is not None]
+        for group, seen in self.noise.by_group(noise):
             if not seen or group["frozen"]:
                 continue
             vector = join([d * self.value(p).sqrt() for p, d in seen], self.noise.batched)
@@ -101,13 +111,3 @@ class DiagonalMetric:
         image = self.noise.seen_of_group(group)["scaled"]
         along = dot(0.5 * join(corrected, self.noise.batched), image.square()) / dot(image, image).clamp_min(1e-30)
         return (top_eigenvalue(image) - along).clamp_min(0.0)
-
-    def curvature_ratio(self, group: Group) -> Tensor:
-        """Curvature in the metric over the curvature that is told: the ratio of the noise's top eigenvalues.
-
-        It is exact when noise and curvature are proportional, as for a model that fits its data.
-        """
-        plain, scaled = self.noise.summary(group, "top"), self.top(group)
-        largest = join([self.value(p) for p in group["params"]], self.noise.batched).amax(-1)
-        ratio = torch.where(plain > 0, scaled / plain, largest.to(plain))
-        return torch.ones_like(ratio) if self.entered else ratio

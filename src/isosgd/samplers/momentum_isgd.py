@@ -14,11 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from isosgd.geometry.layer import Number
-from isosgd.noise import AlphaStable, Uses
+from isosgd.noise import AlphaStable
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
 from isosgd.samplers.injection import Move
-from isosgd.samplers.steppers import check_friction
 
 
 class MomentumISGD(Sampler):
@@ -31,51 +30,36 @@ class MomentumISGD(Sampler):
     Departures from the paper, which has no algorithm for it: those of `isosgd.samplers.isgd`.
 
     Args:
-        params: named parameters (one group a layer), or groups.
-        num_data: N.
-        temperature: T.
+        params: as of every `Sampler`.
         lam: fixed lambda for all groups; left out, `adapt` sets it from the noise and the curvature.
         friction: a in (0, 1]; at 1 it is I-SGD.
-        settings: the settings common to all samplers, see `Sampler`.
+        settings: ``num_data``, ``temperature`` and others, see `Sampler`.
     """
 
-    has_velocity = True
-    corrected = True
+    family = "hamiltonian"
+    paper = "Franzese et al. 2020, outlook"
+    departures = "those of isgd; one lambda a group only"
+    has_lr = False
 
-    def __init__(
-        self,
-        params: ParamsLike,
-        *,
-        num_data: int,
-        temperature: float = 1.0,
-        lam: float | None = None,
-        friction: float = 0.1,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, params: ParamsLike, *, lam: float | None = None, friction: float = 0.1, **settings: Any) -> None:
         if lam is not None and not lam > 0:
             raise ValueError(f"lam = {lam} must be positive; leave it out to have it estimated")
-        super().__init__(params, num_data=num_data, temperature=temperature, **settings)
+        super().__init__(params, friction=friction, corrected=True, **settings)
         if not self.estimator.centred or isinstance(self.estimator, AlphaStable):
             raise ValueError("momentum I-SGD takes centred noise vectors out of the injected noise: use noise='paired'")
-        self.friction, self.given, self._lam = check_friction(friction), lam is not None, lam
-        self.noise.uses = Uses(vectors=True)
+        self.given, self._lam = lam is not None, lam
         if lam is not None:
             for group in self.param_groups:
                 group["rate"] = self.number(friction * group["temperature"] / (group["num_data"] * lam))
-
-    def noise_bound(self, group: Group) -> Tensor:
-        """The smallest lambda that leaves a non-negative covariance to inject."""
-        return self.noise.longest(group)
 
     def lam(self, group: Group) -> Number:
         """The composite noise of a group."""
         return self.composite(group) if self._lam is None else self._lam
 
-    def clipped_share(self, group: Group) -> float:
-        """Share of the noise that exceeds lambda, so that it could not be made isotropic."""
+    def clipped_share(self, group: Group) -> Tensor:
         if group["rate"] is None or self.noise.of_group(group) is None:
-            return 0.0
-        return float((self.noise.recent_lengths(group) > 2.0 * self.lam(group)).float().mean())
+            return super().clipped_share(group)
+        return (self.noise.recent_lengths(group) > 2.0 * self.lam(group)).float().mean(0)
 
     def _move(self, group: Group, params: list[Tensor]) -> Move:
         return self._outer(self.lam(group), self.rate(group))

@@ -18,9 +18,7 @@ from torch import Tensor
 from isosgd.geometry.base import Geometry
 from isosgd.geometry.diagonal import Diagonal
 from isosgd.geometry.full import Full
-from isosgd.samplers.groups import Group
 from isosgd.samplers.innovations import as_bits, fill_steps
-from isosgd.samplers.schedules import Cycles
 
 if TYPE_CHECKING:
     from isosgd.samplers.base import Sampler
@@ -46,13 +44,11 @@ class Elementwise:
 
 
 class StepProgram(ABC):
-    """Steps of a sampler whose rates stay as they are, or change by a schedule.
-
-    Args:
-        sampler: whose steps they are. Nothing is changed before `prepare`.
+    """Steps of a sampler whose rates stay as they are, or change by a schedule. Nothing is changed before `prepare`.
 
     Attributes:
         dim: d, parameters of a chain.
+        counts: parameters of each group.
         width: innovations that a step takes.
         lead: innovations in front of those of the first step.
         follows_noise: whether the sampler wants noise vectors from time to time (`isosgd.samplers.Sampler.observe`).
@@ -66,10 +62,10 @@ class StepProgram(ABC):
     scheduled = False
 
     def __init__(self, sampler: Sampler) -> None:
-        self.sampler = sampler
+        self.sampler, self.chains = sampler, sampler.chains or 1
         self.params = [p for group in sampler.param_groups for p in group["params"]]
-        self.chains = sampler.chains or 1
         self.sizes = [p.numel() // self.chains for p in self.params]
+        self.counts = [sum(p.numel() for p in group["params"]) // self.chains for group in sampler.param_groups]
         self.dim = sum(self.sizes)
         self.width = self.dim + sampler.injector.extra
         followed = any(sampler.noise.uses) and (sampler.estimator.centred or sampler.track_every is not None)
@@ -89,22 +85,35 @@ class StepProgram(ABC):
 
     # -- the state ------------------------------------------------------------------------------------------------
 
-    def flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Tensors like the parameters as one ``[chains, d]``."""
-        return torch.cat([t.detach().reshape(self.chains, -1) for t in tensors], dim=-1)
-
-    def columns(self) -> list[Tensor]:
-        """What a step remembers besides the parameters, each ``[chains, columns]``."""
+    def memory(self) -> list[list[Tensor]]:
+        """What a step remembers of each parameter, in tensors like them."""
         return []
+
+    def numbers(self) -> list[Tensor]:
+        """What else it remembers, each ``[chains]``."""
+        return []
+
+    def take_numbers(self, numbers: Tensor) -> None:  # noqa: B027 (most remember none)
+        """Take up `numbers` as they are now, ``[chains, columns]``."""
 
     def begin(self) -> Tensor:
         """The state from which to go on."""
         theta = self.flat(self.params)
-        return torch.cat([theta, *(column.to(theta) for column in self.columns())], dim=-1)
+        columns = [self.flat(tensors).to(theta) for tensors in self.memory()]
+        columns += [number.to(theta).expand(self.chains).unsqueeze(-1) for number in self.numbers()]
+        return torch.cat([theta, *columns], dim=-1)
 
-    def parameters(self, state: Tensor) -> Tensor:
-        """The parameters in a state."""
-        return state if state.shape[-1] == self.dim else state[:, : self.dim]
+    def finish(self, state: Tensor) -> None:
+        """Bring the sampler and its parameters to a state."""
+        end = 0
+        for tensors in (self.params, *self.memory()):
+            self.write(tensors, state[:, end : end + self.dim])
+            end += self.dim
+        self.take_numbers(state[:, end:])
+
+    def flat(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Tensors like the parameters as one ``[chains, d]``."""
+        return torch.cat([t.detach().reshape(self.chains, -1) for t in tensors], dim=-1)
 
     @torch.no_grad()
     def write(self, tensors: Sequence[Tensor], flat: Tensor) -> None:
@@ -112,43 +121,32 @@ class StepProgram(ABC):
         parts = torch.split(flat, self.sizes, -1)
         torch._foreach_copy_(list(tensors), [part.reshape(t.shape) for part, t in zip(parts, tensors, strict=True)])
 
-    def finish(self, state: Tensor) -> None:
-        """Bring the sampler and its parameters to a state."""
-        self.write(self.params, self.parameters(state))
+    def parameters(self, state: Tensor) -> Tensor:
+        """The parameters in a state."""
+        return state if state.shape[-1] == self.dim else state[:, : self.dim]
+
+    def velocities(self) -> list[Tensor]:
+        """Of the parameters."""
+        return [self.sampler.velocity(p) for p in self.params]
 
     def count(self, steps: int) -> None:
         """So many steps were taken."""
         for group in self.sampler.param_groups:
             group["step"] += steps
 
-    # -- the steps ------------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def tensors(self) -> Tensors:
-        """What a step reads besides its state; it may change between calls, not within one."""
-
-    def reads_rows(self, tensors: Tensors) -> bool:
-        """Whether a compiled step is one operation, which reads the rows of these tensors as they lie."""
-        return False
+    # -- innovations ----------------------------------------------------------------------------------------------
 
     def draw(self, steps: int) -> Tensor:
         """Innovations of the next steps, ``[lead + steps, chains, width]``, from the sampler's generator.
 
         They are kicks, scaled and corrected as the sampler's own are, unless a program says otherwise.
         """
-        injector = self.sampler.injector
-        injector.make_plan()
-        kicks = fill_steps(self._empty(steps), self.sampler.generator, self.bits, injector.scale.view(self.chains, -1))
-        corrections = {id(laid.group): (ring, factor) for laid, ring, factor in injector.outer_corrections()}
-        parts = torch.split(kicks, [laid.flat.shape[-1] for laid in injector.laid], -1)
-        for laid, kick in zip(injector.laid, parts, strict=True):
-            if id(laid.group) in corrections:
-                ring, factor = corrections[id(laid.group)]
-                factor = factor if isinstance(factor, Tensor) else factor * ring
-                ring, factor = (t.view(self.chains, *t.shape[-2:]).to(kicks.dtype) for t in (ring, factor))
-                part = kick.transpose(0, 1)  # [chains, steps, d]
-                part.sub_((part @ ring.mT) @ factor)
-        return kicks
+        scale, *outer = self.injection()
+        return self._take_out(fill_steps(self._empty(steps), self.sampler.generator, self.bits, scale), outer)
+
+    def _empty(self, steps: int) -> Tensor:
+        shape = self.lead + steps, self.chains, self.width
+        return torch.empty(shape, dtype=self.dtype, device=self.params[0].device)
 
     def innovation(self, drawn: Tensor, k: int) -> Tensor:
         """Of step k, from those of all."""
@@ -167,19 +165,24 @@ class StepProgram(ABC):
     def inject(self, normals: Tensor, tensors: Tensors) -> Tensor:
         """Innovations ``[chains, width]`` of standard normal numbers: a function of tensors alone."""
         scale, *outer = tensors
-        kicks = normals * scale
-        corrections = zip(outer[::2], outer[1::2], strict=True)
+        return self._take_out((normals * scale).unsqueeze(0), outer).squeeze(0)
+
+    def _take_out(self, kicks: Tensor, outer: Sequence[Tensor]) -> Tensor:
+        """Take noise vectors out of kicks ``[steps, chains, d]``, in place, group by group where there are any."""
         moves = self.sampler.injector.moves
-        parts = torch.split(kicks, [laid.flat.shape[-1] for laid, _ in moves], -1)
-        for part, (_, move) in zip(parts, moves, strict=True):
+        corrections = zip(outer[::2], outer[1::2], strict=True)
+        for kick, (_, move) in zip(torch.split(kicks, self.counts, -1), moves, strict=True):
             if move.outer is not None:
                 ring, factor = next(corrections)
-                part.unsqueeze(1).sub_((part.unsqueeze(1) @ ring.mT) @ factor)
+                part = kick.transpose(0, 1)
+                part.sub_((part @ ring.mT) @ factor)
         return kicks
 
-    def elementwise(self) -> Elementwise | None:
-        """The step, where it acts on each parameter on its own; one pass over memory then does it."""
-        return None
+    # -- the steps ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def tensors(self) -> Tensors:
+        """What a step reads besides its state; it may change between calls, not within one."""
 
     @abstractmethod
     def move(self, state: Tensor, gradient: Tensor, noise: Tensor | None, xi: Tensor, tensors: Tensors) -> Tensor:
@@ -193,50 +196,33 @@ class StepProgram(ABC):
             tensors: what `tensors` gave.
         """
 
-    def _empty(self, steps: int) -> Tensor:
-        shape = self.lead + steps, self.chains, self.width
-        return torch.empty(shape, dtype=self.dtype, device=self.params[0].device)
+    def reads_rows(self, tensors: Tensors) -> bool:
+        """Whether a compiled step is one operation, which reads the rows of these tensors as they lie."""
+        return False
+
+    def elementwise(self) -> Elementwise | None:
+        """The step, where it acts on each parameter on its own; one pass over memory then does it."""
+        return None
 
     def rates(self) -> Tensor:
         """Of each parameter, ``[chains, d]``."""
         self.sampler.injector.make_plan()
-        moves = self.sampler.injector.moves
-        return self.wide([move.rate for _, move in moves], [laid.group for laid, _ in moves])
-
-    def velocities(self) -> list[Tensor]:
-        """Of the parameters."""
-        return [self.sampler.velocity(p) for p in self.params]
-
-    def wide(self, numbers: Sequence[Tensor | float], groups: Sequence[Group]) -> Tensor:
-        """A number of each group as ``[chains, d]``."""
         parts = []
-        for number, group in zip(numbers, groups, strict=True):
-            size = sum(p.numel() // self.chains for p in group["params"])
-            value = torch.as_tensor(number, device=self.params[0].device).to(self.dtype)
-            parts.append((value.unsqueeze(-1) if value.dim() else value).expand(self.chains, size))
+        for (_, move), count in zip(self.sampler.injector.moves, self.counts, strict=True):
+            value = torch.as_tensor(move.rate, device=self.params[0].device).to(self.dtype)
+            parts.append((value.unsqueeze(-1) if value.dim() else value).expand(self.chains, count))
         return torch.cat(parts, dim=-1)
 
 
 class KickProgram(StepProgram):
-    """Steps of Theorem 1, or of Theorem 2 with a velocity behind the parameters.
-
-    Args:
-        sampler: whose metric, if there is one, must be constant.
-    """
+    """Steps of Theorem 1, or of Theorem 2 with a velocity behind the parameters; a metric must be constant."""
 
     def __init__(self, sampler: Sampler) -> None:
         super().__init__(sampler)
         self.friction = sampler.friction if sampler.has_velocity else None
 
-    def columns(self) -> list[Tensor]:
-        if self.friction is None:
-            return []
-        return [self.flat(self.velocities())]
-
-    def finish(self, state: Tensor) -> None:
-        super().finish(state)
-        if self.friction is not None:
-            self.write(self.velocities(), state[:, self.dim :])
+    def memory(self) -> list[list[Tensor]]:
+        return [] if self.friction is None else [self.velocities()]
 
     def tensors(self) -> Tensors:
         metric = self.sampler.metric
@@ -251,11 +237,11 @@ class KickProgram(StepProgram):
         if self.chains > 1 or self.sampler.metric is not None or any(m.outer is not None for _, m in injector.moves):
             return None
         found = Elementwise([], [], friction=self.friction)
-        for laid, move in injector.moves:
-            rate = torch.as_tensor(move.rate, dtype=self.dtype, device=laid.flat.device).reshape(())
+        for own, move in injector.moves:
+            rate = torch.as_tensor(move.rate, dtype=self.dtype, device=own.flat.device).reshape(())
             kick = (rate * move.amplitude).reshape(())
-            shares = None if move.scale is None else torch.split(move.scale.flatten(), [p.numel() for p in laid.params])
-            for i, p in enumerate(laid.params):
+            shares = None if move.scale is None else torch.split(move.scale.flatten(), [p.numel() for p in own.params])
+            for i, p in enumerate(own.params):
                 found.rates.append(rate)
                 found.kicks.append(kick if shares is None else (kick * shares[i]).view(p.shape))
         return found
@@ -272,42 +258,33 @@ class KickProgram(StepProgram):
 
 
 class ScheduledProgram(StepProgram):
-    """Steps that inject all of the composite noise, at rates that change from step to step.
+    """Steps that inject all of the composite noise, at rates that change from step to step, without a metric.
 
     What a backend is given at each step are its innovations: so the rates of the groups are further columns of them.
-
-    Args:
-        sampler: with a schedule and without a metric.
     """
 
     scheduled = True
 
     def __init__(self, sampler: Sampler) -> None:
         super().__init__(sampler)
-        self.kicks, groups = KickProgram(sampler), sampler.param_groups
-        self.counts = [sum(p.numel() // self.chains for p in group["params"]) for group in groups]
-        self.width = self.dim + len(groups)
+        self.kicks = KickProgram(sampler)
+        self.width = self.dim + len(self.counts)
 
-    def columns(self) -> list[Tensor]:
-        return self.kicks.columns()
-
-    def finish(self, state: Tensor) -> None:
-        self.kicks.finish(state)
+    def memory(self) -> list[list[Tensor]]:
+        return self.kicks.memory()
 
     def tensors(self) -> Tensors:
         return ()
 
     def draw(self, steps: int) -> Tensor:
         sampler, schedule = self.sampler, self.sampler.schedule
-        assert schedule is not None
         out, normals = self._empty(steps), self._empty(steps)[..., : self.dim].contiguous()
         fill_steps(normals, sampler.generator, self.bits)
         first = 0
         for i, (group, count) in enumerate(zip(sampler.param_groups, self.counts, strict=True)):
             rate = torch.as_tensor(group["rate"], dtype=torch.float64, device="cpu") * schedule.factors(group, steps)
             kick = (2.0 * sampler.friction * group["temperature"] / group["num_data"] * rate).sqrt()
-            if isinstance(schedule, Cycles):
-                kick = kick.masked_fill(schedule.exploring(group, steps), 0.0)
+            kick = kick.masked_fill(schedule.exploring(group, steps), 0.0)
             part = slice(first, first + count)
             torch.mul(normals[..., part], kick.to(out).unsqueeze(-1), out=out[..., part])
             out[..., self.dim + i] = rate.to(out)
@@ -327,10 +304,7 @@ class ScheduledProgram(StepProgram):
 class GeometryProgram(StepProgram):
     """Steps of I-SGD with a Lambda that knows directions; where it tracks the level of the noise, that is a column.
 
-    Args:
-        sampler: whose geometry it is.
-        geometry: Lambda.
-        averaged: whether innovations are averaged over two steps.
+    ``averaged`` says whether innovations are averaged over two steps.
     """
 
     def __init__(self, sampler: Sampler, geometry: Geometry, averaged: bool) -> None:
@@ -339,13 +313,12 @@ class GeometryProgram(StepProgram):
         self.level = geometry if isinstance(geometry, Full) and geometry.tracks_level else None
         self.needs_noise = self.level is not None
 
-    def columns(self) -> list[Tensor]:
-        return [] if self.level is None else [self.level.level.unsqueeze(-1)]
+    def numbers(self) -> list[Tensor]:
+        return [] if self.level is None else [self.level.level]
 
-    def finish(self, state: Tensor) -> None:
-        super().finish(state)
+    def take_numbers(self, numbers: Tensor) -> None:
         if self.level is not None:
-            self.level.set_level(state[:, -1])
+            self.level.set_level(numbers[:, 0])
 
     def tensors(self) -> Tensors:
         tensors = self.geometry.tensors()

@@ -17,8 +17,7 @@ from isosgd.noise import MovingAverage
 from isosgd.noise.estimators import state_dtype
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
-from isosgd.samplers.injection import Move
-from isosgd.samplers.metric import DiagonalMetric, rms_metric
+from isosgd.samplers.metric import DiagonalMetric, check_eps, rms_metric
 from isosgd.samplers.program import StepProgram, Tensors
 from isosgd.samplers.schedules import Annealing
 
@@ -36,15 +35,12 @@ class PSGLD(Sampler):
     has the prior's part.
 
     Args:
-        params: named parameters (one group a layer), or groups.
-        num_data: N.
-        temperature: T.
-        lr: the rate; left out, `adapt` sets it.
+        params: as of every `Sampler`.
         alpha: memory of V.
         eps: the paper's lambda, which bounds P. It has the units of a mean gradient.
         decay: exponent of the annealing, 0 for a fixed rate.
         offset: steps after which the annealing sets in.
-        settings: the settings common to all samplers, see `Sampler`.
+        settings: ``num_data``, ``temperature``, ``lr`` and others, see `Sampler`.
 
     Example:
         >>> net = torch.nn.Linear(2, 1)
@@ -54,35 +50,37 @@ class PSGLD(Sampler):
     """
 
     targets = "exp(-f / T) / P(theta), near exp(-f / T) where gradient noise exceeds the gradient"
+    paper = "Li et al. 2016"
+    departures = "V starts as a plain average; the prior is part of its gradient"
 
     def __init__(
         self,
         params: ParamsLike,
         *,
-        num_data: int,
-        temperature: float = 1.0,
-        lr: float | None = None,
         alpha: float = 0.99,
         eps: float = 1e-5,
         decay: float = 0.0,
         offset: float = 1000.0,
         **settings: Any,
     ) -> None:
-        if not eps > 0:
-            raise ValueError(f"eps = {eps} must be positive: it bounds the preconditioner")
         if not 0.0 <= alpha < 1.0:
             raise ValueError(f"alpha = {alpha} must lie in [0, 1): the memory of the preconditioner")
-        self.average, self.eps = MovingAverage(alpha), eps
-        super().__init__(
-            params,
-            num_data=num_data,
-            temperature=temperature,
-            lr=lr,
-            schedule=Annealing(decay, offset),
-            extra={"gradients": 0},  # that V is made of
-            **settings,
-        )
+        self.average, self.eps = MovingAverage(alpha), check_eps(eps)
+        counter = {"gradients": 0}  # that V is made of
+        super().__init__(params, schedule=Annealing(decay, offset), extra=counter, **settings)
         self.metric = DiagonalMetric(self.noise, self._metric, self._learn)
+
+    def square(self, p: Tensor) -> Tensor:
+        """V of a parameter."""
+        return self.kept_like(p, "square", state_dtype(p))
+
+    def _metric(self, p: Tensor) -> Tensor:
+        return rms_metric(self.square(p), self.eps)
+
+    def _learn(self, group: Group, params: list[Tensor]) -> None:
+        squares = [{"variance": self.square(p)} for p in params]
+        self.average.update(squares, [p.grad for p in params], group["gradients"])  # type: ignore[misc]
+        group["gradients"] += 1
 
     def _program(self) -> StepProgram | str:
         if any(p.dtype.itemsize < 4 for group in self.param_groups for p in group["params"]):
@@ -91,24 +89,6 @@ class PSGLD(Sampler):
             return "groups have seen different numbers of gradients"
         return RMSProgram(self)
 
-    def _move(self, group: Group, params: list[Tensor]) -> Move:
-        return self._plain(group)
-
-    def _learn(self, group: Group, params: list[Tensor]) -> None:
-        squares = [{"variance": self._square(p)} for p in params]
-        self.average.update(squares, [p.grad for p in params], group["gradients"])  # type: ignore[misc]
-        group["gradients"] += 1
-
-    def _square(self, p: Tensor) -> Tensor:
-        state = self.state[p]
-        if "square" not in state:
-            state["square"] = torch.zeros_like(p, dtype=state_dtype(p))
-        square: Tensor = state["square"]
-        return square
-
-    def _metric(self, p: Tensor) -> Tensor:
-        return rms_metric(self._square(p), self.eps)
-
 
 class RMSProgram(StepProgram):
     """Steps of `PSGLD`: V, then the number of gradients that it is made of, are columns behind the parameters."""
@@ -116,15 +96,13 @@ class RMSProgram(StepProgram):
     def __init__(self, sampler: PSGLD) -> None:
         super().__init__(sampler)
         self.eps, self.least_weight = sampler.eps, 1.0 - sampler.average.momentum
-        self.squares = [sampler._square(p) for p in self.params]
+        self.squares = [sampler.square(p) for p in self.params]
 
-    def columns(self) -> list[Tensor]:
-        square = self.flat(self.squares)
-        return [square, torch.full_like(square[:, :1], self.sampler.param_groups[0]["gradients"])]
+    def memory(self) -> list[list[Tensor]]:
+        return [self.squares]
 
-    def finish(self, state: Tensor) -> None:
-        super().finish(state)
-        self.write(self.squares, state[:, self.dim : -1])
+    def numbers(self) -> list[Tensor]:
+        return [torch.full((self.chains,), self.sampler.param_groups[0]["gradients"])]
 
     def count(self, steps: int) -> None:
         super().count(steps)

@@ -23,7 +23,8 @@ from isosgd.samplers.sgrhmc import SGRHMC
 from isosgd.samplers.sgrld import SGRLD
 from isosgd.samplers.vsgd import VSGD
 
-NOT_SETTINGS = {"num_data", "temperature", "generator", "chains", "extra"}  # given by the loop, or inner
+NOT_SETTINGS = {"num_data", "temperature", "generator", "chains"}  # given by the loop
+INNER = {"lr", "friction", "corrected", "schedule", "extra"}  # of `Sampler`: some subclasses have none, or their own
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,12 @@ class Method:
     @property
     def settings(self) -> dict[str, Any]:
         """Names and defaults of all that can be set, its own first."""
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {"lr": None} if getattr(self.kind, "has_lr", False) else {}
         for kind in self.kind.__mro__:
             if "__init__" in vars(kind) and hasattr(kind, "targets"):
+                left_out = NOT_SETTINGS | (INNER if kind is Sampler else set())
                 for name, parameter in inspect.signature(vars(kind)["__init__"]).parameters.items():
-                    inner = name in NOT_SETTINGS or (kind is Sampler and name in ("lr", "schedule"))  # some have none
-                    if parameter.kind is parameter.KEYWORD_ONLY and not inner:
+                    if parameter.kind is parameter.KEYWORD_ONLY and name not in left_out:
                         found.setdefault(name, parameter.default)
         return {**found, **self.options}
 
@@ -70,81 +71,32 @@ class Method:
             >>> psgld["family"], psgld["settings"]["alpha"]
             ('langevin', 0.99)
         """
-        return {
-            "name": name,
-            "family": self.family,
-            "paper": self.paper,
-            "targets": self.targets,
-            "departures": self.departures,
-            "settings": self.settings,
-        }
+        told = ("family", "paper", "targets", "departures", "settings")
+        return {"name": name, **{part: getattr(self, part) for part in told}}
 
+
+METHODS: dict[str, type[Sampler]] = {
+    "isgd": ISGD,
+    "isgd-momentum": MomentumISGD,
+    "vsgd": VSGD,
+    "sgld": SGLD,
+    "psgld": PSGLD,
+    "sgfs": SGFS,
+    "sgfs-full": FullSGFS,
+    "sgrld": SGRLD,
+    "sghmc": SGHMC,
+    "sgrhmc": SGRHMC,
+    "adaptive-sghmc": AdaptiveSGHMC,
+    "sgnht": SGNHT,
+    "csgld": CSGLD,
+    "csghmc": CSGHMC,
+    "hmc": HMC,
+}
+OPTIONS = {"isgd": {"structure": "auto"}}  # the class alone has one lambda a layer, as the paper has
 
 REGISTRY: Mapping[str, Method] = MappingProxyType(
     {
-        "isgd": Method(
-            ISGD,
-            "langevin",
-            "Franzese et al. 2020",
-            "centred noise, correlations corrected, curvature guard, windowed warm-up, shapes of Lambda; all optional",
-            options={"structure": "auto"},  # the class alone has one lambda a layer, as the paper has
-        ),
-        "isgd-momentum": Method(
-            MomentumISGD,
-            "hamiltonian",
-            "Franzese et al. 2020, outlook",
-            "those of isgd; one lambda a group only",
-        ),
-        "vsgd": Method(VSGD, "langevin", "Mandt, Hoffman, Blei 2017", "none"),
-        "sgld": Method(SGLD, "langevin", "Welling, Teh 2011", "the rate is fixed by default, and set by `adapt`"),
-        "psgld": Method(
-            PSGLD, "langevin", "Li et al. 2016", "V starts as a plain average; the prior is part of its gradient"
-        ),
-        "sgfs": Method(
-            SGFS,
-            "langevin",
-            "Ahn, Korattikara, Welling 2012",
-            "P from noise vectors, with a floor, constant once frozen; B a multiple of Var(g); T",
-        ),
-        "sgfs-full": Method(
-            FullSGFS,
-            "langevin",
-            "Ahn, Korattikara, Welling 2012",
-            "those of sgfs; shrunk towards its diagonal; made anew only when rates are set",
-        ),
-        "sgrld": Method(SGRLD, "langevin", "Patterson, Teh 2013", "any diagonal metric; the identity by default"),
-        "sghmc": Method(
-            SGHMC, "hamiltonian", "Chen, Fox, Guestrin 2014", "the correction is measured, correlations included"
-        ),
-        "sgrhmc": Method(
-            SGRHMC, "hamiltonian", "Ma, Chen, Fox 2015", "any diagonal metric; free friction, cut at 1"
-        ),
-        "adaptive-sghmc": Method(
-            AdaptiveSGHMC,
-            "hamiltonian",
-            "Springenberg et al. 2016",
-            "the noise that is subtracted is measured where it can be; the burn-in ends with the warm-up",
-        ),
-        "sgnht": Method(
-            SGNHT,
-            "hamiltonian",
-            "Ding et al. 2014",
-            "a thermostat for each group; the set point of the discrete recursion; a free thermal mass",
-        ),
-        "csgld": Method(
-            CSGLD, "langevin", "Zhang et al. 2020", "lr is that of the sampling stage; cycles begin after the warm-up"
-        ),
-        "csghmc": Method(
-            CSGHMC,
-            "hamiltonian",
-            "Zhang et al. 2020",
-            "lr is that of the sampling stage; cycles begin after the warm-up",
-        ),
-        "hmc": Method(
-            HMC,
-            "metropolis",
-            "Duane et al. 1987; Neal 2011",
-            "all data in every gradient; the mass is I-SGD's Lambda; step sizes jittered, one length for all chains",
-        ),
+        name: Method(kind, kind.family, kind.paper, kind.departures, OPTIONS.get(name, {}))
+        for name, kind in METHODS.items()
     }
-)  # fmt: skip
+)

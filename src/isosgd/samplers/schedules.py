@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,23 +19,53 @@ SPREAD = 0.2  # of the time of a sampling stage, in which a chain spreads from t
 STAGE_DRAWS = 10  # of a stage, where its length follows from how far apart draws should be
 
 
-class Schedule(Protocol):
-    """From the rate that a group has to that of its next step."""
+class Schedule:
+    """From the rate that a group has to that of its next step: the same, unless a subclass changes it."""
 
-    def settings(self) -> dict[str, float]:
-        """What is kept in every group."""
+    def settings(self, begun: bool = False) -> dict[str, float | None]:
+        """What is kept in every group; ``begun`` when the first step is already one of sampling."""
+        return {}
 
-    def rate(self, group: Group, rate: Number) -> Number:
-        """The rate of the next step."""
-
-    def factors(self, group: Group, steps: int) -> Tensor:
-        """Rates of the next steps over that of the group, ``[steps, 1]``, or ``[steps, chains]``."""
+    def begin(self, groups: Sequence[Group]) -> None:
+        """Rates are frozen, and sampling begins."""
 
     def changes(self, groups: Sequence[Group]) -> bool:
         """Whether rates change from step to step now."""
+        return False
+
+    def rate(self, group: Group, rate: Number) -> Number:
+        """The rate of the next step."""
+        return rate
+
+    def factors(self, group: Group, steps: int) -> Tensor:
+        """Rates of the next steps over that of the group, ``[steps, 1]``, or ``[steps, chains]``."""
+        return torch.ones(steps, 1, dtype=torch.float64)
+
+    def explores(self, group: Group) -> bool:
+        """Whether the next step is one of exploration, without injected noise."""
+        return False
+
+    def exploring(self, group: Group, steps: int) -> Tensor:
+        """Which of the next steps are of exploration, ``[steps, 1]``."""
+        return torch.zeros(steps, 1, dtype=torch.bool)
+
+    def sampled(self, group: Group) -> bool:
+        """Whether the last step makes a draw that counts."""
+        return True
+
+    def limit_peak(self, group: Group, curvature: Number) -> Tensor | None:
+        """The highest rate of exploration over that of sampling where steps are stable, if there is exploration."""
+        return None
+
+    def fit(self, groups: Sequence[Group], spacing: int) -> None:
+        """Take in how far apart draws should be, in steps at the rates of the groups."""
+
+    def steps_to(self, group: Group, spacing: int) -> int:
+        """Steps from here to the next draw; draws are as far apart as so many steps at the rate of the group."""
+        return spacing
 
 
-class Annealing:
+class Annealing(Schedule):
     """``rate (1 + t / offset)^-decay`` after t steps (Welling and Teh 2011).
 
     Args:
@@ -51,23 +80,19 @@ class Annealing:
             raise ValueError(f"offset = {offset} must be positive")
         self.decay, self.offset = decay, offset
 
-    def settings(self) -> dict[str, float]:
-        """What is kept in every group."""
+    def settings(self, begun: bool = False) -> dict[str, float | None]:
         return {"decay": self.decay, "offset": self.offset}
 
+    def changes(self, groups: Sequence[Group]) -> bool:
+        return any(group["decay"] for group in groups)
+
     def rate(self, group: Group, rate: Number) -> Number:
-        """The rate of the next step."""
         return rate * float((1.0 + group["step"] / group["offset"]) ** -group["decay"])
 
     def factors(self, group: Group, steps: int) -> Tensor:
-        """Rates of the next steps over that of the group, ``[steps, 1]``."""
         step = group["step"] + torch.arange(steps, dtype=torch.float64)
         found: Tensor = (1.0 + step / group["offset"]) ** -group["decay"]
         return found.unsqueeze(-1)
-
-    def changes(self, groups: Sequence[Group]) -> bool:
-        """Whether rates change from step to step now."""
-        return any(group["decay"] for group in groups)
 
 
 def cosine(position: float) -> float:
@@ -80,12 +105,15 @@ def area(position: float) -> float:
     return 0.5 * position + math.sin(math.pi * position) / (2.0 * math.pi)
 
 
-class Cycles:
+class Cycles(Schedule):
     """Cycles of a cosine, each with an exploration and a sampling stage (see `isosgd.samplers.cyclical`).
 
     Exploration ends at a mode, with none of the posterior's spread, so that a chain has to spread anew in every stage.
     And the lower the rate, the less a chain moves: what counts is not the number of steps but the sum of their rates,
     over that of the group. It is called *time* here.
+
+    Each group keeps the length of a ``cycle``, the step at its ``start``, and its ``peak``, the highest rate over that
+    of sampling.
 
     Args:
         cycle: steps in a cycle; None has `fit` set them, and `CYCLE` until then.
@@ -99,33 +127,67 @@ class Cycles:
             raise ValueError(f"cycle = {cycle} must be at least 2 steps: it has two stages")
         if not 0 <= exploration < 1 or math.ceil(exploration * cycle) >= cycle:
             raise ValueError(f"exploration = {exploration} must lie in [0, 1) and leave steps of {cycle} to sample")
-        self.cycle, self.exploration, self.within = cycle, exploration, within
+        self.cycle, self.exploration, self.within = cycle, exploration, within or Schedule()
         self._clock = np.zeros(0)
 
-    def settings(self) -> dict[str, float]:
-        """What is kept in every group, beside ``start`` and ``peak`` (see `prepare`)."""
-        return {"cycle": self.cycle, **({} if self.within is None else self.within.settings())}
+    def settings(self, begun: bool = False) -> dict[str, float | None]:
+        own = {"cycle": self.cycle, "start": 0 if begun else None, "peak": 1.0 / cosine(self.exploration)}
+        return {**own, **self.within.settings(begun)}
 
-    def prepare(self, group: Group, begun: bool) -> None:
-        """Keep in a group the step at which cycles began, if they have, and the highest rate over that of sampling."""
-        group["start"] = 0 if begun else None
-        group["peak"] = 1.0 / cosine(self.exploration)
+    def begin(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            group["start"] = group["step"]
+
+    def changes(self, groups: Sequence[Group]) -> bool:
+        return groups[0]["start"] is not None or self.within.changes(groups)
 
     def position(self, group: Group, step: int) -> float | None:
         """Where in its cycle a step is, in [0, 1); None before cycles begin."""
         return None if group["start"] is None else (step - group["start"]) % group["cycle"] / group["cycle"]
+
+    def rate(self, group: Group, rate: Number) -> Number:
+        rate = self.within.rate(group, rate)
+        position = self.position(group, group["step"])
+        if position is None:
+            return rate
+        factor, peak = cosine(position) / cosine(self.exploration), group["peak"]
+        return rate * (peak.clamp(max=factor) if isinstance(peak, Tensor) else min(peak, factor))
+
+    def factors(self, group: Group, steps: int) -> Tensor:
+        found = self.within.factors(group, steps)
+        if group["start"] is None:
+            return found
+        wave = 0.5 * (1.0 + torch.cos(math.pi * self._positions(group, steps))) / cosine(self.exploration)
+        peak = torch.as_tensor(group["peak"], dtype=torch.float64, device="cpu")
+        return torch.minimum(wave.unsqueeze(-1), peak.reshape(1, -1)) * found
+
+    def explores(self, group: Group) -> bool:
+        position = self.position(group, group["step"])
+        return position is not None and position < self.exploration
+
+    def exploring(self, group: Group, steps: int) -> Tensor:
+        if group["start"] is None:
+            return super().exploring(group, steps)
+        return (self._positions(group, steps) < self.exploration).unsqueeze(-1)
+
+    def _positions(self, group: Group, steps: int) -> Tensor:
+        step: Tensor = (group["step"] - group["start"] + torch.arange(steps)) % group["cycle"]
+        return step.double() / float(group["cycle"])
+
+    def sampled(self, group: Group) -> bool:
+        position = self.position(group, group["step"] - 1)
+        return group["step"] > 0 and (position is None or position >= self.exploration)
+
+    def limit_peak(self, group: Group, curvature: Number) -> Tensor | None:
+        stable = 1.0 / torch.as_tensor(curvature * self.within.rate(group, group["rate"]))  # at twice it, none is
+        return stable.clamp(1.0, 1.0 / cosine(self.exploration))
 
     def stage(self, group: Group) -> float:
         """Time of a sampling stage, in steps at the rate of the group."""
         return float(group["cycle"]) * (area(1.0) - area(self.exploration)) / cosine(self.exploration)
 
     def fit(self, groups: Sequence[Group], spacing: int) -> None:
-        """Make cycles so long that a stage has time to spread a chain and then for `STAGE_DRAWS` draws.
-
-        Args:
-            groups: of a sampler; a length that the user gave stays.
-            spacing: of draws, in steps at the rates of the groups.
-        """
+        """Make cycles so long that a stage has time to spread a chain and then for `STAGE_DRAWS` draws."""
         if self.given:
             return
         stage = STAGE_DRAWS * spacing / (1.0 - SPREAD)
@@ -134,10 +196,10 @@ class Cycles:
             group["cycle"] = cycle
 
     def steps_to(self, group: Group, spacing: int) -> int:
-        """Steps from here to the next draw; draws are as far apart as so many steps at the rate of the group.
+        """As of `Schedule`. Neither exploration nor the first `SPREAD` of a stage count.
 
-        Neither exploration nor the first `SPREAD` of a stage count. A draw is due at every multiple of the spacing
-        since cycles began, so that nothing is lost where a step goes beyond it.
+        A draw is due at every multiple of the spacing since cycles began, so that nothing is lost where a step goes
+        beyond it.
         """
         if group["start"] is None or spacing < 1:
             return spacing
@@ -158,51 +220,3 @@ class Cycles:
             rates[time < SPREAD * time[-1]] = 0.0
             self._clock = np.concatenate([[0.0], np.cumsum(rates)])
         return self._clock
-
-    def explores(self, group: Group) -> bool:
-        """Whether the next step is one of exploration, without injected noise."""
-        position = self.position(group, group["step"])
-        return position is not None and position < self.exploration
-
-    def sampled(self, group: Group) -> bool:
-        """Whether the last step belonged to a sampling stage. Before the cycles begin all steps sample."""
-        position = self.position(group, group["step"] - 1)
-        return group["step"] > 0 and (position is None or position >= self.exploration)
-
-    def stable_peak(self, group: Group, rate: Number, curvature: Number) -> Tensor:
-        """The highest rate of exploration over that of sampling where steps are stable."""
-        rate = rate if self.within is None else self.within.rate(group, rate)
-        stable = 1.0 / torch.as_tensor(curvature * rate)  # twice that a step no longer is
-        return stable.clamp(1.0, 1.0 / cosine(self.exploration))
-
-    def rate(self, group: Group, rate: Number) -> Number:
-        """The rate of the next step."""
-        rate = rate if self.within is None else self.within.rate(group, rate)
-        position = self.position(group, group["step"])
-        if position is None:
-            return rate
-        factor, peak = cosine(position) / cosine(self.exploration), group["peak"]
-        return rate * (peak.clamp(max=factor) if isinstance(peak, Tensor) else min(peak, factor))
-
-    def factors(self, group: Group, steps: int) -> Tensor:
-        """Rates of the next steps over that of the group, ``[steps, 1]``, or ``[steps, chains]``."""
-        found = torch.ones(steps, 1, dtype=torch.float64)
-        if group["start"] is not None:
-            wave = 0.5 * (1.0 + torch.cos(math.pi * self._positions(group, steps))) / cosine(self.exploration)
-            peak = torch.as_tensor(group["peak"], dtype=torch.float64, device="cpu")
-            found = torch.minimum(wave.unsqueeze(-1), peak.reshape(1, -1))
-        return found if self.within is None else found * self.within.factors(group, steps)
-
-    def exploring(self, group: Group, steps: int) -> Tensor:
-        """Which of the next steps are of exploration, ``[steps, 1]``."""
-        if group["start"] is None:
-            return torch.zeros(steps, 1, dtype=torch.bool)
-        return (self._positions(group, steps) < self.exploration).unsqueeze(-1)
-
-    def _positions(self, group: Group, steps: int) -> Tensor:
-        step: Tensor = (group["step"] - group["start"] + torch.arange(steps)) % group["cycle"]
-        return step.double() / float(group["cycle"])
-
-    def changes(self, groups: Sequence[Group]) -> bool:
-        """Whether rates change from step to step now."""
-        return groups[0]["start"] is not None or (self.within is not None and self.within.changes(groups))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from isosgd.geometry.layer import Number, diagonal_scale
+from isosgd.geometry.linalg import times
 from isosgd.noise import Summary, join
 from isosgd.noise.estimators import state_dtype
 from isosgd.samplers.base import Sampler
@@ -31,17 +32,17 @@ TINY = 1e-30  # a variance that has no inverse
 MOST_PARAMETERS = 2000  # of a full matrix
 
 
+def subtracted_share(batch_size: int | None, group: Group) -> float:
+    """What is subtracted from the injected noise, in units of Var(g): ``1 + n T / N``."""
+    return 1.0 + float((batch_size or 0) * group["temperature"] / group["num_data"])
+
+
 def check_scoring(batch_size: int | None, floor: float) -> None:
     """Refuse settings that cannot be meant."""
     if not 0 < floor < 1:
         raise ValueError(f"floor = {floor} must lie in (0, 1): the least variance, over the mean of its tensor")
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size = {batch_size} must be at least 1")
-
-
-def subtracted_share(batch_size: int | None, group: Group) -> float:
-    """What is subtracted from the injected noise, in units of Var(g): ``1 + n T / N``."""
-    return 1.0 + float((batch_size or 0) * group["temperature"] / group["num_data"])
 
 
 class SGFS(Sampler):
@@ -56,27 +57,23 @@ class SGFS(Sampler):
     constant once rates are frozen; the matrix B is a multiple of Var(g), chosen by the rate; P has a floor; T.
 
     Args:
-        params: named parameters (one group a layer), or groups.
-        num_data: N.
-        temperature: T.
-        lr: the rate, which must be below ``2 T / N``; left out, `adapt` sets it.
+        params: as of every `Sampler`.
         batch_size: n. Without it the step is exact to first order in the rate only.
         floor: least variance in P, over the mean of its tensor (of the matrix), for directions without noise.
         decay: exponent of the annealing, 0 for a fixed rate.
         offset: steps after which the annealing sets in.
-        settings: the settings common to all samplers, see `Sampler`.
+        settings: ``num_data``, ``temperature``, ``lr`` (below ``2 T / N``) and others, see `Sampler`.
     """
 
     targets = "exp(-f / T) where the curvature is the Fisher information"
+    paper = "Ahn, Korattikara, Welling 2012"
+    departures = "P from noise vectors, with a floor, constant once frozen; B a multiple of Var(g); T"
     metric: DiagonalMetric
 
     def __init__(
         self,
         params: ParamsLike,
         *,
-        num_data: int,
-        temperature: float = 1.0,
-        lr: float | None = None,
         batch_size: int | None = None,
         floor: float = 0.01,
         decay: float = 0.0,
@@ -84,9 +81,7 @@ class SGFS(Sampler):
         **settings: Any,
     ) -> None:
         check_scoring(batch_size, floor)
-        super().__init__(
-            params, num_data=num_data, temperature=temperature, lr=lr, schedule=Annealing(decay, offset), **settings
-        )
+        super().__init__(params, schedule=Annealing(decay, offset), **settings)
         self.batch_size, self.floor = batch_size, floor
         self.metric = DiagonalMetric(self.noise, self._metric)
 
@@ -111,9 +106,9 @@ class SGFS(Sampler):
         return super()._program() if frozen else "its metric is still estimated"
 
     def _move(self, group: Group, params: list[Tensor]) -> Move:
-        noise = join([self._metric(p) * self._variance(p) for p in params], self.batched)
-        scale = diagonal_scale(self.composite(group), subtracted_share(self.batch_size, group) * noise)
-        return Move(self.rate(group), 1.0, scale=scale)
+        share = subtracted_share(self.batch_size, group)
+        noise = [share * (self._metric(p) * self._variance(p)) for p in params]
+        return self._diagonal(self.composite(group), self.rate(group), noise)
 
 
 class FullSGFS(Sampler):
@@ -129,16 +124,14 @@ class FullSGFS(Sampler):
     Args: those of `SGFS`.
     """
 
-    targets = SGFS.targets
+    targets, paper = SGFS.targets, SGFS.paper
+    departures = "those of sgfs; shrunk towards its diagonal; made anew only when rates are set"
     entered: bool = False  # whether curvatures are told in the metric, as in `DiagonalMetric`
 
     def __init__(
         self,
         params: ParamsLike,
         *,
-        num_data: int,
-        temperature: float = 1.0,
-        lr: float | None = None,
         batch_size: int | None = None,
         floor: float = 0.01,
         decay: float = 0.0,
@@ -146,15 +139,8 @@ class FullSGFS(Sampler):
         **settings: Any,
     ) -> None:
         check_scoring(batch_size, floor)
-        super().__init__(
-            params,
-            num_data=num_data,
-            temperature=temperature,
-            lr=lr,
-            schedule=Annealing(decay, offset),
-            extra={"behind": 0},  # noise vectors behind the matrix in use
-            **settings,
-        )
+        counter = {"behind": 0}  # noise vectors behind the matrix in use
+        super().__init__(params, schedule=Annealing(decay, offset), extra=counter, **settings)
         self.batch_size, self.floor = batch_size, floor
         self.size = sum(p.numel() for group in self.param_groups for p in group["params"]) // (self.chains or 1)
         if self.size > MOST_PARAMETERS:
@@ -196,7 +182,7 @@ class FullSGFS(Sampler):
     def _apply(self, power: float, x: Tensor) -> Tensor:
         """``P^power`` times flat vectors."""
         basis = self._kept["basis"]
-        return _times(basis, self._kept["inverse"] ** power * _times(basis.mT, x))
+        return times(basis, self._kept["inverse"] ** power * times(basis.mT, x))
 
     @property
     def whitening(self) -> FullSGFS:
@@ -251,13 +237,9 @@ class FullSGFS(Sampler):
         inverse, share = self._kept["inverse"], self._kept["share"]
         scale = diagonal_scale(self.composite(group), subtracted_share(self.batch_size, group) * share) * inverse.sqrt()
         source = self.injector.source
-        source.out.copy_(_times(self._kept["basis"], scale * source.fill()))
+        source.out.copy_(times(self._kept["basis"], scale * source.fill()))
         drift = self._apply(1.0, join([p.grad for p in params], self.batched).to(inverse.dtype))  # type: ignore[misc]
         parts = iter(torch.split(drift, [p.numel() // (self.chains or 1) for p in params], dim=-1))
         for planned in self.injector.plan:
             steps = [next(parts).reshape(p.shape) for p in planned.params]
             langevin_(planned.params, steps, planned.rate, planned.kicks)
-
-
-def _times(matrix: Tensor, x: Tensor) -> Tensor:
-    return (matrix @ x.unsqueeze(-1)).squeeze(-1)

@@ -11,13 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
-from isosgd.noise import Uses
 from isosgd.samplers.base import Sampler
-from isosgd.samplers.groups import Group, ParamsLike
-from isosgd.samplers.injection import Move
-from isosgd.samplers.steppers import check_friction
+from isosgd.samplers.groups import ParamsLike
 
 
 class SGHMC(Sampler):
@@ -30,36 +25,16 @@ class SGHMC(Sampler):
     drawn anew; `adapt` sets the rate where none is given; there is a temperature.
 
     Args:
-        params: named parameters (one group a layer), or groups.
-        num_data: N.
-        temperature: T.
-        lr: the rate; left out, `adapt` sets it.
+        params: as of every `Sampler`.
         friction: a in (0, 1]; at 1 it is SGLD.
         corrected: subtract the measured gradient noise from the injected noise, correlations included. It needs centred
             noise vectors. Chen et al. take a user's B^; theirs with B^ = 0 is the default here too.
-        settings: the settings common to all samplers, see `Sampler`.
+        settings: ``num_data``, ``temperature``, ``lr`` and others, see `Sampler`.
     """
 
-    has_velocity = True
+    family = "hamiltonian"
+    paper = "Chen, Fox, Guestrin 2014"
+    departures = "the correction is measured, correlations included"
 
-    def __init__(
-        self,
-        params: ParamsLike,
-        *,
-        num_data: int,
-        temperature: float = 1.0,
-        lr: float | None = None,
-        friction: float = 0.1,
-        corrected: bool = False,
-        **settings: Any,
-    ) -> None:
-        super().__init__(params, num_data=num_data, temperature=temperature, lr=lr, **settings)
-        self.friction, self.corrected = check_friction(friction), corrected
-        self.noise.uses = Uses(vectors=corrected)
-
-    def noise_bound(self, group: Group) -> Tensor:
-        """Corrected, the noise must fit under a T / (N lr); otherwise it must drown in it."""
-        return self.noise.longest(group) if self.corrected else super().noise_bound(group)
-
-    def _move(self, group: Group, params: list[Tensor]) -> Move:
-        return self._outer(self.composite(group), self.rate(group)) if self.corrected else self._plain(group)
+    def __init__(self, params: ParamsLike, *, friction: float = 0.1, corrected: bool = False, **settings: Any) -> None:
+        super().__init__(params, friction=friction, corrected=corrected, **settings)

@@ -10,11 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from isosgd.samplers.base import Sampler
-from isosgd.samplers.groups import Group, ParamsLike
-from isosgd.samplers.injection import Move
+from isosgd.samplers.groups import ParamsLike
 from isosgd.samplers.schedules import Annealing
 
 
@@ -28,13 +25,10 @@ class SGLD(Sampler):
     given; there is a temperature.
 
     Args:
-        params: named parameters (one group a layer), or groups.
-        num_data: N.
-        temperature: T.
-        lr: the rate, of the mean gradient; left out, `adapt` sets it.
+        params: as of every `Sampler`.
         decay: exponent of the annealing, 0 for a fixed rate; Welling and Teh take a value in (0.5, 1].
         offset: steps after which the annealing sets in.
-        settings: the settings common to all samplers, see `Sampler`.
+        settings: ``num_data``, ``temperature``, ``lr`` and others, see `Sampler`.
 
     Example:
         >>> import torch
@@ -44,20 +38,8 @@ class SGLD(Sampler):
         >>> _ = sampler.step()
     """
 
-    def __init__(
-        self,
-        params: ParamsLike,
-        *,
-        num_data: int,
-        temperature: float = 1.0,
-        lr: float | None = None,
-        decay: float = 0.0,
-        offset: float = 1000.0,
-        **settings: Any,
-    ) -> None:
-        super().__init__(
-            params, num_data=num_data, temperature=temperature, lr=lr, schedule=Annealing(decay, offset), **settings
-        )
+    paper = "Welling, Teh 2011"
+    departures = "the rate is fixed by default, and set by `adapt`"
 
-    def _move(self, group: Group, params: list[Tensor]) -> Move:
-        return self._plain(group)
+    def __init__(self, params: ParamsLike, *, decay: float = 0.0, offset: float = 1000.0, **settings: Any) -> None:
+        super().__init__(params, schedule=Annealing(decay, offset), **settings)

@@ -19,9 +19,8 @@ from isosgd.geometry.layer import Number
 from isosgd.noise import dot, join
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
-from isosgd.samplers.injection import Move
 from isosgd.samplers.program import StepProgram, Tensors
-from isosgd.samplers.steppers import check_friction, hamiltonian_, spread
+from isosgd.samplers.steppers import hamiltonian_, spread
 
 
 class SGNHT(Sampler):
@@ -37,13 +36,10 @@ class SGNHT(Sampler):
     is kept at or below 1.
 
     Args:
-        params: named parameters (one group a layer), or groups.
-        num_data: N.
-        temperature: T.
-        lr: the rate; left out, `adapt` sets it.
+        params: as of every `Sampler`.
         friction: a in (0, 1], the friction that the injected noise alone asks for; xi starts there.
         gain: how fast xi adapts; ``0.1 friction^2`` by default. Its standard deviation is then ``0.3 a / sqrt(d)``.
-        settings: the settings common to all samplers, see `Sampler`.
+        settings: ``num_data``, ``temperature``, ``lr`` and others, see `Sampler`.
 
     Example:
         >>> net = torch.nn.Linear(2, 1)
@@ -52,24 +48,17 @@ class SGNHT(Sampler):
         >>> _ = sampler.step()
     """
 
+    family = "hamiltonian"
     targets = "exp(-f / T) for isotropic gradient noise"
-    has_velocity = True
+    paper = "Ding et al. 2014"
+    departures = "a thermostat for each group; the set point of the discrete recursion; a free thermal mass"
 
     def __init__(
-        self,
-        params: ParamsLike,
-        *,
-        num_data: int,
-        temperature: float = 1.0,
-        lr: float | None = None,
-        friction: float = 0.1,
-        gain: float | None = None,
-        **settings: Any,
+        self, params: ParamsLike, *, friction: float = 0.1, gain: float | None = None, **settings: Any
     ) -> None:
         if gain is not None and not gain > 0:
             raise ValueError(f"gain = {gain} must be positive; leave it out for 0.1 friction^2")
-        super().__init__(params, num_data=num_data, temperature=temperature, lr=lr, **settings)
-        self.friction = check_friction(friction)
+        super().__init__(params, friction=friction, **settings)
         self.gain = 0.1 * friction**2 if gain is None else gain
 
     def thermostat(self, group: Group) -> Tensor:
@@ -80,6 +69,11 @@ class SGNHT(Sampler):
             state["thermostat"] = torch.full(lead, self.friction, device=group["params"][0].device)
         xi: Tensor = state["thermostat"]
         return xi
+
+    def velocity_variance(self, group: Group) -> Number:
+        """What the velocity has at temperature T in continuous time."""
+        variance: Number = group["temperature"] * self.rate(group) / group["num_data"]
+        return variance
 
     def noise_bound(self, group: Group) -> Tensor:
         """What is not isotropic must drown; the rest may double the friction."""
@@ -93,24 +87,16 @@ class SGNHT(Sampler):
             return "there is no temperature to regulate"
         return ThermostatProgram(self)
 
-    def _move(self, group: Group, params: list[Tensor]) -> Move:
-        return self._plain(group)
-
     def _update(self) -> None:
-        for laid in self.injector.laid:
-            velocity = [self.velocity(p) for p in laid.params]
-            torch._foreach_mul_(velocity, spread(1.0 - self.thermostat(laid.group), velocity))
+        for own in self.injector.layout:
+            velocity = [self.velocity(p) for p in own.params]
+            torch._foreach_mul_(velocity, spread(1.0 - self.thermostat(own.group), velocity))
         super()._update()
-        for laid in self.injector.laid:
-            self._regulate(laid.group, join([self.velocity(p) for p in laid.params], self.batched).float())
-
-    def _regulate(self, group: Group, velocity: Tensor) -> None:
-        if not group["temperature"]:
-            return
-        xi = self.thermostat(group)
-        variance = group["temperature"] * self.rate(group) / group["num_data"]
-        found = dot(velocity, velocity) / (velocity.shape[-1] * variance)
-        xi.add_(self.gain * (found - 2.0 / (2.0 - xi))).clamp_(max=1.0)
+        for own in self.injector.layout:
+            if own.group["temperature"]:
+                xi, v = self.thermostat(own.group), join([self.velocity(p) for p in own.params], self.batched).float()
+                found = dot(v, v) / (v.shape[-1] * self.velocity_variance(own.group))
+                xi.add_(self.gain * (found - 2.0 / (2.0 - xi))).clamp_(max=1.0)
 
     def _advance(
         self, params: list[Tensor], grads: list[Tensor], rate: Number | list[float], kick: list[Tensor] | None
@@ -123,23 +109,21 @@ class ThermostatProgram(StepProgram):
 
     def __init__(self, sampler: SGNHT) -> None:
         super().__init__(sampler)
-        self.gain, self.groups = sampler.gain, sampler.param_groups
-        self.counts = [sum(p.numel() for p in group["params"]) // self.chains for group in self.groups]
-        self.thermostats = [sampler.thermostat(group) for group in self.groups]
+        self.thermostats = [sampler.thermostat(group) for group in sampler.param_groups]
+        self.variance, self.gain = sampler.velocity_variance, sampler.gain
 
-    def columns(self) -> list[Tensor]:
-        friction = torch.stack([xi.expand(self.chains) for xi in self.thermostats], -1)
-        return [self.flat(self.velocities()), friction]
+    def memory(self) -> list[list[Tensor]]:
+        return [self.velocities()]
 
-    def finish(self, state: Tensor) -> None:
-        super().finish(state)
-        self.write(self.velocities(), state[:, self.dim : 2 * self.dim])
-        for xi, found in zip(self.thermostats, state[:, 2 * self.dim :].unbind(-1), strict=True):
+    def numbers(self) -> list[Tensor]:
+        return self.thermostats
+
+    def take_numbers(self, numbers: Tensor) -> None:
+        for xi, found in zip(self.thermostats, numbers.unbind(-1), strict=True):
             xi.copy_(found.view_as(xi))
 
     def tensors(self) -> Tensors:
-        rates = self.rates()
-        variances = [group["temperature"] * self.sampler.rate(group) / group["num_data"] for group in self.groups]
+        rates, variances = self.rates(), [self.variance(group) for group in self.sampler.param_groups]
         return rates, torch.stack([torch.as_tensor(v).to(rates).expand(self.chains) for v in variances], -1)
 
     def move(self, state: Tensor, gradient: Tensor, noise: Tensor | None, xi: Tensor, tensors: Tensors) -> Tensor:

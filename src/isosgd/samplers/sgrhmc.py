@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from isosgd.geometry.layer import Number
-from isosgd.noise import Summary, Uses
+from isosgd.noise import Summary
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
-from isosgd.samplers.injection import Move
 from isosgd.samplers.metric import DiagonalMetric
 from isosgd.samplers.program import StepProgram
 from isosgd.samplers.sgrld import Field, Metric, scales
-from isosgd.samplers.steppers import check_friction, langevin_
+from isosgd.samplers.steppers import langevin_
 
 
 class SGRHMC(Sampler):
@@ -38,27 +37,23 @@ class SGRHMC(Sampler):
     is cut at 1 where the metric is large, together with its noise, which any friction allows.
 
     Args:
-        params: named parameters (one group a layer), or groups.
-        num_data: N.
-        temperature: T.
-        lr: the rate; left out, `adapt` sets it.
+        params: as of every `Sampler`.
         friction: a in (0, 1].
         metric: from a parameter to the diagonal of ``G^-1``, that is ``P^2``, in its shape, see
             `isosgd.samplers.sgrld.Field`. It is not saved.
         coupled: whether an entry of it depends on other entries of the parameter.
         corrected: subtract the measured gradient noise from the injected noise, as in `SGHMC`.
-        settings: the settings common to all samplers, see `Sampler`.
+        settings: ``num_data``, ``temperature``, ``lr`` and others, see `Sampler`.
     """
 
-    has_velocity = True
+    family = "hamiltonian"
+    paper = "Ma, Chen, Fox 2015"
+    departures = "any diagonal metric; free friction, cut at 1"
 
     def __init__(
         self,
         params: ParamsLike,
         *,
-        num_data: int,
-        temperature: float = 1.0,
-        lr: float | None = None,
         friction: float = 0.1,
         metric: Metric | None = None,
         coupled: bool = False,
@@ -66,22 +61,14 @@ class SGRHMC(Sampler):
         **settings: Any,
     ) -> None:
         self.field = Field(metric, coupled, settings.get("chains") is not None)
-        super().__init__(params, num_data=num_data, temperature=temperature, lr=lr, **settings)
-        self.friction, self.corrected = check_friction(friction), corrected
+        super().__init__(params, friction=friction, corrected=corrected, **settings)
         self.metric = DiagonalMetric(self.noise, self.field.value)
-        self.noise.uses = Uses(vectors=corrected)
 
     def noise_summary(self, group: Group, how: Summary) -> Tensor:
         return self.noise.summary(group, how)  # friction has the metric in it too, so that it cancels
 
-    def noise_bound(self, group: Group) -> Tensor:
-        return self.noise.longest(group) if self.corrected else super().noise_bound(group)
-
     def _program(self) -> StepProgram | str:
         return "its metric depends on where the chain is"
-
-    def _move(self, group: Group, params: list[Tensor]) -> Move:
-        return self._outer(self.composite(group), self.rate(group)) if self.corrected else self._plain(group)
 
     def _advance(
         self, params: list[Tensor], grads: list[Tensor], rate: Number | list[float], kick: list[Tensor] | None

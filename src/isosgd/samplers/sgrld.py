@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isosgd.noise import flat
 from isosgd.noise.estimators import state_dtype
-from isosgd.noise.summaries import flat
 from isosgd.samplers.base import Sampler
-from isosgd.samplers.groups import Group, ParamsLike
-from isosgd.samplers.injection import Move
+from isosgd.samplers.groups import ParamsLike
 from isosgd.samplers.metric import DiagonalMetric
 from isosgd.samplers.program import StepProgram
 from isosgd.samplers.schedules import Annealing
@@ -103,15 +102,12 @@ class SGRLD(Sampler):
     Departures from the paper: the metric is diagonal and any function; theirs is that of a simplex.
 
     Args:
-        params: named parameters (one group a layer), or groups.
-        num_data: N.
-        temperature: T.
-        lr: the rate; left out, `adapt` sets it.
+        params: as of every `Sampler`.
         metric: from a parameter to the diagonal of ``G^-1`` in its shape, see `Field`. It is not saved.
         coupled: whether an entry of it depends on other entries of the parameter.
         decay: exponent of the annealing, 0 for a fixed rate.
         offset: steps after which the annealing sets in.
-        settings: the settings common to all samplers, see `Sampler`.
+        settings: ``num_data``, ``temperature``, ``lr`` and others, see `Sampler`.
 
     Example:
         >>> net = torch.nn.Linear(2, 1)
@@ -120,13 +116,13 @@ class SGRLD(Sampler):
         >>> _ = sampler.step()
     """
 
+    paper = "Patterson, Teh 2013"
+    departures = "any diagonal metric; the identity by default"
+
     def __init__(
         self,
         params: ParamsLike,
         *,
-        num_data: int,
-        temperature: float = 1.0,
-        lr: float | None = None,
         metric: Metric | None = None,
         coupled: bool = False,
         decay: float = 0.0,
@@ -134,16 +130,11 @@ class SGRLD(Sampler):
         **settings: Any,
     ) -> None:
         self.field = Field(metric, coupled, settings.get("chains") is not None)
-        super().__init__(
-            params, num_data=num_data, temperature=temperature, lr=lr, schedule=Annealing(decay, offset), **settings
-        )
+        super().__init__(params, schedule=Annealing(decay, offset), **settings)
         self.metric = DiagonalMetric(self.noise, self.field.value)
 
     def _program(self) -> StepProgram | str:
         return "its metric depends on where the chain is"
-
-    def _move(self, group: Group, params: list[Tensor]) -> Move:
-        return self._plain(group)
 
     def _drift(self, params: list[Tensor], grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         scale, fields = scales(self), [self.field.at(p) for p in params]

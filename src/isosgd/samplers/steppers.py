@@ -9,7 +9,7 @@ when ``Sigma = a T / (N rate)``. At ``a = 1`` it is the first stepper.
 Both take the injected part ready made, as the *kick* ``rate w``: how w is drawn is the sampler's affair.
 
 Both are discrete: for curvature ``h`` of ``f / N`` the stationary variance is larger than it should be by
-`variance_inflation`.
+`isosgd.geometry.rule.variance_inflation`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isosgd.geometry.layer import Number, over_chains
-from isosgd.geometry.rule import allowed_rate_curvature, variance_inflation
-
-__all__ = [
-    "Number",
-    "add_scaled_",
-    "allowed_rate_curvature",
-    "check_friction",
-    "hamiltonian_",
-    "langevin_",
-    "over_chains",
-    "spread",
-    "variance_inflation",
-]
+from isosgd.geometry.layer import Number
 
 
 def spread(value: Number, tensors: list[Tensor]) -> float | Tensor | list[Tensor]:
@@ -48,13 +35,6 @@ def add_scaled_(y: list[Tensor], x: list[Tensor], factor: list[float]) -> None:
         torch._foreach_add_(y, x, alpha=factor[0])
     else:  # of the foreach operations only this one takes a factor for each tensor
         torch._foreach_addcmul_(y, x, [torch.ones((), dtype=x[0].dtype, device=x[0].device)] * len(x), factor)
-
-
-def check_friction(friction: float) -> float:
-    """The friction a of Theorem 2, checked."""
-    if not 0 < friction <= 1:
-        raise ValueError(f"friction = {friction} must lie in (0, 1]")
-    return friction
 
 
 def langevin_(

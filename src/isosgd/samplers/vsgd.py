@@ -31,26 +31,18 @@ class VSGD(Sampler):
     minibatch.
 
     Args:
-        params: named parameters (one group a layer), or groups.
-        num_data: N.
-        temperature: T.
+        params: as of every `Sampler`.
         per_layer: one rate for each group rather than one for all, as Mandt et al. have it.
-        settings: the settings common to all samplers, see `Sampler`.
+        settings: ``num_data``, ``temperature`` and others, see `Sampler`.
     """
 
     targets = "a Gaussian near a mode, covariance from H S + S H = rate Var(g)"
+    paper = "Mandt, Hoffman, Blei 2017"
+    has_lr = False
 
-    def __init__(
-        self,
-        params: ParamsLike,
-        *,
-        num_data: int,
-        temperature: float = 1.0,
-        per_layer: bool = False,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, params: ParamsLike, *, per_layer: bool = False, **settings: Any) -> None:
         self.per_layer = per_layer
-        super().__init__(params, num_data=num_data, temperature=temperature, **settings)
+        super().__init__(params, **settings)
 
     def adapt(self, curvature: Sequence[Number] | None = None, rise: float = 2.0) -> None:
         """Mandt's rate from the noise seen; the curvature plays no part in it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -30,6 +32,8 @@ GRAPH_EVERY = 512  # ... and fewer still beside captured steps: taking a noise v
 MULTI_STEP_FROM = 4_000  # steps, for which it pays to compile several in a call ...
 SINGLE_CHAIN = 5  # ... and so many times more for one chain, whose single steps take less time
 
+WARMUP_TIME = 0.5  # share of the time of a run that has a limit, after which the warm-up begins no other window
+
 State = dict[str, Any]
 Auto = Literal["auto"]
 
@@ -49,6 +53,7 @@ class DrawPlan:
         chains_per_set: chains of one data set, where they run side by side.
         held_out: inputs at which predictions are watched.
         trained: whether chains start at trained networks.
+        deadline: when to end, by `time.monotonic`; chains that run in turn share what is left equally.
     """
 
     draws: int
@@ -61,6 +66,19 @@ class DrawPlan:
     chains_per_set: int = 1
     held_out: Any = None
     trained: bool = False
+    deadline: float | None = None
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether there may be fewer draws than `draws`."""
+        return self.auto or self.deadline is not None
+
+    def deadline_of(self, run: Chains, first: int) -> float:
+        """When these chains must end."""
+        if self.deadline is None:
+            return math.inf
+        now = time.monotonic()
+        return now + (self.deadline - now) * run.count / max(self.total - first, run.count)
 
     @property
     def spacing(self) -> int:
@@ -249,7 +267,8 @@ def draw_from(
         What the chains have predicted so far; takes the reason to stop, empty to go on.
     """
     label = f"chain {first + 1}/{plan.total} " if run.many is None and plan.total > 1 else ""
-    outcome, run.trained = ChainsResult(first, run.count), plan.trained
+    outcome, run.trained, deadline = ChainsResult(first, run.count), plan.trained, plan.deadline_of(run, first)
+    run.deadline = time.monotonic() + WARMUP_TIME * (deadline - time.monotonic())
     done, drawn, levels = 0, 0, list[Tensor]()
     leapfrogs = _leapfrog_steps(run, plan, bar)
     stride: MultiStep | GraphSteps | LeapfrogMultiStep | None = leapfrogs
@@ -301,6 +320,9 @@ def draw_from(
             outcome.stopped = (yield watch) or ""
         keeper.mark(first, state)
         while drawn < plan.draws and not outcome.stopped:
+            if drawn and time.monotonic() > deadline:
+                outcome.stopped = f"max_seconds: {drawn} of {plan.draws} draws were taken"
+                break
             steps = run.sampler.steps_to(gap)
             if stride is not None:
                 stride.take_steps(done, steps, tick)

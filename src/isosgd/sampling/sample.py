@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from isosgd.sampling.loop import ChainsResult, DrawPlan, draw_all, why_stopped
 from isosgd.sampling.recorders import InMemory, OnDisk, keep_at_once
 from isosgd.sampling.settings import (
     check_room,
+    check_seconds,
     check_settings,
     compile_after,
     most_draws,
@@ -30,8 +32,8 @@ from isosgd.sampling.settings import (
     sampler_factory,
     versions,
 )
-from isosgd.sampling.starts import as_starts
 from isosgd.sampling.stored import RunRequest, described, load
+from isosgd.sampling.trained import DRAWS, Around, as_starts, own_network
 from isosgd.target import Target
 from isosgd.target.batches import with_tensors
 from isosgd.warmup.windows import MOST_STEPS
@@ -44,12 +46,12 @@ def sample(
     init: Start = None,
     starts: Any = None,
     method: str = "isgd",
-    draws: int | Literal["auto"] = 100,
+    draws: int | Literal["auto"] | None = None,
     chains: int = 1,
     batch_size: int | Literal["all"] | None = None,
     keep_every: int | Literal["auto"] = "auto",
     warmup: int | Literal["auto"] = "auto",
-    temperature: float = 1.0,
+    temperature: float | Literal["auto"] | None = None,
     seed: int = 0,
     device: torch.device | str | None = None,
     progress: bool = True,
@@ -59,6 +61,8 @@ def sample(
     log: str | Path | None = None,
     budget: int | None = None,
     held_out: Any = None,
+    ladder: Sequence[float] | None = None,
+    max_seconds: float | None = None,
     transform: Transform | None = None,
     **options: Any,
 ) -> Posterior:
@@ -72,18 +76,26 @@ def sample(
         init: start values in natural parameters, and of buffers where there are, such as the ``state_dict`` of a
             trained network; where the target says by default. A function from the number of a chain to such values
             gives each chain a start of its own.
+        starts: trained networks, or their ``state_dict``s: chains begin there, in turns, without an initial
+            optimisation, and their number is at least that of the networks. The run then takes about ten epochs of
+            gradients unless ``warmup``, ``draws`` or ``keep_every`` say otherwise.
         method: a name of `isosgd.methods`: ``isgd``, ``sgld``, ``sghmc`` and so on. ``hmc`` takes all data for every
             gradient and accepts or rejects its trajectories (see `isosgd.samplers.hmc`): nothing is left of the
             discretisation bias. It pays up to some thousand examples, above all for networks.
-        draws: draws to keep from each chain; ``auto`` goes on until predictions have converged (R-hat of at most 1.01
-            and 400 effective draws, over all chains) or the ``budget`` ends; ``info["stopped"]`` says which.
+        draws: draws to keep from each chain, 100 by default, 30 with ``starts``; ``auto`` goes on until predictions
+            have converged (R-hat of at most 1.01 and 400 effective draws, over all chains) or the ``budget`` ends;
+            ``info["stopped"]`` says which.
         chains: independent chains, of each data set. They run in one batched computation where the model allows it
             (``info["engine"]`` says so, or why not).
         batch_size: examples in a minibatch; half of the data, between 8 and 128, by default. ``all`` is a short way to
             ``method="hmc"``, and ``info["method"]`` then says ``hmc``.
         keep_every: steps between draws; ``auto`` measures the autocorrelation of predictions in the warm-up.
         warmup: gradients to spend before the first draw; ``auto`` goes on until the chain has settled.
-        temperature: T; 1 is the posterior. With a prior whose scales are fixed the density is
+        temperature: T; 1, the posterior, by default. ``auto``, the default with ``starts``, tries a ladder of
+            temperatures from the start and takes the one that predicts ``held_out`` examples best, and of its draws
+            those up to where they predict best; where none is better than the start by more than chance, the draws
+            are the starts. Without held-out examples T is 1e-3.
+            ``info["temperature_choice"]`` says how it was chosen. With a prior whose scales are fixed the density is
             ``(likelihood * prior)^(1/T)``, that is ``exp(-f / T)``. Where scales of the prior are sampled
             (`HierarchicalNormal`, `Relevance`) the likelihood alone is tempered, ``likelihood^(1/T) * prior``: as if
             there were N/T examples. ``info["density"]`` says which.
@@ -99,7 +111,12 @@ def sample(
         store_dtype: dtype in which draws are written; their own by default.
         log: a folder for TensorBoard, which shows loss and rates at every draw (needs the extra ``tensorboard``).
         budget: with ``draws="auto"``, draws of each chain at most; 2,000 by default.
-        held_out: with ``draws="auto"``, inputs at which predictions are watched; some of the training data by default.
+        held_out: with ``temperature="auto"``, examples that the starts were not trained on: ``(x, y)``, a loader, or a
+            share of the data such as 0.1 that is set aside. With ``draws="auto"``, inputs at which predictions are
+            watched; some of the training data by default.
+        ladder: temperatures to try with ``temperature="auto"``; 0.01, 0.1 and 1 by default.
+        max_seconds: bound on the time of the whole call: the warm-up and the draws end early. At least one draw of each
+            chain is taken.
         transform: a function ``(batch, generator) -> batch`` that every minibatch goes through on its device, such as
             augmentation or a change of type: images may so lie on a GPU as bytes. It must keep the number of examples,
             take its random numbers from the generator, and is not applied in predictions.
@@ -124,16 +141,70 @@ def sample(
         >>> bool(abs(posterior.draws["mu"].mean() - y.mean()) < 0.2)
         True
     """
-    check_settings(method, draws, chains, keep_every, warmup, temperature)
-    given_method, (method, batch_size) = method, resolve_method(method, batch_size)
     if not isinstance(target, Target):
         raise TypeError(
             f"target of type {type(target).__name__}: pass an isosgd.Target; Target.from_module makes one from a model"
         )
+    deadline = None if max_seconds is None else time.monotonic() + check_seconds(max_seconds)
     networks = as_starts(starts, target, init)
-    if networks is not None:
-        chains = max(chains, len(networks))
-        init = partial(_turn, networks)
+    if temperature == "auto" and networks is None:
+        networks = as_starts(own_network(target, init), target, None)
+    if ladder is not None and temperature not in (None, "auto"):
+        raise ValueError(f"ladder= goes with temperature='auto', not with temperature = {temperature!r}")
+    given: dict[str, Any] = {
+        "method": method, "batch_size": batch_size, "seed": seed, "device": device, "transform": transform,
+    }  # fmt: skip
+    more: dict[str, Any] = {
+        "store": store, "resume": resume, "store_dtype": store_dtype, "log": log, "budget": budget,
+        "progress": progress, "deadline": deadline,
+    }  # fmt: skip
+    if networks is None:
+        assert temperature != "auto"
+        more |= {"draws": 100 if draws is None else draws, "keep_every": keep_every, "warmup": warmup}
+        return _draw(
+            target, data, init=init, chains=chains, temperature=1.0 if temperature is None else temperature,
+            held_out=held_out, **given, **more, **options,
+        )  # fmt: skip
+    around = Around(target, data, networks, held_out, ladder, given, options)
+    lengths = around.lengths.settings(DRAWS if not isinstance(draws, int) else draws)
+    more |= {"draws": draws or DRAWS} | {
+        name: lengths[name] if value == "auto" else value
+        for name, value in (("keep_every", keep_every), ("warmup", warmup))
+    }
+    choice = around.choose("auto" if temperature is None else temperature, _draw, deadline)
+    return around.posterior(choice, _draw, max(chains, len(networks)), more)
+
+
+def _draw(
+    target: Target,
+    data: Any,
+    *,
+    init: Start,
+    method: str,
+    draws: int | Literal["auto"],
+    chains: int,
+    batch_size: int | Literal["all"] | None,
+    keep_every: int | Literal["auto"],
+    warmup: int | Literal["auto"],
+    temperature: float,
+    seed: int,
+    device: torch.device | str | None,
+    progress: bool = True,
+    store: str | Path | None = None,
+    resume: bool = False,
+    store_dtype: Literal["float32", "bfloat16"] | None = None,
+    log: str | Path | None = None,
+    budget: int | None = None,
+    held_out: Any = None,
+    transform: Transform | None = None,
+    trained: bool = False,
+    deadline: float | None = None,
+    about_choice: dict[str, Any] | None = None,
+    **options: Any,
+) -> Posterior:
+    """`sample` at a temperature that is known; ``about_choice`` goes into ``info``."""
+    check_settings(method, draws, chains, keep_every, warmup, temperature)
+    given_method, (method, batch_size) = method, resolve_method(method, batch_size)
     most = most_draws(draws, budget, held_out, method)
     leaf = next(iter(target.initial(start_of(init, 0), device=device).values()))
     place = leaf.device  # where all parameters go, and the data with them
@@ -169,14 +240,14 @@ def sample(
     schedule = Schedule(target, data, init, chains, batch_size, seed, place, after, transform)
     plan = DrawPlan(
         most, keep_every, warmup, noise_every(given), schedule.count, after, draws == "auto", schedule.chains, held_out,
-        networks is not None,
+        trained, deadline,
     )  # fmt: skip
     if METHODS[method] is ISGD:
         given.setdefault("budget", None if warmup == "auto" else warmup)
     make_sampler = sampler_factory(
         method, schedule.num_data, temperature, schedule.batch_size, schedule.together_sets, given
     )
-    known = partial(_info, asked, schedule, plan)
+    known = partial(_info, asked, schedule, plan, about_choice or {})
     board = None if log is None else Log(log)  # before a folder is taken: TensorBoard may not be there
     keeper: InMemory | OnDisk
     if store is None:
@@ -209,12 +280,9 @@ def sample(
             board.close()
 
 
-def _turn(networks: list[Mapping[str, Any]], chain: int) -> Mapping[str, Any]:
-    """The network that a chain starts at; they take turns."""
-    return networks[chain % len(networks)]
-
-
-def _info(asked: RunRequest, schedule: Schedule, plan: DrawPlan, outcomes: list[ChainsResult]) -> dict[str, Any]:
+def _info(
+    asked: RunRequest, schedule: Schedule, plan: DrawPlan, more: dict[str, Any], outcomes: list[ChainsResult]
+) -> dict[str, Any]:
     """How the draws came about, as far as it is known."""
     kept = [(o, k) for o in outcomes for k in range(o.count) if k not in o.failures and k not in o.lengths]
     reports = [o.reports[k] for o, k in kept]
@@ -225,8 +293,8 @@ def _info(asked: RunRequest, schedule: Schedule, plan: DrawPlan, outcomes: list[
         "density": asked.target.density(asked.start(0), asked.settings["temperature"]),
         "num_data": schedule.num_data,
         "batch_size": schedule.batch_size if schedule.tensors is not None else None,
-        "draws": max((o.drawn for o in outcomes), default=0) if plan.auto else plan.draws,
-        **({"stopped": why_stopped(outcomes)} if plan.auto else {}),
+        "draws": max((o.drawn for o in outcomes), default=0) if plan.ends_early else plan.draws,
+        **({"stopped": why_stopped(outcomes)} if plan.ends_early else {}),
         "chains": len(kept),
         "chain_indices": [o.first + k for o, k in kept],
         "sets": schedule.sets,
@@ -241,4 +309,5 @@ def _info(asked: RunRequest, schedule: Schedule, plan: DrawPlan, outcomes: list[
         "target": asked.target.describe(),
         "versions": versions(),
         "threads": torch.get_num_threads(),
+        **more,
     }

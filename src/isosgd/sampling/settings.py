@@ -106,8 +106,18 @@ def check_settings(method: str, draws: Any, chains: int, keep_every: Any, warmup
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             auto = " or 'auto'" if name != "chains" else ""
             raise ValueError(f"{name} = {value!r} must be an integer of at least {least}{auto}")
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(f"temperature = {temperature} must be positive and finite; 1 is the Bayesian posterior")
+    number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if not (number and math.isfinite(temperature) and temperature > 0):
+        raise ValueError(
+            f"temperature = {temperature} must be positive and finite, or 'auto'; 1 is the Bayesian posterior"
+        )
+
+
+def check_seconds(seconds: Any) -> float:
+    """A bound on the time of a run."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        raise ValueError(f"max_seconds = {seconds!r} must be a positive number of seconds")
+    return float(seconds)
 
 
 def most_draws(draws: int | Literal["auto"], budget: int | None, held_out: Any, method: str) -> int:

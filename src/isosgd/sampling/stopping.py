@@ -120,16 +120,10 @@ def verdict(watches: dict[int, Watch], chains: int, chains_per_set: int, drawn: 
         budget: draws of each chain, at most.
     """
     alive = {first + k: (watch, k) for first, watch in watches.items() for k in watch.alive()}
-    width = next(iter(watches.values())).traces[0].shape[-1]
-    judged = Convergence([chain // chains_per_set for chain in range(chains)])
-    for number in range(drawn):
-        row = torch.zeros(chains, width, dtype=torch.float64)
-        for chain, (watch, k) in alive.items():
-            row[chain] = watch.traces[number][k]
-        judged.append(np.nan_to_num(row.numpy()))
-    for chain in range(chains):
-        if chain not in alive:
-            judged.drop(chain)
+    traces = [torch.stack([row[k] for row in watch.traces[:drawn]]) for watch, k in alive.values()]
+    judged = Convergence.of(np.nan_to_num(torch.stack(traces).numpy()), [chain // chains_per_set for chain in alive])
+    lost = f" ({chains - len(alive)} dropped)" if len(alive) < chains else ""
+    found = str(judged).replace(" chains:", f" chains{lost}:")
     if judged.converged():
-        return f"converged: {judged}"
-    return f"not converged when the budget of {budget:,} draws ended: {judged}" if drawn >= budget else ""
+        return f"converged: {found}"
+    return f"not converged when the budget of {budget:,} draws ended: {found}" if drawn >= budget else ""

@@ -1,7 +1,7 @@
 """Runs on the disk: draws, checkpoints, and a manifest that says what is there."""
 
 from isosgd.store.draws import Shards, StoredDraws, rectangle
-from isosgd.store.errors import DamagedError, StoreError
+from isosgd.store.files import DamagedError, StoreError
 from isosgd.store.manifest import Manifest
 from isosgd.store.writer import Writer
 

@@ -8,6 +8,7 @@ import warnings
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from isosgd.errors import SamplingWarning
-from isosgd.store.errors import DamagedError
-from isosgd.store.files import Entry, read_header, sha256_of
+from isosgd.store.files import DamagedError, Entry, read_header, sha256_of
 from isosgd.store.manifest import BUFFER, DTYPE_NAMES, File, Manifest, Shard, Spec
 
 OPEN_BYTES = 1 << 26  # of shards that are kept open: pages of open files count as memory of the process
@@ -26,10 +26,7 @@ Damaged = Literal["refuse", "drop"]
 
 
 def rectangle(lengths: Mapping[int, int]) -> tuple[list[int], int]:
-    """Chains and a number of draws that each of them has, so that most draws are in: an array must be a rectangle.
-
-    Args:
-        lengths: draws of each chain.
+    """Of chains of these lengths, some and how many draws of each: most draws in all, since an array is a rectangle.
 
     Example:
         >>> rectangle({0: 100, 1: 100, 2: 30})
@@ -45,12 +42,8 @@ def rectangle(lengths: Mapping[int, int]) -> tuple[list[int], int]:
 class Shards:
     """The shards of a run: each is checked when it is first used, and mapped into memory while it is.
 
-    Args:
-        folder: of the run.
-        manifest: of the run.
-        damaged: ``refuse`` raises `DamagedError` when a shard that is not as it was written is met; ``drop`` looks at
-            all of them at once, warns of those that are not, and does without them.
-        verify: look at all of them at once.
+    ``damaged="refuse"`` raises `DamagedError` when a shard that is not as it was written is met; ``"drop"`` looks at
+    all of them at once, warns of those that are not, and does without them; so does ``verify``, which raises.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, damaged: Damaged = "refuse", verify: bool = False) -> None:
@@ -60,7 +53,7 @@ class Shards:
         self.good: list[Shard] = []
         for shard in manifest.shards:
             try:
-                self._look(shard)
+                look(folder, shard)
                 if verify or damaged == "drop":
                     self.check(shard)
             except DamagedError as error:
@@ -70,15 +63,6 @@ class Shards:
                 warnings.warn(f"{number} draws are left out: {error}", SamplingWarning, stacklevel=5)
             else:
                 self.good.append(shard)
-
-    def _look(self, shard: File) -> None:
-        """Whether the file is there, by its length."""
-        try:
-            found = os.lstat(self.folder / shard.file).st_size
-        except OSError as error:
-            raise DamagedError(shard.file, f"it cannot be opened ({error.strerror})") from error
-        if found != shard.bytes:
-            raise DamagedError(shard.file, f"it has {found:,} bytes, {shard.bytes:,} were written")
 
     def check(self, shard: Shard) -> None:
         """Compare the SHA-256 and the header with the manifest."""
@@ -119,6 +103,16 @@ class Shards:
         return self._open[shard.file][0]
 
 
+def look(folder: Path, about: File) -> None:
+    """Whether a file is there, by its length. That of a link or a pipe is another."""
+    try:
+        found = os.lstat(folder / about.file).st_size
+    except OSError as error:
+        raise DamagedError(about.file, f"it cannot be opened ({error.strerror})") from error
+    if found != about.bytes:
+        raise DamagedError(about.file, f"it has {found:,} bytes, {about.bytes:,} were written")
+
+
 def check_file(path: Path, about: File) -> None:
     """Compare a file's SHA-256 with what was written."""
     found = sha256_of(path)
@@ -151,20 +145,19 @@ class StoredDraws(Mapping[str, Tensor]):
         self._runs: dict[int, list[Shard]] = {}  # by the first of the chains that run side by side
         for shard in shards.good:
             self._runs.setdefault(shard.first, []).append(shard)
-        self._ends = {first: _ends(run) for first, run in self._runs.items()}
+        # Where each shard's draws end, when bad ones are left out.
+        self._ends = {first: list(accumulate(s.stop - s.start for s in run)) for first, run in self._runs.items()}
         self._first = {c: first for first, run in sorted(self._runs.items()) for c in _chains_of(run[0])}
         self.lengths = {
             chain: min(self._ends[first][-1], manifest.lost.get(chain, 1 << 48)) for chain, first in self._first.items()
         }
         living = {chain: n for chain, n in self.lengths.items() if chain not in manifest.lost}
-        if chains is not None:
-            unknown = [chain for chain in chains if chain not in self.lengths]
-            if unknown or not chains:
-                raise ValueError(f"chains = {list(chains)!r} must name some of those with draws: {list(self.lengths)}")
-            self.chains = list(chains)
-            self.num_draws = min(self.lengths[chain] for chain in chains)
-        else:
+        if chains is None:
             self.chains, self.num_draws = rectangle(living)
+        elif chains and all(chain in self.lengths for chain in chains):
+            self.chains, self.num_draws = list(chains), min(self.lengths[chain] for chain in chains)
+        else:
+            raise ValueError(f"chains = {list(chains)!r} must name some of those with draws: {list(self.lengths)}")
 
     @property
     def num_chains(self) -> int:
@@ -221,15 +214,6 @@ class StoredDraws(Mapping[str, Tensor]):
 
 def _chains_of(shard: Shard) -> range:
     return range(shard.first, shard.first + shard.count)
-
-
-def _ends(shards: list[Shard]) -> list[int]:
-    """Where each shard's draws end, when bad ones are left out."""
-    ends, end = [], 0
-    for shard in shards:
-        end += shard.stop - shard.start
-        ends.append(end)
-    return ends
 
 
 def _place(what: str, index: int, count: int) -> int:

@@ -15,20 +15,16 @@ import hashlib
 import json
 import math
 import os
-import stat
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from isosgd.store.errors import DamagedError, StoreError
-
-MOST_JSON = 1 << 25  # bytes
 BLOCK = 1 << 20
 HALF_WRITTEN = ".part"
 DTYPES = {
@@ -36,21 +32,31 @@ DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-MOST_HEADER = 1 << 25
-MOST_DIMENSIONS = 32
 METADATA = "__metadata__"
 DEEPEST = 64
+
+
+class StoreError(ValueError):
+    """A store, or a part of it, cannot be read: it is damaged, of another format, or not a store at all."""
+
+
+class DamagedError(StoreError):
+    """A file of a store is not what was written.
+
+    Attributes:
+        file: its name in the folder of the run.
+    """
+
+    def __init__(self, file: str, what: str) -> None:
+        super().__init__(f"{file} is damaged: {what}")
+        self.file = file
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
 def write_file(path: Path, parts: Iterable[Any]) -> tuple[str, int]:
-    """Write parts (bytes or buffers) to a file at once, or not at all.
-
-    Returns:
-        The SHA-256 and the length.
-    """
+    """Write parts (bytes or buffers) to a file, whole or not at all; returns its SHA-256 and its length."""
     half = path.with_name(f".{path.name}{HALF_WRITTEN}")
     digest, length = hashlib.sha256(), 0
     try:
@@ -81,57 +87,21 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def open_plain(path: Path) -> BinaryIO:
-    """Open a file for reading. Links, pipes and devices are refused: they may lead anywhere, or never end."""
-    try:
-        found = os.lstat(path)
-    except OSError as error:
-        raise DamagedError(path.name, f"it cannot be opened ({error.strerror})") from error
-    if not stat.S_ISREG(found.st_mode):
-        raise DamagedError(path.name, "it is not a plain file")
-    return open(path, "rb")
-
-
 def sha256_of(path: Path) -> str:
     """The SHA-256 of a file, in little memory."""
     digest = hashlib.sha256()
-    with open_plain(path) as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(BLOCK):
+                digest.update(block)
+    except OSError as error:
+        raise DamagedError(path.name, f"it cannot be opened ({error.strerror})") from error
     return digest.hexdigest()
 
 
 def to_json(value: Any) -> bytes:
     """Plain values as JSON, the same for the same values."""
-    return json.dumps(value, allow_nan=False, sort_keys=False, ensure_ascii=True, separators=(",", ":")).encode()
-
-
-def from_json(text: bytes, name: str) -> Any:
-    """Plain values from JSON that may be anyone's."""
-    if len(text) > MOST_JSON:
-        raise StoreError(f"{name} has {len(text):,} bytes of JSON: more than {MOST_JSON:,} is not read")
-    try:
-        return json.loads(text.decode(), parse_constant=_refuse, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
-        raise StoreError(f"{name} is not JSON as it is written here: {str(error)[:200]}") from error
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not a number of JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text[:20]} is too large")
-    return value
-
-
-def read_json(path: Path) -> Any:
-    """A JSON file."""
-    with open_plain(path) as file:
-        text = file.read(MOST_JSON + 1)
-    return from_json(text, path.name)
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
@@ -158,10 +128,9 @@ def raw(x: Tensor) -> Tensor:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor | Sequence[Tensor]], metadata: Mapping[str, str] | None = None
 ) -> tuple[str, int]:
-    """Write tensors; one that is given as a list of its rows is written as ``[rows, *shape]``.
+    """Write tensors; one that is given as a list of its rows is written as ``[rows, *shape]``. Returns as `write_file`.
 
-    Returns:
-        The SHA-256 and the length of the file.
+    The bytes go to the file as they lie in memory, without a copy.
     """
     rows = {name: [x] if isinstance(x, Tensor) else list(x) for name, x in tensors.items()}
     # Those of larger elements first, as the format asks for, so that each is aligned.
@@ -170,8 +139,6 @@ def write_tensors(
     end = 0
     for name in order:
         parts, shape = rows[name], list(rows[name][0].shape)
-        if name == METADATA:
-            raise ValueError(f"a tensor cannot have the name {METADATA!r}; rename it")
         if parts[0].dtype not in CODES:
             raise ValueError(f"tensor {name!r} is {parts[0].dtype}, which a store does not hold")
         begin, end = end, end + sum(part.numel() * part.element_size() for part in parts)
@@ -182,15 +149,12 @@ def write_tensors(
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > MOST_HEADER:
-        raise StoreError(f"{path.name} would have a header of {len(text):,} bytes: more than {MOST_HEADER:,}")
     every = (part for name in order for part in rows[name] if part.numel())
     return write_file(path, chain([len(text).to_bytes(8, "little"), text], (raw(part).numpy() for part in every)))
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     """What a file holds: its tensors and its metadata. The safetensors library refuses one that is not in order."""
-    open_plain(path).close()
     try:
         with safe_open(str(path), "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -198,11 +162,6 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
             return found, dict(file.metadata() or {})
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise DamagedError(path.name, f"its header is wrong: {str(error)[:200]}") from error
-
-
-def counts(value: Any) -> bool:
-    """Whether this is a list of numbers that count something."""
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 48 for n in value)
 
 
 # -- nested states ----------------------------------------------------------------------------------------------------
@@ -272,26 +231,20 @@ def _name(tensor: Tensor, tensors: dict[str, Tensor]) -> str:
 def unpack(value: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
     """What `pack` was given."""
     try:
-        return _unpack(value, tensors or {}, 0)
+        return _unpack(value, tensors or {})
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        if isinstance(error, StoreError):
-            raise
         raise StoreError(f"a stored state cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _unpack(value: Any, tensors: Mapping[str, Tensor], depth: int) -> Any:
-    if depth > 2 * DEEPEST:
-        raise StoreError("a stored state is nested too deeply")
+def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, list):
-        return [_unpack(item, tensors, depth + 1) for item in value]
+        return [_unpack(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     key = next(iter(value), "")
     if not key.startswith("$"):
-        return {name: _unpack(item, tensors, depth + 1) for name, item in value.items()}
+        return {name: _unpack(item, tensors) for name, item in value.items()}
     inner = value[key]
-    if len(value) > 1:
-        raise StoreError(f"a stored state has {key!r} beside other keys")
     if key == "$float":
         return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[inner]
     if key == "$tensor":
@@ -302,7 +255,7 @@ def _unpack(value: Any, tensors: Mapping[str, Tensor], depth: int) -> Any:
     if key == "$array":
         return tensors[inner].numpy()
     if key == "$tuple":
-        return tuple([_unpack(item, tensors, depth + 1) for item in inner])
+        return tuple([_unpack(item, tensors) for item in inner])
     if key == "$items":
-        return {_unpack(k, tensors, depth + 1): _unpack(v, tensors, depth + 1) for k, v in inner}
-    raise StoreError(f"a stored state has the unknown mark {key[:20]!r}")
+        return {_unpack(k, tensors): _unpack(v, tensors) for k, v in inner}
+    raise ValueError(f"the mark {key!r} is unknown")

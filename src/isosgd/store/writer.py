@@ -12,9 +12,9 @@ number) is its own; all else in the manifest is the chains'.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,13 +27,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from isosgd.store.draws import Shards, check_file
-from isosgd.store.errors import StoreError
-from isosgd.store.files import HALF_WRITTEN, from_json, pack, raw, read_header, to_json, unpack, write_tensors
+from isosgd.store.files import HALF_WRITTEN, StoreError, pack, raw, read_header, to_json, unpack, write_tensors
 from isosgd.store.manifest import BUFFER, DTYPE_NAMES, FILE_NAME, FROZEN, NAME, File, Manifest, Shard
 
 SHARD_BYTES = 1 << 25  # draws gathered at most; half of that ...
 EARLY = 256  # ... in so many shards at first: at its end a run waits for the last one
-MOST_WAITING = 2 * SHARD_BYTES  # gathered and not yet written
 MOST_COPIED = 8 * SHARD_BYTES  # of a checkpoint; chains wait for a larger one, so that it need not be copied
 LEAST_WAIT = 1.0  # seconds between two shards, at the least, unless so much is gathered; five times that, checkpoints
 STORED = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -46,12 +44,7 @@ LOCK_WAIT = 5.0  # seconds: workers of a data loader hold the lock a little long
 
 
 class Writer:
-    """Writes one run.
-
-    Args:
-        folder: where; there must be no run in it unless it is this one.
-        manifest: what is known of the run.
-    """
+    """Writes one run to a folder, in which there must be no other one."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
@@ -59,7 +52,7 @@ class Writer:
         self._free: list[dict[str, Tensor]] = []  # memory of draws that are written, for those to come
         self._about = (0, 0, 0)  # first, count and start of what is gathered
         self._bytes = self._step = 0
-        self._background = Background(MOST_WAITING)
+        self._background = Background()
         self._lock = lock(folder)
         self._flushes = Waiting(LEAST_WAIT)
         self._checkpoints: dict[int, Waiting] = {}  # by the first of chains that run side by side
@@ -184,18 +177,17 @@ class Writer:
 
     def _send(self) -> None:
         """Have what is gathered written."""
-        if not self._gathered:
-            return
-        self._background.make_room(self._bytes)  # before anything is taken: Ctrl-C may come while it waits
-        gathered, self._gathered = self._gathered, []
-        size, self._bytes = self._bytes, 0
-        about, manifest = (*self._about, self._step), self._as_it_is()
-        self._background.give(lambda: self._write_shard(manifest, gathered, *about), size)
-        self._flushes.sent()
+        self._background.wait()  # before anything is taken: Ctrl-C may come meanwhile
+        self._background.give(self._taken())
 
-    def _as_it_is(self) -> Manifest:
-        """A copy of the manifest, which may change before it is written."""
-        return replace(self.manifest, lost=dict(self.manifest.lost))
+    def _taken(self) -> Callable[[], None]:
+        """What writes that which is gathered."""
+        if not self._gathered:
+            return lambda: None
+        gathered, self._gathered, self._bytes = self._gathered, [], 0
+        about, manifest = (*self._about, self._step), self._manifest_now()
+        self._flushes.sent()
+        return lambda: self._write_shard(manifest, gathered, *about)
 
     def _write_shard(
         self, manifest: Manifest, gathered: list[dict[str, Tensor]], first: int, count: int, start: int, step: int
@@ -218,26 +210,24 @@ class Writer:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def mark(self, first: int, state: Callable[[], Any], now: bool = False) -> None:
-        """Write a checkpoint if one is due: everything that is needed to go on from here.
-
-        Args:
-            first: of the chains that run side by side.
-            state: gives a nested state of tensors and plain values (see `isosgd.store.files`).
-            now: write it in any case.
-        """
+        """Write a checkpoint, if one is due or ``now``: all that chains from ``first`` on need to go on from here."""
         due = self._checkpoints.setdefault(first, Waiting(5.0 * LEAST_WAIT))
         if not (now or due.due()):
             return
-        self._send()
         packed, tensors = pack(state())
-        size = sum(x.numel() * x.element_size() for x in tensors.values())
-        self._background.make_room(size)
-        if size <= MOST_COPIED:  # the chains go on, and change them
+        self._background.wait()
+        write_draws, manifest = self._taken(), self._manifest_now()
+        large = sum(x.numel() * x.element_size() for x in tensors.values()) > MOST_COPIED
+        if not large:  # the chains go on, and change them
             tensors = {name: x.to("cpu", copy=True) for name, x in tensors.items()}
-        manifest = self._as_it_is()
-        self._background.give(lambda: self._write_checkpoint(manifest, first, packed, tensors), size)
+
+        def write() -> None:
+            write_draws()  # a checkpoint never comes before the draws that it follows on
+            self._write_checkpoint(manifest, first, packed, tensors)
+
+        self._background.give(write)
         due.sent()
-        if size > MOST_COPIED:
+        if large:
             self._background.wait()
 
     def _write_checkpoint(self, manifest: Manifest, first: int, packed: Any, tensors: Params) -> None:
@@ -276,6 +266,10 @@ class Writer:
             if half or (FILE_NAME.fullmatch(path.name) and path.name not in named):
                 path.unlink(missing_ok=True)
 
+    def _manifest_now(self) -> Manifest:
+        """A copy of the manifest, which may change before it is written."""
+        return replace(self.manifest, lost=dict(self.manifest.lost))
+
     def _write_named(self, manifest: Manifest, shards: list[Shard], checkpoints: dict[int, File]) -> None:
         """Write a manifest as it was, but for what is on the disk now."""
         self._write_manifest(replace(manifest, shards=shards, checkpoints=checkpoints, number=self.manifest.number))
@@ -309,18 +303,14 @@ def read_state(folder: Path, about: File) -> Any:
     check_file(path, about)
     _, metadata = read_header(path)
     tensors = {name: x.clone() for name, x in load_file(path).items()}
-    return unpack(from_json(metadata.get("state", "").encode(), about.file), tensors)
+    return unpack(json.loads(metadata["state"]), tensors)
 
 
 # -- when, and by whom ------------------------------------------------------------------------------------------------
 
 
 class Waiting:
-    """Decides when the next write of a kind is due: not too often for what it costs.
-
-    Args:
-        least: seconds to wait, at the least; 0 for a write whenever there is something to write.
-    """
+    """Decides when the next write of a kind is due: not too often for what it costs, and after ``least`` seconds."""
 
     def __init__(self, least: float) -> None:
         self.least, self.started = least, time.monotonic()
@@ -365,57 +355,24 @@ def lock(folder: Path) -> int | None:
 
 
 class Background:
-    """Does jobs one after the other in a thread. Once one has failed, those that follow are not done.
+    """Does one job at a time in a thread. Once one has failed, its error is raised by all that follows."""
 
-    Args:
-        most: bytes that jobs may hold while they wait; a single one may hold more, but then waits for no other.
-
-    Example:
-        >>> done = []
-        >>> background = Background(100)
-        >>> for number in range(3):
-        ...     background.make_room(80)
-        ...     background.give(lambda number=number: done.append(number), 80)
-        >>> background.wait()
-        >>> done
-        [0, 1, 2]
-        >>> background.close()
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
-        self._given: deque[tuple[Future[None], int]] = deque()
-        self._failed = False
+        self._under_way: Future[None] | None = None
 
-    def make_room(self, size: int) -> None:
-        """Wait until there is room for a job that holds so many bytes. What went wrong with earlier ones is raised."""
-        while self._given and (self._given[0][0].done() or sum(held for _, held in self._given) + size > self.most):
-            self._first_done()
-
-    def give(self, job: Callable[[], None], size: int) -> None:
-        """Have a job done that holds so many bytes until then."""
+    def give(self, job: Callable[[], None]) -> None:
+        """Have a job done, once the one before it is done."""
+        self.wait()
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="isosgd-store")
-        self._given.append((self._pool.submit(self._do, job), size))
+        self._under_way = self._pool.submit(job)
 
     def wait(self) -> None:
-        """Wait for all of them; what went wrong is raised here."""
-        while self._given:
-            self._first_done()
+        """Wait for the job that is under way; what went wrong is raised here."""
+        if self._under_way is not None:
+            self._under_way.result()
 
     def close(self) -> None:
         """Let the thread end when all is done."""
         if self._pool is not None:
             self._pool.shutdown()
-
-    def _first_done(self) -> None:
-        self._given[0][0].result()  # one that failed stays, so that it is raised again
-        self._given.popleft()
-
-    def _do(self, job: Callable[[], None]) -> None:
-        if not self._failed:
-            try:
-                job()
-            except BaseException:
-                self._failed = True
-                raise

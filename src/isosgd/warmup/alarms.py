@@ -11,7 +11,6 @@ from isosgd.engine.chains import Chains
 from isosgd.errors import SamplingWarning
 from isosgd.geometry.base import MOST_EXCESS
 from isosgd.samplers import ISGD, Sampler
-from isosgd.samplers.momentum_isgd import MomentumISGD
 from isosgd.samplers.schedules import SPREAD, Cycles
 from isosgd.warmup.reports import WarmupReport
 
@@ -23,22 +22,18 @@ Late = Tensor | None  # mean loss of each chain in the second half of the draws
 
 
 def warn_of(run: Chains, reports: list[WarmupReport], late: list[Tensor], first: int) -> None:
-    """Warn of everything that may have gone wrong.
+    """Warn of everything that may have gone wrong with chains, after their last draw, numbered from ``first`` on.
 
-    Args:
-        run: the chains, after their last draw.
-        reports: of their warm-up.
-        late: losses of minibatches in the second half of the draws.
-        first: index of the first chain.
+    ``late`` are the losses of minibatches in the second half of the draws.
     """
     alive = [k for k in range(run.count) if k not in run.failures]
     losses = torch.stack(late).double().mean(0).cpu() if late else None
     for check in (_unsettled, _clipped, _hot, _biased, _in_order, _risen, _short_stages):
-        cases = [(k, said) for k in alive if (said := check(run, reports[k], k, losses))]
+        cases = [(k, message) for k in alive if (message := check(run, reports[k], k, losses))]
         if cases:
-            k, said = cases[0]
+            k, message = cases[0]
             others = f" (and {len(cases) - 1} other of {len(alive)} chains)" if len(cases) > 1 else ""
-            warnings.warn(f"chain {first + k}{others}: {said}", SamplingWarning, stacklevel=6)
+            warnings.warn(f"chain {first + k}{others}: {message}", SamplingWarning, stacklevel=6)
 
 
 def _unsettled(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
@@ -46,16 +41,13 @@ def _unsettled(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
 
 
 def _clipped(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
-    if not isinstance(run.sampler, ISGD | MomentumISGD):
-        return ""
     for group in run.sampler.param_groups:
         clipped = float(run.each(run.sampler.clipped_share(group))[k])
         if clipped > CLIPPED_ALARM:
             return (
-                f"{100 * clipped:.0f}% of the gradient noise of group {group['name']!r} exceeds "
-                "lambda where the chain now "
-                "is, so that the draws are too widely spread. Use scheme='windowed', a longer warmup= or "
-                "a lower temperature."
+                f"{100 * clipped:.0f}% of the gradient noise of group {group['name']!r} exceeds lambda where the chain "
+                "now is, so that the draws are too widely spread. Use scheme='windowed', a longer warmup= or a lower "
+                "temperature."
             )
     return ""
 
@@ -81,16 +73,14 @@ def _biased(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
     if sampler.targets != Sampler.targets:
         return ""
     limit = 2.0 * sampler.bias
-    corrected = isinstance(sampler, ISGD) or getattr(sampler, "corrected", False)
+    corrected = isinstance(sampler, ISGD) or sampler.corrected
     for found in report.groups:
-        heat = 0.0 if corrected else found.noise_share
-        excess = found.predicted_bias + heat
+        excess = found.predicted_bias + (0.0 if corrected else found.noise_share)
         if excess > 2.0 * limit or found.predicted_bias > limit:
             return (
-                f"posterior variances of group {found.name!r} come out too large by about "
-                f"{100 * excess:.0f}%: its rate of "
-                f"{found.rate:.3g} is too high for its curvature or its gradient noise. Lower it, or let "
-                "the warm-up set it."
+                f"posterior variances of group {found.name!r} come out too large by about {100 * excess:.0f}%: its "
+                f"rate of {found.rate:.3g} is too high for its curvature or its gradient noise. Lower it, or let the "
+                "warm-up set it."
             )
     return ""
 
@@ -101,11 +91,9 @@ def _in_order(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
     if run.batches.independent or share <= LOADER_ALARM:
         return ""
     return (
-        "the batches are not drawn independently (a shuffled loader goes through the data "
-        "without replacement), so "
-        f"their noise cancels over an epoch. It is {100 * share:.0f}% of the composite noise: "
-        "posterior variances may come out "
-        "too small by up to that. Pass the tensors themselves, or a DataLoader with "
+        "the batches are not drawn independently (a shuffled loader goes through the data without replacement), so "
+        f"their noise cancels over an epoch. It is {100 * share:.0f}% of the composite noise: posterior variances may "
+        "come out too small by up to that. Pass the tensors themselves, or a DataLoader with "
         "RandomSampler(replacement=True)."
     )
 
@@ -119,9 +107,8 @@ def _risen(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
     if now <= before + RISE_ALARM * max(spread, 1e-3 * abs(before)):
         return ""
     return (
-        f"the mean loss rose from {before:.4g} in the warm-up to {now:.4g} in the second half "
-        "of the draws: the rates were found elsewhere, and the draws are not to be trusted. A longer warmup= or a "
-        "smaller bias= would help."
+        f"the mean loss rose from {before:.4g} in the warm-up to {now:.4g} in the second half of the draws: the rates "
+        "were found elsewhere, and the draws are not to be trusted. A longer warmup= or a smaller bias= would help."
     )
 
 

@@ -15,12 +15,10 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from isosgd.data.sources import TensorBatches
@@ -28,9 +26,9 @@ from isosgd.engine.chains import Chains
 from isosgd.engine.leapfrog import LeapfrogMultiStep
 from isosgd.progress import Progress
 from isosgd.samplers.hmc import HMC
+from isosgd.warmup.base import Array, Mark, Warmup
 from isosgd.warmup.optimise import Adam, decay
 from isosgd.warmup.reports import GroupReport, WarmupReport, drifting
-from isosgd.warmup.spacing import Traces
 
 FIRST_WINDOW = 100
 LAST_SHARE = 0.4  # of what is left after the initial optimisation, for the last window
@@ -51,19 +49,12 @@ DIVERGED = 10.0  # energy over T that a trajectory may have gained where noise i
 VECTORS = 4  # of noise in a window, over the least that tell a Lambda's shape; more are not worth their time
 ENOUGH = 1_600  # steps of the last window, unless a number was given
 
-Array = NDArray[np.float64]
-State = dict[str, Any]
-Mark = Callable[[Callable[[], State]], None]
-
 
 class DualAveraging:
     """Step sizes whose acceptance comes to a chosen share, one for each chain (dual averaging).
 
-    Args:
-        start: step sizes.
-        share: of trajectories to be accepted.
-        bold: how much longer than these the steps are that are tried when all are accepted at first.
-        gain: the larger, the steadier they are.
+    If all trajectories are accepted at first, steps ``bold`` times as long as those at the start are tried; the larger
+    the ``gain``, the steadier they are.
     """
 
     def __init__(self, start: Tensor, share: float = ACCEPTED, bold: float = 2.0, gain: float = GAIN) -> None:
@@ -86,47 +77,29 @@ class DualAveraging:
         return self.log_mean.exp()
 
 
-class HMCWarmup:
-    """The warm-up of chains whose sampler is `HMC`; see `isosgd.warmup.windows.warm_up` for the arguments."""
+class HMCWarmup(Warmup):
+    """The warm-up of chains whose sampler is `HMC`; ``multi_step`` takes several leapfrog steps in a call."""
 
-    kept = ("stage", "spent", "optimised", "length", "reasons", "loss", "last")
+    kept = (*Warmup.kept, "optimised", "last")
 
     def __init__(
         self,
         chains: Chains,
-        steps: int | None,
-        most: int,
+        budget: int,
+        exact: bool,
         progress: Progress,
         mark: Mark,
         multi_step: LeapfrogMultiStep | None = None,
     ) -> None:
-        self.chains, self.progress, self.mark, self.multi_step = chains, progress, mark, multi_step
-        self.budget, self.exact = steps or most, steps is not None
-        self.stage, self.spent, self.optimised, self.length = "start", 0, 0, FIRST_WINDOW
-        self.traces, self.traced = Traces(chains), True
-        self.reasons = [""] * chains.count
+        super().__init__(chains, budget, exact, progress, mark)
+        self.sampler, self.multi_step = cast(HMC, chains.sampler), multi_step
+        self.length, self.optimised, self.traced = FIRST_WINDOW, 0, True
         self.last: list[Tensor] | None = None  # noise
-        self.loss: tuple[Array, Array] | None = None
-
-    @property
-    def sampler(self) -> HMC:
-        return cast(HMC, self.chains.sampler)
-
-    def state(self) -> State:
-        """What is needed to go on from between two windows, beside the chains."""
-        return {**{name: getattr(self, name) for name in self.kept}, "traces": self.traces.state()}
-
-    def load_state(self, state: State) -> None:
-        """Go on from what `state` gave."""
-        for name in self.kept:
-            setattr(self, name, state[name])
-        self.traces.load_state(state["traces"])
 
     def run(self, measure_spacing: bool) -> list[WarmupReport]:
         """All of it."""
         self.traced = measure_spacing
         geometry = self.sampler.geometry
-        assert geometry is not None
         needed = geometry.min_vectors + 5 * FIRST_WINDOW
         if self.budget < needed:
             raise ValueError(f"warmup = {self.budget} is too short for HMC: give at least {needed}")
@@ -136,18 +109,18 @@ class HMCWarmup:
             for _ in range(geometry.min_vectors):
                 self.last = self.chains.evaluate(split=True)
                 self.sampler.observe(self.last)
-                self._count("measuring noise")
+                self.count("measuring noise")
             self.chains.shape()
             self.stage = "windows"
         while self.stage == "windows":
-            self.mark(self.state)
+            self.mark()
             self._window(self.length, fixed=False)
             self.sampler.restart()  # first: the prior's part of Lambda is that of where the chains are
             self.chains.shape()
             left = self.budget - self.spent
             done = 2 * self.length > (1.0 - LAST_SHARE) * left or not (self.exact or any(self.reasons))
             self.stage, self.length = ("last", self.length) if done else ("windows", 2 * self.length)
-        self.mark(self.state)
+        self.mark()
         left = self.budget - self.spent
         self._window(left if self.exact else min(left, max(2 * self.length, ENOUGH)), fixed=True)
         self.sampler.freeze()
@@ -174,10 +147,10 @@ class HMCWarmup:
             adam.step([cast(Tensor, leaf.grad) for leaf in chains.leaves], decay(i, steps))
             if parts > 1 and i % parts == 0:  # a pass through all parts counts as one gradient
                 chains.gradients -= parts - 1
-                self._count("initial optimisation")
+                self.count("initial optimisation")
             if parts == 1 or i % (LOOK * parts) == 0 or i == steps:
                 chains.evaluate()
-                self._count("initial optimisation")
+                self.count("initial optimisation")
                 energy = chains.energy()
                 lower = energy < best
                 best = torch.where(lower, energy, best)
@@ -204,22 +177,21 @@ class HMCWarmup:
         self._choose_length(steps)
         levels: list[Tensor] = []
         accepted: list[Tensor] = []
-        assert sampler.geometry is not None
         every = steps + 1 if fixed else max(1, steps // (VECTORS * sampler.geometry.min_vectors))
         i = 0
         while i < steps:
             looks = not fixed and i % every == 0
-            count = (
-                0 if self.multi_step is None or looks else min(self.multi_step.remaining, steps - i, every - i % every)
-            )
-            if count and self.multi_step is not None:
+            count = 0
+            if self.multi_step is not None and not looks:
+                count = min(self.multi_step.remaining, steps - i, every - i % every)
+            if self.multi_step is not None and count:
                 self.multi_step.leapfrog(count)
             else:
                 count, noise = 1, chains.evaluate(split=looks)
                 chains.advance(None)
                 if noise is not None:
                     sampler.observe(self._seen(noise))
-            self._count("testing the step size" if fixed else f"warm-up window of {steps:,}", count)
+            self.count("testing the step size" if fixed else f"warm-up window of {steps:,}", count)
             if self.traced:
                 self.traces.take(i, count)
             levels += [chains.level] * count
@@ -260,35 +232,22 @@ class HMCWarmup:
             )
         return drifting(losses)
 
-    def _count(self, stage: str, steps: int = 1) -> None:
-        self.spent += steps
-        self.progress.advance(stage, steps * self.chains.count)
-
     def _reports(self, keep: int | None) -> list[WarmupReport]:
-        sampler, geometry = self.sampler, self.sampler.geometry
-        assert geometry is not None and self.loss is not None
+        sampler, geometry, groups = self.sampler, self.sampler.geometry, self.sampler.param_groups
+        assert self.loss is not None
         sampler.report_step_size()
         rates, squares = self.chains.rates().cpu().numpy(), sampler.step_size.double().cpu().numpy()
         structure, conditioning = self.chains.structure, self.chains.conditioning()
         reports = []
         for k, reason in enumerate(self.reasons):
-            groups = [
-                GroupReport(
-                    name=group["name"],
-                    rate=float(rate),
-                    lam=geometry.scale / float(rate),
-                    curvature=0.5 * float(squares[k]) / float(rate),  # H
-                    rate_curvature=0.5 * float(squares[k]),
-                    predicted_bias=0.0,
-                    tail_index=math.nan,
-                    noise_share=0.0,
-                    clipped_share=0.0,
-                )
-                for group, rate in zip(sampler.param_groups, rates[k], strict=True)
+            a = 0.5 * float(squares[k])  # rate * curvature, where that is H
+            found = [
+                GroupReport(group["name"], float(rate), geometry.scale / float(rate), a / float(rate), a)
+                for group, rate in zip(groups, rates[k], strict=True)
             ]
             loss = float(self.loss[0][k]), float(self.loss[1][k])
-            found = not reason, reason, self.spent, self.optimised, keep, groups, loss
-            reports.append(WarmupReport(*found, structure=structure, conditioning=conditioning))
+            told = not reason, reason, self.spent, self.optimised, keep, found, loss
+            reports.append(WarmupReport(*told, structure=structure, conditioning=conditioning))
         return reports
 
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from isosgd.engine.chains import Chains
-from isosgd.samplers.steppers import allowed_rate_curvature, hamiltonian_
+from isosgd.geometry.rule import allowed_rate_curvature
+from isosgd.samplers.steppers import hamiltonian_
+from isosgd.warmup.base import Array
 
 WINDOW = 100
 RATE = 0.5  # of 1 / h; with friction 0.1 the limit is 3.8
@@ -26,16 +27,12 @@ SCALE_STEPS, SCALE_STEP = 60, 0.1
 FIT_STEPS, FIT_RATE, FIT_SHARE = 600, 0.03, 0.25  # of the fit to the data alone; at most that share of the gradients
 ADAM_SIZE = 0.2  # of parameters that start at zero
 ADAM_MEMORY = 0.9, 0.99  # of the gradient and its square
-Array = NDArray[np.float64]
 
 
 class Adam:
     """Adam's steps for all chains, each as long as a share of the size of its group's parameters.
 
-    Args:
-        chains: they are moved.
-        share: length of a step, over the size of a group's parameters, which has the unit.
-        held: names of parameters that stay where they are.
+    Parameters whose names are ``held`` stay where they are.
     """
 
     def __init__(self, chains: Chains, share: float, held: Collection[str]) -> None:
@@ -54,12 +51,7 @@ class Adam:
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], factor: float = 1.0) -> None:
-        """One step.
-
-        Args:
-            gradients: like the parameters.
-            factor: times the length of a step.
-        """
+        """One step, ``factor`` times as long."""
         self.count += 1
         torch._foreach_lerp_(self.mean, list(gradients), 1.0 - ADAM_MEMORY[0])
         torch._foreach_lerp_(self.square, torch._foreach_mul(list(gradients), list(gradients)), 1.0 - ADAM_MEMORY[1])
@@ -86,7 +78,7 @@ class InitialOptimisation:
     fit leaves them. Each chain then goes on from where the posterior density was highest, or from where it started.
 
     *The mode* is found by momentum descent at temperature 0: a window that does not end clearly below the best so far
-    is undone. The rate of each chain is cut when its loss stops decay, down to the rate of sampling. Scales of priors
+    is undone. The rate of each chain is cut when its loss stops falling, down to the rate of sampling. Scales of priors
     and noise are held: a hierarchical density has its mode where a scale is zero, far from all its mass. At the end the
     scales of the noise, but not those of the prior, are set to what fits the residuals: where they are far too large,
     gradient noise says that the curvature is far smaller than it is.
@@ -95,8 +87,10 @@ class InitialOptimisation:
         chains: they are moved.
         limit: gradients to spend at most.
         count: told of every gradient.
-        mark: called between windows, where `state` is all that is needed to go on.
+        mark: called between windows, where what is ``kept`` is all that is needed to go on.
     """
+
+    kept = ("spent", "factor", "best", "doubt")
 
     def __init__(
         self, chains: Chains, limit: int, count: Callable[[], None], mark: Callable[[], None] = lambda: None
@@ -111,15 +105,6 @@ class InitialOptimisation:
         self.factor = np.full(chains.count, RATE)
         self.best: Array | None = None
         self.doubt: Array | None = None
-
-    def state(self) -> dict[str, Any]:
-        """What is needed to go on, beside the chains."""
-        return {name: getattr(self, name) for name in ("spent", "factor", "best", "doubt")}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
-        for name, value in state.items():
-            setattr(self, name, value)
 
     def run(self) -> int:
         """Optimise; returns the gradients spent on each chain."""

@@ -18,10 +18,8 @@ from torch import Tensor
 
 from isosgd.engine.chains import Chains
 from isosgd.geometry.base import Geometry
-from isosgd.geometry.rule import Rule
+from isosgd.geometry.rule import Rule, variance_inflation
 from isosgd.samplers import ISGD
-from isosgd.samplers.momentum_isgd import MomentumISGD
-from isosgd.samplers.steppers import variance_inflation
 
 Array = NDArray[np.float64]
 PARTS = 10  # of a window, whose means are compared
@@ -39,15 +37,15 @@ class GroupReport:
     lam: float
     curvature: float
     rate_curvature: float
-    predicted_bias: float
-    tail_index: float
-    noise_share: float
-    clipped_share: float
+    predicted_bias: float = 0.0
+    tail_index: float = math.nan
+    noise_share: float = 0.0
+    clipped_share: float = 0.0
 
 
 @dataclass
 class WarmupReport:
-    """ChainsResult of a warm-up.
+    """What a warm-up found for one chain.
 
     Attributes:
         settled: whether rates and loss stopped changing.
@@ -110,17 +108,12 @@ def direction_reports(chains: Chains) -> list[dict[str, Any]]:
 
 
 def group_reports(chains: Chains, curvatures: Array | None, tails: Sequence[float]) -> list[list[GroupReport]]:
-    """What was found for each chain and group.
-
-    Args:
-        chains: with the rates that were found.
-        curvatures: ``[chains, groups]``; those that were measured last when None.
-        tails: tail index of each group's noise.
-    """
+    """What was found for each chain and group, from curvatures ``[chains, groups]`` and the tail indices of groups."""
     sampler, rates = chains.sampler, chains.rates().cpu().numpy()
     curvatures = chains.curvatures().cpu().numpy() if curvatures is None else curvatures
-    columns = []
-    for group in sampler.param_groups:
+    found: list[list[GroupReport]] = [[] for _ in range(chains.count)]
+    for i, group in enumerate(sampler.param_groups):
+        composite = sampler.friction * group["temperature"] / group["num_data"]  # times the rate
         counted, share = chains.each(1.0), chains.each(math.nan)  # of the composite noise, what makes for a bias
         if chains.geometry is not None and isinstance(sampler, ISGD):
             share = (0.5 / (sampler.rule().batch_size * chains.geometry.factor)).clamp_max(1.0).double()
@@ -128,68 +121,48 @@ def group_reports(chains: Chains, curvatures: Array | None, tails: Sequence[floa
         elif sampler.noise.of_group(group):
             lam = sampler.friction * group["temperature"] / (group["num_data"] * chains.each(group["rate"]))
             share = chains.each(sampler.noise_summary(group, "top")) / lam
-        clipped = (
-            chains.each(sampler.clipped_share(group)) if isinstance(sampler, ISGD | MomentumISGD) else chains.each(0.0)
-        )
-        columns.append(torch.stack([counted, share, clipped]).cpu().numpy())
-    reports = []
-    for k in range(chains.count):
-        own = []
-        for i, group in enumerate(sampler.param_groups):
+        columns = torch.stack([counted, share, chains.each(sampler.clipped_share(group))]).cpu()
+        for k, (counts, of_noise, clipped) in enumerate(columns.T.tolist()):
             rate, h = float(rates[k, i]), float(curvatures[k, i])
-            counts, of_noise, lost = (float(x) for x in columns[i][:, k])
-            heat = sampler.friction * group["temperature"] / group["num_data"]
-            own.append(
+            found[k].append(
                 GroupReport(
                     name=group["name"],
                     rate=rate,
-                    lam=heat / rate if rate > 0 else math.inf,
+                    lam=composite / rate if rate > 0 else math.inf,
                     curvature=h,
                     rate_curvature=rate * h,
                     predicted_bias=variance_inflation(rate * h, sampler.friction, counts) - 1.0,
                     tail_index=tails[i],
                     noise_share=of_noise,
-                    clipped_share=lost,
+                    clipped_share=clipped,
                 )
             )
-        reports.append(own)
-    return reports
+    return found
 
 
 def directions(geometry: Geometry, rule: Rule) -> list[dict[str, Any]]:
-    """Of each chain, what is known of its directions.
+    """Of each chain, what is known of its directions, from Lambda and the rule by which it was sized.
 
-    Args:
-        geometry: Lambda.
-        rule: by which it was sized.
-
-    Returns:
-        ``count``: of directions. ``rates``: a few, from the largest to the smallest, in the parameters' own units.
-        ``epochs_to_forget``: along the direction that forgets fastest and along the slowest, as far as curvature was
-        measured along directions (``full``); by the curvature H that Lambda was made of for other shapes.
+    ``count``: of directions. ``rates``: a few, from the largest to the smallest, in the parameters' own units.
+    ``epochs_to_forget``: along the direction that forgets fastest and along the slowest, as far as curvature was
+    measured along directions (``full``); by the curvature H that Lambda was made of for other shapes.
     """
     rates, shares = geometry.principal_rates(), geometry.rate_curvatures()
     found = []
     for own, pulls in zip(rates.double().cpu(), shares.double().cpu(), strict=True):
         ordered = own.sort(descending=True).values
-        picked = ordered[
-            torch.linspace(0, len(ordered) - 1, min(SHOWN, len(ordered)), dtype=torch.float64).round().long()
-        ]
+        shown = torch.linspace(0, len(own) - 1, min(SHOWN, len(own)), dtype=torch.float64).round().long()
         ends = (rule.batch_size / (rule.num_data * a) for a in (float(pulls.max()), float(pulls.min())))
-        found.append({"count": len(own), "rates": picked.tolist(), "epochs_to_forget": list(ends)})
+        found.append({"count": len(own), "rates": ordered[shown].tolist(), "epochs_to_forget": list(ends)})
     return found
 
 
 def batch_sizes(rule: Rule, curvature_ratio: Tensor) -> list[dict[str, float]]:
     """What minibatches of other sizes would cost and gain, by the rule, for directions whose curvature is H.
 
-    Args:
-        rule: of the size there is.
-        curvature_ratio: the true curvature over H in the worst direction, of one chain.
-
-    Returns:
-        For each ``batch_size``: ``rate_curvature``, a; ``noise_share``, that of gradient noise in Lambda; and
-        ``epochs_to_forget``, ``gradients_per_draw`` and ``examples_per_draw``, for each effective draw.
+    ``curvature_ratio`` is the true curvature over H in the worst direction, of one chain. For each ``batch_size``:
+    ``rate_curvature``, a; ``noise_share``, that of gradient noise in Lambda; and ``epochs_to_forget``,
+    ``gradients_per_draw`` and ``examples_per_draw``, for each effective draw.
 
     Example:
         >>> rule = Rule(num_data=1000, batch_size=32, temperature=1.0, bias=0.02, averaged=True)

@@ -8,7 +8,7 @@ above that of a mode by ``d T / (2 N)``, and many times as much only where nothi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,11 +36,7 @@ class WindowStart(NamedTuple):
 
 
 class Runaway:
-    """Restarts chains whose Lambda knows directions; with others it does nothing.
-
-    Args:
-        chains: after the initial optimisation.
-    """
+    """Restarts chains whose Lambda knows directions, after the initial optimisation; with others it does nothing."""
 
     kept = ("limit", "least", "restarts")
 
@@ -51,22 +47,13 @@ class Runaway:
         self.restarts = torch.zeros_like(self.limit)  # how often
         self.start: WindowStart | None = None
 
-    def state(self) -> dict[str, Any]:
-        """What is needed to go on from between two windows, beside the chains."""
-        return {name: getattr(self, name) for name in self.kept}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
-        for name, value in state.items():
-            setattr(self, name, value.to(self.limit))
-
     def set_limit(self, at_mode: Sequence[Tensor]) -> None:
         """Take in losses ``[chains]`` where the initial optimisation ended."""
         group, losses = self.chains.sampler.param_groups[0], torch.stack(list(at_mode)).double()
-        heat = 0.5 * sum(self.chains.layout.sizes) * group["temperature"] / self.chains.num_data
+        thermal = 0.5 * sum(self.chains.layout.sizes) * group["temperature"] / self.chains.num_data
         middle = losses.quantile(0.5, dim=0)
         spread = (losses - middle).abs().quantile(0.5, dim=0)  # 0.67 standard deviations of normal ones
-        beyond = BEYOND * (heat + 1.5 * spread / LOSSES**0.5)
+        beyond = BEYOND * (thermal + 1.5 * spread / LOSSES**0.5)
         self.limit = middle + torch.maximum(beyond, LEAST_BEYOND * middle.abs())
 
     def begin(self) -> None:

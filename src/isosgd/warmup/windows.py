@@ -16,12 +16,11 @@ The paper's schemes a, b and c, and the scheme ``online``, are driven by the sam
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import time
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from isosgd.engine.chains import Chains
@@ -31,11 +30,12 @@ from isosgd.noise import dot
 from isosgd.noise.stable import TailMeter
 from isosgd.progress import Progress
 from isosgd.samplers import ISGD
+from isosgd.warmup.base import LENGTH, Array, State, Warmup
+from isosgd.warmup.base import Mark as Mark
 from isosgd.warmup.hmc import HMCWarmup
 from isosgd.warmup.optimise import InitialOptimisation
 from isosgd.warmup.reports import GroupReport, WarmupReport, direction_reports, drifting, group_reports
 from isosgd.warmup.runaway import Runaway
-from isosgd.warmup.spacing import LENGTH, Traces
 
 FIRST_WINDOW = 50
 LEAST_LAST_WINDOW = 400
@@ -55,10 +55,6 @@ FALLING_SHARE, MOST_FALLING = 0.2, 4_000  # ... and where they fell in the last 
 LATE = "the chain ran away while its last rates were tried, and was restarted: a longer warmup= would help"
 ENOUGH = 0.75  # share of the chains that must have settled: of many, one is always unsettled by chance
 MARK_EVERY = 100  # steps of the paper's schemes, which have no windows
-
-Array = NDArray[np.float64]
-State = dict[str, Any]
-Mark = Callable[[Callable[[], State]], None]
 
 
 def warm_up(
@@ -84,60 +80,31 @@ def warm_up(
     Returns:
         One report for each chain.
     """
-    warmup: _Warmup | HMCWarmup
-    if chains.hmc is None:
-        warmup = _Warmup(chains, steps, progress, mark)
-    else:
-        warmup = HMCWarmup(chains, steps, MOST_STEPS, progress, mark, multi_step)
+    given = MOST_STEPS if steps is None else steps, steps is not None, progress, mark
+    warmup = WindowedWarmup(chains, *given) if chains.hmc is None else HMCWarmup(chains, *given, multi_step)
     if saved is not None:
-        warmup.load_state(saved)
+        warmup.load(saved)
     return warmup.run(measure_spacing)
 
 
-class _Warmup:
-    def __init__(self, chains: Chains, steps: int | None, progress: Progress, mark: Mark) -> None:
-        self.chains, self.progress, self.mark = chains, progress, mark
-        self.stage = "start"  # then "optimisation", then "windows"; or "scheme"
-        self.budget = self.total = MOST_STEPS if steps is None else steps
-        self.exact = steps is not None
-        self.spent = 0
+class WindowedWarmup(Warmup):
+    """The warm-up of every sampler but HMC."""
+
+    kept = (*Warmup.kept, "curvatures", "settled_before", "fell", "optimisation", "runaway", "tails")
+
+    def __init__(self, chains: Chains, budget: int, exact: bool, progress: Progress, mark: Mark) -> None:
+        super().__init__(chains, budget, exact, progress, mark)  # stages: "start", "optimisation", "windows"; "scheme"
+        self.length, self.measure_spacing = FIRST_WINDOW, True
         self.tails = [TailMeter() for _ in chains.sampler.param_groups]
-        self.traces, self.runaway = Traces(chains), Runaway(chains)
+        self.runaway = Runaway(chains)
         self.signal: list[Tensor] = []  # [chains, groups]; on the device, so that nothing waits for them
         self.seen_curvatures: list[Tensor] = []
-        self.measure_spacing = True
         self.curvatures: Array | None = None
-        self.loss: tuple[Array, Array] | None = None
-        limit = int(MOST_OPTIMISATION_SHARE * self.budget)
-        self.optimisation = InitialOptimisation(
-            chains, limit, lambda: self._count("initial optimisation"), lambda: self.mark(self.state)
-        )
-        self.length, self.settled_before, self.reasons = FIRST_WINDOW, False, [""] * chains.count
+        limit = int(MOST_OPTIMISATION_SHARE * budget)
+        self.optimisation = InitialOptimisation(chains, limit, lambda: self.count("initial optimisation"), self.mark)
+        self.settled_before = False
         self.fell = False  # whether most rates had to fall within the last window
         self.last = False  # whether no other window is to come
-
-    kept = ("stage", "spent", "curvatures", "loss", "length", "settled_before", "reasons", "fell")
-
-    def state(self) -> State:
-        """What is needed to go on from between two windows, beside the chains."""
-        found = {name: getattr(self, name) for name in self.kept}
-        return {
-            **found,
-            "traces": self.traces.state(),
-            "optimisation": self.optimisation.state(),
-            "runaway": self.runaway.state(),
-            "tails": [dict(vars(meter)) for meter in self.tails],
-        }
-
-    def load_state(self, state: State) -> None:
-        """Go on from what `state` gave."""
-        for name in self.kept:
-            setattr(self, name, state[name])
-        self.traces.load_state(state["traces"])
-        self.optimisation.load_state(state["optimisation"])
-        self.runaway.load_state(state.get("runaway", {}))
-        for meter, saved in zip(self.tails, state["tails"], strict=True):
-            vars(meter).update(saved)
 
     def run(self, measure_spacing: bool) -> list[WarmupReport]:
         chains, sampler, self.measure_spacing = self.chains, self.chains.sampler, measure_spacing
@@ -150,7 +117,7 @@ class _Warmup:
             )
         if self.stage == "start":
             self.chains.evaluate()
-            self._count("starting")
+            self.count("starting")
             for _ in range(2 * PROBE_EVERY):
                 self._probe("starting")
             self.stage = "optimisation"
@@ -200,7 +167,7 @@ class _Warmup:
         while seen < length:  # a first noise estimate before the first move
             seen += chains.observe_noise()
             losses.append(chains.loss)
-            self._count("measuring noise")
+            self.count("measuring noise")
         self.runaway.set_limit(losses)
         # A mode has far less noise than its surroundings: start well below the rate it suggests, and let it rise.
         chains.adapt(FIRST_RATIO * chains.curvature.values())
@@ -224,11 +191,13 @@ class _Warmup:
             self._first_estimates()
             self.stage = "windows"
         while True:
-            self.mark(self.state)
+            self.mark()
             self.budget = self.total - self._check_steps()
             left = self.budget - self.spent
             # A remainder too short for another doubled window is spent in this one.
             length = left if self.exact and left < 3 * self.length else min(self.length, left)
+            if time.monotonic() > chains.deadline:
+                return [reason or "max_seconds ended the warm-up" for reason in self.reasons]
             if length < 2:
                 short = f"{self.total} steps are too few: give warmup at least {8 * FIRST_WINDOW}"
                 return [reason or short for reason in self.reasons]
@@ -283,7 +252,7 @@ class _Warmup:
         while self.spent < end:
             chains.step(split=True)
             losses.append(chains.loss)
-            self._count("testing the rates")
+            self.count("testing the rates")
             if len(losses) % 2 and self.spent < end:
                 self._probe("testing the rates")
             if len(losses) % ADAPT_EVERY == 0:
@@ -319,7 +288,7 @@ class _Warmup:
         while self.spent < end:
             i = len(losses)
             noise = chains.evaluate(split=chains.geometry is not None or i % SPLIT_EVERY == 0)
-            self._count(stage)
+            self.count(stage)
             losses.append(chains.loss)
             if i % PROBE_EVERY == 0 and self.spent < end:
                 self._probe(stage)
@@ -362,9 +331,8 @@ class _Warmup:
         worst = int(np.abs(np.log(ratios)).argmax())
         if max(ratios[worst], 1.0 / ratios[worst]) > SETTLED_RATIO:
             return (
-                f"the rate of group {groups[worst]['name']!r} still changes (by {ratios[worst]:.2f} in the "
-                "last window of "
-                f"{len(losses)} steps): a longer warmup= or a start closer to a mode (init=) would help"
+                f"the rate of group {groups[worst]['name']!r} still changes (by {ratios[worst]:.2f} in the last window "
+                f"of {len(losses)} steps): a longer warmup= or a start closer to a mode (init=) would help"
             )
         sizes = np.array([slot.stop - slot.start for slot in self.chains.slots])
         # At stationarity E|grad f / N|^2 = T tr(H) / N: with top curvature h it cannot exceed T d h / N.
@@ -375,9 +343,8 @@ class _Warmup:
         for group, value, spread, bound in zip(groups, found, error, most, strict=True):
             if value - spread > SIGNAL_RATIO * bound:
                 return (
-                    f"the gradient of group {group['name']!r} is still {math.sqrt(value / bound):.1f} times "
-                    "what it can be at "
-                    "stationarity: the chain is still on its way; a longer warmup= or a start closer to a "
+                    f"the gradient of group {group['name']!r} is still {math.sqrt(value / bound):.1f} times what it "
+                    "can be at stationarity: the chain is still on its way; a longer warmup= or a start closer to a "
                     "mode (init=) would help"
                 )
         slowest = int((rates * curvatures).argmin())
@@ -385,9 +352,8 @@ class _Warmup:
         if len(losses) < RELAXATIONS * relaxation:
             return (
                 f"the last window of {len(losses)} steps is short beside the {relaxation:.0f} steps that group "
-                f"{groups[slowest]['name']!r} takes to forget where it was, even along its stiffest "
-                "direction: a longer "
-                "warmup=, a larger batch_size= or a higher temperature would help"
+                f"{groups[slowest]['name']!r} takes to forget where it was, even along its stiffest direction: a "
+                "longer warmup=, a larger batch_size= or a higher temperature would help"
             )
         return drifting(losses)
 
@@ -401,11 +367,11 @@ class _Warmup:
         for i in range(self.spent, steps):
             if i % MARK_EVERY == 0:
                 chains.check_finite()
-                self.mark(self.state)
+                self.mark()
             noise = chains.evaluate(split=sampler.estimator.centred)
             self._feed_tails(noise if noise is not None else [leaf.grad for leaf in chains.leaves])
             chains.advance(noise)
-            self._count(f"scheme {sampler.scheme}")
+            self.count(f"scheme {sampler.scheme}")
         chains.check_finite()
         if sampler.param_groups[0]["lam"] is None:
             raise ValueError(f"{steps} steps are too few for a first noise estimate: give a longer warmup=")
@@ -419,7 +385,7 @@ class _Warmup:
             for i in range(LENGTH):
                 chains.step(split=sampler.estimator.centred)
                 self.traces.take(i)
-                self._count("measuring")
+                self.count("measuring")
             keep = self._spacing()
         return [
             WarmupReport(True, "", self.spent, 0, keep, groups, structure=chains.structure) for groups in self._groups()
@@ -429,11 +395,7 @@ class _Warmup:
 
     def _probe(self, stage: str) -> None:
         self.chains.probe_curvature()
-        self._count(stage)
-
-    def _count(self, stage: str) -> None:
-        self.spent += 1
-        self.progress.advance(stage, self.chains.count)
+        self.count(stage)
 
     def _rates(self) -> Array:
         return self.chains.rates().cpu().numpy()

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from isosgd.diagnostics.audit.description import NAMES, Loop
 from isosgd.diagnostics.audit.findings import Finding, close, findings, number, wrong_noise
+from isosgd.diagnostics.audit.loop import NAMES, Loop
+from isosgd.diagnostics.audit.measure import Measured, measure
 from isosgd.diagnostics.audit.reading import read
-from isosgd.diagnostics.audit.running import ConjugateTarget, Factory, Measured, measure, probe_noise, set_rate
 from isosgd.diagnostics.summary import json_values
 from isosgd.samplers import Sampler
 
@@ -33,7 +33,6 @@ class Audit:
         findings: why the draws are not from the target posterior: (name, explanation, fix).
         measured: what a run on a known posterior showed, if there was one.
         name: of the optimizer.
-        make: makes the optimizer, if it was passed as a function.
     """
 
     loop: Loop
@@ -45,19 +44,11 @@ class Audit:
     findings: list[Finding]
     measured: Measured | None = None
     name: str | None = None
-    make: Factory | None = None
 
     @property
     def clean(self) -> bool:
         """Whether there are no findings."""
         return not self.findings
-
-    def measure(self, seed: int = 0, relaxations: float = 40.0) -> Audit:
-        """Run the loop on a conjugate Gaussian target with real minibatch noise, and add the result.
-
-        Runs the optimizer if it was passed as a function, otherwise its description.
-        """
-        return replace(self, measured=measure(self.loop, self.make, seed=seed, relaxations=relaxations))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values that strict JSON can hold; numbers that are not finite are None."""
@@ -69,46 +60,37 @@ class Audit:
             **{name: getattr(self, name) for name in numbers},
             "clean": self.clean,
             "findings": [finding._asdict() for finding in self.findings],
-            "measured": None if self.measured is None else self.measured.as_dict(),
+            "measured": None if self.measured is None else asdict(self.measured),
         }
         return json_values(found)  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
-        lines = [f"{self._subject()}: {self._statement()}", *self._remarks()]
-        if self.clean:
-            return "\n".join([*lines, "no findings"])
-        listed = [f"- {f.name}: {f.explanation}.\n  Fix: {f.fix}." for f in self.findings]
-        return "\n".join([*lines, "1 finding:" if len(listed) == 1 else f"{len(listed)} findings:", *listed])
-
-    def _subject(self) -> str:
         loop = self.loop
-        described = "unknown noise" if loop.noise is None else f"noise {loop.noise}" if loop.sigma else "no noise"
+        described = "unknown noise" if loop.noise is None else f"noise {number(loop.noise)}"
         loss = {"mean": "a mean loss", "sum": "a summed loss", "full": "a full-data loss"}[loop.loss_reduction]
         momentum = f", momentum {loop.momentum:g}" if loop.momentum else ""
-        return f"{self.name or described} on {loss}{momentum}, N={loop.num_data}"
-
-    def _statement(self) -> str:
         temperature = "unknown" if self.temperature is None else _degrees(self.temperature)
         prior = "that of the loss" if self.prior_precision is None else number(self.prior_precision)
-        return f"temperature {temperature}, prior precision {prior}"
-
-    def _remarks(self) -> list[str]:
-        found = []
+        lines = [
+            f"{self.name or described} on {loss}{momentum}, N={loop.num_data}: "
+            f"temperature {temperature}, prior precision {prior}"
+        ]
         if self.temperature and self.prior_precision:
-            density = f"exp(-(L + {number(self.prior_precision)} |theta|^2 / 2) / {_degrees(self.temperature)})"
-            prior = f"N(0, {number(self.temperature / self.prior_precision)})"
-            found.append(f"draws are from {density}, L the negative log likelihood of all data: the prior is {prior}")
-        if self.from_gradients is None and self.loop.noise is not None:
-            each = number(self.loop.gradient_heat())
-            found.append(f"gradient noise of variance v (of a mean loss) adds {each} v to the temperature")
+            density = f"exp(-(L + {prior} |theta|^2 / 2) / {temperature})"
+            normal = f"N(0, {number(self.temperature / self.prior_precision)})"
+            lines.append(f"draws are from {density}, L the negative log likelihood of all data: the prior is {normal}")
+        if self.from_gradients is None and loop.noise is not None:
+            each = number(loop.temperature_of(gradients=1.0))
+            lines.append(f"gradient noise of variance v (of a mean loss) adds {each} v to the temperature")
         elif self.from_gradients:
-            found.append(f"{number(self.from_gradients)} of the temperature comes from gradient noise")
+            lines.append(f"{number(self.from_gradients)} of the temperature comes from gradient noise")
         if (seen := self.measured) is not None:
             expected = f" (expected {_degrees(seen.expected)}, with its gradient noise)" if seen.expected else ""
-            found.append(
-                f"measured on a conjugate target: {_degrees(seen.temperature)} ± {number(seen.error)}{expected}"
-            )
-        return found
+            found = f"{_degrees(seen.temperature)} ± {number(seen.error)}"
+            lines.append(f"measured on a conjugate target: {found}{expected}")
+        count = len(self.findings)
+        lines.append("no findings" if not count else "1 finding:" if count == 1 else f"{count} findings:")
+        return "\n".join([*lines, *(f"- {f.name}: {f.explanation}.\n  Fix: {f.fix}." for f in self.findings)])
 
 
 def audit(
@@ -126,55 +108,55 @@ def audit(
             everything is described.
         num_data: N, or the data themselves: a data set, a loader, a tensor or a tuple of tensors. Finds a sampler that
             was given another N.
-        check: run the optimizer, which must be given as a function: measure its temperature on a known posterior, and
-            look for noise used twice.
+        check: run the optimizer, which must be given as a function, and measure its temperature on a known posterior.
         seed: of that run.
         description: the fields of `isosgd.diagnostics.audit.Loop`: ``noise``, ``lr``, ``loss_reduction``,
             ``batch_size``, ``weight_decay`` and so on, and ``friction`` for ``1 - momentum``. They take precedence over
             what the optimizer says about itself.
 
     Example:
-        >>> found = audit(noise="sqrt(2*lr)*0.01", lr=1e-3, loss_reduction="mean", num_data=60000, weight_decay=5e-4)
+        >>> found = audit(noise=(2 * 1e-3) ** 0.5, lr=1e-3, loss_reduction="mean", num_data=60000, weight_decay=5e-4)
         >>> print(str(found).splitlines()[0])
-        noise sqrt(2*lr)*0.01 on a mean loss, N=60000: temperature 6.0, prior precision 30
+        noise 0.0447 on a mean loss, N=60000: temperature 60,000, prior precision 30
         >>> print(*(finding.name for finding in found.findings))
         N missing in noise
     """
     given = _checked(description)
-    make = None if optimizer is None or isinstance(optimizer, Optimizer) else optimizer
-    if make is not None and not callable(make):
-        raise TypeError(f"optimizer is of type {type(make).__name__}: pass an optimizer, or a function that makes one")
-    if check and make is None:
+    if num_data is not None:
+        given["num_data"] = _count(num_data)
+    if check and (optimizer is None or isinstance(optimizer, Optimizer)):
         raise TypeError(
             "check=True runs the optimizer on its own tensors: pass a function that makes it from a list of tensors,"
             " such as lambda params: MySGLD(params, lr=1e-3)"
         )
-    if num_data is not None:
-        given["num_data"] = _count(num_data)
     if optimizer is None:
         return _judged(_loop(given), [])
-    made = _made(make, given) if make is not None else optimizer
-    assert isinstance(made, Optimizer)
-    groups, extra = read(made)
-    loops = [_loop({**group, **given}, made) for group in groups]
-    extra, name = [*extra, *_differing(loops)], type(made).__name__
+    make = None
+    if not isinstance(optimizer, Optimizer):
+        make = optimizer
+        if not callable(make):
+            kind = type(make).__name__
+            raise TypeError(f"optimizer is of type {kind}: pass an optimizer, or a function that makes one")
+        optimizer = make([torch.zeros(64, dtype=torch.float64).requires_grad_()])
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"the function made a {type(optimizer).__name__}, not an optimizer")
+    groups, extra = read(optimizer)
+    loops = [_loop({**group, **given}, optimizer) for group in groups]
+    found = _judged(loops[0], [*extra, *_differing(loops)], type(optimizer).__name__)
     if not check or make is None:
-        return _judged(loops[0], extra, name, make)
-    loop, probed = probe_noise(make, loops[0])
-    found = _judged(loop, extra, name, make).measure(seed)
-    assert found.measured is not None
-    known = {finding.name for finding in found.findings}
-    probed = [finding for finding in probed if finding.name not in known]
-    return replace(found, findings=[*found.findings, *probed, *_contradicted(loop, found.measured)])
+        return found
+    measured = measure(found.loop, make, seed)
+    contradicted = _contradicted(found.loop, measured)
+    return replace(found, measured=measured, findings=[*found.findings, *contradicted])
 
 
-def _judged(loop: Loop, extra: list[Finding], name: str | None = None, make: Factory | None = None) -> Audit:
+def _judged(loop: Loop, extra: list[Finding], name: str | None = None) -> Audit:
     """The audit of a description; ``extra`` are findings that it does not show."""
     temperature, injected, added = loop.temperatures()
     strength = loop.prior_strength()
     prior = temperature / strength if temperature is not None and strength else None
     found = [*findings(loop), *extra]
-    return Audit(loop, temperature, injected, added, loop.precision, prior, found, name=name, make=make)
+    return Audit(loop, temperature, injected, added, loop.precision, prior, found, name=name)
 
 
 def _checked(description: dict[str, Any]) -> dict[str, Any]:
@@ -219,21 +201,6 @@ def _count(data: Any) -> int:
         raise TypeError(f"num_data of type {type(data).__name__} has no length: give the number of examples") from error
 
 
-def _made(make: Factory, given: dict[str, Any]) -> Optimizer:
-    """An optimizer to read; a sampler of ours without a rate sets it on a plain target."""
-    theta = torch.zeros(64, dtype=torch.float64).requires_grad_()
-    optimizer = make([theta])
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"the function made a {type(optimizer).__name__}, not an optimizer")
-    count = given.get("num_data") or optimizer.param_groups[0].get("num_data")
-    if isinstance(optimizer, Sampler) and count:
-        curvature = given.get("curvature") or 1.0
-        plain = Loop(num_data=count, lr=1e-3, noise=None, curvature=curvature, gradient_noise=curvature / 32)
-        with torch.random.fork_rng(devices=[]):
-            set_rate(optimizer, theta, ConjugateTarget(plain, torch.Generator().manual_seed(0), len(theta)))
-    return optimizer
-
-
 def _differing(loops: list[Loop]) -> list[Finding]:
     def same(a: float | None, b: float | None) -> bool:
         return a == b if a is None or b is None else close(a, b, 0.01)
@@ -258,10 +225,11 @@ def _contradicted(loop: Loop, seen: Measured) -> list[Finding]:
             return []
         why = f"{measured}, expected {number(seen.expected)}"
         return [Finding("not as described", why, "correct the description, or the optimizer")]
-    heat, target = seen.temperature - loop.gradient_heat(seen.gradient_noise), loop.target_temperature
-    if close(heat, target, room):
+    heat = seen.temperature - loop.temperature_of(gradients=seen.gradient_noise)
+    if close(heat, loop.target_temperature, room):
         return []
-    return list(wrong_noise(loop, heat, target, f"{measured} instead of {number(target)}", room))
+    instead = f"{measured} instead of {number(loop.target_temperature)}"
+    return list(wrong_noise(loop, heat, loop.target_temperature, instead, room))
 
 
 def _degrees(value: float) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from isosgd.diagnostics.audit.description import SCALES, Loop
+from isosgd.diagnostics.audit.loop import SCALES, Loop
 
 CLOSE = 0.05  # accepted relative error of a temperature
 
@@ -32,109 +32,15 @@ def close(found: float, expected: float, within: float = CLOSE) -> bool:
 
 def findings(loop: Loop) -> list[Finding]:
     """Everything that is wrong with a loop, the temperature first."""
-    found = [*_temperature(loop), *_momentum(loop), *_shared(loop), *_prior(loop), *_gradient(loop)]
-    return [*found, *_discretisation(loop), *_model_and_counters(loop)]
+    parts = (_temperature, _refresh, _noise, _prior, _gradient, _discretisation)
+    return [finding for part in parts for finding in part(loop)]
 
 
-def wrong_noise(loop: Loop, found: float, target: float, measured: str = "", within: float = 0.01) -> Iterator[Finding]:
-    """Why the temperature of a noise is wrong, as far as it can be inferred.
-
-    Args:
-        loop: the description.
-        found: its temperature.
-        target: what the temperature should be.
-        measured: how the temperature was found, for the message.
-        within: relative error of the temperature.
-    """
-    causes = list(_wrong_powers(loop)) or list(_known_factor(loop, found / target, within))
-    seen = measured or f"temperature {number(found)} instead of {number(target)}"
-    for name, why in causes or [("temperature", "the noise does not match the learning rate and the loss")]:
-        yield Finding(name, f"{why}; {seen}", f"noise of standard deviation {loop.right_noise} in every step")
-
-
-# Why the temperature is wrong, by the power with which a quantity enters it.
-_CAUSES: dict[str, dict[float, tuple[str, str]]] = {
-    "N": {
-        1.0: ("N missing in noise", "the noise does not depend on the number of examples: temperature grows with N"),
-        -1.0: ("N applied twice", "the noise is divided by the number of examples twice: temperature falls as 1/N"),
-    },
-    "T": {
-        0.0: ("T missing in noise", "the noise does not depend on the temperature setting"),
-        2.0: ("T applied twice", "the temperature enters squared"),
-    },
-    "lr": {},
-    "n": {
-        -1.0: ("n missing in noise", "the loss is summed over the minibatch, the noise is that of a mean loss"),
-        1.0: ("n applied where it does not belong", "the noise grows with the minibatch, the gradient does not"),
-    },
-    "a": {
-        -1.0: ("friction missing in noise", "momentum carries each noise vector 1/a steps on, which the noise ignores"),
-        1.0: (
-            "momentum speeds up the gradient alone",
-            "each gradient acts 1/a times through the momentum, noise added to the parameters only once",
-        ),
-    },
-}
-_RIGHT_POWER = {"N": 0.0, "T": 1.0, "lr": 0.0, "n": 0.0, "a": 0.0}
-
-
-def _wrong_powers(loop: Loop) -> Iterator[tuple[str, str]]:
-    for name, right in _RIGHT_POWER.items():
-        power = _power(loop, name)
-        if power is None or abs(power - right) < 1e-2:
-            continue
-        if name == "T" and (
-            loop.value("temperature") == 1.0 or not close(loop.value("temperature"), loop.target_temperature)
-        ):
-            continue  # T = 1/N: judged with N
-        cause = _CAUSES[name].get(round(power, 1))
-        if cause is None and name == "lr":
-            cause = "noise not in step with lr", f"the temperature goes with lr^{power:g}: it changes with the rate"
-        yield cause or (f"wrong power of {name}", f"the temperature goes with {name}^{power:g}")
-
-
-def _power(loop: Loop, name: str) -> float | None:
-    """The power of one quantity in the temperature of a noise given as an expression; None for a plain number."""
-    if not isinstance(loop.noise, str) or not loop.sigma:
-        return None
-    base = replace(loop, refresh_every=None, momentum_noise=None, curvature=None, assumed_num_data=None)
-    factor = 2.0
-    if name == "N":
-        other = replace(base, num_data=2 * loop.num_data)
-    elif name == "n" and loop.batch_size is not None:
-        base = replace(base, num_data=2 * loop.num_data)  # a batch never exceeds the data
-        other = replace(base, batch_size=2 * loop.batch_size)
-    elif name == "T":
-        given = loop.value("temperature")
-        base, other = replace(base, temperature=given), replace(base, temperature=2 * given)
-    elif name == "lr":
-        other = replace(base, lr=2 * loop.lr)
-    elif name == "a" and loop.momentum:
-        other, factor = replace(base, momentum=(1 + loop.momentum) / 2), 0.5
-    else:
-        return None
-    first, second = base.noise_temperature(), other.noise_temperature()
-    return round(math.log(second / first) / math.log(factor), 3) if first and second else None
-
-
-def _known_factor(loop: Loop, ratio: float, within: float) -> Iterator[tuple[str, str]]:
-    """For noise given as a plain number: whether it is off by a factor that has a name."""
-    given = loop.value("temperature")
-    factors = {("N", 1.0): loop.num_data, ("N", -1.0): 1 / loop.num_data}
-    if given and given != 1:
-        factors |= {("T", 2.0): given, ("T", 0.0): 1 / given}
-    if loop.batch_size:
-        factors |= {("n", -1.0): 1 / loop.batch_size, ("n", 1.0): loop.batch_size}
-    if loop.momentum:
-        factors |= {("a", -1.0): 1 / loop.friction, ("a", 1.0): loop.friction}
-    for (name, power), factor in factors.items():
-        if factor != 1 and close(ratio, factor, within):
-            yield _CAUSES[name][power]
-            return
+# -- the temperature --------------------------------------------------------------------------------------------------
 
 
 def _temperature(loop: Loop) -> Iterator[Finding]:
-    found, target = loop.noise_temperature(with_refresh=False), loop.target_temperature
+    target = loop.target_temperature
     if loop.assumed_num_data is not None and loop.assumed_num_data != loop.num_data:
         factor = loop.num_data / loop.assumed_num_data
         yield Finding(
@@ -144,7 +50,7 @@ def _temperature(loop: Loop) -> Iterator[Finding]:
             f"num_data={loop.num_data}",
         )
         target *= factor  # not reported twice
-    if loop.sigma == 0 and loop.noise is not None and not loop.refreshed_sd:
+    if loop.noise == 0 and not loop.momentum_noise:
         yield Finding(
             "no noise",
             "no noise is injected: SGD is then driven by its gradient noise alone and draws from a normal with "
@@ -152,31 +58,61 @@ def _temperature(loop: Loop) -> Iterator[Finding]:
             "Var(g) is proportional to the identity",
             f"add noise of standard deviation {loop.right_noise}, or use isosgd.ISGD",
         )
-        return
-    if found is None or not loop.sigma:
-        return
-    if loop.shared_noise == "steps":
-        found /= loop.reused
-    found *= loop.replicas
-    if not close(found, target):
-        yield from wrong_noise(loop, found, target)
+    if loop.sigma:
+        # What is wrong with refreshes, noise used twice and replicas is reported on its own.
+        found = replace(_without_refresh(loop), reused=1, replicas=1).noise_temperature()
+        if found is not None and not close(found, target):
+            yield from wrong_noise(loop, found, target)
 
 
-def _momentum(loop: Loop) -> Iterator[Finding]:
-    if loop.refresh_every is None:
+def wrong_noise(loop: Loop, found: float, target: float, measured: str = "", within: float = 0.01) -> Iterator[Finding]:
+    """Why a noise gives the temperature ``found``, known ``within`` a relative error, as far as can be inferred."""
+    name, why = "temperature", "the noise does not match the learning rate and the loss"
+    for cause, (factor, words) in _known_factors(loop).items():
+        if factor != 1 and close(found / target, factor, within):
+            name, why = cause, words
+            break
+    seen = measured or f"temperature {number(found)} instead of {number(target)}"
+    yield Finding(name, f"{why}; {seen}", f"noise of standard deviation {loop.right_noise} in every step")
+
+
+def _known_factors(loop: Loop) -> dict[str, tuple[float, str]]:
+    """Factors by which the temperature of a noise may be off, by what has then been forgotten or done twice."""
+    n, a, t = loop.batch_size or 1, loop.friction, loop.temperature or 1.0
+    return {
+        "N missing in noise": (loop.num_data, "the noise does not depend on the number of examples"),
+        "N applied twice": (1 / loop.num_data, "the noise is divided by the number of examples twice"),
+        "T missing in noise": (1 / t, "the noise does not depend on the temperature setting"),
+        "T applied twice": (t, "the temperature enters squared"),
+        "n missing in noise": (1 / n, "the loss is summed over the minibatch, the noise is that of a mean loss"),
+        "n applied where it does not belong": (n, "the noise grows with the minibatch, the gradient does not"),
+        "friction missing in noise": (1 / a, "momentum carries each noise vector 1/a steps on, noise ignores it"),
+        "momentum speeds up the gradient alone": (
+            a,
+            "each gradient acts 1/a times through the momentum, noise added to the parameters only once",
+        ),
+    }
+
+
+def _without_refresh(loop: Loop) -> Loop:
+    return replace(loop, refresh_every=None, momentum_noise=None)
+
+
+def _refresh(loop: Loop) -> Iterator[Finding]:
+    if loop.refresh_every is None or loop.momentum_noise is None:
         return
-    right, target = loop.right_refreshed_sd, loop.target_temperature
-    if not close(loop.refreshed_sd**2, right**2):
+    right, target = math.sqrt(loop.lr * loop.scale * loop.target_temperature / loop.num_data), loop.target_temperature
+    if not close(loop.momentum_noise**2, right**2):
         hint = "" if loop.curvature is not None else "; where depends on the curvature (give it for the exact value)"
         yield Finding(
             "momentum refreshed at the wrong variance",
-            f"every {loop.refresh_every} steps the velocity is redrawn with variance {number(loop.refreshed_sd**2)} "
+            f"every {loop.refresh_every} steps the velocity is redrawn with variance {number(loop.momentum_noise**2)} "
             f"instead of lr s T / N = {number(right**2)} for T = {number(target)}: two thermostats with different "
             f"temperatures, and the draws lie between them{hint}",
             f"redraw it with standard deviation {number(right)}, or do not redraw it",
         )
         return
-    found, without = loop.noise_temperature(), loop.noise_temperature(with_refresh=False)
+    found, without = loop.noise_temperature(), _without_refresh(loop).noise_temperature()
     if found is not None and without is not None and close(without, target) and not close(found, target):
         yield Finding(
             "few steps between refreshes",
@@ -186,27 +122,16 @@ def _momentum(loop: Loop) -> Iterator[Finding]:
         )
 
 
-def _shared(loop: Loop) -> Iterator[Finding]:
-    if loop.shared_noise == "steps":
+# -- the rest ---------------------------------------------------------------------------------------------------------
+
+
+def _noise(loop: Loop) -> Iterator[Finding]:
+    if (k := loop.reused) > 1:
         yield Finding(
             "one random key used twice",
-            f"{loop.reused} consecutive steps have the same noise: its variance adds up to {loop.reused}² times that "
-            f"of one step instead of {loop.reused} times, which multiplies the temperature by {loop.reused}",
+            f"{k} consecutive steps have the same noise: its variance adds up to {k}² times that of one step instead "
+            f"of {k} times, which multiplies the temperature by {k}",
             "a fresh key, or an advancing generator, for every step",
-        )
-    elif loop.shared_noise == "tensors":
-        yield Finding(
-            "noise shared between tensors",
-            "tensors of the same shape get the same noise: marginals have the stated temperature, but parameters with "
-            "curvatures h and k are correlated by 2 sqrt(h k) / (h + k), fully if h = k",
-            "one key per tensor: split it, or draw from one generator in turn",
-        )
-    elif loop.shared_noise == "chains":
-        yield Finding(
-            "noise shared between chains",
-            "all chains get the same noise: they forget their starts and become one chain (except for their "
-            "minibatches), so their number suggests independent draws, and a low R-hat, that do not exist",
-            "a generator with its own seed for each chain",
         )
     if loop.replicas > 1:
         yield Finding(
@@ -219,7 +144,7 @@ def _shared(loop: Loop) -> Iterator[Finding]:
 
 def _prior(loop: Loop) -> Iterator[Finding]:
     strength, scale = loop.prior_strength(), SCALES[loop.loss_reduction]
-    if not loop.weight_decay and not loop.value("prior"):
+    if not loop.weight_decay and not loop.prior:
         yield Finding(
             "prior dropped",
             "there is neither weight decay nor a prior in the loss: the prior is flat, and parameters that the data do "
@@ -232,7 +157,7 @@ def _prior(loop: Loop) -> Iterator[Finding]:
             f"the prior counts {number(strength)} times: its temperature is that of the likelihood divided by "
             f"{number(strength)}",
             f"the negative log prior in the loss times {scale.lstrip('*') or '1'}/N"
-            if loop.prior is not None
+            if loop.prior
             else f"weight_decay={number(loop.weight_decay / strength)}",
         )
 
@@ -247,13 +172,6 @@ def _gradient(loop: Loop) -> Iterator[Finding]:
             else f"it adds {number(added)} to the temperature of the injected noise, {number(injected)}",
             "a lower rate or larger minibatches; or isosgd.ISGD, which counts it as part of the required noise",
         )
-    if loop.clipping is not None:
-        yield Finding(
-            "gradient clipped",
-            f"gradients with a norm above {number(loop.clipping)} are cut, so the pull towards the mode stops growing: "
-            "tails are too heavy, and clipped minibatch gradients are biased",
-            "lower the rate instead, or check that the limit is never reached while draws are kept",
-        )
     if loop.minibatches == "epoch":
         yield Finding(
             "minibatches without replacement",
@@ -264,54 +182,16 @@ def _gradient(loop: Loop) -> Iterator[Finding]:
 
 
 def _discretisation(loop: Loop) -> Iterator[Finding]:
-    if loop.curvature is None or loop.noise is None or not loop.sigma:
+    if loop.curvature is None or not loop.sigma:
         return
-    exact, limit = loop.exact_temperature(loop.curvature), loop.noise_temperature()
+    exact, limit = loop.noise_temperature(loop.curvature), loop.noise_temperature()
+    assert exact is not None and limit is not None
     if math.isinf(exact):
         yield Finding("unstable", f"at curvature {number(loop.curvature)} the steps diverge", "a lower rate")
-    elif limit and loop.refresh_every is None and not close(exact, limit):
+    elif loop.refresh_every is None and not close(exact, limit):
         yield Finding(
             "steps too long",
             f"at curvature {number(loop.curvature)} the discrete steps alone make variances {number(exact / limit)} "
             "times too large",
             f"a rate below {number(2 * (2 - loop.friction) * CLOSE / (loop.scale * loop.curvature))}",
-        )
-
-
-def _model_and_counters(loop: Loop) -> Iterator[Finding]:
-    if loop.batchnorm:
-        yield Finding(
-            "BatchNorm in training mode",
-            "an example's loss depends on the rest of its minibatch, so the loss is not a sum over examples and its "
-            "gradient not that of a fixed potential; running statistics belong to no draw",
-            "GroupNorm or another per-example normalisation; or frozen statistics, recomputed for each draw",
-        )
-    if loop.dropout:
-        yield Finding(
-            "stochastic layers",
-            "dropout uses another network in every step: the potential is an average over networks, and its noise "
-            "adds to the stated temperature",
-            "remove dropout: the posterior is the regulariser",
-        )
-    if loop.augmentation:
-        yield Finding(
-            "augmentation",
-            "augmented inputs are not N observations: the potential is N times the mean loss over all augmentations, "
-            "which is not a likelihood (a cold posterior often fits best), and their noise adds to that of minibatches",
-            "sample without augmentation, or choose T on held-out data and report it",
-        )
-    if loop.burn_in and loop.counter == "tensor" and loop.num_tensors > 1:
-        yield Finding(
-            "counter advanced once per tensor",
-            f"with {loop.num_tensors} tensors a burn-in of {loop.burn_in} ends after "
-            f"{math.ceil(loop.burn_in / loop.num_tensors)} steps, possibly in the middle of one: the adaptation is cut "
-            "short, and early draws are kept",
-            "count steps outside the loop over tensors",
-        )
-    if not loop.counter_saved:
-        yield Finding(
-            "counter not saved",
-            "the burn-in counter is not part of the saved state: a resumed chain adapts again, or starts to sample at "
-            "another time",
-            "keep it in the optimizer's state or parameter groups, which state_dict() saves",
         )

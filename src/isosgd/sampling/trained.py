@@ -1,0 +1,470 @@
+"""From trained networks to draws around them: the temperature is found on examples that they were not trained on.
+
+A network is trained to one point, and its posterior at T = 1 is mostly far from it: draws at T = 1 from a short run are
+worse than the start. Colder densities lie around it. Which temperature predicts best is found by a *ladder*: short
+runs, each hotter than the last and going on from where that one ended, are scored on held-out examples, until it gets
+clearly worse; then one beside the best. The winner is sampled from the starts. Where no temperature is
+better than the starts by more than chance, the draws are the starts themselves.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isosgd.data.sources import as_tensors, size_of
+from isosgd.errors import DivergedError, SamplingWarning
+from isosgd.posterior import Posterior
+from isosgd.progress import LOGGER
+from isosgd.target import Target
+from isosgd.target.batches import batch_length, with_tensors
+
+LADDER = (1e-2, 1e-1, 1.0)
+COLDER = 10.0  # a rung so much colder than the coldest is tried where that one was best
+COLD = 1e-3  # where nothing is held out: worse than the start by 4% at most on the networks of docs/trained.md
+SURE = 1.0  # standard errors by which the average must be better than the starts
+WORSE = 0.1  # share of the best NLL by which a rung must be worse for hotter ones not to be tried
+EPOCHS, LEAST = 10, 2_000  # of gradients in all, and gradients at least
+LADDER_SHARE, RUNGS = 1 / 3, 5
+RUNG_DRAWS, RUNG_WARMUP = 8, 200  # draws of a rung, and gradients to measure its noise by
+WARMUP_SHARE, DRAWS = 0.3, 30  # of the run itself
+LARGE = 1 << 20  # parameters from which Lambda is one number for each layer
+SCORED = 1_000  # examples that are predicted at once
+
+Run = Callable[..., Posterior]
+State = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A temperature that was tried: its mean NLL on held-out data, and the difference to the starts' with its error."""
+
+    temperature: float
+    nll: float
+    difference: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a temperature was chosen; ``temperature`` is 0 where none helps, so that the draws are the starts."""
+
+    temperature: float
+    reason: str
+    start_nll: float = math.nan
+    held_out: int = 0
+    rungs: tuple[Rung, ...] = field(default=())
+    diverged: tuple[float, ...] = field(default=())
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+# -- what was given ---------------------------------------------------------------------------------------------------
+
+
+def as_starts(starts: Any, target: Target, init: Any) -> list[State] | None:
+    """Parameters and buffers of trained networks, checked; None where no network was given."""
+    if starts is None:
+        return None
+    if init is not None:
+        raise ValueError("starts= and init= both say where chains begin: pass the trained networks as starts= alone")
+    if isinstance(starts, nn.Module | Mapping):
+        starts = [starts]
+    if not isinstance(starts, Sequence) or isinstance(starts, str) or not starts:
+        raise TypeError(f"starts must be a list of trained networks or of their state_dicts, got {starts!r}")
+    return [_state(network, i, target) for i, network in enumerate(starts)]
+
+
+def _state(network: nn.Module | State, number: int, target: Target) -> dict[str, Any]:
+    if not isinstance(network, nn.Module | Mapping):
+        raise TypeError(f"starts[{number}] is a {type(network).__name__}: pass a network, or its state_dict()")
+    state = network.state_dict() if isinstance(network, nn.Module) else network
+    found = {name: torch.as_tensor(x).detach() for name, x in state.items()}
+    free = target.initial()
+    here = {name: tuple(x.shape) for name, x in target.constrain(free).items()}
+    here |= {name: tuple(x.shape) for part in (target.buffers, target.frozen) for name, x in part.items()}
+    missing = sorted(here.keys() - found.keys() - set(target.extras(free)))
+    unknown = sorted(found.keys() - here.keys())
+    other = next((name for name in here if name in found and tuple(found[name].shape) != here[name]), None)
+    what = ""
+    if missing:
+        what = f"lacks {missing[0]!r}"
+    elif unknown:
+        what = f"has {unknown[0]!r}, which the target lacks"
+    elif other is not None:
+        what = f"has {other!r} of shape {list(found[other].shape)}, the target {list(here[other])}"
+    if what:
+        raise ValueError(f"starts[{number}] {what}: all starts must be of the architecture that the target was made of")
+    return found
+
+
+def set_aside(held_out: Any, data: Any, target: Target, seed: int) -> tuple[Any, tuple[Tensor, ...] | None]:
+    """Data to sample from, and held-out examples, checked; a share of the data is taken out of them."""
+    tensors = as_tensors(data, target.dtype)
+    if held_out is None:
+        return data, None
+    if isinstance(held_out, int | float) and not isinstance(held_out, bool):
+        if not 0 < held_out < 1:
+            raise ValueError(f"held_out = {held_out} must lie between 0 and 1: the share of the data that is set aside")
+        if tensors is None:
+            raise ValueError(f"held_out = {held_out} takes a part of tensors, but the data are batches: pass (x, y)")
+        count = len(tensors[0])
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).to(tensors[0].device)
+        part = max(1, round(held_out * count))
+        aside, rest = order[:part], order[part:]
+        return tuple(t[rest] for t in tensors), tuple(t[aside] for t in tensors)
+    found = as_tensors(held_out, target.dtype)
+    if found is None and isinstance(held_out, Iterable):
+        batches = [with_tensors(batch, target.dtype) for batch in held_out]
+        if not batches or not all(isinstance(b, tuple | list) and all(map(torch.is_tensor, b)) for b in batches):
+            raise TypeError("held_out must be (x, y), a loader of such batches, or a share of the data such as 0.1")
+        found = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+    if found is None:
+        raise TypeError(f"held_out of type {type(held_out).__name__}: pass (x, y), a loader, or a share such as 0.1")
+    _check_held_out(found, tensors)
+    return data, found
+
+
+def _check_held_out(found: tuple[Tensor, ...], tensors: tuple[Tensor, ...] | None) -> None:
+    if not len(found[0]) or any(len(t) != len(found[0]) for t in found):
+        raise ValueError(
+            f"held_out has tensors of {[len(t) for t in found]} examples: give as many of each, some at all"
+        )
+    if tensors is None:
+        return
+    if len(found) != len(tensors):
+        raise ValueError(f"held_out has {len(found)} tensors, the data {len(tensors)}: pass them alike, such as (x, y)")
+    y, known = found[-1], tensors[-1]
+    if y.shape[1:] != known.shape[1:]:
+        raise ValueError(f"held_out: targets of shape {list(y.shape[1:])}, in the data {list(known.shape[1:])}")
+    if not y.is_floating_point() and not known.is_floating_point():
+        new = sorted(set(y.flatten().tolist()) - set(known.flatten().tolist()))
+        if new:
+            raise ValueError(f"held_out has label {new[0]}, which the data never have: the networks cannot know it")
+
+
+def check_ladder(ladder: Any) -> tuple[float, ...]:
+    """Temperatures in ascending order."""
+    try:
+        found = sorted({float(t) for t in (LADDER if ladder is None else ladder)})
+    except (TypeError, ValueError):
+        raise TypeError(f"ladder = {ladder!r} must be a list of temperatures") from None
+    if not found or not all(math.isfinite(t) and t > 0 for t in found):
+        raise ValueError(f"ladder = {ladder!r} must have one positive temperature at least")
+    return tuple(found)
+
+
+# -- how long, and by what --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Gradients of each chain: of a rung of the ladder and of the run itself, warm-ups included."""
+
+    rung: int
+    run: int
+
+    @classmethod
+    def of(cls, num_data: int, batch_size: int) -> Lengths:
+        """About `EPOCHS` epochs, a third of them on the ladder."""
+        total = max(LEAST, EPOCHS * -(-num_data // batch_size))
+        rung = max(RUNG_WARMUP + 5 * RUNG_DRAWS, round(LADDER_SHARE * total / RUNGS))
+        return cls(rung, round((1 - LADDER_SHARE) * total))
+
+    def settings(self, draws: int) -> dict[str, int]:
+        """Warm-up, draws and steps between them of the run."""
+        warmup = max(2 * RUNG_WARMUP, round(WARMUP_SHARE * self.run))
+        return {"warmup": warmup, "draws": draws, "keep_every": max(1, (self.run - warmup) // draws)}
+
+    def rung_settings(self) -> dict[str, int]:
+        """The same of a rung."""
+        warmup = max(RUNG_WARMUP, self.rung // 3)
+        return {"warmup": warmup, "draws": RUNG_DRAWS, "keep_every": max(1, (self.rung - warmup) // RUNG_DRAWS)}
+
+
+def default_options(target: Target, options: Mapping[str, Any]) -> dict[str, Any]:
+    """How to sample around a trained network, where the user does not say.
+
+    BatchNorm makes the curvature along the scale of a layer's weights large and meaningless, so that a guard by the
+    curvature would stop the chain: there, and in networks of millions of weights, the noise of each layer sets its rate
+    (the preset ``windowed``). Otherwise Lambda knows some directions, and the curvature guards the rate.
+    """
+    if {"preset", "structure", "scheme", "lam", "noise"} & options.keys():
+        return {}
+    size = sum(x.numel() for x in target.initial().values())
+    return {"preset": "windowed"} if target.ties_examples or size > LARGE else {"structure": "lowrank"}
+
+
+# -- the ladder -------------------------------------------------------------------------------------------------------
+
+
+def log_predictive(posterior: Posterior, examples: tuple[Tensor, ...]) -> Tensor:
+    """Log density of each held-out example under the average, in float64 on the CPU."""
+    return posterior.log_predictive(examples, batch_size=SCORED).double().cpu()
+
+
+def start_posterior(target: Target, starts: Sequence[State]) -> Posterior:
+    """The starts as draws, one for each chain."""
+    natural = [target.constrain(target.initial(start)) for start in starts]
+    draws = {name: torch.stack([one[name].detach().cpu() for one in natural]).unsqueeze(1) for name in natural[0]}
+    buffers = [target.initial_buffers(start, target.initial(start)) for start in starts]
+    with_them = {name: torch.stack([one[name].cpu() for one in buffers]).unsqueeze(1) for name in buffers[0]}
+    return Posterior(target, draws, {"method": "the starts", "temperature": 0.0}, buffers=with_them)
+
+
+def last_draws(posterior: Posterior) -> list[State]:
+    """Where each chain ended, with its buffers."""
+    parts = {**posterior.draws, **posterior.buffers}
+    return [{name: x[k, -1] for name, x in parts.items()} for k in range(posterior.num_chains)]
+
+
+class Ladder:
+    """Temperatures tried one after the other.
+
+    Args:
+        run: samples at a temperature from given starts.
+        target: what is sampled.
+        starts: the trained networks.
+        held_out: examples to score by.
+        seconds: after which no other rung is begun.
+    """
+
+    def __init__(
+        self, run: Run, target: Target, starts: Sequence[State], held_out: tuple[Tensor, ...], seconds: float
+    ) -> None:
+        self.run, self.starts, self.held_out = run, starts, held_out
+        self.began, self.seconds = time.monotonic(), seconds
+        self.before = log_predictive(start_posterior(target, starts), held_out)
+        self.found: dict[float, tuple[Rung, Tensor]] = {}
+        self.states: dict[float, Sequence[State]] = {}
+        self.diverged: list[float] = []
+
+    def climb(self, temperatures: Sequence[float]) -> Choice:
+        """Try temperatures from cold to hot, colder ones if the coldest was best, and one beside the best."""
+        states = self.starts
+        for temperature in temperatures:
+            rung = self._try(temperature, states)
+            if rung is None or rung.nll - self._best.nll > WORSE * abs(self._best.nll):
+                break
+            states = self.states[temperature]
+        if not self.found or self._best.temperature == temperatures[0]:
+            self._try(temperatures[0] / COLDER, self.starts)
+        if len(self.found) > 1:
+            self._refine()
+        return self._choice()
+
+    def _refine(self) -> None:
+        """Try a temperature between the best one and the better of its neighbours."""
+        order = sorted(self.found)
+        i = order.index(self._best.temperature)
+        beside = min(order[max(0, i - 1) : i] + order[i + 1 : i + 2], key=lambda t: self.found[t][0].nll)
+        between = math.sqrt(beside * order[i])
+        below = max((t for t in order if t < between), default=None)
+        self._try(between, self.starts if below is None else self.states[below])
+
+    @property
+    def _best(self) -> Rung:
+        return min((rung for rung, _ in self.found.values()), key=lambda rung: rung.nll)
+
+    def _late(self) -> bool:
+        return time.monotonic() - self.began > self.seconds
+
+    def _try(self, temperature: float, starts: Sequence[State]) -> Rung | None:
+        if self.found and self._late():
+            return None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SamplingWarning)  # a rung is short, and nobody looks at its draws
+                posterior = self.run(temperature, starts)
+            after = log_predictive(posterior, self.held_out)
+        except DivergedError:
+            after = torch.full_like(self.before, -math.inf)
+        if not bool(after.isfinite().all()):
+            self.diverged.append(temperature)
+            LOGGER.info("temperature %g diverged and is left out", temperature)
+            return None
+        difference = self.before - after
+        error = float(difference.std() / math.sqrt(len(difference))) if len(difference) > 1 else math.inf
+        rung = Rung(temperature, float(-after.mean()), float(difference.mean()), error)
+        self.found[temperature], self.states[temperature] = (rung, after), last_draws(posterior)
+        LOGGER.info("temperature %g: held-out NLL %.4g, start %.4g", temperature, rung.nll, float(-self.before.mean()))
+        return rung
+
+    def _choice(self) -> Choice:
+        known: dict[str, Any] = {
+            "start_nll": float(-self.before.mean()),
+            "held_out": len(self.before),
+            "rungs": tuple(self.found[t][0] for t in sorted(self.found)),
+            "diverged": tuple(sorted(self.diverged)),
+            "seconds": time.monotonic() - self.began,
+        }
+        if not self.found:
+            tried = sorted(self.diverged)
+            return Choice(0.0, f"every temperature of {tried} diverged: the draws are the starts", **known)
+        best = self._best
+        sure = [rung for rung, _ in self.found.values() if rung.difference + SURE * rung.error < 0]
+        if not sure:
+            reason = (
+                f"no temperature is better than the start on {len(self.before)} held-out examples by more than chance "
+                f"(the best, T = {best.temperature:.3g}, by {-best.difference:.3g} ± {best.error:.2g}): the draws are "
+                "the starts"
+            )
+            return Choice(0.0, reason, **known)
+        chosen = min(sure, key=lambda rung: rung.nll)
+        reason = (
+            f"T = {chosen.temperature:.3g} by {len(self.before)} held-out examples: NLL {chosen.nll:.4g}, of the start "
+            f"{known['start_nll']:.4g}"
+        )
+        return Choice(chosen.temperature, reason, **known)
+
+
+# -- sampling around networks -----------------------------------------------------------------------------------------
+
+
+def own_network(target: Target, init: Any) -> State:
+    """The module's own weights, or those given as ``init``, as a trained network."""
+    if callable(init):
+        raise ValueError("temperature='auto' with init= a function: pass the trained networks as starts=")
+    if target.module is None:
+        raise ValueError(
+            "temperature='auto' is for trained networks: make the target by Target.from_module, or give a number; 1 is "
+            "the posterior"
+        )
+    values = {name: x.detach() for name, x in target.constrain(target.initial(init)).items()}
+    buffers = target.initial_buffers(init, target.initial(init))
+    return {**values, **buffers}
+
+
+class Around:
+    """Sampling around trained networks.
+
+    Args:
+        target: what is sampled.
+        data: as given to `sample`.
+        starts: the networks.
+        held_out: as given to `sample`.
+        ladder: temperatures to try; some by default.
+        given: settings of `sample` that every run has.
+        options: of the method.
+    """
+
+    def __init__(
+        self, target: Target, data: Any, starts: Sequence[State], held_out: Any, ladder: Any,
+        given: Mapping[str, Any], options: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self.target, self.starts = target, starts
+        if isinstance(held_out, float) and given["transform"] is not None:
+            raise ValueError(
+                f"held_out = {held_out} with a transform: predictions do not go through it, so pass held_out=(x, y) as "
+                "the network takes them"
+            )
+        self.data, self.held_out = set_aside(held_out, data, target, given["seed"])
+        self.temperatures = check_ladder(ladder)
+        plain = given["method"] == "isgd" and given["batch_size"] != "all"
+        self.settings = {**given, **(default_options(target, options) if plain else {}), **options}
+        num_data = target.resolve_num_data(as_tensors(self.data, target.dtype) or self.data)
+        size = given["batch_size"] if as_tensors(self.data) is not None else _loaded_size(self.data)
+        self.lengths = Lengths.of(num_data, size_of(size, num_data))
+
+    def _init(self, states: Sequence[State]) -> Callable[[int], State]:
+        """Chains take the networks in turns."""
+        return lambda chain: states[chain % len(states)]
+
+    def choose(self, temperature: Any, draw: Run, deadline: float | None) -> Choice:
+        """The temperature: as given, or by held-out data."""
+        if temperature != "auto":
+            return Choice(temperature, "given")
+        if self.held_out is None:
+            reason = f"T = {COLD:g} by default: no examples were held out (held_out=) to choose by"
+            return Choice(COLD, reason)
+        lengths = self.lengths.rung_settings()
+
+        def run(temperature: float, states: Sequence[State]) -> Posterior:
+            return draw(
+                self.target, self.data, init=self._init(states), chains=len(self.starts), temperature=temperature,
+                trained=True, progress=False, **lengths, **self.settings,
+            )  # fmt: skip
+
+        seconds = math.inf if deadline is None else LADDER_SHARE * (deadline - time.monotonic())
+        LOGGER.info("trying temperatures from %g to %g on held-out examples", *_ends(self.temperatures))
+        return Ladder(run, self.target, self.starts, self.held_out, seconds).climb(self.temperatures)
+
+    def posterior(self, choice: Choice, draw: Run, chains: int, more: Mapping[str, Any]) -> Posterior:
+        """Draws at the temperature that was chosen.
+
+        A rung is short, and a longer run may go on to where predictions are worse. So the held-out examples have the
+        last word: draws are kept up to where they predict best, and a run that is not better than the starts gives way
+        to a colder one, at last to the starts themselves.
+        """
+        while choice.temperature > 0:
+            found = draw(
+                self.target, self.data, init=self._init(self.starts), chains=chains, temperature=choice.temperature,
+                trained=True, about_choice=self._about(choice), **more, **self.settings,
+            )  # fmt: skip
+            if self.held_out is None or not choice.rungs:
+                return found
+            kept, better = self._best_part(found)
+            if better and kept == found.num_draws:
+                return found
+            if more.get("store") is not None:
+                advice = f"posterior.select(draws=slice({kept}))" if better else "a lower temperature"
+                warnings.warn(
+                    f"the held-out examples are predicted best by {advice}: a stored run keeps all of its draws",
+                    SamplingWarning,
+                    stacklevel=3,
+                )
+                return found
+            if better:
+                LOGGER.info("the first %d of %d draws predict held-out examples best", kept, found.num_draws)
+                part = found.select(draws=slice(kept))
+                part.info["draws"] = kept
+                return part
+            choice = self._colder(choice)
+        warnings.warn(choice.reason, SamplingWarning, stacklevel=3)
+        found = start_posterior(self.target, self.starts)
+        info = {**found.info, "chains": len(self.starts), "draws": 1, "complete": True, **self._about(choice)}
+        return Posterior(self.target, found.draws, info, as_tensors(self.data), found.buffers)
+
+    def _about(self, choice: Choice) -> dict[str, Any]:
+        return {"temperature_choice": choice.as_dict(), "starts": len(self.starts)}
+
+    def _best_part(self, found: Posterior) -> tuple[int, bool]:
+        """How many draws of each chain predict held-out examples best, and whether better than the starts."""
+        assert self.held_out is not None
+        each = found.log_likelihood(self.held_out, batch_size=SCORED).double().cpu()
+        counts = each.shape[0] * torch.arange(1.0, each.shape[1] + 1.0, dtype=torch.float64)
+        so_far = each.logsumexp(0).logcumsumexp(0) - counts.log().unsqueeze(-1)
+        kept = int(so_far.mean(-1).argmax())
+        gain = so_far[kept] - log_predictive(start_posterior(self.target, self.starts), self.held_out)
+        error = float(gain.std() / math.sqrt(len(gain))) if len(gain) > 1 else math.inf
+        return kept + 1, float(gain.mean()) > SURE * error
+
+    def _colder(self, choice: Choice) -> Choice:
+        """A tenth of the temperature; 0 where that is below what a rung would be."""
+        temperature = choice.temperature / COLDER
+        if temperature < min(self.temperatures[0] / COLDER, COLD) / 2:
+            temperature = 0.0
+        what = f"T = {temperature:.3g} was taken" if temperature else "the draws are the starts"
+        reason = f"the run at T = {choice.temperature:.3g} predicted held-out examples no better than the start: {what}"
+        LOGGER.info(reason)
+        return replace(choice, temperature=temperature, reason=reason)
+
+
+def _ends(temperatures: Sequence[float]) -> tuple[float, float]:
+    return temperatures[0], temperatures[-1]
+
+
+def _loaded_size(data: Any) -> int | None:
+    """Examples in a batch of a loader."""
+    first = next(iter(data), None)
+    return None if first is None else batch_length(with_tensors(first))
