@@ -81,7 +81,7 @@ class Target:
         self._fixed = init is not None
         if init is not None:
             values = {name: as_parameter(name, value) for name, value in init.items()}
-            self._prior = self._prior.at(values)
+            self._prior = self._prior.at(values) if values else self._prior  # `Space` refuses none
             self._space = self._make_space(values)
             self.initial()  # so that a bad start value is found here
 
