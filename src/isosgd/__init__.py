@@ -14,7 +14,7 @@ from isosgd import noise
 from isosgd.data import DataSets
 from isosgd.diagnostics.audit import audit
 from isosgd.errors import DivergedError, SamplingWarning
-from isosgd.posterior import Posterior, Prediction
+from isosgd.posterior import Comparison, Posterior, Prediction
 from isosgd.samplers import ISGD, METHODS, PRESETS, SGHMC, SGLD, VSGD, Sampler
 from isosgd.sampling import Interrupted, load, methods, resume, sample
 from isosgd.target import Target, likelihoods, priors
@@ -29,6 +29,7 @@ __all__ = [
     "SGHMC",
     "SGLD",
     "VSGD",
+    "Comparison",
     "DataSets",
     "DivergedError",
     "GroupReport",

@@ -137,11 +137,49 @@ def test_several_inputs_and_a_callable_likelihood() -> None:
     "layer",
     [nn.Dropout(0.1), nn.Dropout2d(0.1), nn.AlphaDropout(0.1), nn.RReLU(), nn.MultiheadAttention(4, 2, dropout=0.1)],
 )
-def test_random_layers_are_refused(layer: nn.Module) -> None:
+def test_random_layers_are_switched_off_with_one_warning(layer: nn.Module) -> None:
     model = nn.Sequential(nn.Linear(3, 4), layer)
-    with pytest.raises(ValueError, match=rf"1 \({type(layer).__name__}\).*model\.eval\(\)"):
+    with pytest.warns(UserWarning, match=rf"dropout is off: 1 \({type(layer).__name__}\) is random") as heard:
         Target.from_module(model, "gaussian")
-    Target.from_module(model.eval(), "gaussian")
+    assert len(heard) == 1
+    assert model.training
+    assert all(m.training for m in model.modules())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Target.from_module(model.eval(), "gaussian")
+
+
+def test_a_network_in_training_mode_is_sampled_without_its_dropout_and_with_its_batch_norm() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Dropout(0.2), nn.Linear(4, 1))
+    with pytest.warns(UserWarning) as heard:
+        target = Target.from_module(model, likelihoods.Gaussian(1.0))
+    assert [str(w.message).split(" random")[0].split(" uses")[0] for w in heard] == [
+        "dropout is off: 2 (Dropout) and 1 other layers are",
+        "1 (BatchNorm1d)",
+    ]
+    x = torch.randn(16, 3)
+    quiet = copy.deepcopy(model)
+    quiet[2].eval()
+    quiet[3].eval()
+    torch.testing.assert_close(target.predictive(target.initial(), x)["mean"], quiet(x).detach())
+
+
+def test_recurrent_layers_lose_their_dropout_but_not_their_mode() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.out = nn.GRU(3, 4, num_layers=2, dropout=0.5, batch_first=True), nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.rnn(x)[0][:, -1])
+
+    model = Recurrent()
+    with pytest.warns(UserWarning, match=r"rnn \(GRU\)"):
+        target = Target.from_module(model, likelihoods.Gaussian(1.0))
+    x = torch.randn(5, 6, 3)
+    expected = copy.deepcopy(model).eval()(x).detach()
+    torch.testing.assert_close(target.predictive(target.initial(), x)["mean"], expected)
+    assert model.rnn.dropout == 0.5
 
 
 def test_randomness_written_by_hand_is_found_too() -> None:

@@ -76,6 +76,7 @@ class Schedule:
         self.tensors = data.tensors if isinstance(data, DataSets) else as_tensors(data)
         if isinstance(data, DataSets):
             self.num_data = target.num_data or data.num_data
+            target.bind_num_data(self.num_data)
         else:
             self.num_data = target.resolve_num_data(data)
         start = target.initial(start_of(init, 0), device=device)

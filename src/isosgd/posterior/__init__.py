@@ -1,6 +1,7 @@
 """Draws, what they predict, and whether to believe them."""
 
+from isosgd.posterior.comparison import Comparison, Scores
 from isosgd.posterior.posterior import Posterior
 from isosgd.posterior.prediction import Prediction, central
 
-__all__ = ["Posterior", "Prediction", "central"]
+__all__ = ["Comparison", "Posterior", "Prediction", "Scores", "central"]

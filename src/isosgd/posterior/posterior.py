@@ -18,11 +18,12 @@ from isosgd.diagnostics.summary import PosteriorSummary, summary_of
 from isosgd.diagnostics.traces import as_array
 from isosgd.diagnostics.verdict import ESS, RHAT, Verdict, judge
 from isosgd.metrics.checks import between_0_and_1
+from isosgd.posterior.comparison import Comparison, State, as_states, compare, stacked
 from isosgd.posterior.draws import Draws, Mapped, Stack, batches_of, by_chain, device_of, moved, place_of
 from isosgd.posterior.prediction import Average, Prediction, join
 from isosgd.posterior.temperature import measure
 from isosgd.posterior.view import Function, View, inputs_of
-from isosgd.target import Params, Target
+from isosgd.target import Likelihood, Params, Target
 from isosgd.target.batches import as_tensor, batch_length, is_array, tree_map, with_tensors
 from isosgd.target.params import match
 
@@ -41,6 +42,7 @@ class Posterior:
         info: how the draws came about.
         data: the training data, for `summary` and `trust`.
         buffers: of the network at each draw, such as BatchNorm statistics; none for most models.
+        starts: the trained networks that chains began with, as state_dicts; for `against_start`.
 
     Attributes:
         draws: natural parameters, tensors ``[chains, draws, *shape]`` by name.
@@ -48,6 +50,7 @@ class Posterior:
         target: what was sampled.
         data: the training data where they are at hand.
         buffers: tensors ``[chains, draws, *shape]`` by their name in the network.
+        starts: state_dicts of the trained networks that chains began with; None where they are not at hand.
     """
 
     def __init__(
@@ -57,8 +60,10 @@ class Posterior:
         info: dict[str, Any],
         data: Any = None,
         buffers: Draws | None = None,
+        starts: Sequence[State] | None = None,
     ) -> None:
         self.target, self.info, self.data = target, info, data
+        self.starts = None if starts is None else as_states(starts)
         self._stack = Stack(draws, buffers)
         self._view: View | None = None
 
@@ -131,7 +136,7 @@ class Posterior:
             for key, value in self.info.items()
         } | {"chains": len(kept)}
         part = self._stack.select(kept, which)
-        return Posterior(self.target, part.draws, info, self.data, part.buffers)
+        return Posterior(self.target, part.draws, info, self.data, part.buffers, self.starts)
 
     def of_set(self, index: int) -> Posterior:
         """The chains of one data set, of draws that are of several (see `isosgd.DataSets`)."""
@@ -146,7 +151,7 @@ class Posterior:
             raise ValueError(f"all chains of data set {index} diverged, so that none is left")
         chosen = self.select(chains=mine)
         data = self.data.set(index) if hasattr(self.data, "set") else None
-        return Posterior(self.target, chosen.draws, chosen.info | {"sets": 1}, data, chosen.buffers)
+        return Posterior(self.target, chosen.draws, chosen.info | {"sets": 1}, data, chosen.buffers, self.starts)
 
     # ---------------------------------------------------------------- predictions
 
@@ -285,7 +290,7 @@ class Posterior:
             fresh = network.refreshed({name: x[0] for name, x in block.items()}, batches)
             found.append({name: x.cpu() for name, x in fresh.items()})
         each = {name: by_chain(torch.stack([one[name] for one in found]), self.num_chains) for name in found[0]}
-        return Posterior(self.target, self.draws, self.info, self.data, {**self.buffers, **each})
+        return Posterior(self.target, self.draws, self.info, self.data, {**self.buffers, **each}, self.starts)
 
     def _place(self, device: Device, inputs: Any) -> torch.device:
         return place_of(device, self.view.target.device, inputs)
@@ -298,6 +303,63 @@ class Posterior:
                 UserWarning,
                 stacklevel=4,
             )
+
+    # ---------------------------------------------------------------- whether it was worth it
+
+    @torch.no_grad()
+    def against_start(
+        self, x: Any, y: Any, *, starts: Any = None, batch_size: int | None = None, device: Device = None
+    ) -> Comparison:
+        """Scores of the trained networks that chains began with, and of the average over draws, on new examples.
+
+        A noise scale that a start does not have, as a network has none, is the one that the draws found: their
+        geometric mean.
+
+        Args:
+            x: inputs that were not trained on, as for `predict`.
+            y: what is to be predicted.
+            starts: trained networks or their state_dicts, one or several; those of ``sample(starts=...)`` by default.
+            batch_size: inputs worked on at once; all of them by default.
+            device: where to compute, as for `predict`.
+
+        Example:
+            >>> from isosgd import Target
+            >>> start = torch.nn.Linear(1, 2)
+            >>> _ = start.load_state_dict({"weight": torch.tensor([[4.0], [-4.0]]), "bias": torch.zeros(2)})
+            >>> draws = {"weight": torch.tensor([[1.0], [-1.0]]).expand(1, 3, 2, 1), "bias": torch.zeros(1, 3, 2)}
+            >>> posterior = Posterior(Target.from_module(start, "categorical"), draws, {})
+            >>> x, y = torch.tensor([[1.0], [-1.0], [0.5], [0.5]]), torch.tensor([0, 1, 0, 1])
+            >>> found = posterior.against_start(x, y, starts=[start])
+            >>> print(found)
+                                   NLL  accuracy     Brier       ECE
+            start               1.0092    75.00%    0.4823    0.2408
+            average of draws    0.4701    75.00%    0.3176    0.1751
+            NLL -0.5391 +- 0.7230 an example (ratio 0.466): no difference on 4 examples, 3 draws
+        """
+        self._check_sets()
+        view = self.view
+        states = self.starts if starts is None else as_states(starts)
+        if states is None:
+            raise ValueError(
+                "the networks that chains began with are not at hand: pass them, posterior.against_start(x, y, "
+                "starts=[model])"
+            )
+        free = view.target.unconstrain(self.draw(0, 0))
+        scales = {name: self.draws[name].double().log().mean((0, 1)).exp() for name in view.target.extras(free)}
+        params, buffers = stacked(states, view.target, scales)
+        began = Posterior(view.target, params, {}, None, buffers)
+        inputs = with_tensors(x, view.target.dtype)
+        batch = with_tensors((*inputs, y) if isinstance(inputs, tuple | list) else (inputs, y), view.target.dtype)
+        each = began.log_likelihood(batch, batch_size=batch_size, device=device)[:, 0]
+        average = self.log_predictive(batch, batch_size=batch_size, device=device)
+        predicted = None
+        # What a callable likelihood makes of the output is not known, so that this is not scored.
+        if view.target.predicts and (view.network is None or isinstance(view.network.likelihood, Likelihood)):
+            found = began.predict(inputs, batch_size=batch_size, return_draws=True, device=device).draws
+            assert found is not None
+            mean = self.predict(inputs, batch_size=batch_size, device=device).mean
+            predicted = [*(one.cpu() for one in found[:, 0]), mean.cpu()]
+        return compare(each, average, predicted, batch[-1].cpu(), view.classes, len(self))
 
     # ---------------------------------------------------------------- whether to believe them
 

@@ -128,6 +128,7 @@ class DrawGradients:
         self.tensors = _tensors(data, self.target.dtype)
         self.data = data if self.tensors is None else self.tensors
         self.num_data = num_data or self.target.resolve_num_data(self.data)
+        self.target.bind_num_data(self.num_data)
         self.example = self.target.unconstrain(stack.draw(0, 0))
         self.prior_weight = self.target.prior_weight(self.example, temperature)
         self.sizes = {name: x.numel() for name, x in self.example.items()}

@@ -84,6 +84,14 @@ class Prior(ABC):
         """This prior with what depends on names and shapes worked out."""
         return self
 
+    def at(self, values: Params) -> Prior:
+        """This prior with what depends on the start values worked out (most do not)."""
+        return self
+
+    def with_num_data(self, num_data: int) -> Prior:
+        """This prior with what depends on the number of data worked out (most do not)."""
+        return self
+
     def extra(self, params: Params) -> dict[str, Extra]:
         """Sampled parameters of the prior itself (none for most)."""
         return {}

@@ -61,12 +61,13 @@ class ModuleLikelihood:
         self.likelihood = as_likelihood(likelihood)
         self.autocast, self.channels_last = as_autocast(autocast), bool(channels_last)
         names = select(model, sampled)
-        check_layers(model)
+        warn_of_layers(model)
         frozen = [p for name, p in model.named_parameters() if name not in names]
         try:
             self._module = copy.deepcopy(model, {id(p): p for p in frozen})
         except Exception as error:
             raise TypeError(f"the structure of {type(model).__name__} cannot be copied: {error}") from error
+        _to_evaluation(self._module)
         parameters = dict(self._module.named_parameters())
         if self.channels_last:
             for p in parameters.values():
@@ -238,7 +239,7 @@ class ModuleLikelihood:
         if isinstance(output, Tensor) and not torch.allclose(output, again, rtol=1e-3, atol=1e-4, equal_nan=True):
             raise ValueError(
                 f"{self._class_name} gives different outputs for the same input, so the posterior is not defined; "
-                "turn random layers such as dropout off (model.eval() before Target.from_module)"
+                "turn off what is random in its forward()"
             )
         if isinstance(self.likelihood, Likelihood):
             if not isinstance(output, Tensor):
@@ -338,15 +339,23 @@ def select(model: nn.Module, sampled: Select) -> list[str]:
     return names
 
 
-def check_layers(model: nn.Module) -> None:
-    """Refuse layers that make the potential random; warn once of those that tie examples of a batch together."""
-    tied = []
+def warn_of_layers(model: nn.Module) -> None:
+    """One warning of layers that are random in training, and one of those that tie examples of a batch together."""
+    tied, random = [], []
     for name, module in model.named_modules():
         where = f"{name or 'the model'} ({type(module).__name__})"
         if module.training and _is_random(module):
-            raise ValueError(f"{where} is random in training mode: no posterior is defined; call model.eval() first")
+            random.append(where)
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             tied.append(where)
+    if random:
+        others = f" and {len(random) - 1} other layers are" if len(random) > 1 else " is"
+        warnings.warn(
+            f"dropout is off: {random[0]}{others} random in training mode, under which no posterior is defined; the "
+            "target uses evaluation mode (model.eval() says that you know)",
+            UserWarning,
+            stacklevel=4,
+        )
     if tied:
         others = f" and {len(tied) - 1} other layers use" if len(tied) > 1 else " uses"
         warnings.warn(
@@ -355,6 +364,15 @@ def check_layers(model: nn.Module) -> None:
             UserWarning,
             stacklevel=4,
         )
+
+
+def _to_evaluation(module: nn.Module) -> None:
+    """Evaluation mode, in which nothing is random, for all but BatchNorm that is in training mode."""
+    for layer in module.modules():
+        if isinstance(layer, nn.RNNBase) and layer.training:
+            layer.dropout = 0.0  # not in evaluation mode, in which cuDNN has no gradients
+        elif not isinstance(layer, _BatchNorm):
+            layer.training = False
 
 
 def _is_random(module: nn.Module) -> bool:

@@ -36,10 +36,11 @@ from isosgd.target.elementwise import (
     check_positive,
     total,
 )
-from isosgd.target.params import Params, match
+from isosgd.target.params import Params, lookup, match
 from isosgd.target.relevance import Relevance
 
 __all__ = [
+    "Empirical",
     "Exponential",
     "FanInNormal",
     "Flat",
@@ -54,6 +55,7 @@ __all__ = [
     "Prior",
     "Relevance",
     "StudentT",
+    "WeightDecay",
 ]
 
 
@@ -83,6 +85,123 @@ class FanInNormal(Prior):
 
     def grad(self, params: Params) -> Params:
         return self.resolve(params).grad(params)
+
+
+@dataclass(frozen=True)
+class Empirical(Prior):
+    """Normal entries whose scale is that of the trained network: empirical Bayes, a scale for each tensor.
+
+    The scale of a tensor is the root mean square of its values where the target is made, and ``least`` at least. For
+    networks that are trained, of images above all; on tables of some hundred rows the training's `WeightDecay` was
+    better. Of a network that is not trained it is the prior of its initialisation.
+
+    Args:
+        scale: scales by name; None to take them from the start values of the target, rounded to four digits.
+        least: of a scale, for tensors that are all but zero.
+
+    Example:
+        >>> import torch
+        >>> from isosgd import Target
+        >>> target = Target.from_module(torch.nn.Linear(2, 1, bias=False), "bernoulli", "empirical")
+        >>> list(target.describe()["prior"]["scale"])
+        ['weight']
+    """
+
+    scale: Mapping[str, float] | None = None
+    least: float = 1e-2
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "least", check_positive("Empirical: least", self.least))
+        if self.scale is not None:
+            object.__setattr__(self, "scale", Normal(self.scale).scale)
+
+    def at(self, values: Params) -> Prior:
+        if self.scale is not None:
+            return self
+        # In double precision on the CPU and rounded, so that a run that is loaded elsewhere has the same prior.
+        sizes = {name: float(x.detach().double().cpu().square().mean().sqrt()) for name, x in values.items()}
+        for name, size in sizes.items():
+            if not math.isfinite(size):
+                raise ValueError(f"Empirical: {name!r} has values that are NaN or infinite, so that it has no scale")
+        return replace(self, scale={name: max(float(f"{size:.4g}"), self.least) for name, size in sizes.items()})
+
+    def resolve(self, params: Params) -> Prior:
+        if self.scale is None:
+            raise ValueError(
+                "the scales of an Empirical prior are those of start values, which are not known: pass init= to Target"
+            )
+        return Normal(self.scale).resolve(params)
+
+    def log_prob(self, params: Params) -> Tensor:
+        return self.resolve(params).log_prob(params)
+
+    def grad(self, params: Params) -> Params:
+        return self.resolve(params).grad(params)
+
+
+@dataclass(frozen=True)
+class WeightDecay(Prior):
+    """The Gaussian prior that an optimizer's weight decay stands for: of precision ``decay * N``; flat where it is 0.
+
+    With decay d SGD and Adam minimise ``mean loss + d/2 |w|^2``, which over N data is the potential
+    ``sum of losses + d N/2 |w|^2``. The loss is to be the mean negative log likelihood; a mean squared error is
+    ``2 sigma^2`` times that, so that its decay is to be divided by ``2 sigma^2`` here. AdamW's decay is that of no
+    density.
+
+    Args:
+        decay: one, or a mapping from names or shell patterns to decays.
+        num_data: N; that of the data which are sampled by default.
+
+    Example:
+        >>> import torch
+        >>> WeightDecay({"bias": 0.0, "*": 1e-3}, 2000).grad({"weight": torch.ones(1), "bias": torch.ones(1)})
+        {'weight': tensor([-2.]), 'bias': tensor([0.])}
+    """
+
+    decay: float | Mapping[str, float]
+    num_data: int | None = None
+
+    def __post_init__(self) -> None:
+        for value in self.decay.values() if isinstance(self.decay, Mapping) else [self.decay]:
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"weight decay must be a number, got {value!r}")
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"weight decay must be finite and at least 0, got {value!r}")
+        if isinstance(self.decay, Mapping) and not self.decay:
+            raise ValueError("WeightDecay: the mapping of decays is empty; give at least {'*': 1e-4}")
+
+    def with_num_data(self, num_data: int) -> Prior:
+        return replace(self, num_data=num_data) if self.num_data is None else self
+
+    def resolve(self, params: Params) -> Prior:
+        decays = {
+            name: lookup(name, self.decay, "WeightDecay: the mapping of decays")
+            if isinstance(self.decay, Mapping)
+            else self.decay
+            for name in params
+        }
+        flat = tuple(name for name, decay in decays.items() if not decay)
+        if len(flat) == len(decays):
+            return Flat()
+        if self.num_data is None:
+            return self
+        normal = Normal({name: (decay * self.num_data) ** -0.5 for name, decay in decays.items() if decay})
+        return Joint(((normal, tuple(name for name in decays if name not in flat)), (Flat(), flat))) if flat else normal
+
+    def _resolved(self, params: Params) -> Prior:
+        found = self.resolve(params)
+        if found is self:
+            raise ValueError(
+                "the precision that a weight decay stands for is decay * N, and N is not known yet: pass num_data="
+            )
+        return found
+
+    def log_prob(self, params: Params) -> Tensor:
+        return self._resolved(params).log_prob(params)
+
+    def grad(self, params: Params) -> Params:
+        found = self._resolved(params).grad(params)
+        return {name: found[name] for name in params}
 
 
 class _Groups:
@@ -238,6 +357,17 @@ class PerParameter(Prior):
             raise ValueError(f"prior of {unused[0]!r} fits no parameter; the parameters are {list(params)}")
         return [(self.table[pattern], found) for pattern, found in members.items()]
 
+    def at(self, values: Params) -> Prior:
+        return self._with([prior.at(mine) for prior, mine in self._members(values)])
+
+    def with_num_data(self, num_data: int) -> Prior:
+        return self._with([prior.with_num_data(num_data) for prior in self.table.values()])
+
+    def _with(self, found: list[Prior]) -> Prior:
+        """The same patterns with these priors in their places."""
+        same = all(one is other for one, other in zip(found, self.table.values(), strict=True))
+        return self if same else PerParameter(dict(zip(self.table, found, strict=True)))
+
     def extra(self, params: Params) -> dict[str, Extra]:
         extras: dict[str, Extra] = {}
         for prior, found in self._members(params):
@@ -288,8 +418,15 @@ class FromCallable(Prior):
         return {"name": getattr(self.function, "__qualname__", type(self.function).__name__), "callable": True}
 
 
-def as_prior(prior: Prior | Mapping[str, Prior] | Callable[[Params], Tensor]) -> Prior:
+PriorLike = Prior | Mapping[str, Prior] | Callable[[Params], Tensor] | Literal["empirical"]
+
+
+def as_prior(prior: PriorLike) -> Prior:
     """Any of the forms a user may give, as a prior."""
+    if isinstance(prior, str):
+        if prior != "empirical":
+            raise ValueError(f"prior = {prior!r} is unknown: choose 'empirical', or one of isosgd.priors")
+        return Empirical()
     if isinstance(prior, type) and issubclass(prior, Prior):
         return prior()
     if isinstance(prior, Prior):

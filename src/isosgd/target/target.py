@@ -13,14 +13,13 @@ from torch.func import vmap
 from isosgd.names import layer_of
 from isosgd.native import perceptron
 from isosgd.target.batches import batch_length, count_examples
-from isosgd.target.elementwise import Normal, Prior
+from isosgd.target.elementwise import Flat, Normal
 from isosgd.target.likelihoods import Likelihood
 from isosgd.target.modules import Autocast, ModuleLikelihood, Select, check_autocast
+from isosgd.target.optimizers import decays_of
 from isosgd.target.params import Params
-from isosgd.target.priors import FanInNormal, Joint, as_prior
+from isosgd.target.priors import FanInNormal, Joint, PriorLike, WeightDecay, as_prior
 from isosgd.target.space import Space, as_parameter
-
-PriorLike = Prior | Mapping[str, Prior] | Callable[[Params], Tensor]
 
 
 class Target:
@@ -33,7 +32,7 @@ class Target:
     Args:
         log_likelihood: ``(params, batch) -> Tensor[n]``, one log likelihood for each example.
         prior: one of `isosgd.priors`; or a mapping from names or shell patterns to priors, in which every
-            parameter must find one; or a callable ``params -> scalar`` log density.
+            parameter must find one; or a callable ``params -> scalar`` log density; or ``"empirical"``.
         num_data: N, the number of examples in all; found from the data when they have a length.
         positive: names or patterns of the parameters that are positive.
         init: start values in natural parameters.
@@ -77,10 +76,13 @@ class Target:
         self._predict = predict
         self._own = log_likelihood.extra() if isinstance(log_likelihood, ModuleLikelihood) else {}
         self._checked = False
+        self._prior_num_data = num_data  # N that the prior is made for, where it depends on N
         self._space: Space | None = None
         self._fixed = init is not None
         if init is not None:
-            self._space = self._make_space({name: as_parameter(name, value) for name, value in init.items()})
+            values = {name: as_parameter(name, value) for name, value in init.items()}
+            self._prior = self._prior.at(values) if values else self._prior  # `Space` refuses none
+            self._space = self._make_space(values)
             self.initial()  # so that a bad start value is found here
 
     @classmethod
@@ -94,25 +96,33 @@ class Target:
         sampled: Select = "all",
         autocast: Autocast | None = None,
         channels_last: bool = False,
+        weight_decay: float | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> Target:
         """The posterior of a network's parameters.
 
         The module itself is never written to. The target copies its structure, buffers and sampled values as they
         are now; frozen parameters are shared, not copied, so do not train them meanwhile. Chains start at the
-        module's values. Dropout in training mode is refused: call ``model.eval()`` first.
+        module's values. Whatever mode the module is in, the copy is in evaluation mode, so that dropout is off; only
+        BatchNorm that was in training mode goes on normalising by the minibatch.
 
         Args:
             model: any module. Batches are ``(x, y)`` or ``(x1, x2, ..., y)``; all but the last are its inputs.
             likelihood: one of `isosgd.likelihoods`, its name (``"categorical"``, ``"bernoulli"``, ``"gaussian"``,
                 ``"heteroscedastic"``, ``"student_t"``, ``"poisson"``), or a callable ``(output, y) -> Tensor[n]``.
             prior: as for `Target`; ``FanInNormal()`` by default, under which a network's outputs are of order one
-                whatever its width. With data enough to tell, ``HierarchicalNormal()`` learns the scales.
+                whatever its width. With data enough to tell, ``HierarchicalNormal()`` learns the scales. Of a trained
+                network ``"empirical"`` takes them from its values, see `isosgd.priors.Empirical`.
             num_data: N, found from the data when they have a length.
             sampled: ``"all"`` parameters with ``requires_grad``; ``"last_layer"``, the module that holds the last of
                 those; or a callable ``(name, parameter) -> bool``. The others stay as they are.
             autocast: ``"bfloat16"`` or ``"float16"``: forward passes run in mixed precision, parameters stay as they
                 are. On a recent GPU bfloat16 about halves the time of a large network.
             channels_last: hold images and filters channels last, which convolutions on a GPU prefer.
+            weight_decay: the prior as the decay that SGD or Adam had in training: of precision decay * N, see
+                `isosgd.priors.WeightDecay`.
+            optimizer: that of the training, whose decay of each parameter is taken. AdamW's decay is refused: no
+                density has it.
 
         Example:
             >>> model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -121,6 +131,13 @@ class Target:
             {'2.weight': (1, 8), '2.bias': (1,), 'likelihood.scale': ()}
         """
         module = ModuleLikelihood(model, likelihood, sampled, autocast, channels_last)
+        given = {"prior": prior, "weight_decay": weight_decay, "optimizer": optimizer}
+        if len(names := [name for name, value in given.items() if value is not None]) > 1:
+            raise ValueError(f"{names[0]}= and {names[1]}= both say what the prior is: pass one of them")
+        if optimizer is not None:
+            prior = WeightDecay(decays_of(optimizer, model, list(module.values)))
+        elif weight_decay is not None:
+            prior = WeightDecay(weight_decay)
         prior = FanInNormal() if prior is None else as_prior(prior)
         for name in module.extra() | prior.extra(module.values):
             if name in module.values:
@@ -139,14 +156,24 @@ class Target:
         """
         found = count_examples(data)
         if self.num_data is not None:
-            return self.num_data
+            return self.num_data  # for which the prior was made
         if found is None:
             raise ValueError(
                 f"the number of examples is not known from data of type {type(data).__name__}; pass num_data= to Target"
             )
         if found < 1:
             raise ValueError("data has no examples")
+        self.bind_num_data(found)
         return found
+
+    def bind_num_data(self, num_data: int) -> None:
+        """Make the prior for N data, where it depends on N (`isosgd.priors.WeightDecay`)."""
+        if num_data == self._prior_num_data:
+            return
+        self._prior_num_data = num_data
+        if self._space is not None and self._prior.with_num_data(num_data) is not self._prior:
+            values = self._space.values
+            self._space = self._make_space({name: x for name, x in values.items() if name not in self._own})
 
     def initial(
         self,
@@ -279,7 +306,8 @@ class Target:
         return f"(likelihood * prior)^(1/T), T = {temperature:g}: likelihood and prior are tempered alike"
 
     def _make_space(self, params: Params) -> Space:
-        return Space(params, self._prior, self._own, self._patterns)
+        n = self._prior_num_data
+        return Space(params, self._prior if n is None else self._prior.with_num_data(n), self._own, self._patterns)
 
     def _bound(self, params: Params) -> Space:
         """The space of parameters. A target that has not seen any yet takes names and shapes from these."""
@@ -339,6 +367,8 @@ class Target:
         """
         if not self._checked:
             self.check(free, batch)
+        if self._prior_num_data is None:
+            self.bind_num_data(num_data)
         space, leaves = self._bound(free), list(free.values())
         with torch.enable_grad():
             natural = space.constrain(free)
@@ -358,15 +388,15 @@ class Target:
             )
 
     def prior_precisions(self, free: Params) -> list[float] | None:
-        """Precision of each parameter's prior, where all are Gaussians around zero of fixed scales; None elsewhere."""
+        """Precision of each parameter's prior, where all are flat or Gaussians around zero of fixed scales; or None."""
         space = self._bound(free)
         if space.positive:
             return None
         found: dict[str, float] = {}
         for part, names in space.prior.parts if isinstance(space.prior, Joint) else [(space.prior, tuple(free))]:
-            if not isinstance(part, Normal):
+            if not isinstance(part, Normal | Flat):
                 return None
-            found |= {name: part.scale_of(name) ** -2 for name in names}
+            found |= {name: part.scale_of(name) ** -2 if isinstance(part, Normal) else 0.0 for name in names}
         return [found[name] for name in free]
 
     def prior_curvature(self, free: Params, batched: bool = False) -> list[Tensor]:

@@ -1,0 +1,266 @@
+"""Whether the average over draws is better than the trained networks that it began with."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isosgd.metrics import accuracy, brier, ece, rmse
+from isosgd.target import Params, Target
+
+State = Mapping[str, Any]
+"""Parameters and buffers of a network by name, as in a ``state_dict``."""
+
+SURE = 2.0  # standard errors by which a difference must be below zero to count
+ROUNDING = 1e-6  # of a difference between two that are the same
+ALL_CHOICES = 6  # networks up to which ensembles of all choices among them are scored
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How good predictions are: NLL and what else there is for the kind of y.
+
+    Attributes:
+        nll: mean negative log likelihood of an example.
+        accuracy: share of the examples whose most probable class is right; of classifications.
+        brier: Brier score; of classifications.
+        ece: expected calibration error; of classifications.
+        rmse: root mean square error of the predicted mean; of other targets that predict.
+    """
+
+    nll: float
+    accuracy: float | None = None
+    brier: float | None = None
+    ece: float | None = None
+    rmse: float | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The average over draws against the trained networks that it began with, on the same examples.
+
+    Attributes:
+        start: scores of the start; of several networks, those of their ensemble.
+        single: mean scores of one network, where there are several.
+        average: scores of the average over all draws.
+        difference: mean over examples of the NLL of the average less that of the start; negative is better.
+        standard_error: of ``difference``, over examples.
+        examples: number of examples.
+        starts: number of networks.
+        draws: number of draws.
+        curve: NLL of ensembles of 1, 2, ... of the networks.
+        worth: how many of the networks an ensemble needs for the NLL of the average, linear in 1/k between whole
+            numbers k: 0 where one network is better, and all of them where the average is at least as good as all. None
+            with one network.
+        density: whether y has a density, of which an NLL has no zero.
+    """
+
+    start: Scores
+    single: Scores | None
+    average: Scores
+    difference: float
+    standard_error: float
+    examples: int
+    starts: int
+    draws: int
+    curve: tuple[float, ...] = ()
+    worth: float | None = None
+    density: bool = False
+
+    @property
+    def ratio(self) -> float:
+        """NLL of the average over that of the start. Of a density: ``exp(difference)``, whatever the unit of y.
+
+        Both are below 1 where the average is better.
+        """
+        if self.density:
+            return math.exp(min(self.difference, 700.0))
+        return self.average.nll / self.start.nll if self.start.nll > 0 else math.inf if self.average.nll > 0 else 1.0
+
+    @property
+    def helps(self) -> bool:
+        """Whether the average has the smaller NLL, by two standard errors."""
+        return self.difference < -SURE * self.standard_error - ROUNDING
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain values that JSON can hold."""
+        return {**asdict(self), "curve": list(self.curve), "ratio": self.ratio, "helps": self.helps}
+
+    def __str__(self) -> str:
+        many = self.starts > 1
+        rows = {f"ensemble of {self.starts}" if many else "start": self.start, "average of draws": self.average}
+        if self.single is not None:
+            rows = {"one of the starts": self.single, **rows}
+        names = [name for name in asdict(self.average) if getattr(self.average, name) is not None]
+        width = max(map(len, rows))
+        lines = [" " * width + "".join(f"{_HEADS[name]:>10}" for name in names)]
+        for label, scores in rows.items():
+            lines.append(f"{label:<{width}}" + "".join(_cell(name, getattr(scores, name)) for name in names))
+        worse = self.difference > SURE * self.standard_error + ROUNDING
+        change = "better" if self.helps else "worse" if worse else "no difference"
+        lines.append(
+            f"NLL {self.difference:+.4f} +- {self.standard_error:.4f} an example (ratio {self.ratio:.3f}): {change} on "
+            f"{self.examples:,} examples, {self.draws:,} draws"
+        )
+        if self.worth is not None:
+            least = "at least " if self.average.nll <= self.curve[-1] else ""
+            lines.append(f"worth {least}{self.worth:.1f} of the {self.starts} networks")
+        return "\n".join(lines)
+
+
+_HEADS = {"nll": "NLL", "accuracy": "accuracy", "brier": "Brier", "ece": "ECE", "rmse": "RMSE"}
+
+
+def _cell(name: str, value: float | None) -> str:
+    if value is None:
+        return f"{'':>10}"
+    return f"{value:>10.2%}" if name == "accuracy" else f"{value:>10.4f}"
+
+
+def compare(starts: Tensor, average: Tensor, predicted: Sequence[Tensor] | None, y: Any, classes: bool,
+            draws: int) -> Comparison:  # fmt: skip
+    """Scores from log likelihoods and predictions.
+
+    Args:
+        starts: log likelihood of each example under each network, ``[starts, n]``.
+        average: log predictive density of each example, ``[n]``.
+        predicted: what each network predicts and, last, the average over draws; None where nothing is predicted.
+        y: what is to be predicted.
+        classes: whether predictions are probabilities of classes.
+        draws: number of draws.
+    """
+    starts, average = starts.detach().double().cpu(), average.detach().double().cpu()
+    count = len(starts)
+    together = _log_mean(starts)
+    change = together - average
+    every = [_scores(x, None if predicted is None else predicted[i], y, classes) for i, x in enumerate(starts)]
+    mean = None if predicted is None else torch.stack(list(predicted[:-1])).mean(0)
+    found = _scores(average, None if predicted is None else predicted[-1], y, classes)
+    curve = tuple(ensemble_curve(starts)) if count > 1 else ()
+    return Comparison(
+        start=_scores(together, mean, y, classes),
+        single=_mean_scores(every) if count > 1 else None,
+        average=found,
+        difference=float(change.mean()),
+        standard_error=float(change.std() / math.sqrt(len(change))) if len(change) > 1 else math.inf,
+        examples=len(change),
+        starts=count,
+        draws=draws,
+        curve=curve,
+        worth=worth(found.nll, curve) if curve else None,
+        density=not classes,
+    )
+
+
+def ensemble_curve(log_likelihoods: Tensor) -> list[float]:
+    """NLL of ensembles of 1, 2, ... networks from ``[networks, n]``, a mean over choices of so many.
+
+    All choices of up to six networks; of more, neighbours in a ring.
+    """
+    count, curve = len(log_likelihoods), []
+    for k in range(1, count + 1):
+        if count <= ALL_CHOICES:
+            choices = [list(some) for some in itertools.combinations(range(count), k)]
+        else:
+            choices = [[(first + i) % count for i in range(k)] for first in range(count if k < count else 1)]
+        curve.append(statistics.fmean(float(-_log_mean(log_likelihoods[some]).mean()) for some in choices))
+    return curve
+
+
+def worth(nll: float, curve: Sequence[float]) -> float:
+    """How many networks have this NLL together; ``curve`` is the NLL of ensembles of 1, 2, ... networks.
+
+    Linear in 1 / k between them. 0 stands for worse than one network, the largest k for at least that.
+
+    Example:
+        >>> worth(0.08, [0.1, 0.08, 0.07]), worth(0.2, [0.1, 0.08]), worth(0.01, [0.1, 0.08])
+        (2.0, 0.0, 2.0)
+    """
+    if not nll <= curve[0]:
+        return 0.0
+    for k, (a, b) in enumerate(itertools.pairwise(curve), 1):
+        if nll > b:
+            share = (a - nll) / (a - b)
+            return 1 / ((1 - share) / k + share / (k + 1))
+    return float(len(curve))
+
+
+def _log_mean(log_likelihoods: Tensor) -> Tensor:
+    return log_likelihoods.logsumexp(0) - math.log(len(log_likelihoods))
+
+
+def _scores(log_likelihood: Tensor, predicted: Tensor | None, y: Any, classes: bool) -> Scores:
+    nll = float(-log_likelihood.mean())
+    if predicted is None or not isinstance(y, Tensor):
+        return Scores(nll)
+    if not classes:
+        fits = predicted.numel() == y.numel() and bool(predicted.isfinite().all())
+        return Scores(nll, rmse=float(rmse(predicted.reshape(-1), y.reshape(-1)))) if fits else Scores(nll)
+    if predicted.numel() == y.numel():  # of yes or no: probabilities of both
+        yes = predicted.reshape(-1).double()
+        probabilities = torch.stack([1 - yes, yes], 1)
+    else:
+        probabilities = predicted.movedim(1, -1).flatten(0, -2)
+    if not bool(probabilities.isfinite().all()):
+        return Scores(nll)
+    labels = y.reshape(-1).long()
+    return Scores(
+        nll,
+        accuracy=float(accuracy(probabilities, labels)),
+        brier=float(brier(probabilities, labels)),
+        ece=float(ece(probabilities, labels)),
+    )
+
+
+def _mean_scores(every: Sequence[Scores]) -> Scores:
+    found: dict[str, Any] = {}
+    for name in asdict(every[0]):
+        values = [getattr(one, name) for one in every]
+        found[name] = None if None in values else statistics.fmean(values)
+    return Scores(**found)
+
+
+# -- starts -----------------------------------------------------------------------------------------------------------
+
+
+def as_states(starts: Any) -> list[State]:
+    """Networks or their state_dicts, one or several, as state_dicts."""
+    if isinstance(starts, nn.Module | Mapping):
+        starts = [starts]
+    if not isinstance(starts, Sequence) or isinstance(starts, str) or not starts:
+        raise TypeError(f"starts must be a list of trained networks or of their state_dicts, got {starts!r}")
+    for i, start in enumerate(starts):
+        if not isinstance(start, nn.Module | Mapping):
+            raise TypeError(f"starts[{i}] is a {type(start).__name__}: pass a network, or its state_dict()")
+    return [start.state_dict() if isinstance(start, nn.Module) else start for start in starts]
+
+
+def stacked(states: Sequence[State], target: Target, scales: Params) -> tuple[Params, Params]:
+    """Natural parameters and buffers of networks, ``[networks, 1, *shape]``, as those of draws are.
+
+    Args:
+        states: of the networks.
+        target: what was sampled.
+        scales: values of what the likelihood and the prior sample beside the network, for states that lack them.
+    """
+    params, buffers = [], []
+    for i, state in enumerate(states):
+        if target.module is not None and (missing := [name for name in target.module.values if name not in state]):
+            raise ValueError(f"starts[{i}] lacks {missing[0]!r}: pass a network of the architecture that was sampled")
+        try:
+            free = target.initial({**scales, **state}, device="cpu", dtype=target.dtype)
+            buffers.append(target.initial_buffers(state, free))
+        except ValueError as error:
+            raise ValueError(f"starts[{i}] is not of the architecture that was sampled: {error}") from error
+        params.append({name: x.detach() for name, x in target.constrain(free).items()})
+    return (
+        {name: torch.stack([one[name] for one in params])[:, None] for name in params[0]},
+        {name: torch.stack([one[name] for one in buffers])[:, None] for name in buffers[0]},
+    )

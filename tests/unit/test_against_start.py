@@ -1,0 +1,185 @@
+"""The average over draws against the trained networks that it began with."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import isosgd
+from isosgd import Comparison, Posterior, Target, likelihoods, priors
+from isosgd.metrics import accuracy, brier, ece, rmse
+from isosgd.posterior.comparison import ensemble_curve
+
+
+def networks(count: int, outputs: int = 3) -> list[nn.Sequential]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, outputs)) for _ in range(count)]
+
+
+def around(networks: list[Any], likelihood: Any = "categorical", spread: float = 0.1, **options: Any) -> Posterior:
+    """A chain of five draws around each network."""
+    made, states = torch.Generator().manual_seed(1), [network.state_dict() for network in networks]
+    draws = {
+        name: torch.stack([s[name] + spread * torch.randn(5, *x.shape, generator=made) for s in states])
+        for name, x in networks[0].named_parameters()
+    }
+    return Posterior(Target.from_module(networks[0], likelihood), draws, {}, **options)
+
+
+def examples(n: int = 40) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(2)
+    x = torch.randn(n, 2, generator=made)
+    return x, torch.randint(0, 3, (n,), generator=made)
+
+
+def test_scores_are_those_of_the_start_and_of_the_average() -> None:
+    (model,), (x, y) = networks(1), examples()
+    posterior = around([model])
+    found = posterior.against_start(x, y, starts=model, batch_size=7)
+    with torch.no_grad():
+        logits = model(x)
+    before, after = nn.functional.cross_entropy(logits, y, reduction="none"), -posterior.log_predictive((x, y))
+    assert found.start.nll == pytest.approx(float(before.mean()), rel=1e-5)
+    assert found.average.nll == pytest.approx(float(after.mean()), rel=1e-5)
+    assert found.difference == pytest.approx(float((after - before).mean()), abs=1e-6)
+    assert found.standard_error == pytest.approx(float((after - before).std() / math.sqrt(40)), rel=1e-3)
+    assert found.ratio == pytest.approx(float(after.mean() / before.mean()), rel=1e-5)
+    for name, score in {"accuracy": accuracy, "brier": brier, "ece": ece}.items():
+        assert getattr(found.start, name) == pytest.approx(float(score(logits.softmax(1), y)), abs=1e-5)
+        assert getattr(found.average, name) == pytest.approx(float(score(posterior.predict(x).mean, y)), abs=1e-5)
+    assert (found.single, found.worth, found.curve, found.start.rmse) == (None, None, (), None)
+    assert (found.starts, found.draws, found.examples) == (1, 5, 40)
+    assert json.loads(json.dumps(found.as_dict()))["average"]["nll"] == found.average.nll
+
+
+def test_draws_at_the_start_make_no_difference_and_better_ones_help() -> None:
+    (model,), (x, _) = networks(1), examples(200)
+    y = model(x).argmax(1)
+    same = around([model], spread=0.0).against_start(x, y, starts=[model])
+    assert same.difference == pytest.approx(0.0, abs=1e-6)
+    assert same.ratio == pytest.approx(1.0, rel=1e-5)
+    assert not same.helps
+    assert "no difference" in str(same)
+    wrong = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3))
+    better = around([model]).against_start(x, y, starts=[wrong.state_dict()])
+    assert better.helps
+    assert better.ratio < 1
+    assert "better on 200 examples" in str(better)
+    worse = around([wrong]).against_start(x, y, starts=[model])
+    assert not worse.helps
+    assert "worse on 200 examples" in str(worse)
+
+
+def test_several_starts_are_an_ensemble_and_a_measure() -> None:
+    starts, (x, y) = networks(3), examples()
+    posterior = around(starts, starts=[start.state_dict() for start in starts])
+    found = posterior.against_start(x, y)
+    with torch.no_grad():
+        each = torch.stack([start(x).softmax(1) for start in starts])
+    nll = -each[:, torch.arange(40), y].log()
+    assert found.single is not None
+    assert found.single.nll == pytest.approx(float(nll.mean()), rel=1e-5)
+    assert found.start.nll == pytest.approx(float(-each.mean(0)[torch.arange(40), y].log().mean()), rel=1e-5)
+    assert found.start.brier == pytest.approx(float(brier(each.mean(0), y)), rel=1e-5)
+    assert found.curve[0] == pytest.approx(found.single.nll)
+    assert found.curve[-1] == pytest.approx(found.start.nll)
+    assert list(found.curve) == sorted(found.curve, reverse=True)
+    assert found.worth is not None
+    assert 0 <= found.worth <= 3
+    lines = str(found).splitlines()
+    assert [line[:17].strip() for line in lines[:4]] == ["", "one of the starts", "ensemble of 3", "average of draws"]
+    assert lines[-1].startswith("worth ")
+    exactly = around(starts, spread=0.0, starts=starts).against_start(x, y)
+    assert exactly.worth == pytest.approx(3.0, abs=0.01)
+    for part in (
+        posterior.select(chains=[1]),
+        posterior.select(chains=[0, 1]).select(draws=slice(2)),
+        posterior.of_set(0),
+    ):
+        assert part.starts is not None
+        assert len(part.starts) == 3
+
+
+def test_ensembles_of_many_networks_go_on_falling() -> None:
+    each = torch.randn(9, 500, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    curve = ensemble_curve(each)
+    assert len(curve) == 9
+    assert curve == sorted(curve, reverse=True)
+
+
+def test_a_regression_with_a_sampled_noise_scale() -> None:
+    (model,), (x, _) = networks(1, 1), examples()
+    y = model(x).detach() + 0.3 * torch.randn(40, 1, generator=torch.Generator().manual_seed(5))
+    posterior = around([model], "gaussian")
+    draws = {**posterior.draws, "likelihood.scale": torch.tensor([[0.2, 0.4, 0.2, 0.4, math.sqrt(0.08)]])}
+    found = Posterior(posterior.target, draws, {}).against_start(x, y, starts=model)
+    normal = torch.distributions.Normal(model(x).detach(), math.sqrt(0.08))  # the scale that the draws found
+    assert found.start.nll == pytest.approx(float(-normal.log_prob(y).mean()), rel=1e-4)
+    assert found.start.rmse == pytest.approx(float(rmse(model(x).detach()[:, 0], y[:, 0])), rel=1e-4)
+    assert found.ratio == pytest.approx(math.exp(found.difference))
+    assert found.start.accuracy is None
+    own = Posterior(posterior.target, draws, {}).against_start(
+        x, y, starts=[{**model.state_dict(), "likelihood.scale": torch.tensor(0.3)}]
+    )
+    normal = torch.distributions.Normal(model(x).detach(), 0.3)
+    assert own.start.nll == pytest.approx(float(-normal.log_prob(y).mean()), rel=1e-4)
+
+
+def test_yes_or_no_and_a_target_of_ones_own() -> None:
+    (model,), (x, _) = networks(1, 1), examples()
+    y = (x[:, :1] > 0).float()
+    found = around([model], "bernoulli").against_start(x, y, starts=model)
+    assert found.start.accuracy == pytest.approx(float(((model(x) > 0) == (y > 0)).float().mean()))
+    target = Target(lambda p, b: -0.5 * (b[1] - p["w"] * b[0]).square(), priors.Normal(1.0), init={"w": 0.0})
+    plain = Posterior(target, {"w": torch.tensor([[1.0, 2.0]])}, {})
+    alone = plain.against_start(torch.ones(3), torch.ones(3), starts=[{"w": 0.0}])
+    assert alone.start.nll == pytest.approx(0.5)
+    assert (alone.start.rmse, alone.start.accuracy) == (None, None)
+
+
+def test_batch_norm_of_the_start_uses_its_running_statistics() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    x, y = examples()
+    model(x)
+    with pytest.warns(UserWarning, match="statistics of the minibatch"):
+        posterior = around([model])
+    model.eval()
+    buffers = {name: b[None, None].expand(1, 5, *b.shape) for name, b in model.named_buffers()}
+    posterior = Posterior(posterior.target, posterior.draws, {}, None, buffers, starts=[model])
+    found = posterior.refreshed([x]).against_start(x[:9], y[:9])
+    with torch.no_grad():
+        expected = nn.functional.cross_entropy(model(x[:9]), y[:9])
+    assert found.start.nll == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_starts_of_a_run_that_is_loaded_have_to_be_given(tmp_path: Any) -> None:
+    (model,), (x, y) = networks(1), examples()
+    target = Target.from_module(model, "categorical")
+    isosgd.sample(
+        target, (x, y), method="sgld", lr=1e-4, warmup=0, draws=4, keep_every=1, store=tmp_path / "run", progress=False
+    )
+    posterior = isosgd.load(tmp_path / "run", target=target)
+    with pytest.raises(ValueError, match=r"not at hand: pass them, posterior\.against_start\(x, y, starts=\[model\]\)"):
+        posterior.against_start(x, y)
+    assert isinstance(posterior.against_start(x.numpy(), y.numpy(), starts=[model]), Comparison)
+
+
+@pytest.mark.parametrize(
+    ("starts", "error", "message"),
+    [
+        ([], TypeError, "a list of trained networks"),
+        ([3], TypeError, r"starts\[0\] is a int"),
+        ([{}], ValueError, r"starts\[0\] lacks '0\.weight'"),
+        ([nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3))], ValueError, r"starts\[0\] is not of the archi"),
+    ],
+)
+def test_starts_that_are_none(starts: Any, error: type[Exception], message: str) -> None:
+    (model,), (x, y) = networks(1), examples()
+    with pytest.raises(error, match=message):
+        around([model]).against_start(x, y, starts=starts)
+    with pytest.raises(ValueError, match="label"):
+        around([model], likelihoods.Categorical()).against_start(x, y + 1, starts=[model])
