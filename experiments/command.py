@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from isosgd.cli.common import STOPPED, add_json, add_machine, echo, print_json, use_machine
-from isosgd.diagnostics.summary import json_values as plain
 
 __all__ = ["add_json", "add_machine", "echo", "plain", "print_json", "run", "use_machine"]
+
+
+def plain(value: Any) -> Any:
+    """Values that strict JSON holds; of others their text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, str | int | bool | None) else str(value)
 
 
 def run(

@@ -25,7 +25,7 @@ from isosgd.metrics import mixture_coverage, mixture_crps, mixture_mnll, rmse
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")]
 
 ROWS, TRAIN, HIDDEN = 60, 50, 4
-TINY = uci.Setting("tiny", chains=2, draws=6, warmup=120, keep_every=5, options={"compile": False})
+TINY = uci.Setting("tiny", chains=2, draws=6, warmup=200, keep_every=5, options={"compile": False})
 
 
 def write_set(root, name="mine", shift=0.0, scale=1.0, train=(TRAIN, TRAIN)):
@@ -80,7 +80,7 @@ def sampled(root, setting):
             draws=6,
             chains=2,
             batch_size=TRAIN,
-            warmup=120,
+            warmup=200,
             keep_every=5,
             progress=False,
             compile=False,
@@ -111,7 +111,7 @@ def test_a_result_says_how_it_was_made(result):
     assert (result.set, result.method, result.command) == ("mine", "isgd", "made so")
     assert result.label == "tiny" and result.settings["noise"] == "student"
     assert result.settings["tails"] == 6 and result.settings["scales"]["name"] == "LogNormal"
-    expected = {"chains": 2, "draws": 6, "warmup": 120, "keep_every": 5, "hidden": HIDDEN, "seed": 0, "compile": False}
+    expected = {"chains": 2, "draws": 6, "warmup": 200, "keep_every": 5, "hidden": HIDDEN, "seed": 0, "compile": False}
     assert expected.items() <= result.settings.items()
     assert result.settings["engine"] == "together"
     assert result.settings["batch_size"] == TRAIN  # no more than there are rows
@@ -120,7 +120,7 @@ def test_a_result_says_how_it_was_made(result):
 
 def test_draws_follow_the_seed(root, result):
     assert untimed(run(root)) == untimed(result)
-    assert run(root, seed=1, splits=[0]).values("rmse") != result.values("rmse")[:1]
+    assert run(root, seed=1).values("rmse") != result.values("rmse")
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ import itertools
 import json
 import logging
 import math
+import sys
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -346,7 +348,7 @@ def test_loss_and_rates_are_logged_at_every_draw(monkeypatch: pytest.MonkeyPatch
         def close(self) -> None:
             noted.append(("closed", 0.0, 0))
 
-    monkeypatch.setattr("isosgd.diagnostics.logging._writer_class", lambda: Writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
     y = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
     settings = {"draws": 3, "keep_every": 5, "warmup": 200, "structure": "layer", "progress": False}
     posterior = sample(make_target(), (y,), chains=2, log=tmp_path, **settings)

@@ -135,7 +135,7 @@ class BaselineRun:
         if not kept:
             raise failures[0]
         for index, failure in failures.items():
-            warnings.warn(f"chain {index} was dropped: {failure}", SamplingWarning, stacklevel=3)
+            warnings.warn(f"chain {index} was dropped: {failure}", SamplingWarning, stacklevel=4)
         spacing = baseline.spacing(plan)
         info = about | {
             "num_data": schedule.num_data,

@@ -109,7 +109,7 @@ class Schedule:
             return f"in turn: one chain of {size:,} parameters fills the CPU"
         why = batchable(self.target, start, batch, self.num_data)
         if why:
-            warnings.warn(f"chains run in turn, not together: {why}", SamplingWarning, stacklevel=4)
+            warnings.warn(f"chains run in turn, not together: {why}", SamplingWarning, stacklevel=5)
             return f"in turn: {why}"
         return ""
 

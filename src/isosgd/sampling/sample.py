@@ -268,9 +268,9 @@ def _draw(
         if len(failures) == schedule.count:
             raise next(iter(failures.values()))
         for index, failure in failures.items():
-            warnings.warn(f"chain {index} was dropped: {failure}", SamplingWarning, stacklevel=2)
+            warnings.warn(f"chain {index} was dropped: {failure}", SamplingWarning, stacklevel=3)
         if draws == "auto" and not (stopped := why_stopped(keeper.outcomes)).startswith("converged"):
-            warnings.warn(f"draws = 'auto': {stopped}", SamplingWarning, stacklevel=2)
+            warnings.warn(f"draws = 'auto': {stopped}", SamplingWarning, stacklevel=3)
         return keeper.posterior()
     except KeyboardInterrupt:
         raise keeper.interrupted() from None

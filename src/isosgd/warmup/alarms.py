@@ -33,7 +33,7 @@ def warn_of(run: Chains, reports: list[WarmupReport], late: list[Tensor], first:
         if cases:
             k, message = cases[0]
             others = f" (and {len(cases) - 1} other of {len(alive)} chains)" if len(cases) > 1 else ""
-            warnings.warn(f"chain {first + k}{others}: {message}", SamplingWarning, stacklevel=6)
+            warnings.warn(f"chain {first + k}{others}: {message}", SamplingWarning, stacklevel=7)
 
 
 def _unsettled(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
