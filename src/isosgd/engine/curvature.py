@@ -1,7 +1,7 @@
 """The largest curvature of ``f / N`` in each group, measured as the chains run.
 
 A step of size ``rate`` inflates the variance along a direction of curvature h by ``rate h / 2`` (see
-`isosgd.samplers.steppers.variance_inflation`), so the largest h bounds the rate. It is found by power iteration. The
+`isosgd.geometry.rule.variance_inflation`), so the largest h bounds the rate. It is found by power iteration. The
 Hessian meets a vector as the difference of two gradients *on the same minibatch*, one posterior standard deviation
 apart: minibatch noise cancels, any model that has a gradient will do, and kinks (ReLU) count as the chain sees them.
 
