@@ -411,6 +411,7 @@ class Around:
                 self.target, self.data, init=self._init(self.starts), chains=chains, temperature=choice.temperature,
                 trained=True, about_choice=self._about(choice), **more, **self.settings,
             )  # fmt: skip
+            found.starts = list(self.starts)
             if self.held_out is None or not choice.rungs:
                 return found
             kept, better = self._best_part(found)
@@ -433,7 +434,7 @@ class Around:
         warnings.warn(choice.reason, SamplingWarning, stacklevel=3)
         found = start_posterior(self.target, self.starts)
         info = {**found.info, "chains": len(self.starts), "draws": 1, "complete": True, **self._about(choice)}
-        return Posterior(self.target, found.draws, info, as_tensors(self.data), found.buffers)
+        return Posterior(self.target, found.draws, info, as_tensors(self.data), found.buffers, list(self.starts))
 
     def _about(self, choice: Choice) -> dict[str, Any]:
         return {"temperature_choice": choice.as_dict(), "starts": len(self.starts)}
