@@ -52,6 +52,7 @@ def report_html(
         subject: names and units.
 
     Example:
+        >>> import torch
         >>> from isosgd import Target
         >>> x = torch.linspace(-1, 1, 60).unsqueeze(1)
         >>> target = Target.from_module(torch.nn.Linear(1, 1), "gaussian")

@@ -384,6 +384,8 @@ def _many_steps(run: Chains, plan: DrawPlan, gap: int, bar: Progress) -> MultiSt
 
 def _pays(run: Chains, plan: DrawPlan, steps: int) -> bool:
     """Whether it pays to compile so many steps. It follows from the settings alone."""
+    if plan.deadline is not None:  # it is not known how many steps there will be, and compiling takes a minute
+        return plan.compile_after == 0
     least = MULTI_STEP_FROM * (1 if run.many is not None else SINGLE_CHAIN)
     return plan.compile_after is not None and (plan.compile_after == 0 or steps >= least)
 

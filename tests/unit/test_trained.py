@@ -1,0 +1,166 @@
+"""Sampling around trained networks: the start is kept, and the temperature is found on held-out examples."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from isosgd import SamplingWarning, Target, priors, sample
+
+pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
+
+SHORT: dict[str, Any] = {"warmup": 200, "draws": 4, "keep_every": 5, "batch_size": 16, "progress": False}
+
+
+def examples(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 4, generator=generator)
+    noisy = x @ torch.tensor([2.0, -1.0, 0.5, 0.0]) + torch.randn(count, generator=generator)
+    return x, (noisy > 0).long()
+
+
+def trained(seed: int = 0, steps: int = 300, norm: bool = False) -> nn.Module:
+    """A network that has fitted the noise of few examples."""
+    torch.manual_seed(seed)
+    layers = [nn.Linear(4, 16), *([nn.BatchNorm1d(16)] if norm else []), nn.ReLU(), nn.Linear(16, 2)]
+    model, (x, y) = nn.Sequential(*layers), examples(100, 0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+TRAIN, HELD = examples(100, 0), examples(400, 1)
+
+
+def target_of(model: nn.Module) -> Target:
+    return Target.from_module(model, "categorical", priors.Normal(1.0))
+
+
+@pytest.mark.long
+def test_an_overfitted_network_is_better_by_held_out_examples_and_says_how() -> None:
+    model = trained()
+    posterior = sample(target_of(model), TRAIN, starts=model, held_out=HELD, batch_size=16, progress=False)
+    choice = posterior.info["temperature_choice"]
+    assert posterior.info["temperature"] == choice["temperature"] > 0
+    assert choice["held_out"] == 400 and "held-out" in choice["reason"]
+    assert all(rung["nll"] > 0 for rung in choice["rungs"]) and len(choice["rungs"]) >= 2
+    found = posterior.against_start(*examples(2_000, 2))
+    assert found.ratio < 0.9  # it was .5 to .8 with five seeds
+
+
+def test_the_start_is_kept() -> None:
+    """Without an initial optimisation, and cold, draws stay where the network was trained."""
+    model = trained()
+    posterior = sample(target_of(model), TRAIN, starts=[model], temperature=1e-6, **SHORT)
+    assert [report["optimisation"] for report in posterior.info["warmup"]] == [0]
+    for name, value in model.state_dict().items():
+        assert float((posterior.draws[name] - value).abs().max()) < 0.1 * float(value.abs().max())
+    assert posterior.info["temperature_choice"]["reason"] == "given"
+
+
+def test_chains_take_the_networks_in_turns_with_their_buffers() -> None:
+    models = [trained(seed, norm=True).train() for seed in (0, 1)]
+    with pytest.warns(UserWarning, match="statistics of the minibatch"):
+        target = target_of(models[0])
+    posterior = sample(target, TRAIN, starts=models, chains=4, temperature=1e-6, **SHORT)
+    assert posterior.num_chains == 4 and posterior.info["starts"] == 2
+    weights = posterior.draws["0.weight"][:, -1]
+    for chain in range(4):
+        own, other = (float((weights[chain] - models[(chain + k) % 2][0].weight.detach()).abs().mean()) for k in (0, 1))
+        assert own < 0.1 * other
+
+
+def test_a_loader_and_a_share_of_the_data_can_be_held_out() -> None:
+    model = trained()
+    loader = DataLoader(TensorDataset(*HELD), batch_size=64)
+    more: dict[str, Any] = {**SHORT, "ladder": [1e30], "preset": "windowed"}  # it diverges at once
+    found = sample(target_of(model), TRAIN, starts=[model], held_out=loader, **more)
+    assert found.info["temperature_choice"]["held_out"] == 400
+    found = sample(target_of(model), TRAIN, starts=[model], held_out=0.2, **more)
+    assert found.info["temperature_choice"]["held_out"] == 20
+    assert found.info.get("num_data", 80) == 80
+
+
+def test_without_held_out_examples_it_is_cold_and_says_so() -> None:
+    model = trained()
+    posterior = sample(target_of(model), TRAIN, temperature="auto", **SHORT)
+    assert posterior.info["temperature"] == 1e-3
+    assert "no examples were held out" in posterior.info["temperature_choice"]["reason"]
+
+
+def test_where_nothing_helps_the_draws_are_the_starts() -> None:
+    """Labels that the network knows exactly leave nothing to gain."""
+    model = trained()
+    x = HELD[0]
+    y = model(x).argmax(1)
+    with pytest.warns(SamplingWarning, match="the draws are the starts"):
+        posterior = sample(target_of(model), TRAIN, starts=[model], held_out=(x, y), ladder=[1.0], **SHORT)
+    assert posterior.info["temperature"] == 0 and len(posterior) == 1
+    assert torch.equal(posterior.draws["0.weight"][0, 0], model[0].weight.detach())
+    found = posterior.against_start(x, y)
+    assert found.ratio == pytest.approx(1.0) and not found.helps
+
+
+def test_rungs_that_diverge_are_left_out() -> None:
+    model = trained()
+    steep = copy.deepcopy(model)
+    with pytest.warns(SamplingWarning, match="diverged"):
+        posterior = sample(
+            target_of(steep), TRAIN, starts=[steep], held_out=HELD, ladder=[1e30], preset="windowed", **SHORT
+        )
+    assert posterior.info["temperature_choice"]["diverged"] and len(posterior) == 1
+
+
+def test_time_is_bounded_and_what_was_drawn_is_kept() -> None:
+    model = trained()
+    began = time.monotonic()
+    posterior = sample(
+        target_of(model), TRAIN, starts=[model], temperature=0.01, max_seconds=2.0, warmup=200, draws=100_000,
+        keep_every=5, batch_size=16, progress=False,
+    )  # fmt: skip
+    assert time.monotonic() - began < 10
+    assert 1 <= posterior.num_draws < 100_000 and posterior.info["draws"] == posterior.num_draws
+    assert posterior.info["stopped"].startswith("max_seconds")
+
+
+def others() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"starts": [others()]}, r"starts\[0\] has '0.weight' of shape \[8, 4\]"),
+        ({"starts": []}, "starts must be a list of trained networks"),
+        ({"starts": [3]}, r"starts\[0\] is a int"),
+        ({"held_out": (HELD[0], HELD[1] + 5)}, "label 5"),
+        ({"held_out": (HELD[0],)}, "held_out has 1 tensors, the data 2"),
+        ({"held_out": (HELD[0], HELD[1].float()[:, None])}, "held_out: targets of shape"),
+        ({"held_out": 1.5}, "held_out = 1.5 must lie between 0 and 1"),
+        ({"held_out": 0.1, "transform": lambda b, g: b}, "with a transform"),
+        ({"ladder": []}, "must have one positive temperature"),
+        ({"ladder": [-1.0]}, "must have one positive temperature"),
+        ({"temperature": 1.0, "ladder": [0.1]}, "ladder= goes with temperature='auto'"),
+        ({"max_seconds": 0}, "max_seconds = 0 must be a positive number"),
+        ({"init": {}}, "starts= and init= both"),
+    ],
+)
+def test_bad_input(settings: dict[str, Any], message: str) -> None:
+    model = trained(steps=1)
+    with pytest.raises((ValueError, TypeError), match=message):
+        sample(target_of(model), TRAIN, **{"starts": [model], **SHORT, **settings})
+
+
+def test_without_a_network_there_is_no_start() -> None:
+    target = Target(lambda p, b: -0.5 * (b[0] - p["mu"]) ** 2, priors.Normal(1.0), init={"mu": 0.0})
+    with pytest.raises(ValueError, match="is for trained networks"):
+        sample(target, (torch.randn(50),), temperature="auto")
