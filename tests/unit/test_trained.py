@@ -53,7 +53,10 @@ def test_an_overfitted_network_is_better_by_held_out_examples_and_says_how() -> 
     assert posterior.info["temperature"] == choice["temperature"] > 0
     assert choice["held_out"] == 400 and "held-out" in choice["reason"]
     assert all(rung["nll"] > 0 for rung in choice["rungs"]) and len(choice["rungs"]) >= 2
-    found = posterior.against_start(*examples(2_000, 2))
+    new = examples(2_000, 2)
+    words = str(posterior.trust(held_out=new)).splitlines()
+    assert words[0].startswith("Against the start: NLL -") and words[1].startswith("Temperature: T = ")
+    found = posterior.against_start(*new)
     assert found.ratio < 0.9  # it was .5 to .8 with five seeds
 
 

@@ -53,6 +53,7 @@ class Verdict:
         ess: smallest effective number of draws over them.
         warmup: for each layer, over chains: the largest predicted bias of variances and share of clipped noise, the
             mean share of gradient noise in the composite noise, the smallest tail index.
+        opening: of draws around trained networks, how they compare with these and how the temperature was chosen.
     """
 
     summary: Conclusion
@@ -66,6 +67,7 @@ class Verdict:
     rhat: float = math.nan
     ess: float = math.nan
     warmup: dict[str, dict[str, float]] = field(default_factory=dict)
+    opening: tuple[str, ...] = ()
 
     @property
     def trusted(self) -> bool:
@@ -77,7 +79,7 @@ class Verdict:
         return json_values(asdict(self))  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
-        lines = [self.summary.capitalize() + "."]
+        lines = [*self.opening, self.summary.capitalize() + "."]
         lines += [f"- {reason}" for reason in self.reasons]
         lines += [f"Fix: {fix}" for fix in self.fixes]
         whole = self.readings[0] if self.readings else None

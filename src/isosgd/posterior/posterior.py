@@ -7,6 +7,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -419,7 +420,8 @@ class Posterior:
                 sampled by default, where they are at hand.
             temperature: T that the draws should be at; that which was sampled at by default.
             inputs: inputs for the target's ``predict``, where they are not all but the last tensor of the data.
-            held_out: examples whose predictions are judged; some of the training data by default.
+            held_out: examples whose predictions are judged; some of the training data by default. Draws around trained
+                networks are compared with these by them, as `against_start` does.
             rows: examples in each gradient, drawn afresh for every draw; all of them, or as many as are affordable, by
                 default.
             rhat: largest R-hat to believe.
@@ -447,7 +449,18 @@ class Posterior:
             [as_array(x).reshape(self.num_chains, self.num_draws, -1) for _, x in traces.values()], -1
         )
         reports = self.info.get("warmup", [])
-        return judge(wanted, found, along, summary_of(traces), every, reports, rhat, ess)
+        verdict = judge(wanted, found, along, summary_of(traces), every, reports, rhat, ess)
+        return replace(verdict, opening=self._opening(held_out, device))
+
+    def _opening(self, held_out: Any, device: Device) -> tuple[str, ...]:
+        """Of draws around trained networks: the comparison, where there are examples for it, and the temperature."""
+        lines = []
+        if self.starts is not None and isinstance(held_out, tuple | list) and len(held_out) > 1:
+            *inputs, y = held_out
+            compared = self.against_start(inputs[0] if len(inputs) == 1 else tuple(inputs), y, device=device)
+            lines.append(f"Against the start: {str(compared).splitlines()[-1 if compared.worth is None else -2]}.")
+        choice = self.info.get("temperature_choice", {}).get("reason", "given")
+        return (*lines, *([] if choice == "given" else [f"Temperature: {choice}."]))
 
     def to_arviz(self, data: Any = None, *, parameters: Sequence[str] | None = None) -> Any:
         """The draws as ArviZ takes them: an ``xarray.DataTree``, by ``pip install "isosgd[arviz]"``.
