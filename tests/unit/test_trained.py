@@ -57,7 +57,7 @@ def test_an_overfitted_network_is_better_by_held_out_examples_and_says_how() -> 
     words = str(posterior.trust(held_out=new)).splitlines()
     assert words[0].startswith("Against the start: NLL -") and words[1].startswith("Temperature: T = ")
     found = posterior.against_start(*new)
-    assert found.ratio < 0.9  # it was .5 to .8 with five seeds
+    assert found.ratio < 0.6  # it was .23 to .35 with five seeds of network and sampler
 
 
 def test_the_start_is_kept() -> None:
