@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from isosgd.baselines import BASELINES, BaselineRun
 from isosgd.data.sources import Transform, as_data
 from isosgd.diagnostics import Log
 from isosgd.engine.schedule import Schedule, Start, start_of
-from isosgd.errors import SamplingWarning
+from isosgd.errors import warn_caller
 from isosgd.posterior import Posterior
 from isosgd.progress import Progress
 from isosgd.samplers import ISGD, METHODS
@@ -268,9 +267,9 @@ def _draw(
         if len(failures) == schedule.count:
             raise next(iter(failures.values()))
         for index, failure in failures.items():
-            warnings.warn(f"chain {index} was dropped: {failure}", SamplingWarning, stacklevel=3)
+            warn_caller(f"chain {index} was dropped: {failure}")
         if draws == "auto" and not (stopped := why_stopped(keeper.outcomes)).startswith("converged"):
-            warnings.warn(f"draws = 'auto': {stopped}", SamplingWarning, stacklevel=3)
+            warn_caller(f"draws = 'auto': {stopped}")
         return keeper.posterior()
     except KeyboardInterrupt:
         raise keeper.interrupted() from None

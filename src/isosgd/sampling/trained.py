@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from isosgd.data.sources import as_tensors, size_of
-from isosgd.errors import DivergedError, SamplingWarning
+from isosgd.errors import DivergedError, SamplingWarning, warn_caller
 from isosgd.posterior import Posterior
 from isosgd.progress import LOGGER
 from isosgd.target import Target
@@ -419,19 +419,21 @@ class Around:
                 return found
             if more.get("store") is not None:
                 advice = f"posterior.select(draws=slice({kept}))" if better else "a lower temperature"
-                warnings.warn(
-                    f"the held-out examples are predicted best by {advice}: a stored run keeps all of its draws",
-                    SamplingWarning,
-                    stacklevel=3,
+                warn_caller(
+                    f"the held-out examples are predicted best by {advice}: a stored run keeps all of its draws"
                 )
                 return found
             if better:
-                LOGGER.info("the first %d of %d draws predict held-out examples best", kept, found.num_draws)
+                what = f"the first {kept} of {found.num_draws} draws predict them best and are kept"
+                LOGGER.info("held-out examples: %s", what)
                 part = found.select(draws=slice(kept))
-                part.info["draws"] = kept
+                part.info |= {"draws": kept, **self._about(replace(choice, reason=f"{choice.reason}; {what}"))}
                 return part
             choice = self._colder(choice)
-        warnings.warn(choice.reason, SamplingWarning, stacklevel=3)
+            if choice.temperature and (end := more.get("deadline")) is not None and time.monotonic() > end:
+                late = "max_seconds ended before a colder one: the draws are the starts"
+                choice = replace(choice, temperature=0.0, reason=choice.reason.partition(": ")[0] + f", and {late}")
+        warn_caller(choice.reason)
         found = start_posterior(self.target, self.starts)
         info = {**found.info, "chains": len(self.starts), "draws": 1, "complete": True, **self._about(choice)}
         return Posterior(self.target, found.draws, info, as_tensors(self.data), found.buffers, list(self.starts))
