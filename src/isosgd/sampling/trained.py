@@ -28,7 +28,7 @@ from isosgd.target.batches import batch_length, with_tensors
 
 LADDER = (1e-2, 1e-1, 1.0)
 COLDER = 10.0  # a rung so much colder than the coldest is tried where that one was best
-COLD = 1e-3  # where nothing is held out: worse than the start by 4% at most on the networks of docs/trained.md
+COLD = 1e-3  # where nothing is held out; docs/trained.md says what it did
 SURE = 1.0  # standard errors by which the average must be better than the starts
 WORSE = 0.1  # share of the best NLL by which a rung must be worse for hotter ones not to be tried
 EPOCHS, LEAST = 10, 2_000  # of gradients in all, and gradients at least
