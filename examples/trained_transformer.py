@@ -38,9 +38,9 @@ for _ in range(15):
         nn.functional.cross_entropy(model(x_train[rows]), y_train[rows]).backward()
         optimizer.step()
 
-# Dropout is off while sampling: the draws say what is not known.
+# Dropout is off while sampling: the draws say what is not known. The call takes about 30 seconds at most.
 target = Target.from_module(model, "categorical", prior="empirical")
-posterior = sample(target, (x_train, y_train), starts=[model], held_out=(x_val, y_val))
+posterior = sample(target, (x_train, y_train), starts=[model], held_out=(x_val, y_val), max_seconds=30)
 
 print(posterior.against_start(x_test, y_test))
 print(posterior.info["temperature_choice"]["reason"])

@@ -165,12 +165,15 @@ def sample(
             held_out=held_out, **given, **more, **options,
         )  # fmt: skip
     around = Around(target, data, networks, held_out, ladder, given, options)
-    lengths = around.lengths.settings(DRAWS if not isinstance(draws, int) else draws)
+    count = draws if isinstance(draws, int) else DRAWS
+    lengths = around.lengths.settings(count)
     more |= {"draws": draws or DRAWS} | {
         name: lengths[name] if value == "auto" else value
         for name, value in (("keep_every", keep_every), ("warmup", warmup))
     }
     choice = around.choose("auto" if temperature is None else temperature, _draw, deadline)
+    if deadline is not None and (keep_every, warmup) == ("auto", "auto"):
+        more |= around.shortened(choice, lengths, count, deadline)
     return around.posterior(choice, _draw, max(chains, len(networks)), more)
 
 

@@ -399,6 +399,19 @@ class Around:
         LOGGER.info("trying temperatures from %g to %g on held-out examples", *_ends(self.temperatures))
         return Ladder(run, self.target, self.starts, self.held_out, seconds).climb(self.temperatures)
 
+    def shortened(self, choice: Choice, steps: Mapping[str, int], draws: int, deadline: float) -> dict[str, int]:
+        """Steps of the warm-up and between draws that fit into the time left, by the speed of the ladder."""
+        tried = len(choice.rungs) + len(choice.diverged)
+        if not tried:
+            return dict(steps)
+        fit = (deadline - time.monotonic()) * tried * self.lengths.rung / choice.seconds
+        share = min(1.0, max(0.0, fit / (steps["warmup"] + draws * steps["keep_every"])))
+        warmup = max(min(RUNG_WARMUP, steps["warmup"]), int(share * steps["warmup"]))
+        return {
+            "warmup": warmup,
+            "keep_every": max(1, int((fit - warmup) / draws) if share < 1 else steps["keep_every"]),
+        }
+
     def posterior(self, choice: Choice, draw: Run, chains: int, more: Mapping[str, Any]) -> Posterior:
         """Draws at the temperature that was chosen.
 
@@ -407,14 +420,17 @@ class Around:
         to a colder one, at last to the starts themselves.
         """
         while choice.temperature > 0:
-            found = draw(
-                self.target, self.data, init=self._init(self.starts), chains=chains, temperature=choice.temperature,
-                trained=True, about_choice=self._about(choice), **more, **self.settings,
-            )  # fmt: skip
+            with warnings.catch_warnings(record=True) as said:  # of a run that is not kept they would mislead
+                found = draw(
+                    self.target, self.data, init=self._init(self.starts), chains=chains, trained=True,
+                    temperature=choice.temperature, about_choice=self._about(choice), **more, **self.settings,
+                )  # fmt: skip
             found.starts = list(self.starts)
-            if self.held_out is None or not choice.rungs:
-                return found
-            kept, better = self._best_part(found)
+            scored = self.held_out is not None and bool(choice.rungs)
+            kept, better = self._best_part(found) if scored else (found.num_draws, True)
+            if better or more.get("store") is not None:
+                for warning in said:
+                    warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
             if better and kept == found.num_draws:
                 return found
             if more.get("store") is not None:
