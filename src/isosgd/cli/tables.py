@@ -60,7 +60,6 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
         help="share of the rows that is held out for the report; 0 for none (%(default)s)",
     )  # fmt: skip
     parser.add_argument("--effort", type=float, default=1.0, help="times the usual number of steps (%(default)g)")
-    parser.add_argument("--minutes", type=float, metavar="M", help="end the sampling early, after about M minutes")
     parser.add_argument("--chains", type=int, default=USUAL["chains"], help="(%(default)s)")
     parser.add_argument("--draws", type=int, default=USUAL["draws"], help="of each chain (%(default)s)")
     parser.add_argument("--hidden", type=int, default=USUAL["hidden"], help="units of the hidden layer (%(default)s)")
@@ -103,7 +102,6 @@ def run_fit(args: argparse.Namespace) -> int:
             seed=args.seed,
             device=args.device,
             store=folder,
-            max_seconds=None if args.minutes is None else 60 * args.minutes,
             **steps,
         )
 
@@ -124,8 +122,6 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--holdout {args.holdout:g} must be at least 0 and below 1")
     if not (math.isfinite(args.effort) and args.effort > 0):
         raise ValueError(f"--effort {args.effort:g} must be positive")
-    if args.minutes is not None and not (math.isfinite(args.minutes) and args.minutes > 0):
-        raise ValueError(f"--minutes {args.minutes:g} must be positive")
     for name in ("chains", "draws", "hidden"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
