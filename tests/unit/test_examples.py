@@ -46,8 +46,10 @@ def test_examples_are_short_and_all_of_them_are_run() -> None:
         assert len(file.read_text().splitlines()) < 60, file.name
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/trained.md"])
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", *(pytest.param(page, marks=pytest.mark.long) for page in ("docs/index.md", "docs/trained.md"))],
+)
 @pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
 def test_the_first_lines_of_a_page_take_a_trained_network_to_predictions(
     page: str, capsys: pytest.CaptureFixture[str]
