@@ -158,7 +158,7 @@ def test_bad_data(changes: Callable[[], dict[str, Any]], error: Any, words: str)
         (
             {"temperature": -1.0},
             ValueError,
-            "temperature = -1.0 must be positive and finite; 1 is the Bayesian posterior",
+            "temperature = -1.0 must be positive and finite, or 'auto'; 1 is the Bayesian posterior",
         ),
         ({"temperature": 0.0}, ValueError, "temperature = 0.0 must be positive and finite"),
         ({"temperature": math.nan}, ValueError, "temperature = nan must be positive and finite"),
