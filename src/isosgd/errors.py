@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,6 +14,17 @@ if TYPE_CHECKING:
 
 class SamplingWarning(UserWarning):
     """The draws may be off; the message says by how much, why, and what would help."""
+
+
+_PACKAGE = str(Path(__file__).parent)
+
+
+def warn_caller(message: str) -> None:
+    """A `SamplingWarning` that names the line which called the library, however deep it comes up."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, SamplingWarning, stacklevel=level)
 
 
 class DivergedError(RuntimeError):

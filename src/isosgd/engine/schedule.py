@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,7 +21,7 @@ from isosgd.data.sources import (
 )
 from isosgd.engine.chains import Chains, MakeSampler
 from isosgd.engine.gradients import batchable
-from isosgd.errors import SamplingWarning
+from isosgd.errors import warn_caller
 from isosgd.target import Target
 
 LARGE = 1 << 20  # parameters from which a single chain fills a CPU, so that nothing is won by batching
@@ -109,7 +108,7 @@ class Schedule:
             return f"in turn: one chain of {size:,} parameters fills the CPU"
         why = batchable(self.target, start, batch, self.num_data)
         if why:
-            warnings.warn(f"chains run in turn, not together: {why}", SamplingWarning, stacklevel=5)
+            warn_caller(f"chains run in turn, not together: {why}")
             return f"in turn: {why}"
         return ""
 

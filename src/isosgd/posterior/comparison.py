@@ -107,7 +107,7 @@ class Comparison:
         change = "better" if self.helps else "worse" if worse else "no difference"
         lines.append(
             f"NLL {self.difference:+.4f} +- {self.standard_error:.4f} an example (ratio {self.ratio:.3f}): {change} on "
-            f"{self.examples:,} examples, {self.draws:,} draws"
+            f"{self.examples:,} examples, {self.draws:,} draw{'s' if self.draws != 1 else ''}"
         )
         if self.worth is not None:
             least = "at least " if self.average.nll <= self.curve[-1] else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from isosgd.baselines import BASELINES, BaselineRun
 from isosgd.data.sources import Transform, as_data
 from isosgd.diagnostics import Log
 from isosgd.engine.schedule import Schedule, Start, start_of
-from isosgd.errors import SamplingWarning
+from isosgd.errors import warn_caller
 from isosgd.posterior import Posterior
 from isosgd.progress import Progress
 from isosgd.samplers import ISGD, METHODS
@@ -166,12 +165,15 @@ def sample(
             held_out=held_out, **given, **more, **options,
         )  # fmt: skip
     around = Around(target, data, networks, held_out, ladder, given, options)
-    lengths = around.lengths.settings(DRAWS if not isinstance(draws, int) else draws)
+    count = draws if isinstance(draws, int) else DRAWS
+    lengths = around.lengths.settings(count)
     more |= {"draws": draws or DRAWS} | {
         name: lengths[name] if value == "auto" else value
         for name, value in (("keep_every", keep_every), ("warmup", warmup))
     }
     choice = around.choose("auto" if temperature is None else temperature, _draw, deadline)
+    if deadline is not None and (keep_every, warmup) == ("auto", "auto"):
+        more |= around.shortened(choice, lengths, count, deadline)
     return around.posterior(choice, _draw, max(chains, len(networks)), more)
 
 
@@ -268,9 +270,9 @@ def _draw(
         if len(failures) == schedule.count:
             raise next(iter(failures.values()))
         for index, failure in failures.items():
-            warnings.warn(f"chain {index} was dropped: {failure}", SamplingWarning, stacklevel=3)
+            warn_caller(f"chain {index} was dropped: {failure}")
         if draws == "auto" and not (stopped := why_stopped(keeper.outcomes)).startswith("converged"):
-            warnings.warn(f"draws = 'auto': {stopped}", SamplingWarning, stacklevel=3)
+            warn_caller(f"draws = 'auto': {stopped}")
         return keeper.posterior()
     except KeyboardInterrupt:
         raise keeper.interrupted() from None

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from isosgd.data.sources import as_tensors, size_of
-from isosgd.errors import DivergedError, SamplingWarning
+from isosgd.errors import DivergedError, SamplingWarning, warn_caller
 from isosgd.posterior import Posterior
 from isosgd.progress import LOGGER
 from isosgd.target import Target
@@ -28,7 +28,7 @@ from isosgd.target.batches import batch_length, with_tensors
 
 LADDER = (1e-2, 1e-1, 1.0)
 COLDER = 10.0  # a rung so much colder than the coldest is tried where that one was best
-COLD = 1e-3  # where nothing is held out: worse than the start by 4% at most on the networks of docs/trained.md
+COLD = 1e-3  # where nothing is held out; docs/trained.md says what it did
 SURE = 1.0  # standard errors by which the average must be better than the starts
 WORSE = 0.1  # share of the best NLL by which a rung must be worse for hotter ones not to be tried
 EPOCHS, LEAST = 10, 2_000  # of gradients in all, and gradients at least
@@ -399,6 +399,19 @@ class Around:
         LOGGER.info("trying temperatures from %g to %g on held-out examples", *_ends(self.temperatures))
         return Ladder(run, self.target, self.starts, self.held_out, seconds).climb(self.temperatures)
 
+    def shortened(self, choice: Choice, steps: Mapping[str, int], draws: int, deadline: float) -> dict[str, int]:
+        """Steps of the warm-up and between draws that fit into the time left, by the speed of the ladder."""
+        tried = len(choice.rungs) + len(choice.diverged)
+        if not tried:
+            return dict(steps)
+        fit = (deadline - time.monotonic()) * tried * self.lengths.rung / choice.seconds
+        share = min(1.0, max(0.0, fit / (steps["warmup"] + draws * steps["keep_every"])))
+        warmup = max(min(RUNG_WARMUP, steps["warmup"]), int(share * steps["warmup"]))
+        return {
+            "warmup": warmup,
+            "keep_every": max(1, int((fit - warmup) / draws) if share < 1 else steps["keep_every"]),
+        }
+
     def posterior(self, choice: Choice, draw: Run, chains: int, more: Mapping[str, Any]) -> Posterior:
         """Draws at the temperature that was chosen.
 
@@ -407,31 +420,36 @@ class Around:
         to a colder one, at last to the starts themselves.
         """
         while choice.temperature > 0:
-            found = draw(
-                self.target, self.data, init=self._init(self.starts), chains=chains, temperature=choice.temperature,
-                trained=True, about_choice=self._about(choice), **more, **self.settings,
-            )  # fmt: skip
+            with warnings.catch_warnings(record=True) as said:  # of a run that is not kept they would mislead
+                found = draw(
+                    self.target, self.data, init=self._init(self.starts), chains=chains, trained=True,
+                    temperature=choice.temperature, about_choice=self._about(choice), **more, **self.settings,
+                )  # fmt: skip
             found.starts = list(self.starts)
-            if self.held_out is None or not choice.rungs:
-                return found
-            kept, better = self._best_part(found)
+            scored = self.held_out is not None and bool(choice.rungs)
+            kept, better = self._best_part(found) if scored else (found.num_draws, True)
+            if better or more.get("store") is not None:
+                for warning in said:
+                    warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
             if better and kept == found.num_draws:
                 return found
             if more.get("store") is not None:
                 advice = f"posterior.select(draws=slice({kept}))" if better else "a lower temperature"
-                warnings.warn(
-                    f"the held-out examples are predicted best by {advice}: a stored run keeps all of its draws",
-                    SamplingWarning,
-                    stacklevel=3,
+                warn_caller(
+                    f"the held-out examples are predicted best by {advice}: a stored run keeps all of its draws"
                 )
                 return found
             if better:
-                LOGGER.info("the first %d of %d draws predict held-out examples best", kept, found.num_draws)
+                what = f"the first {kept} of {found.num_draws} draws predict them best and are kept"
+                LOGGER.info("held-out examples: %s", what)
                 part = found.select(draws=slice(kept))
-                part.info["draws"] = kept
+                part.info |= {"draws": kept, **self._about(replace(choice, reason=f"{choice.reason}; {what}"))}
                 return part
             choice = self._colder(choice)
-        warnings.warn(choice.reason, SamplingWarning, stacklevel=3)
+            if choice.temperature and (end := more.get("deadline")) is not None and time.monotonic() > end:
+                late = "max_seconds ended before a colder one: the draws are the starts"
+                choice = replace(choice, temperature=0.0, reason=choice.reason.partition(": ")[0] + f", and {late}")
+        warn_caller(choice.reason)
         found = start_posterior(self.target, self.starts)
         info = {**found.info, "chains": len(self.starts), "draws": 1, "complete": True, **self._about(choice)}
         return Posterior(self.target, found.draws, info, as_tensors(self.data), found.buffers, list(self.starts))

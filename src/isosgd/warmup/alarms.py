@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 
 from isosgd.engine.chains import Chains
-from isosgd.errors import SamplingWarning
+from isosgd.errors import warn_caller
 from isosgd.geometry.base import MOST_EXCESS
 from isosgd.samplers import ISGD, Sampler
 from isosgd.samplers.schedules import SPREAD, Cycles
@@ -33,7 +31,7 @@ def warn_of(run: Chains, reports: list[WarmupReport], late: list[Tensor], first:
         if cases:
             k, message = cases[0]
             others = f" (and {len(cases) - 1} other of {len(alive)} chains)" if len(cases) > 1 else ""
-            warnings.warn(f"chain {first + k}{others}: {message}", SamplingWarning, stacklevel=7)
+            warn_caller(f"chain {first + k}{others}: {message}")
 
 
 def _unsettled(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
