@@ -124,7 +124,10 @@ class InMemory(_Recorder):
     def posterior(self) -> Posterior:
         """What was drawn. Of chains that were stopped at different lengths, as much as makes a rectangle."""
         place = self._places()
-        chains, length = rectangle({chain: len(self._draws[first]) for chain, (first, _) in place.items()})
+        lengths = {chain: len(self._draws[first]) for chain, (first, _) in place.items()}
+        chains, length = rectangle(lengths)
+        if any(outcome.stopped.startswith("max_seconds") for outcome in self.every()):
+            chains, length = sorted(lengths), min(lengths.values())  # no network is lost because its turn was short
         parts = []
         for source in (self._draws, self._with):
             own = [_chain(source[place[c][0]][:length], place[c][1]) for c in chains]
@@ -209,7 +212,11 @@ class OnDisk(_Recorder):
         return {name: found[name][0] for name in found}
 
     def posterior(self) -> Posterior:
-        """What was drawn, as it is on the disk; the run is complete."""
+        """What was drawn, as it is on the disk; the run is complete, unless its time was up."""
+        if any(outcome.stopped.startswith("max_seconds") for outcome in self.outcomes):
+            self.writer.manifest.info = self.about(self.outcomes)
+            self.writer.flush()
+            return self._load()
         self.writer.finish(self.about(self.outcomes))
         return self._load()
 

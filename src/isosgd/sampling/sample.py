@@ -115,7 +115,7 @@ def sample(
             watched; some of the training data by default.
         ladder: temperatures to try with ``temperature="auto"``; 0.01, 0.1 and 1 by default.
         max_seconds: bound on the time of the whole call: the warm-up and the draws end early. At least one draw of each
-            chain is taken.
+            chain is taken. The initial optimisation and the warm-up of HMC do not watch it.
         transform: a function ``(batch, generator) -> batch`` that every minibatch goes through on its device, such as
             augmentation or a change of type: images may so lie on a GPU as bytes. It must keep the number of examples,
             take its random numbers from the generator, and is not applied in predictions.
@@ -164,10 +164,23 @@ def sample(
             target, data, init=init, chains=chains, temperature=1.0 if temperature is None else temperature,
             held_out=held_out, **given, **more, **options,
         )  # fmt: skip
+    known = 1.0 if temperature in (None, "auto") else temperature
+    assert known != "auto" and known is not None
+    check_settings(method, DRAWS if draws is None else draws, chains, keep_every, warmup, known)
+    if temperature not in (None, "auto") and held_out is not None and draws != "auto":
+        raise ValueError(
+            f"held_out= goes with temperature='auto' or draws='auto', not with temperature = {temperature!r}"
+        )
+    if resume and temperature in (None, "auto"):
+        raise ValueError(
+            "resume=True with temperature='auto': give the temperature that the run has, info['temperature'] of isosgd.load"
+        )
     around = Around(target, data, networks, held_out, ladder, given, options)
+    if draws == "auto" and around.held_out is not None:
+        more["held_out"] = around.held_out[:-1]
     count = draws if isinstance(draws, int) else DRAWS
     lengths = around.lengths.settings(count)
-    more |= {"draws": draws or DRAWS} | {
+    more |= {"draws": DRAWS if draws is None else draws} | {
         name: lengths[name] if value == "auto" else value
         for name, value in (("keep_every", keep_every), ("warmup", warmup))
     }

@@ -19,24 +19,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isosgd.data.sources import as_tensors, size_of
+from isosgd.baselines import BASELINES
+from isosgd.data.sources import DataSets, as_tensors, size_of
 from isosgd.errors import DivergedError, SamplingWarning, warn_caller
 from isosgd.posterior import Posterior
 from isosgd.progress import LOGGER
 from isosgd.target import Target
 from isosgd.target.batches import batch_length, with_tensors
+from isosgd.target.likelihoods import Bernoulli, Categorical
 
 LADDER = (1e-2, 1e-1, 1.0)
 COLDER = 10.0  # a rung so much colder than the coldest is tried where that one was best
 COLD = 1e-3  # where nothing is held out; docs/trained.md says what it did
 SURE = 1.0  # standard errors by which the average must be better than the starts
-WORSE = 0.1  # share of the best NLL by which a rung must be worse for hotter ones not to be tried
+WORSE = 0.1  # of the start's NLL, by which a rung must be worse for hotter ones not to be tried
 EPOCHS, LEAST = 10, 2_000  # of gradients in all, and gradients at least
 LADDER_SHARE, RUNGS = 1 / 3, 5
 RUNG_DRAWS, RUNG_WARMUP = 8, 200  # draws of a rung, and gradients to measure its noise by
 WARMUP_SHARE, DRAWS = 0.3, 30  # of the run itself
 LARGE = 1 << 20  # parameters from which Lambda is one number for each layer
 SCORED = 1_000  # examples that are predicted at once
+SCALES = 33  # of the noise, tried at once
 
 Run = Callable[..., Posterior]
 State = Mapping[str, Any]
@@ -89,7 +92,7 @@ def _state(network: nn.Module | State, number: int, target: Target) -> dict[str,
     if not isinstance(network, nn.Module | Mapping):
         raise TypeError(f"starts[{number}] is a {type(network).__name__}: pass a network, or its state_dict()")
     state = network.state_dict() if isinstance(network, nn.Module) else network
-    found = {name: torch.as_tensor(x).detach() for name, x in state.items()}
+    found = {name: torch.as_tensor(x).detach().to(target.device) for name, x in state.items()}
     free = target.initial()
     here = {name: tuple(x.shape) for name, x in target.constrain(free).items()}
     here |= {name: tuple(x.shape) for part in (target.buffers, target.frozen) for name, x in part.items()}
@@ -108,6 +111,12 @@ def _state(network: nn.Module | State, number: int, target: Target) -> dict[str,
     return found
 
 
+def has_classes(target: Target) -> bool:
+    """Whether the likelihood is one of classes, so that its NLL has a zero and labels must be known ones."""
+    likelihood = None if target.module is None else target.module.likelihood
+    return isinstance(likelihood, Categorical | Bernoulli)
+
+
 def set_aside(held_out: Any, data: Any, target: Target, seed: int) -> tuple[Any, tuple[Tensor, ...] | None]:
     """Data to sample from, and held-out examples, checked; a share of the data is taken out of them."""
     tensors = as_tensors(data, target.dtype)
@@ -118,6 +127,10 @@ def set_aside(held_out: Any, data: Any, target: Target, seed: int) -> tuple[Any,
             raise ValueError(f"held_out = {held_out} must lie between 0 and 1: the share of the data that is set aside")
         if tensors is None:
             raise ValueError(f"held_out = {held_out} takes a part of tensors, but the data are batches: pass (x, y)")
+        if target.num_data is not None:
+            raise ValueError(
+                f"held_out = {held_out} leaves fewer examples than num_data = {target.num_data}: pass held_out=(x, y)"
+            )
         count = len(tensors[0])
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).to(tensors[0].device)
         part = max(1, round(held_out * count))
@@ -131,11 +144,11 @@ def set_aside(held_out: Any, data: Any, target: Target, seed: int) -> tuple[Any,
         found = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
     if found is None:
         raise TypeError(f"held_out of type {type(held_out).__name__}: pass (x, y), a loader, or a share such as 0.1")
-    _check_held_out(found, tensors)
+    _check_held_out(found, tensors, has_classes(target))
     return data, found
 
 
-def _check_held_out(found: tuple[Tensor, ...], tensors: tuple[Tensor, ...] | None) -> None:
+def _check_held_out(found: tuple[Tensor, ...], tensors: tuple[Tensor, ...] | None, classes: bool) -> None:
     if not len(found[0]) or any(len(t) != len(found[0]) for t in found):
         raise ValueError(
             f"held_out has tensors of {[len(t) for t in found]} examples: give as many of each, some at all"
@@ -147,7 +160,7 @@ def _check_held_out(found: tuple[Tensor, ...], tensors: tuple[Tensor, ...] | Non
     y, known = found[-1], tensors[-1]
     if y.shape[1:] != known.shape[1:]:
         raise ValueError(f"held_out: targets of shape {list(y.shape[1:])}, in the data {list(known.shape[1:])}")
-    if not y.is_floating_point() and not known.is_floating_point():
+    if classes:
         new = sorted(set(y.flatten().tolist()) - set(known.flatten().tolist()))
         if new:
             raise ValueError(f"held_out has label {new[0]}, which the data never have: the networks cannot know it")
@@ -208,9 +221,38 @@ def default_options(target: Target, options: Mapping[str, Any]) -> dict[str, Any
 # -- the ladder -------------------------------------------------------------------------------------------------------
 
 
-def log_predictive(posterior: Posterior, examples: tuple[Tensor, ...]) -> Tensor:
+def log_predictive(posterior: Posterior, examples: tuple[Tensor, ...], device: Any) -> Tensor:
     """Log density of each held-out example under the average, in float64 on the CPU."""
-    return posterior.log_predictive(examples, batch_size=SCORED).double().cpu()
+    return posterior.log_predictive(examples, batch_size=SCORED, device=device).double().cpu()
+
+
+def with_noise_scales(
+    target: Target, starts: Sequence[State], examples: tuple[Tensor, ...], device: Any
+) -> list[State]:
+    """Starts with the scales of the noise that a network has none of: those under which it predicts best.
+
+    Otherwise a regression's start would be scored under an arbitrary scale, and anything would be better.
+    """
+    return [_with_scales(target, start, examples, device) for start in starts]
+
+
+def _with_scales(target: Target, start: State, examples: tuple[Tensor, ...], device: Any) -> State:
+    for name in target.noise_scales():
+        if name in start:
+            continue
+        spread, here = 1e4, 1.0  # a grid over eight decades, then ever finer ones around the best
+        for _ in range(4):
+            scales = here * torch.logspace(-math.log10(spread), math.log10(spread), SCALES, dtype=torch.float64)
+            one = start_posterior(target, [start])
+            shape = one.draws[name].shape[2:]
+            draws = {key: x.expand(1, SCALES, *x.shape[2:]) for key, x in one.draws.items()}
+            draws[name] = scales.to(one.draws[name]).view(1, SCALES, *[1] * len(shape)).expand(1, SCALES, *shape)
+            buffers = {key: x.expand(1, SCALES, *x.shape[2:]) for key, x in one.buffers.items()}
+            grid = Posterior(target, draws, {}, buffers=buffers)
+            likely = grid.log_likelihood(examples, batch_size=SCORED, device=device).double().sum((0, 2))
+            here, spread = float(scales[int(likely.nan_to_num(-math.inf).argmax())]), spread ** (4 / SCALES)
+        start = {**start, name: torch.full(shape, here, dtype=one.draws[name].dtype, device=target.device)}
+    return start
 
 
 def start_posterior(target: Target, starts: Sequence[State]) -> Posterior:
@@ -236,15 +278,18 @@ class Ladder:
         target: what is sampled.
         starts: the trained networks.
         held_out: examples to score by.
-        seconds: after which no other rung is begun.
+        deadline: after which no other rung is begun.
+        device: where to score.
     """
 
     def __init__(
-        self, run: Run, target: Target, starts: Sequence[State], held_out: tuple[Tensor, ...], seconds: float
-    ) -> None:
-        self.run, self.starts, self.held_out = run, starts, held_out
-        self.began, self.seconds = time.monotonic(), seconds
-        self.before = log_predictive(start_posterior(target, starts), held_out)
+        self, run: Run, target: Target, starts: Sequence[State], held_out: tuple[Tensor, ...], deadline: float,
+        device: Any,
+    ) -> None:  # fmt: skip
+        self.run, self.starts, self.held_out, self.device = run, starts, held_out, device
+        self.began, self.deadline = time.monotonic(), deadline
+        self.before = log_predictive(start_posterior(target, starts), held_out, device)
+        self.unit = abs(float(self.before.mean())) if has_classes(target) else 1.0  # a density has no zero of its NLL
         self.found: dict[float, tuple[Rung, Tensor]] = {}
         self.states: dict[float, Sequence[State]] = {}
         self.diverged: list[float] = []
@@ -254,7 +299,7 @@ class Ladder:
         states = self.starts
         for temperature in temperatures:
             rung = self._try(temperature, states)
-            if rung is None or rung.nll - self._best.nll > WORSE * abs(self._best.nll):
+            if rung is None or rung.nll - self._best.nll > WORSE * self.unit:
                 break
             states = self.states[temperature]
         if not self.found or self._best.temperature == temperatures[0]:
@@ -277,7 +322,7 @@ class Ladder:
         return min((rung for rung, _ in self.found.values()), key=lambda rung: rung.nll)
 
     def _late(self) -> bool:
-        return time.monotonic() - self.began > self.seconds
+        return time.monotonic() > self.deadline
 
     def _try(self, temperature: float, starts: Sequence[State]) -> Rung | None:
         if self.found and self._late():
@@ -286,7 +331,7 @@ class Ladder:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", SamplingWarning)  # a rung is short, and nobody looks at its draws
                 posterior = self.run(temperature, starts)
-            after = log_predictive(posterior, self.held_out)
+            after = log_predictive(posterior, self.held_out, self.device)
         except DivergedError:
             after = torch.full_like(self.before, -math.inf)
         if not bool(after.isfinite().all()):
@@ -315,7 +360,7 @@ class Ladder:
         sure = [rung for rung, _ in self.found.values() if rung.difference + SURE * rung.error < 0]
         if not sure:
             reason = (
-                f"no temperature is better than the start on {len(self.before)} held-out examples by more than chance "
+                f"no temperature is better than the start on {len(self.before)} held-out examples by a standard error "
                 f"(the best, T = {best.temperature:.3g}, by {-best.difference:.3g} ± {best.error:.2g}): the draws are "
                 "the starts"
             )
@@ -362,19 +407,30 @@ class Around:
         self, target: Target, data: Any, starts: Sequence[State], held_out: Any, ladder: Any,
         given: Mapping[str, Any], options: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        self.target, self.starts = target, starts
+        method = given["method"]
+        if method in BASELINES:
+            raise ValueError(f"starts= is for samplers; method = {method!r} trains networks of its own: pass init=")
+        if isinstance(data, DataSets):
+            raise ValueError(
+                "starts= with isosgd.DataSets: networks are trained on one data set; sample each on its own"
+            )
+        self.target, self.device = target, given["device"]
         if isinstance(held_out, float) and given["transform"] is not None:
             raise ValueError(
                 f"held_out = {held_out} with a transform: predictions do not go through it, so pass held_out=(x, y) as "
                 "the network takes them"
             )
         self.data, self.held_out = set_aside(held_out, data, target, given["seed"])
+        self.starts = list(starts)
+        scored = self.held_out or (None if given["transform"] is not None else _some(self.data, target))
+        if scored is not None:
+            self.starts = with_noise_scales(target, starts, scored, self.device)
         self.temperatures = check_ladder(ladder)
-        plain = given["method"] == "isgd" and given["batch_size"] != "all"
+        plain = method == "isgd" and given["batch_size"] != "all"
         self.settings = {**given, **(default_options(target, options) if plain else {}), **options}
         num_data = target.resolve_num_data(as_tensors(self.data, target.dtype) or self.data)
         size = given["batch_size"] if as_tensors(self.data) is not None else _loaded_size(self.data)
-        self.lengths = Lengths.of(num_data, size_of(size, num_data))
+        self.lengths = Lengths.of(num_data, size_of("all" if method == "hmc" else size, num_data))
 
     def _init(self, states: Sequence[State]) -> Callable[[int], State]:
         """Chains take the networks in turns."""
@@ -388,16 +444,18 @@ class Around:
             reason = f"T = {COLD:g} by default: no examples were held out (held_out=) to choose by"
             return Choice(COLD, reason)
         lengths = self.lengths.rung_settings()
+        now = time.monotonic()
+        end = None if deadline is None else now + LADDER_SHARE * (deadline - now)
 
         def run(temperature: float, states: Sequence[State]) -> Posterior:
             return draw(
                 self.target, self.data, init=self._init(states), chains=len(self.starts), temperature=temperature,
-                trained=True, progress=False, **lengths, **self.settings,
+                trained=True, progress=False, deadline=end, **lengths, **self.settings,
             )  # fmt: skip
 
-        seconds = math.inf if deadline is None else LADDER_SHARE * (deadline - time.monotonic())
         LOGGER.info("trying temperatures from %g to %g on held-out examples", *_ends(self.temperatures))
-        return Ladder(run, self.target, self.starts, self.held_out, seconds).climb(self.temperatures)
+        late = math.inf if end is None else end
+        return Ladder(run, self.target, self.starts, self.held_out, late, self.device).climb(self.temperatures)
 
     def shortened(self, choice: Choice, steps: Mapping[str, int], draws: int, deadline: float) -> dict[str, int]:
         """Steps of the warm-up and between draws that fit into the time left, by the speed of the ladder."""
@@ -449,7 +507,8 @@ class Around:
             if choice.temperature and (end := more.get("deadline")) is not None and time.monotonic() > end:
                 late = "max_seconds ended before a colder one: the draws are the starts"
                 choice = replace(choice, temperature=0.0, reason=choice.reason.partition(": ")[0] + f", and {late}")
-        warn_caller(choice.reason)
+        stored = "" if more.get("store") is None else f"; nothing was written to {more['store']}"
+        warn_caller(choice.reason + stored)
         found = start_posterior(self.target, self.starts)
         info = {**found.info, "chains": len(self.starts), "draws": 1, "complete": True, **self._about(choice)}
         return Posterior(self.target, found.draws, info, as_tensors(self.data), found.buffers, list(self.starts))
@@ -460,11 +519,11 @@ class Around:
     def _best_part(self, found: Posterior) -> tuple[int, bool]:
         """How many draws of each chain predict held-out examples best, and whether better than the starts."""
         assert self.held_out is not None
-        each = found.log_likelihood(self.held_out, batch_size=SCORED).double().cpu()
+        each = found.log_likelihood(self.held_out, batch_size=SCORED, device=self.device).double().cpu()
         counts = each.shape[0] * torch.arange(1.0, each.shape[1] + 1.0, dtype=torch.float64)
         so_far = each.logsumexp(0).logcumsumexp(0) - counts.log().unsqueeze(-1)
         kept = int(so_far.mean(-1).argmax())
-        gain = so_far[kept] - log_predictive(start_posterior(self.target, self.starts), self.held_out)
+        gain = so_far[kept] - log_predictive(start_posterior(self.target, self.starts), self.held_out, self.device)
         error = float(gain.std() / math.sqrt(len(gain))) if len(gain) > 1 else math.inf
         return kept + 1, float(gain.mean()) > SURE * error
 
@@ -477,6 +536,12 @@ class Around:
         reason = f"the run at T = {choice.temperature:.3g} predicted held-out examples no better than the start: {what}"
         LOGGER.info(reason)
         return replace(choice, temperature=temperature, reason=reason)
+
+
+def _some(data: Any, target: Target) -> tuple[Tensor, ...] | None:
+    """Some of the training data, where they are tensors."""
+    tensors = as_tensors(data, target.dtype)
+    return None if tensors is None else tuple(t[:SCORED] for t in tensors)
 
 
 def _ends(temperatures: Sequence[float]) -> tuple[float, float]:

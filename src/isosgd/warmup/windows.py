@@ -55,6 +55,7 @@ FALLING_SHARE, MOST_FALLING = 0.2, 4_000  # ... and where they fell in the last 
 LATE = "the chain ran away while its last rates were tried, and was restarted: a longer warmup= would help"
 ENOUGH = 0.75  # share of the chains that must have settled: of many, one is always unsettled by chance
 MARK_EVERY = 100  # steps of the paper's schemes, which have no windows
+MOST_TRIES = 4  # minibatches for each noise vector of the first estimate
 TAILS_EVERY = 16  # steps between looks at the tails of the noise, where gradients are captured
 
 
@@ -166,6 +167,11 @@ class WindowedWarmup(Warmup):
         chains.forget_gradient()
         seen = 0
         while seen < length:  # a first noise estimate before the first move
+            if len(losses) > MOST_TRIES * length:
+                raise ValueError(
+                    "minibatches that follow one another differ in size, so that their noise cannot be compared: let "
+                    "the loader drop the last one (drop_last=True), or pass tensors"
+                )
             seen += chains.observe_noise()
             losses.append(chains.loss)
             self.count("measuring noise")
@@ -250,7 +256,7 @@ class WindowedWarmup(Warmup):
         if chains.geometry is None or self.spent >= end:
             return
         self.runaway.begin()
-        while self.spent < end:
+        while self.spent < end and time.monotonic() < chains.deadline:
             chains.step(split=True)
             losses.append(chains.loss)
             self.count("testing the rates")
