@@ -244,7 +244,14 @@ class Ladder:
     ) -> None:
         self.run, self.starts, self.held_out = run, starts, held_out
         self.began, self.seconds = time.monotonic(), seconds
-        self.before = log_predictive(start_posterior(target, starts), held_out)
+        try:
+            self.before = log_predictive(start_posterior(target, starts), held_out)
+        except (RuntimeError, IndexError) as error:
+            shapes = [list(t.shape) for t in held_out]
+            raise ValueError(
+                f"held_out of shapes {shapes} cannot be predicted by the start ({error}): pass examples as the network "
+                "takes them"
+            ) from error
         self.found: dict[float, tuple[Rung, Tensor]] = {}
         self.states: dict[float, Sequence[State]] = {}
         self.diverged: list[float] = []
