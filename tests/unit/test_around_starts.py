@@ -66,3 +66,12 @@ def test_predictions_of_a_transformer_do_not_warn_of_torch() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert posterior.predict(x).mean.shape == (20, 2)
+
+
+def test_held_out_inputs_of_another_shape_are_refused() -> None:
+    model, data, (x, y) = trained(steps=1)
+    target = Target.from_module(model, "categorical", prior="empirical")
+    with pytest.raises(
+        ValueError, match=r"held_out of shapes \[\[100, 1\], \[100\]\] cannot be predicted by the start"
+    ):
+        sample(target, data, starts=[model], held_out=(x[:, :1], y), progress=False)

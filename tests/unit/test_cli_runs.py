@@ -131,38 +131,6 @@ def test_scores_are_those_of_the_functions_that_users_have(kind, request):
     assert whole == pytest.approx({"rows": len(y), **wanted}, rel=1e-4)
 
 
-BIG = """
-import resource, sys, torch, warnings
-from dataclasses import replace
-from pathlib import Path
-from isosgd.cli.runs import scores_of
-from isosgd.cli.folders import open_run
-
-torch.set_num_threads(1)
-run = open_run(Path(sys.argv[1]))
-posterior, (x, y) = run.posterior(), run.heldout
-scores_of(run, posterior)
-few = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-many = int(sys.argv[2])
-run = replace(run, heldout=(x.repeat(many, 1), y.repeat(many)))
-whole = scores_of(run, posterior)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - few) // 1024, whole["rows"])
-"""
-
-
-@pytest.mark.long
-def test_memory_does_not_grow_with_the_rows_that_are_scored(classified, tmp_path):
-    """Of each row some numbers are kept; all predictions at once took 350 MB."""
-    folder = shutil.copytree(classified[0], tmp_path / "run")
-    many = 7500
-    found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", BIG, str(folder), str(many)], capture_output=True, text=True, check=True
-    )
-    grown, rows = map(int, found.stdout.split())
-    assert rows == 34 * many
-    assert grown < 200
-
-
 @pytest.mark.slow
 def test_without_held_out_rows(tmp_path, capsys):
     argv = ["fit", PENGUINS, "--target", "body_mass_g", "--out", tmp_path / "run", "--holdout", "0", *SHORT]

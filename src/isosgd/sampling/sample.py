@@ -173,7 +173,7 @@ def sample(
         )
     if resume and temperature in (None, "auto"):
         raise ValueError(
-            "resume=True with temperature='auto': give the temperature that the run has, info['temperature'] of isosgd.load"
+            "resume=True with temperature='auto': give the temperature that the run has (isosgd.load(store).info)"
         )
     around = Around(target, data, networks, held_out, ladder, given, options)
     if draws == "auto" and around.held_out is not None:

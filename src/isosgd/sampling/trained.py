@@ -39,6 +39,7 @@ RUNG_DRAWS, RUNG_WARMUP = 8, 200  # draws of a rung, and gradients to measure it
 WARMUP_SHARE, DRAWS = 0.3, 30  # of the run itself
 LARGE = 1 << 20  # parameters from which Lambda is one number for each layer
 SCORED = 1_000  # examples that are predicted at once
+LEAST_KEPT = 5  # at least one of so many draws is kept
 SCALES = 33  # of the noise, tried at once
 
 Run = Callable[..., Posterior]
@@ -288,7 +289,14 @@ class Ladder:
     ) -> None:  # fmt: skip
         self.run, self.starts, self.held_out, self.device = run, starts, held_out, device
         self.began, self.deadline = time.monotonic(), deadline
-        self.before = log_predictive(start_posterior(target, starts), held_out, device)
+        try:
+            self.before = log_predictive(start_posterior(target, starts), held_out, device)
+        except (RuntimeError, IndexError) as error:
+            shapes = [list(t.shape) for t in held_out]
+            raise ValueError(
+                f"held_out of shapes {shapes} cannot be predicted by the start ({error}): pass examples as the network "
+                "takes them"
+            ) from error
         self.unit = abs(float(self.before.mean())) if has_classes(target) else 1.0  # a density has no zero of its NLL
         self.found: dict[float, tuple[Rung, Tensor]] = {}
         self.states: dict[float, Sequence[State]] = {}
@@ -478,11 +486,17 @@ class Around:
         to a colder one, at last to the starts themselves.
         """
         while choice.temperature > 0:
-            with warnings.catch_warnings(record=True) as said:  # of a run that is not kept they would mislead
-                found = draw(
-                    self.target, self.data, init=self._init(self.starts), chains=chains, trained=True,
-                    temperature=choice.temperature, about_choice=self._about(choice), **more, **self.settings,
-                )  # fmt: skip
+            try:
+                with warnings.catch_warnings(record=True) as said:  # of a run that is not kept they would mislead
+                    found = draw(
+                        self.target, self.data, init=self._init(self.starts), chains=chains, trained=True,
+                        temperature=choice.temperature, about_choice=self._about(choice), **more, **self.settings,
+                    )  # fmt: skip
+            except DivergedError:
+                if not choice.rungs or more.get("store") is not None:
+                    raise
+                choice = self._colder(choice)
+                continue
             found.starts = list(self.starts)
             scored = self.held_out is not None and bool(choice.rungs)
             kept, better = self._best_part(found) if scored else (found.num_draws, True)
@@ -522,8 +536,11 @@ class Around:
         each = found.log_likelihood(self.held_out, batch_size=SCORED, device=self.device).double().cpu()
         counts = each.shape[0] * torch.arange(1.0, each.shape[1] + 1.0, dtype=torch.float64)
         so_far = each.logsumexp(0).logcumsumexp(0) - counts.log().unsqueeze(-1)
-        kept = int(so_far.mean(-1).argmax())
+        # The best of many parts looks better than it is: it is chosen on one half of the examples, judged on the other.
+        least = -(-each.shape[1] // LEAST_KEPT)
+        kept = least - 1 + int(so_far[least - 1 :, ::2].mean(-1).argmax())
         gain = so_far[kept] - log_predictive(start_posterior(self.target, self.starts), self.held_out, self.device)
+        gain = gain[1::2] if len(gain) > 1 else gain
         error = float(gain.std() / math.sqrt(len(gain))) if len(gain) > 1 else math.inf
         return kept + 1, float(gain.mean()) > SURE * error
 

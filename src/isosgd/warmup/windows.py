@@ -163,7 +163,7 @@ class WindowedWarmup(Warmup):
                     f"{length + axes} gradients after the initial optimisation for a first look at "
                     f"{chains.geometry.total} parameters: give at least {4 * (length + axes)}, or structure='layer'"
                 )
-        losses = []
+        losses: list[Tensor] = []
         chains.forget_gradient()
         seen = 0
         while seen < length:  # a first noise estimate before the first move
@@ -369,7 +369,7 @@ class WindowedWarmup(Warmup):
     def _paper_scheme(self, sampler: ISGD, measure_spacing: bool) -> list[WarmupReport]:
         steps = self.budget if self.exact else PAPER_STEPS
         sampler.warmup = steps
-        chains = self.chains
+        chains, known = self.chains, sampler.param_groups[0]
         self.stage = "scheme"
         for i in range(self.spent, steps):
             if i % MARK_EVERY == 0:
@@ -380,6 +380,10 @@ class WindowedWarmup(Warmup):
                 self._feed_tails(noise if noise is not None else [leaf.grad for leaf in chains.leaves])
             chains.advance(noise)
             self.count(f"scheme {sampler.scheme}")
+            if known["lam"] is not None and time.monotonic() > chains.deadline:
+                sampler.warmup = known["step"]
+                sampler.refresh()
+                break
         chains.check_finite()
         if sampler.param_groups[0]["lam"] is None:
             raise ValueError(f"{steps} steps are too few for a first noise estimate: give a longer warmup=")
