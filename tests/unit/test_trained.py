@@ -135,6 +135,30 @@ def test_time_is_bounded_and_what_was_drawn_is_kept() -> None:
     assert posterior.info["stopped"].startswith("max_seconds")
 
 
+def test_a_regression_that_is_right_is_not_beaten_by_its_noise_scale() -> None:
+    """A network has no scale of the noise: it is scored under its best one, so that learning that is no gain."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 2, generator=generator)
+    y = x @ torch.tensor([[1.0], [-1.0]]) + 0.05 * torch.randn(300, 1, generator=generator)
+    model = nn.Linear(2, 1)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, -1.0]]))
+        model.bias.zero_()
+    target = Target.from_module(model, "gaussian", priors.Normal(1.0))
+    posterior = sample(target, (x[:200], y[:200]), starts=[model], held_out=(x[200:], y[200:]), ladder=[0.1], **SHORT)
+    assert posterior.info["temperature_choice"]["start_nll"] == pytest.approx(-1.58, abs=0.2)  # log(.05) + 1.42
+    assert posterior.against_start(x[200:], y[200:]).difference < 0.05
+
+
+def test_batches_that_always_differ_in_size_are_refused() -> None:
+    model = trained(norm=True, steps=1).train()
+    loader = DataLoader(TensorDataset(*TRAIN), batch_size=60)  # 60, 40, 60, 40, ...
+    with pytest.warns(UserWarning, match="statistics of the minibatch"):
+        target = target_of(model)
+    with pytest.raises(ValueError, match="drop_last=True"):
+        sample(target, loader, structure="layer", warmup=400, draws=2, keep_every=2, progress=False)
+
+
 def others() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 
@@ -155,6 +179,11 @@ def others() -> nn.Module:
         ({"temperature": 1.0, "ladder": [0.1]}, "ladder= goes with temperature='auto'"),
         ({"max_seconds": 0}, "max_seconds = 0 must be a positive number"),
         ({"init": {}}, "starts= and init= both"),
+        ({"temperature": -1.0}, "temperature = -1.0 must be positive"),
+        ({"draws": 0}, "draws = 0 must be"),
+        ({"method": "swag"}, "method = 'swag' trains networks of its own"),
+        ({"temperature": 0.1, "held_out": 0.1}, "held_out= goes with temperature='auto'"),
+        ({"store": "x", "resume": True}, "resume=True with temperature='auto'"),
     ],
 )
 def test_bad_input(settings: dict[str, Any], message: str) -> None:
