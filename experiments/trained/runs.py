@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import platform
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +20,7 @@ from experiments.trained.pairs import Pair, Sets
 from experiments.trained.training import SCALE, Start, start
 from isosgd import DivergedError, Posterior, Target, priors
 from isosgd.metrics import accuracy, auroc, brier, ece, predictive_entropy, rmse
+from isosgd.posterior.comparison import ensemble_curve, worth
 
 BATCH = 2000  # examples that are predicted at once
 EPOCHS, LEAST, WARMUP, DRAWS = 10, 1500, 0.4, 30  # of a run at a given temperature, see `lengths`
@@ -151,24 +150,6 @@ def ratio(pair: Pair, found: Mapping[str, float], before: Mapping[str, float], m
     return math.exp(after - start_nll) if pair.likelihood == "gaussian" else after / start_nll
 
 
-def worth(nll: float, curve: Sequence[float]) -> float:
-    """How many networks have this NLL together; ``curve`` is the NLL of ensembles of 1, 2, ... networks.
-
-    Linear in 1 / k between them. 0 stands for worse than one network, the largest k for at least that.
-
-    Example:
-        >>> worth(0.08, [0.1, 0.08, 0.07]), worth(0.2, [0.1, 0.08]), worth(0.01, [0.1, 0.08])
-        (2.0, 0.0, 2.0)
-    """
-    if nll > curve[0]:
-        return 0.0
-    for k, (a, b) in enumerate(itertools.pairwise(curve), 1):
-        if nll >= b:
-            share = (a - nll) / (a - b)
-            return 1 / ((1 - share) / k + share / (k + 1))
-    return float(len(curve))
-
-
 # -- methods ----------------------------------------------------------------------------------------------------------
 
 
@@ -228,14 +209,6 @@ def mc_dropout(pair: Pair, sets: Sets, begun: Start, seed: int, folder: Path) ->
     )  # fmt: skip
 
 
-def ensemble_curve(pair: Pair, sets: Sets, members: Sequence[Start]) -> list[float]:
-    """NLL of ensembles of 1, 2, ... of the networks, a mean over all choices of so many."""
-    each = negative_log_likelihoods(together(pair, sets, members), sets)
-    sizes = range(1, len(members) + 1)
-    chosen = [list(itertools.combinations(range(len(members)), k)) for k in sizes]
-    return [statistics.fmean(averaged(each[list(some)]) for some in choices) for choices in chosen]
-
-
 def measured(pair: Pair, sets: Sets, before: Mapping[str, float], draw: Callable[[], Posterior]) -> dict[str, Any]:
     """Scores of what a method draws, its ratio to the start, seconds, warnings and how it came about."""
     began, found = time.monotonic(), dict[str, Any]()
@@ -275,7 +248,7 @@ def run(
     }
     found["rivals"] = {name: measured(pair, sets, before, others[name]) for name in rivals if name in others}
     if "ensemble" in rivals:
-        curve = ensemble_curve(pair, sets, every[:members])
+        curve = ensemble_curve(-negative_log_likelihoods(together(pair, sets, every[:members]), sets))
         found["ensemble"] = curve
         found["worth"] = worth(found["average"].get("nll", math.inf), curve)
     return found

@@ -70,6 +70,13 @@ def test_the_start_is_kept() -> None:
     assert posterior.info["temperature_choice"]["reason"] == "given"
 
 
+def test_hmc_keeps_the_start_too() -> None:
+    model = trained(steps=30)
+    settings: dict[str, Any] = {"draws": 2, "keep_every": 2, "warmup": 1_000, "progress": False, "compile": False}
+    posterior = sample(target_of(model), TRAIN, starts=[model], method="hmc", temperature=1e-6, **settings)
+    assert [report["optimisation"] for report in posterior.info["warmup"]] == [0]
+
+
 def test_chains_take_the_networks_in_turns_with_their_buffers() -> None:
     models = [trained(seed, norm=True).train() for seed in (0, 1)]
     with pytest.warns(UserWarning, match="statistics of the minibatch"):

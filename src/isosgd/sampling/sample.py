@@ -92,7 +92,7 @@ def sample(
         warmup: gradients to spend before the first draw; ``auto`` goes on until the chain has settled.
         temperature: T; 1, the posterior, by default. ``auto``, the default with ``starts``, tries a ladder of
             temperatures from the start and takes the one that predicts ``held_out`` examples best, and of its draws
-            those up to where they predict best; where none is better than the start by more than chance, the draws
+            those up to where they predict best; where none is better than the start by a standard error, the draws
             are the starts. Without held-out examples T is 1e-3.
             ``info["temperature_choice"]`` says how it was chosen. With a prior whose scales are fixed the density is
             ``(likelihood * prior)^(1/T)``, that is ``exp(-f / T)``. Where scales of the prior are sampled

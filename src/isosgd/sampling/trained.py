@@ -4,7 +4,7 @@ A network is trained to one point, and its posterior at T = 1 is mostly far from
 worse than the start. Colder densities lie around it. Which temperature predicts best is found by a *ladder*: short
 runs, each hotter than the last and going on from where that one ended, are scored on held-out examples, until it gets
 clearly worse; then one beside the best. The winner is sampled from the starts. Where no temperature is
-better than the starts by more than chance, the draws are the starts themselves.
+better than the starts by a standard error, the draws are the starts themselves.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from isosgd.baselines import BASELINES
 from isosgd.data.sources import DataSets, as_tensors, size_of
 from isosgd.errors import DivergedError, SamplingWarning, warn_caller
 from isosgd.posterior import Posterior
+from isosgd.posterior.comparison import as_states, stacked
 from isosgd.progress import LOGGER
 from isosgd.target import Target
 from isosgd.target.batches import batch_length, with_tensors
@@ -82,17 +83,11 @@ def as_starts(starts: Any, target: Target, init: Any) -> list[State] | None:
         return None
     if init is not None:
         raise ValueError("starts= and init= both say where chains begin: pass the trained networks as starts= alone")
-    if isinstance(starts, nn.Module | Mapping):
-        starts = [starts]
-    if not isinstance(starts, Sequence) or isinstance(starts, str) or not starts:
-        raise TypeError(f"starts must be a list of trained networks or of their state_dicts, got {starts!r}")
-    return [_state(network, i, target) for i, network in enumerate(starts)]
+    return [_checked(state, i, target) for i, state in enumerate(as_states(starts))]
 
 
-def _state(network: nn.Module | State, number: int, target: Target) -> dict[str, Any]:
-    if not isinstance(network, nn.Module | Mapping):
-        raise TypeError(f"starts[{number}] is a {type(network).__name__}: pass a network, or its state_dict()")
-    state = network.state_dict() if isinstance(network, nn.Module) else network
+def _checked(state: State, number: int, target: Target) -> dict[str, Any]:
+    """A network's state where the target is, refused unless it is of the target's architecture."""
     found = {name: torch.as_tensor(x).detach().to(target.device) for name, x in state.items()}
     free = target.initial()
     here = {name: tuple(x.shape) for name, x in target.constrain(free).items()}
@@ -258,11 +253,8 @@ def _with_scales(target: Target, start: State, examples: tuple[Tensor, ...], dev
 
 def start_posterior(target: Target, starts: Sequence[State]) -> Posterior:
     """The starts as draws, one for each chain."""
-    natural = [target.constrain(target.initial(start)) for start in starts]
-    draws = {name: torch.stack([one[name].detach().cpu() for one in natural]).unsqueeze(1) for name in natural[0]}
-    buffers = [target.initial_buffers(start, target.initial(start)) for start in starts]
-    with_them = {name: torch.stack([one[name].cpu() for one in buffers]).unsqueeze(1) for name in buffers[0]}
-    return Posterior(target, draws, {"method": "the starts", "temperature": 0.0}, buffers=with_them)
+    draws, buffers = stacked(starts, target, {})
+    return Posterior(target, draws, {"method": "the starts", "temperature": 0.0}, buffers=buffers)
 
 
 def last_draws(posterior: Posterior) -> list[State]:
@@ -461,7 +453,8 @@ class Around:
                 trained=True, progress=False, deadline=end, **lengths, **self.settings,
             )  # fmt: skip
 
-        LOGGER.info("trying temperatures from %g to %g on held-out examples", *_ends(self.temperatures))
+        coldest, hottest = self.temperatures[0], self.temperatures[-1]
+        LOGGER.info("trying temperatures from %g to %g on held-out examples", coldest, hottest)
         late = math.inf if end is None else end
         return Ladder(run, self.target, self.starts, self.held_out, late, self.device).climb(self.temperatures)
 
@@ -559,10 +552,6 @@ def _some(data: Any, target: Target) -> tuple[Tensor, ...] | None:
     """Some of the training data, where they are tensors."""
     tensors = as_tensors(data, target.dtype)
     return None if tensors is None else tuple(t[:SCORED] for t in tensors)
-
-
-def _ends(temperatures: Sequence[float]) -> tuple[float, float]:
-    return temperatures[0], temperatures[-1]
 
 
 def _loaded_size(data: Any) -> int | None:

@@ -105,7 +105,8 @@ class HMCWarmup(Warmup):
             raise ValueError(f"warmup = {self.budget} is too short for HMC: give at least {needed}")
         if self.stage == "start":
             self.chains.evaluate(forgiving=False)
-            self._optimise(min(int(OPTIMISATION_SHARE * self.budget), MOST_OPTIMISATION))
+            if not self.chains.trained:
+                self._optimise(min(int(OPTIMISATION_SHARE * self.budget), MOST_OPTIMISATION))
             for _ in range(geometry.min_vectors):
                 self.last = self.chains.evaluate(split=True)
                 self.sampler.observe(self.last)
