@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from isosgd.engine.chains import Chains
 from isosgd.errors import DivergedError, SamplingWarning
@@ -131,7 +132,7 @@ class InMemory(_Recorder):
         parts = []
         for source in (self._draws, self._with):
             own = [_chain(source[place[c][0]][:length], place[c][1]) for c in chains]
-            parts.append({name: torch.stack([part[name] for part in own]) for name in own[0]})
+            parts.append({name: _stacked([part.pop(name) for part in own]) for name in list(own[0])})
         ordered = {name: parts[0][name] for name in self.request.target.describe()["parameters"]}
         info = {
             **info_of(self.about(self.every()), chains),
@@ -145,6 +146,11 @@ class InMemory(_Recorder):
         found = self.posterior() if self._places() else None
         drawn = "nothing had been drawn yet" if found is None else f"{len(found)} draws are in .posterior of this error"
         return Interrupted(f"sampling was stopped; {drawn}", found)
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    """One tensor of all chains; of a single chain, whose draws may be gigabytes, without a copy."""
+    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
 
 
 def _chain(draws: list[Params], k: int) -> Params:
