@@ -44,7 +44,7 @@ def sample(
     *,
     init: Start = None,
     starts: Any = None,
-    method: str = "isgd",
+    method: str | None = None,
     draws: int | Literal["auto"] | None = None,
     chains: int = 1,
     batch_size: int | Literal["all"] | None = None,
@@ -78,8 +78,9 @@ def sample(
         starts: trained networks, or their ``state_dict``s: chains begin there, in turns, without an initial
             optimisation, and their number is at least that of the networks. The run then takes about ten epochs of
             gradients unless ``warmup``, ``draws`` or ``keep_every`` say otherwise.
-        method: a name of `isosgd.methods`: ``isgd``, ``sgld``, ``sghmc`` and so on. ``hmc`` takes all data for every
-            gradient and accepts or rejects its trajectories (see `isosgd.samplers.hmc`): nothing is left of the
+        method: a name of `isosgd.methods`: ``isgd``, the default, ``sgld``, ``sghmc`` and so on. ``hmc``, the default
+            around ``starts`` of a regression of at most 5,000 rows unless ``batch_size`` is given, takes all data for
+            every gradient and accepts or rejects its trajectories (see `isosgd.samplers.hmc`): nothing is left of the
             discretisation bias. It pays up to some thousand examples, above all for networks.
         draws: draws to keep from each chain, 100 by default, 30 with ``starts``; ``auto`` goes on until predictions
             have converged (R-hat of at most 1.01 and 400 effective draws, over all chains) or the ``budget`` ends;
@@ -93,7 +94,7 @@ def sample(
         temperature: T; 1, the posterior, by default. ``auto``, the default with ``starts``, tries a ladder of
             temperatures from the start and takes the one that predicts ``held_out`` examples best, and of its draws
             those up to where they predict best; where none is better than the start by a standard error, the draws
-            are the starts. Without held-out examples T is 1e-3.
+            are the starts. Without held-out examples T is 1e-3, of a regression 1.
             ``info["temperature_choice"]`` says how it was chosen. With a prior whose scales are fixed the density is
             ``(likelihood * prior)^(1/T)``, that is ``exp(-f / T)``. Where scales of the prior are sampled
             (`HierarchicalNormal`, `Relevance`) the likelihood alone is tempered, ``likelihood^(1/T) * prior``: as if
@@ -113,7 +114,8 @@ def sample(
         held_out: with ``temperature="auto"``, examples that the starts were not trained on: ``(x, y)``, a loader, or a
             share of the data such as 0.1 that is set aside. With ``draws="auto"``, inputs at which predictions are
             watched; some of the training data by default.
-        ladder: temperatures to try with ``temperature="auto"``; 0.01, 0.1 and 1 by default.
+        ladder: temperatures to try with ``temperature="auto"``; 0.01, 0.1 and 1 by default, and 1 alone where the
+            likelihood samples a scale of its noise, which a colder density would believe too small.
         max_seconds: bound on the time of the whole call: the warm-up and the draws end early. At least one draw of each
             chain is taken. The initial optimisation and the warm-up of HMC do not watch it.
         transform: a function ``(batch, generator) -> batch`` that every minibatch goes through on its device, such as
@@ -162,11 +164,11 @@ def sample(
         more |= {"draws": 100 if draws is None else draws, "keep_every": keep_every, "warmup": warmup}
         return _draw(
             target, data, init=init, chains=chains, temperature=1.0 if temperature is None else temperature,
-            held_out=held_out, **given, **more, **options,
+            held_out=held_out, **{**given, "method": method or "isgd"}, **more, **options,
         )  # fmt: skip
     known = 1.0 if temperature in (None, "auto") else temperature
     assert known != "auto" and known is not None
-    check_settings(method, DRAWS if draws is None else draws, chains, keep_every, warmup, known)
+    check_settings(method or "isgd", DRAWS if draws is None else draws, chains, keep_every, warmup, known)
     if temperature not in (None, "auto") and held_out is not None and draws != "auto":
         raise ValueError(
             f"held_out= goes with temperature='auto' or draws='auto', not with temperature = {temperature!r}"
@@ -179,7 +181,7 @@ def sample(
     if draws == "auto" and around.held_out is not None:
         more["held_out"] = around.held_out[:-1]
     count = draws if isinstance(draws, int) else DRAWS
-    lengths = around.lengths.settings(count)
+    lengths = around.lengths.settings(count, around.hmc)
     more |= {"draws": DRAWS if draws is None else draws} | {
         name: lengths[name] if value == "auto" else value
         for name, value in (("keep_every", keep_every), ("warmup", warmup))
