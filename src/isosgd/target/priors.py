@@ -74,17 +74,8 @@ class FanInNormal(Prior):
 
     scale: float = 1.0
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "scale", check_positive("FanInNormal: scale", self.scale))
-
     def resolve(self, params: Params) -> Prior:
         return Normal({name: self.scale * fan_in_factor(x) for name, x in params.items()})
-
-    def log_prob(self, params: Params) -> Tensor:
-        return self.resolve(params).log_prob(params)
-
-    def grad(self, params: Params) -> Params:
-        return self.resolve(params).grad(params)
 
 
 @dataclass(frozen=True)
@@ -131,12 +122,6 @@ class Empirical(Prior):
                 "the scales of an Empirical prior are those of start values, which are not known: pass init= to Target"
             )
         return Normal(self.scale).resolve(params)
-
-    def log_prob(self, params: Params) -> Tensor:
-        return self.resolve(params).log_prob(params)
-
-    def grad(self, params: Params) -> Params:
-        return self.resolve(params).grad(params)
 
 
 @dataclass(frozen=True)
@@ -188,20 +173,10 @@ class WeightDecay(Prior):
         normal = Normal({name: (decay * self.num_data) ** -0.5 for name, decay in decays.items() if decay})
         return Joint(((normal, tuple(name for name in decays if name not in flat)), (Flat(), flat))) if flat else normal
 
-    def _resolved(self, params: Params) -> Prior:
-        found = self.resolve(params)
-        if found is self:
-            raise ValueError(
-                "the precision that a weight decay stands for is decay * N, and N is not known yet: pass num_data="
-            )
-        return found
-
-    def log_prob(self, params: Params) -> Tensor:
-        return self._resolved(params).log_prob(params)
-
-    def grad(self, params: Params) -> Params:
-        found = self._resolved(params).grad(params)
-        return {name: found[name] for name in params}
+    def scale_of(self, name: str) -> float:
+        raise ValueError(
+            "the precision that a weight decay stands for is decay * N, and N is not known yet: pass num_data="
+        )
 
 
 class _Groups:
@@ -383,12 +358,6 @@ class PerParameter(Prior):
             own = tuple(name for name in prior.extra(found) if name in params)
             parts.append((prior.resolve(found), (*found, *own)))
         return Joint(tuple(parts))
-
-    def log_prob(self, params: Params) -> Tensor:
-        return self.resolve(params).log_prob(params)
-
-    def grad(self, params: Params) -> Params:
-        return self.resolve(params).grad(params)
 
     def describe(self) -> dict[str, Any]:
         return {"name": "PerParameter", "table": {key: prior.describe() for key, prior in self.table.items()}}
