@@ -42,7 +42,8 @@ BATCH = 512  # else
 AGREE = 1.1  # R-hat of the loss
 KNOWN = 0.1  # relative standard error of the coefficient
 HOT, COLD = 1.15, 0.6  # temperatures from which on draws are of something else, or have not spread out yet
-SURE = 3.0  # standard errors
+TOLERANCE = 0.15  # of the temperature, within which the control variate is used
+SURE = 4.0  # standard errors
 
 
 @dataclass(frozen=True)
@@ -162,8 +163,10 @@ def llc(
                 kept.append({name: x.detach().cpu().clone() for name, x in leaves.items()})
         sampler.step()
     losses, excess, product = as_array(torch.stack(traces, -1))
-    adjusted = _without_noise(excess, product - size)
     (reading,) = readings(["all"], [size], product[..., None], 1.0)
+    # The mean of h is known of chains that have spread out. Those that have not are taken as they are.
+    spread_out = abs(reading.temperature - 1.0) < max(TOLERANCE, SURE * reading.error)
+    adjusted = _without_noise(excess, product - size) if spread_out else excess
     spread = float(adjusted.mean(1).std(ddof=1)) if chains > 1 else math.nan
     error = float(adjusted.std(ddof=1) / math.sqrt(max(float(ess(adjusted, "mean")), 1.0)))
     error = max(error, spread / math.sqrt(chains)) if chains > 1 else error
