@@ -32,7 +32,7 @@ from isosgd.sampling.settings import (
     versions,
 )
 from isosgd.sampling.stored import RunRequest, described, load
-from isosgd.sampling.trained import DRAWS, Around, as_starts, own_network
+from isosgd.sampling.trained import DRAWS, TrainedRun, as_starts, own_network
 from isosgd.target import Target
 from isosgd.target.batches import with_tensors
 from isosgd.warmup.windows import MOST_STEPS
@@ -177,7 +177,7 @@ def sample(
         raise ValueError(
             "resume=True with temperature='auto': give the temperature that the run has (isosgd.load(store).info)"
         )
-    around = Around(target, data, networks, held_out, ladder, given, options)
+    around = TrainedRun(target, data, networks, held_out, ladder, given, options)
     if draws == "auto" and around.held_out is not None:
         more["held_out"] = around.held_out[:-1]
     count = draws if isinstance(draws, int) else DRAWS

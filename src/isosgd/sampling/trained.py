@@ -411,7 +411,7 @@ def own_network(target: Target, init: Any) -> State:
     return {**values, **buffers}
 
 
-class Around:
+class TrainedRun:
     """Sampling around trained networks.
 
     Args:

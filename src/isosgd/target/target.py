@@ -146,6 +146,13 @@ class Target:
                 )
         return cls(module, prior, num_data=num_data, init=module.values, predict=module.predict)
 
+    def with_prior(self, prior: PriorLike, init: Mapping[str, Any]) -> Target:
+        """The same log likelihood with another prior and other start values."""
+        return Target(
+            self._log_likelihood, prior, num_data=self.num_data, positive=self._patterns, init=init,
+            predict=self._predict,
+        )  # fmt: skip
+
     # ---------------------------------------------------------------- what a chain needs to start
 
     def resolve_num_data(self, data: Any) -> int:
