@@ -292,13 +292,19 @@ class RunRequest:
         """Chains in all."""
         return int(self.settings["chains"]) * (self.data.sets if isinstance(self.data, DataSets) else 1)
 
+    def of_chain(self, chain: int) -> RunRequest:
+        """What one chain is asked for, whose run is a part of the store."""
+        store = None if self.store is None else Path(self.store) / f"part-{chain:04d}"
+        return replace(self, settings={**self.settings, "chains": 1, "first_chain": chain}, store=store)
+
     def start(self, chain: int) -> Params:
         """Free parameters at which a chain starts."""
         return self.target.initial(start_of(self.init, chain), device=self.device)
 
     def identity(self) -> Info:
         """What must be the same when the run is resumed."""
-        starts = [self.start(k) for k in range(self.count)]
+        first = self.settings.get("first_chain", 0)
+        starts = [self.start(first + k) for k in range(self.count)]
         return {
             "settings": {
                 **self.settings,
