@@ -41,19 +41,23 @@ def check_request(ranks: Ranks, request: RunRequest, deadline: float | None) -> 
         raise ValueError(f"parallel = {parallel!r} does not go with DataSets: their chains run in one computation")
     if deadline is not None:
         raise ValueError(f"max_seconds does not go with parallel = {parallel!r}: ranks have clocks of their own")
-    if ranks.shares == 1 or as_tensors(request.data) is not None:
-        return
     sampler = getattr(request.data, "sampler", None)
-    if not isinstance(sampler, DistributedSampler):
+    if ranks.shares > 1 and as_tensors(request.data) is None and not isinstance(sampler, DistributedSampler):
         raise ValueError(
             "parallel = 'data' with a loader: it must have a DistributedSampler, so that each rank has other examples "
             f"(its sampler is {type(sampler).__name__}); or pass tensors, of which each rank takes its part"
         )
-    if (sampler.num_replicas, sampler.rank) != (ranks.shares, ranks.place):
+
+
+def check_sampler(ranks: Ranks | None, data: Any) -> None:
+    """Refuse a loader for ranks that share the data, where they do not."""
+    sampler = getattr(data, "sampler", None)
+    place, shares = (0, 1) if ranks is None else (ranks.place, ranks.shares)
+    if isinstance(sampler, DistributedSampler) and (sampler.num_replicas, sampler.rank) != (shares, place):
         raise ValueError(
             f"the loader's DistributedSampler is for rank {sampler.rank} of {sampler.num_replicas}, and this is rank "
-            f"{ranks.place} of the {ranks.shares} that share a chain: make it with num_replicas={ranks.shares}, "
-            f"rank={ranks.place}"
+            f"{place} of the {shares} that share the data of a chain: make it with num_replicas={shares}, "
+            f"rank={place}, or share data by parallel='data'"
         )
 
 

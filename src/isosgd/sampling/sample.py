@@ -20,7 +20,7 @@ from isosgd.posterior import Posterior
 from isosgd.progress import Progress
 from isosgd.samplers import ISGD, METHODS
 from isosgd.sampling.loop import ChainsResult, DrawPlan, draw_all, why_stopped
-from isosgd.sampling.parallel import check_request, draw_over_ranks
+from isosgd.sampling.parallel import check_request, check_sampler, draw_over_ranks
 from isosgd.sampling.recorders import InMemory, OnDisk, keep_at_once
 from isosgd.sampling.settings import (
     check_room,
@@ -255,6 +255,7 @@ def _draw(
     if ranks is not None:
         ranks.arrange(chains)
         check_request(ranks, asked, deadline)
+    check_sampler(ranks, data)
     # Draws that end by themselves may be far fewer than their limit.
     in_memory = most if draws != "auto" and (store is None or method in BASELINES) else 0
     check_room(asked.start(0), asked.count, in_memory)
