@@ -16,7 +16,7 @@ from isosgd.diagnostics.audit import audit
 from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.posterior import Comparison, Posterior, Prediction
 from isosgd.samplers import ISGD, METHODS, PRESETS, SGHMC, SGLD, VSGD, Sampler
-from isosgd.sampling import LLC, Interrupted, llc, load, methods, resume, sample
+from isosgd.sampling import LLC, Interrupted, llc, load, merge, methods, resume, sample
 from isosgd.target import Target, likelihoods, priors
 from isosgd.warmup import GroupReport, WarmupReport
 
@@ -45,6 +45,7 @@ __all__ = [
     "likelihoods",
     "llc",
     "load",
+    "merge",
     "methods",
     "noise",
     "priors",

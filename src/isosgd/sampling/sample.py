@@ -13,12 +13,14 @@ import torch
 from isosgd.baselines import BASELINES, BaselineRun
 from isosgd.data.sources import Transform, as_data
 from isosgd.diagnostics import Log
+from isosgd.engine.ranks import TIMEOUT, Parallel, Ranks, shared
 from isosgd.engine.schedule import Schedule, Start, start_of
 from isosgd.errors import warn_caller
 from isosgd.posterior import Posterior
 from isosgd.progress import Progress
 from isosgd.samplers import ISGD, METHODS
 from isosgd.sampling.loop import ChainsResult, DrawPlan, draw_all, why_stopped
+from isosgd.sampling.parallel import check_request, check_sampler, draw_over_ranks
 from isosgd.sampling.recorders import InMemory, OnDisk, keep_at_once
 from isosgd.sampling.settings import (
     check_room,
@@ -38,6 +40,7 @@ from isosgd.target.batches import with_tensors
 from isosgd.warmup.windows import MOST_STEPS
 
 
+@shared
 def sample(
     target: Target,
     data: Any,
@@ -63,6 +66,8 @@ def sample(
     ladder: Sequence[float] | None = None,
     max_seconds: float | None = None,
     transform: Transform | None = None,
+    parallel: Parallel | None = None,
+    rank_timeout: float = TIMEOUT,
     **options: Any,
 ) -> Posterior:
     """Draw from a posterior with stochastic gradients. Nothing needs to be tuned.
@@ -121,6 +126,10 @@ def sample(
         transform: a function ``(batch, generator) -> batch`` that every minibatch goes through on its device, such as
             augmentation or a change of type: images may so lie on a GPU as bytes. It must keep the number of examples,
             take its random numbers from the generator, and is not applied in predictions.
+        parallel: how the processes of `torch.distributed`, each of which makes this call, share the run: ``chains``
+            shares the chains out; ``data`` shares every minibatch of a chain, which takes a part of the tensors or the
+            batches of a DistributedSampler. Every rank has all draws then. See the page "Beyond one machine".
+        rank_timeout: seconds without a sign of life, after which a rank is given up and the others raise its number.
         options: settings of the method (for instance ``noise``, ``scheme``, ``structure``, ``bias``, ``lr``),
             ``preset`` for a row of the paper (``alpha-a``, ``alpha-c``, ``G-b``, ``G-c``, each also ``-slr``) or
             ``windowed`` (from a trained start, lambda is four times the noise of each layer), and ``noise_every``.
@@ -157,7 +166,7 @@ def sample(
     }  # fmt: skip
     more: dict[str, Any] = {
         "store": store, "resume": resume, "store_dtype": store_dtype, "log": log, "budget": budget,
-        "progress": progress, "deadline": deadline,
+        "progress": progress, "deadline": deadline, "ranks": parallel,
     }  # fmt: skip
     if networks is None:
         assert temperature != "auto"
@@ -217,9 +226,14 @@ def _draw(
     trained: bool = False,
     deadline: float | None = None,
     about_choice: dict[str, Any] | None = None,
+    ranks: Ranks | None = None,
+    first_chain: int | None = None,
     **options: Any,
 ) -> Posterior:
-    """`sample` at a temperature that is known; ``about_choice`` goes into ``info``."""
+    """`sample` at a temperature that is known; ``about_choice`` goes into ``info``.
+
+    ``first_chain`` is given where chains are a part of a run that several processes drew, each on its own.
+    """
     check_settings(method, draws, chains, keep_every, warmup, temperature)
     given_method, (method, batch_size) = method, resolve_method(method, batch_size)
     most = most_draws(draws, budget, held_out, method)
@@ -237,8 +251,13 @@ def _draw(
         "temperature": temperature,
         "seed": seed,
         **({"budget": budget} if draws == "auto" else {}),
+        **({} if first_chain is None else {"first_chain": first_chain}),
     }
     asked = RunRequest(target, data, init, place, settings, options, store, resume, store_dtype, held_out, transform)
+    if ranks is not None:
+        ranks.arrange(chains)
+        check_request(ranks, asked, deadline)
+    check_sampler(ranks, data)
     # Draws that end by themselves may be far fewer than their limit.
     in_memory = most if draws != "auto" and (store is None or method in BASELINES) else 0
     check_room(asked.start(0), asked.count, in_memory)
@@ -246,26 +265,48 @@ def _draw(
     after = compile_after(given)
     if method in BASELINES:
         assert not isinstance(batch_size, str)  # `resolve_method` refuses it
-        about = {"method": method, "options": {name: described(value) for name, value in options.items()}, "seed": seed}
-        about |= {"temperature": temperature, "density": f"none: {BASELINES[method].kind.targets}"}
-        about |= {"target": target.describe(), "versions": versions()}
+        described_run = {
+            "method": method,
+            "options": {name: described(value) for name, value in options.items()},
+            "seed": seed,
+        }
+        described_run |= {"temperature": temperature, "density": f"none: {BASELINES[method].kind.targets}"}
+        described_run |= {"target": target.describe(), "versions": versions()}
         baseline = BaselineRun(
             method, target, data, init, most, chains, batch_size, keep_every, warmup, temperature, seed, place,
             after, progress, given, transform,
         )  # fmt: skip
-        return keep_at_once(asked, about, lambda: baseline.posterior(about))
-    schedule = Schedule(target, data, init, chains, batch_size, seed, place, after, transform)
+        return keep_at_once(asked, described_run, lambda: baseline.posterior(described_run))
+    numbers = ranks.own(chains) if ranks is not None else None
+    if first_chain is not None:
+        numbers = list(range(first_chain, first_chain + chains))
+    schedule = Schedule(target, data, init, chains, batch_size, seed, place, after, transform, numbers, ranks)
     plan = DrawPlan(
         most, keep_every, warmup, noise_every(given), schedule.count, after, draws == "auto", schedule.chains, held_out,
-        trained, deadline,
+        trained, deadline, None if numbers is None else len(numbers),
     )  # fmt: skip
     if METHODS[method] is ISGD:
         given.setdefault("budget", None if warmup == "auto" else warmup)
     make_sampler = sampler_factory(
         method, schedule.num_data, temperature, schedule.batch_size, schedule.together_sets, given
     )
-    known = partial(_info, asked, schedule, plan, about_choice or {})
-    board = None if log is None else Log(log)  # before a folder is taken: TensorBoard may not be there
+    leads = ranks is None or ranks.leads
+    board = None if log is None or not leads else Log(log)  # before a folder is taken: TensorBoard may not be there
+    note = None if board is None else board.step
+    total = (len(numbers) if numbers is not None else schedule.count) * (
+        (MOST_STEPS // 5 if warmup == "auto" else warmup) + most * plan.spacing
+    )
+    bar = Progress(total, progress and (ranks is None or ranks.rank == 0), beat=None if ranks is None else ranks.beat)
+    if given_method != method:
+        bar.note("batch_size = 'all': the method is HMC (method='hmc')")
+    about = partial(_info, schedule, plan, about_choice or {})
+    if ranks is not None:
+        try:
+            return draw_over_ranks(ranks, asked, schedule, plan, make_sampler, about, bar, note)
+        finally:
+            if board is not None:
+                board.close()
+    known = partial(about, asked)
     keeper: InMemory | OnDisk
     if store is None:
         keeper = InMemory(asked, known)
@@ -274,13 +315,9 @@ def _draw(
         if writer is None:  # nothing is left to do
             return load(store, target, data=asked.tensors)
         keeper = OnDisk(asked, known, writer)
-
-    bar = Progress(schedule.count * ((MOST_STEPS // 5 if warmup == "auto" else warmup) + most * plan.spacing), progress)
-    if given_method != method:
-        bar.note("batch_size = 'all': the method is HMC (method='hmc')")
     try:
         with bar:
-            draw_all(schedule.runs(make_sampler), plan, bar, keeper, None if board is None else board.step)
+            draw_all(((first, run, keeper) for first, run in schedule.runs(make_sampler)), plan, bar, note)
         failures = keeper.failures()
         if len(failures) == schedule.count:
             raise next(iter(failures.values()))
@@ -298,7 +335,7 @@ def _draw(
 
 
 def _info(
-    asked: RunRequest, schedule: Schedule, plan: DrawPlan, more: dict[str, Any], outcomes: list[ChainsResult]
+    schedule: Schedule, plan: DrawPlan, more: dict[str, Any], asked: RunRequest, outcomes: list[ChainsResult]
 ) -> dict[str, Any]:
     """How the draws came about, as far as it is known."""
     kept = [(o, k) for o in outcomes for k in range(o.count) if k not in o.failures and k not in o.lengths]

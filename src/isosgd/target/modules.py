@@ -27,6 +27,11 @@ Select = Literal["all", "last_layer"] | Callable[[str, nn.Parameter], bool]
 Autocast = Literal["bfloat16", "float16"]
 
 
+def unwrapped(model: Any) -> Any:
+    """The module within DDP, whose gradients we average ourselves; any other as it is."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
 class ModuleLikelihood:
     """``log_likelihood(params, batch)`` of a module and a likelihood.
 

@@ -15,7 +15,7 @@ from isosgd.native import perceptron
 from isosgd.target.batches import batch_length, count_examples
 from isosgd.target.elementwise import Flat, Normal
 from isosgd.target.likelihoods import Likelihood
-from isosgd.target.modules import Autocast, ModuleLikelihood, Select, check_autocast
+from isosgd.target.modules import Autocast, ModuleLikelihood, Select, check_autocast, unwrapped
 from isosgd.target.optimizers import decays_of
 from isosgd.target.params import Params
 from isosgd.target.priors import FanInNormal, Joint, PriorLike, WeightDecay, as_prior
@@ -107,7 +107,8 @@ class Target:
         BatchNorm that was in training mode goes on normalising by the minibatch.
 
         Args:
-            model: any module. Batches are ``(x, y)`` or ``(x1, x2, ..., y)``; all but the last are its inputs.
+            model: any module; one that is wrapped in DistributedDataParallel is taken out of it. Batches are
+                ``(x, y)`` or ``(x1, x2, ..., y)``; all but the last are its inputs.
             likelihood: one of `isosgd.likelihoods`, its name (``"categorical"``, ``"bernoulli"``, ``"gaussian"``,
                 ``"heteroscedastic"``, ``"student_t"``, ``"poisson"``), or a callable ``(output, y) -> Tensor[n]``.
             prior: as for `Target`; ``FanInNormal()`` by default, under which a network's outputs are of order one
@@ -130,6 +131,7 @@ class Target:
             >>> {name: tuple(x.shape) for name, x in target.initial().items()}
             {'2.weight': (1, 8), '2.bias': (1,), 'likelihood.scale': ()}
         """
+        model = unwrapped(model)
         module = ModuleLikelihood(model, likelihood, sampled, autocast, channels_last)
         given = {"prior": prior, "weight_decay": weight_decay, "optimizer": optimizer}
         if len(names := [name for name, value in given.items() if value is not None]) > 1:
