@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isosgd.posterior.draws import moved
 from isosgd.target import Params, Target
-from isosgd.target.batches import with_tensors
-from isosgd.target.modules import ModuleLikelihood
+from isosgd.target.batches import inputs_of, with_tensors
+from isosgd.target.modules import ModuleLikelihood, as_arguments
 
 NORMAL = {"Gaussian", "HeteroscedasticGaussian"}  # likelihoods under which y is normal around each draw's mean
-CLASSES = {"Categorical", "Bernoulli"}
+CLASSES = {"Categorical", "Bernoulli", "Tokens"}
 
 Function = Callable[[Callable[..., Any], Params, Any], Any]
 """A user's ``(model, params, x) -> Tensor``: ``model`` is the network at a draw, ``params`` its natural parameters."""
@@ -56,7 +56,7 @@ class View:
         if self.network is None:
             return function(lambda inputs: self.predict(natural, inputs), natural, x)
         network = self.network
-        return function(lambda *inputs: network.output(natural, inputs), natural, x)
+        return function(lambda *args, **kwargs: network.output(natural, kwargs or args), natural, x)
 
 
 class Network(ModuleLikelihood):
@@ -86,14 +86,15 @@ class Network(ModuleLikelihood):
         """Whether buffers came with these parameters."""
         return not self._buffers.isdisjoint(natural)
 
-    def output(self, params: Params, inputs: Sequence[Any]) -> Any:
+    def output(self, params: Params, inputs: Sequence[Any] | Mapping[str, Any]) -> Any:
         """The module's output at these parameters and buffers."""
         if not self.holds(params):
             return self._plain.output(params, inputs)
         first = params[next(iter(self.values))]
         state = dict(self._rest_as((first.device, first.dtype)))
         state |= {name: params[name] for name in self.values} | {n: params[n] for n in self._buffers if n in params}
-        return functional_call(self._module, state, tuple(inputs))
+        args, kwargs = as_arguments(inputs)
+        return functional_call(self._module, state, args, kwargs)
 
     def refreshed(self, natural: Params, batches: Iterable[Any]) -> Params:
         """Running statistics of every BatchNorm at these parameters: averages over batches of inputs, each as heavy.
@@ -112,7 +113,9 @@ class Network(ModuleLikelihood):
                 layer.train()
                 layer.momentum = None  # a plain average over batches
             for batch in batches:
-                self.output(natural | found, moved(with_tensors(inputs_of(batch), first.dtype), first.device))
+                self.output(
+                    natural | found, moved(with_tensors(inputs_of(batch, self.labels), first.dtype), first.device)
+                )
                 count += 1
         finally:
             for (_, layer), momentum in zip(norms, before, strict=True):
@@ -145,10 +148,3 @@ def _looks_around(layer: nn.Module) -> bool:
 
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-def inputs_of(batch: Any) -> tuple[Any, ...]:
-    """A network's inputs in a batch: all but the last of a tuple or list, or the tensor itself."""
-    if isinstance(batch, tuple | list):
-        return tuple(batch[:-1]) if len(batch) > 1 else tuple(batch)
-    return (batch,)

@@ -70,8 +70,9 @@ def sample(
     Args:
         target: what to sample.
         data: tensors, numpy arrays, or frames of pandas or polars, as a tuple or list, one row an example (minibatches
-            are drawn independently; arrays of floats become of the parameters' dtype); any other iterable of batches
-            such as a DataLoader or a list of tuples; or `isosgd.DataSets`, several data sets at once.
+            are drawn independently; arrays of floats become of the parameters' dtype); a dict of those, for a model
+            that takes them by name; any other iterable of batches such as a DataLoader or a list of tuples or dicts; or
+            `isosgd.DataSets`, several data sets at once.
         init: start values in natural parameters, and of buffers where there are, such as the ``state_dict`` of a
             trained network; where the target says by default. A function from the number of a chain to such values
             gives each chain a start of its own.
@@ -177,7 +178,7 @@ def sample(
         )
     around = Around(target, data, networks, held_out, ladder, given, options)
     if draws == "auto" and around.held_out is not None:
-        more["held_out"] = around.held_out[:-1]
+        more["held_out"] = target.inputs_of(around.held_out)
     count = draws if isinstance(draws, int) else DRAWS
     lengths = around.lengths.settings(count)
     more |= {"draws": DRAWS if draws is None else draws} | {

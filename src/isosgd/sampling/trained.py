@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from isosgd.baselines import BASELINES
-from isosgd.data.sources import DataSets, as_tensors, size_of
+from isosgd.data.sources import DataSets, Tensors, as_tensors, size_of
 from isosgd.errors import DivergedError, SamplingWarning, warn_caller
 from isosgd.posterior import Posterior
 from isosgd.posterior.comparison import as_states, stacked
 from isosgd.progress import LOGGER
 from isosgd.target import Target
-from isosgd.target.batches import batch_length, with_tensors
-from isosgd.target.likelihoods import Bernoulli, Categorical
+from isosgd.target.batches import batch_length, tensors_of, tree_map, with_tensors
+from isosgd.target.likelihoods import Bernoulli, Categorical, Tokens
 
 LADDER = (1e-2, 1e-1, 1.0)
 COLDER = 10.0  # a rung so much colder than the coldest is tried where that one was best
@@ -88,11 +88,12 @@ def as_starts(starts: Any, target: Target, init: Any) -> list[State] | None:
 
 def _checked(state: State, number: int, target: Target) -> dict[str, Any]:
     """A network's state where the target is, refused unless it is of the target's architecture."""
-    found = {name: torch.as_tensor(x).detach().to(target.device) for name, x in state.items()}
+    found = {name: torch.as_tensor(x).detach().to(target.device) for name, x in target.without_aliases(state).items()}
     free = target.initial()
     here = {name: tuple(x.shape) for name, x in target.constrain(free).items()}
     here |= {name: tuple(x.shape) for part in (target.buffers, target.frozen) for name, x in part.items()}
-    missing = sorted(here.keys() - found.keys() - set(target.extras(free)))
+    transient = set() if target.module is None else target.module.transient
+    missing = sorted(here.keys() - found.keys() - set(target.extras(free)) - transient)
     unknown = sorted(found.keys() - here.keys())
     other = next((name for name in here if name in found and tuple(found[name].shape) != here[name]), None)
     what = ""
@@ -110,10 +111,10 @@ def _checked(state: State, number: int, target: Target) -> dict[str, Any]:
 def has_classes(target: Target) -> bool:
     """Whether the likelihood is one of classes, so that its NLL has a zero and labels must be known ones."""
     likelihood = None if target.module is None else target.module.likelihood
-    return isinstance(likelihood, Categorical | Bernoulli)
+    return isinstance(likelihood, Categorical | Bernoulli | Tokens)
 
 
-def set_aside(held_out: Any, data: Any, target: Target, seed: int) -> tuple[Any, tuple[Tensor, ...] | None]:
+def set_aside(held_out: Any, data: Any, target: Target, seed: int) -> tuple[Any, Tensors | None]:
     """Data to sample from, and held-out examples, checked; a share of the data is taken out of them."""
     tensors = as_tensors(data, target.dtype)
     if held_out is None:
@@ -127,36 +128,51 @@ def set_aside(held_out: Any, data: Any, target: Target, seed: int) -> tuple[Any,
             raise ValueError(
                 f"held_out = {held_out} leaves fewer examples than num_data = {target.num_data}: pass held_out=(x, y)"
             )
-        count = len(tensors[0])
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).to(tensors[0].device)
+        count, place = len(tensors_of(tensors)[0]), tensors_of(tensors)[0].device
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).to(place)
         part = max(1, round(held_out * count))
         aside, rest = order[:part], order[part:]
-        return tuple(t[rest] for t in tensors), tuple(t[aside] for t in tensors)
+        return tree_map(lambda t: t[rest], tensors), tree_map(lambda t: t[aside], tensors)
     found = as_tensors(held_out, target.dtype)
     if found is None and isinstance(held_out, Iterable):
         batches = [with_tensors(batch, target.dtype) for batch in held_out]
-        if not batches or not all(isinstance(b, tuple | list) and all(map(torch.is_tensor, b)) for b in batches):
-            raise TypeError("held_out must be (x, y), a loader of such batches, or a share of the data such as 0.1")
-        found = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+        found = _joined(batches)
     if found is None:
         raise TypeError(f"held_out of type {type(held_out).__name__}: pass (x, y), a loader, or a share such as 0.1")
-    _check_held_out(found, tensors, has_classes(target))
+    _check_held_out(found, tensors, target)
     return data, found
 
 
-def _check_held_out(found: tuple[Tensor, ...], tensors: tuple[Tensor, ...] | None, classes: bool) -> None:
-    if not len(found[0]) or any(len(t) != len(found[0]) for t in found):
-        raise ValueError(
-            f"held_out has tensors of {[len(t) for t in found]} examples: give as many of each, some at all"
+def _joined(batches: list[Any]) -> Tensors:
+    """Batches of a loader as one, refused unless all are of one form."""
+    if batches and all(isinstance(b, Mapping) and b.keys() == batches[0].keys() for b in batches):
+        each = {name: [b[name] for b in batches] for name in batches[0]}
+        wrong = next((name for name, parts in each.items() if len({tuple(t.shape[1:]) for t in parts}) > 1), None)
+        if wrong is not None:
+            raise ValueError(
+                f"held_out has batches whose {wrong!r} are of different lengths: pad all of them to the same length"
+            )
+        return {name: torch.cat(parts) for name, parts in each.items()}
+    if not batches or not all(isinstance(b, tuple | list) and all(map(torch.is_tensor, b)) for b in batches):
+        raise TypeError(
+            "held_out must be (x, y) or a dict of tensors, a loader of such batches, or a share of the data such as 0.1"
         )
+    return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+
+
+def _check_held_out(found: Tensors, tensors: Tensors | None, target: Target) -> None:
+    lengths = [len(t) for t in tensors_of(found)]
+    if not lengths[0] or len(set(lengths)) > 1:
+        raise ValueError(f"held_out has tensors of {lengths} examples: give as many of each, some at all")
+    y = target.labels_of(found)
     if tensors is None:
         return
-    if len(found) != len(tensors):
+    if isinstance(found, dict) != isinstance(tensors, dict) or len(found) != len(tensors):
         raise ValueError(f"held_out has {len(found)} tensors, the data {len(tensors)}: pass them alike, such as (x, y)")
-    y, known = found[-1], tensors[-1]
+    known = target.labels_of(tensors)
     if y.shape[1:] != known.shape[1:]:
         raise ValueError(f"held_out: targets of shape {list(y.shape[1:])}, in the data {list(known.shape[1:])}")
-    if classes:
+    if has_classes(target) and y.ndim < 2:  # a text may well have tokens that no other has
         new = sorted(set(y.flatten().tolist()) - set(known.flatten().tolist()))
         if new:
             raise ValueError(f"held_out has label {new[0]}, which the data never have: the networks cannot know it")
@@ -217,14 +233,12 @@ def default_options(target: Target, options: Mapping[str, Any]) -> dict[str, Any
 # -- the ladder -------------------------------------------------------------------------------------------------------
 
 
-def log_predictive(posterior: Posterior, examples: tuple[Tensor, ...], device: Any) -> Tensor:
+def log_predictive(posterior: Posterior, examples: Tensors, device: Any) -> Tensor:
     """Log density of each held-out example under the average, in float64 on the CPU."""
     return posterior.log_predictive(examples, batch_size=SCORED, device=device).double().cpu()
 
 
-def with_noise_scales(
-    target: Target, starts: Sequence[State], examples: tuple[Tensor, ...], device: Any
-) -> list[State]:
+def with_noise_scales(target: Target, starts: Sequence[State], examples: Tensors, device: Any) -> list[State]:
     """Starts with the scales of the noise that a network has none of: those under which it predicts best.
 
     Otherwise a regression's start would be scored under an arbitrary scale, and anything would be better.
@@ -232,7 +246,7 @@ def with_noise_scales(
     return [_with_scales(target, start, examples, device) for start in starts]
 
 
-def _with_scales(target: Target, start: State, examples: tuple[Tensor, ...], device: Any) -> State:
+def _with_scales(target: Target, start: State, examples: Tensors, device: Any) -> State:
     for name in target.noise_scales():
         if name in start:
             continue
@@ -276,7 +290,7 @@ class Ladder:
     """
 
     def __init__(
-        self, run: Run, target: Target, starts: Sequence[State], held_out: tuple[Tensor, ...], deadline: float,
+        self, run: Run, target: Target, starts: Sequence[State], held_out: Tensors, deadline: float,
         device: Any,
     ) -> None:  # fmt: skip
         self.run, self.starts, self.held_out, self.device = run, starts, held_out, device
@@ -284,7 +298,7 @@ class Ladder:
         try:
             self.before = log_predictive(start_posterior(target, starts), held_out, device)
         except (RuntimeError, IndexError) as error:
-            shapes = [list(t.shape) for t in held_out]
+            shapes = [list(t.shape) for t in tensors_of(held_out)]
             raise ValueError(
                 f"held_out of shapes {shapes} cannot be predicted by the start ({error}): pass examples as the network "
                 "takes them"
@@ -548,10 +562,10 @@ class Around:
         return replace(choice, temperature=temperature, reason=reason)
 
 
-def _some(data: Any, target: Target) -> tuple[Tensor, ...] | None:
+def _some(data: Any, target: Target) -> Tensors | None:
     """Some of the training data, where they are tensors."""
     tensors = as_tensors(data, target.dtype)
-    return None if tensors is None else tuple(t[:SCORED] for t in tensors)
+    return None if tensors is None else tree_map(lambda t: t[:SCORED], tensors)
 
 
 def _loaded_size(data: Any) -> int | None:
