@@ -35,6 +35,7 @@ from isosgd.target.batches import (
     with_labels,
     with_tensors,
 )
+from isosgd.target.heads import Head
 from isosgd.target.likelihoods import Tokens
 from isosgd.target.params import match
 
@@ -224,9 +225,15 @@ class Posterior:
                 "lambda model, params, x: model(x).softmax(1)"
             )
         parts = []
+        head = None if function is not None else self._head(x, place)
+        if head is not None:
+            call = Mapped(head[1].predict)
         for part in batches_of(x, batch_size):
             average = Average(classes, keep=return_draws or bool(levels))
             part = moved(part, place)
+            if head is not None:
+                assert view.network is not None
+                part = head[0].features(view.network.as_inputs(part), moved(self.draw(0, 0), place))
             for block in self._stack.blocks(part, device=place):
                 found = call(block, part)
                 if isinstance(found, dict) and "mean" not in found:
@@ -275,9 +282,13 @@ class Posterior:
 
     def _likely(self, batch: Any, batch_size: int | None, device: Device) -> Iterator[Iterator[Tensor]]:
         """For some examples at a time, their log likelihoods at some draws at a time, ``[draws, n]``."""
-        call, place = Mapped(self.view.log_likelihood), self._place(device, batch)
+        view, place = self.view, self._place(device, batch)
+        head = None if view.network is None else self._head(view.target.inputs_of(batch), place)
+        call = Mapped((view if head is None else head[1]).log_likelihood)
         for part in batches_of(batch, batch_size):
             part = moved(part, place)
+            if head is not None:
+                part = head[0].batch(part, moved(self.draw(0, 0), place))
             yield (_tensor(call(block, part)) for block in self._stack.blocks(part, device=place))
 
     @torch.no_grad()
@@ -304,6 +315,11 @@ class Posterior:
             found.append({name: x.cpu() for name, x in fresh.items()})
         each = {name: by_chain(torch.stack([one[name] for one in found]), self.num_chains) for name in found[0]}
         return Posterior(self.target, self.draws, self.info, self.data, {**self.buffers, **each}, self.starts)
+
+    def _head(self, x: Any, place: torch.device) -> tuple[Head, View] | None:
+        """The sampled head of the network, which alone differs from draw to draw; None where there is none."""
+        network = self.view.network
+        return None if network is None or self.buffers else self.view.head(moved(network.as_inputs(x), place))
 
     def _place(self, device: Device, inputs: Any) -> torch.device:
         return place_of(device, self.view.target.device, inputs)

@@ -13,8 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isosgd.posterior.draws import moved
 from isosgd.target import Params, Target
-from isosgd.target.batches import inputs_of, with_tensors
-from isosgd.target.modules import ModuleLikelihood, as_arguments
+from isosgd.target.batches import inputs_of, tree_map, with_tensors
+from isosgd.target.heads import Head
+from isosgd.target.modules import ModuleLikelihood
 
 NORMAL = {"Gaussian", "HeteroscedasticGaussian"}  # likelihoods under which y is normal around each draw's mean
 CLASSES = {"Categorical", "Bernoulli", "Tokens"}
@@ -31,13 +32,26 @@ class View:
     """
 
     def __init__(self, target: Target) -> None:
-        self.target = target
+        self.target, self._tried = target, False
+        self._head: tuple[Head, View] | None = None
         likelihood = target._log_likelihood
         self.network = Network(likelihood) if isinstance(likelihood, ModuleLikelihood) else None
         name = str(target.describe()["likelihood"]["name"])
         self.classes = self.network is not None and name in CLASSES
         # A user's own predict that gives a mean and a variance is taken at its word: normal noise.
         self.normal = self.network is None or name in NORMAL
+
+    def head(self, inputs: Any) -> tuple[Head, View] | None:
+        """The sampled head of the network and its view, where there is one: what goes into it is the same at all draws.
+
+        Args:
+            inputs: on which to find out, as the network takes them.
+        """
+        if not self._tried:
+            few = tree_map(lambda t: t[:2] if t.ndim else t, inputs)
+            found = None if self.network is None else Head.of(self.target, few)
+            self._tried, self._head = True, None if found is None else (found, View(found.target))
+        return self._head
 
     def log_likelihood(self, natural: Params, batch: Any) -> Tensor:
         """Log likelihood of each example."""
@@ -92,8 +106,9 @@ class Network(ModuleLikelihood):
             return self._plain.output(params, inputs)
         first = params[next(iter(self.values))]
         state = dict(self._rest_as((first.device, first.dtype)))
-        state |= {name: params[name] for name in self.values} | {n: params[n] for n in self._buffers if n in params}
-        args, kwargs = as_arguments(inputs)
+        low = self.lowered({name: params[name] for name in self.values})
+        state |= low | {n: params[n] for n in self._buffers if n in params}
+        args, kwargs = self.arguments(inputs)
         return functional_call(self._module, state, args, kwargs)
 
     def refreshed(self, natural: Params, batches: Iterable[Any]) -> Params:

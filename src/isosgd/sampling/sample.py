@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from isosgd.baselines import BASELINES, BaselineRun
-from isosgd.data.sources import Transform, as_data
+from isosgd.data.sources import Data, Transform, as_data
 from isosgd.diagnostics import Log
 from isosgd.engine.schedule import Schedule, Start, start_of
 from isosgd.errors import warn_caller
@@ -34,7 +34,8 @@ from isosgd.sampling.settings import (
 from isosgd.sampling.stored import RunRequest, described, load
 from isosgd.sampling.trained import DRAWS, Around, as_starts, own_network
 from isosgd.target import Target
-from isosgd.target.batches import with_tensors
+from isosgd.target.batches import tree_map, with_tensors
+from isosgd.target.heads import Head
 from isosgd.warmup.windows import MOST_STEPS
 
 
@@ -253,7 +254,9 @@ def _draw(
             after, progress, given, transform,
         )  # fmt: skip
         return keep_at_once(asked, about, lambda: baseline.posterior(about))
-    schedule = Schedule(target, data, init, chains, batch_size, seed, place, after, transform)
+    moved_target, moved_data, features = _on_features(asked)
+    schedule = Schedule(moved_target, moved_data, init, chains, batch_size, seed, place, after, transform)
+    schedule.engine_note = features
     plan = DrawPlan(
         most, keep_every, warmup, noise_every(given), schedule.count, after, draws == "auto", schedule.chains, held_out,
         trained, deadline,
@@ -296,6 +299,21 @@ def _draw(
             board.close()
 
 
+def _on_features(asked: RunRequest) -> tuple[Target, Data, str]:
+    """Target and data of a sampled head, where there is one and nothing random stands before it; in words."""
+    target, data = asked.target, asked.data
+    if asked.transform is not None or asked.tensors is None or not target.frozen:
+        return target, data, ""
+    few = target.inputs_of(tree_map(lambda t: t[:2], asked.tensors))
+    head = Head.of(target, few, (start_of(asked.init, k) for k in range(asked.count)))
+    if head is None:
+        return target, data, ""
+    start = asked.start(0)
+    target.check(start, asked.tensors)  # of the features nothing of this could be seen
+    found = head.data(asked.tensors, {name: x.detach() for name, x in target.constrain(start).items()})
+    return (target, data, "") if found is None else (head.target, found, ", features of the head computed once")
+
+
 def _info(
     asked: RunRequest, schedule: Schedule, plan: DrawPlan, more: dict[str, Any], outcomes: list[ChainsResult]
 ) -> dict[str, Any]:
@@ -315,7 +333,7 @@ def _info(
         "chain_indices": [o.first + k for o, k in kept],
         "sets": schedule.sets,
         "chains_per_set": schedule.chains,
-        "engine": schedule.engine + "".join(o.compiled for o in outcomes),
+        "engine": schedule.engine + "".join(o.compiled for o in outcomes) + schedule.engine_note,
         "keep_every": [report.keep_every or plan.spacing for report in reports],
         "seed": asked.settings["seed"],
         "warmup": [report.as_dict() for report in reports],

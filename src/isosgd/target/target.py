@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -118,8 +119,11 @@ class Target:
                 whatever its width. With data enough to tell, ``HierarchicalNormal()`` learns the scales. Of a trained
                 network ``"empirical"`` takes them from its values, see `isosgd.priors.Empirical`.
             num_data: N, found from the data when they have a length.
-            sampled: ``"all"`` parameters with ``requires_grad``; ``"last_layer"``, the module that holds the last of
-                those; or a callable ``(name, parameter) -> bool``. The others stay as they are.
+            sampled: ``"all"`` parameters with ``requires_grad`` (also as ``"requires_grad"``); ``"last_layer"``, the
+                module that holds the last of those; names or shell patterns such as ``["*lora_*", "score.*"]``; or a
+                callable ``(name, parameter) -> bool``. The others stay as they are. Where all that is sampled lies in a
+                head, `sample` computes what goes into it once. Parameters in bfloat16 or float16 are sampled in
+                float32, and rounded for the passes.
             autocast: ``"bfloat16"`` or ``"float16"``: forward passes run in mixed precision, parameters stay as they
                 are. On a recent GPU bfloat16 about halves the time of a large network.
             channels_last: hold images and filters channels last, which convolutions on a GPU prefer.
@@ -197,6 +201,8 @@ class Target:
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"dtype = {dtype}: parameters must be floating point")
         given = {name: as_parameter(name, value) for name, value in self.split_init(init)[0].items()}
+        if self.module is not None:
+            given = {n: x.to(self.module.values[n].dtype) if n in self.module.low else x for n, x in given.items()}
         if not self._fixed:
             if not given:
                 raise ValueError(
@@ -260,9 +266,16 @@ class Target:
         first = next(iter(free.values()))
         found = self.buffers | self.split_init(init)[1]
         return {
-            name: x.detach().to(first.device, first.dtype if x.is_floating_point() else x.dtype, copy=True)
+            name: x.detach().to(first.device, self.module.dtype_as(x, first.dtype), copy=True)
             for name, x in found.items()
+            if self.module is not None
         }
+
+    def of_likelihood(self, module: ModuleLikelihood) -> Target:
+        """The same posterior by another likelihood of the same parameters."""
+        found = copy.copy(self)
+        found._log_likelihood, found._predict, found._checked = module, module.predict, False
+        return found
 
     def inputs_of(self, batch: Any) -> Any:
         """What a network takes of a batch; all but the last of it without a network."""
