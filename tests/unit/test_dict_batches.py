@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isosgd import Target, likelihoods, load, sample
+from isosgd.sampling.trained import _joined
 
 VOCABULARY, WIDTH, LENGTH = 11, 8, 6
 
@@ -123,6 +124,15 @@ def test_a_ladder_of_temperatures_on_held_out_dicts():
     for held_out in (sequences(40, 1), 0.2, [sequences(20, 1), sequences(20, 2)]):
         posterior = sample(target, data, starts=[model], held_out=held_out, **settings)
         assert posterior.info["temperature_choice"]["held_out"] == 40
+
+
+def test_held_out_texts_of_different_lengths_are_padded():
+    model, short = Writer(), {name: x[:, :4] for name, x in texts(20).items()}
+    target = Target.from_module(model, "tokens")
+    posterior = sample(target, texts(), starts=[model], temperature=0.1, batch_size=20, **SHORT)
+    apart = torch.cat([posterior.log_predictive(part) for part in (short, texts())])
+    joined = _joined([short, texts()], target)
+    torch.testing.assert_close(posterior.log_predictive(joined), apart)
 
 
 def test_a_stored_run_of_a_dict_is_not_resumed_with_other_values(tmp_path):

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from isosgd.baselines import BASELINES
 from isosgd.data.sources import DataSets, Tensors, as_tensors, size_of
@@ -28,6 +29,7 @@ from isosgd.progress import LOGGER
 from isosgd.target import Target
 from isosgd.target.batches import batch_length, tensors_of, tree_map, with_tensors
 from isosgd.target.likelihoods import Bernoulli, Categorical, Tokens
+from isosgd.target.modules import MASK
 
 LADDER = (1e-2, 1e-1, 1.0)
 COLDER = 10.0  # a rung so much colder than the coldest is tried where that one was best
@@ -136,23 +138,31 @@ def set_aside(held_out: Any, data: Any, target: Target, seed: int) -> tuple[Any,
     found = as_tensors(held_out, target.dtype)
     if found is None and isinstance(held_out, Iterable):
         batches = [with_tensors(batch, target.dtype) for batch in held_out]
-        found = _joined(batches)
+        found = _joined(batches, target)
     if found is None:
         raise TypeError(f"held_out of type {type(held_out).__name__}: pass (x, y), a loader, or a share such as 0.1")
     _check_held_out(found, tensors, target)
     return data, found
 
 
-def _joined(batches: list[Any]) -> Tensors:
-    """Batches of a loader as one, refused unless all are of one form."""
+def _joined(batches: list[Any], target: Target) -> Tensors:
+    """Batches of a loader as one, refused unless all are of one form; texts with masks are padded to one length."""
     if batches and all(isinstance(b, Mapping) and b.keys() == batches[0].keys() for b in batches):
-        each = {name: [b[name] for b in batches] for name in batches[0]}
-        wrong = next((name for name, parts in each.items() if len({tuple(t.shape[1:]) for t in parts}) > 1), None)
-        if wrong is not None:
-            raise ValueError(
-                f"held_out has batches whose {wrong!r} are of different lengths: pad all of them to the same length"
-            )
-        return {name: torch.cat(parts) for name, parts in each.items()}
+        labels, likelihood = (
+            target.labels_of({name: name for name in batches[0]}),
+            target.module and target.module.likelihood,
+        )
+        ignore = likelihood.ignore if isinstance(likelihood, Tokens) else 0
+        found: dict[str, Tensor] = {}
+        for name in batches[0]:
+            parts = [b[name] for b in batches]
+            if MASK in batches[0] and all(t.ndim == 2 for t in parts):
+                longest, value = max(t.shape[1] for t in parts), ignore if name == labels else 0
+                parts = [F.pad(t, (0, longest - t.shape[1]), value=value) for t in parts]
+            if len({t.shape[1:] for t in parts}) > 1:
+                raise ValueError(f"held_out has batches whose {name!r} are of different shapes: give them one")
+            found[name] = torch.cat(parts)
+        return found
     if not batches or not all(isinstance(b, tuple | list) and all(map(torch.is_tensor, b)) for b in batches):
         raise TypeError(
             "held_out must be (x, y) or a dict of tensors, a loader of such batches, or a share of the data such as 0.1"
