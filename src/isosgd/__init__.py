@@ -15,8 +15,8 @@ from isosgd.data import DataSets
 from isosgd.diagnostics.audit import audit
 from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.posterior import Comparison, Posterior, Prediction
-from isosgd.samplers import ISGD, METHODS, PRESETS, SGHMC, SGLD, VSGD, Sampler
-from isosgd.sampling import Interrupted, load, methods, resume, sample
+from isosgd.samplers import ISGD, METHODS, PRESETS, SGHMC, SGLD, SGNHT, VSGD, Sampler
+from isosgd.sampling import Collector, Interrupted, load, methods, resume, sample
 from isosgd.target import Target, likelihoods, priors
 from isosgd.warmup import GroupReport, WarmupReport
 
@@ -28,7 +28,9 @@ __all__ = [
     "PRESETS",
     "SGHMC",
     "SGLD",
+    "SGNHT",
     "VSGD",
+    "Collector",
     "Comparison",
     "DataSets",
     "DivergedError",

@@ -6,6 +6,7 @@ from isosgd.samplers.isgd import ISGD, PRESETS
 from isosgd.samplers.registry import METHODS, REGISTRY, Method
 from isosgd.samplers.sghmc import SGHMC
 from isosgd.samplers.sgld import SGLD
+from isosgd.samplers.sgnht import SGNHT
 from isosgd.samplers.vsgd import VSGD
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "REGISTRY",
     "SGHMC",
     "SGLD",
+    "SGNHT",
     "VSGD",
     "Method",
     "Sampler",
