@@ -32,6 +32,7 @@ from isosgd.samplers.groups import (
     layer_groups,
     trained_groups,
 )
+from isosgd.samplers.half import HalfParameters
 from isosgd.samplers.injection import Injector, Move
 from isosgd.samplers.innovations import Innovations, make_generator
 from isosgd.samplers.metric import DiagonalMetric, Metric
@@ -150,6 +151,7 @@ class Sampler(Optimizer):
         self.noise = NoiseModel(self, estimator, self.generator, self.batched)
         self.noise.uses = Uses(vectors=self.corrected)
         self.injector = Injector(self.noise, self.generator, innovations, chains, capturable, self._next_move)
+        self.half = HalfParameters(self.state, [p for group in self.param_groups for p in group["params"]])
         self._follow_lr()
 
     # -- groups -------------------------------------------------------------------------------------------------------
@@ -199,6 +201,7 @@ class Sampler(Optimizer):
         check_groups([added], self.chains)
         added["step"] = self.param_groups[0]["step"]
         self.param_groups = [*self.param_groups[:-1], *(self._wrapped(g) for g in trained_groups([added]))]
+        self.half = HalfParameters(self.state, [p for group in self.param_groups for p in group["params"]])
         self.noise.reset()
         self.injector.reset()
         self._follow_lr()
@@ -395,7 +398,10 @@ class Sampler(Optimizer):
         own = self.own
         if own is not None:
             noise = own.noise(noise)  # before the prior's part is added, which has none
-        with self._decayed():
+        if own is None and noise is None and self._plain():
+            self._plain_step()
+            return loss
+        with self.half.widened(), self._decayed():
             moves = True
             if own is not None and not own.by_scheme and own.phase != SAMPLING:
                 moves = own.step(noise)
@@ -411,6 +417,24 @@ class Sampler(Optimizer):
         if moves and not self.injector.noiseless:
             self.injector.source.prefetch()
         return loss
+
+    def _plain(self) -> bool:
+        """Whether a step of parameters in bfloat16 is one of Theorem 1 and no more, for which no copies are needed."""
+        if not self.half.every or self.batched or self.has_velocity or self.corrected or self.warming:
+            return False
+        if self.metric is not None or any(self.noise.uses) or self._takes_gradient():
+            return False
+        return all(getattr(type(self), name) is getattr(Sampler, name) for name in ("_move", "_update", "_advance"))
+
+    def _plain_step(self) -> None:
+        """A step, parameter by parameter."""
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            move = self._next_move(group, params)
+            rate, kick = float(move.rate), float(move.rate * move.amplitude)
+            for p in params:
+                self.half.langevin_(p, rate, kick, group["weight_decay"], self.generator)
+            group["step"] += 1
 
     @contextmanager
     def _decayed(self) -> Iterator[None]:
@@ -580,6 +604,7 @@ class Sampler(Optimizer):
             for name, value in state_dict["state"].get(index, {}).items():
                 self.state[p][name] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
         self.generator.set_state(state_dict["generator"].cpu())
+        self.half.state = self.state  # torch has made another
         self.noise.reset()
         self.injector.reset()
         if self.geometry is not None and saved is not None:
