@@ -15,8 +15,8 @@ from isosgd.data import DataSets
 from isosgd.diagnostics.audit import audit
 from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.posterior import Comparison, Posterior, Prediction
-from isosgd.samplers import ISGD, METHODS, PRESETS, SGHMC, SGLD, VSGD, Sampler
-from isosgd.sampling import LLC, Interrupted, llc, load, merge, methods, resume, sample
+from isosgd.samplers import ISGD, METHODS, PRESETS, SGHMC, SGLD, SGNHT, VSGD, Sampler
+from isosgd.sampling import LLC, Collector, Interrupted, llc, load, merge, methods, resume, sample
 from isosgd.target import Target, likelihoods, priors
 from isosgd.warmup import GroupReport, WarmupReport
 
@@ -29,7 +29,9 @@ __all__ = [
     "PRESETS",
     "SGHMC",
     "SGLD",
+    "SGNHT",
     "VSGD",
+    "Collector",
     "Comparison",
     "DataSets",
     "DivergedError",

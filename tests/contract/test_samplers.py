@@ -77,7 +77,6 @@ CASES = {
     "isgd-scheme-a": Case(ISGD, {"scheme": "a"}, warmup=8),
     "isgd-scheme-b": Case(ISGD, {"scheme": "b", "noise": "gaussian", "summary": "mean"}, warmup=8),
     "isgd-scheme-c": Case(ISGD, {"scheme": "c"}, warmup=8),
-    "isgd-windowed": Case(ISGD, {"batch_size": 8}, warmup=53),
     **{f"preset-{name}": preset(name) for name in PRESETS},
     "sgld": Case(SGLD, {"lr": 0.05}),
     "sgld-annealed": Case(SGLD, {"lr": 0.05, "decay": 0.55, "offset": 3.0}),
@@ -166,7 +165,7 @@ def advance(sampler: Sampler, data: Data, steps: int) -> None:
 
 def waits(sampler: Sampler) -> bool:
     """Whether something else has to set its rates."""
-    warms_itself = isinstance(sampler, ISGD) and sampler.warmup > 0
+    warms_itself = (sampler.warmup or 0) > 0
     return not warms_itself and all(group["rate"] is None for group in sampler.param_groups)
 
 

@@ -244,11 +244,12 @@ def test_bad_settings_of_every_sampler(kind: Any, settings: dict[str, Any], word
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ([], r"params is empty: pass model.named_parameters\(\)"),
+        ([], r"params is empty: pass model.parameters\(\)"),
         (
-            [torch.zeros(2), torch.zeros(3)],
-            r"2 tensors without names.*Pass model.named_parameters\(\), or one group a layer",
+            [{"name": "a", "params": [torch.zeros(2)]}, {"name": "a", "params": [torch.zeros(2)]}],
+            "two groups have the name 'a': give each group a name of its own",
         ),
+        ([torch.zeros(2, dtype=torch.int64)], "group '0' holds a tensor of dtype torch.int64: only real floating"),
         (
             params(torch.int64),
             "group 'a' holds a tensor of dtype torch.int64: only real floating-point.*leave the others out",
@@ -257,7 +258,7 @@ def test_bad_settings_of_every_sampler(kind: Any, settings: dict[str, Any], word
         ([{"params": [torch.zeros(2)], "temperature": -1.0}], "temperature = -1.0 must be"),
         ([{"params": [torch.zeros(2)], "num_data": 0}], "num_data = 0 must be"),
     ],
-    ids=["none", "unnamed", "integers", "complex", "group temperature", "group num_data"],
+    ids=["none", "one name", "unnamed integers", "integers", "complex", "group temperature", "group num_data"],
 )
 def test_bad_parameters(kind: Any, given: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
@@ -316,7 +317,7 @@ def backward(kind: Any, **settings: Any) -> Any:
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_a_step_without_a_rate_says_how_to_get_one(kind: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"group 'w' has no (rate|lambda).*(adapt|noise)"):
+    with pytest.raises(ValueError, match=r"finds its own rate in a loop.*pass batch_size=n.*or a rate of your own"):
         backward(kind).step()
 
 

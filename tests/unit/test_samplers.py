@@ -230,17 +230,6 @@ def test_scheme_c_stays_while_it_estimates() -> None:
     assert step(sampler, theta, torch.ones(4)).all()
 
 
-def test_an_own_windowed_warmup_estimates_in_doubling_windows(generator: torch.Generator) -> None:
-    sampler, theta = one_group(noise="gaussian", warmup=201, batch_size=10)
-    changes, last = [], None
-    for t in range(250):
-        step(sampler, theta, (1.0 + 0.01 * t) * torch.randn(4, generator=generator))
-        if sampler.param_groups[0]["lam"] != last:
-            last = sampler.param_groups[0]["lam"]
-            changes.append(t)
-    assert changes == [50, 100, 200]
-
-
 @pytest.mark.parametrize(("temperature", "warns"), [(1.0, True), (1e-2, True), (1e-3, False)])
 def test_a_frozen_mode_at_high_temperature_is_warned_of(temperature: float, warns: bool) -> None:
     if warns:

@@ -30,7 +30,7 @@ from isosgd.posterior import Posterior
 from isosgd.progress import Progress
 from isosgd.samplers import VSGD, Method, Sampler
 from isosgd.target import Params, Target
-from isosgd.target.batches import tensors_of
+from isosgd.target.batches import tensors_of, tree_map
 from isosgd.warmup.reports import WarmupReport
 
 LEAST_TRAINING, EPOCHS = 3000, 40  # default steps of training: so many epochs, but at least so many
@@ -203,7 +203,8 @@ class BaselineRun:
         if tensors is None:
             example = make_batches(data, None, 0, self.device, transform=self.transform).next()
         else:
-            example = Transformed(self.transform, 0, tensors[0].device)(tuple(t[:EXAMPLES] for t in tensors))
+            few = tree_map(lambda t: t[:EXAMPLES], tensors)
+            example = Transformed(self.transform, 0, tensors_of(few)[0].device)(few)
         return TrainingPlan(self.draws, training, keep_every, self.temperature, epoch, example)
 
     def _train(
@@ -278,8 +279,9 @@ def _in_batches(data: Any, transform: Transform | None) -> Any:
     tensors = as_tensors(data)
     found = data
     if tensors is not None:
-        count = math.ceil(len(tensors[0]) / REFRESH_BATCH)
-        found = list(zip(*(t.tensor_split(count) for t in tensors), strict=True))
+        count = math.ceil(len(tensors_of(tensors)[0]) / REFRESH_BATCH)
+        parts = zip(*(t.tensor_split(count) for t in tensors_of(tensors)), strict=True)
+        found = [dict(zip(tensors, part, strict=True)) if isinstance(tensors, dict) else part for part in parts]
     return found if transform is None else _Passes(found, transform)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +18,8 @@ Transform = Callable[[Batch, torch.Generator], Batch]
 """A user's function of a batch and a generator on its device: augmentation, normalisation, a change of type."""
 ALL = "all"
 Size = int | Literal["all"] | None
+Tensors = tuple[Tensor, ...] | dict[str, Tensor]
+"""Data as tensors that share their first dimension."""
 
 
 def batch_length(batch: Batch) -> int:
@@ -89,7 +91,7 @@ class TensorBatches:
     Independence is what the theory asks for: batches without replacement have noise that cancels over an epoch.
 
     Args:
-        tensors: the data.
+        tensors: the data, a tuple or a dict; batches are of the same form.
         batch_size: n; a default by the number of examples when None; or ``all`` of them, each once: the gradient of
             such a batch has no noise.
         seed: of the indices.
@@ -102,15 +104,16 @@ class TensorBatches:
 
     def __init__(
         self,
-        tensors: Sequence[Tensor],
+        tensors: Tensors,
         batch_size: Size,
         seed: int,
         chains: int | None = None,
         rows: Tensor | None = None,
         transform: Transform | None = None,
     ) -> None:
-        self.tensors, self.chains, self.rows = tuple(tensors), chains, rows
-        self.num_data = int(self.tensors[0].shape[0] if rows is None else rows.shape[1])
+        self.tensors, self.chains, self.rows = tensors, chains, rows
+        first = tensors_of(tensors)[0]
+        self.num_data = int(first.shape[0] if rows is None else rows.shape[1])
         self.whole = batch_size == ALL
         self.batch_size = size_of(batch_size, self.num_data)
         if self.batch_size > self.num_data:
@@ -118,7 +121,7 @@ class TensorBatches:
                 f"batch_size = {self.batch_size} is larger than the {self.num_data} examples; choose at "
                 f"most {self.num_data}"
             )
-        self.device = self.tensors[0].device
+        self.device = first.device
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
         self.transform, self.seed = Transformed(transform, seed, self.device), seed
         self._all: Batch = None
@@ -132,8 +135,9 @@ class TensorBatches:
         return index if self.rows is None else self.rows.expand(steps, -1, -1).gather(-1, index)
 
     def at(self, index: Tensor, generator: torch.Generator | None = None) -> Batch:
-        """The examples of some rows, a tuple of tensors, transformed."""
-        found = tuple(t.index_select(0, index.reshape(-1)).view(*index.shape, *t.shape[1:]) for t in self.tensors)
+        """The examples of some rows, transformed."""
+        flat = index.reshape(-1)
+        found = tree_map(lambda t: t.index_select(0, flat).view(*index.shape, *t.shape[1:]), self.tensors)
         return self.transform(found, index.dim() - 1, generator)
 
     def fresh(self, number: int, count: int, size: int, chain: int = 0) -> Iterator[Batch]:
@@ -155,7 +159,7 @@ class TensorBatches:
             )
 
     def next(self, mixed: bool = False) -> Batch:
-        """The next minibatch of each chain, a tuple of tensors.
+        """The next minibatch of each chain.
 
         Args:
             mixed: where a batch is all of the data, put it into an order of its own, so that its halves are random.
@@ -173,7 +177,7 @@ class TensorBatches:
         if not mixed:
             return self._all
         order = torch.randperm(self.num_data, generator=self.generator, device=self.device)
-        return tuple(t.index_select(0 if self.chains is None else 1, order) for t in self._all)
+        return tree_map(lambda t: t.index_select(0 if self.chains is None else 1, order), self._all)
 
     def state(self) -> dict[str, Any]:
         """What is needed to go on with the same batches."""
@@ -325,11 +329,17 @@ def default_batch_size(num_data: int) -> int:
     return min(max(8, min(num_data // 2, 128)) // 2 * 2, num_data)
 
 
-def as_tensors(data: Any, dtype: torch.dtype | None = None) -> tuple[Tensor, ...] | None:
-    """The tensors that ``data`` consists of, or None when it is an iterable of batches.
+def as_tensors(data: Any, dtype: torch.dtype | None = None) -> Any:
+    """The tensors that ``data`` consists of, a tuple or a dict, or None when it is an iterable of batches.
 
-    A list of tensors or arrays is data; a list of tuples or dicts is batches.
+    A list or a dict of tensors or arrays is data; a list of tuples or dicts is batches.
     """
+    if isinstance(data, Mapping):
+        other = next((name for name, x in data.items() if not batches.is_array(x)), None)
+        if other is not None or not data:
+            what = "is empty" if other is None else f"has {other!r} of type {type(data[other]).__name__}"
+            raise TypeError(f"data is a dict that {what}: pass tensors or arrays by name, one row an example")
+        return {name: batches.as_tensor(x, dtype) for name, x in data.items()}
     items = (data,) if batches.is_array(data) else data
     if not isinstance(items, tuple | list) or not all(map(batches.is_array, items)) or items == []:
         return None
@@ -355,7 +365,7 @@ class DataSets:
 
     def __init__(self, tensors: Sequence[Tensor | np.ndarray], rows: Tensor | np.ndarray | None = None) -> None:
         found = as_tensors(tensors if isinstance(tensors, Tensor | np.ndarray) else tuple(tensors))
-        if found is None:
+        if found is None or isinstance(tensors, Mapping):
             raise TypeError("DataSets takes a sequence of tensors or arrays, for instance (x, y)")
         if any(t.dim() == 0 for t in found):
             raise ValueError("DataSets has a tensor without dimensions: the first ones are [sets, N], or the rows")
@@ -386,7 +396,7 @@ class DataSets:
         return tuple(t.index_select(0, self.rows[i]) for t in self.tensors)
 
 
-Data = tuple[Tensor, ...] | DataSets | Iterable[Batch]
+Data = Tensors | DataSets | Iterable[Batch]
 
 
 def as_data(data: Any, batch_size: Size, device: torch.device | None, dtype: torch.dtype | None = None) -> Data:
@@ -399,10 +409,11 @@ def as_data(data: Any, batch_size: Size, device: torch.device | None, dtype: tor
     tensors = as_tensors(data, dtype)
     if tensors is not None:
         check_tensors(tensors)
-        return tuple(t.to(device) for t in tensors) if device is not None else tensors
+        found: Data = tree_map(lambda t: t.to(device), tensors) if device is not None else tensors
+        return found
     if not isinstance(data, Iterable):
         raise TypeError(
-            f"data of type {type(data).__name__} is neither a tuple of tensors nor an iterable of "
+            f"data of type {type(data).__name__} is neither a tuple or dict of tensors nor an iterable of "
             "batches such as a DataLoader"
         )
     if batch_size == ALL:
@@ -434,8 +445,10 @@ def make_batches(
     return TensorBatches(tensors, batch_size, seed, transform=transform)
 
 
-def check_tensors(tensors: Sequence[Tensor]) -> None:
+def check_tensors(given: Tensors) -> None:
     """Refuse data that cannot be sampled from: no rows, rows that do not match, values that are not finite."""
+    names = list(given) if isinstance(given, Mapping) else range(len(given))
+    tensors = tensors_of(given)
     lengths = [int(t.shape[0]) if t.dim() else None for t in tensors]
     if None in lengths or len(set(lengths)) != 1:
         shapes = [tuple(t.shape) for t in tensors]
@@ -445,7 +458,7 @@ def check_tensors(tensors: Sequence[Tensor]) -> None:
         )
     if lengths[0] == 0:
         raise ValueError("data holds no examples")
-    for i, t in enumerate(tensors):
+    for name, t in zip(names, tensors, strict=True):
         if t.is_floating_point() and not bool(torch.isfinite(t).all()):
             row = int((~torch.isfinite(t)).reshape(t.shape[0], -1).any(1).nonzero()[0])
-            raise ValueError(f"tensor {i} of data is not finite in row {row}: drop or impute such rows first")
+            raise ValueError(f"tensor {name!r} of data is not finite in row {row}: drop or impute such rows first")

@@ -101,6 +101,7 @@ class Chains:
         groups = [{"name": label, "params": [self.params[m] for m in members]} for label, members in names.items()]
         device = self.leaves[0].device
         self.sampler = make_sampler(groups, torch.Generator(device=device).manual_seed(seed), self.many)
+        self.sampler.driven = True
         temperature = self.sampler.param_groups[0]["temperature"]
         self.prior_weight = target.prior_weight(one, temperature)
         if self.many is None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from isosgd.data.sources import TensorBatches
 from isosgd.engine.chains import Chains
 from isosgd.engine.compiled import CACHE, LOOP, Compiled, Tensors, block, bytes_of, repeat
 from isosgd.engine.gradients import Many, batchable
@@ -33,6 +34,8 @@ def unsupported_reason(run: Chains) -> str:
         return "a single step is work enough"
     if len({x.dtype for x in run.leaves}) > 1:
         return "parameters have several dtypes"
+    if isinstance(run.batches, TensorBatches) and isinstance(run.batches.tensors, dict):
+        return "the data are a dict"
     return "" if run.many is not None else batchable(run.target, run.params, run.batches.next(), run.num_data)
 
 

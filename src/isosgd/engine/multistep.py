@@ -21,6 +21,7 @@ from isosgd.data.sources import TensorBatches
 from isosgd.engine.chains import Chains
 from isosgd.engine.compiled import UNCHECKED, Compiled, GraphLoop, Looped, Repeated, Tensors, bytes_of
 from isosgd.engine.gradients import Many, batchable
+from isosgd.target.batches import tensors_of
 
 MOST = 64  # steps of a call
 BYTES = {"cpu": 1 << 27, "cuda": 1 << 29}  # of minibatches and innovations that are drawn at once, at most
@@ -37,6 +38,8 @@ def unsupported_reason(run: Chains) -> str:
         return program
     if not isinstance(batches, TensorBatches) or batches.whole:
         return "minibatches are not drawn from tensors"
+    if isinstance(batches.tensors, dict):
+        return "minibatches are dicts"
     if sum(run.layout.sizes) > LARGE or _steps(run) < 2:
         return "a single step is work enough"
     if len({x.dtype for x in run.leaves}) > 1:
@@ -51,7 +54,7 @@ def _steps(run: Chains) -> int:
     """Steps of a call at most: a matter of memory."""
     batches = run.batches
     assert isinstance(batches, TensorBatches)
-    row = bytes_of(t[0] for t in batches.tensors)
+    row = bytes_of(t[0] for t in tensors_of(batches.tensors))
     each = run.count * (batches.batch_size * row + sum(run.layout.sizes) * run.leaves[0].element_size())
     return max(1, min(MOST, BYTES.get(run.leaves[0].device.type, BYTES["cpu"]) // each))
 

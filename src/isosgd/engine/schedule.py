@@ -56,6 +56,7 @@ class Schedule:
 
     Attributes:
         engine: ``together``, or why chains run in turn.
+        engine_note: what else the user is told of it.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Schedule:
         batch = probe.next()
         self.batch_size = _check_size(probe, batch, self.num_data)
         self.engine = self._why_in_turn(batch) or TOGETHER
+        self.engine_note = ""
 
     @property
     def together_sets(self) -> int:

@@ -6,7 +6,7 @@ import importlib
 import json
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isosgd.data.sources import as_tensors
 from isosgd.diagnostics.meter import LEAST
 from isosgd.diagnostics.summary import PosteriorSummary, summary_of
 from isosgd.diagnostics.traces import as_array
@@ -23,9 +24,19 @@ from isosgd.posterior.comparison import Comparison, State, as_states, compare, s
 from isosgd.posterior.draws import Draws, Mapped, Stack, batches_of, by_chain, device_of, moved, place_of
 from isosgd.posterior.prediction import Average, Prediction, join
 from isosgd.posterior.temperature import measure
-from isosgd.posterior.view import Function, View, inputs_of
+from isosgd.posterior.view import Function, View
 from isosgd.target import Likelihood, Params, Target
-from isosgd.target.batches import as_tensor, batch_length, is_array, tree_map, with_tensors
+from isosgd.target.batches import (
+    batch_length,
+    inputs_of,
+    label_name,
+    labels_of,
+    tree_map,
+    with_labels,
+    with_tensors,
+)
+from isosgd.target.heads import Head
+from isosgd.target.likelihoods import Tokens
 from isosgd.target.params import match
 
 Device = torch.device | str | None
@@ -214,9 +225,15 @@ class Posterior:
                 "lambda model, params, x: model(x).softmax(1)"
             )
         parts = []
+        head = None if function is not None else self._head(x, place)
+        if head is not None:
+            call = Mapped(head[1].predict)
         for part in batches_of(x, batch_size):
             average = Average(classes, keep=return_draws or bool(levels))
             part = moved(part, place)
+            if head is not None:
+                assert view.network is not None
+                part = head[0].features(view.network.as_inputs(part), moved(self.draw(0, 0), place))
             for block in self._stack.blocks(part, device=place):
                 found = call(block, part)
                 if isinstance(found, dict) and "mean" not in found:
@@ -265,9 +282,13 @@ class Posterior:
 
     def _likely(self, batch: Any, batch_size: int | None, device: Device) -> Iterator[Iterator[Tensor]]:
         """For some examples at a time, their log likelihoods at some draws at a time, ``[draws, n]``."""
-        call, place = Mapped(self.view.log_likelihood), self._place(device, batch)
+        view, place = self.view, self._place(device, batch)
+        head = None if view.network is None else self._head(view.target.inputs_of(batch), place)
+        call = Mapped((view if head is None else head[1]).log_likelihood)
         for part in batches_of(batch, batch_size):
             part = moved(part, place)
+            if head is not None:
+                part = head[0].batch(part, moved(self.draw(0, 0), place))
             yield (_tensor(call(block, part)) for block in self._stack.blocks(part, device=place))
 
     @torch.no_grad()
@@ -284,7 +305,9 @@ class Posterior:
         if network is None:
             raise ValueError("refresh= is for targets made by Target.from_module: this one has no network")
         network.check_refresh()
-        if isinstance(batches, Tensor) or (isinstance(batches, tuple) and all(isinstance(t, Tensor) for t in batches)):
+        if isinstance(batches, Tensor | Mapping) or (
+            isinstance(batches, tuple) and all(isinstance(t, Tensor) for t in batches)
+        ):
             batches = [batches]
         found: list[Params] = []
         for block in self._stack.blocks(None, 1, self._place(device, batches)):
@@ -292,6 +315,11 @@ class Posterior:
             found.append({name: x.cpu() for name, x in fresh.items()})
         each = {name: by_chain(torch.stack([one[name] for one in found]), self.num_chains) for name in found[0]}
         return Posterior(self.target, self.draws, self.info, self.data, {**self.buffers, **each}, self.starts)
+
+    def _head(self, x: Any, place: torch.device) -> tuple[Head, View] | None:
+        """The sampled head of the network, which alone differs from draw to draw; None where there is none."""
+        network = self.view.network
+        return None if network is None or self.buffers else self.view.head(moved(network.as_inputs(x), place))
 
     def _place(self, device: Device, inputs: Any) -> torch.device:
         return place_of(device, self.view.target.device, inputs)
@@ -309,7 +337,7 @@ class Posterior:
 
     @torch.no_grad()
     def against_start(
-        self, x: Any, y: Any, *, starts: Any = None, batch_size: int | None = None, device: Device = None
+        self, x: Any, y: Any = None, *, starts: Any = None, batch_size: int | None = None, device: Device = None
     ) -> Comparison:
         """Scores of the trained networks that chains began with, and of the average over draws, on new examples.
 
@@ -318,7 +346,7 @@ class Posterior:
 
         Args:
             x: inputs that were not trained on, as for `predict`.
-            y: what is to be predicted.
+            y: what is to be predicted; may be left out where ``x`` is a dict that has it.
             starts: trained networks or their state_dicts, one or several; those of ``sample(starts=...)`` by default.
             batch_size: inputs worked on at once; all of them by default.
             device: where to compute, as for `predict`.
@@ -349,8 +377,13 @@ class Posterior:
         scales = {name: self.draws[name].double().log().mean((0, 1)).exp() for name in view.target.extras(free)}
         params, buffers = stacked(states, view.target, scales)
         began = Posterior(view.target, params, {}, None, buffers)
-        inputs = with_tensors(x, view.target.dtype)
-        batch = with_tensors((*inputs, y) if isinstance(inputs, tuple | list) else (inputs, y), view.target.dtype)
+        labels = None if view.network is None else view.network.labels
+        if y is None:
+            if not isinstance(x, Mapping):
+                raise TypeError("against_start(x, y) needs y, what is to be predicted; only a dict may have it in x")
+            y = x[label_name(x, labels)]
+        inputs = with_tensors(inputs_of(x, labels) if isinstance(x, Mapping) else x, view.target.dtype)
+        batch = with_tensors(with_labels(inputs, y, labels), view.target.dtype)
         each = began.log_likelihood(batch, batch_size=batch_size, device=device)[:, 0]
         average = self.log_predictive(batch, batch_size=batch_size, device=device)
         predicted = None
@@ -360,7 +393,11 @@ class Posterior:
             assert found is not None
             mean = self.predict(inputs, batch_size=batch_size, device=device).mean
             predicted = [*(one.cpu() for one in found[:, 0]), mean.cpu()]
-        return compare(each, average, predicted, batch[-1].cpu(), view.classes, len(self))
+        y = (labels_of(batch, labels) if view.network is None else view.network.labels_in(batch)).cpu()
+        if view.network is not None and isinstance(view.network.likelihood, Tokens) and predicted is not None:
+            pairs = [view.network.likelihood.scored(one, y) for one in predicted]
+            predicted, y = [one for one, _ in pairs], pairs[0][1]
+        return compare(each, average, predicted, y, view.classes, len(self))
 
     # ---------------------------------------------------------------- whether to believe them
 
@@ -455,9 +492,11 @@ class Posterior:
     def _opening(self, held_out: Any, device: Device) -> tuple[str, ...]:
         """Of draws around trained networks: the comparison, where there are examples for it, and the temperature."""
         lines = []
-        if self.starts is not None and isinstance(held_out, tuple | list) and len(held_out) > 1:
-            *inputs, y = held_out
-            compared = self.against_start(inputs[0] if len(inputs) == 1 else tuple(inputs), y, device=device)
+        if self.starts is not None and isinstance(held_out, tuple | list | Mapping) and len(held_out) > 1:
+            inputs = self.view.target.inputs_of(held_out)
+            one = isinstance(inputs, tuple) and len(inputs) == 1
+            y = self.view.target.labels_of(held_out)
+            compared = self.against_start(inputs[0] if one else inputs, y, device=device)
             lines.append(f"Against the start: {str(compared).splitlines()[-1 if compared.worth is None else -2]}.")
         choice = self.info.get("temperature_choice", {}).get("reason", "given")
         return (*lines, *([] if choice == "given" else [f"Temperature: {choice}."]))
@@ -496,7 +535,7 @@ class Posterior:
             x = (
                 tree_map(lambda t: _spaced(t, examples), with_tensors(inputs, self.view.target.dtype))
                 if inputs is not None
-                else inputs_of(batch)
+                else self.view.target.inputs_of(batch)
             )
             predicted = self.predict(x, return_draws=True, device=device).draws
             assert predicted is not None
@@ -539,10 +578,9 @@ def _some_examples(data: Any, count: int, dtype: torch.dtype | None) -> Any:
     """Some examples of the data, evenly spaced; of a loader, the first of its first batch."""
     if data is None:
         return None
-    if is_array(data):
-        data = (data,)
-    if isinstance(data, tuple | list) and data and all(map(is_array, data)):
-        return tuple(_spaced(as_tensor(x, dtype), count) for x in data)
+    tensors = as_tensors(data, dtype)
+    if tensors:
+        return tree_map(lambda t: _spaced(t, count), tensors)
     batch = with_tensors(next(iter(data), None), dtype)
     if batch is None:
         raise ValueError("data yields no batches: it is empty, or an iterator that was gone through already")

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value
 
+from isosgd.data.sources import as_tensors
 from isosgd.diagnostics.meter import LEAST, Reading, directions, readings
 from isosgd.diagnostics.traces import as_array
-from isosgd.posterior.draws import Mapped, Stack, at_once, moved, place_of
+from isosgd.posterior.draws import Mapped, Stack, at_once, batches_of, moved, place_of
 from isosgd.posterior.view import View
 from isosgd.target import Params
-from isosgd.target.batches import as_tensor, batch_length, is_array, with_tensors
+from isosgd.target.batches import batch_length, tree_map, with_tensors
 
 CHUNK = 2048  # examples worked on at once
 AFFORDABLE = 1e11  # parameters x examples x draws: a minute or so on a core
@@ -125,7 +126,7 @@ class DrawGradients:
         device: torch.device | str | None = None, temperature: float = 1.0,
     ) -> None:  # fmt: skip
         self.stack, self.view, self.target = stack, view, view.target
-        self.tensors = _tensors(data, self.target.dtype)
+        self.tensors = as_tensors(data, self.target.dtype)
         self.data = data if self.tensors is None else self.tensors
         self.num_data = num_data or self.target.resolve_num_data(self.data)
         self.target.bind_num_data(self.num_data)
@@ -191,14 +192,13 @@ class DrawGradients:
         if self.tensors is None:
             yield from self._loaded()
         elif self._full:
-            for first in range(0, len(self.tensors[0]), CHUNK):
-                part = tuple(t[first : first + CHUNK] for t in self.tensors)
-                yield part, len(part[0])
+            for part in batches_of(self.tensors, CHUNK):
+                yield part, batch_length(part) or 0
         else:
             for first in range(0, self.rows, CHUNK):
                 rows = min(CHUNK, self.rows - first)
-                index = torch.randint(len(self.tensors[0]), (draws, rows), generator=self._generator)
-                yield tuple(t[index.to(t.device)] for t in self.tensors), rows
+                index = torch.randint(batch_length(self.tensors) or 0, (draws, rows), generator=self._generator)
+                yield tree_map(lambda t, index=index: t[index.to(t.device)], self.tensors), rows
 
     def _loaded(self) -> Iterator[tuple[Any, int]]:
         """Batches of a loader: all of them, or as many as are affordable, going on where the last block ended."""
@@ -221,7 +221,7 @@ class DrawGradients:
     def _few(self) -> Any:
         """Examples like those that a draw is evaluated with at once."""
         if self.tensors is not None:
-            return tuple(t[: min(CHUNK, self.rows)] for t in self.tensors)
+            return tree_map(lambda t: t[: min(CHUNK, self.rows)], self.tensors)
         return with_tensors(next(iter(self.data), None))
 
     def _flat(self, params: Params) -> Tensor:
@@ -240,11 +240,3 @@ def value_and_slope(function: Callable[[Params], Tensor], params: Params) -> tup
             return value, {name: torch.zeros_like(x) for name, x in params.items()}
         parts = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
     return value.detach(), dict(zip(params, parts, strict=True))
-
-
-def _tensors(data: Any, dtype: torch.dtype | None) -> tuple[Tensor, ...] | None:
-    """The tensors that data consist of, or None when they come in batches."""
-    items = (data,) if is_array(data) else data
-    if isinstance(items, tuple | list) and items and all(map(is_array, items)):
-        return tuple(as_tensor(x, dtype) for x in items)
-    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isosgd.posterior.draws import moved
 from isosgd.target import Params, Target
-from isosgd.target.batches import with_tensors
+from isosgd.target.batches import inputs_of, tree_map, with_tensors
+from isosgd.target.heads import Head
 from isosgd.target.modules import ModuleLikelihood
 
 NORMAL = {"Gaussian", "HeteroscedasticGaussian"}  # likelihoods under which y is normal around each draw's mean
-CLASSES = {"Categorical", "Bernoulli"}
+CLASSES = {"Categorical", "Bernoulli", "Tokens"}
 
 Function = Callable[[Callable[..., Any], Params, Any], Any]
 """A user's ``(model, params, x) -> Tensor``: ``model`` is the network at a draw, ``params`` its natural parameters."""
@@ -31,13 +32,26 @@ class View:
     """
 
     def __init__(self, target: Target) -> None:
-        self.target = target
+        self.target, self._tried = target, False
+        self._head: tuple[Head, View] | None = None
         likelihood = target._log_likelihood
         self.network = Network(likelihood) if isinstance(likelihood, ModuleLikelihood) else None
         name = str(target.describe()["likelihood"]["name"])
         self.classes = self.network is not None and name in CLASSES
         # A user's own predict that gives a mean and a variance is taken at its word: normal noise.
         self.normal = self.network is None or name in NORMAL
+
+    def head(self, inputs: Any) -> tuple[Head, View] | None:
+        """The sampled head of the network and its view, where there is one: what goes into it is the same at all draws.
+
+        Args:
+            inputs: on which to find out, as the network takes them.
+        """
+        if not self._tried:
+            few = tree_map(lambda t: t[:2] if t.ndim else t, inputs)
+            found = None if self.network is None else Head.of(self.target, few)
+            self._tried, self._head = True, None if found is None else (found, View(found.target))
+        return self._head
 
     def log_likelihood(self, natural: Params, batch: Any) -> Tensor:
         """Log likelihood of each example."""
@@ -56,7 +70,7 @@ class View:
         if self.network is None:
             return function(lambda inputs: self.predict(natural, inputs), natural, x)
         network = self.network
-        return function(lambda *inputs: network.output(natural, inputs), natural, x)
+        return function(lambda *args, **kwargs: network.output(natural, kwargs or args), natural, x)
 
 
 class Network(ModuleLikelihood):
@@ -86,14 +100,16 @@ class Network(ModuleLikelihood):
         """Whether buffers came with these parameters."""
         return not self._buffers.isdisjoint(natural)
 
-    def output(self, params: Params, inputs: Sequence[Any]) -> Any:
+    def output(self, params: Params, inputs: Sequence[Any] | Mapping[str, Any]) -> Any:
         """The module's output at these parameters and buffers."""
         if not self.holds(params):
             return self._plain.output(params, inputs)
         first = params[next(iter(self.values))]
         state = dict(self._rest_as((first.device, first.dtype)))
-        state |= {name: params[name] for name in self.values} | {n: params[n] for n in self._buffers if n in params}
-        return functional_call(self._module, state, tuple(inputs))
+        low = self.lowered({name: params[name] for name in self.values})
+        state |= low | {n: params[n] for n in self._buffers if n in params}
+        args, kwargs = self.arguments(inputs)
+        return functional_call(self._module, state, args, kwargs)
 
     def refreshed(self, natural: Params, batches: Iterable[Any]) -> Params:
         """Running statistics of every BatchNorm at these parameters: averages over batches of inputs, each as heavy.
@@ -112,7 +128,9 @@ class Network(ModuleLikelihood):
                 layer.train()
                 layer.momentum = None  # a plain average over batches
             for batch in batches:
-                self.output(natural | found, moved(with_tensors(inputs_of(batch), first.dtype), first.device))
+                self.output(
+                    natural | found, moved(with_tensors(inputs_of(batch, self.labels), first.dtype), first.device)
+                )
                 count += 1
         finally:
             for (_, layer), momentum in zip(norms, before, strict=True):
@@ -145,10 +163,3 @@ def _looks_around(layer: nn.Module) -> bool:
 
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-def inputs_of(batch: Any) -> tuple[Any, ...]:
-    """A network's inputs in a batch: all but the last of a tuple or list, or the tensor itself."""
-    if isinstance(batch, tuple | list):
-        return tuple(batch[:-1]) if len(batch) > 1 else tuple(batch)
-    return (batch,)

@@ -7,6 +7,7 @@ from isosgd.samplers.local import LocalSampler
 from isosgd.samplers.registry import METHODS, REGISTRY, Method
 from isosgd.samplers.sghmc import SGHMC
 from isosgd.samplers.sgld import SGLD
+from isosgd.samplers.sgnht import SGNHT
 from isosgd.samplers.vsgd import VSGD
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "REGISTRY",
     "SGHMC",
     "SGLD",
+    "SGNHT",
     "VSGD",
     "LocalSampler",
     "Method",

@@ -3,34 +3,40 @@
 A sampler *has* a model of its gradient noise (`isosgd.noise.NoiseModel`), a schedule of its rates
 (`isosgd.samplers.schedules`) and an `Injector` that draws what it injects. It may have a metric
 (`isosgd.samplers.metric`), and a Lambda that knows directions (`isosgd.geometry`). What is left to tell samplers apart
-is the `Move` of a group.
+is the `Move` of a group. Where nobody else sets its rates, it has an `isosgd.samplers.own_warmup.OwnWarmup`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from isosgd.geometry.base import Geometry
+from isosgd.geometry.base import Geometry, load_into, state_of
 from isosgd.geometry.layer import Number, diagonal_scale, root
 from isosgd.geometry.rule import allowed_rate_curvature
 from isosgd.noise import NoiseEstimator, NoiseModel, NoiseName, Summary, Uses, join, make_estimator, summarise
 from isosgd.samplers.groups import (
     Group,
+    OwnRateGroup,
     ParamsLike,
+    check_batch_size,
     check_choice,
     check_groups,
     check_units,
     layer_groups,
     trained_groups,
 )
+from isosgd.samplers.half import HalfParameters
 from isosgd.samplers.injection import Injector, Move
 from isosgd.samplers.innovations import Innovations, make_generator
 from isosgd.samplers.metric import DiagonalMetric, Metric
+from isosgd.samplers.own_warmup import OPTIMISING, SAMPLING, WARMING_UP, OwnWarmup
 from isosgd.samplers.program import KickProgram, ScheduledProgram, StepProgram
 from isosgd.samplers.schedules import Cycles, Schedule
 from isosgd.samplers.steppers import hamiltonian_, langevin_
@@ -39,14 +45,23 @@ from isosgd.samplers.steppers import hamiltonian_, langevin_
 class Sampler(Optimizer):
     """A `torch.optim.Optimizer` whose steps draw from a posterior.
 
-    The gradients it finds in ``.grad`` must be those of ``mean negative log likelihood + (negative log prior) / N``.
-    A subclass has settings of its own, and takes those listed here as well, by keyword.
+    The gradients it finds in ``.grad`` must be those of ``mean negative log likelihood + (negative log prior) / N``;
+    ``weight_decay`` adds a Gaussian prior. In any loop it optimises and warms up by itself, and ``draws_ready`` says
+    from when on its steps are draws. A subclass has settings of its own, and takes those listed here as well, by
+    keyword.
 
     Args:
-        params: named parameters (one group a layer), or groups.
+        params: parameters, with or without names (one group a layer), or groups.
         num_data: N, the number of examples in the data set. Never guessed.
+        batch_size: n, the examples behind each step, accumulated ones included. It is needed where the rate is found
+            in a loop.
+        weight_decay: a Gaussian prior of mean 0 and precision ``weight_decay * num_data``, to a mean loss what
+            ``torch.optim.SGD(weight_decay=...)`` adds. Also in groups.
+        warmup: steps of the sampler's own warm-up, in a loop that calls nothing but `step`; left out, as many as it
+            takes, and none with a rate that was given.
         temperature: T; the target is ``exp(-f / T)`` with f the negative log joint density.
-        lr: a rate of the user's, of the mean gradient; left out, `adapt` sets it. I-SGD and V-SGD have none.
+        lr: a rate of the user's, of the mean gradient, also in groups, where it may be changed from step to step;
+            left out, the warm-up sets it. I-SGD and V-SGD have none.
         bias: the relative error of the posterior variance that the step size may cause, when rates are set by `adapt`.
         noise: how gradient noise is estimated: ``gaussian``, ``paired``, ``alpha`` or a `NoiseEstimator`.
         momentum: momentum of that estimate.
@@ -58,13 +73,16 @@ class Sampler(Optimizer):
         capturable: keep rates in tensors on the device, so that a step can be captured in a CUDA graph.
         innovations: ``normal``, ``bits`` (moment-matched, see `isosgd.samplers.innovations`) or ``auto``.
         friction: of a subclass, a of Theorem 2 in (0, 1]; None for Theorem 1, which is the case 1.
-        corrected: of a subclass, whether noise vectors are taken out of what is injected, correlations included.
+        corrected: of a subclass, whether noise vectors are taken out of what is injected, correlations included; None
+            has the sampler's own warm-up choose what allows larger rates, and is False without one.
         schedule: of a subclass, of rates.
         extra: of a subclass, further settings of a group.
 
     Attributes:
         noise: what is known of the gradient noise.
         given: whether the rate is the user's.
+        own: the warm-up that the sampler drives itself, once it has begun.
+        driven: whether something else sets rates and says when draws count, as `isosgd.sample` does.
         metric: a diagonal preconditioner, or None.
         geometry: a Lambda that knows directions, or None.
     """
@@ -82,6 +100,9 @@ class Sampler(Optimizer):
         params: ParamsLike,
         *,
         num_data: int,
+        batch_size: int | None = None,
+        weight_decay: float = 0.0,
+        warmup: int | None = None,
         temperature: float = 1.0,
         lr: float | None = None,
         bias: float = 0.02,
@@ -94,7 +115,7 @@ class Sampler(Optimizer):
         capturable: bool = False,
         innovations: Innovations = "auto",
         friction: float | None = None,
-        corrected: bool = False,
+        corrected: bool | None = False,
         schedule: Schedule | None = None,
         extra: dict[str, Any] | None = None,
     ) -> None:
@@ -104,28 +125,113 @@ class Sampler(Optimizer):
         check_choice("innovations", innovations, get_args(Innovations))
         if track_every is not None and track_every < 1:
             raise ValueError(f"track_every = {track_every} must be at least 1, or None")
-        if lr is not None and not lr > 0:
-            raise ValueError(f"lr = {lr} must be positive; leave it out to have it set by the warm-up")
+        check_batch_size(batch_size)
+        if warmup is not None and (isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0):
+            raise ValueError(f"warmup = {warmup!r} must not be negative: a number of steps, or None")
         if friction is not None and not 0 < friction <= 1:
             raise ValueError(f"friction = {friction} must lie in (0, 1]")
         self.bias, self.track_every, self.chains = bias, track_every, chains
-        self.foreach, self.capturable, self.corrected = foreach, capturable, corrected
+        self.foreach, self.capturable = foreach, capturable
+        self.corrected, self.chooses_correction = bool(corrected), corrected is None
         self.has_velocity, self.friction = friction is not None, 1.0 if friction is None else friction
-        self.given, self.schedule = lr is not None, schedule or Schedule()
-        counters = {"step": 0, "seen": 0, "vectors": 0, "frozen": False, "rate": lr}
-        units = {"num_data": num_data, "temperature": temperature}
+        self.batch_size, self.warmup = batch_size, warmup
+        self.own: OwnWarmup | None = None
+        self.driven = False
+        groups = layer_groups(params)
+        self.given = self._rate_given(groups, lr)
+        self.schedule = schedule or Schedule()
+        counters = {"step": 0, "seen": 0, "vectors": 0, "frozen": False, "rate": None}
+        units = {"num_data": num_data, "temperature": temperature, "weight_decay": weight_decay}
+        rate = {} if lr is None else {"lr": float(lr)}
         estimator = make_estimator(noise, momentum)
-        defaults = {**units, **counters, **self.schedule.settings(begun=self.given), **(extra or {})}
-        super().__init__(layer_groups(params), defaults)
-        check_groups(self.param_groups, chains)
-        self.param_groups = trained_groups(self.param_groups)
+        defaults = {**units, **counters, **rate, **self.schedule.settings(begun=self.given), **(extra or {})}
+        super().__init__(groups, defaults)
+        self.param_groups = [self._wrapped(group) for group in trained_groups(self.param_groups)]
         self.generator = make_generator(generator, self.param_groups[0]["params"][0].device)
         self.noise = NoiseModel(self, estimator, self.generator, self.batched)
-        self.noise.uses = Uses(vectors=corrected)
+        self.noise.uses = Uses(vectors=self.corrected)
         self.injector = Injector(self.noise, self.generator, innovations, chains, capturable, self._next_move)
-        if lr is not None:
+        self.half = HalfParameters(self.state, [p for group in self.param_groups for p in group["params"]])
+        self._follow_lr()
+
+    # -- groups -------------------------------------------------------------------------------------------------------
+
+    def _rate_given(self, groups: Sequence[Group], lr: float | None) -> bool:
+        """Whether rates are the user's, of all groups."""
+        rates = [group.get("lr", lr) for group in groups]
+        if not self.has_lr and any(rate is not None for rate in rates):
+            raise ValueError(f"lr = {next(r for r in rates if r is not None)}: {self._no_lr()}")
+        for group, rate in zip(groups, rates, strict=True):
+            if rate is None and any(r is not None for r in rates):
+                raise ValueError(f"group {group['name']!r} has no lr and others have one: give it to all, or to none")
+            if rate is not None and not rate > 0:
+                raise ValueError(f"lr = {rate} must be positive; leave it out to have it set by the warm-up")
+        return rates[0] is not None
+
+    def _no_lr(self) -> str:
+        name = type(self).__name__
+        if not self.has_lr:
+            return f"{name} finds its rate itself, from the gradient noise; leave lr and schedulers out"
+        return f"{name} finds its rate in its warm-up; give lr= to have a rate of your own, which can be scheduled"
+
+    def _wrapped(self, group: Group) -> Group:
+        """A group that refuses a rate where it is not the user's."""
+        group.pop("param_names", None)  # torch's, which may hold those of parameters that were left out
+        if "lr" in group:
+            return dict(group)
+        found = OwnRateGroup(group)
+        found.reason = self._no_lr()
+        return found
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group. Where rates are the sampler's own it warms up again, since the model is another one."""
+        begun = hasattr(self, "injector")  # torch calls this for the first groups too
+        if not begun:
+            super().add_param_group(param_group)
+            check_groups(self.param_groups[-1:], self.chains)
+            return
+        if self.geometry is not None or self.driven:
+            raise ValueError("a group cannot be added: make a new sampler with all of the parameters")
+        new = {"name": str(len(self.param_groups)), **param_group}
+        layer_groups([*({"name": g["name"]} for g in self.param_groups), {"name": new["name"]}])  # no name twice
+        rates = [*({"name": g["name"], **({"lr": g["lr"]} if self.given else {})} for g in self.param_groups), new]
+        self._rate_given(rates, self.defaults.get("lr"))
+        super().add_param_group(new)
+        added = self.param_groups[-1]
+        check_groups([added], self.chains)
+        added["step"] = self.param_groups[0]["step"]
+        self.param_groups = [*self.param_groups[:-1], *(self._wrapped(g) for g in trained_groups([added]))]
+        self.half = HalfParameters(self.state, [p for group in self.param_groups for p in group["params"]])
+        self.noise.reset()
+        self.injector.reset()
+        self._follow_lr()
+        if self.own is not None:
             for group in self.param_groups:
-                group["rate"] = self.number(lr)
+                group["frozen"] = False
+            self.own = self._own_warmup()
+
+    def hand_over_rates(self) -> None:
+        """From now on rates are the groups' ``lr``, which the user may change."""
+        if self.has_lr:
+            for i, group in enumerate(self.param_groups):
+                lr = float(group["rate"])
+                self.param_groups[i] = dict(group) | {"lr": lr, "followed": lr}
+            self.noise.reset()
+            self.injector.reset()
+
+    def _follow_lr(self) -> None:
+        """Take over the rates of groups that are the user's, or a scheduler's, where they have changed."""
+        changed = False
+        for group in self.param_groups:
+            if (lr := group.get("lr")) is not None and lr != group.get("followed"):
+                if not (math.isfinite(lr) and lr >= 0):
+                    raise ValueError(f"group {group['name']!r} has lr = {lr}: it must be finite and not negative")
+                group["followed"] = float(lr)
+                # Without a rate nothing moves; the injected noise of a rate of zero would be infinite over it.
+                group["rate"] = self.number(max(float(lr), torch.finfo(torch.float32).tiny))
+                changed = True
+        if changed:
+            self.refresh()
 
     @property
     def batched(self) -> bool:
@@ -233,7 +339,7 @@ class Sampler(Optimizer):
         """The step of a group: ``theta -= rate * (...)``."""
         if group["rate"] is None:
             raise RuntimeError(
-                f"group {group['name']!r} has no rate yet: give one, or call adapt() after noise was observed"
+                f"group {group['name']!r} has no rate yet: the first steps of a loop find it, or give one"
             )
         return self.schedule.rate(group, group["rate"])
 
@@ -286,19 +392,99 @@ class Sampler(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if noise is not None or self._takes_gradient():
-            self.observe(noise)
-        self.injector.lay_out()
-        self._update()
+        self._follow_lr()
+        if self.own is None and self._begins_own_warmup():
+            self.own = self._own_warmup()
+        own = self.own
+        if own is not None:
+            noise = own.noise(noise)  # before the prior's part is added, which has none
+        if own is None and noise is None and self._plain():
+            self._plain_step()
+            return loss
+        with self.half.widened(), self._decayed():
+            moves = True
+            if own is not None and not own.by_scheme and own.phase != SAMPLING:
+                moves = own.step(noise)
+            elif noise is not None or self._takes_gradient():
+                self.observe(noise)
+            if moves:
+                self.injector.lay_out()
+                self._update()
         for group in self.param_groups:
             group["step"] += 1
-        if not self.injector.noiseless:
+        if own is not None:
+            own.stepped()
+        if moves and not self.injector.noiseless:
             self.injector.source.prefetch()
         return loss
+
+    def _plain(self) -> bool:
+        """Whether a step of parameters in bfloat16 is one of Theorem 1 and no more, for which no copies are needed."""
+        if not self.half.every or self.batched or self.has_velocity or self.corrected or self.warming:
+            return False
+        if self.metric is not None or any(self.noise.uses) or self._takes_gradient():
+            return False
+        return all(getattr(type(self), name) is getattr(Sampler, name) for name in ("_move", "_update", "_advance"))
+
+    def _plain_step(self) -> None:
+        """A step, parameter by parameter."""
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            move = self._next_move(group, params)
+            rate, kick = float(move.rate), float(move.rate * move.amplitude)
+            for p in params:
+                self.half.langevin_(p, rate, kick, group["weight_decay"], self.generator)
+            group["step"] += 1
+
+    @contextmanager
+    def _decayed(self) -> Iterator[None]:
+        """Gradients with those of a Gaussian prior, ``weight_decay * theta``, while a step is taken."""
+        decays = [(p, g["weight_decay"]) for g in self.param_groups if g["weight_decay"] for p in g["params"]]
+        found = [(p, p.grad, decay) for p, decay in decays if p.grad is not None]
+        for p, grad, decay in found:
+            p.grad = grad.add(p.detach(), alpha=decay)
+        try:
+            yield
+        finally:
+            for p, grad, _ in found:
+                p.grad = grad
+
+    # -- a warm-up of its own -----------------------------------------------------------------------------------------
+
+    def _begins_own_warmup(self) -> bool:
+        """Whether nobody else has set rates, or will."""
+        return not (self.driven or self.given or all(group["rate"] is not None for group in self.param_groups))
+
+    def _own_warmup(self) -> OwnWarmup:
+        """A warm-up of its own, from its beginning."""
+        if self.batched:
+            raise RuntimeError("chains side by side have no warm-up of their own: let isosgd.sample take them")
+        return OwnWarmup(self, self.warmup)
+
+    @property
+    def warming(self) -> bool:
+        """Whether rates are still estimated by a scheme of the sampler's own."""
+        return False
+
+    @property
+    def phase(self) -> str:
+        """``optimising``, ``warming up`` or ``sampling``, as far as the sampler knows."""
+        if self.own is not None:
+            return self.own.phase
+        if any(group["rate"] is None for group in self.param_groups):
+            return OPTIMISING
+        return WARMING_UP if self.param_groups[0]["step"] < (self.warmup or 0) else SAMPLING
+
+    @property
+    def draws_ready(self) -> bool:
+        """Whether the place after the last step is a draw that counts."""
+        return self.phase == SAMPLING and self.param_groups[0]["step"] > 0 and self.sampling
 
     def _takes_gradient(self) -> bool:
         """Whether this step's gradient serves as an (uncentred) noise vector."""
         every = self.track_every
+        if self.own is not None and not self.own.by_scheme:
+            return False  # there are centred ones
         return every is not None and not self.estimator.centred and self.param_groups[0]["step"] % every == 0
 
     def _update(self) -> None:
@@ -388,6 +574,8 @@ class Sampler(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, with the generator, and with the geometry where there is one."""
         state = {**super().state_dict(), "generator": self.injector.generator_state()}
+        if self.own is not None:
+            state["warmup"] = state_of(self.own)
         if self.geometry is not None:
             last = self.injector.last
             state["structure"] = {"name": self.geometry.name, "shape": self.geometry.state(), "last": last}
@@ -399,16 +587,24 @@ class Sampler(Optimizer):
             raise ValueError(
                 "this state has no 'generator': it was not saved by an isosgd sampler and cannot resume a chain"
             )
-        saved = state_dict.get("structure")
+        warmup, saved = state_dict.get("warmup"), state_dict.get("structure")
+        if warmup is not None:
+            self.own = self._own_warmup()
+            load_into(self.own, warmup, self.own.device)
+            self.corrected = self.own.corrected
+            if self.chooses_correction:
+                self.noise.uses = Uses(vectors=self.corrected)
         if (saved or {}).get("name") != (None if self.geometry is None else self.geometry.name):
             raise ValueError("the state was saved with another structure: make the sampler with the same one")
-        super().load_state_dict({k: v for k, v in state_dict.items() if k not in ("generator", "structure")})
+        super().load_state_dict({k: v for k, v in state_dict.items() if k not in ("generator", "structure", "warmup")})
+        self.param_groups = [self._wrapped(group) for group in self.param_groups]
         order = [p for group in self.param_groups for p in group["params"]]
         indices = [i for group in state_dict["param_groups"] for i in group["params"]]
         for p, index in zip(order, indices, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
                 self.state[p][name] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
         self.generator.set_state(state_dict["generator"].cpu())
+        self.half.state = self.state  # torch has made another
         self.noise.reset()
         self.injector.reset()
         if self.geometry is not None and saved is not None:

@@ -37,6 +37,7 @@ class CSGLD(Sampler):
         exploration: beta, the share of exploration in a cycle. The paper has .25 for mixtures and .8 for networks.
         decay: exponent of an annealing over all cycles, 0 for none.
         offset: steps after which the annealing sets in.
+        corrected: subtract the measured gradient noise from the injected noise, as of `Sampler`.
         settings: ``num_data``, ``temperature``, ``lr`` and others, see `Sampler`.
 
     Example:
@@ -64,9 +65,11 @@ class CSGLD(Sampler):
         exploration: float = 0.25,
         decay: float = 0.0,
         offset: float = 1000.0,
+        corrected: bool | None = None,
         **settings: Any,
     ) -> None:
-        super().__init__(params, schedule=Cycles(cycle, exploration, Annealing(decay, offset)), **settings)
+        schedule = Cycles(cycle, exploration, Annealing(decay, offset))
+        super().__init__(params, schedule=schedule, corrected=corrected, **settings)
 
 
 class CSGHMC(Sampler):
@@ -96,7 +99,7 @@ class CSGHMC(Sampler):
         cycle: int | None = None,
         exploration: float = 0.25,
         friction: float = 0.1,
-        corrected: bool = False,
+        corrected: bool | None = None,
         **settings: Any,
     ) -> None:
         schedule = Cycles(cycle, exploration)

@@ -14,8 +14,25 @@ ParamsLike = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str
 Group = dict[str, Any]
 
 
+class OwnRateGroup(dict[str, Any]):
+    """A group whose rate is not the user's: ``lr`` is refused, with the reason, to schedulers as to anybody else."""
+
+    reason = ""
+
+    def __missing__(self, key: str) -> Any:
+        raise ValueError(f"there is no lr to read or schedule: {self.reason}") if key == "lr" else KeyError(key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == "lr" and self.reason:
+            raise ValueError(f"lr = {value!r} cannot be set: {self.reason}")
+        super().__setitem__(key, value)
+
+
 def layer_groups(params: ParamsLike) -> list[Group]:
-    """One group a layer from named parameters; groups that were given as dicts stay as they are.
+    """One group a layer from parameters; groups that were given as dicts stay as they are.
+
+    Without names a tensor of two or more dimensions begins a layer, and a vector behind it that is as long as the
+    tensor is its bias.
 
     Example:
         >>> import torch
@@ -25,22 +42,30 @@ def layer_groups(params: ParamsLike) -> list[Group]:
     """
     items = list(params)
     if not items:
-        raise ValueError("params is empty: pass model.named_parameters() or a list of groups with tensors in them")
+        raise ValueError("params is empty: pass model.parameters() or a list of groups with tensors in them")
     if all(isinstance(item, dict) for item in items):
-        return [{"name": str(i), **cast(Group, item)} for i, item in enumerate(items)]
+        groups = [{"name": str(i), **cast(Group, item)} for i, item in enumerate(items)]
+        names = [group["name"] for group in groups]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two groups have the name {twice[0]!r}: give each group a name of its own")
+        return groups
     if all(isinstance(item, tuple) for item in items):
-        groups: dict[str, Group] = {}
+        layers: dict[str, Group] = {}
         for name, tensor in cast(list[tuple[str, Tensor]], items):
-            group = groups.setdefault(layer_of(name), {"name": layer_of(name), "params": []})
+            group = layers.setdefault(layer_of(name), {"name": layer_of(name), "params": []})
             group["params"].append(tensor)
-        return list(groups.values())
-    if len(items) > 1:
-        raise ValueError(
-            f"{len(items)} tensors without names: samplers set one rate a layer and cannot tell which "
-            "tensors form one. "
-            "Pass model.named_parameters(), or one group a layer: [{'params': [...]}, ...]"
-        )
-    return [{"name": "0", "params": items}]
+        return list(layers.values())
+    if not all(isinstance(item, Tensor) for item in items):
+        kinds = sorted({type(item).__name__ for item in items})
+        raise TypeError(f"params holds {', '.join(kinds)}: pass model.parameters(), named parameters, or groups")
+    found: list[Group] = []
+    for tensor in cast(list[Tensor], items):
+        before = found[-1]["params"] if found else []
+        if tensor.dim() == 1 and len(before) == 1 and before[0].dim() > 1 and len(before[0]) == len(tensor):
+            before.append(tensor)
+        else:
+            found.append({"name": str(len(found)), "params": [tensor]})
+    return found
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
@@ -58,10 +83,18 @@ def check_units(num_data: int, temperature: float) -> None:
         raise ValueError(f"temperature = {temperature} must be finite and not negative; 1 is the Bayesian posterior")
 
 
+def check_batch_size(batch_size: int | None) -> None:
+    """Refuse an n that makes no sense."""
+    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
+        raise ValueError(f"batch_size = {batch_size!r} must be the examples behind a step, an integer of at least 1")
+
+
 def check_groups(groups: list[Group], chains: int | None) -> None:
     """Refuse groups that cannot be sampled: bad units, integers, or tensors without the dimension of their chains."""
     for group in groups:
         check_units(group["num_data"], group["temperature"])
+        if not (math.isfinite(group["weight_decay"]) and group["weight_decay"] >= 0):
+            raise ValueError(f"weight_decay = {group['weight_decay']} must be finite and not negative")
         for p in group["params"]:
             if not p.is_floating_point():
                 raise ValueError(

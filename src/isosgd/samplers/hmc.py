@@ -84,7 +84,6 @@ class HMC(Sampler):
         params: ParamsLike,
         *,
         structure: StructureName | Geometry = "auto",
-        batch_size: int | None = None,
         sets: int = 1,
         **settings: Any,
     ) -> None:
@@ -104,9 +103,8 @@ class HMC(Sampler):
                 f"structure = {chosen.name!r} knows no directions: HMC needs 'auto', 'diagonal', 'lowrank', "
                 "'kronecker' or 'full'"
             )
-        bind_geometry(self, chosen, batch_size, sets)
+        bind_geometry(self, chosen, self.batch_size, sets)
         self.structure = self.geometry = chosen
-        self.batch_size = batch_size
         self.injector.extra = chosen.extra_innovations
         chosen.noise_weight = 0.0
         self.energy: Tensor | None = None

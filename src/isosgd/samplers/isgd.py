@@ -6,7 +6,7 @@ Gradient noise and injected noise add up to a constant isotropic covariance in e
 at a rate that is neither tuned nor annealed. In the code: ``lam`` is lambda^(p), ``b = v / 2`` the diagonal of B.
 
 Lambda covers the gradient noise. It may be estimated from outside (`ISGD.adapt`), or by the optimizer itself in its
-first ``warmup`` steps: by one of the paper's schemes, or in windows of growing length.
+first steps: by one of the paper's schemes, or in windows of growing length (`isosgd.samplers.own_warmup`).
 
 Departures from the paper, each an option: noise is centred by default (``noise="paired"``); the injected noise corrects
 correlated gradient noise too (``correction="outer"``); lambda also obeys a curvature guard, ``lam >= T h / (N
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from isosgd.errors import SamplingWarning
 from isosgd.geometry.base import Geometry
-from isosgd.geometry.choice import StructureName, choose, instead, make_structure, provisional
+from isosgd.geometry.choice import FULL_UP_TO, StructureName, choose, instead, make_structure, provisional
 from isosgd.geometry.full import Full
 from isosgd.geometry.layer import Correction, Number, PerGroup, diagonal_scale
 from isosgd.geometry.lowrank import LowRank
@@ -37,10 +37,12 @@ from isosgd.noise import AlphaStable, MovingAverage, Summary, Uses, join
 from isosgd.samplers.base import Sampler, slow_rise
 from isosgd.samplers.groups import Group, ParamsLike, check_choice
 from isosgd.samplers.injection import Move
+from isosgd.samplers.own_warmup import OwnWarmup
 from isosgd.samplers.program import GeometryProgram, KickProgram, StepProgram
 
 Scheme = Literal["a", "b", "c", "windowed", "online"]
-FIRST_WINDOW, FIRST_ONLINE = 50, 100
+FIRST_ONLINE = 100
+PAPER_STEPS = 2_000  # the paper's warm-up on its regressions
 HOT = 1e-2  # schemes that estimate at a mode were seen to diverge from this temperature on
 
 
@@ -88,7 +90,8 @@ class ISGD(Sampler):
             without a guard by the curvature, in windows of 100, 200, 400, ... steps, in the first of which it stays.
         structure: the form of Lambda. ``layer``, ``single`` (the paper's SLR); or one that knows directions:
             ``diagonal``, ``lowrank``, ``kronecker``, ``full`` (see `isosgd.geometry`); ``auto`` for the one of these
-            that fits the model (which a first look may still change, see `decide`); or a `Geometry`.
+            that fits the model (which a first look may still change, see `decide`); or a `Geometry`. Left out it is
+            ``layer``, and in a loop ``full`` for up to 200 parameters.
         averaged: inject the mean of this step's and the last step's innovations (Leimkuhler and Matthews 2013), which
             leaves only the discretisation bias of the gradient noise; the default for a geometry.
         correction: ``outer`` corrects correlated noise and needs ``noise="paired"``, for which it is the default;
@@ -96,9 +99,6 @@ class ISGD(Sampler):
         summary: how a group's noise bounds lambda with ``correction="diagonal"``: ``max``, ``sum``, ``mean``, ``top``.
         safety: lambda is at least so many times the bound by the noise. Noise grows when a chain leaves the places
             where it was measured.
-        warmup: steps of warm-up that the optimizer drives itself; 0 when something else calls `adapt`.
-        batch_size: n; lets an optimizer-driven windowed warm-up guard the curvature by the Fisher information n Var(g).
-            A geometry needs it.
         budget: gradients that the warm-up of `isosgd.sample` may take, which ``structure="auto"`` heeds.
         lam: fixed lambda for all groups; nothing is adapted then.
         sets: with ``chains=K``, of how many data sets they are. Chains of one share what a full matrix is made from.
@@ -107,15 +107,15 @@ class ISGD(Sampler):
     Example:
         >>> _ = torch.manual_seed(0)
         >>> net, x = torch.nn.Linear(2, 1), torch.randn(100, 2)
-        >>> sampler = ISGD(net.named_parameters(), num_data=100, noise="gaussian", warmup=100, batch_size=20)
-        >>> for step in range(200):
+        >>> sampler = ISGD(net.parameters(), num_data=100, batch_size=20)
+        >>> while not sampler.draws_ready:
         ...     batch = x[torch.randint(100, (20,))]
         ...     loss = (net(batch) - batch.sum(1, keepdim=True)).square().mean() / 2
         ...     sampler.zero_grad()
         ...     loss.backward()
         ...     _ = sampler.step()
-        >>> sampler.rate(sampler.param_groups[0]) > 0
-        True
+        >>> sampler.phase
+        'sampling'
     """
 
     paper = "Franzese et al. 2020"
@@ -130,13 +130,11 @@ class ISGD(Sampler):
         params: ParamsLike,
         *,
         scheme: Scheme = "windowed",
-        structure: StructureName | Geometry = "layer",
+        structure: StructureName | Geometry | None = None,
         averaged: bool | None = None,
         correction: Correction | None = None,
         summary: Summary = "top",
         safety: float = 1.0,
-        warmup: int = 0,
-        batch_size: int | None = None,
         budget: int | None = None,
         lam: float | None = None,
         sets: int = 1,
@@ -150,17 +148,16 @@ class ISGD(Sampler):
             raise ValueError(f"safety = {safety} must be a number of at least 1: lambda over the bound by the noise")
         if lam is not None and not lam > 0:
             raise ValueError(f"lam = {lam} must be positive; leave it out to have it estimated")
-        if warmup < 0:
-            raise ValueError(f"warmup = {warmup} must not be negative")
         check_sets(sets, settings.get("chains") or 1)
         self.scheme, self.summary, self.safety = scheme, summary, safety
-        self.warmup, self.batch_size, self.sets = warmup, batch_size, sets
+        self.sets = sets
         super().__init__(params, extra={"lam": None}, **settings)
         self.given, self.undecided = lam is not None, False
         paired = self.estimator.centred and not isinstance(self.estimator, AlphaStable)
+        knows = paired and scheme == "windowed" and self.batch_size is not None and not (correction or lam)
+        knows = knows and safety == 1
+        self._chooses_structure = knows and structure is None
         if structure == "auto":
-            knows = paired and scheme == "windowed" and batch_size is not None and not (correction or lam or warmup)
-            knows = knows and safety == 1
             shapes = parameter_shapes(self)
             structure = choose(shapes, budget, self.chains or 1) if knows else "layer"
             self.undecided = provisional(shapes, structure)
@@ -172,7 +169,7 @@ class ISGD(Sampler):
         self.noise.uses = Uses(variances=self.correction == "diagonal", vectors=self.correction == "outer")
         if scheme != "windowed" and self.correction == "diagonal" and summary != "top":
             self.noise.vectors_every = 8
-        self.structure = make_structure(structure)
+        self.structure = make_structure(structure or "layer")
         known, name = isinstance(self.structure, Geometry), self.structure.name
         self.averaged = known if averaged is None else averaged
         if self.averaged and not known:
@@ -317,10 +314,21 @@ class ISGD(Sampler):
 
     # -- the optimizer's own warm-up ----------------------------------------------------------------------------------
 
+    def _own_warmup(self) -> OwnWarmup:
+        if self.scheme == "windowed":
+            if self._chooses_structure and self.geometry is None:
+                sizes = [math.prod(shape) for shape in parameter_shapes(self)]
+                if sum(sizes) <= FULL_UP_TO:
+                    self.averaged = True
+                    self._take_up(Full())
+            return super()._own_warmup()
+        self.warmup = PAPER_STEPS if self.warmup is None else self.warmup
+        return OwnWarmup(self, self.warmup, by_scheme=True)
+
     @property
     def warming(self) -> bool:
-        """Whether the optimizer's own warm-up is still on."""
-        return bool(self.param_groups[0]["step"] < self.warmup)
+        """Whether one of the paper's schemes, or ``online``, is still estimating."""
+        return self.scheme != "windowed" and bool(self.param_groups[0]["step"] < (self.warmup or 0))
 
     def _takes_gradient(self) -> bool:
         return super()._takes_gradient() or (self.warming and not self.estimator.centred)
@@ -337,15 +345,13 @@ class ISGD(Sampler):
             return
         step = self.param_groups[0]["step"]
         if self.scheme == "online":
+            assert self.warmup is not None
             if step + 1 in online_windows(self.warmup):
                 self._adapt_groups(None, rise=2.0)
                 if step + 1 < self.warmup:
                     self.forget_noise()
-        elif self.scheme != "windowed":  # the running summary, as in the paper
+        else:  # the running summary, as in the paper
             self._adapt_groups(None, rise=math.inf)
-        elif step % FIRST_WINDOW == 0 and (step // FIRST_WINDOW).bit_count() == 1:  # 50, 100, 200, 400, ...
-            self.adapt()
-            self.forget_noise()
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -364,10 +370,7 @@ class ISGD(Sampler):
         if self.warming and (self.scheme == "c" or lam is None):
             return Move(0.0, 0.0)  # no estimate, no step; and scheme c estimates at a frozen model
         if lam is None:
-            name = group["name"]
-            raise RuntimeError(
-                f"group {name!r} has no lambda: let the optimizer warm up (warmup=), call adapt(), or give lam="
-            )
+            raise RuntimeError(f"group {group['name']!r} has no lambda: call adapt(), or give lam=")
         if self.warming and self.scheme not in ("windowed", "online"):
             # Training goes on, at the Bayesian rate whatever temperature is sampled later.
             return Move(1.0 / (group["num_data"] * lam), 0.0)
@@ -381,8 +384,6 @@ class ISGD(Sampler):
         if geometry is None:
             super()._update()
             return
-        if not geometry.known and self.warming:
-            return  # no estimate, no step
         if not geometry.known:
             raise RuntimeError("Lambda is not known yet: let isosgd.sample warm up, or call adapt() after observe()")
         params = self.injector.params

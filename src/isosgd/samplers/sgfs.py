@@ -37,12 +37,10 @@ def subtracted_share(batch_size: int | None, group: Group) -> float:
     return 1.0 + float((batch_size or 0) * group["temperature"] / group["num_data"])
 
 
-def check_scoring(batch_size: int | None, floor: float) -> None:
+def check_scoring(floor: float) -> None:
     """Refuse settings that cannot be meant."""
     if not 0 < floor < 1:
         raise ValueError(f"floor = {floor} must lie in (0, 1): the least variance, over the mean of its tensor")
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size = {batch_size} must be at least 1")
 
 
 class SGFS(Sampler):
@@ -58,11 +56,11 @@ class SGFS(Sampler):
 
     Args:
         params: as of every `Sampler`.
-        batch_size: n. Without it the step is exact to first order in the rate only.
         floor: least variance in P, over the mean of its tensor (of the matrix), for directions without noise.
         decay: exponent of the annealing, 0 for a fixed rate.
         offset: steps after which the annealing sets in.
-        settings: ``num_data``, ``temperature``, ``lr`` (below ``2 T / N``) and others, see `Sampler`.
+        settings: ``num_data``, ``batch_size`` (without which the step is exact to first order in the rate only), ``lr``
+            (below ``2 T / N``) and others, see `Sampler`.
     """
 
     targets = "exp(-f / T) where the curvature is the Fisher information"
@@ -74,15 +72,14 @@ class SGFS(Sampler):
         self,
         params: ParamsLike,
         *,
-        batch_size: int | None = None,
         floor: float = 0.01,
         decay: float = 0.0,
         offset: float = 1000.0,
         **settings: Any,
     ) -> None:
-        check_scoring(batch_size, floor)
+        check_scoring(floor)
         super().__init__(params, schedule=Annealing(decay, offset), **settings)
-        self.batch_size, self.floor = batch_size, floor
+        self.floor = floor
         self.metric = DiagonalMetric(self.noise, self._metric)
 
     def _variance(self, p: Tensor) -> Tensor:
@@ -132,16 +129,15 @@ class FullSGFS(Sampler):
         self,
         params: ParamsLike,
         *,
-        batch_size: int | None = None,
         floor: float = 0.01,
         decay: float = 0.0,
         offset: float = 1000.0,
         **settings: Any,
     ) -> None:
-        check_scoring(batch_size, floor)
+        check_scoring(floor)
         counter = {"behind": 0}  # noise vectors behind the matrix in use
         super().__init__(params, schedule=Annealing(decay, offset), extra=counter, **settings)
-        self.batch_size, self.floor = batch_size, floor
+        self.floor = floor
         self.size = sum(p.numel() for group in self.param_groups for p in group["params"]) // (self.chains or 1)
         if self.size > MOST_PARAMETERS:
             raise ValueError(f"{self.size} parameters: a full matrix is for at most {MOST_PARAMETERS}, use SGFS")

@@ -28,7 +28,8 @@ class SGHMC(Sampler):
         params: as of every `Sampler`.
         friction: a in (0, 1]; at 1 it is SGLD.
         corrected: subtract the measured gradient noise from the injected noise, correlations included. It needs centred
-            noise vectors. Chen et al. take a user's B^; theirs with B^ = 0 is the default here too.
+            noise vectors. Chen et al. take a user's B^. Left out it is 0, but measured in a loop where that allows
+            larger rates.
         settings: ``num_data``, ``temperature``, ``lr`` and others, see `Sampler`.
     """
 
@@ -36,5 +37,7 @@ class SGHMC(Sampler):
     paper = "Chen, Fox, Guestrin 2014"
     departures = "the correction is measured, correlations included"
 
-    def __init__(self, params: ParamsLike, *, friction: float = 0.1, corrected: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, params: ParamsLike, *, friction: float = 0.1, corrected: bool | None = None, **settings: Any
+    ) -> None:
         super().__init__(params, friction=friction, corrected=corrected, **settings)

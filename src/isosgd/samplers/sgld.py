@@ -21,13 +21,15 @@ class SGLD(Sampler):
     Targets ``exp(-f / T)`` as ``lr -> 0``. At a fixed rate the variance is too large by ``rate h / 2``
     (discretisation) and by ``rate N b / T`` (gradient noise, which it ignores); `adapt` keeps each below ``bias``.
 
-    Departures from the paper: the rate is fixed unless ``decay`` says otherwise, and `adapt` sets it where none is
-    given; there is a temperature.
+    Departures from the paper: the rate is fixed unless ``decay`` says otherwise, and the warm-up sets it where none is
+    given; in a loop it takes gradient noise out of the injected noise where that allows larger rates; there is a
+    temperature.
 
     Args:
         params: as of every `Sampler`.
         decay: exponent of the annealing, 0 for a fixed rate; Welling and Teh take a value in (0.5, 1].
         offset: steps after which the annealing sets in.
+        corrected: subtract the measured gradient noise from the injected noise, as of `Sampler`.
         settings: ``num_data``, ``temperature``, ``lr`` and others, see `Sampler`.
 
     Example:
@@ -41,5 +43,13 @@ class SGLD(Sampler):
     paper = "Welling, Teh 2011"
     departures = "the rate is fixed by default, and set by `adapt`"
 
-    def __init__(self, params: ParamsLike, *, decay: float = 0.0, offset: float = 1000.0, **settings: Any) -> None:
-        super().__init__(params, schedule=Annealing(decay, offset), **settings)
+    def __init__(
+        self,
+        params: ParamsLike,
+        *,
+        decay: float = 0.0,
+        offset: float = 1000.0,
+        corrected: bool | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(params, schedule=Annealing(decay, offset), corrected=corrected, **settings)

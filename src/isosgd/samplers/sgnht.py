@@ -39,6 +39,8 @@ class SGNHT(Sampler):
         params: as of every `Sampler`.
         friction: a in (0, 1], the friction that the injected noise alone asks for; xi starts there.
         gain: how fast xi adapts; ``0.1 friction^2`` by default. Its standard deviation is then ``0.3 a / sqrt(d)``.
+        corrected: subtract the measured gradient noise from the injected noise, as of `SGHMC`; then none is left that
+            is not isotropic.
         settings: ``num_data``, ``temperature``, ``lr`` and others, see `Sampler`.
 
     Example:
@@ -54,11 +56,17 @@ class SGNHT(Sampler):
     departures = "a thermostat for each group; the set point of the discrete recursion; a free thermal mass"
 
     def __init__(
-        self, params: ParamsLike, *, friction: float = 0.1, gain: float | None = None, **settings: Any
+        self,
+        params: ParamsLike,
+        *,
+        friction: float = 0.1,
+        gain: float | None = None,
+        corrected: bool | None = None,
+        **settings: Any,
     ) -> None:
         if gain is not None and not gain > 0:
             raise ValueError(f"gain = {gain} must be positive; leave it out for 0.1 friction^2")
-        super().__init__(params, friction=friction, **settings)
+        super().__init__(params, friction=friction, corrected=corrected, **settings)
         self.gain = 0.1 * friction**2 if gain is None else gain
 
     def thermostat(self, group: Group) -> Tensor:
@@ -77,12 +85,16 @@ class SGNHT(Sampler):
 
     def noise_bound(self, group: Group) -> Tensor:
         """What is not isotropic must drown; the rest may double the friction."""
+        if self.corrected:
+            return super().noise_bound(group)
         top, mean = self.noise_summary(group, "top"), self.noise_summary(group, "mean")
         return torch.maximum((top - mean) / self.bias - mean, mean)
 
     def _program(self) -> StepProgram | str:
         if any(p.dtype.itemsize < 4 for group in self.param_groups for p in group["params"]):
             return "thermostats need float32"
+        if self.corrected:
+            return "thermostats and a correction for noise go step by step"
         if not all(group["temperature"] for group in self.param_groups):
             return "there is no temperature to regulate"
         return ThermostatProgram(self)

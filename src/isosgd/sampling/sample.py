@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from isosgd.baselines import BASELINES, BaselineRun
-from isosgd.data.sources import Transform, as_data
+from isosgd.data.sources import Data, Transform, as_data
 from isosgd.diagnostics import Log
 from isosgd.engine.ranks import TIMEOUT, Parallel, Ranks, shared
 from isosgd.engine.schedule import Schedule, Start, start_of
@@ -36,7 +36,8 @@ from isosgd.sampling.settings import (
 from isosgd.sampling.stored import RunRequest, described, load
 from isosgd.sampling.trained import DRAWS, TrainedRun, as_starts, own_network
 from isosgd.target import Target
-from isosgd.target.batches import with_tensors
+from isosgd.target.batches import tree_map, with_tensors
+from isosgd.target.heads import Head
 from isosgd.warmup.windows import MOST_STEPS
 
 
@@ -75,8 +76,9 @@ def sample(
     Args:
         target: what to sample.
         data: tensors, numpy arrays, or frames of pandas or polars, as a tuple or list, one row an example (minibatches
-            are drawn independently; arrays of floats become of the parameters' dtype); any other iterable of batches
-            such as a DataLoader or a list of tuples; or `isosgd.DataSets`, several data sets at once.
+            are drawn independently; arrays of floats become of the parameters' dtype); a dict of those, for a model
+            that takes them by name; any other iterable of batches such as a DataLoader or a list of tuples or dicts; or
+            `isosgd.DataSets`, several data sets at once.
         init: start values in natural parameters, and of buffers where there are, such as the ``state_dict`` of a
             trained network; where the target says by default. A function from the number of a chain to such values
             gives each chain a start of its own.
@@ -188,7 +190,7 @@ def sample(
         )
     around = TrainedRun(target, data, networks, held_out, ladder, given, options)
     if draws == "auto" and around.held_out is not None:
-        more["held_out"] = around.held_out[:-1]
+        more["held_out"] = target.inputs_of(around.held_out)
     count = draws if isinstance(draws, int) else DRAWS
     lengths = around.lengths.settings(count, around.hmc)
     more |= {"draws": DRAWS if draws is None else draws} | {
@@ -280,7 +282,11 @@ def _draw(
     numbers = ranks.own(chains) if ranks is not None else None
     if first_chain is not None:
         numbers = list(range(first_chain, first_chain + chains))
-    schedule = Schedule(target, data, init, chains, batch_size, seed, place, after, transform, numbers, ranks)
+    moved_target, moved_data, features = _on_features(asked)
+    schedule = Schedule(
+        moved_target, moved_data, init, chains, batch_size, seed, place, after, transform, numbers, ranks
+    )
+    schedule.engine_note = features
     plan = DrawPlan(
         most, keep_every, warmup, noise_every(given), schedule.count, after, draws == "auto", schedule.chains, held_out,
         trained, deadline, None if numbers is None else len(numbers),
@@ -334,6 +340,21 @@ def _draw(
             board.close()
 
 
+def _on_features(asked: RunRequest) -> tuple[Target, Data, str]:
+    """Target and data of a sampled head, where there is one and nothing random stands before it; in words."""
+    target, data = asked.target, asked.data
+    if asked.transform is not None or asked.tensors is None or not target.frozen:
+        return target, data, ""
+    few = target.inputs_of(tree_map(lambda t: t[:2], asked.tensors))
+    head = Head.of(target, few, (start_of(asked.init, k) for k in range(asked.count)))
+    if head is None:
+        return target, data, ""
+    start = asked.start(0)
+    target.check(start, asked.tensors)  # of the features nothing of this could be seen
+    found = head.data(asked.tensors, {name: x.detach() for name, x in target.constrain(start).items()})
+    return (target, data, "") if found is None else (head.target, found, ", features of the head computed once")
+
+
 def _info(
     schedule: Schedule, plan: DrawPlan, more: dict[str, Any], asked: RunRequest, outcomes: list[ChainsResult]
 ) -> dict[str, Any]:
@@ -353,7 +374,7 @@ def _info(
         "chain_indices": [o.first + k for o, k in kept],
         "sets": schedule.sets,
         "chains_per_set": schedule.chains,
-        "engine": schedule.engine + "".join(o.compiled for o in outcomes),
+        "engine": schedule.engine + "".join(o.compiled for o in outcomes) + schedule.engine_note,
         "keep_every": [report.keep_every or plan.spacing for report in reports],
         "seed": asked.settings["seed"],
         "warmup": [report.as_dict() for report in reports],

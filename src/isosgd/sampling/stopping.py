@@ -9,6 +9,7 @@ are drawn from in rounds, each until the next look. Chains of different data set
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch.func import vmap
 from isosgd.data.sources import TensorBatches
 from isosgd.diagnostics import Convergence
 from isosgd.engine.chains import Chains
+from isosgd.target.batches import tree_map, with_tensors
 
 MOST_DRAWS = 2_000  # of each chain, where no budget is given
 FIRST_LOOK = 20  # draws
@@ -76,14 +78,15 @@ class Watch:
             return None
         if held_out is None:
             assert self.examples is not None
-            own = tuple(t[:, :INPUTS] if self.run.many is not None else t[:INPUTS] for t in self.examples[:-1])
-            return own if len(own) != 1 else own[0]
-        device = self.run.alive.device
-        given = held_out if isinstance(held_out, tuple | list) else (held_out,)
-        own = tuple(torch.as_tensor(t, device=device)[:INPUTS] for t in given)
-        if self.run.many is not None:
-            own = tuple(t.expand(self.run.count, *t.shape) for t in own)
-        return own if len(own) != 1 else own[0]
+            own = self.run.target.inputs_of(self.examples)
+            own = tree_map(lambda t: t[:, :INPUTS] if self.run.many is not None else t[:INPUTS], own)
+        else:
+            device = self.run.alive.device
+            given = held_out if isinstance(held_out, tuple | list | Mapping) else (held_out,)
+            own = tree_map(lambda t: t.to(device)[:INPUTS], with_tensors(given))
+            if self.run.many is not None:
+                own = tree_map(lambda t: t.expand(self.run.count, *t.shape), own)
+        return own[0] if isinstance(own, tuple | list) and len(own) == 1 else own
 
     def so_far(self, drawn: int) -> dict[int, Tensor]:
         """Traces of the first draws of the chains that have not failed, ``[drawn, traces]``, by their place."""

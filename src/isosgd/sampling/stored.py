@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from isosgd.data.sources import Data, DataSets, Transform, Transformed, as_tensors
+from isosgd.data.sources import Data, DataSets, Tensors, Transform, Transformed, as_tensors
 from isosgd.engine.schedule import Start, start_of
 from isosgd.errors import SamplingWarning
 from isosgd.posterior import Posterior
@@ -28,7 +28,7 @@ from isosgd.store.files import dtype_name, plain, raw, read_header, unpack
 from isosgd.store.manifest import specs_of
 from isosgd.store.writer import STORED
 from isosgd.target import Params, Target
-from isosgd.target.batches import tree_map
+from isosgd.target.batches import tensors_of, tree_map
 
 SAME_LOSS = 1e-4  # relative: another machine may round otherwise, another model gives another loss
 PROBED = 64  # rows at which the loss is compared
@@ -283,7 +283,7 @@ class RunRequest:
             raise TypeError(f"store = {self.store!r} must be the path of a folder")
 
     @property
-    def tensors(self) -> tuple[Tensor, ...] | None:
+    def tensors(self) -> Tensors | None:
         """The data, where they are tensors of one data set."""
         return None if isinstance(self.data, DataSets) else as_tensors(self.data)
 
@@ -435,7 +435,7 @@ def data_identity(data: Data) -> dict[str, Any]:
         return {"tensors": [fingerprint(t) for t in data.tensors], "rows": fingerprint(data.rows)}
     tensors = as_tensors(data)
     if tensors is not None:
-        return {"tensors": [fingerprint(t) for t in tensors]}
+        return {"tensors": tree_map(fingerprint, tensors if isinstance(tensors, dict) else list(tensors))}
     source = getattr(data, "dataset", None)
     return {
         "loader": type(data).__name__,
@@ -447,7 +447,8 @@ def data_identity(data: Data) -> dict[str, Any]:
 
 def inputs_identity(given: Any) -> list[dict[str, Any]]:
     """What can be told of inputs: of a tensor, or of several."""
-    return [fingerprint(torch.as_tensor(x)) for x in (given if isinstance(given, tuple | list) else (given,))]
+    every = given.values() if isinstance(given, Mapping) else given if isinstance(given, tuple | list) else (given,)
+    return [fingerprint(torch.as_tensor(x)) for x in every]
 
 
 def _length(of: Any) -> int | None:
@@ -476,10 +477,11 @@ def target_identity(
     tensors = as_tensors(data.set(0) if isinstance(data, DataSets) else data)
     if tensors is not None:
         batch = tree_map(lambda t: t[:PROBED], tensors)
-        batch = Transformed(transform, 0, tensors[0].device)(batch)
+        first = tensors_of(tensors)[0]
+        batch = Transformed(transform, 0, first.device)(batch)
         checked = target._checked
         with target.using(target.initial_buffers(None, starts[0])):
-            loss, gradients = target.gradient(starts[0], batch, len(tensors[0]))
+            loss, gradients = target.gradient(starts[0], batch, len(first))
         target._checked = checked  # the first look is to be at a whole minibatch
         norms = torch.stack([g.double().norm().cpu() for g in gradients])
         found["loss"], found["gradient"] = float(loss), float(norms.square().sum().sqrt())

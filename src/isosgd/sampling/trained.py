@@ -22,16 +22,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from isosgd.baselines import BASELINES
-from isosgd.data.sources import DataSets, as_tensors, size_of
+from isosgd.data.sources import DataSets, Tensors, as_tensors, size_of
 from isosgd.errors import DivergedError, SamplingWarning, warn_caller
 from isosgd.posterior import Posterior
 from isosgd.posterior.comparison import as_states, stacked
 from isosgd.progress import LOGGER
 from isosgd.target import Target
-from isosgd.target.batches import batch_length, with_tensors
-from isosgd.target.likelihoods import Bernoulli, Categorical
+from isosgd.target.batches import batch_length, tensors_of, tree_map, with_tensors
+from isosgd.target.likelihoods import Bernoulli, Categorical, Tokens
+from isosgd.target.modules import MASK
 
 LADDER = (1e-2, 1e-1, 1.0)
 COLDER = 10.0  # a rung so much colder than the coldest is tried where that one was best
@@ -94,11 +96,12 @@ def as_starts(starts: Any, target: Target, init: Any) -> list[State] | None:
 
 def _checked(state: State, number: int, target: Target) -> dict[str, Any]:
     """A network's state where the target is, refused unless it is of the target's architecture."""
-    found = {name: torch.as_tensor(x).detach().to(target.device) for name, x in state.items()}
+    found = {name: torch.as_tensor(x).detach().to(target.device) for name, x in target.without_aliases(state).items()}
     free = target.initial()
     here = {name: tuple(x.shape) for name, x in target.constrain(free).items()}
     here |= {name: tuple(x.shape) for part in (target.buffers, target.frozen) for name, x in part.items()}
-    missing = sorted(here.keys() - found.keys() - set(target.extras(free)))
+    transient = set() if target.module is None else target.module.transient
+    missing = sorted(here.keys() - found.keys() - set(target.extras(free)) - transient)
     unknown = sorted(found.keys() - here.keys())
     other = next((name for name in here if name in found and tuple(found[name].shape) != here[name]), None)
     what = ""
@@ -116,10 +119,10 @@ def _checked(state: State, number: int, target: Target) -> dict[str, Any]:
 def has_classes(target: Target) -> bool:
     """Whether the likelihood is one of classes, so that its NLL has a zero and labels must be known ones."""
     likelihood = None if target.module is None else target.module.likelihood
-    return isinstance(likelihood, Categorical | Bernoulli)
+    return isinstance(likelihood, Categorical | Bernoulli | Tokens)
 
 
-def set_aside(held_out: Any, data: Any, target: Target, seed: int) -> tuple[Any, tuple[Tensor, ...] | None]:
+def set_aside(held_out: Any, data: Any, target: Target, seed: int) -> tuple[Any, Tensors | None]:
     """Data to sample from, and held-out examples, checked; a share of the data is taken out of them."""
     tensors = as_tensors(data, target.dtype)
     if held_out is None:
@@ -133,36 +136,59 @@ def set_aside(held_out: Any, data: Any, target: Target, seed: int) -> tuple[Any,
             raise ValueError(
                 f"held_out = {held_out} leaves fewer examples than num_data = {target.num_data}: pass held_out=(x, y)"
             )
-        count = len(tensors[0])
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).to(tensors[0].device)
+        count, place = len(tensors_of(tensors)[0]), tensors_of(tensors)[0].device
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).to(place)
         part = max(1, round(held_out * count))
         aside, rest = order[:part], order[part:]
-        return tuple(t[rest] for t in tensors), tuple(t[aside] for t in tensors)
+        return tree_map(lambda t: t[rest], tensors), tree_map(lambda t: t[aside], tensors)
     found = as_tensors(held_out, target.dtype)
     if found is None and isinstance(held_out, Iterable):
         batches = [with_tensors(batch, target.dtype) for batch in held_out]
-        if not batches or not all(isinstance(b, tuple | list) and all(map(torch.is_tensor, b)) for b in batches):
-            raise TypeError("held_out must be (x, y), a loader of such batches, or a share of the data such as 0.1")
-        found = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+        found = _joined(batches, target)
     if found is None:
         raise TypeError(f"held_out of type {type(held_out).__name__}: pass (x, y), a loader, or a share such as 0.1")
-    _check_held_out(found, tensors, has_classes(target))
+    _check_held_out(found, tensors, target)
     return data, found
 
 
-def _check_held_out(found: tuple[Tensor, ...], tensors: tuple[Tensor, ...] | None, classes: bool) -> None:
-    if not len(found[0]) or any(len(t) != len(found[0]) for t in found):
-        raise ValueError(
-            f"held_out has tensors of {[len(t) for t in found]} examples: give as many of each, some at all"
+def _joined(batches: list[Any], target: Target) -> Tensors:
+    """Batches of a loader as one, refused unless all are of one form; texts with masks are padded to one length."""
+    if batches and all(isinstance(b, Mapping) and b.keys() == batches[0].keys() for b in batches):
+        labels, likelihood = (
+            target.labels_of({name: name for name in batches[0]}),
+            target.module and target.module.likelihood,
         )
+        ignore = likelihood.ignore if isinstance(likelihood, Tokens) else 0
+        found: dict[str, Tensor] = {}
+        for name in batches[0]:
+            parts = [b[name] for b in batches]
+            if MASK in batches[0] and all(t.ndim == 2 for t in parts):
+                longest, value = max(t.shape[1] for t in parts), ignore if name == labels else 0
+                parts = [F.pad(t, (0, longest - t.shape[1]), value=value) for t in parts]
+            if len({t.shape[1:] for t in parts}) > 1:
+                raise ValueError(f"held_out has batches whose {name!r} are of different shapes: give them one")
+            found[name] = torch.cat(parts)
+        return found
+    if not batches or not all(isinstance(b, tuple | list) and all(map(torch.is_tensor, b)) for b in batches):
+        raise TypeError(
+            "held_out must be (x, y) or a dict of tensors, a loader of such batches, or a share of the data such as 0.1"
+        )
+    return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+
+
+def _check_held_out(found: Tensors, tensors: Tensors | None, target: Target) -> None:
+    lengths = [len(t) for t in tensors_of(found)]
+    if not lengths[0] or len(set(lengths)) > 1:
+        raise ValueError(f"held_out has tensors of {lengths} examples: give as many of each, some at all")
+    y = target.labels_of(found)
     if tensors is None:
         return
-    if len(found) != len(tensors):
+    if isinstance(found, dict) != isinstance(tensors, dict) or len(found) != len(tensors):
         raise ValueError(f"held_out has {len(found)} tensors, the data {len(tensors)}: pass them alike, such as (x, y)")
-    y, known = found[-1], tensors[-1]
+    known = target.labels_of(tensors)
     if y.shape[1:] != known.shape[1:]:
         raise ValueError(f"held_out: targets of shape {list(y.shape[1:])}, in the data {list(known.shape[1:])}")
-    if classes:
+    if has_classes(target) and y.ndim < 2:  # a text may well have tokens that no other has
         new = sorted(set(y.flatten().tolist()) - set(known.flatten().tolist()))
         if new:
             raise ValueError(f"held_out has label {new[0]}, which the data never have: the networks cannot know it")
@@ -238,14 +264,12 @@ def _size(target: Target) -> int:
 # -- the ladder -------------------------------------------------------------------------------------------------------
 
 
-def log_predictive(posterior: Posterior, examples: tuple[Tensor, ...], device: Any) -> Tensor:
+def log_predictive(posterior: Posterior, examples: Tensors, device: Any) -> Tensor:
     """Log density of each held-out example under the average, in float64 on the CPU."""
     return posterior.log_predictive(examples, batch_size=SCORED, device=device).double().cpu()
 
 
-def with_noise_scales(
-    target: Target, starts: Sequence[State], examples: tuple[Tensor, ...], device: Any
-) -> list[State]:
+def with_noise_scales(target: Target, starts: Sequence[State], examples: Tensors, device: Any) -> list[State]:
     """Starts with the scales of the noise that a network has none of: those under which it predicts best.
 
     Otherwise a regression's start would be scored under an arbitrary scale, and anything would be better.
@@ -253,7 +277,7 @@ def with_noise_scales(
     return [_with_scales(target, start, examples, device) for start in starts]
 
 
-def _with_scales(target: Target, start: State, examples: tuple[Tensor, ...], device: Any) -> State:
+def _with_scales(target: Target, start: State, examples: Tensors, device: Any) -> State:
     for name in target.noise_scales():
         if name in start:
             continue
@@ -281,7 +305,9 @@ def start_posterior(target: Target, starts: Sequence[State]) -> Posterior:
 def last_draws(posterior: Posterior) -> list[State]:
     """Where each chain ended, with its buffers."""
     parts = {**posterior.draws, **posterior.buffers}
-    return [{name: x[k, -1] for name, x in parts.items()} for k in range(posterior.num_chains)]
+    assert posterior.target is not None
+    place = posterior.target.device  # draws are on the CPU, and a chain runs where its start is
+    return [{name: x[k, -1].to(place) for name, x in parts.items()} for k in range(posterior.num_chains)]
 
 
 class Ladder:
@@ -297,7 +323,7 @@ class Ladder:
     """
 
     def __init__(
-        self, run: Run, target: Target, starts: Sequence[State], held_out: tuple[Tensor, ...], deadline: float,
+        self, run: Run, target: Target, starts: Sequence[State], held_out: Tensors, deadline: float,
         device: Any,
     ) -> None:  # fmt: skip
         self.run, self.starts, self.held_out, self.device = run, starts, held_out, device
@@ -305,7 +331,7 @@ class Ladder:
         try:
             self.before = log_predictive(start_posterior(target, starts), held_out, device)
         except (RuntimeError, IndexError) as error:
-            shapes = [list(t.shape) for t in held_out]
+            shapes = [list(t.shape) for t in tensors_of(held_out)]
             raise ValueError(
                 f"held_out of shapes {shapes} cannot be predicted by the start ({error}): pass examples as the network "
                 "takes them"
@@ -320,7 +346,7 @@ class Ladder:
         states = self.starts
         for temperature in temperatures:
             rung = self._try(temperature, states)
-            if rung is None or rung.nll - self._best.nll > WORSE * self.unit:
+            if rung is None or rung.nll - min(self._best.nll, -float(self.before.mean())) > WORSE * self.unit:
                 break
             states = self.states[temperature]
         if not self.found or self._best.temperature == temperatures[0]:
@@ -470,7 +496,7 @@ class TrainedRun:
             own = self.own_temperature
             return Choice(own, f"T = {own:g} by default: no examples were held out (held_out=) to choose by")
         if len(self.temperatures) == 1:
-            return Choice(self.temperatures[0], "the only one of the ladder", held_out=len(self.held_out[0]))
+            return Choice(self.temperatures[0], "the only one of the ladder", held_out=batch_length(self.held_out) or 0)
         lengths = self.lengths.rung_settings(self.hmc)
         now = time.monotonic()
         end = None if deadline is None else now + LADDER_SHARE * (deadline - now)
@@ -516,29 +542,29 @@ class TrainedRun:
             except DivergedError:
                 if not choice.held_out or more.get("store") is not None:
                     raise
-                choice = self._colder(choice)
+                choice = self._colder(choice, "diverged")
                 continue
             found.starts = list(self.starts)
             scored = self.held_out is not None and choice.held_out > 0
-            kept, better = self._best_part(found, bool(choice.rungs)) if scored else (found.num_draws, True)
-            if better or more.get("store") is not None:
+            kept, good = self._best_part(found, bool(choice.rungs)) if scored else (found.num_draws, True)
+            if good or more.get("store") is not None:
                 for warning in said:
                     warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-            if better and kept == found.num_draws:
+            if good and kept == found.num_draws:
                 return found
             if more.get("store") is not None:
-                advice = f"posterior.select(draws=slice({kept}))" if better else "a lower temperature"
+                advice = f"posterior.select(draws=slice({kept}))" if good else "a lower temperature"
                 warn_caller(
                     f"the held-out examples are predicted best by {advice}: a stored run keeps all of its draws"
                 )
                 return found
-            if better:
+            if good:
                 what = f"the first {kept} of {found.num_draws} draws predict them best and are kept"
                 LOGGER.info("held-out examples: %s", what)
                 part = found.select(draws=slice(kept))
                 part.info |= {"draws": kept, **self._about(replace(choice, reason=f"{choice.reason}; {what}"))}
                 return part
-            choice = self._colder(choice)
+            choice = self._colder(choice, "predicted held-out examples no better than the start")
             if choice.temperature and (end := more.get("deadline")) is not None and time.monotonic() > end:
                 late = "max_seconds ended before a colder one: the draws are the starts"
                 choice = replace(choice, temperature=0.0, reason=choice.reason.partition(": ")[0] + f", and {late}")
@@ -562,30 +588,34 @@ class TrainedRun:
         so_far = each.logsumexp(0).logcumsumexp(0) - counts.log().unsqueeze(-1)
         before = log_predictive(start_posterior(self.target, self.starts), self.held_out, self.device)
         if not chosen:
-            return found.num_draws, float((so_far[-1] - before).mean()) > 0
+            return found.num_draws, better(so_far[-1] - before)
         # The best of many parts looks better than it is: it is chosen on one half of the examples, judged on the other.
         least = -(-each.shape[1] // LEAST_KEPT)
         kept = least - 1 + int(so_far[least - 1 :, ::2].mean(-1).argmax())
         gain = so_far[kept] - before
-        gain = gain[1::2] if len(gain) > 1 else gain
-        error = float(gain.std() / math.sqrt(len(gain))) if len(gain) > 1 else math.inf
-        return kept + 1, float(gain.mean()) > SURE * error
+        return kept + 1, better(gain[1::2] if len(gain) > 1 else gain)
 
-    def _colder(self, choice: Choice) -> Choice:
-        """A tenth of the temperature; 0 where that is below what a rung would be."""
+    def _colder(self, choice: Choice, fault: str) -> Choice:
+        """A tenth of the temperature; 0 where that is below what a rung would be, or nothing else was to be tried."""
         temperature = choice.temperature / COLDER
         if not choice.rungs or temperature < min(self.temperatures[0] / COLDER, COLD) / 2:
             temperature = 0.0
         what = f"T = {temperature:.3g} was taken" if temperature else "the draws are the starts"
-        reason = f"the run at T = {choice.temperature:.3g} predicted held-out examples no better than the start: {what}"
+        reason = f"the run at T = {choice.temperature:.3g} {fault}: {what}"
         LOGGER.info(reason)
         return replace(choice, temperature=temperature, reason=reason)
 
 
-def _some(data: Any, target: Target) -> tuple[Tensor, ...] | None:
+def better(gain: Tensor) -> bool:
+    """Whether log densities are higher on average, by a standard error."""
+    error = float(gain.std() / math.sqrt(len(gain))) if len(gain) > 1 else math.inf
+    return float(gain.mean()) > SURE * error
+
+
+def _some(data: Any, target: Target) -> Tensors | None:
     """Some of the training data, where they are tensors."""
     tensors = as_tensors(data, target.dtype)
-    return None if tensors is None else tuple(t[:SCORED] for t in tensors)
+    return None if tensors is None else tree_map(lambda t: t[:SCORED], tensors)
 
 
 def _loaded_size(data: Any) -> int | None:

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler, SequentialSampler
 
+LABELS = ("labels", "label", "targets", "target", "y")
+"""Names under which a dict batch may have what is to be predicted, in the order in which they are looked for."""
+
 
 def is_array(x: Any) -> bool:
     """Whether it is a tensor, an array of numpy, or what turns into one: a frame or series of pandas or polars."""
@@ -65,6 +68,10 @@ def _arrays_in(values: Iterable[Any]) -> bool:
     return any(not isinstance(x, Tensor) and (is_array(x) or isinstance(x, tuple | list | Mapping)) for x in values)
 
 
+def _values(data: Any) -> list[Any]:
+    return list(data.values() if isinstance(data, Mapping) else data)
+
+
 def tree_map(function: Any, tree: Any) -> Any:
     """Apply a function to every tensor of nested tuples, lists and dicts.
 
@@ -97,10 +104,49 @@ def batch_length(batch: Any) -> int | None:
     return next((len(t) for t in tensors_of(batch) if t.ndim), None)
 
 
+def label_name(batch: Mapping[str, Any], labels: str | None = None) -> str:
+    """Name of the labels of a dict batch: the one that a user gave, or the first of `LABELS` that is there."""
+    name = labels if labels is not None else next((name for name in LABELS if name in batch), LABELS[0])
+    if name not in batch:
+        raise ValueError(
+            f"a batch has no {name!r}, only {list(batch)}: name what is to be predicted, "
+            "Target.from_module(..., labels='...')"
+        )
+    return name
+
+
+def inputs_of(batch: Any, labels: str | None = None) -> Any:
+    """A network's inputs in a batch: a dict without its labels, all but the last of a tuple, or the tensor itself.
+
+    Example:
+        >>> inputs_of({"input_ids": 1, "labels": 2}), inputs_of((1, 2, 3)), inputs_of(1)
+        ({'input_ids': 1}, (1, 2), (1,))
+    """
+    if isinstance(batch, Mapping):
+        names = LABELS if labels is None else (labels,)
+        last = next((name for name in names if name in batch), None)
+        return {name: x for name, x in batch.items() if name != last}
+    if isinstance(batch, tuple | list):
+        return tuple(batch[:-1]) if len(batch) > 1 else tuple(batch)
+    return (batch,)
+
+
+def labels_of(batch: Any, labels: str | None = None) -> Any:
+    """What is to be predicted: the last of a tuple, or what a dict has under the name of its labels."""
+    return batch[label_name(batch, labels)] if isinstance(batch, Mapping) else batch[-1]
+
+
+def with_labels(inputs: Any, y: Any, labels: str | None = None) -> Any:
+    """Inputs and labels as a batch."""
+    if isinstance(inputs, Mapping):
+        return {**inputs_of(inputs, labels), labels or LABELS[0]: y}
+    return (*inputs, y) if isinstance(inputs, tuple | list) else (inputs, y)
+
+
 def count_examples(data: Any) -> int | None:
-    """Number of examples in a tuple of tensors or in a loader's data set; None when it cannot be known for certain."""
-    if isinstance(data, tuple) and data and all(isinstance(x, Tensor) for x in data):
-        lengths = [x.shape[0] if x.ndim else 0 for x in data]
+    """Number of examples in tensors or in a loader's data set; None when it cannot be known for certain."""
+    if isinstance(data, tuple | Mapping) and data and all(isinstance(x, Tensor) for x in _values(data)):
+        lengths = [x.shape[0] if x.ndim else 0 for x in _values(data)]
         if len(set(lengths)) > 1:
             raise ValueError(f"the tensors of data have different lengths: {lengths}; one row is one example")
         return lengths[0]

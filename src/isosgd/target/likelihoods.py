@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, is_dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -151,6 +151,79 @@ class Categorical(Likelihood):
 
 
 @dataclass(frozen=True)
+class Tokens(Likelihood):
+    """Tokens of sequences from logits: output ``[n, T, V]``, ``y`` integers ``[n, T]`` below V, some of them ignored.
+
+    With ``shift``, as language models are trained, the output at a position predicts the token after it. Where a dict
+    batch has an ``attention_mask`` like ``y``, masked tokens are ignored too. Predictions are ``[n, V, T]``.
+
+    Args:
+        shift: whether the output at a position is for the next token; False to label the token itself.
+        per: what counts as one observation. ``"token"``: the log likelihood of a sequence is the sum over its tokens,
+            the probability that the model gives it. ``"example"``: it is their mean, so that all sequences weigh the
+            same, whatever their length.
+        ignore: the label of tokens that do not count.
+
+    Example:
+        >>> y = torch.tensor([[3, 1, 2, -100]])
+        >>> Tokens().log_prob(torch.zeros(1, 4, 4), y, {}), Tokens(per="example").log_prob(torch.zeros(1, 4, 4), y, {})
+        (tensor([-2.7726]), tensor([-1.3863]))
+    """
+
+    shift: bool = True
+    per: Literal["token", "example"] = "token"
+    ignore: int = -100
+
+    def __post_init__(self) -> None:
+        if self.per not in ("token", "example"):
+            raise ValueError(f"Tokens: per = {self.per!r} is unknown; choose 'token' or 'example'")
+
+    def _matched(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and the labels that they are for."""
+        return (output[:, :-1], y[:, 1:]) if self.shift else (output, y)
+
+    def log_prob(self, output: Tensor, y: Tensor, params: Params) -> Tensor:
+        output, y = self._matched(output, y.long())
+        each = F.cross_entropy(output.flatten(0, 1), y.flatten(), reduction="none", ignore_index=self.ignore)
+        total = -each.view(y.shape).sum(1)
+        return total if self.per == "token" else total / (y != self.ignore).sum(1).clamp_min(1)
+
+    def mean(self, output: Tensor, params: Params) -> Tensor:
+        return output.softmax(-1).movedim(-1, 1)
+
+    def variance(self, output: Tensor, params: Params) -> Tensor:
+        p = self.mean(output, params)
+        return p * (1 - p)
+
+    def scored(self, predicted: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities ``[m, V]`` of the tokens that count, and these."""
+        predicted, y = self._matched(predicted.movedim(1, -1), y)
+        return predicted[y != self.ignore], y[y != self.ignore]
+
+    def check(self, output: Tensor, y: Tensor) -> None:
+        if output.ndim != 3 or y.ndim != 2 or y.shape[1] != output.shape[1]:
+            raise ValueError(
+                f"Tokens needs output [n, T, vocabulary] and y [n, T]; got output {tuple(output.shape)}, y "
+                f"{tuple(y.shape)}"
+            )
+        if y.is_floating_point() or y.is_complex():
+            raise ValueError(f"Tokens needs labels as integers, got y of {y.dtype}; use y.long()")
+        bad = ((y < 0) | (y >= output.shape[2])) & (y != self.ignore)
+        if bool(bad.any()):
+            raise ValueError(
+                f"y has the label {_first(y, bad)}, but the output has {output.shape[2]} tokens: labels go from 0 to "
+                f"{output.shape[2] - 1}, and {self.ignore} is ignored"
+            )
+        none = (self._matched(output, y)[1] == self.ignore).all(1)
+        if bool(none.any()):
+            after = " after the first" if self.shift else ""
+            raise ValueError(
+                f"{int(none.sum())} of {len(y)} examples have no token to predict{after}, example "
+                f"{int(none.nonzero()[0])} first: all are masked or have the label {self.ignore}. Leave such out"
+            )
+
+
+@dataclass(frozen=True)
 class Bernoulli(Likelihood):
     """Yes or no from a logit: ``y`` is 0 or 1, of any type."""
 
@@ -286,6 +359,7 @@ class Poisson(Likelihood):
 
 NAMES: dict[str, Callable[[], Likelihood]] = {
     "categorical": Categorical,
+    "tokens": Tokens,
     "bernoulli": Bernoulli,
     "gaussian": Gaussian,
     "heteroscedastic": HeteroscedasticGaussian,

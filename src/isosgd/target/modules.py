@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -16,15 +17,18 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import UninitializedParameter
 
 from isosgd.native import perceptron
+from isosgd.target.batches import batch_length, inputs_of, labels_of, tree_map
 from isosgd.target.elementwise import Extra
-from isosgd.target.likelihoods import NAMES, Likelihood
-from isosgd.target.params import Params
+from isosgd.target.likelihoods import NAMES, Likelihood, Tokens
+from isosgd.target.params import Params, match
 
 CHECKED_ROWS = 64
 """Rows of a batch on which a check runs the module; the targets are looked at in full."""
 
-Select = Literal["all", "last_layer"] | Callable[[str, nn.Parameter], bool]
+Select = str | Sequence[str] | Callable[[str, nn.Parameter], bool]
 Autocast = Literal["bfloat16", "float16"]
+MASK = "attention_mask"
+HALF = (torch.bfloat16, torch.float16)
 
 
 def unwrapped(model: Any) -> Any:
@@ -37,17 +41,20 @@ class ModuleLikelihood:
 
     The user's module is never written to. Its structure, its buffers and the sampled values are copied; frozen
     parameters are shared, not copied, so that a last layer on a large backbone costs little memory. Batches are
-    ``(x, y)`` or ``(x1, x2, ..., y)``: all but the last go to the module.
+    ``(x, y)`` or ``(x1, x2, ..., y)``: all but the last go to the module; or dicts: all but the labels do, by name.
 
     Args:
         model: any module with floating-point parameters.
         likelihood: one of `isosgd.likelihoods`, its name, or a callable ``(output, y) -> Tensor[n]``.
-        sampled: ``"all"`` (those with ``requires_grad``), ``"last_layer"`` (the module that holds the last of those),
-            or a callable ``(name, parameter) -> bool``.
+        sampled: which parameters are, see `select`.
         autocast: ``"bfloat16"`` or ``"float16"`` for a forward pass in mixed precision; None for none.
         channels_last: whether images and filters are held channels last, which convolutions on a GPU prefer.
+        labels: name of the labels in dict batches; the first of `isosgd.target.batches.LABELS` by default.
 
     Attributes:
+        low: types of sampled parameters that the module has in half precision; `values` are in float32.
+        labels: as given.
+        aliases: other names of tied parameters, as in a ``state_dict``, and the names under which they are sampled.
         buffers: the module's buffers as they were when this was made; copies, which nothing writes to.
         ties_examples: whether a BatchNorm layer normalises by the statistics of the minibatch, so that the likelihood
             of an example depends on the rest of its batch.
@@ -60,7 +67,11 @@ class ModuleLikelihood:
         sampled: Select = "all",
         autocast: Autocast | None = None,
         channels_last: bool = False,
+        labels: str | None = None,
     ) -> None:
+        if labels is not None and not isinstance(labels, str):
+            raise TypeError(f"labels = {labels!r} must be the name that the labels have in a batch")
+        self.labels = labels
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         self.likelihood = as_likelihood(likelihood)
@@ -78,16 +89,18 @@ class ModuleLikelihood:
             for p in parameters.values():
                 if p.dim() == 4 and not any(p is q for q in frozen):
                     p.data = p.data.contiguous(memory_format=torch.channels_last)
-        self.values: Params = {name: parameters[name].detach() for name in names}
+        self.low = {name: parameters[name].dtype for name in names if parameters[name].dtype in HALF}
+        self.values: Params = {
+            name: parameters[name].detach().to(torch.float32 if name in self.low else parameters[name].dtype)
+            for name in names
+        }
         self._class_name = type(model).__name__
         self._frozen = [name for name in parameters if name not in self.values]
         self._home = _kind(next(iter(self.values.values())))
         rest = {name: parameters[name].detach() for name in self._frozen} | dict(self._module.named_buffers())
         self._rest = {self._home: rest}  # frozen parameters and buffers, by device and type
-        places = list(_places(self._module))
-        self._sampled_places = [place for place in places if place[2] in self.values]
-        self._rest_places = [place for place in places if place[2] in rest]
-        self._put_rest(self._home)
+        self.aliases = {alias: name for _, _, name, alias in _places(self._module) if alias != name}
+        self.place(self._module)
         self.buffers: Params = {name: x.detach().clone() for name, x in self._module.named_buffers()}
         self._batch_norms = [m for m in self._module.modules() if isinstance(m, _BatchNorm)]
         self.ties_examples = any(m.training or m.running_mean is None for m in self._batch_norms)
@@ -97,20 +110,39 @@ class ModuleLikelihood:
         for norm in self._refreshed:
             norm.track_running_stats = False
 
+    def place(self, module: nn.Module) -> None:
+        """Have the passes go through a module, which has the sampled parameters."""
+        places = list(_places(module))
+        self._module = module
+        self._sampled_places = [place for place in places if place[2] in self.values]
+        self._rest_places = [place for place in places if place[2] in self._rest[self._home]]
+        self._put_rest(self._home)
+
+    def head_path(self) -> str:
+        """The submodule that holds all sampled parameters, under whichever name; empty where there is none."""
+        shared = list[str]()
+        for parts in zip(*(alias.split(".")[:-1] for _, _, _, alias in self._sampled_places), strict=False):
+            if len(set(parts)) > 1:
+                break
+            shared.append(parts[0])
+        return ".".join(shared)
+
     def extra(self) -> dict[str, Extra]:
         """Sampled parameters of the likelihood."""
         return self.likelihood.extra() if isinstance(self.likelihood, Likelihood) else {}
 
-    def output(self, params: Params, inputs: Sequence[Any]) -> Any:
+    def output(self, params: Params, inputs: Sequence[Any] | Mapping[str, Any]) -> Any:
         """The module's output at these parameters."""
         first = params[self._sampled_places[0][2]]
-        kind = _kind(first)
+        kind, params = _kind(first), self.lowered(params)
         if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(first):
             # Tensors of a transformation must not stay behind in the module.
             rest = self._rest_as(kind)
             state = {alias: params[name] for _, _, name, alias in self._sampled_places}
             state |= {alias: rest[name] for _, _, name, alias in self._rest_places}
-            return self._pass(lambda *x: functional_call(self._module, state, x, tie_weights=False), inputs, first)
+            return self._pass(
+                lambda *x, **named: functional_call(self._module, state, x, named, tie_weights=False), inputs, first
+            )
         # The module is our own copy, so tensors go straight to their places. functional_call, which also has to put
         # the old ones back, costs about half a forward pass of a small network.
         if kind != self._placed:
@@ -119,17 +151,15 @@ class ModuleLikelihood:
             slots[key] = params[name]
         return self._pass(self._module, inputs, first)
 
-    def _pass(self, module: Callable[..., Any], inputs: Sequence[Any], like: Tensor) -> Any:
+    def _pass(self, module: Callable[..., Any], inputs: Sequence[Any] | Mapping[str, Any], like: Tensor) -> Any:
         """A forward pass in the precision and the memory format that were chosen."""
         if self.channels_last:
-            inputs = [
-                x.contiguous(memory_format=torch.channels_last) if isinstance(x, Tensor) and x.dim() == 4 else x
-                for x in inputs
-            ]
+            inputs = tree_map(lambda x: x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x, inputs)
+        args, named = self.arguments(inputs)
         if self.autocast is None:
-            return module(*inputs)
+            return module(*args, **named)
         with torch.autocast(like.device.type, self.autocast, cache_enabled=False):
-            output = module(*inputs)
+            output = module(*args, **named)
         return output.to(like.dtype) if isinstance(output, Tensor) and output.is_floating_point() else output
 
     # -- buffers ------------------------------------------------------------------------------------------------------
@@ -154,6 +184,11 @@ class ModuleLikelihood:
     def frozen(self) -> Params:
         """The module's parameters that are not sampled."""
         return {name: self._rest[self._home][name].detach() for name in self._frozen}
+
+    @property
+    def transient(self) -> set[str]:
+        """Names of the buffers that a ``state_dict`` leaves out."""
+        return set(self.buffers) - set(self._module.state_dict())
 
     @property
     def statistics(self) -> list[str]:
@@ -186,7 +221,7 @@ class ModuleLikelihood:
                 for i, batch in enumerate(batches):
                     for m in self._refreshed:
                         m.momentum = 1.0 / (i + 1)
-                    self.output(params, batch[:-1])
+                    self.output(params, inputs_of(batch, self.labels))
         finally:
             for m, momentum in zip(self._refreshed, momenta, strict=True):
                 m.track_running_stats, m.momentum = False, momentum
@@ -194,13 +229,30 @@ class ModuleLikelihood:
 
     # -- what it is made of -------------------------------------------------------------------------------------------
 
+    def lowered(self, params: Params) -> Params:
+        """Parameters as the module has them: those in half precision are sampled in float32, and rounded here.
+
+        A step is mostly smaller than the distance between two numbers of bfloat16, and would be lost in them.
+        """
+        return params if not self.low else {**params, **{name: params[name].to(low) for name, low in self.low.items()}}
+
+    def arguments(self, inputs: Sequence[Any] | Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Inputs as positional and named arguments of the module, floats in its precision."""
+        if self.low:
+            low = next(iter(self.low.values()))
+            inputs = tree_map(lambda x: x.to(low) if x.is_floating_point() else x, inputs)
+        return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+
+    def dtype_as(self, x: Tensor, dtype: torch.dtype) -> torch.dtype:
+        """Type of a fixed tensor beside parameters of a type: the same, its own in modules of half precision."""
+        return dtype if x.is_floating_point() and not self.low else x.dtype
+
     def _rest_as(self, kind: tuple[torch.device, torch.dtype]) -> Params:
         """Frozen parameters and buffers, on the device and in the type of the sampled parameters."""
         if kind not in self._rest:
             device, dtype = kind
             self._rest[kind] = {
-                name: x.to(device, dtype if x.is_floating_point() else x.dtype)
-                for name, x in self._rest[self._home].items()
+                name: x.to(device, self.dtype_as(x, dtype)) for name, x in self._rest[self._home].items()
             }
         return self._rest[kind]
 
@@ -211,13 +263,38 @@ class ModuleLikelihood:
         self._placed = kind
 
     def __call__(self, params: Params, batch: Any) -> Tensor:
-        return self.given(self.output(params, batch[:-1]), params, batch)
+        return self.given(self.output(params, inputs_of(batch, self.labels)), params, batch)
 
     def given(self, output: Any, params: Params, batch: Any) -> Tensor:
         """The same from the module's output at these parameters."""
         if isinstance(self.likelihood, Likelihood):
-            return self.likelihood.log_prob(output, batch[-1], params)
-        return self.likelihood(output, batch[-1])
+            return self.likelihood.log_prob(self.logits(output, params), self.labels_in(batch), params)
+        return self.likelihood(output, self.labels_in(batch))
+
+    def logits(self, output: Any, params: Params) -> Any:
+        """`logits_of` an output; in half precision they are given the parameters' type, since logarithms need it."""
+        found = logits_of(output)
+        if isinstance(found, Tensor) and found.dtype in HALF:
+            return found.to(params[self._sampled_places[0][2]].dtype)
+        return found
+
+    def as_inputs(self, x: Any) -> Any:
+        """What a user gives to be predicted, as inputs of the module: a dict may have labels, too."""
+        if isinstance(x, Mapping):
+            return inputs_of(x, self.labels)
+        return x if isinstance(x, tuple | list) else (x,)
+
+    def inputs_in(self, batch: Any) -> Any:
+        """What the module takes of a batch."""
+        return inputs_of(batch, self.labels)
+
+    def labels_in(self, batch: Any) -> Any:
+        """What is to be predicted; of tokens, without those that the batch masks out."""
+        y = labels_of(batch, self.labels)
+        mask = batch.get(MASK) if isinstance(batch, Mapping) and isinstance(self.likelihood, Tokens) else None
+        if mask is None or mask.shape != y.shape:
+            return y
+        return y.masked_fill(mask == 0, self.likelihood.ignore)  # type: ignore[union-attr]
 
     def perceptron(self) -> perceptron.Names | None:
         """Where the module is a network of one hidden layer, all sampled: the names of its parameters."""
@@ -226,21 +303,20 @@ class ModuleLikelihood:
 
     def predict(self, params: Params, x: Any) -> Any:
         """Mean and noise variance of y; the module's output when the likelihood is a user's callable."""
-        output = self.output(params, x if isinstance(x, (tuple, list)) else (x,))
+        output = self.logits(self.output(params, self.as_inputs(x)), params)
         return self.likelihood.predict(output, params) if isinstance(self.likelihood, Likelihood) else output
 
-    def check(self, params: Params, batch: Any) -> tuple[Any, ...]:
+    def check(self, params: Params, batch: Any) -> Any:
         """Look at a batch or all data: form, values, and that the output is not random. Returns its first rows."""
-        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+        if not isinstance(batch, (tuple, list, Mapping)) or len(batch) < 2:
             found = f"{type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
-            raise ValueError(f"a batch must be (x, y) or (x1, x2, ..., y), got a {found}")
-        for i, part in enumerate(batch):
-            if isinstance(part, Tensor) and part.is_floating_point() and (bad := int((~part.isfinite()).sum())):
-                where = "y" if i == len(batch) - 1 else f"input {i}"
-                raise ValueError(f"{where} has {bad} values that are NaN or infinite; drop or mend these rows")
-        tensors = all(isinstance(part, Tensor) for part in batch)
-        head = tuple(part[:CHECKED_ROWS] for part in batch) if tensors else tuple(batch)
-        output, again = self.output(params, head[:-1]), self.output(params, head[:-1])
+            raise ValueError(f"a batch must be (x, y) or (x1, x2, ..., y) or a dict with labels, got a {found}")
+        y = self.labels_in(batch)
+        self._check_values(batch, y)
+        n, tensors = batch_length(batch), isinstance(batch, Mapping) or all(isinstance(part, Tensor) for part in batch)
+        head = tree_map(lambda t: t[:CHECKED_ROWS] if t.ndim and len(t) == n else t, batch) if tensors else batch
+        inputs = inputs_of(head, self.labels)
+        output, again = (self.logits(self.output(params, inputs), params) for _ in range(2))
         if isinstance(output, Tensor) and not torch.allclose(output, again, rtol=1e-3, atol=1e-4, equal_nan=True):
             raise ValueError(
                 f"{self._class_name} gives different outputs for the same input, so the posterior is not defined; "
@@ -249,10 +325,34 @@ class ModuleLikelihood:
         if isinstance(self.likelihood, Likelihood):
             if not isinstance(output, Tensor):
                 raise TypeError(
-                    f"the model's output is a {type(output).__name__}, not a tensor; give a callable likelihood"
+                    f"the model's output is a {type(output).__name__}, neither a tensor nor one with logits; give a "
+                    "callable likelihood"
                 )
-            self.likelihood.check(output, batch[-1])
+            self.likelihood.check(output, y)
         return head
+
+    def _check_values(self, batch: Any, y: Any) -> None:
+        """Refuse values that are not finite, inputs that the module does not take, and masks that leave nothing."""
+        named = dict(batch) if isinstance(batch, Mapping) else {f"input {i}": part for i, part in enumerate(batch)}
+        for name, part in named.items():
+            if isinstance(part, Tensor) and part.is_floating_point() and (bad := int((~part.isfinite()).sum())):
+                where = "y" if part is labels_of(batch, self.labels) else name
+                raise ValueError(f"{where} has {bad} values that are NaN or infinite; drop or mend these rows")
+        if not isinstance(batch, Mapping):
+            return
+        takes = inspect.signature(self._module.forward).parameters.values()
+        if not any(p.kind is p.VAR_KEYWORD for p in takes):
+            unknown = [name for name in inputs_of(batch, self.labels) if name not in {p.name for p in takes}]
+            if unknown:
+                raise ValueError(
+                    f"a batch has {unknown[0]!r}, which {self._class_name}.forward() does not take: leave it out"
+                )
+        mask = batch.get(MASK)
+        if isinstance(mask, Tensor) and mask.ndim == 2 and bool((empty := (mask == 0).all(1)).any()):
+            raise ValueError(
+                f"the {MASK} of {int(empty.sum())} of {len(mask)} examples is all zeros, of example "
+                f"{int(empty.nonzero()[0])} first: it leaves no token. Leave such examples out"
+            )
 
     def describe(self) -> dict[str, Any]:
         """What it is, as plain values."""
@@ -262,6 +362,15 @@ class ModuleLikelihood:
             likelihood = {"name": getattr(self.likelihood, "__qualname__", "callable"), "callable": True}
         found = {"model": self._class_name, "likelihood": likelihood, "frozen": list(self._frozen)}
         return found if self.autocast is None else found | {"autocast": str(self.autocast).removeprefix("torch.")}
+
+
+def logits_of(output: Any) -> Any:
+    """What a likelihood is about: the ``logits`` of an output that has some, the first of a tuple, or itself."""
+    if isinstance(output, Mapping):
+        return output.get("logits", output)
+    if hasattr(output, "logits"):
+        return output.logits
+    return output[0] if isinstance(output, tuple | list) and output else output
 
 
 def _kind(x: Tensor) -> tuple[torch.device, torch.dtype]:
@@ -284,7 +393,7 @@ def _places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, str, str]]
 
 def as_autocast(name: object) -> torch.dtype | None:
     """A user's choice of mixed precision as a dtype."""
-    if name is None or name in (torch.bfloat16, torch.float16):
+    if name is None or name in HALF:
         return name
     if name not in ("bfloat16", "float16"):
         raise ValueError(f"autocast = {name!r} is unknown; choose 'bfloat16', 'float16' or None")
@@ -316,21 +425,44 @@ def as_likelihood(likelihood: object) -> Likelihood | Callable[[Any, Tensor], Te
 
 
 def select(model: nn.Module, sampled: Select) -> list[str]:
-    """Names of the parameters to sample."""
+    """Names of the parameters to sample.
+
+    Args:
+        model: any module.
+        sampled: ``"all"`` or ``"requires_grad"`` (those that require gradients), ``"last_layer"`` (the module that
+            holds the last of those), names or shell patterns such as ``"*.bias"``, or a callable
+            ``(name, parameter) -> bool``.
+
+    Example:
+        >>> select(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), ["0.weight", "1.*"])
+        ['0.weight', '1.weight', '1.bias']
+    """
     parameters = dict(model.named_parameters())
     for name, p in parameters.items():
         if isinstance(p, UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no shape yet; run the model once on an input first")
     trainable = [name for name, p in parameters.items() if p.requires_grad]
-    if sampled == "all":
+    if sampled in ("all", "requires_grad"):
         names = trainable
     elif sampled == "last_layer":
         last = trainable[-1].rpartition(".")[0] if trainable else ""
         names = [name for name in trainable if name.rpartition(".")[0] == last]
     elif callable(sampled):
         names = [name for name, p in parameters.items() if sampled(name, p)]
+    elif isinstance(sampled, str) or (isinstance(sampled, Sequence) and all(isinstance(x, str) for x in sampled)):
+        patterns = [sampled] if isinstance(sampled, str) else list(sampled)
+        for pattern in patterns:
+            if not any(match(name, [pattern]) for name in parameters):
+                raise ValueError(
+                    f"sampled = {sampled!r}: {pattern!r} fits none of {_some(list(parameters))}; choose names or "
+                    "patterns of these, 'all', 'last_layer' or a callable (name, parameter) -> bool"
+                )
+        names = [name for name in parameters if match(name, patterns)]
     else:
-        raise ValueError(f"sampled = {sampled!r}; choose 'all', 'last_layer' or a callable (name, parameter) -> bool")
+        raise ValueError(
+            f"sampled = {sampled!r}; choose 'all', 'requires_grad', 'last_layer', names or patterns, or a callable "
+            "(name, parameter) -> bool"
+        )
     if not names:
         raise ValueError(
             f"sampled = {sampled!r} picks none of the {len(parameters)} parameters of {type(model).__name__}; "
@@ -342,6 +474,10 @@ def select(model: nn.Module, sampled: Select) -> list[str]:
                 f"parameter {name!r} is {parameters[name].dtype}; only real floating-point ones can be sampled"
             )
     return names
+
+
+def _some(names: list[str], most: int = 8) -> str:
+    return f"{names}" if len(names) <= most else f"{names[:most]} and {len(names) - most} more"
 
 
 def warn_of_layers(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,7 +13,7 @@ from torch.func import vmap
 
 from isosgd.names import layer_of
 from isosgd.native import perceptron
-from isosgd.target.batches import batch_length, count_examples
+from isosgd.target.batches import batch_length, count_examples, inputs_of, labels_of
 from isosgd.target.elementwise import Flat, Normal
 from isosgd.target.likelihoods import Likelihood
 from isosgd.target.modules import Autocast, ModuleLikelihood, Select, check_autocast, unwrapped
@@ -98,6 +99,7 @@ class Target:
         channels_last: bool = False,
         weight_decay: float | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        labels: str | None = None,
     ) -> Target:
         """The posterior of a network's parameters.
 
@@ -107,16 +109,22 @@ class Target:
         BatchNorm that was in training mode goes on normalising by the minibatch.
 
         Args:
-            model: any module; one that is wrapped in DistributedDataParallel is taken out of it. Batches are
-                ``(x, y)`` or ``(x1, x2, ..., y)``; all but the last are its inputs.
-            likelihood: one of `isosgd.likelihoods`, its name (``"categorical"``, ``"bernoulli"``, ``"gaussian"``,
-                ``"heteroscedastic"``, ``"student_t"``, ``"poisson"``), or a callable ``(output, y) -> Tensor[n]``.
+            model: any module; one that is wrapped in DistributedDataParallel is taken out of it. Batches are ``(x, y)``
+                or ``(x1, x2, ..., y)``, where all but the last are its inputs; or dicts, as tokenizers and Hugging
+                Face's collators make them: ``model(**inputs)`` of all but the labels. Of an output with ``logits``
+                these are taken, of a tuple the first.
+            likelihood: one of `isosgd.likelihoods`, its name (``"categorical"``, ``"tokens"``, ``"bernoulli"``,
+                ``"gaussian"``, ``"heteroscedastic"``, ``"student_t"``, ``"poisson"``), or a callable
+                ``(output, y) -> Tensor[n]``.
             prior: as for `Target`; ``FanInNormal()`` by default, under which a network's outputs are of order one
                 whatever its width. With data enough to tell, ``HierarchicalNormal()`` learns the scales. Of a trained
                 network ``"empirical"`` takes them from its values, see `isosgd.priors.Empirical`.
             num_data: N, found from the data when they have a length.
-            sampled: ``"all"`` parameters with ``requires_grad``; ``"last_layer"``, the module that holds the last of
-                those; or a callable ``(name, parameter) -> bool``. The others stay as they are.
+            sampled: ``"all"`` parameters with ``requires_grad`` (also as ``"requires_grad"``); ``"last_layer"``, the
+                module that holds the last of those; names or shell patterns such as ``["*lora_*", "score.*"]``; or a
+                callable ``(name, parameter) -> bool``. The others stay as they are. Where all that is sampled lies in a
+                head, `sample` computes what goes into it once. Parameters in bfloat16 or float16 are sampled in
+                float32, and rounded for the passes.
             autocast: ``"bfloat16"`` or ``"float16"``: forward passes run in mixed precision, parameters stay as they
                 are. On a recent GPU bfloat16 about halves the time of a large network.
             channels_last: hold images and filters channels last, which convolutions on a GPU prefer.
@@ -124,6 +132,8 @@ class Target:
                 `isosgd.priors.WeightDecay`.
             optimizer: that of the training, whose decay of each parameter is taken. AdamW's decay is refused: no
                 density has it.
+            labels: name of what is to be predicted in dict batches; ``labels``, ``label``, ``targets``, ``target`` or
+                ``y``, whichever is there, by default.
 
         Example:
             >>> model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -132,7 +142,7 @@ class Target:
             {'2.weight': (1, 8), '2.bias': (1,), 'likelihood.scale': ()}
         """
         model = unwrapped(model)
-        module = ModuleLikelihood(model, likelihood, sampled, autocast, channels_last)
+        module = ModuleLikelihood(model, likelihood, sampled, autocast, channels_last, labels)
         given = {"prior": prior, "weight_decay": weight_decay, "optimizer": optimizer}
         if len(names := [name for name, value in given.items() if value is not None]) > 1:
             raise ValueError(f"{names[0]}= and {names[1]}= both say what the prior is: pass one of them")
@@ -200,6 +210,8 @@ class Target:
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"dtype = {dtype}: parameters must be floating point")
         given = {name: as_parameter(name, value) for name, value in self.split_init(init)[0].items()}
+        if self.module is not None:
+            given = {n: x.to(self.module.values[n].dtype) if n in self.module.low else x for n, x in given.items()}
         if not self._fixed:
             if not given:
                 raise ValueError(
@@ -234,11 +246,12 @@ class Target:
     def split_init(self, init: Mapping[str, Any] | None) -> tuple[dict[str, Any], Params]:
         """Start values as those of parameters and those of buffers, which are checked."""
         own, frozen = self.buffers, self.frozen
-        params = {name: value for name, value in (init or {}).items() if name not in own and name not in frozen}
+        init = self.without_aliases(init or {})
+        params = {name: value for name, value in init.items() if name not in own and name not in frozen}
         for name, x in frozen.items():
-            if name in (init or {}) and not torch.equal(torch.as_tensor(init[name]).to(x), x):  # type: ignore[index]
+            if name in init and not torch.equal(torch.as_tensor(init[name]).to(x), x):
                 raise ValueError(f"init[{name!r}] is not sampled, and is not what the model has: leave it out")
-        buffers = {name: torch.as_tensor(value) for name, value in (init or {}).items() if name in own}
+        buffers = {name: torch.as_tensor(value) for name, value in init.items() if name in own}
         for name, value in buffers.items():
             if value.shape != own[name].shape:
                 raise ValueError(
@@ -249,14 +262,37 @@ class Target:
                 raise ValueError(f"init[{name!r}] has values that are NaN or infinite; mend them")
         return params, buffers
 
+    def without_aliases(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Values by name, tied parameters once, under the name by which they are sampled."""
+        aliases = {} if self.module is None else self.module.aliases
+        for alias, name in aliases.items():
+            if alias in state and name in state and not torch.equal(*map(torch.as_tensor, (state[alias], state[name]))):
+                raise ValueError(f"{alias!r} and {name!r} are one parameter of the model, but have different values")
+        return {name: x for name, x in state.items() if name not in aliases}
+
     def initial_buffers(self, init: Mapping[str, Any] | None, free: Params) -> Params:
         """Copies of the buffers that a chain starts with, on the device and in the type of its parameters."""
         first = next(iter(free.values()))
         found = self.buffers | self.split_init(init)[1]
         return {
-            name: x.detach().to(first.device, first.dtype if x.is_floating_point() else x.dtype, copy=True)
+            name: x.detach().to(first.device, self.module.dtype_as(x, first.dtype), copy=True)
             for name, x in found.items()
+            if self.module is not None
         }
+
+    def of_likelihood(self, module: ModuleLikelihood) -> Target:
+        """The same posterior by another likelihood of the same parameters."""
+        found = copy.copy(self)
+        found._log_likelihood, found._predict, found._checked = module, module.predict, False
+        return found
+
+    def inputs_of(self, batch: Any) -> Any:
+        """What a network takes of a batch; all but the last of it without a network."""
+        return inputs_of(batch, None if self.module is None else self.module.labels)
+
+    def labels_of(self, batch: Any) -> Any:
+        """What is to be predicted in a batch."""
+        return labels_of(batch, None if self.module is None else self.module.labels)
 
     def check_device(self, device: torch.device) -> None:
         """Refuse a device that cannot do what the target asks for."""

@@ -30,6 +30,7 @@ from isosgd.noise import dot
 from isosgd.noise.stable import TailMeter
 from isosgd.progress import Progress
 from isosgd.samplers import ISGD
+from isosgd.samplers.isgd import PAPER_STEPS
 from isosgd.warmup.base import LENGTH, Array, State, Warmup
 from isosgd.warmup.base import Mark as Mark
 from isosgd.warmup.hmc import HMCWarmup
@@ -48,7 +49,6 @@ SETTLED_RATIO = 1.5
 SIGNAL_RATIO = 2.0
 RELAXATIONS = 5.0
 MOST_STEPS = 20_000
-PAPER_STEPS = 2_000  # the paper's warm-up on its regressions
 MOST_OPTIMISATION_SHARE = 0.5
 CHECK_SHARE, MOST_CHECKED = 0.05, 400  # of the budget, for trying the last rates ...
 FALLING_SHARE, MOST_FALLING = 0.2, 4_000  # ... and where they fell in the last window: stiff directions come and go

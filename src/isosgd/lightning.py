@@ -1,0 +1,72 @@
+"""Lightning: a callback that samples around the network at the end of a fit (``pip install "isosgd[lightning]"``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from isosgd.posterior import Posterior
+from isosgd.trainers import AfterFit, What
+
+try:
+    import lightning.pytorch as pl
+except ImportError as error:
+    raise ImportError('isosgd.lightning needs Lightning: pip install "isosgd[lightning]"') from error
+
+
+class Sampling(pl.Callback):
+    """The last phase of a fit: draws around the network that was trained, on the training loader.
+
+    When training ends, `isosgd.sample` runs on the loader of the fit with the network as its start; validation data, if
+    there are some, choose the temperature. Then ``trainer.predict`` gives the average over the draws. The draws are
+    those of ``sample(target, loader, starts=[module])`` for the same seed and the same batches: that is what is called.
+
+    Args:
+        what: the likelihood of the module's ``forward`` (see `isosgd.Target.from_module`); or a function from the
+            `LightningModule` to a `Target`, such as
+            ``lambda module: Target.from_module(module.net, "categorical", weight_decay=1e-4)``.
+        settings: of `isosgd.sample`: ``draws``, ``store``, ``temperature``, ``seed`` and so on.
+
+    Attributes:
+        posterior: the draws, after the fit.
+    """
+
+    def __init__(self, what: What, **settings: Any) -> None:
+        self.after_fit = AfterFit(what, settings)
+
+    @property
+    def posterior(self) -> Posterior | None:
+        """The draws; None before the fit has ended."""
+        return self.after_fit.posterior
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse what cannot be sampled before time is spent on it."""
+        if trainer.world_size > 1:
+            raise RuntimeError(
+                f"sampling on {trainer.world_size} devices is not supported: fit with Trainer(devices=1), or call "
+                "isosgd.sample(starts=[module]) after the fit"
+            )
+        self.after_fit.check(pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Sample."""
+        held_out = trainer.val_dataloaders
+        self.after_fit.sample(pl_module, trainer.train_dataloader, held_out if held_out else None)
+
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """From here on predictions are averages over draws: means of y, class probabilities of classes."""
+        posterior = self.posterior
+        if posterior is None:
+            raise RuntimeError("there are no draws to predict by: fit first, with this callback")
+
+        def average(batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Tensor:
+            assert posterior.target is not None
+            inputs = posterior.target.inputs_of(batch)
+            return posterior.predict(inputs[0] if isinstance(inputs, tuple) and len(inputs) == 1 else inputs).mean
+
+        pl_module.predict_step = average  # type: ignore[method-assign]
+
+    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The module's own way again."""
+        del pl_module.predict_step

@@ -1,0 +1,585 @@
+"""The warm-up that a sampler drives itself, in a loop that only calls ``backward`` and ``step``.
+
+A loop shows nothing but gradients: no loss, no second gradient on one minibatch. So
+
+- *noise vectors* are differences of successive gradients over sqrt(2), which are centred wherever the chain is: how far
+  a start is from the data does not count as noise. A loop that has something better passes ``step(noise=...)``;
+- *optimising* is by Adam's steps. They are lengthened while successive gradients agree, and cut where these no longer
+  point the same way (Pflug 1990), until they are as short as the posterior is wide. Then the place is averaged;
+- *warming up* begins with steps that do not move and show the noise of this place alone. Windows that double follow, in
+  which the chain samples; rates fall at once where they must, and rise by at most 2 from window to window;
+- *curvature* is the Fisher information ``n Var(g)``, unless gradients change with the place by significantly more than
+  that says: a line through gradients over places, along the directions with most noise;
+- *sampling* begins when in two successive windows rates hardly changed and the mean gradient is what it can be at
+  stationarity. Rates are frozen then.
+
+References:
+    Pflug (1990), Non-asymptotic confidence bounds for stochastic approximation algorithms with constant step size.
+    Kingma, Ba (2015), Adam.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from isosgd.errors import DivergedError, warn_caller
+from isosgd.geometry.base import FIRST_RATIO, Geometry
+from isosgd.noise import Uses, join
+from isosgd.samplers.groups import Group
+
+if TYPE_CHECKING:
+    from isosgd.samplers.base import Sampler
+
+Phase = Literal["optimising", "warming up", "sampling"]
+OPTIMISING, WARMING_UP, SAMPLING = "optimising", "warming up", "sampling"
+
+MOST_STEPS = 20_000  # of the whole warm-up, unless the user says
+MOST_OPTIMISATION_SHARE = 0.5
+OPTIMISATION_WINDOW = 100
+FIRST_LENGTH, LENGTH_AT_ZERO = 0.03, 0.006  # of Adam's first steps: a share of a group's size, or that of zeros
+ADAM_MEMORY = 0.9, 0.99
+AGREEMENT = 0.5  # correlation of successive gradients above which a start is far away
+SHORT = 0.5  # of a posterior deviation: steps that need not be shorter
+SHORTEST = 2.0**-12  # times the longest step
+FIRST_WINDOW, LEAST_LAST_WINDOW, ADAPT_EVERY = 50, 400, 20
+PAIR_EVERY = 2
+FOLLOW_EVERY, FOLLOW_GEOMETRY_EVERY = 16, 128  # steps between noise vectors, once rates are frozen
+SETTLED_RATIO, SIGNAL_RATIO, RELAXATIONS = 1.5, 2.0, 5.0
+SURE = 3.0  # standard errors
+DRIFTING = 4.0
+PROBES = 8  # directions along which the curvature is compared with that of a geometry
+SAFE = 2.0  # times that curvature: directions differ
+MOST_RESTARTS = 10
+SLOWER = 4.0
+
+
+class Line:
+    """Straight lines through points that come one after the other, several at once: slopes and their errors.
+
+    Example:
+        >>> line = Line(1, torch.device("cpu"))
+        >>> for x in range(10):
+        ...     line.take(torch.tensor([float(x)]), torch.tensor([3.0 * x + (-1) ** x]))
+        >>> [round(float(found), 1) for found in line.slopes()]
+        [2.9, 0.1]
+    """
+
+    kept = ("count", "sums")
+
+    def __init__(self, lines: int, device: torch.device) -> None:
+        self.count, self.sums = 0, torch.zeros(5, lines, dtype=torch.float64, device=device)
+
+    def take(self, x: Tensor, y: Tensor) -> None:
+        """Take in a point of each line."""
+        x, y = x.double(), y.double()
+        self.sums += torch.stack([x, y, x * x, x * y, y * y])
+        self.count += 1
+
+    def slopes(self, pooled: bool = False) -> tuple[Tensor, Tensor]:
+        """Slope of each line and its standard error; ``pooled`` for one slope of all."""
+        x, y, xx, xy, yy = self.sums
+        xx, xy, yy = xx - x * x / self.count, xy - x * y / self.count, yy - y * y / self.count
+        if pooled:
+            xx, xy, yy = (total.sum().reshape(1) for total in (xx, xy, yy))
+        slope = xy / xx.clamp_min(torch.finfo(xx.dtype).tiny)
+        freedom = max(self.count - 2, 1) * (self.sums.shape[1] if pooled else 1)
+        error = ((yy - slope * xy).clamp_min(0.0) / freedom / xx.clamp_min(torch.finfo(xx.dtype).tiny)).sqrt()
+        return slope, error
+
+
+class OwnWarmup:
+    """The warm-up of a sampler by itself. `step` is called once for each step of the sampler.
+
+    Args:
+        sampler: which is driven.
+        budget: steps that it takes, all of them; None for as many as it takes, up to a limit.
+        by_scheme: whether the sampler estimates its rates by a scheme of its own, and only takes noise vectors.
+
+    Attributes:
+        phase: ``optimising``, ``warming up`` or ``sampling``.
+        spent: steps so far.
+        reason: why rates were frozen before they settled; empty where they had.
+        curvatures: of ``f / N`` in each group, that rates were set from.
+        optimisation: steps of the optimisation.
+    """
+
+    kept = (
+        *("phase", "spent", "holding", "length", "place", "settled_before", "optimisation", "reason", "factor"),
+        *("longest", "mean", "square", "lengths", "centre", "pflug", "noise_square", "before", "start", "halves"),
+        *("line", "signal", "joint", "curvatures", "caution", "restarts", "old_rates", "images", "axes", "corrected"),
+        *("structure",),
+    )
+
+    def __init__(self, sampler: Sampler, budget: int | None, by_scheme: bool = False) -> None:
+        if sampler.batch_size is None and not by_scheme:
+            raise ValueError(
+                f"{type(sampler).__name__} finds its own rate in a loop from the gradient noise of minibatches: pass "
+                "batch_size=n, the examples behind each step, or a rate of your own"
+            )
+        if budget is not None and budget < 2 * FIRST_WINDOW and not by_scheme:
+            raise ValueError(
+                f"warmup = {budget} is too short to measure anything: give at least {2 * FIRST_WINDOW} "
+                f"({8 * FIRST_WINDOW} or more to settle), or leave it out"
+            )
+        self.sampler, self.budget, self.by_scheme = sampler, budget, by_scheme
+        self.total = MOST_STEPS if budget is None else budget
+        first = sampler.param_groups[0]["params"][0]
+        self.device = first.device
+        count = len(sampler.param_groups)
+        self.phase: str = OPTIMISING
+        self.spent = self.place = self.optimisation = self.restarts = 0
+        self.holding, self.settled_before = False, False
+        self.length = max(min(OPTIMISATION_WINDOW, self.total // 16), 5)
+        self.reason, self.caution = "", 1.0
+        self.factor = self.longest = 1.0  # of Adam's steps
+        self.mean: list[Tensor] = []
+        self.square: list[Tensor] = []
+        self.noise_square: list[Tensor] = []  # of successive differences, while optimising
+        self.lengths: list[float] = []
+        self.centre: list[Tensor] = []  # the mean place
+        self.pflug = torch.zeros(3, dtype=torch.float64, device=self.device)  # sums of a product, its square, a square
+        self.before: list[Tensor] = []  # the gradient of the last step
+        self.last: list[Tensor] = []  # the same, in the step after it
+        self.start: list[Tensor] = []  # where a window began
+        self.halves: list[list[Tensor]] = []  # sums of the gradients in the halves of a window
+        self.line = Line(count, self.device)
+        self.signal = torch.zeros(3, count, dtype=torch.float64, device=self.device)
+        self.joint = torch.zeros(count, count, dtype=torch.float64, device=self.device)
+        self.curvatures: list[float] = []
+        self.old_rates: list[float] = []
+        self.images: list[Tensor] = []  # directions of a window, and what they are multiplied with to get a curvature
+        self.axes: list[Tensor] = []
+        self.corrected = False
+        self.structure = ""
+        self._remember_settings()
+
+    def _remember_settings(self) -> None:
+        self.corrected = self.sampler.corrected
+        self.structure = "" if self.sampler.geometry is None else self.sampler.geometry.name
+
+    # -- what the sampler has -----------------------------------------------------------------------------------------
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups of parameters."""
+        return self.sampler.param_groups
+
+    @property
+    def params(self) -> list[Tensor]:
+        """All parameters, in their order."""
+        return [p for group in self.groups for p in group["params"]]
+
+    def gradients(self) -> list[Tensor]:
+        """Copies of all gradients; zeros where a parameter has none."""
+        return [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in self.params]
+
+    @property
+    def geometry(self) -> Geometry | None:
+        """A Lambda that knows directions."""
+        return self.sampler.geometry
+
+    def by_group(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors like the parameters, as one flat vector for each group."""
+        found, vectors = [], iter(tensors)
+        for group in self.groups:
+            found.append(join([next(vectors) for _ in group["params"]]).float())
+        return found
+
+    def dots(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+        """Inner products of each group's parts."""
+        return torch.stack([(x * y).sum() for x, y in zip(self.by_group(a), self.by_group(b), strict=True)]).double()
+
+    # -- noise vectors ------------------------------------------------------------------------------------------------
+
+    def noise(self, given: Sequence[Tensor] | None) -> Sequence[Tensor] | None:
+        """The noise vector of this step, where one is to be taken in: the one given, or a difference of gradients."""
+        if self.by_scheme:
+            self.phase = WARMING_UP if self.sampler.warming else SAMPLING
+            if given is not None or not self.sampler.estimator.centred:
+                return given
+        if self.phase != SAMPLING:
+            now = self.gradients()
+            self.last, self.before = self.before, now
+            if given is None and not self.last:
+                return None
+            return given if given is not None else self._difference(now, self.last)
+        if not (any(self.sampler.noise.uses) or self.geometry is not None):
+            return None  # nothing depends on it any more
+        if given is not None:
+            return given
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None
+        every = FOLLOW_EVERY if self.geometry is None else FOLLOW_GEOMETRY_EVERY
+        turn = self.groups[0]["step"] % every
+        last, self.before = self.before, self.gradients() if turn == every - 1 else []
+        return self._difference(self.gradients(), last) if turn == 0 and last else None
+
+    def _difference(self, now: Sequence[Tensor], last: Sequence[Tensor]) -> list[Tensor]:
+        return list(torch._foreach_mul(torch._foreach_sub(list(now), list(last)), math.sqrt(0.5)))
+
+    # -- the phases ---------------------------------------------------------------------------------------------------
+
+    def step(self, noise: Sequence[Tensor] | None) -> bool:
+        """Take in what a step shows; whether the sampler is to make its own move."""
+        self.spent += 1
+        if self.phase == OPTIMISING:
+            self._optimise(noise)
+            return False
+        if self.holding:
+            self._hold(noise)
+            return False
+        self._in_window(noise)
+        return True
+
+    def stepped(self) -> None:
+        """The sampler has made its move."""
+        if self.by_scheme:
+            self.phase = WARMING_UP if self.sampler.warming else SAMPLING
+            return
+        if self.phase != WARMING_UP or self.holding:
+            return
+        self.place += 1
+        ended = self.place >= self.length
+        if ended or self.place % ADAPT_EVERY == 0:
+            finite = all(bool(torch.isfinite(total)) for total in torch._foreach_norm(self.params))
+            if not finite:
+                self._restart()
+            elif ended:
+                self._end_window()
+            else:
+                self._adapt(rise=1.0)
+
+    # -- initial optimisation -----------------------------------------------------------------------------------------
+
+    def _optimise(self, noise: Sequence[Tensor] | None) -> None:
+        params, grads = self.params, [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.params]
+        if not self.mean:
+            self.mean = [torch.zeros_like(p, dtype=torch.float32) for p in params]
+            self.square = [torch.zeros_like(x) for x in self.mean]
+            self.noise_square = [torch.zeros_like(x) for x in self.mean]
+            self.centre = [torch.zeros_like(x) for x in self.mean]
+            for group in self.groups:
+                size = float(join([p.detach().float() for p in group["params"]]).square().mean().sqrt())
+                self.lengths += [FIRST_LENGTH * size if size > 0 else LENGTH_AT_ZERO] * len(group["params"])
+        first, second = ADAM_MEMORY
+        last = self.last
+        grads = [g.float() for g in grads]
+        torch._foreach_lerp_(self.mean, grads, 1.0 - first)
+        torch._foreach_lerp_(self.square, torch._foreach_mul(grads, grads), 1.0 - second)
+        if noise is not None:
+            vectors = [d.float() for d in noise]
+            weight = max(1.0 - second, 1.0 / self.spent)
+            torch._foreach_lerp_(self.noise_square, torch._foreach_mul(vectors, vectors), weight)
+        mean_factor, square_factor = 1.0 - first**self.spent, 1.0 - second**self.spent
+        agreement = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for i, (p, m, s, g) in enumerate(zip(params, self.mean, self.square, grads, strict=True)):
+            scale = (s / square_factor).sqrt().add_(1e-20)
+            if last:
+                products = torch.stack([(g * last[i].float() / scale).sum(), (g * g / scale).sum()])
+                agreement += products.double()
+            p.sub_((self.factor * self.lengths[i] / mean_factor * m / scale).to(p.dtype))
+        self.pflug += torch.stack([agreement[0], agreement[0] ** 2, agreement[1]])
+        self.place += 1
+        if self.place > self.length // 2:
+            weight = 1.0 / (self.place - self.length // 2)
+            torch._foreach_lerp_(self.centre, [p.float() for p in params], weight)
+        if self.place >= self.length:
+            self._end_optimisation_window()
+
+    def _end_optimisation_window(self) -> None:
+        total, squares, lengths = self.pflug.tolist()
+        if not math.isfinite(total):
+            raise DivergedError(
+                f"after {self.spent} steps a gradient is not finite: check the loss, the data and the start",
+                step=self.spent, group=None, state={},
+            )  # fmt: skip
+        self.pflug.zero_()
+        over = self.spent >= MOST_OPTIMISATION_SHARE * self.total
+        self.place = 0
+        significant = total > 2.0 * math.sqrt(max(squares - total**2 / self.length, 0.0))
+        if not over and significant:
+            if total > AGREEMENT * lengths:
+                self.factor *= 2.0
+                self.longest = max(self.longest, self.factor)
+            return
+        if not over and not self._short_enough() and self.factor > SHORTEST * self.longest:
+            self.factor /= SLOWER
+            return
+        if not significant:  # around a mode: its middle is nearer to it than the last step
+            torch._foreach_copy_(self.params, self.centre)
+        self.mean = self.square = self.noise_square = self.centre = []
+        self.before, self.lengths = [], []
+        self.optimisation, self.phase = self.spent, WARMING_UP
+        self.holding, self.length = True, self._first_length()
+
+    def _short_enough(self) -> bool:
+        """Whether steps are short beside the posterior, as wide as the Fisher information says."""
+        first = 0  # parameter of the group: all of one have steps of one length
+        for group, square in zip(self.groups, self.by_group(self.noise_square), strict=True):
+            length, first = self.lengths[first], first + len(group["params"])
+            information = group["num_data"] * self._batch_size * float(square.mean())
+            deviation = math.sqrt(max(group["temperature"], 1e-12) / information) if information > 0 else math.inf
+            if self.factor * length > SHORT * deviation:
+                return False
+        return True
+
+    @property
+    def _batch_size(self) -> int:
+        assert self.sampler.batch_size is not None
+        return self.sampler.batch_size
+
+    # -- the noise of one place ---------------------------------------------------------------------------------------
+
+    def _first_length(self) -> int:
+        return FIRST_WINDOW if self.geometry is None else max(FIRST_WINDOW, self.geometry.min_vectors)
+
+    def _hold(self, noise: Sequence[Tensor] | None) -> None:
+        if noise is not None:
+            self.sampler.observe(list(noise))
+            self.place += 1
+        ready = self.geometry is not None or self.sampler.noise.ready()
+        if self.place < self.length or not ready:
+            return
+        for group in self.groups:
+            if self.geometry is None and self.sampler.noise.of_group(group) is None:
+                raise RuntimeError(
+                    f"group {group['name']!r} never had a gradient: leave it out of params, or requires_grad_(False)"
+                )
+        self.curvatures = [FIRST_RATIO * h for h in self._fisher()]
+        self._choose_correction()
+        self.sampler.adapt(self.curvatures, **self._prior(2.0))
+        self.holding = False
+        self._begin_window(FIRST_WINDOW)
+
+    def _prior(self, rise: float) -> dict[str, Any]:
+        """What a geometry is told of the curvature of the prior: that of weight decay."""
+        if self.geometry is None:
+            return {}
+        return {
+            "prior": [
+                torch.full_like(p, group["weight_decay"] * group["num_data"])
+                for group in self.groups
+                for p in group["params"]
+            ]
+        }
+
+    def _fisher(self) -> list[float]:
+        """The largest curvature of each group by the noise of its gradients, and of all groups together."""
+        if self.geometry is not None:
+            return [1.0] * len(self.groups) if not self.geometry.known else self.curvatures
+        tops = [float(self.sampler.noise.summary(group, "top")) for group in self.groups]
+        return [2.0 * self._batch_size * b + g["weight_decay"] for b, g in zip(tops, self.groups, strict=True)]
+
+    def _choose_correction(self) -> None:
+        """Take gradient noise out of what is injected, where nobody said and where that allows larger rates."""
+        sampler = self.sampler
+        if sampler.chooses_correction:
+            ratio = 0.0
+            for group in self.groups:
+                top = float(sampler.noise.summary(group, "top")) / sampler.bias
+                longest = float(sampler.noise.longest(group))
+                ratio += math.log(max(top, 1e-300) / max(longest, 1e-300))
+            sampler.corrected = ratio > 0
+            sampler.noise.uses = Uses(vectors=sampler.corrected)
+        self._remember_settings()
+
+    # -- windows ------------------------------------------------------------------------------------------------------
+
+    def _begin_window(self, length: int) -> None:
+        left = self.total - self.spent
+        self.length = left if self.budget is not None and left < 3 * length else min(length, max(left, 1))
+        self.place = 0
+        self.start = [p.detach().clone() for p in self.params]
+        self.halves = []
+        self.signal.zero_()
+        self.joint.zero_()
+        self.old_rates = [float(group["rate"]) for group in self.groups]
+        self._choose_directions()
+        self.sampler.forget_noise()
+        self.before = []
+
+    def _choose_directions(self) -> None:
+        """Directions along which the curvature is looked at until the window ends."""
+        geometry = self.geometry
+        if geometry is None:
+            found = [self.sampler.noise.seen_of_group(group)["top"].clone() for group in self.groups]
+            self.images = self.axes = [u / u.norm().clamp_min(1e-30) for u in found]
+        else:
+            # A direction in which noise and H say that the curvature is 1: an image w = H t, and t itself.
+            shape = (min(PROBES, geometry.total), geometry.total)
+            drawn = torch.randn(shape, generator=self.sampler.generator, device=self.device, dtype=geometry.dtype)
+            axes = [geometry.direction(x.unsqueeze(0)).squeeze(0) / geometry.unit_rate for x in drawn]
+            scales = [(x * t).sum().clamp_min(1e-36).sqrt() for x, t in zip(drawn, axes, strict=True)]
+            self.images = [x / s for x, s in zip(drawn, scales, strict=True)]
+            self.axes = [t / s for t, s in zip(axes, scales, strict=True)]
+        self.line = Line(len(self.axes), self.device)
+
+    def _in_window(self, noise: Sequence[Tensor] | None) -> None:
+        i, grads = self.place, [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.params]
+        moved = torch._foreach_sub([p.detach() for p in self.params], self.start)
+        if self.geometry is None:
+            places, pulls = self.by_group(moved), self.by_group(grads)
+        else:
+            places, pulls = ([join([t.float() for t in each])] * len(self.axes) for each in (moved, grads))
+        x = torch.stack([(w * a).sum() for w, a in zip(self.images, places, strict=True)])
+        y = torch.stack([(t * g).sum() for t, g in zip(self.axes, pulls, strict=True)])
+        self.line.take(x, y)
+        half = min(2 * i // max(self.length, 1), 1)
+        if half == len(self.halves):
+            self.halves.append([torch.zeros_like(g, dtype=torch.float32) for g in grads])
+        torch._foreach_add_(self.halves[half], [g.float() for g in grads])
+        if noise is None or not self.last:
+            return
+        if i % PAIR_EVERY == 1 or self.length < PAIR_EVERY:
+            self.sampler.observe(list(noise))
+        # Of two successive gradients the noise is independent: their product is the squared mean gradient's.
+        product = self._whitened_dots(grads, self.last)
+        self.signal += torch.stack([product, product**2, torch.ones_like(product)])
+        if self.geometry is None:
+            z = torch.stack(
+                [(u * d).sum() for u, d in zip(self.axes, self.by_group(list(noise)), strict=True)]
+            ).double()
+            self.joint += torch.outer(z, z)
+
+    def _whitened_dots(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+        if self.geometry is None:
+            return self.dots(a, b)
+        flat_a, flat_b = (join([t.float() for t in each]).unsqueeze(0) for each in (a, b))
+        whole = (flat_a * self.geometry.direction(flat_b)).sum().double()
+        return whole.expand(len(self.groups))
+
+    def _measured(self) -> list[float]:
+        """The curvature of each group by noise and by how gradients change."""
+        slope, error = self.line.slopes(pooled=self.geometry is not None)
+        sure = slope > SURE * error
+        if self.geometry is not None:
+            # Over H; where the slope is lost in noise, steps are too small for a moderate curvature to matter.
+            ratio = SAFE * float(slope) if bool(sure) and self.line.count >= ADAPT_EVERY else FIRST_RATIO
+            share = max(ratio, 1.0) * self.caution * float(self.geometry.unit_rate)
+            return [share / float(group["rate"]) for group in self.groups]
+        beyond = (
+            torch.where(sure, slope - error, 0.0).tolist() if self.line.count >= ADAPT_EVERY else [0.0] * len(slope)
+        )
+        factor = self._joint_factor() * self.caution
+        return [factor * max(h, s) for h, s in zip(self._fisher(), beyond, strict=True)]
+
+    def _joint_factor(self) -> float:
+        """How much stiffer the groups are together than alone, by the correlations of their noise."""
+        scale = self.joint.diagonal().clamp_min(1e-300).rsqrt()
+        if len(self.groups) == 1 or not bool((self.joint.diagonal() > 0).all()):
+            return 1.0
+        return max(1.0, float(torch.linalg.eigvalsh(self.joint * scale[:, None] * scale[None, :])[-1]))
+
+    def _adapt(self, rise: float) -> None:
+        if self.geometry is None and not self.sampler.noise.ready():
+            return
+        self.curvatures = self._measured()
+        self.sampler.adapt(self.curvatures, rise, **(self._prior(rise) if rise > 1.0 else {}))
+
+    def _restart(self) -> None:
+        """Back to where the window began, and slower."""
+        self.restarts += 1
+        if self.restarts > MOST_RESTARTS:
+            raise DivergedError(
+                f"the chain ran away {self.restarts} times in its warm-up, at ever smaller rates: check the data, and "
+                "the loss, which must be a mean over examples",
+                step=self.spent, group=None, state={},
+            )  # fmt: skip
+        torch._foreach_copy_(self.params, self.start)
+        for p in self.params:
+            if "velocity" in self.sampler.state[p]:
+                self.sampler.state[p]["velocity"].zero_()
+        self.caution *= SLOWER
+        self.sampler.forget_noise(void=True)
+        if self.geometry is not None:
+            self.geometry.slow(torch.full_like(self.geometry.factor, SLOWER))
+        else:
+            self.curvatures = [SLOWER * h for h in self.curvatures]
+            self.sampler.adapt(self.curvatures, rise=1.0)
+        self.settled_before = False
+        self._begin_window(self.length)
+
+    def _end_window(self) -> None:
+        early = self.geometry is not None and self.length < LEAST_LAST_WINDOW
+        self._choose_correction()
+        self._adapt(rise=10.0 if early else 2.0)
+        over = self.spent >= self.total
+        self.reason = self._unsettled(over)
+        least = LEAST_LAST_WINDOW if self.geometry is None else max(LEAST_LAST_WINDOW, 8 * self.geometry.min_vectors)
+        done = self.budget is None and not self.reason and self.settled_before and self.length >= least
+        if over or done:
+            self._finish()
+            return
+        self.settled_before = not self.reason
+        self._begin_window(2 * self.length)
+
+    def _finish(self) -> None:
+        if self.reason:
+            warn_caller(f"the warm-up of {self.spent} steps did not settle: {self.reason}; draws may be off")
+        self.phase = SAMPLING
+        self.start, self.halves, self.images, self.axes, self.before = [], [], [], [], []
+        self.sampler.fit_schedule(self.spacing)
+        self.sampler.freeze()
+        self.sampler.refresh()
+        self.sampler.hand_over_rates()
+
+    @property
+    def relaxation(self) -> float:
+        """Steps in which a chain forgets where it was, along the stiffest direction of the slowest group."""
+        pulls = [float(group["rate"]) * h for group, h in zip(self.groups, self.curvatures, strict=True)]
+        return self.sampler.friction / max(min(pulls), 1e-12)
+
+    @property
+    def spacing(self) -> int:
+        """Steps between draws that are worth keeping: half an autocorrelation time, as far as it is known."""
+        return max(1, math.ceil(max(self.relaxation, 1.0 / self.sampler.friction)))
+
+    def _unsettled(self, last: bool) -> str:
+        """Why the chain has not settled; empty when it has."""
+        groups, temperature = self.groups, self.groups[0]["temperature"]
+        if not temperature:
+            return ""
+        ratios = [float(group["rate"]) / old for group, old in zip(groups, self.old_rates, strict=True)]
+        if last:
+            ratios = [min(ratio, 1.0) for ratio in ratios]
+        for group, ratio in zip(groups, ratios, strict=True):
+            if max(ratio, 1.0 / ratio) > SETTLED_RATIO:
+                name = group["name"]
+                return f"the rate of group {name!r} still changes (by {ratio:.2f} in the last {self.length} steps)"
+        total, squares, count = self.signal.tolist()
+        sizes = [sum(p.numel() for p in group["params"]) for group in groups]
+        every = sum(sizes)
+        for i, (group, h) in enumerate(zip(groups, self.curvatures, strict=True)):
+            mean = total[i] / max(count[i], 1.0)
+            error = SURE * math.sqrt(max(squares[i] / max(count[i], 1.0) - mean**2, 0.0) / max(count[i], 1.0))
+            bound = group["temperature"] * h * sizes[i] / group["num_data"]
+            if self.geometry is not None:
+                bound = group["temperature"] * float(group["rate"]) * h * every / group["num_data"]
+            if mean - error > SIGNAL_RATIO * bound:
+                return (
+                    f"the gradient of group {group['name']!r} is still {math.sqrt(mean / bound):.1f} times what it can "
+                    "be at stationarity: the chain is on its way"
+                )
+        if self.length < RELAXATIONS * self.relaxation:
+            return (
+                f"{self.length} steps are few beside the {self.relaxation:.0f} in which the chain forgets where it was"
+            )
+        return self._drifting()
+
+    def _drifting(self) -> str:
+        """Whether the mean gradient of the window's first half shows again in its second."""
+        if len(self.halves) < 2 or self.geometry is not None:
+            return ""
+        half = self.length / 2
+        products = self.dots(*self.halves) / half**2
+        for group, found in zip(self.groups, products.tolist(), strict=True):
+            noise = self.sampler.noise
+            spread = 2.0 * math.sqrt(float(noise.summary(group, "top")) * float(noise.summary(group, "sum"))) / half
+            if found > DRIFTING * spread:
+                return f"the gradient of group {group['name']!r} points the same way all through the last window"
+        return ""
