@@ -181,7 +181,9 @@ def sampled(
     else:
         given = lengths(pair, sets, epochs) | given
     given["starts"] = [dict(one.state) for one in starts]
-    given = {"batch_size": pair.batch, "transform": sets.transform, "seed": seed, "progress": False} | given
+    if pair.likelihood != "gaussian":  # a regression of few rows is sampled on all of them
+        given.setdefault("batch_size", pair.batch)
+    given = {"transform": sets.transform, "seed": seed, "progress": False} | given
     posterior = isosgd.sample(target, sets.train, **given)
     if not pair.gpu:
         return posterior

@@ -16,7 +16,7 @@ from isosgd.diagnostics.audit import audit
 from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.posterior import Comparison, Posterior, Prediction
 from isosgd.samplers import ISGD, METHODS, PRESETS, SGHMC, SGLD, SGNHT, VSGD, Sampler
-from isosgd.sampling import Collector, Interrupted, load, methods, resume, sample
+from isosgd.sampling import LLC, Collector, Interrupted, llc, load, merge, methods, resume, sample
 from isosgd.target import Target, likelihoods, priors
 from isosgd.warmup import GroupReport, WarmupReport
 
@@ -24,6 +24,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ISGD",
+    "LLC",
     "METHODS",
     "PRESETS",
     "SGHMC",
@@ -44,7 +45,9 @@ __all__ = [
     "WarmupReport",
     "audit",
     "likelihoods",
+    "llc",
     "load",
+    "merge",
     "methods",
     "noise",
     "priors",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TextIO
 
@@ -37,10 +38,13 @@ class Progress:
         total: steps expected in all; may be corrected as more is known.
         show: False for silence.
         stream: where to write, standard error by default.
+        beat: called at every step, whether anything is shown or not.
     """
 
-    def __init__(self, total: int, show: bool = True, stream: TextIO | None = None) -> None:
-        self.total, self.done = max(total, 1), 0
+    def __init__(
+        self, total: int, show: bool = True, stream: TextIO | None = None, beat: Callable[[], None] | None = None
+    ) -> None:
+        self.total, self.done, self.beat = max(total, 1), 0, beat
         self.stream = stream or sys.stderr
         self.terminal = show and self.stream.isatty()
         self.logs = show and not self.terminal
@@ -64,6 +68,8 @@ class Progress:
     def advance(self, stage: str, steps: int = 1) -> None:
         """Count ``steps`` more, and show it if it is time."""
         self.done += steps
+        if self.beat is not None:
+            self.beat()
         if not (self.terminal or self.logs):
             return
         now = time.monotonic()

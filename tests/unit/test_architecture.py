@@ -199,12 +199,7 @@ def test_no_import_circle(part: str) -> None:
     assert circles(imports_in(part)) == []
 
 
-# Priors and likelihoods with a scale or a location in common are three deep still.
-DEEP = pytest.param("target", marks=pytest.mark.xfail(strict=False, reason="_Scaled, _Located"))
-PARTS = [DEEP if part == "target" else part for part in ORDER if part not in ("isosgd", "__main__")]
-
-
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", [part for part in ORDER if part not in ("isosgd", "__main__")])
 def test_no_class_is_more_than_two_of_ours_deep(part: str) -> None:
     deep = []
     for path in modules():

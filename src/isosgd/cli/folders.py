@@ -30,6 +30,8 @@ from isosgd.tables.unlike import Familiar
 
 MANIFEST, TABLE, SCRIPT = "manifest.json", "table.json", "script.json"
 DATA, REPORT = "data.safetensors", "report.html"
+NOTES = (TABLE, SCRIPT, DATA)
+"""What stands beside the draws of a run."""
 USUAL: dict[str, Any] = {
     "method": "isgd", "draws": 100, "chains": 4, "batch_size": None, "keep_every": "auto", "warmup": "auto",
     "temperature": 1.0, "seed": 0, "store_dtype": None, "budget": None,
@@ -89,6 +91,8 @@ class Run:
 
     def commands(self) -> list[str]:
         """What to run to have the draws again; empty where a command line cannot say it."""
+        if Manifest.read(self.folder).parts:
+            return []
         if not self.command:
             line = command_of(self.place, self.folder) if self.place else ""
             return [line] if line else []

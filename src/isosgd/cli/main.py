@@ -117,6 +117,7 @@ COMMANDS = {
     ),
     "sample": Command("sample a target that a Python script makes", runs.add_sample, runs.run_sample),
     "resume": Command("go on with a run that was stopped", runs.add_resume, runs.run_resume),
+    "merge": Command("make one run of several with other seeds", runs.add_merge, runs.run_merge),
     "diagnose": Command("say whether to believe a run, and why", runs.add_diagnose, runs.run_diagnose),
     "report": Command("write a report of a run as one HTML file", runs.add_report, runs.run_report),
     "methods": Command("list every method", add_methods, run_methods),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,17 @@ from isosgd.cli.common import (
     print_json,
     use_machine,
 )
-from isosgd.cli.folders import MANIFEST, USUAL, Run, open_run, refuse_begun, run_of_script, split_place, write_note
+from isosgd.cli.folders import (
+    MANIFEST,
+    NOTES,
+    USUAL,
+    Run,
+    open_run,
+    refuse_begun,
+    run_of_script,
+    split_place,
+    write_note,
+)
 from isosgd.diagnostics.verdict import Verdict
 from isosgd.report.predictions import evaluate, some
 from isosgd.store.manifest import Manifest
@@ -140,6 +151,33 @@ def run_resume(args: argparse.Namespace) -> int:
         )  # fmt: skip
 
     return draw_and_judge(args, found, draw)
+
+
+def add_merge(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the arguments of this command."""
+    parser.description = (
+        "Make one run of several that sampled the same target and data with other seeds, such as those of an array "
+        "job. Draws are copied; diagnose, report, predict and resume then work on all chains."
+    )
+    parser.epilog = "example: isosgd merge runs/houses-* --out runs/houses"
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="folders of the runs")
+    parser.add_argument("--out", metavar="OUT", type=Path, required=True, help="folder of the merged run")
+    add_json(parser, "chains and draws")
+
+
+def run_merge(args: argparse.Namespace) -> int:
+    """Merge."""
+    check_folder(args.out)
+    found = isosgd.merge(args.runs, args.out)
+    for name in NOTES:  # what was sampled is the same in all
+        if (args.runs[0] / name).exists():
+            shutil.copyfile(args.runs[0] / name, args.out / name)
+    if args.json:
+        print_json({"run": args.out, "chains": found.num_chains, "draws": found.num_draws})
+    else:
+        echo(args, f"{args.out}: {found.num_chains} chains of {len(args.runs)} runs, {found.num_draws} draws of each")
+        echo(args, f"next: isosgd diagnose {args.out}")
+    return 0
 
 
 def add_diagnose(parser: argparse.ArgumentParser) -> None:

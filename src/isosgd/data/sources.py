@@ -215,6 +215,7 @@ class IterableBatches:
         self.source, self.device, self.dtype = source, device, dtype
         self.transform = Transformed(transform, seed, device or torch.device("cpu"))
         self._peeked: Batch = None
+        self._passes = 0
         self._begin()
         sampler = getattr(source, "sampler", None)
         if hasattr(sampler, "weights"):
@@ -225,8 +226,19 @@ class IterableBatches:
             )
         self.independent = bool(getattr(sampler, "replacement", False))
 
+    def reseed(self, seed: int) -> None:
+        """Begin anew, with torch's generators, on which the order depends, at a seed."""
+        for generator in self._generators():
+            generator.manual_seed(seed)
+        self._peeked, self._passes = None, 0
+        self._begin()
+
     def _begin(self) -> None:
         """Begin a pass through the data."""
+        set_epoch = getattr(getattr(self.source, "sampler", None), "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(self._passes)  # else a DistributedSampler has the same order in every pass
+        self._passes += 1
         self._before, self._taken = [generator.get_state() for generator in self._generators()], 0
         self._iterator: Iterator[Batch] = iter(self.source)
 
@@ -240,13 +252,14 @@ class IterableBatches:
     def state(self) -> dict[str, Any]:
         """What is needed to go on with the same batches, where that is possible at all."""
         taken = self._taken - (self._peeked is not None)
-        return {"before": self._before, "taken": taken, "transform": self.transform.state()}
+        passes = self._passes - 1
+        return {"before": self._before, "passes": passes, "taken": taken, "transform": self.transform.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave: begin that pass again and skip what was taken from it."""
         for generator, before in zip(self._generators(), state["before"], strict=True):
             generator.set_state(before.cpu())
-        self._peeked = None
+        self._peeked, self._passes = None, state.get("passes", 0)
         self._begin()
         for _ in range(state["taken"]):
             self._take()

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from isosgd.data.sources import Batches
+from isosgd.data.sources import Batches, TensorBatches
 from isosgd.engine.curvature import Curvature, Stiffness
-from isosgd.engine.gradients import Layout, Many, Single, stacked
+from isosgd.engine.gradients import Layout, Many, Parted, Single, stacked
+from isosgd.engine.ranks import Ranks
 from isosgd.errors import DivergedError
 from isosgd.geometry import Full, Geometry
 from isosgd.samplers import ISGD, Sampler
@@ -60,6 +61,7 @@ class Chains:
         compile_after: gradients of many chains after which the rest is compiled; None for never.
         buffers: of the network, which all of these chains have; copies that are theirs.
         given_buffers: names of those that the user gave, for any chain of the run.
+        ranks: processes that share the minibatches of this one chain; None for this process alone.
     """
 
     def __init__(
@@ -74,13 +76,15 @@ class Chains:
         compile_after: int | None = None,
         buffers: Params | None = None,
         given_buffers: Collection[str] = (),
+        ranks: Ranks | None = None,
     ) -> None:
         if not together and len(starts) > 1:
             raise ValueError(f"{len(starts)} chains that are not together: make one Chains for each")
         self.target, self.batches, self.num_data = target, batches, num_data
         self.count = len(starts)
         self.many = self.count if together else None
-        self.differentiate: Single | Many
+        self.ranks = ranks
+        self.differentiate: Single | Many | Parted
         labels = target.layers(starts[0])
         names: dict[str, list[str]] = {}
         for name in starts[0]:
@@ -101,7 +105,9 @@ class Chains:
         temperature = self.sampler.param_groups[0]["temperature"]
         self.prior_weight = target.prior_weight(one, temperature)
         if self.many is None:
-            self.differentiate = Single(target, num_data, self.prior_weight)
+            self.differentiate = single = Single(target, num_data, self.prior_weight)
+            if ranks is not None:
+                self.differentiate = Parted(single, ranks, cut=isinstance(batches, TensorBatches))
         else:
             self.differentiate = Many(target, num_data, self.layout, compile_after, self.prior_weight)
         self.slots: list[slice] = []
@@ -206,7 +212,9 @@ class Chains:
         return loss, gradients, self._finite(loss, gradients)
 
     def check_finite(self) -> None:
-        """Drop chains whose gradients were not finite since the last look."""
+        """Drop chains whose gradients were not finite since the last look; ranks that share a chain must agree."""
+        if self.ranks is not None:
+            self.ranks.check_equal(self.leaves)
         if self.graph is not None and bool(self._suspect):
             self.diverged()
 

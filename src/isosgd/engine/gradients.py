@@ -15,6 +15,7 @@ from torch.func import grad_and_value, vmap
 
 from isosgd.data.sources import Batch, batch_length, halves
 from isosgd.engine.compiled import Compiled, Tensors, repeat
+from isosgd.engine.ranks import Ranks
 from isosgd.native import perceptron
 from isosgd.noise import join_halves
 from isosgd.target import Params, Target
@@ -51,6 +52,56 @@ class Single:
         loss2, g2 = self.target.gradient(params, second, self.num_data, self.prior_weight)
         gradients, noise = join_halves(list(g1), list(g2), sizes)
         return Found((sizes[0] * loss1 + sizes[1] * loss2).unsqueeze(0) / sum(sizes), gradients, noise)
+
+
+class Parted:
+    """Gradients of one chain whose minibatches several ranks share: each takes its part, and the sums are all's.
+
+    Noise vectors are differences between the ranks: the first half of them has the first half of a minibatch, so that
+    they are those of `Single` (up to rounding) without a gradient more.
+
+    Args:
+        single: gradients of a part.
+        ranks: that share minibatches.
+        cut: whether a batch is all of the minibatch, of which each rank takes its part; otherwise it is that part.
+    """
+
+    def __init__(self, single: Single, ranks: Ranks, cut: bool) -> None:
+        self.single, self.ranks, self.cut = single, ranks, cut
+
+    def __call__(self, params: Params, batch: Batch, split: bool = False) -> Found:
+        """As `Single`, at the whole minibatch."""
+        if self.cut:
+            batch = self._part(batch)
+        n = batch_length(batch)
+        loss, gradients, _ = self.single(params, batch)
+        row = torch.cat([g.reshape(-1) for g in gradients] + [loss, torch.ones_like(loss)]) * n
+        sums = row.new_zeros(2 if split else 1, len(row))
+        sums[int(split and self.ranks.place >= self.ranks.shares // 2)] = row
+        self.ranks.sum_(sums)
+        sizes, means = sums[:, -1], (sums / sums[:, -1:])[:, :-1]
+        noise = None
+        if split:
+            n1, n2 = (round(size) for size in sizes.tolist())
+            (whole,), (difference,) = join_halves([means[0]], [means[1]], (n1, n2))
+            noise = self._like(gradients, difference)
+        else:
+            whole = means[0]
+        return Found(whole[-1:], self._like(gradients, whole), noise)
+
+    def _part(self, batch: Batch) -> Batch:
+        """This rank's examples."""
+        n, place, shares = batch_length(batch), self.ranks.place, self.ranks.shares
+        if n < shares:
+            raise ValueError(f"{shares} ranks share a minibatch of {n} examples: give a batch_size of {shares} or more")
+        cut = slice(n * place // shares, n * (place + 1) // shares)
+        return tree_map(lambda t: t[cut] if t.dim() and t.shape[0] == n else t, batch)
+
+    @staticmethod
+    def _like(gradients: Sequence[Tensor], row: Tensor) -> list[Tensor]:
+        """Parts of a flat vector in the shapes and dtypes of the gradients."""
+        parts = torch.split(row[:-1], [g.numel() for g in gradients])
+        return [part.view(g.shape).to(g.dtype) for part, g in zip(parts, gradients, strict=True)]
 
 
 class Layout:

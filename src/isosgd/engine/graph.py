@@ -63,6 +63,8 @@ def unsupported_reason(run: Chains) -> str:
     """Why chains cannot run as CUDA graphs; empty when they can."""
     if not run.leaves[0].is_cuda:
         return "not on a GPU"
+    if run.ranks is not None:
+        return "ranks share every minibatch"
     if run.many is not None:
         return "several chains in one computation"
     if len({x.dtype for x in run.leaves}) > 1:

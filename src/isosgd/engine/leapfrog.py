@@ -26,6 +26,8 @@ MOST = 1 << 16  # steps of a trajectory
 
 def unsupported_reason(run: Chains) -> str:
     """Why HMC cannot take several steps in a call; empty when they can."""
+    if run.ranks is not None:
+        return "ranks share every minibatch"
     if run.leaves[0].device.type != "cpu":
         return "the loop is one of a CPU"
     if sum(run.layout.sizes) > LARGE:

@@ -31,6 +31,8 @@ LARGE = 1 << 20  # parameters of a chain from which a step is more work than to 
 def unsupported_reason(run: Chains) -> str:
     """Why chains cannot take several steps in a call; empty when they can."""
     sampler, batches = run.sampler, run.batches
+    if run.ranks is not None:
+        return "ranks share every minibatch"
     program = sampler.program()
     if isinstance(program, str):
         return program

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from isosgd.data.sources import (
     Batches,
     Data,
     DataSets,
+    IterableBatches,
     Size,
     TensorBatches,
     Transform,
@@ -21,6 +22,7 @@ from isosgd.data.sources import (
 )
 from isosgd.engine.chains import Chains, MakeSampler
 from isosgd.engine.gradients import batchable
+from isosgd.engine.ranks import Ranks
 from isosgd.errors import warn_caller
 from isosgd.target import Target
 
@@ -49,6 +51,8 @@ class Schedule:
         device: where to sample.
         compile_after: gradients of chains that run together after which the rest is compiled; None for never.
         transform: what minibatches go through, on the device.
+        numbers: of the chains that are run here, each on its own; all of them, together if possible, when None.
+        ranks: processes that share the run; None for this one alone.
 
     Attributes:
         engine: ``together``, or why chains run in turn.
@@ -66,13 +70,16 @@ class Schedule:
         device: torch.device | None,
         compile_after: int | None,
         transform: Transform | None = None,
+        numbers: Sequence[int] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        self.compile_after, self.transform = compile_after, transform
+        self.compile_after, self.transform, self.ranks = compile_after, transform, ranks
         self.target, self.data, self.init, self.chains, self.seed, self.device = (
             target, data, init, chains, seed, device
         )  # fmt: skip
         self.sets = data.sets if isinstance(data, DataSets) else 1
         self.count = self.sets * chains
+        self.numbers = numbers
         self.tensors = data.tensors if isinstance(data, DataSets) else as_tensors(data)
         if isinstance(data, DataSets):
             self.num_data = target.num_data or data.num_data
@@ -96,6 +103,12 @@ class Schedule:
 
     def _why_in_turn(self, batch: Any) -> str:
         """Why chains cannot run together; empty when they can."""
+        if self.numbers is not None and self.ranks is not None and self.ranks.shares > 1:
+            return f"each chain by {self.ranks.shares} ranks, {self.ranks.teams} at a time"
+        if self.numbers is not None:
+            return "in turn: each chain has random numbers of its own" + (
+                "" if self.ranks is None else f", {self.ranks.size} ranks"
+            )
         if self.count == 1:
             return "there is one chain"
         if self.tensors is None:
@@ -122,7 +135,7 @@ class Schedule:
     def runs(self, make_sampler: MakeSampler) -> Iterator[tuple[int, Chains]]:
         """What to run, one after the other, each with the index of its first chain."""
         together = self.engine == TOGETHER
-        for index in range(1 if together else self.count):
+        for index in range(1 if together else self.count) if self.numbers is None else self.numbers:
             words = np.random.SeedSequence((self.seed, index)).generate_state(2, np.uint32)
             chain_seed, batch_seed = (int(word) for word in words)
             batches: Batches
@@ -132,6 +145,8 @@ class Schedule:
                 batches = TensorBatches(self.tensors, self.given_size, batch_seed, self.count, rows, self.transform)
             else:
                 batches = self._batches(index, batch_seed, self.given_size)
+                if self.numbers is not None and isinstance(batches, IterableBatches):
+                    batches.reseed(batch_seed)  # the order is this chain's, whatever ran here before it
             numbers = range(self.count) if together else [index]
             starts = [self.target.initial(start_of(self.init, k), device=self.device) for k in numbers]
             yield (
@@ -147,6 +162,7 @@ class Schedule:
                     compile_after=self.compile_after,
                     buffers=self.target.initial_buffers(start_of(self.init, index), starts[0]),
                     given_buffers=self.given_buffers,
+                    ranks=self.ranks if self.ranks is not None and self.ranks.shares > 1 else None,
                 ),
             )
 

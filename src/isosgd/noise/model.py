@@ -39,14 +39,15 @@ class Uses(NamedTuple):
 class NoiseModel:
     """The gradient noise of a sampler: an optimizer, in whose groups and state everything is kept.
 
-    ``uses`` says what the sampler's steps depend on; the generator is for start vectors.
+    ``uses`` says what the sampler's steps depend on; the generator is for start vectors. Where steps and rates depend
+    on variances alone, a group's vectors are for reports, and every ``vectors_every``-th will do.
     """
 
     def __init__(
         self, optimizer: Optimizer, estimator: NoiseEstimator, generator: torch.Generator, batched: bool
     ) -> None:
         self.optimizer, self.estimator, self.generator, self.batched = optimizer, estimator, generator, batched
-        self.uses = Uses()
+        self.uses, self.vectors_every = Uses(), 1
         self.reset()
 
     def reset(self) -> None:
@@ -65,17 +66,20 @@ class NoiseModel:
         if noise is not None:
             self.check(noise)
         followed: dict[int, list[tuple[dict[str, Any], Tensor]]] = {}  # by the number of vectors seen before
+        turned: list[tuple[Group, dict[str, Any]]] = []  # groups whose ring has another vector
         for group, seen_now in self.by_group(noise):
             if not seen_now:
                 continue
             states = [self.state_of(p) for p, _ in seen_now]
             vectors = [d.to(s["variance"].dtype) for s, (_, d) in zip(states, seen_now, strict=True)]
-            variances, vectors_too = self.uses if group["frozen"] else (True, True)
+            variances, vectors_too = self.uses if group["frozen"] else (True, group["seen"] % self.vectors_every == 0)
             if variances:
                 followed.setdefault(group["seen"], []).extend(zip(states, vectors, strict=True))
             if vectors_too:
                 self._take_group(group, states[0], vectors)
+                turned.append((group, states[0]))
             group["seen"] += 1
+        self._take_lengths(turned)
         for seen, pairs in followed.items():
             self.estimator.update([state for state, _ in pairs], [d for _, d in pairs], seen)
 
@@ -116,10 +120,16 @@ class NoiseModel:
         if not group["frozen"]:
             power_step(state["top"], row, max(1.0 - self.estimator.momentum, 1.0 / (group["seen"] + 1), 0.01))
         group["vectors"] += 1
-        self._spectra[id(group)] = spectrum = ring_spectrum(ring)
-        # A ring that is not full, or holds vectors of an older window, says little: such lengths are soon written over.
-        index = max(group["seen"] - slots, 0) % LENGTHS_KEPT
-        state["longest"][index] = spectrum[0].amax(-1) / min(group["vectors"], slots)
+
+    def _take_lengths(self, turned: Sequence[tuple[Group, dict[str, Any]]]) -> None:
+        """How long the outer products of each ring are now."""
+        for (group, state), spectrum in zip(turned, ring_spectra([s["ring"] for _, s in turned]), strict=True):
+            self._spectra[id(group)] = spectrum
+            slots = state["ring"].shape[-2]
+            # A ring that is not full, or holds vectors of an older window, says little: such lengths are soon written
+            # over.
+            index = max((group["seen"] - 1) // self.vectors_every - slots, 0) % LENGTHS_KEPT
+            state["longest"][index] = spectrum[0].amax(-1) / min(group["vectors"], slots)
 
     def freeze(self) -> None:
         """Follow only what a step depends on from now on."""
@@ -175,7 +185,8 @@ class NoiseModel:
         """
         state = self.seen_of_group(group)
         longest: Tensor = state["longest"]
-        return longest[: min(max(int(group["seen"]) - state["ring"].shape[-2], 1), LENGTHS_KEPT)]
+        taken = -(-int(group["seen"]) // self.vectors_every)
+        return longest[: min(max(taken - state["ring"].shape[-2], 1), LENGTHS_KEPT)]
 
     def longest(self, group: Group) -> Tensor:
         """What lambda must cover for `isosgd.geometry.layer.take_out_` to be exact.
@@ -188,19 +199,31 @@ class NoiseModel:
         """A group's ring of noise vectors, its eigenvalues and eigenvectors, and how many vectors are in it."""
         ring = self.seen_of_group(group)["ring"]
         if id(group) not in self._spectra:
-            self._spectra[id(group)] = ring_spectrum(ring)
+            (self._spectra[id(group)],) = ring_spectra([ring])
         return ring, *self._spectra[id(group)], min(group["vectors"], ring.shape[-2])
 
 
-def ring_spectrum(ring: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues ``[(chains,) m]`` and eigenvectors of the Gram matrix of m noise vectors ``[(chains,) m, d]``."""
-    if ring.shape[-2] == 1:
-        length = torch.linalg.vector_norm(ring, dim=-1).square()
-        return length, torch.ones_like(length).unsqueeze(-1)
-    gram = ring @ ring.mT
-    # In float64, since float32 may fail to converge; and finite, lest one chain that diverged stop the others.
-    values, vectors = torch.linalg.eigh(torch.nan_to_num(gram.double(), posinf=0.0))
-    return values.clamp_min(0.0).to(gram.dtype), vectors.to(gram.dtype)
+def ring_spectra(rings: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Eigenvalues ``[(chains,) m]`` and eigenvectors of the Gram matrices of m noise vectors ``[(chains,) m, d]`` each.
+
+    Matrices of one shape are decomposed in one call: a GPU takes as long for one of them as for all.
+    """
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    alike: dict[Any, list[tuple[int, Tensor]]] = {}
+    for i, ring in enumerate(rings):
+        if ring.shape[-2] == 1:
+            length = torch.linalg.vector_norm(ring, dim=-1).square()
+            found[i] = length, torch.ones_like(length).unsqueeze(-1)
+        else:
+            gram = ring @ ring.mT
+            alike.setdefault((gram.shape, gram.dtype, gram.device), []).append((i, gram))
+    for same in alike.values():
+        grams = torch.stack([gram for _, gram in same])
+        # In float64, since float32 may fail to converge; and finite, lest one chain that diverged stop the others.
+        values, vectors = torch.linalg.eigh(torch.nan_to_num(grams.double(), posinf=0.0))
+        pairs = zip(values.clamp_min(0.0).to(grams.dtype), vectors.to(grams.dtype), strict=True)
+        found |= {i: pair for (i, _), pair in zip(same, pairs, strict=True)}
+    return [found[i] for i in range(len(rings))]
 
 
 def flat(tensor: Tensor, batched: bool) -> Tensor:

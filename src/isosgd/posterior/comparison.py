@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from isosgd.metrics import accuracy, brier, ece, rmse
 from isosgd.target import Params, Target
+from isosgd.target.modules import unwrapped
 
 State = Mapping[str, Any]
 """Parameters and buffers of a network by name, as in a ``state_dict``."""
@@ -239,7 +240,7 @@ def as_states(starts: Any) -> list[State]:
     for i, start in enumerate(starts):
         if not isinstance(start, nn.Module | Mapping):
             raise TypeError(f"starts[{i}] is a {type(start).__name__}: pass a network, or its state_dict()")
-    return [start.state_dict() if isinstance(start, nn.Module) else start for start in starts]
+    return [unwrapped(start).state_dict() if isinstance(start, nn.Module) else start for start in starts]
 
 
 def stacked(states: Sequence[State], target: Target, scales: Params) -> tuple[Params, Params]:

@@ -5,13 +5,13 @@ Gradients are of all data where that is affordable, of fresh examples where not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import grad
+from torch.func import grad_and_value
 
 from isosgd.data.sources import as_tensors
 from isosgd.diagnostics.meter import LEAST, Reading, directions, readings
@@ -185,16 +185,7 @@ class DrawGradients:
         def loss(leaves: Params) -> Tensor:
             return -self.view.log_likelihood(self.target.constrain(leaves) | buffers, batch).sum()
 
-        if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in free.values()):
-            found: Params = grad(loss)(free)
-            return found
-        leaves = {name: x.detach().requires_grad_() for name, x in free.items()}
-        with torch.enable_grad():
-            value = loss(leaves)
-            if not value.requires_grad:
-                return {name: torch.zeros_like(x) for name, x in free.items()}
-            parts = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
-        return dict(zip(free, parts, strict=True))
+        return value_and_slope(loss, free)[1]
 
     def _parts(self, draws: int) -> Iterator[tuple[Any, int]]:
         """Batches for some draws, and the examples in each."""
@@ -235,3 +226,17 @@ class DrawGradients:
 
     def _flat(self, params: Params) -> Tensor:
         return torch.cat([x.detach().reshape(len(x), -1).cpu() for x in (params[name] for name in self.sizes)], 1)
+
+
+def value_and_slope(function: Callable[[Params], Tensor], params: Params) -> tuple[Tensor, Params]:
+    """A scalar function of parameters and its gradient, mapped over draws or not."""
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in params.values()):
+        slope, value = grad_and_value(function)(params)
+        return value, slope
+    leaves = {name: x.detach().requires_grad_() for name, x in params.items()}
+    with torch.enable_grad():
+        value = function(leaves)
+        if not value.requires_grad:
+            return value, {name: torch.zeros_like(x) for name, x in params.items()}
+        parts = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
+    return value.detach(), dict(zip(params, parts, strict=True))

@@ -3,6 +3,7 @@
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import layer_groups
 from isosgd.samplers.isgd import ISGD, PRESETS
+from isosgd.samplers.local import LocalSampler
 from isosgd.samplers.registry import METHODS, REGISTRY, Method
 from isosgd.samplers.sghmc import SGHMC
 from isosgd.samplers.sgld import SGLD
@@ -18,6 +19,7 @@ __all__ = [
     "SGLD",
     "SGNHT",
     "VSGD",
+    "LocalSampler",
     "Method",
     "Sampler",
     "layer_groups",

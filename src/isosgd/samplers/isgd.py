@@ -167,6 +167,8 @@ class ISGD(Sampler):
             )
         self.correction: Correction = correction or ("outer" if paired else "diagonal")
         self.noise.uses = Uses(variances=self.correction == "diagonal", vectors=self.correction == "outer")
+        if scheme != "windowed" and self.correction == "diagonal" and summary != "top":
+            self.noise.vectors_every = 8
         self.structure = make_structure(structure or "layer")
         known, name = isinstance(self.structure, Geometry), self.structure.name
         self.averaged = known if averaged is None else averaged

@@ -17,6 +17,7 @@ from isosgd.engine.compiled import fastest_products
 from isosgd.engine.graph import GraphSteps, accelerate
 from isosgd.engine.leapfrog import LeapfrogMultiStep
 from isosgd.engine.multistep import MultiStep
+from isosgd.engine.ranks import Ranks
 from isosgd.engine.state import failure_from, failure_state, load_state, moved, state_of
 from isosgd.errors import DivergedError
 from isosgd.progress import Progress
@@ -54,6 +55,7 @@ class DrawPlan:
         held_out: inputs at which predictions are watched.
         trained: whether chains start at trained networks.
         deadline: when to end, by `time.monotonic`; chains that run in turn share what is left equally.
+        here: chains that this process draws; all when None.
     """
 
     draws: int
@@ -67,6 +69,7 @@ class DrawPlan:
     held_out: Any = None
     trained: bool = False
     deadline: float | None = None
+    here: int | None = None
 
     @property
     def ends_early(self) -> bool:
@@ -167,8 +170,8 @@ class Keeper(Protocol):
     def mark(self, first: int, state: Callable[[], State]) -> None:
         """Told wherever the chains could go on from later, with what gives their state."""
 
-    def restored(self, first: int, run: Chains, plan: DrawPlan) -> tuple[bool, State | None]:
-        """Whether these chains have come to their end in an earlier session, and from where they go on."""
+    def restored(self, first: int, run: Chains, plan: DrawPlan) -> tuple[ChainsResult | None, State | None]:
+        """What came of these chains, where they had come to their end in an earlier session; else from where to go."""
 
     def finished(self, outcome: ChainsResult, state: Callable[[], State] | None) -> None:
         """Told when chains have come to their end, with what gives their state; None when all of them failed."""
@@ -178,7 +181,11 @@ Note = Callable[[int, Tensor, dict[str, Any], int], None]
 
 
 def draw_all(
-    runs: Iterable[tuple[int, Chains]], plan: DrawPlan, bar: Progress, keeper: Keeper, note: Note | None = None
+    runs: Iterable[tuple[int, Chains, Keeper]],
+    plan: DrawPlan,
+    bar: Progress,
+    note: Note | None = None,
+    ranks: Ranks | None = None,
 ) -> None:
     """Draw from all chains.
 
@@ -186,16 +193,19 @@ def draw_all(
     rounds, so that convergence is judged over all of them.
 
     Args:
-        runs: chains that run side by side, with the index of the first of them.
+        runs: chains that run side by side, with the index of the first of them, and where their draws go.
         plan: what is asked for.
         bar: told of every step.
-        keeper: where draws go.
         note: told of gradients, loss and rates at every draw, and of the first chain's index.
+        ranks: other processes that draw chains of the same run, by which convergence is judged too.
     """
     going: list[_Drawing] = []
-    for first, run in runs:
+    before: dict[int, str] = {}  # why chains of an earlier session ended, by the number of draws after which they did
+    for first, run, keeper in runs:
         ended, saved = keeper.restored(first, run, plan)
-        if ended:
+        if ended is not None:
+            if plan.auto and ended.stopped.startswith("converged"):
+                before[ended.drawn] = ended.stopped
             continue
         run.log_to(bar.note)
         drawing = _Drawing(run, first, keeper, draw_from(run, first, plan, bar, keeper, saved, note))
@@ -207,8 +217,15 @@ def draw_all(
             if drawing.watch is not None and len(drawing.watch.traces) < look:
                 drawing.go("")
         watches = {drawing.first: drawing.watch for drawing in going if drawing.watch is not None}
-        reason = reason or (watches and verdict(watches, plan.total, plan.chains_per_set, look, plan.draws)) or ""
-        if reason or not watches:
+        traces = {first + k: x for first, watch in watches.items() for k, x in watch.so_far(look).items()}
+        if ranks is not None:
+            every = ranks.gather({"traces": traces if ranks.leads else {}, "before": before})
+            traces = {chain: x for found in every for chain, x in found["traces"].items()}
+            before |= {drawn: why for found in every for drawn, why in found["before"].items()}
+        reason = before.get(look, "")
+        if traces and not before:  # else all of them went on at the looks before that one
+            reason = verdict(dict(sorted(traces.items())), plan.total, plan.chains_per_set, look, plan.draws)
+        if reason or not traces:
             break
     for drawing in going:
         if drawing.watch is not None:
@@ -294,7 +311,9 @@ def draw_from(
             outcome.lengths = saved["lengths"]
         keeper.warmed(outcome)
         gap = outcome.reports[0].keep_every or plan.spacing
-        bar.total = plan.total * (outcome.reports[0].steps + done + run.sampler.steps_to((plan.draws - drawn) * gap))
+        bar.total = (plan.here or plan.total) * (
+            outcome.reports[0].steps + done + run.sampler.steps_to((plan.draws - drawn) * gap)
+        )
 
         def state() -> State:
             return {

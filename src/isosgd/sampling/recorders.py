@@ -9,8 +9,10 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from isosgd.engine.chains import Chains
+from isosgd.engine.ranks import Ranks
 from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.posterior import Posterior
 from isosgd.sampling.loop import ChainsResult, DrawPlan, State
@@ -61,14 +63,20 @@ class _Recorder:
         both = {**self.current, **self.ended}
         return [both[first] for first in sorted(both)]
 
-    def restored(self, first: int, run: Chains, plan: DrawPlan) -> tuple[bool, State | None]:
-        """Whether these chains have come to their end already, and from where they go on."""
+    def adopt(self, saved: dict[int, State]) -> None:
+        """Take checkpoints for where chains go on from, or have come to their end."""
+        self.saved = saved
+        outcomes = {first: state["outcome"] for first, state in saved.items() if state["outcome"] is not None}
+        self.ended = {first: ChainsResult.from_state(state) for first, state in outcomes.items()}
+
+    def restored(self, first: int, run: Chains, plan: DrawPlan) -> tuple[ChainsResult | None, State | None]:
+        """What came of these chains, if they have come to their end already, or from where they go on."""
         saved = self.saved.get(first)
         if first in self.ended and self.ended[first].is_end(plan):
             run.batches.load_state(self.ended[first].batches)  # what follows takes its data from where they ended
-            return True, None
+            return self.ended[first], None
         self.ended.pop(first, None)
-        return False, None if saved is None else saved["current"]
+        return None, None if saved is None else saved["current"]
 
     def warmed(self, outcome: ChainsResult) -> None:
         """These chains are being drawn from."""
@@ -88,12 +96,22 @@ class _Recorder:
                 found[outcome.first + k] = error
         return found
 
+    def keep(self, run: Chains, first: int, number: int) -> None:
+        """Take a draw, and the buffers that go with it."""
+
+    def mark(self, first: int, state: Callable[[], State]) -> None:
+        """Chains could go on from here."""
+
     def draws_of(self, outcome: ChainsResult, k: int) -> Params:
         """The good draws of a chain that was given up, ``[draws, *shape]``."""
-        raise NotImplementedError
+        return {}
 
     def close(self) -> None:
         """Let go of everything."""
+
+
+class Follower(_Recorder):
+    """Keeps nothing: another rank keeps the draws of a chain that several share."""
 
 
 class InMemory(_Recorder):
@@ -110,8 +128,16 @@ class InMemory(_Recorder):
         self._with.setdefault(first, []).append(buffers)
         self._draws.setdefault(first, []).append({name: x.cpu() for name, x in run.natural().items()})
 
-    def mark(self, first: int, state: Callable[[], State]) -> None:
-        """Nothing is done."""
+    def share(self, ranks: Ranks) -> None:
+        """Have the draws of all ranks on each of them."""
+        own = {
+            first: {"outcome": outcome.state(), "draws": self._draws.get(first, []), "with": self._with.get(first, [])}
+            for first, outcome in self.ended.items()
+        }
+        for found in ranks.gather(own if ranks.leads else {}):
+            for first, parts in found.items():
+                self.ended[first] = ChainsResult.from_state(parts["outcome"])
+                self._draws[first], self._with[first] = parts["draws"], parts["with"]
 
     def draws_of(self, outcome: ChainsResult, k: int) -> Params:
         return _chain(self._draws.get(outcome.first, [])[: outcome.lengths[k]], k)
@@ -131,7 +157,7 @@ class InMemory(_Recorder):
         parts = []
         for source in (self._draws, self._with):
             own = [_chain(source[place[c][0]][:length], place[c][1]) for c in chains]
-            parts.append({name: torch.stack([part[name] for part in own]) for name in own[0]})
+            parts.append({name: _stacked([part.pop(name) for part in own]) for name in list(own[0])})
         ordered = {name: parts[0][name] for name in self.request.target.describe()["parameters"]}
         info = {
             **info_of(self.about(self.every()), chains),
@@ -145,6 +171,11 @@ class InMemory(_Recorder):
         found = self.posterior() if self._places() else None
         drawn = "nothing had been drawn yet" if found is None else f"{len(found)} draws are in .posterior of this error"
         return Interrupted(f"sampling was stopped; {drawn}", found)
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    """One tensor of all chains; of a single chain, whose draws may be gigabytes, without a copy."""
+    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
 
 
 def _chain(draws: list[Params], k: int) -> Params:
@@ -164,9 +195,7 @@ class OnDisk(_Recorder):
         super().__init__(request, about)
         self.writer = writer
         with writer.closed_on_error():
-            self.saved = writer.checkpoints()
-        outcomes = {first: saved["outcome"] for first, saved in self.saved.items() if saved["outcome"] is not None}
-        self.ended = {first: ChainsResult.from_state(state) for first, state in outcomes.items()}
+            self.adopt(writer.checkpoints())
         self._agrees = True  # what comes again with what is stored
 
     def keep(self, run: Chains, first: int, number: int) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from isosgd.data.sources import as_tensors
 from isosgd.engine.schedule import Start
 from isosgd.posterior import Posterior
 from isosgd.sampling.sample import sample
-from isosgd.sampling.stored import settings_of
+from isosgd.sampling.stored import load, settings_of
+from isosgd.store import Manifest
 from isosgd.target import Target
 
 
@@ -29,7 +31,7 @@ def resume(
     """Go on with a run where it was stopped, or extend it. The settings are those of its manifest.
 
     Args:
-        path: folder of the run, the ``store`` of `sample`.
+        path: folder of the run, the ``store`` of `sample`; or of merged runs, each of which then goes on.
         target: what is sampled, made as it was then.
         data: as they were then.
         init: as it was then, if it was given.
@@ -57,6 +59,13 @@ def resume(
         30
         >>> folder.cleanup()
     """
+    if parts := Manifest.read(Path(path)).parts:
+        for part in parts:
+            resume(
+                Path(path) / part, target, data, init=init, device=device, progress=progress, draws=draws,
+                budget=budget, **options,
+            )  # fmt: skip
+        return load(path, target, data=as_tensors(data, target.dtype))
     settings, opaque = settings_of(path)
     given = settings.pop("options")
     if draws is not None:

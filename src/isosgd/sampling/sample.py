@@ -13,12 +13,14 @@ import torch
 from isosgd.baselines import BASELINES, BaselineRun
 from isosgd.data.sources import Data, Transform, as_data
 from isosgd.diagnostics import Log
+from isosgd.engine.ranks import TIMEOUT, Parallel, Ranks, shared
 from isosgd.engine.schedule import Schedule, Start, start_of
 from isosgd.errors import warn_caller
 from isosgd.posterior import Posterior
 from isosgd.progress import Progress
 from isosgd.samplers import ISGD, METHODS
 from isosgd.sampling.loop import ChainsResult, DrawPlan, draw_all, why_stopped
+from isosgd.sampling.parallel import check_request, check_sampler, draw_over_ranks
 from isosgd.sampling.recorders import InMemory, OnDisk, keep_at_once
 from isosgd.sampling.settings import (
     check_room,
@@ -32,20 +34,21 @@ from isosgd.sampling.settings import (
     versions,
 )
 from isosgd.sampling.stored import RunRequest, described, load
-from isosgd.sampling.trained import DRAWS, Around, as_starts, own_network
+from isosgd.sampling.trained import DRAWS, TrainedRun, as_starts, own_network
 from isosgd.target import Target
 from isosgd.target.batches import tree_map, with_tensors
 from isosgd.target.heads import Head
 from isosgd.warmup.windows import MOST_STEPS
 
 
+@shared
 def sample(
     target: Target,
     data: Any,
     *,
     init: Start = None,
     starts: Any = None,
-    method: str = "isgd",
+    method: str | None = None,
     draws: int | Literal["auto"] | None = None,
     chains: int = 1,
     batch_size: int | Literal["all"] | None = None,
@@ -64,6 +67,8 @@ def sample(
     ladder: Sequence[float] | None = None,
     max_seconds: float | None = None,
     transform: Transform | None = None,
+    parallel: Parallel | None = None,
+    rank_timeout: float = TIMEOUT,
     **options: Any,
 ) -> Posterior:
     """Draw from a posterior with stochastic gradients. Nothing needs to be tuned.
@@ -80,8 +85,9 @@ def sample(
         starts: trained networks, or their ``state_dict``s: chains begin there, in turns, without an initial
             optimisation, and their number is at least that of the networks. The run then takes about ten epochs of
             gradients unless ``warmup``, ``draws`` or ``keep_every`` say otherwise.
-        method: a name of `isosgd.methods`: ``isgd``, ``sgld``, ``sghmc`` and so on. ``hmc`` takes all data for every
-            gradient and accepts or rejects its trajectories (see `isosgd.samplers.hmc`): nothing is left of the
+        method: a name of `isosgd.methods`: ``isgd``, the default, ``sgld``, ``sghmc`` and so on. ``hmc``, the default
+            around ``starts`` of a regression of at most 5,000 rows unless ``batch_size`` is given, takes all data for
+            every gradient and accepts or rejects its trajectories (see `isosgd.samplers.hmc`): nothing is left of the
             discretisation bias. It pays up to some thousand examples, above all for networks.
         draws: draws to keep from each chain, 100 by default, 30 with ``starts``; ``auto`` goes on until predictions
             have converged (R-hat of at most 1.01 and 400 effective draws, over all chains) or the ``budget`` ends;
@@ -95,7 +101,7 @@ def sample(
         temperature: T; 1, the posterior, by default. ``auto``, the default with ``starts``, tries a ladder of
             temperatures from the start and takes the one that predicts ``held_out`` examples best, and of its draws
             those up to where they predict best; where none is better than the start by a standard error, the draws
-            are the starts. Without held-out examples T is 1e-3.
+            are the starts. Without held-out examples T is 1e-3, of a regression 1.
             ``info["temperature_choice"]`` says how it was chosen. With a prior whose scales are fixed the density is
             ``(likelihood * prior)^(1/T)``, that is ``exp(-f / T)``. Where scales of the prior are sampled
             (`HierarchicalNormal`, `Relevance`) the likelihood alone is tempered, ``likelihood^(1/T) * prior``: as if
@@ -115,12 +121,17 @@ def sample(
         held_out: with ``temperature="auto"``, examples that the starts were not trained on: ``(x, y)``, a loader, or a
             share of the data such as 0.1 that is set aside. With ``draws="auto"``, inputs at which predictions are
             watched; some of the training data by default.
-        ladder: temperatures to try with ``temperature="auto"``; 0.01, 0.1 and 1 by default.
+        ladder: temperatures to try with ``temperature="auto"``; 0.01, 0.1 and 1 by default, and 1 alone where the
+            likelihood samples a scale of its noise, which a colder density would believe too small.
         max_seconds: bound on the time of the whole call: the warm-up and the draws end early. At least one draw of each
             chain is taken. The initial optimisation and the warm-up of HMC do not watch it.
         transform: a function ``(batch, generator) -> batch`` that every minibatch goes through on its device, such as
             augmentation or a change of type: images may so lie on a GPU as bytes. It must keep the number of examples,
             take its random numbers from the generator, and is not applied in predictions.
+        parallel: how the processes of `torch.distributed`, each of which makes this call, share the run: ``chains``
+            shares the chains out; ``data`` shares every minibatch of a chain, which takes a part of the tensors or the
+            batches of a DistributedSampler. Every rank has all draws then. See the page "Beyond one machine".
+        rank_timeout: seconds without a sign of life, after which a rank is given up and the others raise its number.
         options: settings of the method (for instance ``noise``, ``scheme``, ``structure``, ``bias``, ``lr``),
             ``preset`` for a row of the paper (``alpha-a``, ``alpha-c``, ``G-b``, ``G-c``, each also ``-slr``) or
             ``windowed`` (from a trained start, lambda is four times the noise of each layer), and ``noise_every``.
@@ -157,18 +168,18 @@ def sample(
     }  # fmt: skip
     more: dict[str, Any] = {
         "store": store, "resume": resume, "store_dtype": store_dtype, "log": log, "budget": budget,
-        "progress": progress, "deadline": deadline,
+        "progress": progress, "deadline": deadline, "ranks": parallel,
     }  # fmt: skip
     if networks is None:
         assert temperature != "auto"
         more |= {"draws": 100 if draws is None else draws, "keep_every": keep_every, "warmup": warmup}
         return _draw(
             target, data, init=init, chains=chains, temperature=1.0 if temperature is None else temperature,
-            held_out=held_out, **given, **more, **options,
+            held_out=held_out, **{**given, "method": method or "isgd"}, **more, **options,
         )  # fmt: skip
     known = 1.0 if temperature in (None, "auto") else temperature
     assert known != "auto" and known is not None
-    check_settings(method, DRAWS if draws is None else draws, chains, keep_every, warmup, known)
+    check_settings(method or "isgd", DRAWS if draws is None else draws, chains, keep_every, warmup, known)
     if temperature not in (None, "auto") and held_out is not None and draws != "auto":
         raise ValueError(
             f"held_out= goes with temperature='auto' or draws='auto', not with temperature = {temperature!r}"
@@ -177,11 +188,11 @@ def sample(
         raise ValueError(
             "resume=True with temperature='auto': give the temperature that the run has (isosgd.load(store).info)"
         )
-    around = Around(target, data, networks, held_out, ladder, given, options)
+    around = TrainedRun(target, data, networks, held_out, ladder, given, options)
     if draws == "auto" and around.held_out is not None:
         more["held_out"] = target.inputs_of(around.held_out)
     count = draws if isinstance(draws, int) else DRAWS
-    lengths = around.lengths.settings(count)
+    lengths = around.lengths.settings(count, around.hmc)
     more |= {"draws": DRAWS if draws is None else draws} | {
         name: lengths[name] if value == "auto" else value
         for name, value in (("keep_every", keep_every), ("warmup", warmup))
@@ -217,9 +228,14 @@ def _draw(
     trained: bool = False,
     deadline: float | None = None,
     about_choice: dict[str, Any] | None = None,
+    ranks: Ranks | None = None,
+    first_chain: int | None = None,
     **options: Any,
 ) -> Posterior:
-    """`sample` at a temperature that is known; ``about_choice`` goes into ``info``."""
+    """`sample` at a temperature that is known; ``about_choice`` goes into ``info``.
+
+    ``first_chain`` is given where chains are a part of a run that several processes drew, each on its own.
+    """
     check_settings(method, draws, chains, keep_every, warmup, temperature)
     given_method, (method, batch_size) = method, resolve_method(method, batch_size)
     most = most_draws(draws, budget, held_out, method)
@@ -237,8 +253,13 @@ def _draw(
         "temperature": temperature,
         "seed": seed,
         **({"budget": budget} if draws == "auto" else {}),
+        **({} if first_chain is None else {"first_chain": first_chain}),
     }
     asked = RunRequest(target, data, init, place, settings, options, store, resume, store_dtype, held_out, transform)
+    if ranks is not None:
+        ranks.arrange(chains)
+        check_request(ranks, asked, deadline)
+    check_sampler(ranks, data)
     # Draws that end by themselves may be far fewer than their limit.
     in_memory = most if draws != "auto" and (store is None or method in BASELINES) else 0
     check_room(asked.start(0), asked.count, in_memory)
@@ -246,28 +267,52 @@ def _draw(
     after = compile_after(given)
     if method in BASELINES:
         assert not isinstance(batch_size, str)  # `resolve_method` refuses it
-        about = {"method": method, "options": {name: described(value) for name, value in options.items()}, "seed": seed}
-        about |= {"temperature": temperature, "density": f"none: {BASELINES[method].kind.targets}"}
-        about |= {"target": target.describe(), "versions": versions()}
+        described_run = {
+            "method": method,
+            "options": {name: described(value) for name, value in options.items()},
+            "seed": seed,
+        }
+        described_run |= {"temperature": temperature, "density": f"none: {BASELINES[method].kind.targets}"}
+        described_run |= {"target": target.describe(), "versions": versions()}
         baseline = BaselineRun(
             method, target, data, init, most, chains, batch_size, keep_every, warmup, temperature, seed, place,
             after, progress, given, transform,
         )  # fmt: skip
-        return keep_at_once(asked, about, lambda: baseline.posterior(about))
-    moved_target, moved_data, features = _on_features(asked)
-    schedule = Schedule(moved_target, moved_data, init, chains, batch_size, seed, place, after, transform)
+        return keep_at_once(asked, described_run, lambda: baseline.posterior(described_run))
+    numbers = ranks.own(chains) if ranks is not None else None
+    if first_chain is not None:
+        numbers = list(range(first_chain, first_chain + chains))
+    moved_target, moved_data, features = _on_features(asked) if ranks is None else (target, data, "")
+    schedule = Schedule(
+        moved_target, moved_data, init, chains, batch_size, seed, place, after, transform, numbers, ranks
+    )
     schedule.engine_note = features
     plan = DrawPlan(
         most, keep_every, warmup, noise_every(given), schedule.count, after, draws == "auto", schedule.chains, held_out,
-        trained, deadline,
+        trained, deadline, None if numbers is None else len(numbers),
     )  # fmt: skip
     if METHODS[method] is ISGD:
         given.setdefault("budget", None if warmup == "auto" else warmup)
     make_sampler = sampler_factory(
         method, schedule.num_data, temperature, schedule.batch_size, schedule.together_sets, given
     )
-    known = partial(_info, asked, schedule, plan, about_choice or {})
-    board = None if log is None else Log(log)  # before a folder is taken: TensorBoard may not be there
+    leads = ranks is None or ranks.leads
+    board = None if log is None or not leads else Log(log)  # before a folder is taken: TensorBoard may not be there
+    note = None if board is None else board.step
+    total = (len(numbers) if numbers is not None else schedule.count) * (
+        (MOST_STEPS // 5 if warmup == "auto" else warmup) + most * plan.spacing
+    )
+    bar = Progress(total, progress and (ranks is None or ranks.rank == 0), beat=None if ranks is None else ranks.beat)
+    if given_method != method:
+        bar.note("batch_size = 'all': the method is HMC (method='hmc')")
+    about = partial(_info, schedule, plan, about_choice or {})
+    if ranks is not None:
+        try:
+            return draw_over_ranks(ranks, asked, schedule, plan, make_sampler, about, bar, note)
+        finally:
+            if board is not None:
+                board.close()
+    known = partial(about, asked)
     keeper: InMemory | OnDisk
     if store is None:
         keeper = InMemory(asked, known)
@@ -276,13 +321,9 @@ def _draw(
         if writer is None:  # nothing is left to do
             return load(store, target, data=asked.tensors)
         keeper = OnDisk(asked, known, writer)
-
-    bar = Progress(schedule.count * ((MOST_STEPS // 5 if warmup == "auto" else warmup) + most * plan.spacing), progress)
-    if given_method != method:
-        bar.note("batch_size = 'all': the method is HMC (method='hmc')")
     try:
         with bar:
-            draw_all(schedule.runs(make_sampler), plan, bar, keeper, None if board is None else board.step)
+            draw_all(((first, run, keeper) for first, run in schedule.runs(make_sampler)), plan, bar, note)
         failures = keeper.failures()
         if len(failures) == schedule.count:
             raise next(iter(failures.values()))
@@ -315,7 +356,7 @@ def _on_features(asked: RunRequest) -> tuple[Target, Data, str]:
 
 
 def _info(
-    asked: RunRequest, schedule: Schedule, plan: DrawPlan, more: dict[str, Any], outcomes: list[ChainsResult]
+    schedule: Schedule, plan: DrawPlan, more: dict[str, Any], asked: RunRequest, outcomes: list[ChainsResult]
 ) -> dict[str, Any]:
     """How the draws came about, as far as it is known."""
     kept = [(o, k) for o in outcomes for k in range(o.count) if k not in o.failures and k not in o.lengths]

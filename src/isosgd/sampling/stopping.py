@@ -88,9 +88,10 @@ class Watch:
                 own = tree_map(lambda t: t.expand(self.run.count, *t.shape), own)
         return own[0] if isinstance(own, tuple | list) and len(own) == 1 else own
 
-    def alive(self) -> list[int]:
-        """Places of the chains that have not failed."""
-        return [k for k in range(self.run.count) if k not in self.run.failures]
+    def so_far(self, drawn: int) -> dict[int, Tensor]:
+        """Traces of the first draws of the chains that have not failed, ``[drawn, traces]``, by their place."""
+        alive = [k for k in range(self.run.count) if k not in self.run.failures]
+        return {k: torch.stack([row[k] for row in self.traces[:drawn]]) for k in alive}
 
     @torch.no_grad()
     def take(self) -> None:
@@ -112,20 +113,19 @@ class Watch:
         self.traces.append(torch.cat([part.double() for part in parts], -1).cpu())
 
 
-def verdict(watches: dict[int, Watch], chains: int, chains_per_set: int, drawn: int, budget: int) -> str:
+def verdict(traces: dict[int, Tensor], chains: int, chains_per_set: int, drawn: int, budget: int) -> str:
     """Why to stop after so many draws; empty to go on.
 
     Args:
-        watches: of the chains that have not failed, by the number of the first of those that run side by side.
+        traces: ``[draws, traces]`` of each chain that has not failed, by its number.
         chains: in all, failed ones too.
         chains_per_set: how many are of one data set.
-        drawn: draws of each chain that count; some may have more.
+        drawn: draws of each chain.
         budget: draws of each chain, at most.
     """
-    alive = {first + k: (watch, k) for first, watch in watches.items() for k in watch.alive()}
-    traces = [torch.stack([row[k] for row in watch.traces[:drawn]]) for watch, k in alive.values()]
-    judged = Convergence.of(np.nan_to_num(torch.stack(traces).numpy()), [chain // chains_per_set for chain in alive])
-    lost = f" ({chains - len(alive)} dropped)" if len(alive) < chains else ""
+    every = np.nan_to_num(torch.stack(list(traces.values())).numpy())
+    judged = Convergence.of(every, [chain // chains_per_set for chain in traces])
+    lost = f" ({chains - len(traces)} dropped)" if len(traces) < chains else ""
     found = str(judged).replace(" chains:", f" chains{lost}:")
     if judged.converged():
         return f"converged: {found}"

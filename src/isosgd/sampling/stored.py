@@ -7,7 +7,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ Info = dict[str, Any]
 
 
 def load(
-    path: str | Path,
+    path: str | Path | Sequence[str | Path],
     target: Target | None = None,
     *,
     data: Any = None,
@@ -50,7 +50,8 @@ def load(
     Nothing is read before it is needed. A shard's SHA-256 is compared when it is first used.
 
     Args:
-        path: folder of the run.
+        path: folder of the run; or of several that sampled the same target with other seeds, which are then one: their
+            chains are numbered one run after the other (see `isosgd.merge`).
         target: what was sampled, made as it was then; without it the draws can be looked at, but not predict.
         data: the training data, for ``posterior.summary()`` and ``posterior.trust()``.
         chains: numbers of chains, where not all are wanted. Chains that run in turn are stopped at different lengths:
@@ -80,8 +81,7 @@ def load(
     """
     if damaged not in ("refuse", "drop"):
         raise ValueError(f"damaged = {damaged!r} is unknown; choose 'refuse' or 'drop'")
-    folder = Path(path)
-    manifest = Manifest.read(folder)
+    folder, manifest = opened(path)
     shards = Shards(folder, manifest, damaged, verify)
     draws = StoredDraws(shards, chains)
     if target is not None:
@@ -91,9 +91,106 @@ def load(
         "complete": manifest.complete,
         "lengths": draws.lengths,
         "seconds": manifest.seconds,
-        "store": str(path),
+        "store": str(path) if isinstance(path, str | Path) else [str(one) for one in path],
     }
     return Posterior(target, draws, info, data, StoredDraws(shards, draws.chains or None, buffers=True))
+
+
+def opened(path: str | Path | Sequence[str | Path]) -> tuple[Path, Manifest]:
+    """The folder and manifest of a run, or those of several runs as one, whose files are named from the root on."""
+    if isinstance(path, str | Path) and not (manifest := Manifest.read(Path(path))).parts:
+        return Path(path), manifest
+    return Path(), joined(folders_of([path] if isinstance(path, str | Path) else path))
+
+
+def folders_of(runs: Sequence[str | Path]) -> list[Path]:
+    """The folders of runs; of those that have parts, the folders of the parts."""
+    if not runs:
+        raise ValueError("no runs were given: name the folders of at least one")
+    return [Path(run) / part if part else Path(run) for run in runs for part in Manifest.read(Path(run)).parts or [""]]
+
+
+def joined(folders: Sequence[Path]) -> Manifest:
+    """Several runs as one, on no disk. Chains are numbered one run after the other."""
+    manifests = [Manifest.read(folder) for folder in folders]
+    for folder, manifest in zip(folders[1:], manifests[1:], strict=True):
+        _check_alike(folders[0], manifests[0], folder, manifest)
+    _check_seeds(folders, manifests)
+    whole = replace(manifests[0], info={**manifests[0].info, "gradients": 0, "dropped": {}, "chain_indices": []})
+    whole.info |= {name: [] for name in BY_CHAIN} | {"runs": [str(folder) for folder in folders]}
+    whole.info["seed"] = list(dict.fromkeys(manifest.info.get("seed") for manifest in manifests))
+    if len(whole.info["seed"]) == 1:
+        (whole.info["seed"],) = whole.info["seed"]
+    whole.shards, whole.lost, whole.checkpoints, end = [], {}, {}, 0
+    for folder, manifest in zip(folders, manifests, strict=True):
+        numbers = _numbers(manifest)
+        shift, end = end - numbers.start, end + len(numbers)
+        for shard in manifest.shards:
+            whole.shards.append(replace(shard, first=shard.first + shift, file=str(folder.absolute() / shard.file)))
+        whole.lost |= {chain + shift: length for chain, length in manifest.lost.items()}
+        info = manifest.info
+        whole.info["chain_indices"] += [k + shift for k in info.get("chain_indices", [])]
+        whole.info["dropped"] |= {k + shift: why for k, why in info.get("dropped", {}).items()}
+        whole.info["gradients"] += info.get("gradients", 0)
+        for name in BY_CHAIN:
+            whole.info[name] += info.get(name, [])
+        whole.buffers = whole.buffers or manifest.buffers
+    whole.info["chains_per_set"] = end
+    if whole.frozen is not None:
+        whole.frozen = replace(whole.frozen, file=str(folders[0].absolute() / whole.frozen.file))
+    whole.complete = all(manifest.complete for manifest in manifests)
+    whole.seconds = sum(manifest.seconds for manifest in manifests)
+    return whole
+
+
+def _numbers(manifest: Manifest) -> range:
+    """Numbers of the chains of a run."""
+    settings = manifest.identity.get("settings", {})
+    first = settings.get("first_chain", 0)
+    return range(first, first + settings.get("chains", 1) * manifest.info.get("sets", 1))
+
+
+def _check_alike(one: Path, first: Manifest, other: Path, second: Manifest) -> None:
+    """Refuse to take runs for one that did not sample the same density of the same data."""
+    if first.info.get("sets", 1) > 1:
+        raise ValueError(f"{one} is a run of several data sets, which are compared each on its own: load it alone")
+
+    def known(manifest: Manifest, same_start: bool) -> Info:
+        identity, settings = manifest.identity, manifest.identity.get("settings", {})
+        at_start = () if same_start else ("loss", "gradient")  # where they are taken
+        about = {k: v for k, v in identity.get("target", {}).items() if k not in ("start", *at_start)}
+        specs = {name: asdict(spec) for name, spec in manifest.tensors.items()}
+        buffers = sorted(manifest.buffers) if first.shards and second.shards else []  # known with the first draw
+        return {
+            "data": identity.get("data"),
+            "target": about,
+            "settings": {name: settings.get(name) for name in ("method", "temperature")},
+            "tensors": specs,
+            "buffers": buffers,
+        }
+
+    starts = [manifest.identity.get("target", {}).get("start", [None])[0] for manifest in (first, second)]
+    same = starts[0] == starts[1]
+    found = list(differences(known(first, same), known(second, same)))
+    if found:
+        raise ValueError(
+            f"{one} and {other} are not runs of the same target and data (was: the first, is: the second):"
+            f"{as_lines(found)}\nruns can be taken for one when their seeds, starts, draws and chains alone differ"
+        )
+
+
+def _check_seeds(folders: Sequence[Path], manifests: Sequence[Manifest]) -> None:
+    """Refuse chains that are there twice."""
+    owner: dict[tuple[Any, int], Path] = {}
+    for folder, manifest in zip(folders, manifests, strict=True):
+        for number in _numbers(manifest):
+            stream = manifest.identity.get("settings", {}).get("seed"), number
+            if stream in owner:
+                raise ValueError(
+                    f"{owner[stream]} and {folder} were drawn with the same seed = {stream[0]}: their draws are the "
+                    "same, or depend on each other, and would be counted twice. Give each run a seed= of its own"
+                )
+            owner[stream] = folder
 
 
 BY_CHAIN = ("keep_every", "warmup", "rates")
@@ -195,13 +292,19 @@ class RunRequest:
         """Chains in all."""
         return int(self.settings["chains"]) * (self.data.sets if isinstance(self.data, DataSets) else 1)
 
+    def of_chain(self, chain: int) -> RunRequest:
+        """What one chain is asked for, whose run is a part of the store."""
+        store = None if self.store is None else Path(self.store) / f"part-{chain:04d}"
+        return replace(self, settings={**self.settings, "chains": 1, "first_chain": chain}, store=store)
+
     def start(self, chain: int) -> Params:
         """Free parameters at which a chain starts."""
         return self.target.initial(start_of(self.init, chain), device=self.device)
 
     def identity(self) -> Info:
         """What must be the same when the run is resumed."""
-        starts = [self.start(k) for k in range(self.count)]
+        first = self.settings.get("first_chain", 0)
+        starts = [self.start(first + k) for k in range(self.count)]
         return {
             "settings": {
                 **self.settings,

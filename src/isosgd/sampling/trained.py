@@ -5,6 +5,10 @@ worse than the start. Colder densities lie around it. Which temperature predicts
 runs, each hotter than the last and going on from where that one ended, are scored on held-out examples, until it gets
 clearly worse; then one beside the best. The winner is sampled from the starts. Where no temperature is
 better than the starts by a standard error, the draws are the starts themselves.
+
+A regression samples the scale of its noise along, and a colder density believes that scale which fits the training data
+best, so that it is too sure. There T is 1, and held-out examples only say whether the draws are better than the starts.
+Few rows are sampled by HMC, which comes to T = 1 in some thousand gradients.
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ LADDER_SHARE, RUNGS = 1 / 3, 5
 RUNG_DRAWS, RUNG_WARMUP = 8, 200  # draws of a rung, and gradients to measure its noise by
 WARMUP_SHARE, DRAWS = 0.3, 30  # of the run itself
 LARGE = 1 << 20  # parameters from which Lambda is one number for each layer
+HMC_ROWS, HMC_SIZE = 5_000, 50_000  # rows and parameters of a regression, at most, for HMC
+HMC_LENGTHS, HMC_RUNG = {"warmup": 1_200, "keep_every": 60}, {"warmup": 700, "keep_every": 20}
 SCORED = 1_000  # examples that are predicted at once
 LEAST_KEPT = 5  # at least one of so many draws is kept
 SCALES = 33  # of the noise, tried at once
@@ -191,7 +197,7 @@ def _check_held_out(found: Tensors, tensors: Tensors | None, target: Target) -> 
 def check_ladder(ladder: Any) -> tuple[float, ...]:
     """Temperatures in ascending order."""
     try:
-        found = sorted({float(t) for t in (LADDER if ladder is None else ladder)})
+        found = sorted({float(t) for t in ladder})
     except (TypeError, ValueError):
         raise TypeError(f"ladder = {ladder!r} must be a list of temperatures") from None
     if not found or not all(math.isfinite(t) and t > 0 for t in found):
@@ -216,19 +222,31 @@ class Lengths:
         rung = max(RUNG_WARMUP + 5 * RUNG_DRAWS, round(LADDER_SHARE * total / RUNGS))
         return cls(rung, round((1 - LADDER_SHARE) * total))
 
-    def settings(self, draws: int) -> dict[str, int]:
+    def settings(self, draws: int, hmc: bool = False) -> dict[str, int]:
         """Warm-up, draws and steps between them of the run."""
+        if hmc:  # whose passes through the data are steps
+            return {"draws": draws, **HMC_LENGTHS}
         warmup = max(2 * RUNG_WARMUP, round(WARMUP_SHARE * self.run))
         return {"warmup": warmup, "draws": draws, "keep_every": max(1, (self.run - warmup) // draws)}
 
-    def rung_settings(self) -> dict[str, int]:
+    def rung_settings(self, hmc: bool = False) -> dict[str, int]:
         """The same of a rung."""
+        if hmc:
+            return {"draws": RUNG_DRAWS, **HMC_RUNG}
         warmup = max(RUNG_WARMUP, self.rung // 3)
         return {"warmup": warmup, "draws": RUNG_DRAWS, "keep_every": max(1, (self.rung - warmup) // RUNG_DRAWS)}
 
 
+def default_method(target: Target, data: Any, transform: Any, batch_size: Any, options: Mapping[str, Any]) -> str:
+    """How to sample around a trained network, where the user does not say: a regression of few rows by HMC."""
+    rows = as_tensors(data)
+    fits = rows is not None and (batch_length(rows) or 0) <= HMC_ROWS and transform is None and not target.ties_examples
+    free = batch_size is None and not {"preset", "scheme", "lam", "noise"} & options.keys()
+    return "hmc" if free and fits and target.noise_scales() and _size(target) <= HMC_SIZE else "isgd"
+
+
 def default_options(target: Target, options: Mapping[str, Any]) -> dict[str, Any]:
-    """How to sample around a trained network, where the user does not say.
+    """What of I-SGD, where the user does not say.
 
     BatchNorm makes the curvature along the scale of a layer's weights large and meaningless, so that a guard by the
     curvature would stop the chain: there, and in networks of millions of weights, the noise of each layer sets its rate
@@ -236,8 +254,11 @@ def default_options(target: Target, options: Mapping[str, Any]) -> dict[str, Any
     """
     if {"preset", "structure", "scheme", "lam", "noise"} & options.keys():
         return {}
-    size = sum(x.numel() for x in target.initial().values())
-    return {"preset": "windowed"} if target.ties_examples or size > LARGE else {"structure": "lowrank"}
+    return {"preset": "windowed"} if target.ties_examples or _size(target) > LARGE else {"structure": "lowrank"}
+
+
+def _size(target: Target) -> int:
+    return sum(x.numel() for x in target.initial().values())
 
 
 # -- the ladder -------------------------------------------------------------------------------------------------------
@@ -414,7 +435,7 @@ def own_network(target: Target, init: Any) -> State:
     return {**values, **buffers}
 
 
-class Around:
+class TrainedRun:
     """Sampling around trained networks.
 
     Args:
@@ -431,7 +452,7 @@ class Around:
         self, target: Target, data: Any, starts: Sequence[State], held_out: Any, ladder: Any,
         given: Mapping[str, Any], options: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        method = given["method"]
+        method: str | None = given["method"]
         if method in BASELINES:
             raise ValueError(f"starts= is for samplers; method = {method!r} trains networks of its own: pass init=")
         if isinstance(data, DataSets):
@@ -449,12 +470,17 @@ class Around:
         scored = self.held_out or (None if given["transform"] is not None else _some(self.data, target))
         if scored is not None:
             self.starts = with_noise_scales(target, starts, scored, self.device)
-        self.temperatures = check_ladder(ladder)
+        self.own_temperature = 1.0 if target.noise_scales() else COLD  # where held-out examples do not choose it
+        own = (1.0,) if target.noise_scales() else LADDER
+        self.temperatures = check_ladder(own if ladder is None else ladder)
+        if method is None:
+            method = default_method(target, self.data, given["transform"], given["batch_size"], options)
         plain = method == "isgd" and given["batch_size"] != "all"
-        self.settings = {**given, **(default_options(target, options) if plain else {}), **options}
+        self.settings = {**given, "method": method, **(default_options(target, options) if plain else {}), **options}
         num_data = target.resolve_num_data(as_tensors(self.data, target.dtype) or self.data)
         size = given["batch_size"] if as_tensors(self.data) is not None else _loaded_size(self.data)
-        self.lengths = Lengths.of(num_data, size_of("all" if method == "hmc" else size, num_data))
+        self.hmc = method == "hmc" or given["batch_size"] == "all"
+        self.lengths = Lengths.of(num_data, size_of("all" if self.hmc else size, num_data))
 
     def _init(self, states: Sequence[State]) -> Callable[[int], State]:
         """Chains take the networks in turns."""
@@ -465,9 +491,11 @@ class Around:
         if temperature != "auto":
             return Choice(temperature, "given")
         if self.held_out is None:
-            reason = f"T = {COLD:g} by default: no examples were held out (held_out=) to choose by"
-            return Choice(COLD, reason)
-        lengths = self.lengths.rung_settings()
+            own = self.own_temperature
+            return Choice(own, f"T = {own:g} by default: no examples were held out (held_out=) to choose by")
+        if len(self.temperatures) == 1:
+            return Choice(self.temperatures[0], "the only one of the ladder", held_out=batch_length(self.held_out) or 0)
+        lengths = self.lengths.rung_settings(self.hmc)
         now = time.monotonic()
         end = None if deadline is None else now + LADDER_SHARE * (deadline - now)
 
@@ -510,13 +538,13 @@ class Around:
                         temperature=choice.temperature, about_choice=self._about(choice), **more, **self.settings,
                     )  # fmt: skip
             except DivergedError:
-                if not choice.rungs or more.get("store") is not None:
+                if not choice.held_out or more.get("store") is not None:
                     raise
                 choice = self._colder(choice)
                 continue
             found.starts = list(self.starts)
-            scored = self.held_out is not None and bool(choice.rungs)
-            kept, better = self._best_part(found) if scored else (found.num_draws, True)
+            scored = self.held_out is not None and choice.held_out > 0
+            kept, better = self._best_part(found, bool(choice.rungs)) if scored else (found.num_draws, True)
             if better or more.get("store") is not None:
                 for warning in said:
                     warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
@@ -547,16 +575,22 @@ class Around:
     def _about(self, choice: Choice) -> dict[str, Any]:
         return {"temperature_choice": choice.as_dict(), "starts": len(self.starts)}
 
-    def _best_part(self, found: Posterior) -> tuple[int, bool]:
-        """How many draws of each chain predict held-out examples best, and whether better than the starts."""
+    def _best_part(self, found: Posterior, chosen: bool) -> tuple[int, bool]:
+        """How many draws of each chain predict held-out examples best, and whether better than the starts.
+
+        Unless something was ``chosen`` by these examples, all draws are kept, and all examples judge them.
+        """
         assert self.held_out is not None
         each = found.log_likelihood(self.held_out, batch_size=SCORED, device=self.device).double().cpu()
         counts = each.shape[0] * torch.arange(1.0, each.shape[1] + 1.0, dtype=torch.float64)
         so_far = each.logsumexp(0).logcumsumexp(0) - counts.log().unsqueeze(-1)
+        before = log_predictive(start_posterior(self.target, self.starts), self.held_out, self.device)
+        if not chosen:
+            return found.num_draws, float((so_far[-1] - before).mean()) > 0
         # The best of many parts looks better than it is: it is chosen on one half of the examples, judged on the other.
         least = -(-each.shape[1] // LEAST_KEPT)
         kept = least - 1 + int(so_far[least - 1 :, ::2].mean(-1).argmax())
-        gain = so_far[kept] - log_predictive(start_posterior(self.target, self.starts), self.held_out, self.device)
+        gain = so_far[kept] - before
         gain = gain[1::2] if len(gain) > 1 else gain
         error = float(gain.std() / math.sqrt(len(gain))) if len(gain) > 1 else math.inf
         return kept + 1, float(gain.mean()) > SURE * error
@@ -564,7 +598,7 @@ class Around:
     def _colder(self, choice: Choice) -> Choice:
         """A tenth of the temperature; 0 where that is below what a rung would be."""
         temperature = choice.temperature / COLDER
-        if temperature < min(self.temperatures[0] / COLDER, COLD) / 2:
+        if not choice.rungs or temperature < min(self.temperatures[0] / COLDER, COLD) / 2:
             temperature = 0.0
         what = f"T = {temperature:.3g} was taken" if temperature else "the draws are the starts"
         reason = f"the run at T = {choice.temperature:.3g} predicted held-out examples no better than the start: {what}"

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ FORMAT = 2  # 1 had one checkpoint for all chains
 NAME = "manifest.json"
 FROZEN = "frozen.safetensors"
 FILE_NAME = re.compile(r"(?:draws|checkpoint)-[0-9]{6,9}\.safetensors|frozen\.safetensors")
+PART_NAME = re.compile(r"part-[0-9]{4,6}")
 DTYPE_NAMES = {dtype_name(dtype): dtype for dtype in DTYPES.values()}
 BUFFER = "buffer:"
 """What the name of a buffer in a shard begins with."""
@@ -35,10 +36,6 @@ class File:
     file: str
     sha256: str
     bytes: int
-
-    def __post_init__(self) -> None:
-        if FILE_NAME.fullmatch(self.file) is None:
-            raise ValueError(f"{self.file!r} is not the name of a file of ours")
 
 
 @dataclass(frozen=True)
@@ -53,6 +50,9 @@ class Shard(File):
     start: int
     stop: int
     step: int
+
+
+F = TypeVar("F", bound=File)
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ class Manifest:
         checkpoints: from where to go on, by the first of chains that run side by side.
         seconds: spent so far.
         number: of the next file.
+        parts: folders within this one, each a run of its own, which together are this one; then there is nothing else.
     """
 
     info: dict[str, Any]
@@ -108,6 +109,7 @@ class Manifest:
     checkpoints: dict[int, File] = field(default_factory=dict)
     seconds: float = 0.0
     number: int = 0
+    parts: list[str] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
         """Put it in the place of the old one."""
@@ -123,6 +125,7 @@ class Manifest:
             "checkpoints": [[first, asdict(file)] for first, file in self.checkpoints.items()],
             "seconds": self.seconds,
             "number": self.number,
+            **({"parts": self.parts} if self.parts else {}),
             "shards": [asdict(shard) for shard in self.shards],
         }
         write_file(folder / NAME, [b'{"sha256":"', _digest(body).encode(), b'",\n', _lines(body)[1:], b"\n"])
@@ -133,7 +136,7 @@ class Manifest:
         if not (folder / NAME).exists():
             return False
         found = Manifest.read(folder)
-        return bool(found.shards or found.checkpoints or found.complete)
+        return bool(found.shards or found.checkpoints or found.complete or found.parts)
 
     @staticmethod
     def read(folder: Path) -> Manifest:
@@ -163,19 +166,30 @@ def _parsed(body: dict[str, Any]) -> Manifest:
     def specs(found: dict[str, Any]) -> dict[str, Spec]:
         return {name: Spec(tuple(about["shape"]), about["dtype"], about["stored"]) for name, about in found.items()}
 
+    def file(kind: type[F], about: dict[str, Any]) -> F:
+        return kind(**{**about, "file": _ours(FILE_NAME, about["file"])})
+
     return Manifest(
         info=unpack(body["info"]),
         identity=unpack(body["identity"]),
         tensors=specs(body["tensors"]),
         buffers=specs(body["buffers"]),
         complete=body["complete"],
-        shards=[Shard(**about) for about in body["shards"]],
+        shards=[file(Shard, about) for about in body["shards"]],
         lost={chain: length for chain, length in body["lost"]},
-        frozen=None if body["frozen"] is None else File(**body["frozen"]),
-        checkpoints={first: File(**about) for first, about in body["checkpoints"]},
+        frozen=None if body["frozen"] is None else file(File, body["frozen"]),
+        checkpoints={first: file(File, about) for first, about in body["checkpoints"]},
         seconds=body["seconds"],
         number=body["number"],
+        parts=[_ours(PART_NAME, name) for name in body.get("parts", [])],
     )
+
+
+def _ours(form: re.Pattern[str], name: str) -> str:
+    """A name that stands in a manifest, if it is of the form of ours: anyone may have written it."""
+    if form.fullmatch(name) is None:
+        raise ValueError(f"{name!r} is not the name of a file of ours")
+    return name
 
 
 def _lines(body: dict[str, Any]) -> bytes:

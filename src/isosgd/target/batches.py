@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import SequentialSampler
+from torch.utils.data import DistributedSampler, SequentialSampler
 
 LABELS = ("labels", "label", "targets", "target", "y")
 """Names under which a dict batch may have what is to be predicted, in the order in which they are looked for."""
@@ -153,9 +153,11 @@ def count_examples(data: Any) -> int | None:
     examples = getattr(data, "dataset", None)
     if not isinstance(examples, Sized):
         return None
-    # A sampler that visits only a part, or some rows more often, leaves N open: the user has to say.
+    # A sampler that visits only a part, or some rows more often, leaves N open: the user has to say. Ranks that share
+    # the data visit all of them together.
     sampler = getattr(data, "sampler", None)
-    if isinstance(sampler, Sized) and len(sampler) != len(examples):
+    shared = isinstance(sampler, DistributedSampler)
+    if isinstance(sampler, Sized) and len(sampler) != len(examples) and not shared:
         return None
     # Of a fixed order the rest that fills no batch is never seen; of a shuffled one every example has its turn.
     size = getattr(data, "batch_size", None)

@@ -11,10 +11,9 @@ with one number for each name, which is what runs at every step.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -69,20 +68,72 @@ def student_t_log_prob(z: Tensor, df: float) -> Tensor:
     return constant - (df + 1) / 2 * (z.square() / df).log1p()
 
 
-class Prior(ABC):
-    """A density over named parameters."""
+class Prior:
+    """A density over named parameters.
 
-    @abstractmethod
-    def log_prob(self, params: Params) -> Tensor:
-        """Log density summed over all entries: a scalar."""
+    A prior says what is its own: one of independent entries the ``density`` and ``score`` of an entry at a ``scale``,
+    which is one number or a mapping from names or shell patterns (``"fc1.*"``) to numbers; one that stands for another
+    prior its ``resolve``; any other its ``log_prob`` and ``grad``.
+    """
 
-    @abstractmethod
-    def grad(self, params: Params) -> Params:
-        """Gradient of ``log_prob`` for each parameter."""
+    scale: Any
+    median_factor: ClassVar[float] = 1.0  # median over scale, of a prior of positive numbers
+
+    def __post_init__(self) -> None:
+        kind = type(self).__name__
+        for setting in ("scale", "df", "sigma"):
+            value = vars(self).get(setting)
+            if isinstance(value, Mapping):
+                if not value:
+                    raise ValueError(f"{kind}: the mapping of {setting}s is empty; give at least {{'*': 1.0}}")
+                found: Any = {key: check_positive(f"{kind}: {setting} of {key!r}", x) for key, x in value.items()}
+            elif setting in vars(self):
+                found = check_positive(f"{kind}: {setting}", value)
+            else:
+                continue
+            object.__setattr__(self, setting, found)
+
+    def density(self, x: Tensor, scale: float) -> Tensor:
+        """Log density of each entry."""
+        raise NotImplementedError(f"{type(self).__name__} has neither density and score nor log_prob and grad")
+
+    def score(self, x: Tensor, scale: float) -> Tensor:
+        """Derivative of ``density`` in ``x``."""
+        raise NotImplementedError(f"{type(self).__name__} has neither density and score nor log_prob and grad")
+
+    def scale_of(self, name: str) -> float:
+        """Scale of one parameter."""
+        scale: float | Mapping[str, float] = self.scale
+        return (
+            lookup(name, scale, f"{type(self).__name__}: the mapping of scales")
+            if isinstance(scale, Mapping)
+            else scale
+        )
+
+    @property
+    def median(self) -> float:
+        """Of positive numbers: the median (of the first scale), where a likelihood's or prior's parameter starts."""
+        scale = next(iter(self.scale.values())) if isinstance(self.scale, Mapping) else self.scale
+        return self.median_factor * float(scale)
 
     def resolve(self, params: Params) -> Prior:
         """This prior with what depends on names and shapes worked out."""
+        scale = getattr(self, "scale", None)
+        if isinstance(scale, Mapping) and scale.keys() != params.keys():
+            return cast(Prior, replace(cast(Any, self), scale={name: self.scale_of(name) for name in params}))
         return self
+
+    def log_prob(self, params: Params) -> Tensor:
+        """Log density summed over all entries: a scalar."""
+        if (found := self.resolve(params)) is not self:
+            return found.log_prob(params)
+        return total([self.density(x, self.scale_of(name)).sum() for name, x in params.items()])
+
+    def grad(self, params: Params) -> Params:
+        """Gradient of ``log_prob`` for each parameter."""
+        if (found := self.resolve(params)) is not self:
+            return found.grad(params)
+        return {name: self.score(x, self.scale_of(name)) for name, x in params.items()}
 
     def at(self, values: Params) -> Prior:
         """This prior with what depends on the start values worked out (most do not)."""
@@ -103,53 +154,7 @@ class Prior(ABC):
 
 
 @dataclass(frozen=True)
-class _Scaled(Prior):
-    """A prior of independent entries, centred at zero, with a scale for each tensor.
-
-    Args:
-        scale: one scale, or a mapping from names or shell patterns (``"fc1.*"``) to scales.
-    """
-
-    scale: float | Mapping[str, float] = 1.0
-
-    def __post_init__(self) -> None:
-        name = type(self).__name__
-        if isinstance(self.scale, Mapping):
-            if not self.scale:
-                raise ValueError(f"{name}: the mapping of scales is empty; give at least {{'*': 1.0}}")
-            scale = {key: check_positive(f"{name}: scale of {key!r}", value) for key, value in self.scale.items()}
-            object.__setattr__(self, "scale", scale)
-        else:
-            object.__setattr__(self, "scale", check_positive(f"{name}: scale", self.scale))
-
-    @abstractmethod
-    def density(self, x: Tensor, scale: float) -> Tensor:
-        """Log density of each entry."""
-
-    @abstractmethod
-    def score(self, x: Tensor, scale: float) -> Tensor:
-        """Derivative of ``density`` in ``x``."""
-
-    def scale_of(self, name: str) -> float:
-        """Scale of one parameter."""
-        if isinstance(self.scale, Mapping):
-            return lookup(name, self.scale, f"{type(self).__name__}: the mapping of scales")
-        return self.scale
-
-    def resolve(self, params: Params) -> Prior:
-        if isinstance(self.scale, Mapping):
-            return replace(self, scale={name: self.scale_of(name) for name in params})
-        return self
-
-    def log_prob(self, params: Params) -> Tensor:
-        return total([self.density(x, self.scale_of(name)).sum() for name, x in params.items()])
-
-    def grad(self, params: Params) -> Params:
-        return {name: self.score(x, self.scale_of(name)) for name, x in params.items()}
-
-
-@dataclass(frozen=True)
-class Normal(_Scaled):
+class Normal(Prior):
     """Independent normal entries, ``N(0, scale^2)``.
 
     Example:
@@ -157,6 +162,8 @@ class Normal(_Scaled):
         >>> prior.grad({"fc.weight": torch.ones(1), "fc.bias": torch.ones(1)})
         {'fc.weight': tensor([-4.]), 'fc.bias': tensor([-0.2500])}
     """
+
+    scale: float | Mapping[str, float] = 1.0
 
     def density(self, x: Tensor, scale: float) -> Tensor:
         return -0.5 * (x / scale).square() - (math.log(scale) + 0.5 * LOG_2PI)
@@ -178,8 +185,10 @@ class Normal(_Scaled):
 
 
 @dataclass(frozen=True)
-class Laplace(_Scaled):
+class Laplace(Prior):
     """Independent Laplace entries, density ``exp(-|x|/scale) / (2 scale)``; the gradient at 0 is taken as 0."""
+
+    scale: float | Mapping[str, float] = 1.0
 
     def density(self, x: Tensor, scale: float) -> Tensor:
         return -x.abs() / scale - math.log(2 * scale)
@@ -189,15 +198,11 @@ class Laplace(_Scaled):
 
 
 @dataclass(frozen=True)
-class StudentT(_Scaled):
+class StudentT(Prior):
     """Independent Student-t entries with ``df`` degrees of freedom."""
 
     df: float = 4.0
     scale: float | Mapping[str, float] = field(default=1.0, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "df", check_positive("StudentT: df", self.df))
 
     def density(self, x: Tensor, scale: float) -> Tensor:
         return student_t_log_prob(x / scale, self.df) - math.log(scale)
@@ -217,22 +222,11 @@ class Flat(Prior):
         return {name: torch.zeros_like(x) for name, x in params.items()}
 
 
-class PositivePrior(_Scaled):
-    """A prior of positive numbers: for positive parameters, noise scales and hyperparameters."""
-
-    median_factor: ClassVar[float] = 1.0
-
-    @property
-    def median(self) -> float:
-        """The median (of its first scale), where an own parameter of a likelihood or prior starts."""
-        scale = next(iter(self.scale.values())) if isinstance(self.scale, Mapping) else self.scale
-        return self.median_factor * scale
-
-
 @dataclass(frozen=True)
-class HalfNormal(PositivePrior):
+class HalfNormal(Prior):
     """The absolute value of ``N(0, scale^2)``."""
 
+    scale: float | Mapping[str, float] = 1.0
     median_factor: ClassVar[float] = 0.6744897501960817
 
     def density(self, x: Tensor, scale: float) -> Tensor:
@@ -243,8 +237,10 @@ class HalfNormal(PositivePrior):
 
 
 @dataclass(frozen=True)
-class HalfCauchy(PositivePrior):
+class HalfCauchy(Prior):
     """The absolute value of a Cauchy: half of its mass is below ``scale``, with a long tail above."""
+
+    scale: float | Mapping[str, float] = 1.0
 
     def density(self, x: Tensor, scale: float) -> Tensor:
         return math.log(2 / (math.pi * scale)) - (x / scale).square().log1p()
@@ -254,14 +250,11 @@ class HalfCauchy(PositivePrior):
 
 
 @dataclass(frozen=True)
-class LogNormal(PositivePrior):
+class LogNormal(Prior):
     """A positive number whose logarithm is ``N(log(scale), sigma^2)``: ``scale`` is its median."""
 
+    scale: float | Mapping[str, float] = 1.0
     sigma: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "sigma", check_positive("LogNormal: sigma", self.sigma))
 
     def density(self, x: Tensor, scale: float) -> Tensor:
         z = (x.log() - math.log(scale)) / self.sigma
@@ -272,9 +265,10 @@ class LogNormal(PositivePrior):
 
 
 @dataclass(frozen=True)
-class Exponential(PositivePrior):
+class Exponential(Prior):
     """Density ``exp(-x/scale) / scale``; ``scale`` is the mean."""
 
+    scale: float | Mapping[str, float] = 1.0
     median_factor: ClassVar[float] = math.log(2)
 
     def density(self, x: Tensor, scale: float) -> Tensor:
@@ -282,3 +276,7 @@ class Exponential(PositivePrior):
 
     def score(self, x: Tensor, scale: float) -> Tensor:
         return torch.full_like(x, -1 / scale)
+
+
+PositivePrior = HalfNormal | HalfCauchy | LogNormal | Exponential
+"""Priors of positive numbers: for positive parameters, noise scales and hyperparameters."""

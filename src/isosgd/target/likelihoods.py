@@ -25,11 +25,30 @@ NO_LABEL = torch.iinfo(torch.int64).min
 
 
 class Likelihood(ABC):
-    """Distribution of ``y`` given a model's output."""
+    """Distribution of ``y`` given a model's output.
+
+    Where it has a ``scale`` of its noise, that is known, or a prior of positive numbers under which it is sampled.
+    """
+
+    scale: float | PositivePrior | None
+
+    def __post_init__(self) -> None:
+        if "scale" not in vars(self):
+            return
+        if self.scale is None:
+            object.__setattr__(self, "scale", HalfCauchy())
+        elif not isinstance(self.scale, PositivePrior):
+            object.__setattr__(self, "scale", check_positive(f"{type(self).__name__}: scale", self.scale))
 
     def extra(self) -> dict[str, Extra]:
         """Sampled parameters of the likelihood itself, such as a noise scale: start values and their priors."""
+        if isinstance(prior := vars(self).get("scale"), PositivePrior):
+            return {SCALE: Extra(torch.tensor(prior.median), prior, noise_scale=True)}
         return {}
+
+    def scale_at(self, params: Params) -> Tensor | float:
+        """The noise scale, where there is one."""
+        return self.scale if isinstance(self.scale, float) else params[SCALE]
 
     @abstractmethod
     def log_prob(self, output: Tensor, y: Tensor, params: Params) -> Tensor:
@@ -56,7 +75,10 @@ class Likelihood(ABC):
 
     def describe(self) -> dict[str, Any]:
         """Name and settings as plain values."""
-        return {"name": type(self).__name__, **(asdict(self) if is_dataclass(self) else {})}
+        settings: dict[str, Any] = asdict(self) if is_dataclass(self) else {}
+        if isinstance(prior := vars(self).get("scale"), PositivePrior):
+            settings["scale"] = prior.describe()
+        return {"name": type(self).__name__, **settings}
 
 
 def _align(output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,44 +245,7 @@ class Bernoulli(Likelihood):
 
 
 @dataclass(frozen=True)
-class _Located(Likelihood):
-    """Noise of one scale around the output, the scale known or sampled.
-
-    Args:
-        scale: the known scale; or a prior of positive numbers under which it is sampled as ``"likelihood.scale"``;
-            or None for ``HalfCauchy(1.0)``, weak when ``y`` is of order one: standardise ``y``, or give a prior in
-            its units.
-    """
-
-    scale: float | PositivePrior | None = None
-
-    def __post_init__(self) -> None:
-        if self.scale is None:
-            object.__setattr__(self, "scale", HalfCauchy())
-        elif not isinstance(self.scale, PositivePrior):
-            object.__setattr__(self, "scale", check_positive(f"{type(self).__name__}: scale", self.scale))
-
-    def extra(self) -> dict[str, Extra]:
-        if isinstance(self.scale, PositivePrior):
-            return {SCALE: Extra(torch.tensor(self.scale.median), self.scale, noise_scale=True)}
-        return {}
-
-    def _scale(self, params: Params) -> Tensor | float:
-        return self.scale if isinstance(self.scale, float) else params[SCALE]
-
-    def _square_scale(self, output: Tensor, params: Params) -> Tensor:
-        return torch.ones_like(output) * self._scale(params) ** 2
-
-    def mean(self, output: Tensor, params: Params) -> Tensor:
-        return output
-
-    def describe(self) -> dict[str, Any]:
-        scale = self.scale.describe() if isinstance(self.scale, PositivePrior) else self.scale
-        return {**super().describe(), "scale": scale}
-
-
-@dataclass(frozen=True)
-class Gaussian(_Located):
+class Gaussian(Likelihood):
     """Normal noise around the output, of known or sampled standard deviation.
 
     Args:
@@ -273,18 +258,23 @@ class Gaussian(_Located):
         tensor([-0.7258])
     """
 
+    scale: float | PositivePrior | None = None
+
     def log_prob(self, output: Tensor, y: Tensor, params: Params) -> Tensor:
         output, y = _align(output, y)
-        scale = self._scale(params)
+        scale = self.scale_at(params)
         squares = F.mse_loss(output, y, reduction="none")
         return _by_example(squares * (-0.5 / scale**2) - (_log(scale) + 0.5 * LOG_2PI))
 
+    def mean(self, output: Tensor, params: Params) -> Tensor:
+        return output
+
     def variance(self, output: Tensor, params: Params) -> Tensor:
-        return self._square_scale(output, params)
+        return torch.ones_like(output) * self.scale_at(params) ** 2
 
 
 @dataclass(frozen=True)
-class StudentT(_Located):
+class StudentT(Likelihood):
     """Student-t noise around the output: regression that shrugs off outliers.
 
     Args:
@@ -301,11 +291,15 @@ class StudentT(_Located):
 
     def log_prob(self, output: Tensor, y: Tensor, params: Params) -> Tensor:
         output, y = _align(output, y)
-        scale = self._scale(params)
+        scale = self.scale_at(params)
         return _by_example(student_t_log_prob((y - output) / scale, self.df) - _log(scale))
 
+    def mean(self, output: Tensor, params: Params) -> Tensor:
+        return output
+
     def variance(self, output: Tensor, params: Params) -> Tensor:
-        return self._square_scale(output, params) * (self.df / (self.df - 2) if self.df > 2 else math.inf)
+        square = torch.ones_like(output) * self.scale_at(params) ** 2
+        return square * (self.df / (self.df - 2) if self.df > 2 else math.inf)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,11 @@ Autocast = Literal["bfloat16", "float16"]
 MASK = "attention_mask"
 
 
+def unwrapped(model: Any) -> Any:
+    """The module within DDP, whose gradients we average ourselves; any other as it is."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
 class ModuleLikelihood:
     """``log_likelihood(params, batch)`` of a module and a likelihood.
 

@@ -40,6 +40,7 @@ from isosgd.target.params import Params, lookup, match
 from isosgd.target.relevance import Relevance
 
 __all__ = [
+    "Around",
     "Empirical",
     "Exponential",
     "FanInNormal",
@@ -74,17 +75,8 @@ class FanInNormal(Prior):
 
     scale: float = 1.0
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "scale", check_positive("FanInNormal: scale", self.scale))
-
     def resolve(self, params: Params) -> Prior:
         return Normal({name: self.scale * fan_in_factor(x) for name, x in params.items()})
-
-    def log_prob(self, params: Params) -> Tensor:
-        return self.resolve(params).log_prob(params)
-
-    def grad(self, params: Params) -> Params:
-        return self.resolve(params).grad(params)
 
 
 @dataclass(frozen=True)
@@ -131,12 +123,6 @@ class Empirical(Prior):
                 "the scales of an Empirical prior are those of start values, which are not known: pass init= to Target"
             )
         return Normal(self.scale).resolve(params)
-
-    def log_prob(self, params: Params) -> Tensor:
-        return self.resolve(params).log_prob(params)
-
-    def grad(self, params: Params) -> Params:
-        return self.resolve(params).grad(params)
 
 
 @dataclass(frozen=True)
@@ -188,20 +174,59 @@ class WeightDecay(Prior):
         normal = Normal({name: (decay * self.num_data) ** -0.5 for name, decay in decays.items() if decay})
         return Joint(((normal, tuple(name for name in decays if name not in flat)), (Flat(), flat))) if flat else normal
 
-    def _resolved(self, params: Params) -> Prior:
-        found = self.resolve(params)
-        if found is self:
-            raise ValueError(
-                "the precision that a weight decay stands for is decay * N, and N is not known yet: pass num_data="
-            )
-        return found
+    def scale_of(self, name: str) -> float:
+        raise ValueError(
+            "the precision that a weight decay stands for is decay * N, and N is not known yet: pass num_data="
+        )
+
+
+@dataclass(frozen=True)
+class Around(Prior):
+    """Normal entries around given values: a pull to a trained network, for sampling near it (see `isosgd.llc`).
+
+    At temperature T of `isosgd.sample` it is tempered like the likelihood: for a pull of precision gamma give gamma T.
+
+    Args:
+        start: the values by name, such as a ``state_dict``; entries that are no parameters are left alone.
+        precision: one number, or a mapping from names or shell patterns to numbers.
+
+    Example:
+        >>> import torch
+        >>> prior = Around({"w": torch.tensor([1.0, 2.0])}, precision=4.0)
+        >>> prior.grad({"w": torch.tensor([1.5, 2.0])})
+        {'w': tensor([-2., -0.])}
+    """
+
+    start: Mapping[str, Tensor] = field(repr=False)
+    precision: float | Mapping[str, float] = 1.0
+    normal: Normal = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        start = {name: torch.as_tensor(x).detach().clone() for name, x in self.start.items()}
+        bad = next((name for name, x in start.items() if not bool(x.isfinite().all())), None)
+        if bad is not None:
+            raise ValueError(f"Around: start[{bad!r}] has values that are NaN or infinite; mend them")
+        several = isinstance(self.precision, Mapping)
+        table = self.precision if isinstance(self.precision, Mapping) else {"*": self.precision}
+        scales = {key: check_positive(f"Around: precision of {key!r}", x) ** -0.5 for key, x in table.items()}
+        object.__setattr__(self, "start", start)
+        object.__setattr__(self, "normal", Normal(scales if several else scales["*"]))
+
+    def _from_start(self, params: Params) -> Params:
+        missing = next((name for name in params if name not in self.start), None)
+        if missing is not None:
+            raise ValueError(f"Around: start has no values of parameter {missing!r}; it has {list(self.start)}")
+        return {name: x - self.start[name].to(device=x.device, dtype=x.dtype) for name, x in params.items()}
 
     def log_prob(self, params: Params) -> Tensor:
-        return self._resolved(params).log_prob(params)
+        return self.normal.log_prob(self._from_start(params))
 
     def grad(self, params: Params) -> Params:
-        found = self._resolved(params).grad(params)
-        return {name: found[name] for name in params}
+        return self.normal.grad(self._from_start(params))
+
+    def describe(self) -> dict[str, Any]:
+        sizes = {name: float(f"{float(x.double().square().mean().sqrt()):.6g}") for name, x in self.start.items()}
+        return {"name": "Around", "precision": self.precision, "root_mean_squares_of_start": sizes}
 
 
 class _Groups:
@@ -383,12 +408,6 @@ class PerParameter(Prior):
             own = tuple(name for name in prior.extra(found) if name in params)
             parts.append((prior.resolve(found), (*found, *own)))
         return Joint(tuple(parts))
-
-    def log_prob(self, params: Params) -> Tensor:
-        return self.resolve(params).log_prob(params)
-
-    def grad(self, params: Params) -> Params:
-        return self.resolve(params).grad(params)
 
     def describe(self) -> dict[str, Any]:
         return {"name": "PerParameter", "table": {key: prior.describe() for key, prior in self.table.items()}}

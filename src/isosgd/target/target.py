@@ -16,7 +16,7 @@ from isosgd.native import perceptron
 from isosgd.target.batches import batch_length, count_examples, inputs_of, labels_of
 from isosgd.target.elementwise import Flat, Normal
 from isosgd.target.likelihoods import Likelihood
-from isosgd.target.modules import Autocast, ModuleLikelihood, Select, check_autocast
+from isosgd.target.modules import Autocast, ModuleLikelihood, Select, check_autocast, unwrapped
 from isosgd.target.optimizers import decays_of
 from isosgd.target.params import Params
 from isosgd.target.priors import FanInNormal, Joint, PriorLike, WeightDecay, as_prior
@@ -109,9 +109,10 @@ class Target:
         BatchNorm that was in training mode goes on normalising by the minibatch.
 
         Args:
-            model: any module. Batches are ``(x, y)`` or ``(x1, x2, ..., y)``, where all but the last are its inputs; or
-                dicts, as tokenizers and Hugging Face's collators make them: ``model(**inputs)`` of all but the labels.
-                Of an output with ``logits`` these are taken, of a tuple the first.
+            model: any module; one that is wrapped in DistributedDataParallel is taken out of it. Batches are ``(x, y)``
+                or ``(x1, x2, ..., y)``, where all but the last are its inputs; or dicts, as tokenizers and Hugging
+                Face's collators make them: ``model(**inputs)`` of all but the labels. Of an output with ``logits``
+                these are taken, of a tuple the first.
             likelihood: one of `isosgd.likelihoods`, its name (``"categorical"``, ``"tokens"``, ``"bernoulli"``,
                 ``"gaussian"``, ``"heteroscedastic"``, ``"student_t"``, ``"poisson"``), or a callable
                 ``(output, y) -> Tensor[n]``.
@@ -140,6 +141,7 @@ class Target:
             >>> {name: tuple(x.shape) for name, x in target.initial().items()}
             {'2.weight': (1, 8), '2.bias': (1,), 'likelihood.scale': ()}
         """
+        model = unwrapped(model)
         module = ModuleLikelihood(model, likelihood, sampled, autocast, channels_last, labels)
         given = {"prior": prior, "weight_decay": weight_decay, "optimizer": optimizer}
         if len(names := [name for name, value in given.items() if value is not None]) > 1:
@@ -155,6 +157,13 @@ class Target:
                     f"the model has a parameter {name!r}, a name that is taken here; rename that submodule"
                 )
         return cls(module, prior, num_data=num_data, init=module.values, predict=module.predict)
+
+    def with_prior(self, prior: PriorLike, init: Mapping[str, Any]) -> Target:
+        """The same log likelihood with another prior and other start values."""
+        return Target(
+            self._log_likelihood, prior, num_data=self.num_data, positive=self._patterns, init=init,
+            predict=self._predict,
+        )  # fmt: skip
 
     # ---------------------------------------------------------------- what a chain needs to start
 

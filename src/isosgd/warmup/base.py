@@ -51,6 +51,8 @@ class Traces:
         if self.examples is None:
             cut = (slice(EXAMPLES),) if self.chains.many is None else (slice(None), slice(EXAMPLES))
             self.examples = tree_map(lambda t: t[cut] if t.dim() >= len(cut) else t, self.chains.batch)
+            if self.chains.ranks is not None:  # which may have parts of the data
+                self.examples = self.chains.ranks.of_lead(self.examples)
         self.found += times * [self.chains.log_likelihood(self.examples).double().cpu().numpy()]
 
     def spacing(self) -> int | None:

@@ -1,0 +1,290 @@
+"""Processes that sample together, over `torch.distributed`: who draws which chain, and what they tell each other.
+
+The ranks are a grid: a *team* for each chain that is drawn at a time, and in a team ranks that share every minibatch.
+``parallel="chains"`` has teams of one rank; ``parallel="data"`` has a team for each chain.
+
+Ranks of a team sum gradients by an all-reduce. All else, what is small or rare, goes through the key-value store that
+the process group was made with: it knows no devices, needs no pickle, and one who waits there can see who is missing.
+Ranks that draw chains of their own may wait for each other for hours; so they leave a sign of life there every second,
+and only one who leaves none for ``rank_timeout`` seconds is given up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import wraps
+from types import TracebackType
+from typing import Any, Literal, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load as tensors_from
+from safetensors.torch import save as tensors_to
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from isosgd.store.files import pack, to_json, unpack
+from isosgd.target.batches import tree_map
+
+Parallel = Literal["chains", "data"]
+P = ParamSpec("P")
+T = TypeVar("T")
+TIMEOUT = 1_800.0  # seconds
+CHUNK = 1 << 22  # bytes: a TCPStore refuses values of more than 8 MB
+BEAT_EVERY, LOOK_EVERY = 1.0, 0.02  # seconds
+GRACE = 10.0  # seconds that ranks have to say that they, too, are waiting
+_calls = itertools.count()  # every rank makes the same calls in the same order
+
+
+class RankError(RuntimeError):
+    """Something went wrong on another rank, or it does not answer.
+
+    Attributes:
+        rank: its number.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class RankValueError(RankError, ValueError):
+    """Another rank was given something that cannot be right."""
+
+
+class Ranks:
+    """The processes of one call of `isosgd.sample`. Open it (``with``), so that an error of one is known to all.
+
+    Args:
+        parallel: what is shared out.
+        timeout: seconds without a sign of life, after which a rank is given up.
+
+    Attributes:
+        rank: number of this process.
+        size: how many there are.
+        teams: chains that are drawn at a time.
+        team: number of this process's.
+        shares: ranks of a team, which share every minibatch.
+        place: of this process in its team.
+    """
+
+    def __init__(self, parallel: Parallel, timeout: float) -> None:
+        if parallel not in ("chains", "data"):
+            raise ValueError(f"parallel = {parallel!r} is unknown; choose 'chains', 'data' or None")
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+            raise ValueError(f"rank_timeout = {timeout!r} must be a positive number of seconds")
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                f"parallel = {parallel!r} needs a process group: call torch.distributed.init_process_group('gloo') "
+                "('nccl' on GPUs) first, and start the script with torchrun"
+            )
+        self.parallel, self.timeout = parallel, float(timeout)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.teams, self.team, self.shares, self.place = self.size, self.rank, 1, 0
+        self.group: dist.ProcessGroup | None = None
+        self._store: Any = dist.distributed_c10d._get_default_store()  # there is no public way to it
+        self._call, self._round, self._beats, self._last = f"isosgd/{next(_calls)}", 0, 0, 0.0
+        self._told = False  # whether the others know of an error
+
+    def arrange(self, chains: int) -> None:
+        """Find this rank's place in the grid."""
+        if self.parallel == "chains":
+            if chains < self.size:
+                raise ValueError(
+                    f"chains = {chains} are fewer than the {self.size} ranks of the process group: some would have "
+                    "nothing to do. Take more chains or fewer processes, or share minibatches by parallel='data'"
+                )
+            return
+        if self.size % chains:
+            raise ValueError(
+                f"chains = {chains} do not divide the {self.size} ranks of the process group: with parallel='data' "
+                f"each chain has as many ranks. Take {self.size} ranks or chains that divide them"
+            )
+        self.teams, self.shares = chains, self.size // chains
+        self.team, self.place = divmod(self.rank, self.shares)
+
+    def connect(self, device: torch.device) -> None:
+        """Make the groups of the teams; all ranks do so at once."""
+        if self.shares > 1:
+            mesh = init_device_mesh(device.type, (self.teams, self.shares), mesh_dim_names=("chains", "data"))
+            self.group = mesh.get_group("data")
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank keeps the draws of its team."""
+        return self.place == 0
+
+    def own(self, chains: int) -> list[int]:
+        """Numbers of the chains that this rank's team draws."""
+        return list(range(self.team, chains, self.teams))
+
+    # -- what all ranks tell each other -------------------------------------------------------------------------------
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is not None and not self._told:
+            self._tell(error)
+
+    def _tell(self, error: BaseException) -> None:
+        self._told = True
+        wrong = isinstance(error, ValueError | TypeError)
+        try:
+            self._put("error", {"wrong": wrong, "text": f"{type(error).__name__}: {error}"})
+        except RuntimeError:  # the store is gone, and with it whoever could be told
+            return
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank gives, in their order: nested plain values and tensors. An error of one is raised on all."""
+        self._round += 1
+        name = f"round{self._round}"
+        self._put(name, value)
+        found = [value if rank == self.rank else self._take(name, rank) for rank in range(self.size)]
+        self._drop(f"round{self._round - 1}")  # which all have read, since they came to this one
+        return found
+
+    def beat(self) -> None:
+        """Leave a sign of life, at most once a second."""
+        now = time.monotonic()
+        if now - self._last >= BEAT_EVERY:
+            self._last, self._beats = now, self._beats + 1
+            self._store.set(self._key("beat", self.rank), str(self._beats))
+
+    def _key(self, name: str, rank: int) -> str:
+        return f"{self._call}/{name}/{rank}"
+
+    def _put(self, name: str, value: Any) -> None:
+        packed, tensors = pack(value)
+        text, content = to_json(packed), tensors_to({k: x.detach().cpu().contiguous() for k, x in tensors.items()})
+        every, key = len(text).to_bytes(8, "little") + text + content, self._key(name, self.rank)
+        chunks = range(0, len(every), CHUNK)
+        for i, start in enumerate(chunks):
+            self._store.set(f"{key}/{i}", every[start : start + CHUNK])
+        self._store.set(key, str(len(chunks)))
+
+    def _drop(self, name: str) -> None:
+        key = self._key(name, self.rank)
+        if self._there(key):
+            for i in range(int(self._store.get(key))):
+                self._store.delete_key(f"{key}/{i}")
+            self._store.delete_key(key)
+
+    def _there(self, key: str) -> bool:
+        return bool(self._store.check([key]))
+
+    def _take(self, name: str, rank: int) -> Any:
+        """What a rank has put there, once it has."""
+        key, beat = self._key(name, rank), self._key("beat", rank)
+        seen, since = b"", time.monotonic()
+        while not self._there(key):
+            self._raise_told()
+            now, last = time.monotonic(), self._store.get(beat) if self._there(beat) else b""
+            if last != seen:
+                seen, since = last, now
+            if now - since > self.timeout:
+                self._told = True
+                raise RankError(
+                    f"rank {rank} has given no sign of life for {self.timeout:g} s (rank_timeout=): it hangs, has "
+                    "ended, or has not called sample. Look at its log; with store= and resume=True the run goes on",
+                    rank,
+                )
+            self.beat()
+            time.sleep(LOOK_EVERY)
+        return self._read(key)
+
+    def _read(self, key: str) -> Any:
+        every = b"".join(self._store.get(f"{key}/{i}") for i in range(int(self._store.get(key))))
+        end = 8 + int.from_bytes(every[:8], "little")
+        return unpack(json.loads(every[8:end]), tensors_from(every[end:]))
+
+    def _raise_told(self) -> None:
+        """Raise what another rank met."""
+        for rank in range(self.size):
+            if rank != self.rank and self._there(key := self._key("error", rank)):
+                found, self._told = self._read(key), True
+                raise (RankValueError if found["wrong"] else RankError)(f"on rank {rank}: {found['text']}", rank)
+
+    # -- what the ranks of a team do at every step --------------------------------------------------------------------
+
+    def sum_(self, x: Tensor) -> Tensor:
+        """Add up a tensor over the team, in place; the result has the same bits on all ranks."""
+        self._wait(lambda: dist.all_reduce(x, group=self.group, async_op=True))
+        return x
+
+    def of_lead(self, batch: Any) -> Any:
+        """The tensors of a batch as the first rank of the team has them; shapes must be the same."""
+        if self.group is None:
+            return batch
+        source, group = dist.get_global_rank(self.group, 0), self.group
+
+        def sent(t: Tensor) -> Tensor:
+            t = t.clone().contiguous()
+            self._wait(lambda: dist.broadcast(t, source, group=group, async_op=True))
+            return t
+
+        return tree_map(sent, batch)
+
+    def check_equal(self, tensors: list[Tensor]) -> None:
+        """Raise unless tensors have the same bits on all ranks of the team."""
+        if self.group is None:
+            return
+        bits = torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in tensors]).long()
+        digest = (bits * (torch.arange(len(bits), device=bits.device) % 65_521 + 1)).sum()
+        ends = torch.stack([digest, -digest])
+        self._wait(lambda: dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
+        if int(ends[0]) != -int(ends[1]):
+            raise RuntimeError(
+                f"the parameters of rank {self.rank} are no longer those of the others that share its chain: their "
+                "machines round otherwise, or the model takes random numbers of its own. Use machines of one kind"
+            )
+
+    def _wait(self, begin: Any) -> None:
+        try:
+            begin().wait(timedelta(seconds=self.timeout))
+        except RuntimeError as error:
+            raise self._missing(error) from error
+
+    def _missing(self, error: RuntimeError) -> Exception:
+        """Why the ranks of a team did not come together: the number of the one that is missing, or what it met."""
+        end = time.monotonic() + min(GRACE, self.timeout)
+        team = [self.team * self.shares + place for place in range(self.shares)]
+        try:
+            self._store.set(self._key("waits", self.rank), "1")
+            while time.monotonic() < end:
+                self._raise_told()
+                time.sleep(LOOK_EVERY)
+            gone = [r for r in team if r != self.rank and not self._there(self._key("waits", r))]
+        except RankError as known:
+            return known
+        except RuntimeError:  # the store is gone, too: its process has ended
+            return RankError(
+                f"rank 0, or the process that holds the store of the process group, has ended ({error})", 0
+            )
+        self._told = True
+        if not gone:
+            return error
+        return RankError(
+            f"rank {gone[0]} did not come to a step that the other ranks of its chain wait at (rank_timeout = "
+            f"{self.timeout:g} s): it hangs or has ended. With store= and resume=True the run goes on ({error})",
+            gone[0],
+        )
+
+
+def shared(call: Callable[P, T]) -> Callable[P, T]:
+    """A function that all ranks call with ``parallel=``: it finds its `Ranks` there. An error of one is told to all."""
+
+    @wraps(call)
+    def wrapped(*args: P.args, **given: P.kwargs) -> T:
+        parallel = given.get("parallel")
+        if parallel is None:
+            return call(*args, **given)
+        with Ranks(parallel, given.get("rank_timeout", TIMEOUT)) as ranks:  # type: ignore[arg-type]
+            given["parallel"] = ranks
+            return call(*args, **given)
+
+    return wrapped

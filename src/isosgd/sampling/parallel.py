@@ -1,0 +1,213 @@
+"""A run that several processes draw: which must agree, who writes what, and how all come to have all draws."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DistributedSampler
+
+from isosgd.data.sources import DataSets, as_tensors
+from isosgd.engine.chains import MakeSampler
+from isosgd.engine.ranks import Ranks
+from isosgd.engine.schedule import Schedule
+from isosgd.errors import DivergedError, SamplingWarning, warn_caller
+from isosgd.posterior import Posterior
+from isosgd.progress import Progress
+from isosgd.samplers import METHODS
+from isosgd.sampling.loop import ChainsResult, DrawPlan, Note, draw_all, why_stopped
+from isosgd.sampling.merging import write_parts
+from isosgd.sampling.recorders import Follower, InMemory, Interrupted, OnDisk
+from isosgd.sampling.settings import versions
+from isosgd.sampling.stored import RunRequest, as_lines, differences, load
+from isosgd.store import Manifest, StoreError
+from isosgd.store.files import plain, unpack
+from isosgd.store.writer import lock, read_state
+
+Info = dict[str, Any]
+About = Callable[[RunRequest, list[ChainsResult]], Info]
+
+
+def check_request(ranks: Ranks, request: RunRequest, deadline: float | None) -> None:
+    """Refuse what cannot be shared out."""
+    parallel, method = ranks.parallel, request.settings["method"]
+    if method not in METHODS:
+        raise ValueError(f"parallel = {parallel!r} shares out chains, and {method} has none: leave parallel out")
+    if isinstance(request.data, DataSets):
+        raise ValueError(f"parallel = {parallel!r} does not go with DataSets: their chains run in one computation")
+    if deadline is not None:
+        raise ValueError(f"max_seconds does not go with parallel = {parallel!r}: ranks have clocks of their own")
+    sampler = getattr(request.data, "sampler", None)
+    if ranks.shares > 1 and as_tensors(request.data) is None and not isinstance(sampler, DistributedSampler):
+        raise ValueError(
+            "parallel = 'data' with a loader: it must have a DistributedSampler, so that each rank has other examples "
+            f"(its sampler is {type(sampler).__name__}); or pass tensors, of which each rank takes its part"
+        )
+
+
+def check_sampler(ranks: Ranks | None, data: Any) -> None:
+    """Refuse a loader for ranks that share the data, where they do not."""
+    sampler = getattr(data, "sampler", None)
+    place, shares = (0, 1) if ranks is None else (ranks.place, ranks.shares)
+    if isinstance(sampler, DistributedSampler) and (sampler.num_replicas, sampler.rank) != (shares, place):
+        raise ValueError(
+            f"the loader's DistributedSampler is for rank {sampler.rank} of {sampler.num_replicas}, and this is rank "
+            f"{place} of the {shares} that share the data of a chain: make it with num_replicas={shares}, "
+            f"rank={place}, or share data by parallel='data'"
+        )
+
+
+def check_agreement(ranks: Ranks, request: RunRequest) -> None:
+    """Refuse ranks that were given other settings, another target or other data."""
+    own = {**request.identity(), "parallel": ranks.parallel, "versions": versions()}
+    every = ranks.gather(unpack(plain(own)))
+    for rank, other in enumerate(every):
+        found = list(differences(every[0], other))
+        if found:
+            raise ValueError(
+                f"rank {rank} was not given what rank 0 was (was: rank 0, is: rank {rank}):{as_lines(found)}\n"
+                "all ranks must make the same call; seed torch before a model is made, or load its state_dict"
+            )
+
+
+def draw_over_ranks(
+    ranks: Ranks,
+    request: RunRequest,
+    schedule: Schedule,
+    plan: DrawPlan,
+    make_sampler: MakeSampler,
+    about: About,
+    bar: Progress,
+    note: Note | None,
+) -> Posterior:
+    """Draw the chains of this rank's team, and have those of all."""
+    check_agreement(ranks, request)
+    ranks.connect(next(iter(request.start(0).values())).device)
+    with ExitStack() as open_ones:
+        keepers = _keepers(ranks, request, about, open_ones)
+        for keeper in keepers.values():
+            open_ones.callback(keeper.close)
+        if not ranks.leads:
+            open_ones.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore", SamplingWarning)  # the first rank of the team has the same to say
+        schedule.numbers = [chain for chain in ranks.own(schedule.count) if chain in keepers]
+        runs = ((first, run, keepers[first]) for first, run in schedule.runs(make_sampler))
+        try:
+            with bar:
+                draw_all(runs, plan, bar, note, ranks)
+        except KeyboardInterrupt:
+            raise Interrupted(
+                "sampling was stopped; with store= it goes on by resume=True, on as many ranks as you like", None
+            ) from None
+        return _shared(ranks, request, plan, about, list(keepers.values()))
+
+
+def _keepers(
+    ranks: Ranks, request: RunRequest, about: About, open_ones: ExitStack
+) -> dict[int, InMemory | OnDisk | Follower]:
+    """Where the draws of each chain of this rank go; without those that have all that is asked for."""
+    own = ranks.own(request.count)
+    if request.store is None:
+        kind = InMemory if ranks.leads else Follower
+        keeper = kind(request, lambda outcomes: about(request, outcomes))
+        return dict.fromkeys(own, keeper)
+    folder = Path(request.store)
+    if ranks.rank == 0:
+        _take_folder(folder, request, open_ones)
+    ranks.gather(None)  # what is there is looked at before anything is written
+    keepers: dict[int, InMemory | OnDisk | Follower] = {}
+    for chain in own if ranks.leads else []:
+        part = request.of_chain(chain)
+        known = _known(part, about)
+        writer = part.open(known([]))
+        if writer is not None:
+            open_ones.callback(writer.close)
+            keepers[chain] = OnDisk(part, known, writer)
+    every = [f"part-{chain:04d}" for chain in range(request.count)]
+    ranks.gather(None)
+    for name in every:
+        if not (folder / name).is_dir():
+            raise StoreError(
+                f"rank {ranks.rank} does not see {folder / name}, which another rank has made: store= must be a folder "
+                "on a file system that all ranks share"
+            )
+    if not ranks.leads:
+        for chain in own:
+            part = request.of_chain(chain)
+            manifest = Manifest.read(folder / every[chain])
+            if not manifest.complete:
+                keepers[chain] = follower = Follower(part, _known(part, about))
+                states = {k: read_state(folder / every[chain], file) for k, file in manifest.checkpoints.items()}
+                follower.adopt(states)
+    ranks.gather(None)  # from here on checkpoints are written over
+    if ranks.rank == 0:
+        write_parts(folder, every)
+    return keepers
+
+
+def _known(part: RunRequest, about: About) -> Callable[[list[ChainsResult]], Info]:
+    return lambda outcomes: about(part, outcomes)
+
+
+def _take_folder(folder: Path, request: RunRequest, open_ones: ExitStack) -> None:
+    """Hold the folder against other runs, and refuse one that is not of so many parts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = lock(folder)
+    open_ones.callback(lambda: None if handle is None else os.close(handle))
+    if not Manifest.begun(folder):
+        return
+    found = Manifest.read(folder)
+    if not request.resume:
+        raise FileExistsError(
+            f"{folder} already holds a run: pass resume=True to go on with it, or another folder; isosgd.load reads it"
+        )
+    if len(found.parts) != request.count:
+        what = f"{len(found.parts)} chains, each a part" if found.parts else "chains that one process drew together"
+        raise ValueError(
+            f"{folder} holds a run of {what}, and chains = {request.count} are asked for: give what it was begun with, "
+            "or another store="
+        )
+
+
+def _shared(
+    ranks: Ranks, request: RunRequest, plan: DrawPlan, about: About, keepers: list[InMemory | OnDisk | Follower]
+) -> Posterior:
+    """All draws, on every rank."""
+    if request.store is None:
+        found = InMemory(request, lambda outcomes: about(request, outcomes))
+        if isinstance(keepers[0], InMemory):
+            found = keepers[0]
+        found.share(ranks)
+        _say_failures(ranks, found.failures(), request.count)
+        _say_stopped(ranks, plan, found.outcomes)
+        return found.posterior()
+    failures: dict[int, DivergedError] = {}
+    for keeper in keepers:
+        if isinstance(keeper, OnDisk):
+            failures |= keeper.failures()
+            keeper.writer.finish(keeper.about(keeper.outcomes))
+    outcomes = [outcome for keeper in keepers for outcome in keeper.outcomes] if ranks.leads else []
+    every = ranks.gather([outcome.state() for outcome in outcomes])
+    all_outcomes = [ChainsResult.from_state(state) for found in every for state in found]
+    lost = {o.first: e for o in all_outcomes for e in o.failures.values()}
+    _say_failures(ranks, {**lost, **failures}, request.count)
+    _say_stopped(ranks, plan, all_outcomes)
+    assert request.store is not None
+    return load(request.store, request.target, data=request.tensors)
+
+
+def _say_failures(ranks: Ranks, failures: dict[int, DivergedError], count: int) -> None:
+    if len(failures) == count:
+        raise next(iter(failures.values()))
+    if ranks.rank == 0:
+        for chain, failure in sorted(failures.items()):
+            warn_caller(f"chain {chain} was dropped: {failure}")
+
+
+def _say_stopped(ranks: Ranks, plan: DrawPlan, outcomes: list[ChainsResult]) -> None:
+    if plan.auto and ranks.rank == 0 and not (stopped := why_stopped(outcomes)).startswith("converged"):
+        warn_caller(f"draws = 'auto': {stopped}")
