@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks import decoder
 from isosgd import SGHMC, SGLD, Sampler, Target, likelihoods, priors, sample
 from isosgd.samplers.half import wide
 
@@ -242,3 +243,15 @@ def test_modules_in_bfloat16_with_buffers_and_a_store(tmp_path, data):
     found = posterior.predict(data[0]).mean
     assert found.dtype == torch.float32 and bool(found.isfinite().all())
     assert posterior.against_start(*data).start.nll > 0
+
+
+def test_densities_that_start_in_bfloat16_are_sampled_in_float32():
+    start = {"mu": torch.zeros(3, dtype=torch.bfloat16)}
+    target = Target(lambda p, b: -0.5 * (b[0] - p["mu"]).square().sum(-1), priors.Normal(10.0), init=start)
+    posterior = sample(target, (torch.randn(100, 3, generator=torch.Generator().manual_seed(0)),), **SHORT)
+    assert posterior.draws["mu"].dtype == torch.float32
+
+
+def test_the_benchmark_of_a_decoder_runs():
+    found = decoder.main(["--size", "tiny", "--rounds", "1", "--cases", "sgld"])
+    assert set(found["cases"]) == {"adamw", "sgld"} and found["cases"]["sgld"]["ratio"] > 0

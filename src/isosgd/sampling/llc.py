@@ -25,12 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from isosgd.data.sources import Batch, IterableBatches, TensorBatches, as_data, as_tensors
+from isosgd.data.sources import Batch, IterableBatches, TensorBatches, as_data, as_tensors, batch_length
 from isosgd.diagnostics.meter import Reading, readings
 from isosgd.diagnostics.traces import Array, as_array, ess, rhat
 from isosgd.diagnostics.verdict import Conclusion, Verdict
 from isosgd.posterior import Posterior
-from isosgd.posterior.draws import Mapped
+from isosgd.posterior.draws import Mapped, batches_of
 from isosgd.posterior.temperature import CHUNK, value_and_slope
 from isosgd.posterior.view import View
 from isosgd.samplers.local import LocalSampler
@@ -244,7 +244,7 @@ class _Neighbourhood:
         if self.tensors is None:
             self.source = IterableBatches(data, self.device, first.dtype, seed)
         else:
-            rows = len(self.tensors[0])
+            rows = batch_length(self.tensors)
             size = (rows if rows <= WHOLE else BATCH) if batch_size is None else batch_size
             if not (size == "all" or size >= rows):
                 self.source = TensorBatches(self.tensors, size, seed, chains)
@@ -302,10 +302,9 @@ class _Neighbourhood:
     def _sum(self, function: Mapped, params: Params) -> Params:
         """Over all data, some at a time."""
         assert self.tensors is not None
-        rows, total = len(self.tensors[0]), Params()
-        for first in range(0, rows, CHUNK):
-            batch = tuple(t[first : first + CHUNK] for t in self.tensors)
-            found, share = self._call(function, params, batch), len(batch[0]) / rows
+        rows, total = batch_length(self.tensors), Params()
+        for batch in batches_of(self.tensors, CHUNK):
+            found, share = self._call(function, params, batch), batch_length(batch) / rows
             total = {name: share * x + total.get(name, 0.0) for name, x in found.items()}
         return total
 

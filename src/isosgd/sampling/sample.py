@@ -282,7 +282,7 @@ def _draw(
     numbers = ranks.own(chains) if ranks is not None else None
     if first_chain is not None:
         numbers = list(range(first_chain, first_chain + chains))
-    moved_target, moved_data, features = _on_features(asked)
+    moved_target, moved_data, features = _on_features(asked) if ranks is None else (target, data, "")
     schedule = Schedule(
         moved_target, moved_data, init, chains, batch_size, seed, place, after, transform, numbers, ranks
     )

@@ -252,7 +252,7 @@ class Lengths:
 def default_method(target: Target, data: Any, transform: Any, batch_size: Any, options: Mapping[str, Any]) -> str:
     """How to sample around a trained network, where the user does not say: a regression of few rows by HMC."""
     rows = as_tensors(data)
-    fits = rows is not None and len(rows[0]) <= HMC_ROWS and transform is None and not target.ties_examples
+    fits = rows is not None and (batch_length(rows) or 0) <= HMC_ROWS and transform is None and not target.ties_examples
     free = batch_size is None and not {"preset", "scheme", "lam", "noise"} & options.keys()
     return "hmc" if free and fits and target.noise_scales() and _size(target) <= HMC_SIZE else "isgd"
 

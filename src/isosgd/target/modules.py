@@ -20,7 +20,7 @@ from isosgd.native import perceptron
 from isosgd.target.batches import batch_length, inputs_of, labels_of, tree_map
 from isosgd.target.elementwise import Extra
 from isosgd.target.likelihoods import NAMES, Likelihood, Tokens
-from isosgd.target.params import Params, match
+from isosgd.target.params import HALF, Params, match
 
 CHECKED_ROWS = 64
 """Rows of a batch on which a check runs the module; the targets are looked at in full."""
@@ -28,7 +28,6 @@ CHECKED_ROWS = 64
 Select = str | Sequence[str] | Callable[[str, nn.Parameter], bool]
 Autocast = Literal["bfloat16", "float16"]
 MASK = "attention_mask"
-HALF = (torch.bfloat16, torch.float16)
 
 
 def unwrapped(model: Any) -> Any:

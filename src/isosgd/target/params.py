@@ -10,10 +10,14 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 Params = dict[str, Tensor]
 """Parameters by name."""
+
+HALF = (torch.bfloat16, torch.float16)
+"""Types in which nothing is sampled: steps would be lost in them."""
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isosgd.target.elementwise import Extra, PositivePrior, Prior
-from isosgd.target.params import Params, match
+from isosgd.target.params import HALF, Params, match
 from isosgd.target.priors import Joint
 
 
@@ -116,4 +116,5 @@ def as_parameter(name: str, value: Any) -> Tensor:
         )
     if not tensor.numel():
         raise ValueError(f"init[{name!r}] has shape {list(tensor.shape)}, so there is nothing to sample in it")
-    return tensor.detach().clone()
+    # Steps are mostly smaller than the distance between two numbers of half precision, and would be lost.
+    return tensor.detach().clone() if tensor.dtype not in HALF else tensor.detach().float()

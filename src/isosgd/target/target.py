@@ -210,8 +210,6 @@ class Target:
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"dtype = {dtype}: parameters must be floating point")
         given = {name: as_parameter(name, value) for name, value in self.split_init(init)[0].items()}
-        if self.module is not None:
-            given = {n: x.to(self.module.values[n].dtype) if n in self.module.low else x for n, x in given.items()}
         if not self._fixed:
             if not given:
                 raise ValueError(
