@@ -157,9 +157,11 @@ class _Located(Likelihood):
         scale: the known scale; or a prior of positive numbers under which it is sampled as ``"likelihood.scale"``;
             or None for ``HalfCauchy(1.0)``, weak when ``y`` is of order one: standardise ``y``, or give a prior in
             its units.
+        outputs: numbers in a row of ``y``, each of which has a sampled scale of its own; None for one scale.
     """
 
     scale: float | PositivePrior | None = None
+    outputs: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.scale is None:
@@ -169,7 +171,8 @@ class _Located(Likelihood):
 
     def extra(self) -> dict[str, Extra]:
         if isinstance(self.scale, PositivePrior):
-            return {SCALE: Extra(torch.tensor(self.scale.median), self.scale, noise_scale=True)}
+            shape = () if self.outputs is None else (self.outputs,)
+            return {SCALE: Extra(torch.full(shape, self.scale.median), self.scale, noise_scale=True)}
         return {}
 
     def _scale(self, params: Params) -> Tensor | float:
@@ -183,7 +186,8 @@ class _Located(Likelihood):
 
     def describe(self) -> dict[str, Any]:
         scale = self.scale.describe() if isinstance(self.scale, PositivePrior) else self.scale
-        return {**super().describe(), "scale": scale}
+        found = {**super().describe(), "scale": scale}
+        return {name: value for name, value in found.items() if (name, value) != ("outputs", None)}
 
 
 @dataclass(frozen=True)
