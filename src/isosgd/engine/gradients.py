@@ -158,8 +158,7 @@ class Many:
             if not halves:
                 return self._batched(theta, batch)
             both = self._batched(theta.repeat_interleave(2, 0), tree_map(lambda t: t.flatten(0, 1), batch))
-            gradients, losses = (x.unflatten(0, (-1, 2)) for x in both)
-            return gradients, losses
+            return both[0].view(len(theta), 2, -1), both[1].view(-1, 2)
         twice = theta.unsqueeze(1).expand(-1, 2, -1) if halves else theta
         if self.network is not None and perceptron.fits(twice, batch, self.layout.shapes[self.network.first_weight][0]):
             return self._fused(self.network, twice, batch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 from isosgd import Posterior, Target, likelihoods, priors, sample
 from isosgd.engine.gradients import Layout, Many, stacked
 from isosgd.warmup.optimise import decay
 
-ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "tanh": torch.tanh}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu": F.relu, "tanh": torch.tanh}
 LIKELIHOODS = ("student_t", "gaussian", "heteroscedastic", "categorical")
 LARGEST = 1 << 27  # numbers in a network that a folder may ask for
 
@@ -31,7 +32,7 @@ LARGEST = 1 << 27  # numbers in a network that a folder may ask for
 HELD_OUT = 0.1  # share of the rows that a start is not trained on
 TRAINED_ON = 128  # rows of a step
 RATE = 1e-2
-LOOKS = 40  # at the rows that were held out
+LOOKS, SCORED = 40, 2_000  # at the rows that were held out, and how many of them
 MEMORY = 0.9, 0.99
 TRAINING_BY_ROWS, TRAINING = 2.5, (300, 3_000)  # steps for each row, and the least and the most of them
 
@@ -40,6 +41,7 @@ GRADIENTS_BY_ROWS, GRADIENTS = 3.0, (450, 4_000)  # of each chain at effort 1, a
 MOST_WORK = 2e12  # products of weights and rows at effort 1: minutes
 LEAST_WARMUP, WARMUP_SHARE, DRAWS = 160, 0.4, 50
 FEW_PARAMETERS = 20_000_000  # of all chains, times rows: less is not worth directions of the mass
+HELD = 1 << 23  # numbers of a layer that are held at once in a prediction
 ALL_ROWS = 20_000  # beyond which a gradient takes some of the rows
 WIDTH_BY_ROWS, WIDTH, DEPTH = 1 / 16, (16, 64), 3  # units of a hidden layer
 
@@ -66,7 +68,7 @@ class Perceptron(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, hidden: tuple[int, ...], activation: str) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[activation]
+        self.activation = activation
         sizes = [inputs, *hidden]
         self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
         self.out = nn.Linear(sizes[-1], outputs) if hidden else None
@@ -77,7 +79,7 @@ class Perceptron(nn.Module):
         """Outputs of each row."""
         h = x
         for layer in self.hidden:
-            h = self.activation(_affine(h, layer))
+            h = ACTIVATIONS[self.activation](_affine(h, layer))
         if self.out is None or self.gate is None:
             return _affine(x, self.skip)
         return self.gate.unsqueeze(-1) * _affine(h, self.out) + _affine(x, self.skip)
@@ -87,7 +89,7 @@ def _affine(x: Tensor, layer: Any) -> Tensor:
     if layer.weight.dim() == 2:
         return F.linear(x, layer.weight, layer.bias)
     if layer.bias is None:
-        return x @ layer.weight.mT
+        return torch.bmm(x, layer.weight.mT)
     return torch.baddbmm(layer.bias.unsqueeze(-2), x, layer.weight.mT)
 
 
@@ -230,15 +232,16 @@ def trained_starts(
     layout = Layout({name: p[0] for name, p in params.items()})
     theta = torch.cat([p.detach().reshape(chains, -1) for p in params.values()], -1)
     many = Many(target, n - held, layout)
-    train, test = (x[inside], y[inside]), (x[outside], y[outside])
-    size, lane = min(TRAINED_ON, n - held), torch.arange(chains, device=x.device).unsqueeze(-1)
+    seen = outside[:, :SCORED]
+    train, test = (x[inside], y[inside]) if n - held <= TRAINED_ON else None, (x[seen], y[seen])
+    lane = torch.arange(chains, device=x.device).unsqueeze(-1)
     mean, square, best = torch.zeros_like(theta), torch.zeros_like(theta), torch.full_like(theta[:, 0], math.inf)
     saved, every = theta, max(1, steps // LOOKS)
     for i in range(1, steps + 1):
         part = train
-        if size < n - held:
-            rows = torch.randint(n - held, (chains, size), generator=generator).to(x.device)
-            part = train[0][lane, rows], train[1][lane, rows]
+        if part is None:
+            rows = inside[lane, torch.randint(n - held, (chains, TRAINED_ON), generator=generator).to(x.device)]
+            part = x[rows], y[rows]
         _, gradient, _ = many.flat(theta, part, False)
         mean.lerp_(gradient, 1.0 - MEMORY[0])
         square.lerp_(gradient.square(), 1.0 - MEMORY[1])
@@ -310,6 +313,28 @@ def flushed_denormals() -> Iterator[None]:
         yield
     finally:
         torch.set_flush_denormal(before)
+
+
+@torch.no_grad()
+def said_by_draws(network: Network, posterior: Posterior, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and noise variance of each row by each draw, ``[draws, n, outputs]``; of classes, their probabilities.
+
+    In double precision: what a row is predicted with must not change its prediction.
+    """
+    module, target = network._made(0), network.target()
+    assert target.module is not None and isinstance(target.module.likelihood, likelihoods.Likelihood)
+    draws = {name: value.flatten(0, 1).double() for name, value in posterior.draws.items()}
+    count, found = len(next(iter(draws.values()))), []
+    size = max(1, HELD // max(1, len(x) * max(network.hidden, default=1)))
+    own = {name: draws.pop(name) for name in target.module.extra()}
+    for a in range(0, count, size):
+        part = {name: value[a : a + size] for name, value in draws.items()}
+        wide = x.double().expand(min(size, count - a), -1, -1)
+        output = functional_call(module, part, (wide,))
+        scales = {name: value[a : a + size] for name, value in own.items()}
+        found.append(vmap(target.module.likelihood.predict)(output, scales))
+    mean, variance = (torch.cat([part[name] for part in found]) for name in ("mean", "variance"))
+    return (mean, variance) if mean.dim() > 2 else (mean.unsqueeze(-1), variance.unsqueeze(-1))
 
 
 def with_noise(network: Network, mean: Tensor, variance: Tensor, generator: torch.Generator) -> Tensor:
