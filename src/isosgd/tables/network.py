@@ -26,6 +26,7 @@ from isosgd.warmup.optimise import decay
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu": F.relu, "tanh": torch.tanh}
 LIKELIHOODS = ("student_t", "gaussian", "heteroscedastic", "categorical")
+SCALES = (5.0, 3.0), (2.0, 1.0)  # of hidden weights and of the output layer: in regressions, and of classes
 LARGEST = 1 << 27  # numbers in a network that a folder may ask for
 
 # Of the starts: networks trained by Adam, each on other rows, and taken where they predict the others best.
@@ -34,16 +35,16 @@ TRAINED_ON = 128  # rows of a step
 RATE = 1e-2
 LOOKS, SCORED = 40, 2_000  # at the rows that were held out, and how many of them
 MEMORY = 0.9, 0.99
-TRAINING_BY_ROWS, TRAINING = 2.5, (300, 3_000)  # steps for each row, and the least and the most of them
+TRAINING_BY_ROWS, TRAINING = 3.0, (300, 4_000)  # steps for each row, and the least and the most of them
 
 # Of the chains. What a table takes follows from its size alone, not from the clock, so that its draws do, too.
-GRADIENTS_BY_ROWS, GRADIENTS = 3.0, (450, 4_000)  # of each chain at effort 1, as above
+GRADIENTS_BY_ROWS, GRADIENTS = 5.0, (450, 8_000)  # of each chain at effort 1, as above
 MOST_WORK = 2e12  # products of weights and rows at effort 1: minutes
 LEAST_WARMUP, WARMUP_SHARE, DRAWS = 160, 0.4, 50
 FEW_PARAMETERS = 20_000_000  # of all chains, times rows: less is not worth directions of the mass
 HELD = 1 << 23  # numbers of a layer that are held at once in a prediction
 ALL_ROWS = 20_000  # beyond which a gradient takes some of the rows
-WIDTH_BY_ROWS, WIDTH, DEPTH = 1 / 16, (16, 64), 3  # units of a hidden layer
+WIDTH_BY_ROWS, WIDTH, DEPTH = 1 / 32, (16, 64), 3  # units of a hidden layer
 
 
 def usual_layers(rows: int) -> tuple[int, ...]:
@@ -51,7 +52,7 @@ def usual_layers(rows: int) -> tuple[int, ...]:
 
     Example:
         >>> usual_layers(100), usual_layers(500), usual_layers(100_000)
-        ((16, 16, 16), (32, 32, 32), (64, 64, 64))
+        ((16, 16, 16), (16, 16, 16), (64, 64, 64))
     """
     units = min(max(8 * math.ceil(WIDTH_BY_ROWS * rows / 8), WIDTH[0]), WIDTH[1])
     return (units,) * DEPTH
@@ -103,8 +104,8 @@ class Network:
         likelihood: ``student_t``, ``gaussian``, ``heteroscedastic`` (of one number), or ``categorical``.
         hidden: units of each hidden layer; none for a linear model.
         activation: ``silu``, ``relu`` or ``tanh``.
-        scale: of the prior of hidden weights, over ``1 / sqrt(fan_in)``.
-        out: the same of the output layer.
+        scale: of the prior of hidden weights, over ``1 / sqrt(fan_in)``; by default 5, and 2 for classes.
+        out: the same of the output layer; by default 3, and 1 for classes.
         df: degrees of freedom of a Student-t.
         seed: of the weights that training begins with.
     """
@@ -114,12 +115,15 @@ class Network:
     likelihood: str = "student_t"
     hidden: tuple[int, ...] = (64, 64, 64)
     activation: str = "silu"
-    scale: float = 2.0
-    out: float = 1.0
+    scale: float | None = None
+    out: float | None = None
     df: float = 6.0
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name, usual in zip(("scale", "out"), SCALES[self.likelihood == "categorical"], strict=True):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, usual)
         if self.likelihood not in LIKELIHOODS:
             raise ValueError(f"likelihood = {self.likelihood!r} is unknown; choose one of {', '.join(LIKELIHOODS)}")
         if self.activation not in ACTIVATIONS:
@@ -155,6 +159,7 @@ class Network:
         else:
             noise = likelihoods.HeteroscedasticGaussian()
         table: dict[str, priors.Prior] = {"skip.weight": priors.Normal(1.0), "*.bias": priors.Normal(1.0)}
+        assert self.scale is not None and self.out is not None
         if self.hidden:
             table |= {"hidden.*.weight": priors.FanInNormal(self.scale), "out.weight": priors.FanInNormal(self.out)}
             table["gate"] = priors.Normal(1.0)
@@ -196,9 +201,9 @@ def steps_for(rows: int, network: Network, chains: int, effort: float) -> dict[s
 
     Example:
         >>> steps_for(500, Network(10, 1), chains=8, effort=1.0)
-        {'training': 1250, 'warmup': 600, 'keep_every': 18, 'draws': 50}
+        {'training': 1500, 'warmup': 1000, 'keep_every': 30, 'draws': 50}
         >>> steps_for(500, Network(10, 1), chains=8, effort=4.0)["keep_every"]
-        72
+        120
     """
     work = 3.0 * network.weights * chains * rows
     gradients = effort * min(_between(GRADIENTS_BY_ROWS * rows, *GRADIENTS), MOST_WORK / work)
