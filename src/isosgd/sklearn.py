@@ -42,7 +42,7 @@ Array = Any
 MISSING = "(missing)"
 RARE, MOST_LEVELS = 2, 50  # rows that a level of a category needs for an input of its own, and levels at most
 BATCH = 2_000  # rows predicted at once
-HALVINGS = 60  # of the bracket of a quantile
+HALVINGS = 40  # of the bracket of a quantile
 
 
 class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
