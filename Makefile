@@ -43,8 +43,9 @@ docs: $(VENV)/.installed-docs ## Build the documentation into site/; any warning
 bench: $(VENV)/.installed-dev ## Time one update of each sampler against torch.optim
 	$(PY) -m benchmarks.step
 
-bench-peers: $(PEERS)/.installed ## Chain-steps per second against blackjax and posteriors, on one core
+bench-peers: $(PEERS)/.installed ## Chain-steps per second against blackjax and posteriors; estimators against those of others
 	$(PEERS)/bin/python -W ignore -m benchmarks.chains
+	$(PEERS)/bin/python -W ignore -m benchmarks.tables
 
 clean: ## Remove the environment and everything built (demo-output/ too)
 	rm -rf $(VENV) $(PEERS) site dist build demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -58,7 +59,8 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/.created
 # The peers are no dependencies: they live in an environment of their own, with the torch that we test.
 $(PEERS)/.installed: pyproject.toml constraints.txt | $(VENV)/.created
 	$(VENV)/bin/python -m venv $(PEERS)
-	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . blackjax posteriors
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[tables]' blackjax posteriors \
+		xgboost lightgbm ngboost sklearn-contrib-bde
 	@touch $@
 
 $(VENV)/.created:

@@ -21,7 +21,7 @@ PACKAGE = ROOT / "src" / "isosgd"
 ORDER = (
     "errors", "names", "progress", "native", "target", "data", "noise", "geometry", "samplers", "store", "metrics",
     "diagnostics", "posterior", "engine", "warmup", "baselines", "sampling", "isosgd", "trainers", "lightning",
-    "transformers", "tables", "report", "demo", "cli", "__main__",
+    "transformers", "tables", "sklearn", "report", "demo", "cli", "__main__",
 )  # fmt: skip
 # Arrows that the order alone would allow.
 FORBIDDEN = {

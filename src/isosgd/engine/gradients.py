@@ -178,7 +178,7 @@ class Many:
                 (g1, g2), (loss1, loss2) = (x.unbind(1) for x in self._each(theta, both, halves=True))
             (gradient,), (noise,) = join_halves([g1], [g2], sizes)
             loss = (sizes[0] * loss1 + sizes[1] * loss2) / n
-        return loss, gradient - vmap(self._score)(theta) * (self.prior_weight / self.num_data), noise
+        return loss, gradient - self._scores(theta) * (self.prior_weight / self.num_data), noise
 
     def in_parts(self, theta: Tensor, parts: Tensors, rest: Tensors) -> tuple[Tensor, Tensor]:
         """Loss and gradient at flat parameters, part after part, so that what the layers give stays in the cache.
@@ -201,16 +201,37 @@ class Many:
         if rest:
             last_gradient, last_loss = self._each(theta, rest)
             loss, gradient = loss + share * more / rows * last_loss, gradient + share * more / rows * last_gradient
-        return loss, gradient - vmap(self._score)(theta) * (self.prior_weight / self.num_data)
+        return loss, gradient - self._scores(theta) * (self.prior_weight / self.num_data)
 
     def _each(self, theta: Tensor, batch: Batch, halves: bool = False) -> tuple[Tensor, Tensor]:
         """Gradients and mean negative log likelihoods of the chains, or of both halves of their batches."""
+        if self.target.batched:
+            if not halves:
+                return self._batched(theta, batch)
+            both = self._batched(theta.repeat_interleave(2, 0), tree_map(lambda t: t.flatten(0, 1), batch))
+            return both[0].view(len(theta), 2, -1), both[1].view(-1, 2)
         twice = theta.unsqueeze(1).expand(-1, 2, -1) if halves else theta
         if self.network is not None and perceptron.fits(twice, batch, self.layout.shapes[self.network.first_weight][0]):
             return self._fused(self.network, twice, batch)
         each = grad_and_value(self._loss)
         found: tuple[Tensor, Tensor] = vmap(vmap(each, (None, 0)) if halves else each)(theta, batch)
         return found
+
+    def _batched(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The same of a module that takes parameters of all chains in one pass: their losses do not meet in a sum."""
+
+        def total(theta: Tensor) -> tuple[Tensor, Tensor]:
+            losses = -self.target.log_likelihood_by_chain(self.layout.views(theta), batch).mean(-1)
+            return losses.sum(), losses
+
+        if torch.compiler.is_compiling():
+            gradient, (_, losses) = grad_and_value(total, has_aux=True)(theta)
+            return gradient, losses
+        with torch.enable_grad():  # without functorch a step of a small network takes half the time
+            leaf = theta.detach().requires_grad_()
+            whole, losses = total(leaf)
+            (gradient,) = torch.autograd.grad(whole, leaf)
+        return gradient, losses.detach()
 
     def _fused(self, names: perceptron.Names, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The same of a network of one hidden layer: its two operations, and the likelihood in between."""
@@ -233,8 +254,14 @@ class Many:
     def _loss(self, theta: Tensor, batch: Batch) -> Tensor:
         return -self.target.log_likelihood(self.layout.views(theta), batch).mean()
 
+    def _scores(self, theta: Tensor) -> Tensor:
+        """Gradients of the log prior of the chains, in closed form where there is one."""
+        if self.target.batched:  # priors of single entries do not mind a leading dimension
+            scores = self.target.prior_score(self.layout.views(theta))
+            return torch.cat([scores[name].reshape(len(theta), -1) for name in self.layout.shapes], -1)
+        return vmap(self._score)(theta)
+
     def _score(self, theta: Tensor) -> Tensor:
-        """Gradient of the log prior, in closed form where there is one."""
         scores = self.target.prior_score(self.layout.views(theta))
         return torch.cat([scores[name].reshape(-1) for name in self.layout.shapes])
 

@@ -28,6 +28,8 @@ def unsupported_reason(run: Chains) -> str:
     """Why HMC cannot take several steps in a call; empty when they can."""
     if run.ranks is not None:
         return "ranks share every minibatch"
+    if run.target.batched and run.many is not None:
+        return ""  # without the compiler, too
     if run.leaves[0].device.type != "cpu":
         return "the loop is one of a CPU"
     if sum(run.layout.sizes) > LARGE:
@@ -56,7 +58,10 @@ class LeapfrogMultiStep:
         # Equal parts of the rows: those of a chain are in the cache together with what its layers give for them.
         self.whole = self.batch[0].shape[1]
         self.each = bytes_of(self.batch) / run.count + run.layout.between(self.whole, run.leaves[0].dtype)
-        self.rows = self.whole // min(math.ceil(self.each / CACHE), self.whole)
+        # Of a batched module outside of compiled code the calls would cost more than the cache saves.
+        self.whole_chains = run.target.batched and not compiled
+        parts = 1 if self.whole_chains else min(math.ceil(self.each / CACHE), self.whole)
+        self.rows = self.whole // parts
         # A compiled loop knows shapes of tensors by heart; those of Lambda may change in number.
         self.loops: dict[tuple[torch.Size, ...], Compiled] = {}
 
@@ -102,7 +107,9 @@ class LeapfrogMultiStep:
         """Where so many steps lead to: parameters, velocities, gains in kinetic energy, and the last losses."""
         number, tensors = torch.tensor(count), self.geometry.tensors()
         own, loop = self.sampler.jittered.unsqueeze(-1), self._compiled(tensors)
-        size = block(self.run.count, self.each + bytes_of(tensors) / self.run.count, CACHE)
+        size = self.run.count
+        if not self.whole_chains:
+            size = block(size, self.each + bytes_of(tensors) / size, CACHE)
         found: list[Tensors] = []
         for a in range(0, self.run.count, size):
             part = slice(a, a + size)

@@ -382,9 +382,10 @@ def draw_from(
 
 def _leapfrog_steps(run: Chains, plan: DrawPlan, bar: Progress) -> LeapfrogMultiStep | None:
     """What takes several steps of trajectories in a call, where that can be done and pays."""
-    if run.hmc is None or not _pays(run, plan, plan.draws * plan.spacing) or leapfrog.unsupported_reason(run):
+    compiled = run.leaves[0].device.type == "cpu" and _pays(run, plan, plan.draws * plan.spacing)
+    if run.hmc is None or not (compiled or run.target.batched) or leapfrog.unsupported_reason(run):
         return None
-    return LeapfrogMultiStep(run, log=bar.note)
+    return LeapfrogMultiStep(run, compiled, bar.note)
 
 
 def _many_steps(run: Chains, plan: DrawPlan, gap: int, bar: Progress) -> MultiStep | GraphSteps | None:

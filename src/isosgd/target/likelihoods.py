@@ -43,7 +43,9 @@ class Likelihood(ABC):
     def extra(self) -> dict[str, Extra]:
         """Sampled parameters of the likelihood itself, such as a noise scale: start values and their priors."""
         if isinstance(prior := vars(self).get("scale"), PositivePrior):
-            return {SCALE: Extra(torch.tensor(prior.median), prior, noise_scale=True)}
+            outputs = vars(self).get("outputs")
+            shape = () if outputs is None else (outputs,)
+            return {SCALE: Extra(torch.full(shape, prior.median), prior, noise_scale=True)}
         return {}
 
     def scale_at(self, params: Params) -> Tensor | float:
@@ -82,6 +84,8 @@ class Likelihood(ABC):
         settings: dict[str, Any] = asdict(self) if is_dataclass(self) else {}
         if isinstance(prior := vars(self).get("scale"), PositivePrior):
             settings["scale"] = prior.describe()
+        if settings.get("outputs", 0) is None:
+            del settings["outputs"]
         return {"name": type(self).__name__, **settings}
 
 
@@ -267,6 +271,7 @@ class Gaussian(Likelihood):
         scale: the known standard deviation; or a prior of positive numbers under which it is sampled as
             ``"likelihood.scale"``; or None for ``HalfCauchy(1.0)``, weak when ``y`` is of order one: standardise
             ``y``, or give a prior in its units.
+        outputs: numbers in a row of ``y``, each of which has a sampled scale of its own; None for one scale.
 
     Example:
         >>> Gaussian(0.5).log_prob(torch.zeros(1, 1), torch.tensor([0.5]), {})
@@ -274,6 +279,7 @@ class Gaussian(Likelihood):
     """
 
     scale: float | PositivePrior | None = None
+    outputs: int | None = field(default=None, kw_only=True)
 
     def log_prob(self, output: Tensor, y: Tensor, params: Params) -> Tensor:
         output, y = _align(output, y)
@@ -298,10 +304,12 @@ class StudentT(Likelihood):
     Args:
         df: degrees of freedom. The variance is infinite for ``df <= 2``.
         scale: known scale, a prior of it, or None, as for `Gaussian`.
+        outputs: as for `Gaussian`.
     """
 
     df: float = 4.0
     scale: float | PositivePrior | None = field(default=None, kw_only=True)
+    outputs: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import UninitializedParameter
@@ -300,6 +300,17 @@ class ModuleLikelihood:
         if mask is None or mask.shape != y.shape:
             return y
         return y.masked_fill(mask == 0, self.likelihood.ignore)  # type: ignore[union-attr]
+
+    @property
+    def batched(self) -> bool:
+        """Whether the module says, by an attribute ``batched``, that it takes parameters of many chains in one pass."""
+        return isinstance(self.likelihood, Likelihood) and getattr(self._module, "batched", False) is True
+
+    def by_chain(self, params: Params, batch: Any) -> Tensor:
+        """Log likelihoods ``[chains, n]``; parameters and batch have a leading dimension of chains."""
+        assert isinstance(self.likelihood, Likelihood)
+        own = {name: params[name] for name in self.extra()}
+        return vmap(self.likelihood.log_prob)(self.output(params, batch[:-1]), batch[-1], own)
 
     def perceptron(self) -> perceptron.Names | None:
         """Where the module is a network of one hidden layer, all sampled: the names of its parameters."""

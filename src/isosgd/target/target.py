@@ -14,7 +14,7 @@ from torch.func import vmap
 from isosgd.names import layer_of
 from isosgd.native import perceptron
 from isosgd.target.batches import batch_length, count_examples, inputs_of, labels_of
-from isosgd.target.elementwise import Flat, Normal
+from isosgd.target.elementwise import Flat, Normal, PositivePrior
 from isosgd.target.likelihoods import Likelihood
 from isosgd.target.modules import Autocast, ModuleLikelihood, Select, check_autocast, unwrapped
 from isosgd.target.optimizers import decays_of
@@ -382,6 +382,19 @@ class Target:
         """Log likelihood of each example, from a module's output at free parameters."""
         assert isinstance(self._log_likelihood, ModuleLikelihood)
         return self._log_likelihood.given(output, self.constrain(free), batch)
+
+    @property
+    def batched(self) -> bool:
+        """Whether chains are a leading dimension to it: its module says so, and its priors are those of entries."""
+        if self.module is None or not self.module.batched or self._space is None:
+            return False
+        prior = self._space.prior
+        return isinstance(prior, Joint) and all(isinstance(p, Normal | Flat | PositivePrior) for p, _ in prior.parts)
+
+    def log_likelihood_by_chain(self, free: Params, batch: Any) -> Tensor:
+        """Log likelihoods ``[chains, n]`` at free parameters of many chains, in one pass through a `batched` module."""
+        assert self.module is not None
+        return self.module.by_chain(self.constrain(free), batch)
 
     def log_prior(self, free: Params) -> Tensor:
         """Log density of the free parameters under the prior, Jacobian included."""

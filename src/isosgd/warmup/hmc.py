@@ -30,7 +30,7 @@ from isosgd.warmup.base import Array, Mark, Warmup
 from isosgd.warmup.optimise import Adam, decay
 from isosgd.warmup.reports import GroupReport, WarmupReport, drifting
 
-FIRST_WINDOW = 100
+FIRST_WINDOW, LEAST_WINDOW = 100, 20  # the least where the whole warm-up is short
 LAST_SHARE = 0.4  # of what is left after the initial optimisation, for the last window
 OPTIMISATION_SHARE, MOST_OPTIMISATION = 0.15, 1_500
 RATE = 0.1  # of the size of a group's parameters, in a step of the optimisation
@@ -93,14 +93,14 @@ class HMCWarmup(Warmup):
     ) -> None:
         super().__init__(chains, budget, exact, progress, mark)
         self.sampler, self.multi_step = cast(HMC, chains.sampler), multi_step
-        self.length, self.optimised, self.traced = FIRST_WINDOW, 0, True
+        self.length, self.optimised, self.traced = min(FIRST_WINDOW, max(LEAST_WINDOW, budget // 6)), 0, True
         self.last: list[Tensor] | None = None  # noise
 
     def run(self, measure_spacing: bool) -> list[WarmupReport]:
         """All of it."""
         self.traced = measure_spacing
         geometry = self.sampler.geometry
-        needed = geometry.min_vectors + 5 * FIRST_WINDOW
+        needed = geometry.min_vectors + 5 * LEAST_WINDOW
         if self.budget < needed:
             raise ValueError(f"warmup = {self.budget} is too short for HMC: give at least {needed}")
         if self.stage == "start":

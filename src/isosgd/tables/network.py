@@ -1,0 +1,352 @@
+"""The network of tables: its posterior, where chains start, and how long they run. Plain tensors in, draws out.
+
+The network is a perceptron of some hidden layers beside a linear path from the inputs to the outputs, so that a table
+that is linear needs no hidden unit. All chains, and all networks that they start at, are one batched computation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn import functional as F
+
+from isosgd import Posterior, Target, likelihoods, priors, sample
+from isosgd.engine.gradients import Layout, Many, stacked
+from isosgd.warmup.optimise import decay
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu": F.relu, "tanh": torch.tanh}
+LIKELIHOODS = ("student_t", "gaussian", "heteroscedastic", "categorical")
+SCALES = (5.0, 3.0), (2.0, 1.0)  # of hidden weights and of the output layer: in regressions, and of classes
+LARGEST = 1 << 27  # numbers in a network that a folder may ask for
+
+# Of the starts: networks trained by Adam, each on other rows, and taken where they predict the others best.
+HELD_OUT = 0.1  # share of the rows that a start is not trained on
+TRAINED_ON = 128  # rows of a step
+RATE = 1e-2
+LOOKS, SCORED = 40, 2_000  # at the rows that were held out, and how many of them
+MEMORY = 0.9, 0.99
+TRAINING_BY_ROWS, TRAINING = 3.0, (300, 4_000)  # steps for each row, and the least and the most of them
+
+# Of the chains. What a table takes follows from its size alone, not from the clock, so that its draws do, too.
+GRADIENTS_BY_ROWS, GRADIENTS = 5.0, (450, 8_000)  # of each chain at effort 1, as above
+MOST_WORK = 2e12  # products of weights and rows at effort 1: minutes
+LEAST_WARMUP, WARMUP_SHARE, DRAWS = 160, 0.4, 50
+FEW_PARAMETERS = 20_000_000  # of all chains, times rows: less is not worth directions of the mass
+HELD = 1 << 23  # numbers of a layer that are held at once in a prediction
+ALL_ROWS = 20_000  # beyond which a gradient takes some of the rows
+WIDTH_BY_ROWS, WIDTH, DEPTH = 1 / 32, (16, 64), 3  # units of a hidden layer
+
+
+def usual_layers(rows: int) -> tuple[int, ...]:
+    """Hidden layers for a table of so many rows.
+
+    Example:
+        >>> usual_layers(100), usual_layers(500), usual_layers(100_000)
+        ((16, 16, 16), (16, 16, 16), (64, 64, 64))
+    """
+    units = min(max(8 * math.ceil(WIDTH_BY_ROWS * rows / 8), WIDTH[0]), WIDTH[1])
+    return (units,) * DEPTH
+
+
+class Perceptron(nn.Module):
+    """Hidden layers beside a linear path: ``gate * out(h) + skip(x)``.
+
+    The gate is sampled: where a table is linear it goes to zero, and the hidden layers go back to their prior.
+    Parameters may have a leading dimension of chains, where ``x`` has it too.
+    """
+
+    batched = True  # see `isosgd.target.modules.ModuleLikelihood.batched`
+
+    def __init__(self, inputs: int, outputs: int, hidden: tuple[int, ...], activation: str) -> None:
+        super().__init__()
+        self.activation = activation
+        sizes = [inputs, *hidden]
+        self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
+        self.out = nn.Linear(sizes[-1], outputs) if hidden else None
+        self.gate = nn.Parameter(torch.full((1,), 0.2)) if hidden else None
+        self.skip = nn.Linear(inputs, outputs, bias=not hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs of each row."""
+        h = x
+        for layer in self.hidden:
+            h = ACTIVATIONS[self.activation](_affine(h, layer))
+        if self.out is None or self.gate is None:
+            return _affine(x, self.skip)
+        return self.gate.unsqueeze(-1) * _affine(h, self.out) + _affine(x, self.skip)
+
+
+def _affine(x: Tensor, layer: Any) -> Tensor:
+    if layer.weight.dim() == 2:
+        return F.linear(x, layer.weight, layer.bias)
+    if layer.bias is None:
+        return torch.bmm(x, layer.weight.mT)
+    return torch.baddbmm(layer.bias.unsqueeze(-2), x, layer.weight.mT)
+
+
+@dataclass(frozen=True)
+class Network:
+    """What is needed to make the target again.
+
+    Attributes:
+        inputs: of the network.
+        outputs: numbers that are predicted, or classes.
+        likelihood: ``student_t``, ``gaussian``, ``heteroscedastic`` (of one number), or ``categorical``.
+        hidden: units of each hidden layer; none for a linear model.
+        activation: ``silu``, ``relu`` or ``tanh``.
+        scale: of the prior of hidden weights, over ``1 / sqrt(fan_in)``; by default 5, and 2 for classes.
+        out: the same of the output layer; by default 3, and 1 for classes.
+        df: degrees of freedom of a Student-t.
+        seed: of the weights that training begins with.
+    """
+
+    inputs: int
+    outputs: int
+    likelihood: str = "student_t"
+    hidden: tuple[int, ...] = (64, 64, 64)
+    activation: str = "silu"
+    scale: float | None = None
+    out: float | None = None
+    df: float = 6.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, usual in zip(("scale", "out"), SCALES[self.likelihood == "categorical"], strict=True):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, usual)
+        if self.likelihood not in LIKELIHOODS:
+            raise ValueError(f"likelihood = {self.likelihood!r} is unknown; choose one of {', '.join(LIKELIHOODS)}")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation = {self.activation!r} is unknown; choose one of {', '.join(ACTIVATIONS)}")
+        if self.likelihood == "heteroscedastic" and self.outputs > 1:
+            raise ValueError("likelihood = 'heteroscedastic' predicts one number; take 'student_t' or 'gaussian'")
+        if any(isinstance(units, bool) or not isinstance(units, int) or units < 1 for units in self.hidden):
+            raise ValueError(f"hidden layers {self.hidden!r}: give the units of each, such as (64, 64, 64)")
+        if self.weights > LARGEST:
+            raise ValueError(f"hidden layers {self.hidden!r} have {self.weights:,} weights; {LARGEST:,} at most")
+
+    @property
+    def weights(self) -> int:
+        """How many there are, biases among them."""
+        sizes = [self.inputs, *self.hidden]
+        inner = sum((a + 1) * b for a, b in itertools.pairwise(sizes))
+        return inner + self._width * (self.inputs + 1 + (self.hidden[-1] if self.hidden else 0)) + bool(self.hidden)
+
+    @property
+    def _width(self) -> int:
+        return 2 if self.likelihood == "heteroscedastic" else self.outputs
+
+    def target(self) -> Target:
+        """The posterior of the network."""
+        many = self.outputs if self.outputs > 1 else None
+        noise: likelihoods.Likelihood
+        if self.likelihood == "student_t":
+            noise = likelihoods.StudentT(self.df, outputs=many)
+        elif self.likelihood == "gaussian":
+            noise = likelihoods.Gaussian(outputs=many)
+        elif self.likelihood == "categorical":
+            noise = likelihoods.Categorical()
+        else:
+            noise = likelihoods.HeteroscedasticGaussian()
+        table: dict[str, priors.Prior] = {"skip.weight": priors.Normal(1.0), "*.bias": priors.Normal(1.0)}
+        assert self.scale is not None and self.out is not None
+        if self.hidden:
+            table |= {"hidden.*.weight": priors.FanInNormal(self.scale), "out.weight": priors.FanInNormal(self.out)}
+            table["gate"] = priors.Normal(1.0)
+        return Target.from_module(self._made(0), noise, table)
+
+    def start(self, chain: int) -> dict[str, Tensor]:
+        """Weights of a new network for each chain; everything else starts where the target says."""
+        return {name: p.detach() for name, p in self._made(chain).named_parameters()}
+
+    def layers(self) -> dict[str, str]:
+        """What to call its layers."""
+        count = len(self.hidden)
+        named = {f"hidden.{i}": f"hidden layer {i + 1}" if count > 1 else "hidden layer" for i in range(count)}
+        return {
+            **named,
+            "out": "output layer",
+            "gate": "gate",
+            "skip": "linear path",
+            "likelihood.scale": "noise scale",
+        }
+
+    def _made(self, chain: int) -> Perceptron:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(np.random.SeedSequence((self.seed, chain, 1)).generate_state(1)[0]))
+            net = Perceptron(self.inputs, self._width, self.hidden, self.activation)
+            for layer in net.hidden:
+                assert isinstance(layer, nn.Linear)
+                nn.init.normal_(layer.weight, std=math.sqrt(2.0 / layer.in_features))  # He et al. (2015)
+                nn.init.normal_(layer.bias, std=0.3)
+            nn.init.zeros_(net.skip.weight)
+            if net.out is not None:
+                nn.init.normal_(net.out.weight, std=math.sqrt(1.0 / net.out.in_features))
+                nn.init.zeros_(net.out.bias)
+            return net
+
+
+def steps_for(rows: int, network: Network, chains: int, effort: float) -> dict[str, int]:
+    """Steps of the starts' training, of the warm-up and between draws, and draws of each chain.
+
+    Example:
+        >>> steps_for(500, Network(10, 1), chains=8, effort=1.0)
+        {'training': 1500, 'warmup': 1000, 'keep_every': 30, 'draws': 50}
+        >>> steps_for(500, Network(10, 1), chains=8, effort=4.0)["keep_every"]
+        120
+    """
+    work = 3.0 * network.weights * chains * rows
+    gradients = effort * min(_between(GRADIENTS_BY_ROWS * rows, *GRADIENTS), MOST_WORK / work)
+    warmup = max(math.ceil(WARMUP_SHARE * gradients), LEAST_WARMUP)
+    draws = round(_between(DRAWS * effort, 10, DRAWS))
+    return {
+        "training": math.ceil(_between(TRAINING_BY_ROWS * rows, *TRAINING) * min(1.0, effort)),
+        "warmup": warmup,
+        "keep_every": max(2, round((1.0 - WARMUP_SHARE) * gradients / draws)),
+        "draws": draws,
+    }
+
+
+def _between(value: float, least: float, most: float) -> float:
+    return min(max(value, least), most)
+
+
+def trained_starts(
+    network: Network, target: Target, x: Tensor, y: Tensor, chains: int, steps: int, seed: int
+) -> list[dict[str, Tensor]]:
+    """A trained network for each chain: Adam on nine tenths of the rows, kept where it predicts the others best.
+
+    All networks are trained in one batched computation, each on rows of its own choice.
+    """
+    n = len(x)
+    generator = torch.Generator().manual_seed(seed)
+    held = min(max(1, round(HELD_OUT * n)), n - 1)
+    order = torch.stack([torch.randperm(n, generator=generator) for _ in range(chains)]).to(x.device)
+    inside, outside = order[:, held:], order[:, :held]
+    params = stacked([target.initial(network.start(chain), x.device) for chain in range(chains)])
+    layout = Layout({name: p[0] for name, p in params.items()})
+    theta = torch.cat([p.detach().reshape(chains, -1) for p in params.values()], -1)
+    many = Many(target, n - held, layout)
+    seen = outside[:, :SCORED]
+    train, test = (x[inside], y[inside]) if n - held <= TRAINED_ON else None, (x[seen], y[seen])
+    lane = torch.arange(chains, device=x.device).unsqueeze(-1)
+    mean, square, best = torch.zeros_like(theta), torch.zeros_like(theta), torch.full_like(theta[:, 0], math.inf)
+    saved, every = theta, max(1, steps // LOOKS)
+    for i in range(1, steps + 1):
+        part = train
+        if part is None:
+            rows = inside[lane, torch.randint(n - held, (chains, TRAINED_ON), generator=generator).to(x.device)]
+            part = x[rows], y[rows]
+        _, gradient, _ = many.flat(theta, part, False)
+        mean.lerp_(gradient, 1.0 - MEMORY[0])
+        square.lerp_(gradient.square(), 1.0 - MEMORY[1])
+        root = (square / (1.0 - MEMORY[1] ** i)).sqrt_().add_(1e-8)
+        theta = theta - (RATE * decay(i, steps) / (1.0 - MEMORY[0] ** i)) * mean / root
+        if i % every == 0 or i == steps:
+            with torch.no_grad():
+                loss = -target.log_likelihood_by_chain(layout.views(theta), test).mean(-1)
+            lower = loss < best
+            best, saved = torch.where(lower, loss, best), torch.where(lower.unsqueeze(-1), theta, saved)
+    natural = target.constrain(layout.views(saved))
+    return [{name: value[chain].clone() for name, value in natural.items()} for chain in range(chains)]
+
+
+def sample_network(
+    network: Network,
+    x: Tensor,
+    y: Tensor,
+    *,
+    chains: int = 8,
+    effort: float = 1.0,
+    max_seconds: float | None = None,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    store: str | Path | None = None,
+    progress: bool = False,
+) -> Posterior:
+    """Draws from the posterior of a network, given rows in standard units.
+
+    Args:
+        network: what to sample.
+        x: inputs ``[n, inputs]``, standardised, float32.
+        y: targets ``[n, outputs]``, standardised; of classes their numbers ``[n]``.
+        chains: that run side by side, each from a trained network of its own.
+        effort: times the usual number of steps.
+        max_seconds: bound on the time.
+        seed: same seed and settings, same draws.
+        device: where to compute; the CPU by default.
+        store: folder to write draws to.
+        progress: show a progress line.
+    """
+    place = torch.device(device or "cpu")
+    x, y, target = x.to(place), y.to(place), network.target()
+    steps: dict[str, Any] = steps_for(len(x), network, chains, effort)
+    training = steps.pop("training")
+    if len(x) > ALL_ROWS:
+        steps |= {"method": "isgd", "warmup": max(steps["warmup"], 1_000)}
+    else:
+        rough = network.weights * chains * len(x) < FEW_PARAMETERS
+        steps |= {"method": "hmc", "structure": "diagonal" if rough else "lowrank"}
+    with flushed_denormals():
+        target.check(target.initial(device=place), (x, y))
+        starts = trained_starts(network, target, x, y, chains, training, seed)
+        return sample(
+            target, (x, y), starts=starts, temperature=1.0, chains=chains, seed=seed, device=place, store=store,
+            progress=progress, max_seconds=max_seconds, compile=False, **steps,
+        )  # fmt: skip
+
+
+@contextmanager
+def flushed_denormals() -> Iterator[None]:
+    """While open, numbers too small for a float's full precision are zero: products with them take many times longer.
+
+    Saturated units have such slopes.
+    """
+    before = float(torch.tensor([1e-40]) * 1.0) == 0.0
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(before)
+
+
+@torch.no_grad()
+def said_by_draws(network: Network, posterior: Posterior, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and noise variance of each row by each draw, ``[draws, n, outputs]``; of classes, their probabilities.
+
+    In double precision: what a row is predicted with must not change its prediction.
+    """
+    module, target = network._made(0), network.target()
+    assert target.module is not None and isinstance(target.module.likelihood, likelihoods.Likelihood)
+    draws = {name: value.flatten(0, 1).double() for name, value in posterior.draws.items()}
+    count, found = len(next(iter(draws.values()))), []
+    size = max(1, HELD // max(1, len(x) * max(network.hidden, default=1)))
+    own = {name: draws.pop(name) for name in target.module.extra()}
+    for a in range(0, count, size):
+        part = {name: value[a : a + size] for name, value in draws.items()}
+        wide = x.double().expand(min(size, count - a), -1, -1)
+        output = functional_call(module, part, (wide,))
+        scales = {name: value[a : a + size] for name, value in own.items()}
+        found.append(vmap(target.module.likelihood.predict)(output, scales))
+    mean, variance = (torch.cat([part[name] for part in found]) for name in ("mean", "variance"))
+    return (mean, variance) if mean.dim() > 2 else (mean.unsqueeze(-1), variance.unsqueeze(-1))
+
+
+def with_noise(network: Network, mean: Tensor, variance: Tensor, generator: torch.Generator) -> Tensor:
+    """Targets drawn around what draws say of them: the mean, and the variance of the noise."""
+    noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device) * variance.sqrt()
+    if network.likelihood != "student_t":
+        return mean + noise
+    half = torch.full_like(mean, network.df / 2.0)
+    squares = 2.0 * torch._standard_gamma(half, generator=generator)  # chi-squared, of as many degrees of freedom
+    return mean + noise * ((network.df - 2.0) / squares).sqrt()

@@ -1,0 +1,254 @@
+"""The estimators of scikit-learn: what they take, what they give, and that they know how sure they are."""
+
+import math
+import pickle
+import warnings
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import polars
+import pytest
+import torch
+from scipy import stats
+from sklearn.base import clone
+from sklearn.compose import ColumnTransformer
+from sklearn.linear_model import BayesianRidge
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
+from sklearn.utils.estimator_checks import check_estimator
+
+from isosgd.engine.gradients import Layout, Many
+from isosgd.sklearn import BayesianMLPClassifier, BayesianMLPRegressor
+from isosgd.tables.network import Network, flushed_denormals, steps_for, usual_layers
+
+SHORT: dict[str, Any] = {"hidden_layers": (8,), "effort": 0.05, "chains": 2, "random_state": 0}
+
+
+def linear(n: int, seed: int, noise: float = 0.5) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, 3))
+    return x, 10 + 4 * (x @ [1.0, -2.0, 0.0] + noise * rng.normal(size=n))
+
+
+def mixed(n: int, seed: int) -> tuple[pd.DataFrame, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    size, town = rng.normal(100, 20, n), rng.choice(["Oslo", "Rome"], n)
+    y = size + 40 * (town == "Rome") + rng.normal(0, 5, n)
+    frame = pd.DataFrame({
+        "size": np.where(rng.uniform(size=n) < 0.1, np.nan, size),
+        "town": pd.Series(np.where(rng.uniform(size=n) < 0.1, None, town), dtype=object),
+        "built": pd.Timestamp("2001-01-01") + pd.to_timedelta(rng.integers(0, 5000, n), unit="D"),
+        "garden": rng.uniform(size=n) < 0.5,
+    })  # fmt: skip
+    return frame, y
+
+
+@pytest.fixture(scope="module")
+def fitted() -> BayesianMLPRegressor:
+    return BayesianMLPRegressor(**{**SHORT, "effort": 0.3}).fit(*linear(80, 0))
+
+
+# -- the contract of scikit-learn -------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [BayesianMLPRegressor, BayesianMLPClassifier])
+def test_scikit_learns_own_checks_pass(kind: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scikit-learn's own, of checks that it skips
+        found = check_estimator(kind(**SHORT))
+    assert {check["status"] for check in found} <= {"passed", "skipped"}
+    assert not [check for check in found if check["expected_to_fail"]]
+
+
+def test_copies_and_pickles_predict_the_same(fitted: BayesianMLPRegressor) -> None:
+    x, y = linear(80, 0)
+    again = pickle.loads(pickle.dumps(fitted))
+    assert np.array_equal(again.predict(x), fitted.predict(x))
+    assert again.trust_.summary == fitted.trust_.summary
+    assert np.array_equal(clone(fitted).fit(x, y).predict(x), fitted.predict(x))
+
+
+@pytest.mark.long
+def test_a_pipeline_is_searched_and_scored() -> None:
+    frame, y = mixed(60, 0)
+    frame = frame[["size", "town"]].dropna()
+    y = y[frame.index]
+    encode = ColumnTransformer([("number", StandardScaler(), ["size"]), ("name", OneHotEncoder(), ["town"])])
+    model = make_pipeline(encode, BayesianMLPRegressor(**SHORT))
+    assert np.mean(cross_val_score(model, frame, y, cv=2)) > 0.5
+    search = GridSearchCV(model, {"bayesianmlpregressor__likelihood": ["student_t", "gaussian"]}, cv=2)
+    assert search.fit(frame, y).best_params_["bayesianmlpregressor__likelihood"] in ("student_t", "gaussian")
+
+
+# -- what is predicted ------------------------------------------------------------------------------------------------
+
+
+def test_predictions_come_in_all_forms(fitted: BayesianMLPRegressor) -> None:
+    x, y = linear(400, 1)
+    mean, std = fitted.predict(x, return_std=True)
+    low, middle, high = fitted.predict(x, quantiles=(0.025, 0.5, 0.975))
+    draws = fitted.predict(x, return_draws=True)
+    assert np.allclose(draws.mean(0), mean) and np.array_equal(mean, fitted.predict(x))
+    assert (low < middle).all() and (middle < high).all()
+    # 400 rows: a standard error of .011, and the model's own uncertainty from 80 rows.
+    assert 0.89 < np.mean((y > low) & (y < high)) < 0.99
+    assert 1.6 < std.mean() < 3.0  # the noise has 2
+    assert fitted.score(x, y) > 0.9
+    with pytest.raises(ValueError, match="choose one of"):
+        fitted.predict(x, return_std=True, return_draws=True)
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        fitted.predict(x, quantiles=[1.5])
+
+
+def test_drawn_targets_have_the_distribution_that_quantiles_say(fitted: BayesianMLPRegressor) -> None:
+    x, _ = linear(3, 1)
+    drawn = fitted.sample_y(x, 4_000, random_state=1)
+    assert drawn.shape == (3, 4_000) and np.array_equal(drawn, fitted.sample_y(x, 4_000, random_state=1))
+    levels = np.array([0.1, 0.5, 0.9])
+    below = (drawn[None] < fitted.predict(x, quantiles=levels)[..., None]).mean(-1)
+    error = np.sqrt(levels * (1 - levels) / 4_000)[:, None]
+    assert (np.abs(below - levels[:, None]) < 4.5 * error).all()
+
+
+def test_quantiles_are_those_of_a_mixture_of_student_ts(fitted: BayesianMLPRegressor) -> None:
+    mean, variance = np.array([[[0.0]], [[3.0]]]), np.array([[[1.5]], [[6.0]]])
+    found = fitted._quantile(mean, variance, 0.8).item()
+    df = fitted.network_.df
+    parts = [stats.t(df, m, math.sqrt(v * (df - 2) / df)) for m, v in ((0.0, 1.5), (3.0, 6.0))]
+    assert np.mean([part.cdf(found) for part in parts]) == pytest.approx(0.8, abs=1e-9)
+
+
+@pytest.mark.long
+def test_several_targets_have_noise_of_their_own() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(150, 2))
+    y = np.stack([x[:, 0] + 0.1 * rng.normal(size=150), x[:, 1] + rng.normal(size=150)], 1)
+    model = BayesianMLPRegressor(**{**SHORT, "effort": 0.3}).fit(x, y)
+    mean, std = model.predict(x, return_std=True)
+    assert mean.shape == std.shape == (150, 2) and model.sample_y(x[:4], 5).shape == (4, 2, 5)
+    assert std[:, 1].mean() > 3 * std[:, 0].mean()
+
+
+def test_classes_have_probabilities_and_names() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(120, 2))
+    y = np.where(x[:, 0] > 0, "yes", "no").astype(object)
+    y[0] = "perhaps"  # a class with one row
+    model = BayesianMLPClassifier(**SHORT).fit(x, y)
+    found = model.predict_proba(x)
+    assert list(model.classes_) == ["no", "perhaps", "yes"] and np.allclose(found.sum(1), 1)
+    assert model.score(x, y) > 0.9 and set(model.sample_y(x, 20).flat) <= set(model.classes_)
+    assert np.allclose(model.predict_proba(x, return_draws=True).mean(0), found)
+
+
+@pytest.mark.long
+def test_linear_data_lose_little_to_a_linear_model() -> None:
+    x, y = linear(100, 2)
+    test_x, test_y = linear(2_000, 3)
+    model = BayesianMLPRegressor(effort=0.5, chains=4, random_state=0).fit(x, y)
+    ridge = BayesianRidge().fit(x, y)
+
+    def error(found: np.ndarray) -> float:
+        return float(np.sqrt(np.mean((found - test_y) ** 2)))
+
+    assert error(model.predict(test_x)) < 1.1 * error(ridge.predict(test_x))
+
+
+# -- what is given ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_frames_are_taken_as_they_are() -> None:
+    frame, y = mixed(150, 0)
+    model = BayesianMLPRegressor(**{**SHORT, "effort": 0.3}).fit(frame, y)
+    new, target = mixed(100, 1)
+    assert model.score(new, target) > 0.5 and list(model.feature_names_in_) == list(frame.columns)
+    new.loc[0, "town"] = "Paris"  # a level that was never seen
+    assert np.isfinite(model.predict(new)).all()
+    told = polars.DataFrame({name: new[name].to_list() for name in new.columns})
+    assert np.allclose(model.predict(told.with_columns(polars.col("size").fill_nan(None))), model.predict(new))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda frame: frame.drop(columns="town"), "feature names"),
+        (lambda frame: frame[["town", "size", "built", "garden"]], "feature names"),
+        (lambda frame: frame.assign(size="big"), "'size' was one of numbers"),
+        (lambda frame: frame.assign(size=np.inf), "'size' has infinite values"),
+        (lambda frame: frame.iloc[:0], "0 rows"),
+    ],
+)
+def test_other_columns_are_refused(change: Any, why: str, frame_model: BayesianMLPRegressor) -> None:
+    with pytest.raises(ValueError, match=why):
+        frame_model.predict(change(mixed(20, 1)[0]))
+
+
+@pytest.fixture(scope="module")
+def frame_model() -> BayesianMLPRegressor:
+    return BayesianMLPRegressor(**SHORT).fit(*mixed(40, 0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "target", "why"),
+    [
+        ({}, lambda y: np.ones_like(y), "y is always 1"),
+        ({}, lambda y: np.where(y > 0, np.inf, y), "infinity"),
+        ({"chains": 0}, None, "chains = 0"),
+        ({"effort": -1.0}, None, "effort = -1.0"),
+        ({"hidden_layers": "deep"}, None, "hidden_layers = 'deep'"),
+        ({"hidden_layers": (0,)}, None, "hidden layers"),
+        ({"likelihood": "categorical"}, None, "likelihood = 'categorical'"),
+    ],
+)
+def test_bad_input_is_refused(settings: dict[str, Any], target: Any, why: str) -> None:
+    x, y = linear(30, 0)
+    with pytest.raises(ValueError, match=why):
+        BayesianMLPRegressor(**{**SHORT, **settings}).fit(x, y if target is None else target(y))
+
+
+def test_one_class_and_infinite_inputs_are_refused() -> None:
+    x, _ = linear(30, 0)
+    with pytest.raises(ValueError, match="one class"):
+        BayesianMLPClassifier(**SHORT).fit(x, ["a"] * 30)
+    with pytest.raises(ValueError, match="infinity"):
+        BayesianMLPClassifier(**SHORT).fit(np.where(x > 1, np.inf, x), np.arange(30) % 2)
+
+
+# -- the network ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("likelihood", ["student_t", "gaussian", "heteroscedastic", "categorical"])
+def test_one_pass_for_all_chains_gives_the_gradients_of_each(likelihood: str) -> None:
+    network = Network(3, 2 if likelihood == "categorical" else 1, likelihood, (5, 4))
+    target = network.target()
+    starts = [target.initial(network.start(chain)) for chain in range(3)]
+    layout = Layout(starts[0])
+    theta = torch.stack([torch.cat([p.detach().flatten() for p in start.values()]) for start in starts])
+    x = torch.randn(3, 10, 3)
+    y = torch.randint(2, (3, 10)) if likelihood == "categorical" else torch.randn(3, 10, 1)
+    for split in (False, True):
+        loss, gradient, noise = Many(target, 10, layout).flat(theta, (x, y), split)
+        assert (noise is not None) == split
+        for k, start in enumerate(starts):
+            one, wanted = target.gradient(start, (x[k], y[k]), 10)
+            assert torch.allclose(loss[k], one, atol=1e-5)
+            assert torch.allclose(gradient[k], torch.cat([g.flatten() for g in wanted]), atol=1e-4)
+
+
+def test_effort_lengthens_chains_and_size_shortens_them() -> None:
+    network = Network(10, 1, hidden=usual_layers(500))
+    one, four = (steps_for(500, network, 8, effort) for effort in (1.0, 4.0))
+    assert four["warmup"] == 4 * one["warmup"] and four["keep_every"] == 4 * one["keep_every"]
+    large = Network(10, 1, hidden=usual_layers(20_000))
+    assert steps_for(20_000, large, 8, 1.0)["warmup"] < steps_for(5_000, large, 8, 1.0)["warmup"]
+
+
+def test_denormals_are_as_they_were_afterwards() -> None:
+    tiny = torch.tensor([1e-40])
+    with flushed_denormals():
+        assert float(tiny * 1.0) == 0
+    assert float(tiny * 1.0) > 0
