@@ -1,4 +1,4 @@
-"""Every sampler in the loop that everybody writes: loss, backward, step; nothing but ``num_data`` and ``batch_size``."""
+"""Every sampler in the loop that everybody writes: loss, backward, step; told ``num_data`` and ``batch_size`` alone."""
 
 import io
 import warnings
@@ -169,7 +169,7 @@ def test_closures_and_compiled_steps_change_nothing(name: str) -> None:
 def test_a_sampler_that_finds_its_rate_refuses_schedulers(name: str, make: Any) -> None:
     with pytest.raises(ValueError, match="finds its rate itself, from the gradient noise; leave lr and schedulers out"):
         make(Loop(name).optimizer)
-    with pytest.raises(ValueError, match="lr = 0.1: .* finds its rate itself"):
+    with pytest.raises(ValueError, match=r"lr = 0.1: .* finds its rate itself"):
         Loop(name, lr=0.1)
 
 

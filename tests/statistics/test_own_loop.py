@@ -1,7 +1,7 @@
 """Linear regression in a loop of one's own, with nothing but ``num_data`` and ``batch_size``: the exact posterior.
 
 A step takes the gradient in closed form, so that 30,000 of them take seconds. A variance of some hundred effective
-draws is known to 5% (one standard error), a mean to .05 deviations: the bounds of 15% and .3 are three and more of them.
+draws is known to 5% (one standard error), a mean to .05 deviations: 15% and .3 are three and more of them.
 """
 
 import io
