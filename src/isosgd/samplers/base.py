@@ -92,6 +92,7 @@ class Sampler(Optimizer):
     paper: ClassVar[str]
     departures: ClassVar[str] = "none"  # from the paper, in a line
     has_lr: ClassVar[bool] = True
+    grows: ClassVar[bool] = True  # whether groups can be added
     metric: DiagonalMetric | None = None
     geometry: Geometry | None = None
 
@@ -190,7 +191,7 @@ class Sampler(Optimizer):
             super().add_param_group(param_group)
             check_groups(self.param_groups[-1:], self.chains)
             return
-        if self.geometry is not None or self.driven:
+        if self.geometry is not None or self.driven or not self.grows:
             raise ValueError("a group cannot be added: make a new sampler with all of the parameters")
         new = {"name": str(len(self.param_groups)), **param_group}
         layer_groups([*({"name": g["name"]} for g in self.param_groups), {"name": new["name"]}])  # no name twice
@@ -393,6 +394,8 @@ class Sampler(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._follow_lr()
+        if self.own is None and noise is None and self.given and self.needs_vectors and not self.driven:
+            self.own = OwnWarmup(self, None, by_scheme=True)  # for noise vectors alone
         if self.own is None and self._begins_own_warmup():
             self.own = self._own_warmup()
         own = self.own
@@ -407,6 +410,8 @@ class Sampler(Optimizer):
                 moves = own.step(noise)
             elif noise is not None or self._takes_gradient():
                 self.observe(noise)
+            elif own is not None and own.by_scheme and not self.warming and not self.noise.ready():
+                moves = False  # until there is a first noise vector
             if moves:
                 self.injector.lay_out()
                 self._update()
@@ -460,6 +465,11 @@ class Sampler(Optimizer):
         if self.batched:
             raise RuntimeError("chains side by side have no warm-up of their own: let isosgd.sample take them")
         return OwnWarmup(self, self.warmup)
+
+    @property
+    def needs_vectors(self) -> bool:
+        """Whether steps depend on noise vectors, rates apart."""
+        return self.estimator.centred and any(self.noise.uses)
 
     @property
     def warming(self) -> bool:

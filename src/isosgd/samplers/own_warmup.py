@@ -10,6 +10,8 @@ A loop shows nothing but gradients: no loss, no second gradient on one minibatch
   which the chain samples; rates fall at once where they must, and rise by at most 2 from window to window;
 - *curvature* is the Fisher information ``n Var(g)``, unless gradients change with the place by significantly more than
   that says: a line through gradients over places, along the directions with most noise;
+- *batches without replacement*, as a shuffled loader gives them, have noise that cancels over an epoch. That shows in
+  means over epochs of what the lines leave; of the noise only what does not cancel is then made up for;
 - *sampling* begins when in two successive windows rates hardly changed and the mean gradient is what it can be at
   stationarity. Rates are frozen then.
 
@@ -43,10 +45,15 @@ MOST_OPTIMISATION_SHARE = 0.5
 OPTIMISATION_WINDOW = 100
 FIRST_LENGTH, LENGTH_AT_ZERO = 0.03, 0.006  # of Adam's first steps: a share of a group's size, or that of zeros
 ADAM_MEMORY = 0.9, 0.99
+STRAIGHT = 0.1  # of the way gone in a window: less is to and fro; a random walk has three times as much
 AGREEMENT = 0.5  # correlation of successive gradients above which a start is far away
 SHORT = 0.5  # of a posterior deviation: steps that need not be shorter
 SHORTEST = 2.0**-12  # times the longest step
 FIRST_WINDOW, LEAST_LAST_WINDOW, ADAPT_EVERY = 50, 400, 20
+FIRST_CAUTION = 100.0  # times the first curvature, until there were steps from which it can be told
+EARLY_RISE = 10.0  # of rates, in windows shorter than the least last one
+RUNAWAY = 100.0  # times the squared gradient that it can be, or was where the chain was held
+LEAST_POINTS = 5  # for a line
 PAIR_EVERY = 2
 FOLLOW_EVERY, FOLLOW_GEOMETRY_EVERY = 16, 128  # steps between noise vectors, once rates are frozen
 SETTLED_RATIO, SIGNAL_RATIO, RELAXATIONS = 1.5, 2.0, 5.0
@@ -55,7 +62,24 @@ DRIFTING = 4.0
 PROBES = 8  # directions along which the curvature is compared with that of a geometry
 SAFE = 2.0  # times that curvature: directions differ
 MOST_RESTARTS = 10
+LEAST_EPOCHS = 4
+CANCELLING = 0.8  # of the variance that means over epochs would have, were batches independent
 SLOWER = 4.0
+
+
+def uncancelled(pull: float, epoch: int) -> float:
+    """Share of the gradient noise that acts on a chain where batches go through the data without replacement.
+
+    Noise sums up to zero over an epoch of E steps: at the lag k < E its covariance is ``-V / (E - 1)``, in the share
+    ``1 - k / E`` of all places. A chain that forgets the share a = ``pull`` of its past in a step weighs it with
+    ``(1 - a)^k``.
+
+    Example:
+        >>> round(uncancelled(1e-6, 20), 2), round(uncancelled(0.05, 20), 2), round(uncancelled(1.0, 20), 2)
+        (0.0, 0.28, 1.0)
+    """
+    lags = range(1, epoch)
+    return 1.0 - 2.0 / (epoch - 1) * sum((1.0 - k / epoch) * max(1.0 - pull, 0.0) ** k for k in lags)
 
 
 class Line:
@@ -69,16 +93,37 @@ class Line:
         [2.9, 0.1]
     """
 
-    kept = ("count", "sums")
+    kept = ("count", "sums", "block", "blocks")
 
     def __init__(self, lines: int, device: torch.device) -> None:
         self.count, self.sums = 0, torch.zeros(5, lines, dtype=torch.float64, device=device)
+        self.block = torch.zeros(3, lines, dtype=torch.float64, device=device)  # sums of x, y and 1 in this epoch
+        self.blocks: list[Tensor] = []  # of epochs that were seen as a whole
 
-    def take(self, x: Tensor, y: Tensor) -> None:
-        """Take in a point of each line."""
+    def take(self, x: Tensor, y: Tensor, epoch: int = 0, place: int = 0) -> None:
+        """Take in a point of each line, at its place in an epoch of so many points."""
         x, y = x.double(), y.double()
         self.sums += torch.stack([x, y, x * x, x * y, y * y])
         self.count += 1
+        if not epoch:
+            return
+        if place == 0:
+            self.block = torch.zeros_like(self.block)
+        self.block += torch.stack([x, y, torch.ones_like(x)])
+        if place == epoch - 1 and int(self.block[2, 0]) == epoch:
+            self.blocks.append(self.block)
+
+    def block_noise(self) -> tuple[float, float]:
+        """Variance of the means over epochs, over what independent points would have, and its relative error."""
+        if len(self.blocks) < LEAST_EPOCHS:
+            return 1.0, math.inf
+        x, y, _, xy, yy = self.sums
+        slope = self.slopes()[0]
+        every = torch.stack(self.blocks)  # [epochs, 3, lines]
+        left = (every[:, 1] - slope * every[:, 0]) / every[:, 2]
+        noise = (yy - y * y / self.count - slope * (xy - x * y / self.count)).clamp_min(0.0) / (self.count - 2)
+        found = (left.var(0) * every[0, 2]).sum() / noise.sum().clamp_min(torch.finfo(noise.dtype).tiny)
+        return float(found), math.sqrt(2.0 / ((len(self.blocks) - 1) * len(slope)))
 
     def slopes(self, pooled: bool = False) -> tuple[Tensor, Tensor]:
         """Slope of each line and its standard error; ``pooled`` for one slope of all."""
@@ -112,7 +157,7 @@ class OwnWarmup:
         *("phase", "spent", "holding", "length", "place", "settled_before", "optimisation", "reason", "factor"),
         *("longest", "mean", "square", "lengths", "centre", "pflug", "noise_square", "before", "start", "halves"),
         *("line", "signal", "joint", "curvatures", "caution", "restarts", "old_rates", "images", "axes", "corrected"),
-        *("structure",),
+        *("structure", "recent", "levels", "looked", "noise_weight"),
     )
 
     def __init__(self, sampler: Sampler, budget: int | None, by_scheme: bool = False) -> None:
@@ -142,12 +187,16 @@ class OwnWarmup:
         self.noise_square: list[Tensor] = []  # of successive differences, while optimising
         self.lengths: list[float] = []
         self.centre: list[Tensor] = []  # the mean place
-        self.pflug = torch.zeros(3, dtype=torch.float64, device=self.device)  # sums of a product, its square, a square
+        # Sums of a window: the product of successive gradients, its square, the square of a gradient, the way gone.
+        self.pflug = torch.zeros(4, dtype=torch.float64, device=self.device)
         self.before: list[Tensor] = []  # the gradient of the last step
         self.last: list[Tensor] = []  # the same, in the step after it
         self.start: list[Tensor] = []  # where a window began
         self.halves: list[list[Tensor]] = []  # sums of the gradients in the halves of a window
         self.line = Line(count, self.device)
+        self.recent = torch.zeros(count, dtype=torch.float64, device=self.device)  # squared gradients since a look
+        self.levels: list[float] = []  # of squared gradients, where the chain was held
+        self.looked = 0  # step of the window of the last look
         self.signal = torch.zeros(3, count, dtype=torch.float64, device=self.device)
         self.joint = torch.zeros(count, count, dtype=torch.float64, device=self.device)
         self.curvatures: list[float] = []
@@ -156,6 +205,7 @@ class OwnWarmup:
         self.axes: list[Tensor] = []
         self.corrected = False
         self.structure = ""
+        self.noise_weight = 1.0  # of gradient noise, in what it is made up for once rates are frozen
         self._remember_settings()
 
     def _remember_settings(self) -> None:
@@ -208,16 +258,24 @@ class OwnWarmup:
             if given is None and not self.last:
                 return None
             return given if given is not None else self._difference(now, self.last)
-        if not (any(self.sampler.noise.uses) or self.geometry is not None):
+        if not (self.sampler.needs_vectors or self.geometry is not None):
             return None  # nothing depends on it any more
         if given is not None:
-            return given
+            return self._weighed(given)
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None
         every = FOLLOW_EVERY if self.geometry is None else FOLLOW_GEOMETRY_EVERY
         turn = self.groups[0]["step"] % every
-        last, self.before = self.before, self.gradients() if turn == every - 1 else []
-        return self._difference(self.gradients(), last) if turn == 0 and last else None
+        first = self.by_scheme and not self.sampler.noise.ready()  # then every step is looked at
+        last, self.before = self.before, self.gradients() if turn == every - 1 or first else []
+        if first:
+            turn = 0
+        return self._weighed(self._difference(self.gradients(), last)) if turn == 0 and last else None
+
+    def _weighed(self, noise: Sequence[Tensor]) -> Sequence[Tensor]:
+        if self.noise_weight == 1.0 or self.geometry is not None:
+            return noise
+        return list(torch._foreach_mul(list(noise), math.sqrt(self.noise_weight)))
 
     def _difference(self, now: Sequence[Tensor], last: Sequence[Tensor]) -> list[Tensor]:
         return list(torch._foreach_mul(torch._foreach_sub(list(now), list(last)), math.sqrt(0.5)))
@@ -245,9 +303,9 @@ class OwnWarmup:
             return
         self.place += 1
         ended = self.place >= self.length
-        if ended or self.place % ADAPT_EVERY == 0:
-            finite = all(bool(torch.isfinite(total)) for total in torch._foreach_norm(self.params))
-            if not finite:
+        every = ADAPT_EVERY // 4 if self.length <= FIRST_WINDOW else ADAPT_EVERY
+        if ended or self.place % every == 0:
+            if self._ran_away():
                 self._restart()
             elif ended:
                 self._end_window()
@@ -276,14 +334,16 @@ class OwnWarmup:
             weight = max(1.0 - second, 1.0 / self.spent)
             torch._foreach_lerp_(self.noise_square, torch._foreach_mul(vectors, vectors), weight)
         mean_factor, square_factor = 1.0 - first**self.spent, 1.0 - second**self.spent
-        agreement = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if self.place == 0:
+            self.start = [p.detach().float().clone() for p in params]
+        agreement = torch.zeros(3, dtype=torch.float64, device=self.device)
         for i, (p, m, s, g) in enumerate(zip(params, self.mean, self.square, grads, strict=True)):
             scale = (s / square_factor).sqrt().add_(1e-20)
-            if last:
-                products = torch.stack([(g * last[i].float() / scale).sum(), (g * g / scale).sum()])
-                agreement += products.double()
-            p.sub_((self.factor * self.lengths[i] / mean_factor * m / scale).to(p.dtype))
-        self.pflug += torch.stack([agreement[0], agreement[0] ** 2, agreement[1]])
+            share = m / scale / mean_factor
+            before = last[i].float() if last else torch.zeros_like(g)
+            agreement += torch.stack([(g * before / scale).sum(), (g * g / scale).sum(), share.abs().sum()]).double()
+            p.sub_((self.factor * self.lengths[i] * share).to(p.dtype))
+        self.pflug += torch.stack([agreement[0], agreement[0] ** 2, agreement[1], agreement[2]])
         self.place += 1
         if self.place > self.length // 2:
             weight = 1.0 / (self.place - self.length // 2)
@@ -292,7 +352,9 @@ class OwnWarmup:
             self._end_optimisation_window()
 
     def _end_optimisation_window(self) -> None:
-        total, squares, lengths = self.pflug.tolist()
+        total, squares, lengths, way = self.pflug.tolist()
+        moved = zip(self.params, self.start, self.lengths, strict=True)
+        gone = sum(float((p - q).abs().sum()) / (self.factor * length) for p, q, length in moved)
         if not math.isfinite(total):
             raise DivergedError(
                 f"after {self.spent} steps a gradient is not finite: check the loss, the data and the start",
@@ -301,7 +363,8 @@ class OwnWarmup:
         self.pflug.zero_()
         over = self.spent >= MOST_OPTIMISATION_SHARE * self.total
         self.place = 0
-        significant = total > 2.0 * math.sqrt(max(squares - total**2 / self.length, 0.0))
+        # Without noise successive gradients agree even where steps only go to and fro.
+        significant = gone > STRAIGHT * way and total > 2.0 * math.sqrt(max(squares - total**2 / self.length, 0.0))
         if not over and significant:
             if total > AGREEMENT * lengths:
                 self.factor *= 2.0
@@ -342,6 +405,7 @@ class OwnWarmup:
         if noise is not None:
             self.sampler.observe(list(noise))
             self.place += 1
+            self.recent += self.dots(self.before, self.before)
         ready = self.geometry is not None or self.sampler.noise.ready()
         if self.place < self.length or not ready:
             return
@@ -350,13 +414,36 @@ class OwnWarmup:
                 raise RuntimeError(
                     f"group {group['name']!r} never had a gradient: leave it out of params, or requires_grad_(False)"
                 )
-        self.curvatures = [FIRST_RATIO * h for h in self._fisher()]
+        self.curvatures = [FIRST_RATIO * FIRST_CAUTION * h for h in self._fisher()]
         self._choose_correction()
-        self.sampler.adapt(self.curvatures, **self._prior(2.0))
+        if self.geometry is not None:
+            self.geometry.curvature_ratio *= FIRST_CAUTION
+        self.sampler.adapt(self.curvatures, **self._prior())
+        self.levels = (self.recent / self.place).tolist()
         self.holding = False
         self._begin_window(FIRST_WINDOW)
 
-    def _prior(self, rise: float) -> dict[str, Any]:
+    def _ran_away(self) -> bool:
+        """Whether the chain is where gradients are many times what they can be: noise that is seen there is none."""
+        if not all(bool(torch.isfinite(total)) for total in torch._foreach_norm(self.params)):
+            return True
+        if self.line.count >= LEAST_POINTS:
+            self.curvatures = self._measured()
+        found, self.looked = (self.recent / max(self.place - self.looked, 1)).tolist(), self.place
+        self.recent.zero_()
+        for square, level, bound in zip(found, self.levels, self._bounds(), strict=True):
+            if not square <= RUNAWAY * (level + bound):
+                return True
+        return False
+
+    def _bounds(self) -> list[float]:
+        """What the squared mean gradient of each group can be at stationarity, ``T tr(H) / N``, at the most."""
+        return [
+            group["temperature"] * h * sum(p.numel() for p in group["params"]) / group["num_data"]
+            for group, h in zip(self.groups, self.curvatures, strict=True)
+        ]
+
+    def _prior(self) -> dict[str, Any]:
         """What a geometry is told of the curvature of the prior: that of weight decay."""
         if self.geometry is None:
             return {}
@@ -393,7 +480,8 @@ class OwnWarmup:
     def _begin_window(self, length: int) -> None:
         left = self.total - self.spent
         self.length = left if self.budget is not None and left < 3 * length else min(length, max(left, 1))
-        self.place = 0
+        self.place = self.looked = 0
+        self.recent.zero_()
         self.start = [p.detach().clone() for p in self.params]
         self.halves = []
         self.signal.zero_()
@@ -420,6 +508,7 @@ class OwnWarmup:
         self.line = Line(len(self.axes), self.device)
 
     def _in_window(self, noise: Sequence[Tensor] | None) -> None:
+        self.recent += self.dots(self.before, self.before)
         i, grads = self.place, [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.params]
         moved = torch._foreach_sub([p.detach() for p in self.params], self.start)
         if self.geometry is None:
@@ -428,7 +517,7 @@ class OwnWarmup:
             places, pulls = ([join([t.float() for t in each])] * len(self.axes) for each in (moved, grads))
         x = torch.stack([(w * a).sum() for w, a in zip(self.images, places, strict=True)])
         y = torch.stack([(t * g).sum() for t, g in zip(self.axes, pulls, strict=True)])
-        self.line.take(x, y)
+        self.line.take(x, y, self.epoch, (self.spent - 1) % self.epoch if self.epoch else 0)
         half = min(2 * i // max(self.length, 1), 1)
         if half == len(self.halves):
             self.halves.append([torch.zeros_like(g, dtype=torch.float32) for g in grads])
@@ -459,11 +548,11 @@ class OwnWarmup:
         sure = slope > SURE * error
         if self.geometry is not None:
             # Over H; where the slope is lost in noise, steps are too small for a moderate curvature to matter.
-            ratio = SAFE * float(slope) if bool(sure) and self.line.count >= ADAPT_EVERY else FIRST_RATIO
+            ratio = SAFE * float(slope) if bool(sure) and self.line.count >= LEAST_POINTS else FIRST_RATIO
             share = max(ratio, 1.0) * self.caution * float(self.geometry.unit_rate)
             return [share / float(group["rate"]) for group in self.groups]
         beyond = (
-            torch.where(sure, slope - error, 0.0).tolist() if self.line.count >= ADAPT_EVERY else [0.0] * len(slope)
+            torch.where(sure, slope - error, 0.0).tolist() if self.line.count >= LEAST_POINTS else [0.0] * len(slope)
         )
         factor = self._joint_factor() * self.caution
         return [factor * max(h, s) for h, s in zip(self._fisher(), beyond, strict=True)]
@@ -479,7 +568,7 @@ class OwnWarmup:
         if self.geometry is None and not self.sampler.noise.ready():
             return
         self.curvatures = self._measured()
-        self.sampler.adapt(self.curvatures, rise, **(self._prior(rise) if rise > 1.0 else {}))
+        self.sampler.adapt(self.curvatures, rise, **(self._prior() if rise > 1.0 else {}))
 
     def _restart(self) -> None:
         """Back to where the window began, and slower."""
@@ -505,9 +594,8 @@ class OwnWarmup:
         self._begin_window(self.length)
 
     def _end_window(self) -> None:
-        early = self.geometry is not None and self.length < LEAST_LAST_WINDOW
         self._choose_correction()
-        self._adapt(rise=10.0 if early else 2.0)
+        self._adapt(rise=EARLY_RISE if self.length < LEAST_LAST_WINDOW else 2.0)
         over = self.spent >= self.total
         self.reason = self._unsettled(over)
         least = LEAST_LAST_WINDOW if self.geometry is None else max(LEAST_LAST_WINDOW, 8 * self.geometry.min_vectors)
@@ -519,6 +607,9 @@ class OwnWarmup:
         self._begin_window(2 * self.length)
 
     def _finish(self) -> None:
+        ratio, error = self.line.block_noise()
+        if ratio * (1.0 + SURE * error) < CANCELLING:
+            self._weigh_noise(uncancelled(1.0 / max(self.relaxation, 1.0), self.epoch))
         if self.reason:
             warn_caller(f"the warm-up of {self.spent} steps did not settle: {self.reason}; draws may be off")
         self.phase = SAMPLING
@@ -527,6 +618,24 @@ class OwnWarmup:
         self.sampler.freeze()
         self.sampler.refresh()
         self.sampler.hand_over_rates()
+
+    @property
+    def epoch(self) -> int:
+        """Steps in which all data are gone through; 0 where so few say nothing."""
+        found = round(self.groups[0]["num_data"] / self._batch_size)
+        return found if found > 1 else 0
+
+    def _weigh_noise(self, weight: float) -> None:
+        """Make up for a share of the gradient noise only."""
+        self.noise_weight = weight
+        if self.geometry is not None:
+            self.geometry.noise_weight = weight
+            self.geometry.slow(torch.ones_like(self.geometry.factor))
+        for state in self.sampler.state.values():
+            for name, power in (("variance", 1.0), ("longest", 1.0), ("ring", 0.5)):
+                if name in state and self.geometry is None:
+                    state[name].mul_(weight**power)
+        self.sampler.noise.reset()
 
     @property
     def relaxation(self) -> float:
@@ -552,14 +661,13 @@ class OwnWarmup:
                 name = group["name"]
                 return f"the rate of group {name!r} still changes (by {ratio:.2f} in the last {self.length} steps)"
         total, squares, count = self.signal.tolist()
-        sizes = [sum(p.numel() for p in group["params"]) for group in groups]
-        every = sum(sizes)
-        for i, (group, h) in enumerate(zip(groups, self.curvatures, strict=True)):
+        bounds = self._bounds()
+        if self.geometry is not None:  # the same in the metric of P, over all groups
+            rates = [float(group["rate"]) for group in groups]
+            bounds = [sum(b * rate for b, rate in zip(bounds, rates, strict=True))] * len(bounds)
+        for i, (group, bound) in enumerate(zip(groups, bounds, strict=True)):
             mean = total[i] / max(count[i], 1.0)
             error = SURE * math.sqrt(max(squares[i] / max(count[i], 1.0) - mean**2, 0.0) / max(count[i], 1.0))
-            bound = group["temperature"] * h * sizes[i] / group["num_data"]
-            if self.geometry is not None:
-                bound = group["temperature"] * float(group["rate"]) * h * every / group["num_data"]
             if mean - error > SIGNAL_RATIO * bound:
                 return (
                     f"the gradient of group {group['name']!r} is still {math.sqrt(mean / bound):.1f} times what it can "

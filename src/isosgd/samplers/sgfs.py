@@ -82,6 +82,10 @@ class SGFS(Sampler):
         self.floor = floor
         self.metric = DiagonalMetric(self.noise, self._metric)
 
+    @property
+    def needs_vectors(self) -> bool:
+        return not self.param_groups[0]["frozen"]  # then the metric is as it is
+
     def _variance(self, p: Tensor) -> Tensor:
         if "variance" not in self.state.get(p, {}):
             self.noise.seen_of_group(next(group for group in self.param_groups if any(p is q for q in group["params"])))
@@ -123,6 +127,7 @@ class FullSGFS(Sampler):
 
     targets, paper = SGFS.targets, SGFS.paper
     departures = "those of sgfs; shrunk towards its diagonal; made anew only when rates are set"
+    grows = False
     entered: bool = False  # whether curvatures are told in the metric, as in `DiagonalMetric`
 
     def __init__(
@@ -143,6 +148,10 @@ class FullSGFS(Sampler):
             raise ValueError(f"{self.size} parameters: a full matrix is for at most {MOST_PARAMETERS}, use SGFS")
         if len({(group["temperature"], group["num_data"]) for group in self.param_groups}) > 1:
             raise ValueError("groups differ in temperature or num_data: one matrix over all of them needs one of each")
+
+    @property
+    def needs_vectors(self) -> bool:
+        return not self.param_groups[0]["frozen"]  # then the metric is as it is
 
     @property
     def _kept(self) -> dict[str, Any]:

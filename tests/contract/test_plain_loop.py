@@ -1,0 +1,245 @@
+"""Every sampler in the loop that everybody writes: loss, backward, step; told ``num_data`` and ``batch_size`` alone."""
+
+import io
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import isosgd
+from isosgd import METHODS, SamplingWarning
+
+N, SIZE, NOISE = 400, 40, 0.5
+OPTIMIZERS = {name: kind for name, kind in METHODS.items() if name != "hmc"}
+every_sampler = pytest.mark.parametrize("name", OPTIMIZERS)
+with_a_rate = pytest.mark.parametrize("name", [name for name, kind in OPTIMIZERS.items() if kind.has_lr])
+without_one = pytest.mark.parametrize("name", [name for name, kind in OPTIMIZERS.items() if not kind.has_lr])
+
+
+class Loop:
+    """Linear regression with known noise and a flat prior."""
+
+    def __init__(self, name: str, seed: int = 0, **settings: Any) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(N, 2, generator=self.generator)
+        noise = NOISE * torch.randn(N, 1, generator=self.generator)
+        self.y = self.x @ torch.tensor([[1.0], [-2.0]]) + 0.5 + noise
+        torch.manual_seed(seed)  # of the model and the sampler
+        self.model = nn.Linear(2, 1)
+        self.optimizer = METHODS[name](self.model.parameters(), **{"num_data": N, "batch_size": SIZE, **settings})
+
+    def loss(self, size: int = SIZE) -> Tensor:
+        rows = torch.randint(N, (size,), generator=self.generator)
+        return (self.model(self.x[rows]) - self.y[rows]).square().mean() / (2 * NOISE**2)
+
+    def step(self, accumulate: int = 1) -> None:
+        self.optimizer.zero_grad()
+        for _ in range(accumulate):
+            (self.loss(SIZE // accumulate) / accumulate).backward()
+        self.optimizer.step()
+
+    def place(self) -> Tensor:
+        return torch.cat([self.model.weight.detach().flatten(), self.model.bias.detach()])
+
+    def steps(self, count: int, accumulate: int = 1) -> Tensor:
+        """The places that count as draws."""
+        found = []
+        for _ in range(count):
+            self.step(accumulate)
+            if self.optimizer.draws_ready:
+                found.append(self.place())
+        return torch.stack(found) if found else torch.empty(0, 3)
+
+    def exact(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviations of the posterior."""
+        x = torch.cat([self.x, torch.ones(N, 1)], 1).double()
+        covariance = torch.linalg.inv(x.T @ x) * NOISE**2
+        return (covariance @ x.T @ self.y.double() / NOISE**2).flatten(), covariance.diagonal().sqrt()
+
+    def resumed(self, **settings: Any) -> "Loop":
+        """Another loop, from what was saved and read again without pickle."""
+        file = io.BytesIO()
+        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        name = next(name for name, kind in METHODS.items() if kind is type(self.optimizer))
+        found = Loop(name, seed=99, **settings)
+        found.x, found.y = self.x, self.y
+        found.generator.set_state(self.generator.get_state())
+        found.model.load_state_dict(saved["model"])
+        found.optimizer.load_state_dict(saved["optimizer"])
+        return found
+
+
+@pytest.fixture(autouse=True)
+def unsettled_is_no_error() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the warm-up of .* steps did not settle", SamplingWarning)
+        yield
+
+
+@every_sampler
+def test_a_plain_loop_comes_to_sample_near_the_posterior(name: str) -> None:
+    loop = Loop(name, warmup=600)
+    phases = [loop.optimizer.phase]
+    assert not loop.optimizer.draws_ready
+    for _ in range(600):
+        loop.step()
+        phases.append(loop.optimizer.phase)
+    assert list(dict.fromkeys(phases)) == ["optimising", "warming up", "sampling"]
+    assert [phase == "sampling" for phase in phases].index(True) == 600
+    mean, deviation = loop.exact()
+    assert (((loop.place() - mean) / deviation).abs() < 8).all()
+    before = loop.place()
+    loop.step()
+    assert not torch.equal(before, loop.place()) and loop.optimizer.draws_ready == loop.optimizer.sampling
+
+
+@every_sampler
+def test_a_state_saved_in_the_warmup_resumes_bit_for_bit(name: str) -> None:
+    loop, seen = Loop(name, warmup=300), set()
+    for at, more in ((30, 10), (160, 10), (200, 40), (250, 60)):
+        loop.steps(at - loop.optimizer.param_groups[0]["step"])
+        other = loop.resumed(warmup=300)
+        assert other.optimizer.phase == loop.optimizer.phase
+        seen.add(other.optimizer.phase)
+        loop.steps(more)
+        other.steps(more)
+        assert torch.equal(loop.place(), other.place()), at
+        assert other.optimizer.phase == loop.optimizer.phase
+    assert seen == {"optimising", "warming up"} and loop.optimizer.phase == "sampling"
+
+
+@every_sampler
+def test_weight_decay_is_added_for_the_step_alone(name: str) -> None:
+    """A decay is a term of the loss; the gradients that the user sees stay as they were."""
+    places = []
+    for decay in (0.0, 0.3):
+        loop = Loop(name, weight_decay=decay, warmup=200)
+        for _ in range(150):
+            loop.optimizer.zero_grad()
+            loss = loop.loss()
+            if not decay:
+                loss = loss + 0.15 * sum(p.square().sum() for p in loop.model.parameters())
+            loss.backward()
+            seen = [p.grad.clone() for p in loop.model.parameters()]
+            loop.optimizer.step()
+            assert all(torch.equal(p.grad, g) for p, g in zip(loop.model.parameters(), seen, strict=True))
+        places.append(loop.place())
+    torch.testing.assert_close(places[0], places[1], rtol=1e-3, atol=1e-4)
+
+
+@every_sampler
+def test_closures_and_compiled_steps_change_nothing(name: str) -> None:
+    plain, closed, compiled = (Loop(name, warmup=200) for _ in range(3))
+    step = torch.compile(compiled.optimizer.step, backend="eager")
+    for _ in range(210):
+        plain.step()
+
+        def closure() -> Tensor:
+            closed.optimizer.zero_grad()
+            loss = closed.loss()
+            loss.backward()
+            return loss
+
+        assert closed.optimizer.step(closure).item() > 0
+        compiled.optimizer.zero_grad()
+        compiled.loss().backward()
+        step()
+    assert torch.equal(plain.place(), closed.place()) and torch.equal(plain.place(), compiled.place())
+
+
+# ------------------------------------------------------------------------------------------------ rates
+
+
+@without_one
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda opt: torch.optim.lr_scheduler.StepLR(opt, 10),
+        lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, 100, cycle_momentum=False),
+        lambda opt: torch.optim.lr_scheduler.ReduceLROnPlateau(opt),
+        lambda opt: opt.param_groups[0].__setitem__("lr", 0.1),
+    ],
+    ids=["step", "one cycle", "plateau", "by hand"],
+)
+def test_a_sampler_that_finds_its_rate_refuses_schedulers(name: str, make: Any) -> None:
+    with pytest.raises(ValueError, match="finds its rate itself, from the gradient noise; leave lr and schedulers out"):
+        make(Loop(name).optimizer)
+    with pytest.raises(ValueError, match=r"lr = 0.1: .* finds its rate itself"):
+        Loop(name, lr=0.1)
+
+
+@with_a_rate
+def test_a_scheduler_sets_the_rate_that_a_step_has(name: str) -> None:
+    loop = Loop(name, lr=1e-6)
+    scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, 3, gamma=0.5)
+    rates = []
+    for _ in range(7):
+        loop.step()
+        rates.append(loop.optimizer.param_groups[0]["rate"])
+        scheduler.step()
+    assert rates == pytest.approx([1e-6] * 3 + [5e-7] * 3 + [2.5e-7])
+    assert loop.optimizer.phase == "sampling"
+    other = loop.resumed(lr=1e-6)
+    assert other.optimizer.param_groups[0]["lr"] == pytest.approx(2.5e-7)
+
+
+@with_a_rate
+def test_a_rate_that_the_warmup_finds_cannot_be_scheduled_before_and_can_be_after(name: str) -> None:
+    loop = Loop(name, warmup=200)
+    with pytest.raises(ValueError, match="finds its rate in its warm-up; give lr="):
+        torch.optim.lr_scheduler.StepLR(loop.optimizer, 10)
+    loop.steps(200)
+    found = loop.optimizer.param_groups[0]["lr"]
+    assert loop.optimizer.phase == "sampling" and found == loop.optimizer.param_groups[0]["rate"]
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(loop.optimizer, 0.5)
+    loop.step()
+    scheduler.step()
+    loop.step()
+    assert loop.optimizer.param_groups[0]["rate"] == pytest.approx(0.5 * found)
+
+
+def test_groups_have_rates_and_decays_of_their_own() -> None:
+    model = nn.Linear(2, 1)
+    groups = [{"params": [model.weight], "lr": 0.1, "weight_decay": 0.5}, {"params": [model.bias]}]
+    sampler = isosgd.SGLD(groups, num_data=100, lr=0.01, temperature=0.0)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    before = [p.detach().clone() for p in model.parameters()]
+    sampler.step()
+    torch.testing.assert_close(model.weight.detach(), before[0] - 0.1 * (1 + 0.5 * before[0]))
+    torch.testing.assert_close(model.bias.detach(), before[1] - 0.01)
+    with pytest.raises(ValueError, match="group '1' has no lr and others have one"):
+        isosgd.SGLD([{"params": [model.weight], "lr": 0.1}, {"params": [model.bias]}], num_data=100)
+
+
+# ------------------------------------------------------------------------------------------------ groups
+
+
+def test_parameters_without_names_make_a_group_of_each_layer() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 3), nn.Linear(3, 2, bias=False))
+    found = isosgd.SGLD(model.parameters(), num_data=10, lr=0.1).param_groups
+    assert [[tuple(p.shape) for p in group["params"]] for group in found] == [
+        [(4, 1, 3, 3), (4,)], [(4,)], [(4,)], [(3, 4), (3,)], [(2, 3)],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name, kind in OPTIMIZERS.items() if kind.grows])
+def test_a_group_can_be_added(name: str) -> None:
+    loop = Loop(name, warmup=200, **({"structure": "layer"} if name == "isgd" else {}))
+    loop.steps(205)
+    assert loop.optimizer.phase == "sampling"
+    more = torch.zeros(2, requires_grad=True)
+    with pytest.raises(ValueError, match="two groups have the name '0'"):
+        loop.optimizer.add_param_group({"name": "0", "params": [more]})
+    loop.optimizer.add_param_group({"params": [more]})
+    assert loop.optimizer.phase == "optimising" and not loop.optimizer.draws_ready
+    for _ in range(200):
+        loop.optimizer.zero_grad()
+        (loop.loss() + (more - torch.randn(40, 2).mean(0)).square().sum() / 2).backward()
+        loop.optimizer.step()
+    assert loop.optimizer.phase == "sampling" and (more != 0).all()

@@ -1,0 +1,161 @@
+"""Draws of a loop of one's own, as a `Posterior`."""
+
+import warnings
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import isosgd
+from isosgd import Collector, SamplingWarning, likelihoods
+
+N, SIZE = 200, 40
+
+
+@pytest.fixture(autouse=True)
+def unsettled_is_no_error() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the warm-up of .* steps did not settle", SamplingWarning)
+        yield
+
+
+class Loop:
+    def __init__(self, seed: int = 0, model: nn.Module | None = None, **settings: Any) -> None:
+        torch.manual_seed(seed)
+        self.x = torch.randn(N, 2)
+        self.y = self.x.sum(1, keepdim=True) + torch.randn(N, 1)
+        self.model = nn.Linear(2, 1) if model is None else model
+        given = {"num_data": N, "batch_size": SIZE, **settings}
+        self.optimizer = isosgd.SGLD(self.model.parameters(), **given)
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            rows = torch.randint(N, (SIZE,))
+            self.optimizer.zero_grad()
+            (0.5 * (self.model(self.x[rows]) - self.y[rows]).square().mean()).backward()
+            self.optimizer.step()
+
+
+GAUSSIAN = likelihoods.Gaussian(1.0)
+
+
+def test_draws_are_those_of_the_loop_and_predict() -> None:
+    loop = Loop(warmup=200, weight_decay=0.01)
+    collector = Collector(loop.optimizer, loop.model, likelihood=GAUSSIAN, keep_every=2)
+    loop.steps(200)
+    assert len(collector) <= 1
+    loop.steps(60)
+    posterior = collector.posterior((loop.x, loop.y))
+    assert posterior.num_chains == 1 and posterior.num_draws == len(collector) in (30, 31)
+    assert posterior.info["method"] == "sgld" and posterior.info["warmup"][0]["steps"] == 200
+    assert posterior.predict(loop.x[:5]).mean.shape == (5, 1)
+    assert posterior.summary().rows and posterior.trust().summary
+    prior = posterior.target.prior_precisions(posterior.target.initial())
+    assert prior == pytest.approx([0.01 * N, 0.01 * N])  # what weight decay stands for
+
+
+def test_a_rate_of_ones_own_collects_from_the_first_step_on_or_after_a_warmup_that_is_given() -> None:
+    for warmup, draws in ((None, 20), (15, 5)):
+        loop = Loop(lr=1e-3, warmup=warmup)
+        collector = Collector(loop.optimizer, loop.model, keep_every=1)
+        loop.steps(20)
+        assert len(collector) in (draws, draws + 1)
+        assert "weight" in collector.posterior().draws
+
+
+def test_memory_holds_as_many_draws_as_are_asked_for_equally_far_apart() -> None:
+    loop = Loop(lr=1e-3)
+    collector, seen = Collector(loop.optimizer, loop.model, draws=8), []
+    for _ in range(50):
+        loop.steps(1)
+        seen.append(loop.model.bias.detach().clone())
+    kept = collector.posterior().draws["bias"][0]
+    assert 4 <= len(kept) <= 8
+    places = [next(i for i, b in enumerate(seen) if torch.equal(b, draw)) for draw in kept]
+    assert len({b - a for a, b in pairwise(places)}) == 1
+
+
+def test_chains_of_several_loops() -> None:
+    loops = [Loop(seed, lr=1e-2) for seed in range(3)]
+    collectors = [Collector(loop.optimizer, loop.model, keep_every=2) for loop in loops]
+    for i, loop in enumerate(loops):
+        loop.steps(40 + 2 * i)
+    posterior = collectors[0].posterior(chains=collectors[1:])
+    assert posterior.num_chains == 3 and posterior.num_draws == 20 and len(posterior.info["rates"]) == 3
+    assert torch.equal(posterior.draws["bias"][1, -1], collectors[1].posterior().draws["bias"][0, -1])
+
+
+def test_a_store_is_read_again(tmp_path: Path) -> None:
+    loop = Loop(lr=1e-3)
+    collector = Collector(loop.optimizer, loop.model, likelihood=GAUSSIAN, keep_every=5, store=tmp_path / "run")
+    loop.steps(40)
+    posterior = collector.posterior()
+    again = isosgd.load(tmp_path / "run", collector.target)
+    assert posterior.num_draws == again.num_draws == 8 and again.info["complete"]
+    assert torch.equal(posterior.draws["weight"], again.draws["weight"])
+    loop.steps(10)  # goes on, and is no longer collected
+    assert isosgd.load(tmp_path / "run").num_draws == 8
+
+
+def test_statistics_of_batch_norm_go_with_a_draw() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    loop = Loop(model=model, lr=1e-3)
+    collector = Collector(loop.optimizer, model, keep_every=5)
+    loop.steps(20)
+    assert collector.posterior().buffers["1.running_mean"].shape == (1, 4, 3)
+
+
+def test_a_chain_that_is_not_finite_is_said_so() -> None:
+    loop = Loop(lr=1e-3)
+    Collector(loop.optimizer, loop.model, keep_every=1)
+    loop.steps(3)
+    loop.optimizer.param_groups[0]["lr"] = 1e30
+    with pytest.raises(isosgd.DivergedError, match="after 3 draws|not finite any more") as caught:
+        loop.steps(20)
+    assert len(caught.value.draws["bias"]) >= 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"keep_every": 0}, "keep_every = 0 must be an integer of at least 1"),
+        ({"draws": 1}, "draws = 1 must be an integer of at least 2"),
+        ({"store_dtype": "float32"}, "store_dtype goes with store="),
+        ({"likelihood": "gaussian"}, r"differ in 'likelihood.scale'.*likelihoods.Gaussian\(0.5\)"),
+        ({"model": nn.Linear(2, 1)}, "0 of them are parameters of this model"),
+    ],
+)
+def test_bad_input(settings: dict[str, Any], words: str) -> None:
+    loop = Loop(lr=1e-3)
+    with pytest.raises(ValueError, match=words):
+        Collector(**{"optimizer": loop.optimizer, "model": loop.model, **settings})
+
+
+def test_other_optimizers_and_no_draws_are_said_so() -> None:
+    loop = Loop()
+    with pytest.raises(TypeError, match="optimizer of type SGD: pass a sampler of isosgd"):
+        Collector(torch.optim.SGD(loop.model.parameters(), 0.1), loop.model)  # type: ignore[arg-type]
+    collector = Collector(loop.optimizer, loop.model)
+    loop.steps(3)
+    with pytest.raises(ValueError, match="no draw yet: after 3 steps the optimizer is 'optimising'"):
+        collector.posterior()
+
+
+def test_a_grad_scaler_and_autocast_drive_it() -> None:
+    loop = Loop(warmup=200)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(230):
+        rows = torch.randint(N, (SIZE,))
+        loop.optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = 0.5 * (loop.model(loop.x[rows]) - loop.y[rows]).square().mean()
+        scaler.scale(loss * (float("inf") if step == 100 else 1.0)).backward()
+        scaler.step(loop.optimizer)
+        scaler.update()
+    # The step with infinite gradients was left out, and nothing remembers it.
+    assert loop.optimizer.param_groups[0]["step"] == 229 and loop.optimizer.phase == "sampling"
+    assert all(bool(torch.isfinite(p).all()) for p in loop.model.parameters())
