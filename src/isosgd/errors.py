@@ -53,3 +53,19 @@ class DivergedError(RuntimeError):
         self.group = group
         self.state = dict(state)
         self.draws = dict(draws or {})
+
+
+class RankError(RuntimeError):
+    """Something went wrong on another rank, or it does not answer.
+
+    Attributes:
+        rank: its number.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class RankValueError(RankError, ValueError):
+    """Another rank was given something that cannot be right."""

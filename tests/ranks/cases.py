@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import isosgd
-from isosgd import Posterior, Target, priors, sample
+from isosgd import Posterior, RankError, Target, priors, sample
 from isosgd.engine.chains import Chains
 from isosgd.engine.gradients import Parted
-from isosgd.engine.ranks import RankError, Ranks
+from isosgd.engine.ranks import Ranks
 from isosgd.engine.schedule import Schedule
 from isosgd.sampling import recorders
 from isosgd.sampling.settings import sampler_factory
@@ -36,7 +36,7 @@ Y = X.sum(1, keepdim=True) + 0.3 * torch.randn(ROWS, 1, generator=torch.Generato
 MEANS = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2))
 QUICK: dict[str, Any] = {"draws": 4, "keep_every": 3, "warmup": 300, "progress": False, "batch_size": 24}
 STEPS: dict[str, Any] = {"draws": 100, "keep_every": 1, "warmup": 0, "progress": False, "batch_size": 24}
-STATIONARY: dict[str, Any] = {"draws": 250, "keep_every": 10, "warmup": 1000, "progress": False, "batch_size": 24}
+STATIONARY: dict[str, Any] = {"draws": 150, "keep_every": 8, "warmup": 600, "progress": False, "batch_size": 48}
 
 
 def network() -> Target:
@@ -157,7 +157,7 @@ def noise() -> Any:
         ranks.connect(torch.device("cpu"))
         schedule = Schedule(conjugate(), (MEANS,), None, 1, 24, 0, None, None, None, [0], ranks)
         _, run = next(iter(schedule.runs(sampler_factory("isgd", ROWS, 1.0, 24, 1, {"structure": "layer"}))))
-        squares, calls = torch.zeros(WIDTH), 1000
+        squares, calls = torch.zeros(WIDTH), 300
         for _ in range(calls):
             found = run.evaluate(split=True)
             assert found is not None
@@ -171,7 +171,7 @@ def distributed_loader() -> Any:
     source = TensorDataset(MEANS)
     sampler: Any = DistributedSampler(source, num_replicas=size, rank=rank, seed=5)
     batches = DataLoader(source, batch_size=24 // size, sampler=sampler)
-    settings = {**QUICK, "batch_size": None, "keep_every": "auto", "warmup": 1000}
+    settings = {**QUICK, "batch_size": None, "keep_every": "auto", "warmup": 500}
     found = sample(conjugate(), batches, chains=1, parallel="data", **settings)
     plain = DataLoader(source, batch_size=24 // size, shuffle=True)
     return {
@@ -189,14 +189,14 @@ def wrapped() -> Any:
 
 
 def grid() -> Any:
-    found = sample(conjugate(), (MEANS,), chains=2, parallel="data", **{**QUICK, "warmup": 1000})
+    found = sample(conjugate(), (MEANS,), chains=2, parallel="data", **QUICK)
     return {"hashes": hashes(found), "engine": found.info["engine"]}
 
 
 def auto() -> Any:
     found = sample(
-        conjugate(), (MEANS,), chains=4, parallel="chains", **{**QUICK, "draws": "auto", "keep_every": 10}, budget=2000,
-        method="sgld", lr=0.1,
+        conjugate(), (MEANS,), chains=4, parallel="chains", **{**QUICK, "draws": "auto", "keep_every": 2, "warmup": 0},
+        budget=1000, method="sgld", lr=0.5,
     )  # fmt: skip
     return {"stopped": found.info["stopped"], "draws": found.num_draws, "hashes": hashes(found)}
 

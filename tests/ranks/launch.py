@@ -11,7 +11,7 @@ from typing import Any
 CASES = Path(__file__).with_name("cases.py")
 
 
-def launch(size: int, out: Path, *cases: str, seconds: float = 300.0, **more: str) -> list[dict[str, Any]]:
+def launch(size: int, out: Path, *cases: str, seconds: float = 800.0, **more: str) -> list[dict[str, Any]]:
     """Run cases in ``size`` processes; what each rank found."""
     out.mkdir(parents=True, exist_ok=True)
     with socket.socket() as free:
@@ -32,6 +32,7 @@ def launch(size: int, out: Path, *cases: str, seconds: float = 300.0, **more: st
     finally:
         for job in jobs:
             job.kill()
+            job.communicate()
     assert not any(job.returncode for job in jobs), "\n".join(said)[-4000:]
     return results(size, out)
 

@@ -77,7 +77,7 @@ def test_the_stationary_variance_is_that_of_the_posterior(two: tuple[Found, Path
 def test_noise_between_ranks_is_that_of_minibatches(two: tuple[Found, Path], four: Found) -> None:
     for found in (two[0], four):
         noise = same(found, "noise")
-        # A thousand squares of normal numbers in each of the dimensions; no gradient more than steps.
+        # Squares of normal numbers, so many in each of the dimensions; no gradient more than steps.
         assert abs(noise["ratio"] - 1.0) < 4.0 * (2.0 / (noise["calls"] * cases.WIDTH)) ** 0.5
         assert noise["gradients"] == noise["calls"]
 

@@ -1,5 +1,6 @@
 """`parallel=` where there is no process group, or one of a single process."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from isosgd import Target, load, priors, sample
+from isosgd.store import StoreError, writer
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")
 Y = torch.randn(60, generator=torch.Generator().manual_seed(0))
@@ -56,6 +58,18 @@ def test_one_process_is_a_group_too(tmp_path: Path) -> None:
 def test_settings_are_checked(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         sample(target(), (Y,), **{"parallel": "chains", **QUICK, **change})
+
+
+@pytest.mark.usefixtures("alone")
+def test_two_runs_into_one_store_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "LOCK_WAIT", 0.1)
+    (tmp_path / "run").mkdir()
+    handle = writer.lock(tmp_path / "run")  # as another run of ranks holds it
+    assert handle is not None
+    with pytest.raises(StoreError, match="being written by another process"):
+        sample(target(), (Y,), parallel="chains", store=tmp_path / "run", resume=True, **QUICK)
+    os.close(handle)
+    assert len(sample(target(), (Y,), parallel="chains", store=tmp_path / "run", resume=True, **QUICK)) == 3
 
 
 def test_a_part_of_the_data_is_not_taken_for_all(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from safetensors.torch import load as tensors_from
 from safetensors.torch import save as tensors_to
 from torch import Tensor
 
+from isosgd.errors import RankError, RankValueError
 from isosgd.store.files import pack, to_json, unpack
 from isosgd.target.batches import tree_map
 
@@ -38,22 +39,6 @@ CHUNK = 1 << 22  # bytes: a TCPStore refuses values of more than 8 MB
 BEAT_EVERY, LOOK_EVERY = 1.0, 0.02  # seconds
 GRACE = 10.0  # seconds that ranks have to say that they, too, are waiting
 _calls = itertools.count()  # every rank makes the same calls in the same order
-
-
-class RankError(RuntimeError):
-    """Something went wrong on another rank, or it does not answer.
-
-    Attributes:
-        rank: its number.
-    """
-
-    def __init__(self, message: str, rank: int) -> None:
-        super().__init__(message)
-        self.rank = rank
-
-
-class RankValueError(RankError, ValueError):
-    """Another rank was given something that cannot be right."""
 
 
 class Ranks:
