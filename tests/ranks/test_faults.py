@@ -17,8 +17,9 @@ def torchrun(out: Path, parallel: str, kills: int, seed: int = 0, within: float 
     """A run of two ranks of which some rank is killed so many times."""
     out.mkdir(parents=True, exist_ok=True)
     chosen = {"KILLS": str(kills), "KILL_SEED": str(seed), "KILL_WITHIN": str(within), "PARALLEL": parallel}
+    chosen["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else gloo finds addresses of processes that are gone
     run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", 
+        [sys.executable, "-m", "torch.distributed.run",
          "--standalone", "--nproc-per-node", "2", "--max-restarts", str(3 * kills + 5),
          "--monitor-interval", "0.2", str(CASES), str(out), "killed"],
         env={**os.environ, **chosen, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120 + 90 * kills,

@@ -64,3 +64,13 @@ def test_a_part_of_the_data_is_not_taken_for_all(tmp_path: Path) -> None:
     sampler: Any = DistributedSampler(source, num_replicas=2, rank=0)
     with pytest.raises(ValueError, match="rank 0 of 2"):
         sample(target(), DataLoader(source, batch_size=10, sampler=sampler), **QUICK)
+
+
+@pytest.mark.usefixtures("alone")
+def test_sharded_parameters_are_refused() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_module
+
+    model = distribute_module(torch.nn.Linear(2, 1), init_device_mesh("cpu", (1,)))
+    with pytest.raises(ValueError, match="sharded over ranks"):
+        Target.from_module(model, "gaussian")

@@ -168,6 +168,22 @@ def test_arviz_takes_the_draws(posterior: Posterior, data: tuple[Tensor, Tensor]
     assert list(only["posterior"].data_vars) == ["likelihood.scale"] and "log_likelihood" not in only.children
 
 
+def test_arviz_has_every_group(posterior: Posterior, data: tuple[Tensor, Tensor]) -> None:
+    pytest.importorskip("arviz_base")
+    chains = [{"weight": 0.1, "likelihood.scale": 0.2}] * CHAINS
+    tree = Posterior(posterior.target, posterior.draws, {"temperature": 0.5, "rates": chains}).to_arviz(data)
+    stats, (_, y) = tree["sample_stats"], data
+    assert stats["rate"].dims == ("chain", "draw", "layer") and float(stats["rate"].sel(layer="weight")[0, 0]) == 0.1
+    assert float(stats["temperature"].min()) == 0.5
+    likely = tree["log_likelihood"]["y"]
+    np.testing.assert_allclose(stats["loss"], -likely.mean(likely.dims[2:]), rtol=1e-5)
+    np.testing.assert_array_equal(tree["observed_data"]["y"].values, y.numpy())
+    simulated = tree["posterior_predictive"]["y"]
+    assert simulated.shape == (CHAINS, DRAWS, *y.shape)
+    assert float(abs(simulated - simulated.mean()).max()) > 0
+    assert "loss" not in posterior.to_arviz()["sample_stats"].data_vars
+
+
 def test_arviz_judges_them_as_we_do(posterior: Posterior) -> None:
     pytest.importorskip("arviz_base")
     pytest.importorskip("xarray_einstats")

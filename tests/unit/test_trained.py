@@ -157,6 +157,29 @@ def test_a_regression_that_is_right_is_not_beaten_by_its_noise_scale() -> None:
     assert posterior.against_start(x[200:], y[200:]).difference < 0.05
 
 
+@pytest.mark.long
+def test_a_regression_of_few_rows_is_sampled_by_hmc_at_its_own_temperature() -> None:
+    """A network that fits the noise of 60 rows is far better on average over its posterior."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(660, 5, generator=generator)
+    y = x @ torch.randn(5, 1, generator=generator) + 0.5 * torch.randn(660, 1, generator=generator)
+    model = nn.Sequential(nn.Linear(5, 30), nn.Tanh(), nn.Linear(30, 1))
+    optimizer = torch.optim.Adam(model.parameters(), 0.02)
+    for _ in range(1_000):
+        optimizer.zero_grad()
+        (model(x[:60]) - y[:60]).square().mean().backward()
+        optimizer.step()
+    posterior = sample(
+        Target.from_module(model, "gaussian"), (x[:60], y[:60]), starts=[model], held_out=(x[60:260], y[60:260]),
+        progress=False,
+    )  # fmt: skip
+    choice = posterior.info["temperature_choice"]
+    assert posterior.info["method"] == "hmc" and posterior.info["temperature"] == 1
+    assert choice["held_out"] == 200 and len(choice["rungs"]) == 1 and choice["rungs"][0]["difference"] < 0
+    found = posterior.against_start(x[260:], y[260:])
+    assert found.difference + 2 * found.standard_error < 0
+
+
 def test_batches_that_always_differ_in_size_are_refused() -> None:
     model = trained(norm=True, steps=1).train()
     loader = DataLoader(TensorDataset(*TRAIN), batch_size=60)  # 60, 40, 60, 40, ...

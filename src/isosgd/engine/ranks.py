@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,7 +26,6 @@ import torch.distributed as dist
 from safetensors.torch import load as tensors_from
 from safetensors.torch import save as tensors_to
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from isosgd.store.files import pack, to_json, unpack
 from isosgd.target.batches import tree_map
@@ -87,7 +87,8 @@ class Ranks:
         self.teams, self.team, self.shares, self.place = self.size, self.rank, 1, 0
         self.group: dist.ProcessGroup | None = None
         self._store: Any = dist.distributed_c10d._get_default_store()  # there is no public way to it
-        self._call, self._round, self._beats, self._last = f"isosgd/{next(_calls)}", 0, 0, 0.0
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep the store when it starts again
+        self._call, self._round, self._beats, self._last = f"isosgd/{attempt}/{next(_calls)}", 0, 0, 0.0
         self._told = False  # whether the others know of an error
 
     def arrange(self, chains: int) -> None:
@@ -110,6 +111,8 @@ class Ranks:
     def connect(self, device: torch.device) -> None:
         """Make the groups of the teams; all ranks do so at once."""
         if self.shares > 1:
+            from torch.distributed.device_mesh import init_device_mesh  # takes its time
+
             mesh = init_device_mesh(device.type, (self.teams, self.shares), mesh_dim_names=("chains", "data"))
             self.group = mesh.get_group("data")
 

@@ -280,6 +280,44 @@ class Posterior:
             parts.append((total - math.log(len(self))).to(device_of(batch), values.dtype))
         return torch.cat(parts)
 
+    @torch.no_grad()
+    def simulate(self, x: Any, *, seed: int = 0, batch_size: int | None = None, device: Device = None) -> Tensor:
+        """Outcomes from the posterior predictive distribution: at each draw one for each input, ``[chains, draws, n]``.
+
+        Args:
+            x: inputs, as for `predict`.
+            seed: of the outcomes.
+            batch_size: inputs worked on at once; all of them by default.
+            device: where to compute, as for `predict`.
+
+        Example:
+            >>> from isosgd import Target, likelihoods
+            >>> target = Target.from_module(torch.nn.Linear(1, 1, bias=False), likelihoods.Gaussian(0.1))
+            >>> posterior = Posterior(target, {"weight": torch.full((2, 500, 1, 1), 3.0)}, {})
+            >>> y = posterior.simulate(torch.ones(4, 1))
+            >>> y.shape, abs(float(y.mean()) - 3) < 0.01, abs(float(y.std()) - 0.1) < 0.01
+            (torch.Size([2, 500, 4, 1]), True, True)
+        """
+        view, x = self.view, with_tensors(x, self.view.target.dtype)
+        likelihood = None if view.network is None else view.network.likelihood
+        if not isinstance(likelihood, Likelihood):
+            raise ValueError(
+                "outcomes can be simulated under one of isosgd.likelihoods only: make the target by Target.from_module "
+                "with one of them"
+            )
+        self._warn_of_batch_statistics(view)
+        place = self._place(device, x)
+        generator = torch.Generator(place).manual_seed(seed)
+        outputs = Mapped(lambda p, part: view.apply(lambda model, _, given: model(*_inputs(given)), p, part))
+        parts = []
+        for part in batches_of(x, batch_size):
+            part, drawn = moved(part, place), []
+            for block in self._stack.blocks(part, device=place):
+                for k, output in enumerate(_tensor(outputs(block, part))):
+                    drawn.append(likelihood.simulate(output, {name: t[k] for name, t in block.items()}, generator))
+            parts.append(torch.stack(drawn).to(device_of(x)))
+        return by_chain(torch.cat(parts, 1), self.num_chains)
+
     def _likely(self, batch: Any, batch_size: int | None, device: Device) -> Iterator[Iterator[Tensor]]:
         """For some examples at a time, their log likelihoods at some draws at a time, ``[draws, n]``."""
         view, place = self.view, self._place(device, batch)
@@ -501,26 +539,47 @@ class Posterior:
         choice = self.info.get("temperature_choice", {}).get("reason", "given")
         return (*lines, *([] if choice == "given" else [f"Temperature: {choice}."]))
 
-    def to_arviz(self, data: Any = None, *, parameters: Sequence[str] | None = None) -> Any:
+    def to_arviz(self, data: Any = None, *, parameters: Sequence[str] | None = None, seed: int = 0) -> Any:
         """The draws as ArviZ takes them: an ``xarray.DataTree``, by ``pip install "isosgd[arviz]"``.
 
+        Groups are ``posterior`` and ``sample_stats`` (temperature, and rates by layer where there are), and with data
+        ``log_likelihood``, ``observed_data``, ``posterior_predictive`` (under one of `isosgd.likelihoods`, see
+        `simulate`), and the mean negative log likelihood as ``loss`` in ``sample_stats``.
+
         Args:
-            data: examples whose log likelihood at each draw goes along, as model comparison needs it.
+            data: examples such as ``(x, y)``.
             parameters: names or shell patterns of the parameters to take; all by default.
+            seed: of simulated outcomes.
         """
         try:
             arviz = importlib.import_module("arviz_base")
         except ImportError as error:
             raise ImportError('to_arviz needs arviz-base: pip install "isosgd[arviz]"') from error
         names = list(self.shapes) if parameters is None else self._chosen(parameters)
-        groups = {"posterior": {name: _array(self.draws[name]) for name in names}}
+        size = self.num_chains, self.num_draws
+        stats: dict[str, Any] = {"temperature": np.full(size, float(self.info.get("temperature", 1.0)))}
+        groups = {"posterior": {name: _array(self.draws[name]) for name in names}, "sample_stats": stats}
+        rates = self.info.get("rates") or [{}]
+        layers = list(rates[0])
+        if layers and len(rates) == self.num_chains and all(list(each) == layers for each in rates):
+            table = np.array([[each[layer] for layer in layers] for each in rates], float)
+            stats["rate"] = np.broadcast_to(table[:, None], (*size, len(layers)))
         if data is not None:
-            groups["log_likelihood"] = {"y": _array(self.log_likelihood(data))}
+            batch = with_tensors(data, self.view.target.dtype)
+            each = self.log_likelihood(batch)
+            groups["log_likelihood"] = {"y": _array(each)}
+            stats["loss"] = _array(-each.double().mean(-1))
+            if isinstance(batch, tuple | list) and len(batch) > 1:
+                y = batch[-1]
+                groups["observed_data"] = {"y": _array(y)}
+                if self.view.network is not None and isinstance(self.view.network.likelihood, Likelihood):
+                    simulated = self.simulate(inputs_of(batch), seed=seed)
+                    groups["posterior_predictive"] = {"y": _array(simulated.reshape(*size, *y.shape))}
         # Attributes must be plain for files of ArviZ: what is nested goes as JSON.
         attrs = {key: value if isinstance(value, str | int | float) else json.dumps(value, default=str)
                  for key, value in self.info.items()}  # fmt: skip
         attrs["inference_library"] = "isosgd"
-        return arviz.from_dict(groups, attrs={"posterior": attrs})
+        return arviz.from_dict(groups, attrs={"posterior": attrs}, dims={"rate": ["layer"]}, coords={"layer": layers})
 
     def _function_traces(self, data: Any, inputs: Any, examples: int, device: Device) -> dict[str, tuple[str, Any]]:
         """Predictions and log likelihoods of some examples at each draw."""
@@ -567,6 +626,10 @@ class Posterior:
                 f"these draws are of {sets} data sets, which have different posteriors: choose the chains of one, "
                 "posterior.of_set(i)"
             )
+
+
+def _inputs(x: Any) -> tuple[Any, ...]:
+    return tuple(x) if isinstance(x, tuple | list) else (x,)
 
 
 def _tensor(found: Any) -> Tensor:

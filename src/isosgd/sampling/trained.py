@@ -64,6 +64,18 @@ class Rung:
     difference: float
     error: float
 
+    @classmethod
+    def of(cls, temperature: float, before: Tensor, after: Tensor) -> Rung:
+        """From log densities of examples under the starts and under the draws."""
+        difference = before - after
+        error = float(difference.std() / math.sqrt(len(difference))) if len(difference) > 1 else math.inf
+        return cls(temperature, float(-after.mean()), float(difference.mean()), error)
+
+    @property
+    def better(self) -> bool:
+        """Than the starts, by a standard error."""
+        return self.difference + SURE * self.error < 0
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -305,7 +317,9 @@ def start_posterior(target: Target, starts: Sequence[State]) -> Posterior:
 def last_draws(posterior: Posterior) -> list[State]:
     """Where each chain ended, with its buffers."""
     parts = {**posterior.draws, **posterior.buffers}
-    return [{name: x[k, -1] for name, x in parts.items()} for k in range(posterior.num_chains)]
+    assert posterior.target is not None
+    place = posterior.target.device  # draws are on the CPU, and a chain runs where its start is
+    return [{name: x[k, -1].to(place) for name, x in parts.items()} for k in range(posterior.num_chains)]
 
 
 class Ladder:
@@ -344,7 +358,7 @@ class Ladder:
         states = self.starts
         for temperature in temperatures:
             rung = self._try(temperature, states)
-            if rung is None or rung.nll - self._best.nll > WORSE * self.unit:
+            if rung is None or rung.nll - min(self._best.nll, -float(self.before.mean())) > WORSE * self.unit:
                 break
             states = self.states[temperature]
         if not self.found or self._best.temperature == temperatures[0]:
@@ -383,9 +397,7 @@ class Ladder:
             self.diverged.append(temperature)
             LOGGER.info("temperature %g diverged and is left out", temperature)
             return None
-        difference = self.before - after
-        error = float(difference.std() / math.sqrt(len(difference))) if len(difference) > 1 else math.inf
-        rung = Rung(temperature, float(-after.mean()), float(difference.mean()), error)
+        rung = Rung.of(temperature, self.before, after)
         self.found[temperature], self.states[temperature] = (rung, after), last_draws(posterior)
         LOGGER.info("temperature %g: held-out NLL %.4g, start %.4g", temperature, rung.nll, float(-self.before.mean()))
         return rung
@@ -402,7 +414,7 @@ class Ladder:
             tried = sorted(self.diverged)
             return Choice(0.0, f"every temperature of {tried} diverged: the draws are the starts", **known)
         best = self._best
-        sure = [rung for rung, _ in self.found.values() if rung.difference + SURE * rung.error < 0]
+        sure = [rung for rung, _ in self.found.values() if rung.better]
         if not sure:
             reason = (
                 f"no temperature is better than the start on {len(self.before)} held-out examples by a standard error "
@@ -493,8 +505,6 @@ class TrainedRun:
         if self.held_out is None:
             own = self.own_temperature
             return Choice(own, f"T = {own:g} by default: no examples were held out (held_out=) to choose by")
-        if len(self.temperatures) == 1:
-            return Choice(self.temperatures[0], "the only one of the ladder", held_out=batch_length(self.held_out) or 0)
         lengths = self.lengths.rung_settings(self.hmc)
         now = time.monotonic()
         end = None if deadline is None else now + LADDER_SHARE * (deadline - now)
@@ -508,7 +518,12 @@ class TrainedRun:
         coldest, hottest = self.temperatures[0], self.temperatures[-1]
         LOGGER.info("trying temperatures from %g to %g on held-out examples", coldest, hottest)
         late = math.inf if end is None else end
-        return Ladder(run, self.target, self.starts, self.held_out, late, self.device).climb(self.temperatures)
+        ladder = Ladder(run, self.target, self.starts, self.held_out, late, self.device)
+        self.before = ladder.before
+        if coldest < hottest:
+            return ladder.climb(self.temperatures)
+        reason = f"T = {coldest:g}, the only one to try"
+        return Choice(coldest, reason, float(-self.before.mean()), len(self.before))
 
     def shortened(self, choice: Choice, steps: Mapping[str, int], draws: int, deadline: float) -> dict[str, int]:
         """Steps of the warm-up and between draws that fit into the time left, by the speed of the ladder."""
@@ -540,29 +555,28 @@ class TrainedRun:
             except DivergedError:
                 if not choice.held_out or more.get("store") is not None:
                     raise
-                choice = self._colder(choice)
+                choice = self._colder(choice, "diverged")
                 continue
             found.starts = list(self.starts)
-            scored = self.held_out is not None and choice.held_out > 0
-            kept, better = self._best_part(found, bool(choice.rungs)) if scored else (found.num_draws, True)
-            if better or more.get("store") is not None:
+            kept, good = self._best_part(found, choice) if choice.held_out else (found.num_draws, True)
+            if good or more.get("store") is not None:
                 for warning in said:
                     warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-            if better and kept == found.num_draws:
+            if good and kept == found.num_draws:
                 return found
             if more.get("store") is not None:
-                advice = f"posterior.select(draws=slice({kept}))" if better else "a lower temperature"
+                advice = f"posterior.select(draws=slice({kept}))" if good else "a lower temperature"
                 warn_caller(
                     f"the held-out examples are predicted best by {advice}: a stored run keeps all of its draws"
                 )
                 return found
-            if better:
+            if good:
                 what = f"the first {kept} of {found.num_draws} draws predict them best and are kept"
                 LOGGER.info("held-out examples: %s", what)
                 part = found.select(draws=slice(kept))
                 part.info |= {"draws": kept, **self._about(replace(choice, reason=f"{choice.reason}; {what}"))}
                 return part
-            choice = self._colder(choice)
+            choice = self._colder(choice, "predicted held-out examples no better than the start")
             if choice.temperature and (end := more.get("deadline")) is not None and time.monotonic() > end:
                 late = "max_seconds ended before a colder one: the draws are the starts"
                 choice = replace(choice, temperature=0.0, reason=choice.reason.partition(": ")[0] + f", and {late}")
@@ -575,35 +589,34 @@ class TrainedRun:
     def _about(self, choice: Choice) -> dict[str, Any]:
         return {"temperature_choice": choice.as_dict(), "starts": len(self.starts)}
 
-    def _best_part(self, found: Posterior, chosen: bool) -> tuple[int, bool]:
+    def _best_part(self, found: Posterior, choice: Choice) -> tuple[int, bool]:
         """How many draws of each chain predict held-out examples best, and whether better than the starts.
 
-        Unless something was ``chosen`` by these examples, all draws are kept, and all examples judge them.
+        Where nothing was chosen by these examples all draws are kept, and all examples judge them.
         """
-        assert self.held_out is not None
         each = found.log_likelihood(self.held_out, batch_size=SCORED, device=self.device).double().cpu()
         counts = each.shape[0] * torch.arange(1.0, each.shape[1] + 1.0, dtype=torch.float64)
         so_far = each.logsumexp(0).logcumsumexp(0) - counts.log().unsqueeze(-1)
-        before = log_predictive(start_posterior(self.target, self.starts), self.held_out, self.device)
-        if not chosen:
-            return found.num_draws, float((so_far[-1] - before).mean()) > 0
+        if not choice.rungs:
+            rung = Rung.of(choice.temperature, self.before, so_far[-1])
+            found.info |= self._about(replace(choice, rungs=(rung,)))
+            return found.num_draws, rung.better
         # The best of many parts looks better than it is: it is chosen on one half of the examples, judged on the other.
         least = -(-each.shape[1] // LEAST_KEPT)
         kept = least - 1 + int(so_far[least - 1 :, ::2].mean(-1).argmax())
-        gain = so_far[kept] - before
-        gain = gain[1::2] if len(gain) > 1 else gain
-        error = float(gain.std() / math.sqrt(len(gain))) if len(gain) > 1 else math.inf
-        return kept + 1, float(gain.mean()) > SURE * error
+        judging = slice(1 if len(self.before) > 1 else 0, None, 2)
+        return kept + 1, Rung.of(choice.temperature, self.before[judging], so_far[kept][judging]).better
 
-    def _colder(self, choice: Choice) -> Choice:
-        """A tenth of the temperature; 0 where that is below what a rung would be."""
+    def _colder(self, choice: Choice, fault: str) -> Choice:
+        """A tenth of the temperature; 0 where that is below what a rung would be, or nothing else was to be tried."""
         temperature = choice.temperature / COLDER
         if not choice.rungs or temperature < min(self.temperatures[0] / COLDER, COLD) / 2:
             temperature = 0.0
         what = f"T = {temperature:.3g} was taken" if temperature else "the draws are the starts"
-        reason = f"the run at T = {choice.temperature:.3g} predicted held-out examples no better than the start: {what}"
+        reason = f"the run at T = {choice.temperature:.3g} {fault}: {what}"
         LOGGER.info(reason)
-        return replace(choice, temperature=temperature, reason=reason)
+        diverged = choice.diverged + ((choice.temperature,) if fault == "diverged" else ())
+        return replace(choice, temperature=temperature, reason=reason, diverged=diverged)
 
 
 def _some(data: Any, target: Target) -> Tensors | None:

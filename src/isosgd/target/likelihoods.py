@@ -62,6 +62,10 @@ class Likelihood(ABC):
     def variance(self, output: Tensor, params: Params) -> Tensor:
         """Variance of ``y`` given the output: the noise, without the uncertainty about parameters."""
 
+    def simulate(self, output: Tensor, params: Params, generator: torch.Generator) -> Tensor:
+        """Outcomes ``y``, one drawn for each example."""
+        raise NotImplementedError(f"{type(self).__name__} has no simulate(output, params, generator): give it one")
+
     def check(self, output: Tensor, y: Tensor) -> None:
         """Raise a ``ValueError`` when these targets cannot come from this likelihood.
 
@@ -104,6 +108,10 @@ def _log(scale: Tensor | float) -> Tensor | float:
     return math.log(scale) if isinstance(scale, float) else scale.log()
 
 
+def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=generator, device=like.device, dtype=like.dtype)
+
+
 def _first(y: Tensor, bad: Tensor) -> float | int:
     return y[bad].flatten()[0].item()
 
@@ -133,6 +141,10 @@ class Categorical(Likelihood):
     def variance(self, output: Tensor, params: Params) -> Tensor:
         p = output.softmax(1)
         return p * (1 - p)
+
+    def simulate(self, output: Tensor, params: Params, generator: torch.Generator) -> Tensor:
+        p = output.softmax(1).movedim(1, -1)
+        return p.flatten(0, -2).multinomial(1, generator=generator).reshape(p.shape[:-1])
 
     def check(self, output: Tensor, y: Tensor) -> None:
         y = self._labels(output, y)
@@ -237,6 +249,9 @@ class Bernoulli(Likelihood):
     def variance(self, output: Tensor, params: Params) -> Tensor:
         return output.sigmoid() * (-output).sigmoid()
 
+    def simulate(self, output: Tensor, params: Params, generator: torch.Generator) -> Tensor:
+        return output.sigmoid().bernoulli(generator=generator)
+
     def check(self, output: Tensor, y: Tensor) -> None:
         _align(output[:1], y[:1])
         bad = (y != 0) & (y != 1)
@@ -272,6 +287,9 @@ class Gaussian(Likelihood):
     def variance(self, output: Tensor, params: Params) -> Tensor:
         return torch.ones_like(output) * self.scale_at(params) ** 2
 
+    def simulate(self, output: Tensor, params: Params, generator: torch.Generator) -> Tensor:
+        return output + self.scale_at(params) * _normal(output, generator)
+
 
 @dataclass(frozen=True)
 class StudentT(Likelihood):
@@ -300,6 +318,10 @@ class StudentT(Likelihood):
     def variance(self, output: Tensor, params: Params) -> Tensor:
         square = torch.ones_like(output) * self.scale_at(params) ** 2
         return square * (self.df / (self.df - 2) if self.df > 2 else math.inf)
+
+    def simulate(self, output: Tensor, params: Params, generator: torch.Generator) -> Tensor:
+        half = torch._standard_gamma(torch.full_like(output, self.df / 2), generator)  # of a chi-squared
+        return output + self.scale_at(params) * _normal(output, generator) * (self.df / (2 * half)).sqrt()
 
 
 @dataclass(frozen=True)
@@ -332,6 +354,10 @@ class HeteroscedasticGaussian(Likelihood):
     def variance(self, output: Tensor, params: Params) -> Tensor:
         return self._split(output)[1].exp()
 
+    def simulate(self, output: Tensor, params: Params, generator: torch.Generator) -> Tensor:
+        mean, log_variance = self._split(output)
+        return mean + (0.5 * log_variance).exp() * _normal(mean, generator)
+
     def check(self, output: Tensor, y: Tensor) -> None:
         _align(self._split(output[:1])[0], y[:1])
 
@@ -349,6 +375,9 @@ class Poisson(Likelihood):
 
     def variance(self, output: Tensor, params: Params) -> Tensor:
         return output.exp()
+
+    def simulate(self, output: Tensor, params: Params, generator: torch.Generator) -> Tensor:
+        return torch.poisson(output.exp(), generator=generator)
 
     def check(self, output: Tensor, y: Tensor) -> None:
         _align(output[:1], y[:1])

@@ -73,6 +73,12 @@ class ModuleLikelihood:
         self.labels = labels
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        sharded = next((name for name, p in model.named_parameters() if hasattr(p, "device_mesh")), None)
+        if sharded is not None:
+            raise ValueError(
+                f"parameter {sharded!r} of the model is sharded over ranks (a DTensor, as fully_shard makes them), "
+                "which is not supported: pass the module as it is before it is sharded, and parallel='data' to sample"
+            )
         self.likelihood = as_likelihood(likelihood)
         self.autocast, self.channels_last = as_autocast(autocast), bool(channels_last)
         names = select(model, sampled)

@@ -1,0 +1,112 @@
+"""Several processes: chain-steps a second of `parallel="chains"`, and bytes that a step of `parallel="data"` moves.
+
+``python -m benchmarks.ranks`` starts groups of 1, 2 and 4 gloo processes on this machine, one thread each, and prints
+the best of ``--rounds`` for speed. Bytes are those that a rank writes to its sockets (``/proc/self/io``, Linux), beside
+what a ring all-reduce should move: ``2 (R - 1) / R`` times the gradient, twice that in steps that measure the noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from isosgd import Target, sample
+
+ROWS, INPUTS, HIDDEN, EVERY = 2_000, 64, 256, 16
+
+
+def target() -> Target:
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 10))
+    for p in model.parameters():
+        p.data.normal_(0.0, 0.1, generator=generator)
+    return Target.from_module(model, "categorical")
+
+
+def draw(parallel: Any, chains: int, steps: int) -> float:
+    """Seconds that steps of each chain take, none of a warm-up."""
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randn(ROWS, INPUTS, generator=generator), torch.randint(10, (ROWS,), generator=generator)
+    began = time.monotonic()
+    sample(
+        target(), data, chains=chains, parallel=parallel, method="sgld", lr=1e-5, warmup=0, draws=4,
+        keep_every=steps // 4, noise_every=EVERY, batch_size=128, progress=False, compile=False,
+    )  # fmt: skip
+    return time.monotonic() - began
+
+
+def written() -> int:
+    """Bytes that this process has written, to files and sockets."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("wchar")))
+
+
+def on_rank(steps: int, rounds: int) -> None:
+    """What each process does; rank 0 prints a line of JSON."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    size = dist.get_world_size()
+    seconds = min(draw("chains", 4, steps) for _ in range(rounds)) if size != 4 else None
+    before = written()
+    draw("data", 1, 4)
+    few = written() - before
+    draw("data", 1, 4 + steps)
+    bytes_a_step = (written() - before - 2 * few) / steps
+    if dist.get_rank() == 0:
+        print(json.dumps({"size": size, "seconds": seconds, "bytes": bytes_a_step}))
+    dist.destroy_process_group()
+
+
+def launch(size: int, steps: int, rounds: int) -> dict[str, Any]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    given = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(size)}
+    words = [sys.executable, "-m", "benchmarks.ranks", "--steps", str(steps), "--rounds", str(rounds)]
+    jobs = [
+        subprocess.Popen(
+            words, env={**given, "RANK": str(rank), "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(size)
+    ]
+    first, *_ = [job.communicate()[0] for job in jobs]
+    found: dict[str, Any] = json.loads(first.strip().splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=1_000, help="of each chain (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="of which the best counts (%(default)s)")
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        on_rank(args.steps, args.rounds)
+        return
+    size = sum(x.numel() for x in target().initial().values())
+    found = {ranks: launch(ranks, args.steps, args.rounds) for ranks in (1, 2, 4)}
+    print(f"{size:,} parameters, {args.steps} steps of 4 chains, torch {torch.__version__}, {os.cpu_count()} cores")
+    for ranks in (1, 2):
+        print(f"{ranks} processes: {4 * args.steps / found[ranks]['seconds']:,.0f} chain-steps a second")
+    print(f"ratio: {found[1]['seconds'] / found[2]['seconds']:.2f}")
+    for ranks in (2, 4):
+        formula = 2 * (ranks - 1) / ranks * 4 * (size + 2) * (1 + 1 / EVERY)
+        print(
+            f"{ranks} ranks: {found[ranks]['bytes']:,.0f} bytes written by a rank each step, {formula:,.0f} by formula"
+        )
+
+
+if __name__ == "__main__":
+    main()
