@@ -70,6 +70,15 @@ def test_features_are_computed_once_where_the_head_gives_the_output(data):
     assert "features" not in sample(whole, data, batch_size=20, **SHORT).info["engine"]
 
 
+def test_convergence_under_a_head_is_watched_at_held_out_inputs(data):
+    target = Target.from_module(Body(), "categorical", sampled="last_layer")
+    settings = {**SHORT, "draws": "auto", "budget": 20, "held_out": data[0][:10], "batch_size": 20}
+    once = sample(target, data, **settings)
+    each = sample(target, data, transform=lambda batch, generator: batch, **settings)
+    assert "features" in once.info["engine"] and "features" not in each.info["engine"]
+    assert once.info["stopped"] == each.info["stopped"]
+
+
 def test_a_transform_keeps_features_from_being_reused_and_leaves_the_draws(data):
     target = Target.from_module(Body(), "categorical", sampled="last_layer")
     once = sample(target, data, batch_size=20, **SHORT)
@@ -86,6 +95,15 @@ def test_batchnorm_in_training_mode_keeps_features_from_being_reused(data):
     assert "features" not in sample(target, data, batch_size=20, **SHORT).info["engine"]
     frozen = Target.from_module(model.eval(), "categorical", sampled="last_layer")
     assert "features" in sample(frozen, data, batch_size=20, **SHORT).info["engine"]
+
+
+def test_a_stored_run_of_a_head_is_resumed_with_the_whole_network(tmp_path, data):
+    target = Target.from_module(Body(), "categorical", sampled="last_layer")
+    settings = {**SHORT, "batch_size": 20, "store": tmp_path / "run"}
+    sample(target, data, **settings)
+    again = sample(target, data, resume=True, **settings)
+    longer = sample(target, data, resume=True, **{**settings, "draws": 10})
+    assert again.predict(data[0]).mean.shape == (300, 2) and longer.num_draws == 10
 
 
 def test_predictions_of_a_head_go_through_the_body_once_and_are_those_of_the_network(data):
