@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from benchmarks import decoder
 from isosgd import SGHMC, SGLD, Sampler, Target, likelihoods, priors, sample
-from isosgd.samplers.half import wide
+from isosgd.samplers.half import halves, wide
 
 SHORT = {"draws": 8, "keep_every": 3, "warmup": 100, "structure": "layer", "progress": False, "compile": False}
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # runs this short do not settle
@@ -216,6 +216,18 @@ def test_samplers_in_a_loop_lose_nothing_in_bfloat16(sampler, settings):
     found, _ = levels(sampler, torch.bfloat16, **settings)
     # 1,700 steps relax 8 times: 400 means give an error of about 0.025; gradients in bfloat16 are off by up to 0.4%.
     assert found == pytest.approx(1.0, abs=0.1)
+
+
+def test_halves_are_the_nearest_bfloat16_and_what_is_not_a_number_stays_none():
+    bits = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, 0x7F800000], dtype=torch.int32)
+    odd = bits.view(torch.float32)
+    upper, low = halves(odd)
+    assert torch.equal(upper.view(torch.bfloat16).isnan(), odd.isnan())
+    assert torch.equal(wide(upper, low).isnan(), odd.isnan()) and float(upper.view(torch.bfloat16)[3]) == math.inf
+    x = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    upper, low = halves(x)
+    assert torch.equal(wide(upper, low), x)
+    assert bool(((upper.view(torch.bfloat16).float() - x).abs() <= (x.bfloat16().float() - x).abs()).all())
 
 
 def test_a_plain_step_is_the_same_as_one_with_float32_copies():
