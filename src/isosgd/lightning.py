@@ -23,8 +23,8 @@ class Sampling(pl.Callback):
     those of ``sample(target, loader, starts=[module])`` for the same seed and the same batches: that is what is called.
 
     Args:
-        what: the likelihood of the module's ``forward`` (see `isosgd.Target.from_module`); or a function from the
-            `LightningModule` to a `Target`, such as
+        what: the likelihood of the module's ``forward`` (see `isosgd.Target.from_module`), under the prior
+            ``"empirical"``; or a function from the `LightningModule` to a `Target`, such as
             ``lambda module: Target.from_module(module.net, "categorical", weight_decay=1e-4)``.
         settings: of `isosgd.sample`: ``draws``, ``store``, ``temperature``, ``seed`` and so on.
 

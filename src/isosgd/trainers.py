@@ -22,7 +22,8 @@ class AfterFit:
     """What is sampled once a network is trained, and the draws.
 
     Args:
-        what: the likelihood of the trained module, or a function from the module to a `Target`.
+        what: the likelihood of the trained module, under the prior ``"empirical"``; or a function from the module to a
+            `Target`.
         settings: of `isosgd.sample`. Its ``held_out`` is the trainer's validation data by default, and None for none.
 
     Attributes:
@@ -42,7 +43,7 @@ class AfterFit:
         with warnings.catch_warnings():  # a module that was just trained is in training mode
             warnings.filterwarnings("ignore", message="dropout is off", category=UserWarning)
             if isinstance(self.what, str | Likelihood):
-                return Target.from_module(module, self.what)
+                return Target.from_module(module, self.what, "empirical")
             target = self.what(module)
         if not isinstance(target, Target) or target.module is None:
             raise TypeError(f"the function from a module gave {target!r}: return Target.from_module(...) of it")

@@ -26,8 +26,9 @@ class Sampling(transformers.TrainerCallback):
     starts=[model])`` for the same seed and the same batches.
 
     Args:
-        what: the likelihood, ``"tokens"`` for a language model, ``"categorical"`` for classes; or a function from the
-            model to a `Target`, such as ``lambda model: Target.from_module(model, "tokens", sampled="*lora_*")``.
+        what: the likelihood, ``"tokens"`` for a language model, ``"categorical"`` for classes, under the prior
+            ``"empirical"``; or a function from the model to a `Target`, such as
+            ``lambda model: Target.from_module(model, "tokens", sampled="*lora_*")``.
         settings: of `isosgd.sample`: ``draws``, ``store``, ``temperature``, ``held_out`` and so on. The data that the
             `Trainer` was last evaluated on (those of a `SamplingTrainer` always) choose the temperature by default.
 

@@ -215,3 +215,15 @@ def test_labels_of_any_name():
     posterior = sample(target, data, batch_size=20, **SHORT)
     assert posterior.predict(data).mean.shape == (60, 3)
     assert posterior.trust(data, examples=4) is not None
+
+
+def test_outcomes_of_dicts_are_simulated_and_go_to_arviz():
+    pytest.importorskip("arviz_base")
+    target = Target.from_module(Reader(), "categorical")
+    posterior = sample(target, sequences(), batch_size=20, **SHORT)
+    tree = posterior.to_arviz(sequences(20, 1))
+    assert tree["posterior_predictive"]["y"].shape == (1, 8, 20)
+    words = Target.from_module(Writer(), "tokens")
+    drawn = sample(words, texts(), batch_size=20, **SHORT).simulate(texts())
+    assert drawn.shape == (1, 8, 60, LENGTH)
+    assert bool((drawn[..., 0] == -100).all()) and bool((drawn[..., 1:] >= 0).all())

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from benchmarks import decoder
 from isosgd import SGHMC, SGLD, Sampler, Target, likelihoods, priors, sample
-from isosgd.samplers.half import wide
+from isosgd.samplers.half import halves, wide
 
 SHORT = {"draws": 8, "keep_every": 3, "warmup": 100, "structure": "layer", "progress": False, "compile": False}
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # runs this short do not settle
@@ -70,6 +70,15 @@ def test_features_are_computed_once_where_the_head_gives_the_output(data):
     assert "features" not in sample(whole, data, batch_size=20, **SHORT).info["engine"]
 
 
+def test_convergence_under_a_head_is_watched_at_held_out_inputs(data):
+    target = Target.from_module(Body(), "categorical", sampled="last_layer")
+    settings = {**SHORT, "draws": "auto", "budget": 20, "held_out": data[0][:10], "batch_size": 20}
+    once = sample(target, data, **settings)
+    each = sample(target, data, transform=lambda batch, generator: batch, **settings)
+    assert "features" in once.info["engine"] and "features" not in each.info["engine"]
+    assert once.info["stopped"] == each.info["stopped"]
+
+
 def test_a_transform_keeps_features_from_being_reused_and_leaves_the_draws(data):
     target = Target.from_module(Body(), "categorical", sampled="last_layer")
     once = sample(target, data, batch_size=20, **SHORT)
@@ -86,6 +95,15 @@ def test_batchnorm_in_training_mode_keeps_features_from_being_reused(data):
     assert "features" not in sample(target, data, batch_size=20, **SHORT).info["engine"]
     frozen = Target.from_module(model.eval(), "categorical", sampled="last_layer")
     assert "features" in sample(frozen, data, batch_size=20, **SHORT).info["engine"]
+
+
+def test_a_stored_run_of_a_head_is_resumed_with_the_whole_network(tmp_path, data):
+    target = Target.from_module(Body(), "categorical", sampled="last_layer")
+    settings = {**SHORT, "batch_size": 20, "store": tmp_path / "run"}
+    sample(target, data, **settings)
+    again = sample(target, data, resume=True, **settings)
+    longer = sample(target, data, resume=True, **{**settings, "draws": 10})
+    assert again.predict(data[0]).mean.shape == (300, 2) and longer.num_draws == 10
 
 
 def test_predictions_of_a_head_go_through_the_body_once_and_are_those_of_the_network(data):
@@ -198,6 +216,18 @@ def test_samplers_in_a_loop_lose_nothing_in_bfloat16(sampler, settings):
     found, _ = levels(sampler, torch.bfloat16, **settings)
     # 1,700 steps relax 8 times: 400 means give an error of about 0.025; gradients in bfloat16 are off by up to 0.4%.
     assert found == pytest.approx(1.0, abs=0.1)
+
+
+def test_halves_are_the_nearest_bfloat16_and_what_is_not_a_number_stays_none():
+    bits = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, 0x7F800000], dtype=torch.int32)
+    odd = bits.view(torch.float32)
+    upper, low = halves(odd)
+    assert torch.equal(upper.view(torch.bfloat16).isnan(), odd.isnan())
+    assert torch.equal(wide(upper, low).isnan(), odd.isnan()) and float(upper.view(torch.bfloat16)[3]) == math.inf
+    x = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    upper, low = halves(x)
+    assert torch.equal(wide(upper, low), x)
+    assert bool(((upper.view(torch.bfloat16).float() - x).abs() <= (x.bfloat16().float() - x).abs()).all())
 
 
 def test_a_plain_step_is_the_same_as_one_with_float32_copies():

@@ -83,7 +83,7 @@ def test_a_lightning_fit_ends_in_the_draws_of_sample_and_predicts_by_their_avera
     trainer = fit(module, callback, tmp_path, loader)
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     assert callback.posterior is not None and callback.posterior.num_draws == 6
-    target = Target.from_module(module.eval(), "categorical")
+    target = Target.from_module(module.eval(), "categorical", "empirical")
     same = sample(target, loader, starts=[module], seed=3, **SHORT)  # the loader has a fixed order: the same batches
     assert all(torch.equal(callback.posterior.draws[name], same.draws[name]) for name in same.draws)
     stored = load(tmp_path / "run", target)
@@ -226,7 +226,7 @@ def test_adapters_of_a_peft_model_alone_are_sampled_and_the_draws_are_those_of_s
     assert callback.posterior is not None
     names = list(callback.posterior.draws)
     assert len(names) == 8 and all("lora_" in name for name in names)
-    target = Target.from_module(model.eval(), "tokens", sampled="*lora_*")
+    target = Target.from_module(model.eval(), "tokens", "empirical", sampled="*lora_*")
     loader = DataLoader(rows, batch_size=10)  # type: ignore[arg-type]
     same = sample(target, loader, starts=[model], seed=2, **SHORT)
     assert all(torch.equal(callback.posterior.draws[name], same.draws[name]) for name in names)

@@ -308,7 +308,9 @@ class Posterior:
         self._warn_of_batch_statistics(view)
         place = self._place(device, x)
         generator = torch.Generator(place).manual_seed(seed)
-        outputs = Mapped(lambda p, part: view.apply(lambda model, _, given: model(*_inputs(given)), p, part))
+        network = view.network
+        assert network is not None
+        outputs = Mapped(lambda p, part: network.logits(network.output(p, network.as_inputs(part)), p))
         parts = []
         for part in batches_of(x, batch_size):
             part, drawn = moved(part, place), []
@@ -569,11 +571,11 @@ class Posterior:
             each = self.log_likelihood(batch)
             groups["log_likelihood"] = {"y": _array(each)}
             stats["loss"] = _array(-each.double().mean(-1))
-            if isinstance(batch, tuple | list) and len(batch) > 1:
-                y = batch[-1]
+            if isinstance(batch, tuple | list | Mapping) and len(batch) > 1:
+                y = self.view.target.labels_of(batch)
                 groups["observed_data"] = {"y": _array(y)}
                 if self.view.network is not None and isinstance(self.view.network.likelihood, Likelihood):
-                    simulated = self.simulate(inputs_of(batch), seed=seed)
+                    simulated = self.simulate(self.view.target.inputs_of(batch), seed=seed)
                     groups["posterior_predictive"] = {"y": _array(simulated.reshape(*size, *y.shape))}
         # Attributes must be plain for files of ArviZ: what is nested goes as JSON.
         attrs = {key: value if isinstance(value, str | int | float) else json.dumps(value, default=str)
@@ -626,10 +628,6 @@ class Posterior:
                 f"these draws are of {sets} data sets, which have different posteriors: choose the chains of one, "
                 "posterior.of_set(i)"
             )
-
-
-def _inputs(x: Any) -> tuple[Any, ...]:
-    return tuple(x) if isinstance(x, tuple | list) else (x,)
 
 
 def _tensor(found: Any) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 LOW = "low"  # its name in the state
+NAN = 0x7FC00000
 HALF_STEP = 1 << 15  # of the upper half, in units of the lower
 
 
@@ -34,7 +35,7 @@ def wide(upper: Tensor, low: Tensor) -> Tensor:
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """The bits of the nearest bfloat16, and what is missing to those of the float32."""
-    bits = x.view(torch.int32)
+    bits = torch.where(x.isnan(), NAN, x.view(torch.int32))  # others would overflow, and look like a number
     upper = (bits + HALF_STEP) >> 16
     return upper.to(torch.int16), (bits - (upper << 16)).to(torch.int16)
 

@@ -36,7 +36,7 @@ from isosgd.sampling.settings import (
 from isosgd.sampling.stored import RunRequest, described, load
 from isosgd.sampling.trained import DRAWS, TrainedRun, as_starts, own_network
 from isosgd.target import Target
-from isosgd.target.batches import tree_map, with_tensors
+from isosgd.target.batches import tensors_of, tree_map, with_tensors
 from isosgd.target.heads import Head
 from isosgd.warmup.windows import MOST_STEPS
 
@@ -282,13 +282,12 @@ def _draw(
     numbers = ranks.own(chains) if ranks is not None else None
     if first_chain is not None:
         numbers = list(range(first_chain, first_chain + chains))
-    moved_target, moved_data, features = _on_features(asked) if ranks is None else (target, data, "")
-    schedule = Schedule(
-        moved_target, moved_data, init, chains, batch_size, seed, place, after, transform, numbers, ranks
-    )
-    schedule.engine_note = features
+    head = None if ranks is not None else _on_features(asked)
+    part, its_data, watched = head or (target, data, held_out)
+    schedule = Schedule(part, its_data, init, chains, batch_size, seed, place, after, transform, numbers, ranks)
+    schedule.engine_note = "" if head is None else ", features of the head computed once"
     plan = DrawPlan(
-        most, keep_every, warmup, noise_every(given), schedule.count, after, draws == "auto", schedule.chains, held_out,
+        most, keep_every, warmup, noise_every(given), schedule.count, after, draws == "auto", schedule.chains, watched,
         trained, deadline, None if numbers is None else len(numbers),
     )  # fmt: skip
     if METHODS[method] is ISGD:
@@ -340,19 +339,23 @@ def _draw(
             board.close()
 
 
-def _on_features(asked: RunRequest) -> tuple[Target, Data, str]:
-    """Target and data of a sampled head, where there is one and nothing random stands before it; in words."""
-    target, data = asked.target, asked.data
-    if asked.transform is not None or asked.tensors is None or not target.frozen:
-        return target, data, ""
-    few = target.inputs_of(tree_map(lambda t: t[:2], asked.tensors))
+def _on_features(asked: RunRequest) -> tuple[Target, Data, Any] | None:
+    """Target, data and held-out inputs of a sampled head, where there is one and nothing random stands before it."""
+    target, tensors, given = asked.target, asked.tensors, asked.held_out
+    if asked.transform is not None or tensors is None or not target.frozen:
+        return None
+    few = target.inputs_of(tree_map(lambda t: t[:2], tensors))
     head = Head.of(target, few, (start_of(asked.init, k) for k in range(asked.count)))
     if head is None:
-        return target, data, ""
+        return None
     start = asked.start(0)
-    target.check(start, asked.tensors)  # of the features nothing of this could be seen
-    found = head.data(asked.tensors, {name: x.detach() for name, x in target.constrain(start).items()})
-    return (target, data, "") if found is None else (head.target, found, ", features of the head computed once")
+    target.check(start, tensors)  # of the features nothing of this could be seen
+    params = {name: x.detach() for name, x in target.constrain(start).items()}
+    found = head.data(tensors, params)
+    if found is None:
+        return None
+    inputs = given if given is None else tree_map(lambda t: t.to(tensors_of(tensors)[0].device), given)
+    return head.target, found, None if given is None else head.features(head.whole.as_inputs(inputs), params)
 
 
 def _info(

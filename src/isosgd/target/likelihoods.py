@@ -211,6 +211,11 @@ class Tokens(Likelihood):
         p = self.mean(output, params)
         return p * (1 - p)
 
+    def simulate(self, output: Tensor, params: Params, generator: torch.Generator) -> Tensor:
+        """Tokens after those that were given, each on its own; with ``shift`` the first has none before it."""
+        found = output.softmax(-1).flatten(0, 1).multinomial(1, generator=generator).view(output.shape[:2])
+        return torch.cat([torch.full_like(found[:, :1], self.ignore), found[:, :-1]], 1) if self.shift else found
+
     def scored(self, predicted: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Probabilities ``[m, V]`` of the tokens that count, and these."""
         predicted, y = self._matched(predicted.movedim(1, -1), y)
