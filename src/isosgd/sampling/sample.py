@@ -115,7 +115,7 @@ def sample(
             watched; some of the training data by default.
         ladder: temperatures to try with ``temperature="auto"``; 0.01, 0.1 and 1 by default.
         max_seconds: bound on the time of the whole call: the warm-up and the draws end early. At least one draw of each
-            chain is taken. The initial optimisation and the warm-up of HMC do not watch it.
+            chain is taken. The initial optimisation does not watch it.
         transform: a function ``(batch, generator) -> batch`` that every minibatch goes through on its device, such as
             augmentation or a change of type: images may so lie on a GPU as bytes. It must keep the number of examples,
             take its random numbers from the generator, and is not applied in predictions.
