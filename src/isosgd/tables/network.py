@@ -236,7 +236,7 @@ def trained_starts(
     """A trained network for each chain, and the steps that were taken.
 
     By Adam on nine tenths of the rows, kept where it predicts the others best. All networks are trained in one batched
-    computation, each on rows of its own choice. After the ``deadline``, by `time.monotonic`, they are taken as they are.
+    computation, each on rows of its own choice. After the ``deadline`` (`time.monotonic`) they are taken as they are.
     """
     n = len(x)
     generator = torch.Generator().manual_seed(seed)
