@@ -124,7 +124,7 @@ def sample(
         ladder: temperatures to try with ``temperature="auto"``; 0.01, 0.1 and 1 by default, and 1 alone where the
             likelihood samples a scale of its noise, which a colder density would believe too small.
         max_seconds: bound on the time of the whole call: the warm-up and the draws end early. At least one draw of each
-            chain is taken. The initial optimisation and the warm-up of HMC do not watch it.
+            chain is taken. The initial optimisation does not watch it.
         transform: a function ``(batch, generator) -> batch`` that every minibatch goes through on its device, such as
             augmentation or a change of type: images may so lie on a GPU as bytes. It must keep the number of examples,
             take its random numbers from the generator, and is not applied in predictions.

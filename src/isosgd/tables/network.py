@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ TRAINED_ON = 128  # rows of a step
 RATE = 1e-2
 LOOKS, SCORED = 40, 2_000  # at the rows that were held out, and how many of them
 MEMORY = 0.9, 0.99
+TRAINING_TIME = 0.25  # share of the time of a fit that has a limit
 TRAINING_BY_ROWS, TRAINING = 3.0, (300, 4_000)  # steps for each row, and the least and the most of them
 
 # Of the chains. What a table takes follows from its size alone, not from the clock, so that its draws do, too.
@@ -222,11 +224,19 @@ def _between(value: float, least: float, most: float) -> float:
 
 
 def trained_starts(
-    network: Network, target: Target, x: Tensor, y: Tensor, chains: int, steps: int, seed: int
-) -> list[dict[str, Tensor]]:
-    """A trained network for each chain: Adam on nine tenths of the rows, kept where it predicts the others best.
+    network: Network,
+    target: Target,
+    x: Tensor,
+    y: Tensor,
+    chains: int,
+    steps: int,
+    seed: int,
+    deadline: float = math.inf,
+) -> tuple[list[dict[str, Tensor]], int]:
+    """A trained network for each chain, and the steps that were taken.
 
-    All networks are trained in one batched computation, each on rows of its own choice.
+    By Adam on nine tenths of the rows, kept where it predicts the others best. All networks are trained in one batched
+    computation, each on rows of its own choice. After the ``deadline`` (`time.monotonic`) they are taken as they are.
     """
     n = len(x)
     generator = torch.Generator().manual_seed(seed)
@@ -241,7 +251,7 @@ def trained_starts(
     train, test = (x[inside], y[inside]) if n - held <= TRAINED_ON else None, (x[seen], y[seen])
     lane = torch.arange(chains, device=x.device).unsqueeze(-1)
     mean, square, best = torch.zeros_like(theta), torch.zeros_like(theta), torch.full_like(theta[:, 0], math.inf)
-    saved, every = theta, max(1, steps // LOOKS)
+    saved, every, i = theta, max(1, steps // LOOKS), 0
     for i in range(1, steps + 1):
         part = train
         if part is None:
@@ -257,8 +267,10 @@ def trained_starts(
                 loss = -target.log_likelihood_by_chain(layout.views(theta), test).mean(-1)
             lower = loss < best
             best, saved = torch.where(lower, loss, best), torch.where(lower.unsqueeze(-1), theta, saved)
+            if time.monotonic() > deadline:
+                break
     natural = target.constrain(layout.views(saved))
-    return [{name: value[chain].clone() for name, value in natural.items()} for chain in range(chains)]
+    return [{name: value[chain].clone() for name, value in natural.items()} for chain in range(chains)], i
 
 
 def sample_network(
@@ -299,10 +311,20 @@ def sample_network(
         steps |= {"method": "hmc", "structure": "diagonal" if rough else "lowrank"}
     with flushed_denormals():
         target.check(target.initial(device=place), (x, y))
-        starts = trained_starts(network, target, x, y, chains, training, seed)
+        began, limit = time.monotonic(), math.inf if max_seconds is None else max_seconds
+        starts, taken = trained_starts(network, target, x, y, chains, training, seed, began + TRAINING_TIME * limit)
+        left = None
+        if max_seconds is not None:
+            spent = time.monotonic() - began
+            left = max(max_seconds - spent, 0.1 * max_seconds)
+            # What a gradient takes is guessed from the training's, so that draws come in equal measure until the end.
+            fit = left * taken / (spent * max(1.0, len(x) / TRAINED_ON))
+            share = min(1.0, fit / (steps["warmup"] + steps["draws"] * steps["keep_every"]))
+            steps["warmup"] = max(LEAST_WARMUP, int(share * steps["warmup"]))
+            steps["keep_every"] = max(2, int(share * steps["keep_every"]))
         return sample(
             target, (x, y), starts=starts, temperature=1.0, chains=chains, seed=seed, device=place, store=store,
-            progress=progress, max_seconds=max_seconds, compile=False, **steps,
+            progress=progress, max_seconds=left, compile=False, **steps,
         )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ References:
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -45,6 +46,7 @@ REACH = 2.0  # length of a trajectory, in standard deviations of a direction in 
 MOST_LENGTH = 64  # steps of a trajectory
 GAIN = 0.2  # of dual averaging; the usual one, .05, lets step sizes swing, and in short windows they end too small
 TRAJECTORIES = 20  # in a window, at the least: step sizes are learned from them
+FEW_TRAJECTORIES = 4  # the same where the time of a run is over
 DIVERGED = 10.0  # energy over T that a trajectory may have gained where noise is looked at
 VECTORS = 4  # of noise in a window, over the least that tell a Lambda's shape; more are not worth their time
 ENOUGH = 1_600  # steps of the last window, unless a number was given
@@ -93,7 +95,7 @@ class HMCWarmup(Warmup):
     ) -> None:
         super().__init__(chains, budget, exact, progress, mark)
         self.sampler, self.multi_step = cast(HMC, chains.sampler), multi_step
-        self.length, self.optimised, self.traced = min(FIRST_WINDOW, max(LEAST_WINDOW, budget // 6)), 0, True
+        self.length, self.optimised, self.traced = FIRST_WINDOW, 0, True
         self.last: list[Tensor] | None = None  # noise
 
     def run(self, measure_spacing: bool) -> list[WarmupReport]:
@@ -103,6 +105,8 @@ class HMCWarmup(Warmup):
         needed = geometry.min_vectors + 5 * LEAST_WINDOW
         if self.budget < needed:
             raise ValueError(f"warmup = {self.budget} is too short for HMC: give at least {needed}")
+        if self.budget < geometry.min_vectors + 5 * FIRST_WINDOW:
+            self.length = LEAST_WINDOW
         if self.stage == "start":
             self.chains.evaluate(forgiving=False)
             if not self.chains.trained:
@@ -119,7 +123,7 @@ class HMCWarmup(Warmup):
             self.sampler.restart()  # first: the prior's part of Lambda is that of where the chains are
             self.chains.shape()
             left = self.budget - self.spent
-            done = 2 * self.length > (1.0 - LAST_SHARE) * left or not (self.exact or any(self.reasons))
+            done = 2 * self.length > (1.0 - LAST_SHARE) * left or not (self.exact or any(self.reasons)) or self._late()
             self.stage, self.length = ("last", self.length) if done else ("windows", 2 * self.length)
         self.mark()
         left = self.budget - self.spent
@@ -180,7 +184,7 @@ class HMCWarmup(Warmup):
         accepted: list[Tensor] = []
         every = steps + 1 if fixed else max(1, steps // (VECTORS * sampler.geometry.min_vectors))
         i = 0
-        while i < steps:
+        while i < steps and not (len(accepted) >= FEW_TRAJECTORIES and self._late()):
             looks = not fixed and i % every == 0
             count = 0
             if self.multi_step is not None and not looks:
@@ -207,6 +211,10 @@ class HMCWarmup(Warmup):
         losses, shares = _array(levels), _array(accepted[len(accepted) // 2 :]).mean(0)
         self.loss = losses.mean(0), losses.std(0)
         self.reasons = [self._unsettled(k, shares[k], losses[:, k]) for k in range(chains.count)]
+
+    def _late(self) -> bool:
+        """Whether the time of the warm-up is over, where the run has a limit (``max_seconds``)."""
+        return time.monotonic() > self.chains.deadline
 
     def _seen(self, noise: list[Tensor]) -> list[Tensor]:
         """The noise of chains that are where the posterior has its mass; of others that which was seen last."""
