@@ -114,7 +114,7 @@ def test_a_chain_that_is_not_finite_is_said_so() -> None:
     Collector(loop.optimizer, loop.model, keep_every=1)
     loop.steps(3)
     loop.optimizer.param_groups[0]["lr"] = 1e30
-    with pytest.raises(isosgd.DivergedError, match="after 3 draws|not finite any more") as caught:
+    with pytest.raises(isosgd.DivergedError, match="is not finite any more") as caught:
         loop.steps(20)
     assert len(caught.value.draws["bias"]) >= 3
 
