@@ -122,16 +122,13 @@ def data_equal() -> Any:
         kept.append(torch.cat([x.reshape(-1) for x in run.natural().values()]))
         take(self, run, first, number)
 
-    kinds = (recorders.InMemory, recorders.Follower)
-    for kind in kinds:
-        take, kind.keep = kind.keep, keep  # type: ignore[method-assign]
-        if kind is kinds[int(dist.get_rank() > 0)]:
-            break
+    kind: Any = recorders.Follower if dist.get_rank() else recorders.InMemory
+    take, kind.keep = kind.keep, keep
     try:
         sample(network(), (X, Y), chains=1, parallel="data", **{**STEPS, "draws": 10, "keep_every": 100}, method="isgd",
                lam=2.0, structure="layer")  # fmt: skip
     finally:
-        kind.keep = take  # type: ignore[method-assign]
+        kind.keep = take
     return hashlib.sha256(torch.stack(kept).numpy().tobytes()).hexdigest()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.ranks.launch import CASES, launch, results
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def torchrun(out: Path, parallel: str, kills: int, seed: int = 0, within: float = 6.0) -> list[dict[str, Any]]:

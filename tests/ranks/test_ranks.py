@@ -11,7 +11,11 @@ from isosgd import load, resume, sample
 from tests.ranks import cases
 from tests.ranks.launch import launch
 
-pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning"),
+]
 Found = list[dict[str, Any]]
 
 
