@@ -161,6 +161,11 @@ def test_a_bad_setting_of_the_sampler_is_refused(change: dict[str, object], mess
         LocalSampler([nn.Parameter(torch.zeros(2))], **{"nbeta": 10.0, **change})
 
 
+def test_half_precision_is_refused() -> None:
+    with pytest.raises(TypeError, match="rounding"):
+        LocalSampler([nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))], nbeta=10.0)
+
+
 def test_bad_input_is_refused() -> None:
     x, y = torch.randn(50, 3), torch.randn(50)
     with pytest.raises(ValueError, match="likelihood is not known"):

@@ -102,6 +102,8 @@ class LocalSampler(Optimizer):
         super().__init__(params, {"nbeta": nbeta, "localization": localization, "optimize_over": None})
         for group in self.param_groups:
             for p in group["params"]:
+                if p.dtype in (torch.bfloat16, torch.float16):
+                    raise TypeError(f"parameters are {p.dtype}, whose steps are lost in rounding: use model.float()")
                 self.state[p] |= {"start": p.detach().clone(), "mask": group["optimize_over"]}
 
     @property
