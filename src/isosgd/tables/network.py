@@ -37,13 +37,13 @@ RATE = 1e-2
 LOOKS, SCORED = 40, 2_000  # at the rows that were held out, and how many of them
 MEMORY = 0.9, 0.99
 TRAINING_TIME = 0.25  # share of the time of a fit that has a limit
-TRAINING_BY_ROWS, TRAINING = 3.0, (300, 4_000)  # steps for each row, and the least and the most of them
+TRAINING_BY_ROWS, TRAINING = 2.5, (300, 4_000)  # steps for each row, and the least and the most of them
 
 # Of the chains. What a table takes follows from its size alone, not from the clock, so that its draws do, too.
-GRADIENTS_BY_ROWS, GRADIENTS = 5.0, (450, 8_000)  # of each chain at effort 1, as above
+GRADIENTS_BY_ROWS, GRADIENTS = 4.0, (1_000, 8_000)  # of each chain at effort 1: these and so many a row, at the most
 MOST_WORK = 2e12  # products of weights and rows at effort 1: minutes
 LEAST_WARMUP, WARMUP_SHARE, DRAWS = 160, 0.4, 50
-FEW_PARAMETERS = 20_000_000  # of all chains, times rows: less is not worth directions of the mass
+FEW_PARAMETERS = 500_000  # of all chains, times rows: less is not worth directions of the mass
 HELD = 1 << 23  # numbers of a layer that are held at once in a prediction
 ALL_ROWS = 20_000  # beyond which a gradient takes some of the rows
 WIDTH_BY_ROWS, WIDTH, DEPTH = 1 / 32, (16, 64), 3  # units of a hidden layer
@@ -203,12 +203,12 @@ def steps_for(rows: int, network: Network, chains: int, effort: float) -> dict[s
 
     Example:
         >>> steps_for(500, Network(10, 1), chains=8, effort=1.0)
-        {'training': 1500, 'warmup': 1000, 'keep_every': 30, 'draws': 50}
+        {'training': 1250, 'warmup': 1200, 'keep_every': 36, 'draws': 50}
         >>> steps_for(500, Network(10, 1), chains=8, effort=4.0)["keep_every"]
-        120
+        144
     """
     work = 3.0 * network.weights * chains * rows
-    gradients = effort * min(_between(GRADIENTS_BY_ROWS * rows, *GRADIENTS), MOST_WORK / work)
+    gradients = effort * min(GRADIENTS[0] + GRADIENTS_BY_ROWS * rows, GRADIENTS[1], MOST_WORK / work)
     warmup = max(math.ceil(WARMUP_SHARE * gradients), LEAST_WARMUP)
     draws = round(_between(DRAWS * effort, 10, DRAWS))
     return {
