@@ -43,6 +43,7 @@ OPTIMISING, WARMING_UP, SAMPLING = "optimising", "warming up", "sampling"
 MOST_STEPS = 20_000  # of the whole warm-up, unless the user says
 MOST_OPTIMISATION_SHARE = 0.5
 OPTIMISATION_WINDOW = 100
+LEAST_OPTIMISED, OPTIMISED_EPOCHS = 2_000, 50  # steps and epochs after which only a far start is optimised further
 FIRST_LENGTH, LENGTH_AT_ZERO = 0.03, 0.006  # of Adam's first steps: a share of a group's size, or that of zeros
 ADAM_MEMORY = 0.9, 0.99
 STRAIGHT = 0.1  # of the way gone in a window: less is to and fro; a random walk has three times as much
@@ -361,12 +362,14 @@ class OwnWarmup:
                 step=self.spent, group=None, state={},
             )  # fmt: skip
         self.pflug.zero_()
-        over = self.spent >= MOST_OPTIMISATION_SHARE * self.total
+        far = total > AGREEMENT * lengths
+        enough = max(LEAST_OPTIMISED, OPTIMISED_EPOCHS * self.epoch)  # a network that fits its data is never done
+        over = self.spent >= MOST_OPTIMISATION_SHARE * self.total or (self.spent >= enough and not far)
         self.place = 0
         # Without noise successive gradients agree even where steps only go to and fro.
         significant = gone > STRAIGHT * way and total > 2.0 * math.sqrt(max(squares - total**2 / self.length, 0.0))
         if not over and significant:
-            if total > AGREEMENT * lengths:
+            if far:
                 self.factor *= 2.0
                 self.longest = max(self.longest, self.factor)
             return
