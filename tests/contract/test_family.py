@@ -428,14 +428,6 @@ def test_a_bad_metric_is_named(metric: Any, message: str) -> None:
         Loop(SGRLD, metric=3)
 
 
-@pytest.mark.parametrize("kind", [SGFS, FullSGFS])
-def test_fisher_scoring_says_that_it_needs_noise(kind: type[Sampler]) -> None:
-    loop = Loop(kind, lr=1e-3)
-    loop.gradients()
-    with pytest.raises(RuntimeError, match="no gradient noise was seen"):
-        loop.sampler.step()
-
-
 def test_a_full_matrix_has_its_limits() -> None:
     with pytest.raises(ValueError, match="at most 2000"):
         FullSGFS([("w", torch.zeros(2001, requires_grad=True))], num_data=10)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import isosgd
-from isosgd import METHODS, SamplingWarning
+from isosgd import ISGD, METHODS, SamplingWarning
 
 N, SIZE, NOISE = 400, 40, 0.5
 OPTIMIZERS = {name: kind for name, kind in METHODS.items() if name != "hmc"}
@@ -240,3 +240,15 @@ def test_a_group_can_be_added(name: str) -> None:
         (loop.loss() + (more - torch.randn(40, 2).mean(0)).square().sum() / 2).backward()
         loop.optimizer.step()
     assert loop.optimizer.phase == "sampling" and (more != 0).all()
+
+
+def test_a_model_that_fits_every_example_has_no_noise_and_says_so() -> None:
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(2, 1), torch.randn(100, 2)
+    sampler = ISGD(model.parameters(), num_data=100, batch_size=20)
+    with pytest.raises(RuntimeError, match="fits every example exactly"):
+        for _ in range(3_000):
+            rows = x[torch.randint(100, (20,))]
+            sampler.zero_grad()
+            (model(rows) - rows.sum(1, keepdim=True)).square().mean().backward()
+            sampler.step()

@@ -101,7 +101,7 @@ BAD_DATA: dict[str, tuple[Callable[[], dict[str, Any]], Any, str]] = {
     "a number": (
         lambda: {"target": target(num_data=40), "data": 3.0},
         TypeError,
-        "data of type float is neither a tuple of tensors nor",
+        "data of type float is neither a tuple or dict of tensors nor",
     ),
     "batch_size 1": (lambda: {"batch_size": 1}, ValueError, "batch_size = 1 must be an integer of at least 2"),
     "batch_size 2.0": (lambda: {"batch_size": 2.0}, ValueError, "batch_size = 2.0 must be an integer of at least 2"),

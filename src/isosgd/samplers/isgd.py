@@ -107,10 +107,11 @@ class ISGD(Sampler):
     Example:
         >>> _ = torch.manual_seed(0)
         >>> net, x = torch.nn.Linear(2, 1), torch.randn(100, 2)
+        >>> y = x.sum(1, keepdim=True) + torch.randn(100, 1)
         >>> sampler = ISGD(net.parameters(), num_data=100, batch_size=20)
         >>> while not sampler.draws_ready:
-        ...     batch = x[torch.randint(100, (20,))]
-        ...     loss = (net(batch) - batch.sum(1, keepdim=True)).square().mean() / 2
+        ...     rows = torch.randint(100, (20,))
+        ...     loss = (net(x[rows]) - y[rows]).square().mean() / 2
         ...     sampler.zero_grad()
         ...     loss.backward()
         ...     _ = sampler.step()

@@ -53,6 +53,7 @@ SHORTEST = 2.0**-12  # times the longest step
 FIRST_WINDOW, LEAST_LAST_WINDOW, ADAPT_EVERY = 50, 400, 20
 FIRST_CAUTION = 100.0  # times the first curvature, until there were steps from which it can be told
 EARLY_RISE = 10.0  # of rates, in windows shorter than the least last one
+SILENT = 1e-12  # of the squared gradient at the start, below which there is rounding alone
 RUNAWAY = 100.0  # times the squared gradient that it can be, or was where the chain was held
 LEAST_POINTS = 5  # for a line
 PAIR_EVERY = 2
@@ -158,7 +159,7 @@ class OwnWarmup:
         *("phase", "spent", "holding", "length", "place", "settled_before", "optimisation", "reason", "factor"),
         *("longest", "mean", "square", "lengths", "centre", "pflug", "noise_square", "before", "start", "halves"),
         *("line", "signal", "joint", "curvatures", "caution", "restarts", "old_rates", "images", "axes", "corrected"),
-        *("structure", "recent", "levels", "looked", "noise_weight"),
+        *("structure", "recent", "levels", "looked", "noise_weight", "steepest"),
     )
 
     def __init__(self, sampler: Sampler, budget: int | None, by_scheme: bool = False) -> None:
@@ -197,6 +198,7 @@ class OwnWarmup:
         self.line = Line(count, self.device)
         self.recent = torch.zeros(count, dtype=torch.float64, device=self.device)  # squared gradients since a look
         self.levels: list[float] = []  # of squared gradients, where the chain was held
+        self.steepest = 0.0  # squared gradient at the start
         self.looked = 0  # step of the window of the last look
         self.signal = torch.zeros(3, count, dtype=torch.float64, device=self.device)
         self.joint = torch.zeros(count, count, dtype=torch.float64, device=self.device)
@@ -325,6 +327,7 @@ class OwnWarmup:
             for group in self.groups:
                 size = float(join([p.detach().float() for p in group["params"]]).square().mean().sqrt())
                 self.lengths += [FIRST_LENGTH * size if size > 0 else LENGTH_AT_ZERO] * len(group["params"])
+            self.steepest = float(torch.stack(torch._foreach_norm(grads)).square().sum())
         first, second = ADAM_MEMORY
         last = self.last
         grads = [g.float() for g in grads]
@@ -417,6 +420,12 @@ class OwnWarmup:
                 raise RuntimeError(
                     f"group {group['name']!r} never had a gradient: leave it out of params, or requires_grad_(False)"
                 )
+        if float(self.recent.sum()) / self.place <= SILENT * self.steepest:
+            raise RuntimeError(
+                "the gradients of all minibatches are zero where the loss is least: the model fits every example "
+                "exactly, and without gradient noise there is nothing to set a rate by. Sample with isosgd.sample, which "
+                "measures the curvature, or give a sampler that has one its lr="
+            )
         self.curvatures = [FIRST_RATIO * FIRST_CAUTION * h for h in self._fisher()]
         self._choose_correction()
         if self.geometry is not None:
