@@ -423,8 +423,8 @@ class OwnWarmup:
         if float(self.recent.sum()) / self.place <= SILENT * self.steepest:
             raise RuntimeError(
                 "the gradients of all minibatches are zero where the loss is least: the model fits every example "
-                "exactly, and without gradient noise there is nothing to set a rate by. Sample with isosgd.sample, which "
-                "measures the curvature, or give a sampler that has one its lr="
+                "exactly, and without gradient noise there is nothing to set a rate by. Sample with isosgd.sample, "
+                "which measures the curvature, or give a sampler that has one its lr="
             )
         self.curvatures = [FIRST_RATIO * FIRST_CAUTION * h for h in self._fisher()]
         self._choose_correction()
