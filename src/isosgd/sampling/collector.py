@@ -44,20 +44,20 @@ class Collector:
         store_dtype: dtype in which they are written; their own by default.
 
     Example:
-        >>> from isosgd import SGLD, likelihoods
+        >>> from isosgd import ISGD, likelihoods
         >>> _ = torch.manual_seed(0)
         >>> model, x = nn.Linear(1, 1), torch.randn(200, 1)
         >>> y = 2 * x + torch.randn(200, 1)
-        >>> optimizer = SGLD(model.parameters(), num_data=200, batch_size=50)
-        >>> collector = Collector(optimizer, model, likelihood=likelihoods.Gaussian(1.0))
-        >>> while len(collector) < 100:
+        >>> optimizer = ISGD(model.parameters(), num_data=200, batch_size=50, warmup=2000)
+        >>> collector = Collector(optimizer, model, likelihood=likelihoods.Gaussian(1.0), keep_every=5)
+        >>> while len(collector) < 20:
         ...     rows = torch.randint(200, (50,))
         ...     optimizer.zero_grad()
         ...     (0.5 * (model(x[rows]) - y[rows]).square().mean()).backward()
         ...     _ = optimizer.step()
         >>> posterior = collector.posterior((x, y))
         >>> posterior.draws["weight"].shape
-        torch.Size([1, 100, 1, 1])
+        torch.Size([1, 20, 1, 1])
     """
 
     def __init__(
