@@ -86,7 +86,10 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
         """Learn how columns become inputs, and the inputs of these rows."""
         numeric, categories = _kinds(X)
         fill = SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)
-        parts = [("number", fill, numeric), *([("category", _one_hot(), categories)] if categories else [])]
+        # By position, in the order of `_plain`: names may be integers, which would be taken for positions.
+        first, last = len(numeric), len(numeric) + len(categories)
+        parts = [("number", fill, list(range(first)))]
+        parts += [("category", _one_hot(), list(range(first, last)))] if categories else []
         self.encoder_ = ColumnTransformer(parts, sparse_threshold=0.0)
         self.kinds_, self.framed_ = (numeric, categories), hasattr(X, "columns")
         found = np.asarray(self.encoder_.fit_transform(_plain(X, numeric, categories)), dtype=np.float64)

@@ -92,7 +92,9 @@ class Schedule:
         probe = self._batches(0, 0, batch_size)
         self.given_size = batch_size
         batch = probe.next()
-        self.batch_size = _check_size(probe, batch, self.num_data)
+        # Each rank's loader gives its part of a minibatch; tensors are cut.
+        parts = ranks.shares if ranks is not None and self.tensors is None else 1
+        self.batch_size = _check_size(probe, batch, self.num_data, parts)
         self.engine = self._why_in_turn(batch) or TOGETHER
         self.engine_note = ""
 
@@ -167,9 +169,9 @@ class Schedule:
             )
 
 
-def _check_size(batches: Batches, batch: Any, num_data: int) -> int:
-    """n, checked."""
-    n = getattr(batches, "batch_size", None) or batch_length(batch)
+def _check_size(batches: Batches, batch: Any, num_data: int, parts: int = 1) -> int:
+    """n, checked; ``batches`` give one of so many parts of it."""
+    n = parts * (getattr(batches, "batch_size", None) or batch_length(batch))
     if n < 2:
         raise ValueError(
             f"batches of {n} example: noise is measured between the halves of a batch, give it at least 2 (batch_size=)"

@@ -599,7 +599,7 @@ class Sampler(Optimizer):
             )
         warmup, saved = state_dict.get("warmup"), state_dict.get("structure")
         if warmup is not None:
-            self.own = self._own_warmup()
+            self.own = OwnWarmup(self, None, by_scheme=True) if self.given else self._own_warmup()
             load_into(self.own, warmup, self.own.device)
             self.corrected = self.own.corrected
             if self.chooses_correction:

@@ -168,8 +168,8 @@ class ISGD(Sampler):
             )
         self.correction: Correction = correction or ("outer" if paired else "diagonal")
         self.noise.uses = Uses(variances=self.correction == "diagonal", vectors=self.correction == "outer")
-        if scheme != "windowed" and self.correction == "diagonal" and summary != "top":
-            self.noise.vectors_every = 8
+        if scheme != "windowed" and self.correction == "diagonal" and summary != "top" and len(self.param_groups) > 16:
+            self.noise.vectors_every = 8  # of many groups they would take longer than the steps
         self.structure = make_structure(structure or "layer")
         known, name = isinstance(self.structure, Geometry), self.structure.name
         self.averaged = known if averaged is None else averaged

@@ -113,7 +113,7 @@ class Collector:
         if store is not None:
             if store_dtype not in STORED:
                 raise ValueError(f"store_dtype = {store_dtype!r} is unknown; choose 'float32', 'bfloat16' or None")
-            if keep_every == "auto" and optimizer.given:
+            if keep_every == "auto" and (optimizer.given or (optimizer.own is not None and optimizer.own.by_scheme)):
                 raise ValueError(
                     "a store keeps every draw, and at a rate of your own nothing says how many: keep_every="
                 )
@@ -135,7 +135,8 @@ class Collector:
         """Steps between draws."""
         if self.keep_every != "auto":
             return self.keep_every
-        return 1 if self.optimizer.own is None else self.optimizer.own.spacing
+        own = self.optimizer.own
+        return own.spacing if own is not None and own.curvatures else 1  # schemes and rates of users measure none
 
     def _step(self) -> None:
         optimizer = self.optimizer
@@ -192,6 +193,9 @@ class Collector:
                     f"there is no draw yet: after {one.optimizer.param_groups[0]['step']} steps the optimizer is "
                     f"{one.optimizer.phase!r} (see its draws_ready); take more steps"
                 )
+        for name in ("method", "temperature", "num_data"):
+            if len(found := {one._info()[name] for one in every}) > 1:
+                raise ValueError(f"chains= of one posterior have one {name}, not {sorted(found)}: collect them apart")
         if self._writer is not None:
             if len(every) > 1:
                 raise ValueError("chains= goes with draws in memory: read each store by isosgd.load")

@@ -196,7 +196,8 @@ def _as_target(target: Target | nn.Module, likelihood: Any, data: Any) -> Target
     if not isinstance(target, nn.Module):
         raise TypeError(f"target of type {type(target).__name__}: pass a model (nn.Module) or an isosgd.Target")
     if likelihood is None:
-        y = (as_tensors(data) or [None])[-1]
+        tensors = as_tensors(data)
+        y = None if tensors is None or isinstance(tensors, Mapping) else tensors[-1]
         if y is None or y.is_floating_point():
             raise ValueError(
                 "the model's likelihood is not known: pass likelihood='categorical', Gaussian(scale), or a callable "

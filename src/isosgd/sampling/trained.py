@@ -32,7 +32,7 @@ from isosgd.posterior.comparison import as_states, stacked
 from isosgd.progress import LOGGER
 from isosgd.target import Target
 from isosgd.target.batches import batch_length, tensors_of, tree_map, with_tensors
-from isosgd.target.likelihoods import Bernoulli, Categorical, Tokens
+from isosgd.target.likelihoods import Bernoulli, Categorical, HeteroscedasticGaussian, Tokens
 from isosgd.target.modules import MASK
 
 LADDER = (1e-2, 1e-1, 1.0)
@@ -132,6 +132,12 @@ def has_classes(target: Target) -> bool:
     """Whether the likelihood is one of classes, so that its NLL has a zero and labels must be known ones."""
     likelihood = None if target.module is None else target.module.likelihood
     return isinstance(likelihood, Categorical | Bernoulli | Tokens)
+
+
+def learns_noise(target: Target) -> bool:
+    """Whether the size of the noise is learned: sampled along, or an output of the network."""
+    likelihood = None if target.module is None else target.module.likelihood
+    return bool(target.noise_scales()) or isinstance(likelihood, HeteroscedasticGaussian)
 
 
 def set_aside(held_out: Any, data: Any, target: Target, seed: int) -> tuple[Any, Tensors | None]:
@@ -253,8 +259,8 @@ def default_method(target: Target, data: Any, transform: Any, batch_size: Any, o
     """How to sample around a trained network, where the user does not say: a regression of few rows by HMC."""
     rows = as_tensors(data)
     fits = rows is not None and (batch_length(rows) or 0) <= HMC_ROWS and transform is None and not target.ties_examples
-    free = batch_size is None and not {"preset", "scheme", "lam", "noise"} & options.keys()
-    return "hmc" if free and fits and target.noise_scales() and _size(target) <= HMC_SIZE else "isgd"
+    free = batch_size is None and options.keys() <= {"compile"}  # others are meant for I-SGD, or for both
+    return "hmc" if free and fits and learns_noise(target) and _size(target) <= HMC_SIZE else "isgd"
 
 
 def default_options(target: Target, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -482,8 +488,8 @@ class TrainedRun:
         scored = self.held_out or (None if given["transform"] is not None else _some(self.data, target))
         if scored is not None:
             self.starts = with_noise_scales(target, starts, scored, self.device)
-        self.own_temperature = 1.0 if target.noise_scales() else COLD  # where held-out examples do not choose it
-        own = (1.0,) if target.noise_scales() else LADDER
+        self.own_temperature = 1.0 if learns_noise(target) else COLD  # where held-out examples do not choose it
+        own = (1.0,) if learns_noise(target) else LADDER
         self.temperatures = check_ladder(own if ladder is None else ladder)
         if method is None:
             method = default_method(target, self.data, given["transform"], given["batch_size"], options)
@@ -530,7 +536,9 @@ class TrainedRun:
         tried = len(choice.rungs) + len(choice.diverged)
         if not tried:
             return dict(steps)
-        fit = (deadline - time.monotonic()) * tried * self.lengths.rung / choice.seconds
+        rung = self.lengths.rung_settings(self.hmc)
+        steps_of_rung = rung["warmup"] + rung["draws"] * rung["keep_every"]
+        fit = (deadline - time.monotonic()) * tried * steps_of_rung / choice.seconds
         share = min(1.0, max(0.0, fit / (steps["warmup"] + draws * steps["keep_every"])))
         warmup = max(min(RUNG_WARMUP, steps["warmup"]), int(share * steps["warmup"]))
         return {
