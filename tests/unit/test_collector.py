@@ -159,3 +159,24 @@ def test_a_grad_scaler_and_autocast_drive_it() -> None:
     # The step with infinite gradients was left out, and nothing remembers it.
     assert loop.optimizer.param_groups[0]["step"] == 229 and loop.optimizer.phase == "sampling"
     assert all(bool(torch.isfinite(p).all()) for p in loop.model.parameters())
+
+
+def test_schemes_that_measure_no_spacing_keep_every_draw_and_their_state() -> None:
+    loop = Loop()
+    loop.optimizer = isosgd.ISGD(loop.model.parameters(), num_data=N, lam=5.0)
+    collector = Collector(loop.optimizer, loop.model, likelihood=GAUSSIAN)
+    loop.steps(20)
+    assert len(collector) > 0
+    saved = loop.optimizer.state_dict()
+    again = isosgd.ISGD(loop.model.parameters(), num_data=N, lam=5.0)
+    again.load_state_dict(saved)
+    assert again.own is None or again.own.by_scheme
+
+
+def test_chains_of_other_temperatures_are_not_one_posterior() -> None:
+    loops = [Loop(warmup=200, temperature=t) for t in (1.0, 0.1)]
+    collectors = [Collector(loop.optimizer, loop.model, likelihood=GAUSSIAN, keep_every=2) for loop in loops]
+    for loop in loops:
+        loop.steps(230)
+    with pytest.raises(ValueError, match="one temperature"):
+        collectors[0].posterior(chains=collectors[1:])
