@@ -10,7 +10,7 @@ import pytest
 
 from tests.ranks.launch import CASES, launch, results
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]  # kills and hangs take minutes
 
 
 def torchrun(out: Path, parallel: str, kills: int, seed: int = 0, within: float = 6.0) -> list[dict[str, Any]]:
