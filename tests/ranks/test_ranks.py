@@ -13,6 +13,7 @@ from tests.ranks.launch import launch
 
 pytestmark = [
     pytest.mark.long,
+    pytest.mark.slow,  # five minutes; in the long tier once there is room for them
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning"),
 ]
