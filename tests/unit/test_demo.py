@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,11 @@ def test_warnings_of_a_job_are_kept() -> None:
         return Found({}, {})
 
     assert demo.run_job(job, 0, QUICK).numbers["warnings"] == ["the draws may be off"]
+
+
+@pytest.mark.long
+def test_it_runs_as_a_module_in_processes_of_its_own(tmp_path):
+    """As `make demo` calls it: what is sent to spawned processes must be found there."""
+    command = [sys.executable, "-m", "isosgd.demo", "--quick", "--jobs", "2", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

@@ -215,4 +215,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from isosgd.demo.__main__ import main as named  # processes that are spawned do not find what is of "__main__"
+
+    sys.exit(named())
