@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from isosgd.demo import __main__ as demo
+from isosgd.demo import run as demo
 from isosgd.demo.jobs import ISGD, QUICK, Found
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = argparse.Namespace()
     try:
         if given[:1] == ["demo"]:  # it has a parser of its own
-            from isosgd.demo.__main__ import main as demo
+            from isosgd.demo.run import main as demo
 
             return demo(given[1:])
         args = parser().parse_args(given)
