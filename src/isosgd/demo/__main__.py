@@ -1,4 +1,4 @@
-"""``python -m isosgd.demo``. What runs it has a module of its own: spawned processes do not find what is of `__main__`."""
+"""``python -m isosgd.demo``: what it does stands in `run`, where spawned processes find it."""
 
 import sys
 
