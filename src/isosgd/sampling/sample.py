@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -191,16 +191,18 @@ def sample(
     around = TrainedRun(target, data, networks, held_out, ladder, given, options)
     if draws == "auto" and around.held_out is not None:
         more["held_out"] = target.inputs_of(around.held_out)
-    count = draws if isinstance(draws, int) else DRAWS
-    lengths = around.lengths.settings(count, around.hmc)
-    more |= {"draws": DRAWS if draws is None else draws} | {
-        name: lengths[name] if value == "auto" else value
-        for name, value in (("keep_every", keep_every), ("warmup", warmup))
-    }
-    choice = around.choose("auto" if temperature is None else temperature, _draw, deadline)
-    if deadline is not None and (keep_every, warmup) == ("auto", "auto"):
-        more |= around.shortened(choice, lengths, count, deadline)
-    return around.posterior(choice, _draw, max(chains, len(networks)), more)
+    count, all_chains = draws if isinstance(draws, int) else DRAWS, max(chains, len(networks))
+    more["draws"] = DRAWS if draws is None else draws
+    choice = around.choose("auto" if temperature is None else temperature, _draw, all_chains, deadline)
+
+    def steps(continued: bool) -> dict[str, Any]:
+        lengths = around.lengths.settings(count, around.hmc, continued)
+        if deadline is not None and (keep_every, warmup) == ("auto", "auto"):
+            lengths |= around.shortened(choice, lengths, count, deadline)
+        given = (("keep_every", keep_every), ("warmup", warmup))
+        return {name: lengths[name] if value == "auto" else value for name, value in given}
+
+    return around.posterior(choice, _draw, all_chains, more, steps)
 
 
 def _draw(
@@ -230,11 +232,14 @@ def _draw(
     about_choice: dict[str, Any] | None = None,
     ranks: Ranks | None = None,
     first_chain: int | None = None,
+    begin: Mapping[int, dict[str, Any]] | None = None,
+    ends: dict[int, dict[str, Any]] | None = None,
     **options: Any,
 ) -> Posterior:
     """`sample` at a temperature that is known; ``about_choice`` goes into ``info``.
 
-    ``first_chain`` is given where chains are a part of a run that several processes drew, each on its own.
+    ``first_chain`` is given where chains are a part of a run that several processes drew, each on its own. ``begin``
+    and ``ends`` are states of chains at another temperature, to go on from and to leave behind.
     """
     check_settings(method, draws, chains, keep_every, warmup, temperature)
     given_method, (method, batch_size) = method, resolve_method(method, batch_size)
@@ -288,7 +293,7 @@ def _draw(
     schedule.engine_note = "" if head is None else ", features of the head computed once"
     plan = DrawPlan(
         most, keep_every, warmup, noise_every(given), schedule.count, after, draws == "auto", schedule.chains, watched,
-        trained, deadline, None if numbers is None else len(numbers),
+        trained, deadline, None if numbers is None else len(numbers), begin or {}, ends,
     )  # fmt: skip
     if METHODS[method] is ISGD:
         given.setdefault("budget", None if warmup == "auto" else warmup)
