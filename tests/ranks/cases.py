@@ -15,6 +15,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from isosgd.engine.ranks import Ranks
 from isosgd.engine.schedule import Schedule
 from isosgd.sampling import recorders
 from isosgd.sampling.settings import sampler_factory
+from isosgd.sampling.trained import TrainedRun
 from isosgd.store import writer
 
 ROWS, WIDTH = 240, 400
@@ -188,6 +190,32 @@ def wrapped() -> Any:
     target = Target.from_module(model, "gaussian")
     found = sample(target, (X, Y), parallel="data", starts=[model], temperature=0.01, **QUICK)
     return sorted(found.draws)
+
+
+def ladder() -> Any:
+    """Temperatures that every rank tries; rank 1 finds another one best, as if its machine rounded otherwise."""
+    model = nn.Linear(3, 2)
+    for p in model.parameters():
+        p.data.fill_(0.1)
+    held_out = X[:60], (Y[:60, 0] > 0).long()
+    given: dict[str, Any] = {"starts": [model], "chains": 2, "parallel": "chains", "held_out": held_out, **QUICK}
+    choose = TrainedRun.choose
+
+    def other(self: Any, *args: Any) -> Any:
+        found = choose(self, *args)
+        return replace(found, temperature=found.temperature * (1 + dist.get_rank()))
+
+    TrainedRun.choose = other  # type: ignore[method-assign]
+    target, labels = Target.from_module(model, "categorical"), (Y[:, 0] > 0).long()
+    found = sample(target, (X, labels), ladder=[0.1, 1.0], **given)
+    TrainedRun.choose = choose  # type: ignore[method-assign]
+    batches = DataLoader(TensorDataset(X, labels), batch_size=24)
+    return {
+        "hashes": hashes(found),
+        "temperature": found.info["temperature"],
+        "rungs": len(found.info["temperature_choice"]["rungs"]),
+        "loader": raised(lambda: sample(target, batches, **{**given, "batch_size": None})),
+    }
 
 
 def grid() -> Any:

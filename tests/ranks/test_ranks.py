@@ -23,7 +23,7 @@ Found = list[dict[str, Any]]
 @pytest.fixture(scope="session")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Path]:
     every = ("chains", "chains_loader", "store", "data", "noise", "warm", "cold", "distributed_loader", "wrapped")
-    more = ("auto", "diverges", "bad_input", "faults", "hang_chains", "hang_data")  # the last ends the group's use
+    more = ("ladder", "auto", "diverges", "bad_input", "faults", "hang_chains", "hang_data")  # the last ends the group's use
     return launch_once(tmp_path_factory, 2, *every, *more)
 
 
@@ -116,6 +116,12 @@ def test_modules_in_ddp_are_taken_as_they_are(two: tuple[Found, Path]) -> None:
 def test_chains_in_a_grid_of_ranks(four: Found) -> None:
     grid = same(four, "grid")
     assert grid["engine"].startswith("each chain by 2 ranks, 2 at a time") and len(set(grid["hashes"])) == 2
+
+
+def test_ranks_that_try_temperatures_take_the_choice_of_rank_0(two: tuple[Found, Path]) -> None:
+    ladder = same(two[0], "ladder")
+    assert ladder["rungs"] >= 2 and 0.01 <= ladder["temperature"] <= 1.0
+    assert "every rank tries the temperatures by itself" in ladder["loader"]
 
 
 def test_convergence_is_judged_over_all_ranks(two: tuple[Found, Path]) -> None:
