@@ -38,7 +38,8 @@ from isosgd.target.modules import MASK
 LADDER = (1e-2, 1e-1, 1.0)
 COLDER = 10.0  # a rung so much colder than the coldest is tried where that one was best
 COLD = 1e-3  # where nothing is held out; docs/trained.md says what it did
-SURE = 1.0  # standard errors by which the average must be better than the starts
+SURE = 1.0  # standard errors by which the average must be better than the starts ...
+SURE_CHOSEN = 2.0  # ... and where a temperature and the draws that are kept were chosen by the same examples
 WORSE = 0.1  # of the start's NLL, by which a rung must be worse for hotter ones not to be tried
 EPOCHS, LEAST = 10, 2_000  # of gradients in all, and gradients at least
 LADDER_SHARE, RUNGS = 1 / 3, 5
@@ -80,10 +81,9 @@ class Rung:
         error = float(difference.std() / math.sqrt(len(difference))) if len(difference) > 1 else math.inf
         return cls(temperature, float(-after.mean()), float(difference.mean()), error)
 
-    @property
-    def better(self) -> bool:
-        """Than the starts, by a standard error."""
-        return self.difference + SURE * self.error < 0
+    def better(self, sure: float = SURE) -> bool:
+        """Than the starts, by so many standard errors."""
+        return self.difference + sure * self.error < 0
 
 
 @dataclass(frozen=True)
@@ -430,7 +430,7 @@ class Ladder:
             tried = sorted(self.diverged)
             return Choice(0.0, f"every temperature of {tried} diverged: the draws are the starts", **known)
         best = self._best
-        sure = [rung for rung, _ in self.found.values() if rung.better]
+        sure = [rung for rung, _ in self.found.values() if rung.better()]
         if not sure:
             reason = (
                 f"no temperature is better than the start on {len(self.before)} held-out examples by a standard error "
@@ -634,7 +634,7 @@ class TrainedRun:
         if not choice.rungs:
             rung = Rung.of(choice.temperature, self.before, so_far[-1])
             found.info |= self._about(replace(choice, rungs=(rung,)))
-            return found.num_draws, rung.better
+            return found.num_draws, rung.better()
         # The best of many parts looks better than it is: each half of the examples is judged by the part that the other
         # half chooses.
         least = -(-each.shape[1] // LEAST_KEPT)
@@ -642,7 +642,7 @@ class TrainedRun:
         for half in (slice(0, None, 2), slice(1, None, 2)) if len(self.before) > 1 else ():
             other = slice(1 - (half.start or 0), None, 2)
             after[half] = so_far[self._best_count(so_far[:, other], least) - 1][half]
-        return self._best_count(so_far, least), Rung.of(choice.temperature, self.before, after).better
+        return self._best_count(so_far, least), Rung.of(choice.temperature, self.before, after).better(SURE_CHOSEN)
 
     @staticmethod
     def _best_count(so_far: Tensor, least: int) -> int:
