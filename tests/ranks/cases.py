@@ -189,7 +189,15 @@ def wrapped() -> Any:
     model = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
     target = Target.from_module(model, "gaussian")
     found = sample(target, (X, Y), parallel="data", starts=[model], temperature=0.01, **QUICK)
-    return sorted(found.draws)
+    # A loop of one's own: the same generator on every rank, and other examples.
+    isgd = ISGD(model.parameters(), num_data=ROWS, lam=2.0, generator=torch.Generator().manual_seed(1))
+    for rows in torch.arange(ROWS).chunk(20):
+        own = rows.chunk(dist.get_world_size())[dist.get_rank()]
+        isgd.zero_grad()
+        (model(X[own]) - Y[own]).square().mean().backward()
+        isgd.step()
+    end = [x.detach().tolist() for x in model.parameters()]
+    return {"names": sorted(found.draws), "end": end, "steps": isgd.param_groups[0]["step"]}
 
 
 def ladder() -> Any:
