@@ -141,7 +141,7 @@ def stationary(temperature: float, **more: Any) -> Any:
     start = mean + exact**0.5 * torch.randn(WIDTH, generator=torch.Generator().manual_seed(4))
     found = sample(
         conjugate(), (MEANS,), chains=1, parallel="data", temperature=temperature, init={"mu": start},
-        structure="diagonal", **STATIONARY, **more,
+        structure="diagonal", **{**STATIONARY, **more},
     )  # fmt: skip
     return {"ratios": ((found.draws["mu"][0] - mean).square().mean(0) / exact).tolist(), "hash": hashes(found)}
 
@@ -266,8 +266,8 @@ def sharded() -> Any:
         network = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))  # rows that ranks cannot share evenly
         fully_shard(network, mesh=mesh)
         given: dict[str, Any] = {"num_data": ROWS, "generator": torch.Generator().manual_seed(1)}
-        optimizer = ISGD(network.named_parameters(), batch_size=24, warmup=120, **given)
-        sharded_steps(mesh, network, optimizer, lambda m, r: (m(X[r]) - Y[r]).square().mean() / 2, 150, 24)
+        optimizer = ISGD(network.named_parameters(), batch_size=24, warmup=100, **given)
+        sharded_steps(mesh, network, optimizer, lambda m, r: (m(X[r]) - Y[r]).square().mean() / 2, 120, 24)
         ends.append(whole(network))
         rates.append([group["rate"] for group in optimizer.param_groups])
         assert optimizer.phase == "sampling"
@@ -279,7 +279,7 @@ def sharded() -> Any:
     torch.manual_seed(dist.get_rank())  # ranks agree on random numbers by themselves
     isgd = ISGD(model.parameters(), lam=lam, structure="layer", correction="diagonal", **given)
     collector = Collector(isgd, model, keep_every=10, store=folder)
-    sharded_steps(both, model, isgd, lambda m, r: m(MEANS[r]), 500, 48)
+    sharded_steps(both, model, isgd, lambda m, r: m(MEANS[r]), 400, 48)
     found = collector.posterior()
     draws, rate = found.draws["mu"][0], 1.0 / (ROWS * lam)
     other = Mean(torch.zeros(WIDTH))
@@ -408,7 +408,7 @@ def faults() -> Any:
         self.num_data //= dist.get_world_size()
 
     Schedule.__init__ = divided  # type: ignore[method-assign]
-    found["divided"] = stationary(1.0)["ratios"]
+    found["divided"] = stationary(1.0, draws=20)["ratios"]
     Schedule.__init__ = number  # type: ignore[method-assign]
     mean = Parted._like
 
