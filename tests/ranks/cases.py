@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from isosgd import Posterior, RankError, Target, priors, sample
+from isosgd import ISGD, SGLD, SGNHT, Collector, Posterior, RankError, Target, priors, sample
 from isosgd.engine.chains import Chains
 from isosgd.engine.gradients import Parted
 from isosgd.engine.ranks import Ranks
@@ -141,7 +141,7 @@ def stationary(temperature: float, **more: Any) -> Any:
     start = mean + exact**0.5 * torch.randn(WIDTH, generator=torch.Generator().manual_seed(4))
     found = sample(
         conjugate(), (MEANS,), chains=1, parallel="data", temperature=temperature, init={"mu": start},
-        structure="diagonal", **STATIONARY, **more,
+        structure="diagonal", **{**STATIONARY, **more},
     )  # fmt: skip
     return {"ratios": ((found.draws["mu"][0] - mean).square().mean(0) / exact).tolist(), "hash": hashes(found)}
 
@@ -189,7 +189,15 @@ def wrapped() -> Any:
     model = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
     target = Target.from_module(model, "gaussian")
     found = sample(target, (X, Y), parallel="data", starts=[model], temperature=0.01, **QUICK)
-    return sorted(found.draws)
+    # A loop of one's own: the same generator on every rank, and other examples.
+    isgd = ISGD(model.parameters(), num_data=ROWS, lam=2.0, generator=torch.Generator().manual_seed(1))
+    for rows in torch.arange(ROWS).chunk(20):
+        own = rows.chunk(dist.get_world_size())[dist.get_rank()]
+        isgd.zero_grad()
+        (model(X[own]) - Y[own]).square().mean().backward()
+        isgd.step()
+    end = [x.detach().tolist() for x in model.parameters()]
+    return {"names": sorted(found.draws), "end": end, "steps": isgd.param_groups[0]["step"]}
 
 
 def ladder() -> Any:
@@ -215,6 +223,83 @@ def ladder() -> Any:
         "temperature": found.info["temperature"],
         "rungs": len(found.info["temperature_choice"]["rungs"]),
         "loader": raised(lambda: sample(target, batches, **{**given, "batch_size": None})),
+    }
+
+
+class Mean(nn.Module):
+    """A parameter and no more: the loss of the conjugate target in a loop."""
+
+    def __init__(self, start: Tensor) -> None:
+        super().__init__()
+        self.mu = nn.Parameter(start.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * (x - self.mu).square().sum(-1).mean()
+
+
+def sharded_steps(mesh: Any, model: nn.Module, optimizer: Any, loss: Any, steps: int, size: int, seed: int = 5) -> None:
+    """Steps on minibatches of which each rank takes its part."""
+    source = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        rows = torch.randint(ROWS, (size,), generator=source).chunk(mesh.size())[mesh.get_local_rank()]
+        optimizer.zero_grad()
+        loss(model, rows).backward()
+        optimizer.step()
+
+
+def whole(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().full_tensor().reshape(-1) for p in model.parameters()])  # type: ignore[operator]
+
+
+def sharded() -> Any:
+    """FSDP2: the chain of two ranks and that of one; stationary variance; draws written, and loaded onto ranks."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    size = dist.get_world_size()
+    both = init_device_mesh("cpu", (size,))
+    alone = init_device_mesh("cpu", (size, 1), mesh_dim_names=("copies", "ranks"))["ranks"]
+    ends, rates = [], []
+    for mesh in (both, alone):
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))  # rows that ranks cannot share evenly
+        fully_shard(network, mesh=mesh)
+        given: dict[str, Any] = {"num_data": ROWS, "generator": torch.Generator().manual_seed(1)}
+        optimizer = ISGD(network.named_parameters(), batch_size=24, warmup=100, **given)
+        sharded_steps(mesh, network, optimizer, lambda m, r: (m(X[r]) - Y[r]).square().mean() / 2, 120, 24)
+        ends.append(whole(network))
+        rates.append([group["rate"] for group in optimizer.param_groups])
+        assert optimizer.phase == "sampling"
+    exact, mean, lam = 1.0 / ROWS, MEANS.mean(0), 0.1
+    start = mean + exact**0.5 * torch.randn(WIDTH, generator=torch.Generator().manual_seed(4))
+    model, folder = Mean(start), Path(sys.argv[1]) / "sharded"
+    fully_shard(model, mesh=both)
+    given.pop("generator")
+    torch.manual_seed(dist.get_rank())  # ranks agree on random numbers by themselves
+    isgd = ISGD(model.parameters(), lam=lam, structure="layer", correction="diagonal", **given)
+    collector = Collector(isgd, model, keep_every=10, store=folder)
+    sharded_steps(both, model, isgd, lambda m, r: m(MEANS[r]), 400, 48)
+    found = collector.posterior()
+    draws, rate = found.draws["mu"][0], 1.0 / (ROWS * lam)
+    other = Mean(torch.zeros(WIDTH))
+    fully_shard(other, mesh=both)
+    set_model_state_dict(other, {"mu": draws[3]}, options=StateDictOptions(full_state_dict=True))
+    return {
+        "difference": float((ends[0] - ends[1]).abs().max()),
+        "rates": rates,
+        # What the step size adds is known here: the chain is an autoregression.
+        "ratios": ((draws[5:] - mean).square().mean(0) / (exact / (1 - rate / 2))).tolist(),
+        "hash": hashes(found),
+        "seed": isgd.generator.initial_seed(),
+        "again": torch.equal(whole(other), draws[3]),
+        "refused": {
+            "sampler": raised(lambda: SGNHT(model.parameters(), **given)),
+            "structure": raised(lambda: ISGD(model.parameters(), structure="diagonal", batch_size=4, **given)),
+            "some": raised(lambda: SGLD([*model.parameters(), nn.Parameter(torch.zeros(3))], lr=1e-3, **given)),
+            "memory": raised(lambda: Collector(isgd, model, keep_every=10)),
+            "target": raised(lambda: Target.from_module(model, "gaussian")),
+        },
     }
 
 
@@ -323,7 +408,7 @@ def faults() -> Any:
         self.num_data //= dist.get_world_size()
 
     Schedule.__init__ = divided  # type: ignore[method-assign]
-    found["divided"] = stationary(1.0)["ratios"]
+    found["divided"] = stationary(1.0, draws=20)["ratios"]
     Schedule.__init__ = number  # type: ignore[method-assign]
     mean = Parted._like
 

@@ -23,16 +23,8 @@ Found = list[dict[str, Any]]
 @pytest.fixture(scope="session")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Path]:
     every = ("chains", "chains_loader", "store", "data", "noise", "warm", "cold", "distributed_loader", "wrapped")
-    more = (
-        "ladder",
-        "auto",
-        "diverges",
-        "bad_input",
-        "faults",
-        "hang_chains",
-        "hang_data",
-    )  # the last ends the group's use
-    return launch_once(tmp_path_factory, 2, *every, *more)
+    more = ("ladder", "sharded", "auto", "diverges", "bad_input", "faults", "hang_chains")
+    return launch_once(tmp_path_factory, 2, *every, *more, "hang_data")  # which ends the group's use
 
 
 @pytest.fixture(scope="session")
@@ -118,7 +110,29 @@ def test_a_distributed_loader_is_gone_through_together(two: tuple[Found, Path]) 
 
 
 def test_modules_in_ddp_are_taken_as_they_are(two: tuple[Found, Path]) -> None:
-    assert same(two[0], "wrapped") == ["bias", "likelihood.scale", "weight"]
+    wrapped = same(two[0], "wrapped")  # where a loop ended, too, to the bit
+    assert wrapped["names"] == ["bias", "likelihood.scale", "weight"] and wrapped["steps"] == 20
+
+
+def test_sharded_parameters_are_the_chain_of_one_rank(two: tuple[Found, Path]) -> None:
+    sharded = same(two[0], "sharded")
+    assert sharded["difference"] < 1e-4 and sharded["rates"][0] == pytest.approx(sharded["rates"][1], rel=1e-4)
+    for name, words in {
+        "sampler": "only ISGD, SGLD and SGHMC",
+        "structure": "choose 'layer' or 'single'",
+        "some": "shard the whole model",
+        "memory": "give store=",
+        "target": "is sharded over ranks",
+    }.items():
+        assert words in sharded["refused"][name], sharded["refused"][name]
+
+
+def test_sharded_parameters_have_the_stationary_variance_and_a_store_for_any_number_of_ranks(
+    two: tuple[Found, Path],
+) -> None:
+    sharded = same(two[0], "sharded")
+    assert within_error(sharded["ratios"]) and sharded["again"]
+    assert cases.hashes(load(two[1] / "sharded")) == sharded["hash"]
 
 
 def test_chains_in_a_grid_of_ranks(four: Found) -> None:

@@ -8,7 +8,7 @@ Injected noise works on flat tensors: the innovations of a group are one vector 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -70,18 +70,23 @@ def outer_factor(ring: Tensor, spectrum: tuple[Tensor, Tensor], lam: Number, cou
     return (vectors * c.unsqueeze(-2)) @ (vectors.mT @ ring)
 
 
-def take_out_(xi: Tensor, ring: Tensor, factor: Tensor | float) -> None:
+def take_out_(
+    xi: Tensor, ring: Tensor, factor: Tensor | float, total: Callable[[Tensor], Tensor] | None = None
+) -> None:
     """``xi <- xi - Q^T M^T xi``, whose covariance, given m noise vectors, is ``I - (1/m) sum_i D_i D_i^T / (2 lam)``.
 
     Times ``sqrt(2 lam)`` and on average over the ``D_i`` that is ``2 lam I - Var(g)``, so that gradient noise and
     injected noise add up to exactly ``2 lam I`` *whatever the correlations* of the gradient noise, in O(d m). Q comes
     from `outer_factor`. It needs ``2 lam`` above the top eigenvalue of the ``1/m`` sum: with m = 1 that is ``|D|^2``,
-    the paper's sum rule; with more vectors it comes down towards the top eigenvalue of Var(g).
+    the paper's sum rule; with more vectors it comes down towards the top eigenvalue of Var(g). Where xi and the ring
+    are parts of longer vectors, ``total`` sums over all parts.
     """
     if isinstance(factor, float):  # a large group. This may run beside torch's threads, so it must not start others
         x, d = xi.numpy(), ring[0].numpy()
-        x -= x.dtype.type(factor * np.einsum("i,i->", d, x)) * d
+        along = np.einsum("i,i->", d, x)
+        x -= x.dtype.type(factor * (along if total is None else float(total(torch.tensor(along))))) * d
     elif xi.dim() > 1:
         xi.sub_((factor.mT @ (ring @ xi.unsqueeze(-1))).squeeze(-1))
     else:
-        xi.addmv_(factor.mT, torch.mv(ring, xi), alpha=-1.0)
+        along = torch.mv(ring, xi)
+        xi.addmv_(factor.mT, along if total is None else total(along), alpha=-1.0)

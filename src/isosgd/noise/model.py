@@ -11,7 +11,7 @@ the diagonal of the paper's B. With ``chains=K`` every tensor carries a leading 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -27,6 +27,7 @@ VECTOR_MEMORY = 1 << 15  # ... as long as a chain's hold at most so many numbers
 
 Group = dict[str, Any]
 Summary = Literal["max", "sum", "mean", "top"]
+Total = Callable[[Tensor], Tensor]
 
 
 class Uses(NamedTuple):
@@ -34,6 +35,46 @@ class Uses(NamedTuple):
 
     variances: bool = False  # of each parameter
     vectors: bool = False  # of each group
+
+
+class Whole:
+    """Sums over all elements of parameters. Here tensors hold all of them; see `isosgd.samplers.shards` for parts."""
+
+    sharded = False
+
+    def align(self, generator: torch.Generator) -> None:
+        """Have the same random numbers wherever there are parts."""
+
+    def take_gradients(self) -> None:
+        """Have the gradients of parts where samplers look for them."""
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Let go of the gradients that parts are taken from."""
+
+    def total(self, x: Tensor) -> Tensor:
+        """Numbers that are sums over elements, over all of them."""
+        return x
+
+    def largest(self, x: Tensor) -> Tensor:
+        """Numbers that are maxima."""
+        return x
+
+    def norm(self, x: Tensor) -> Tensor:
+        """Length of a vector."""
+        found: Tensor = x.norm()
+        return found
+
+    def size(self, width: int, params: Sequence[Tensor]) -> int:
+        """Elements of parameters, for each chain; ``width`` of them are here."""
+        return width
+
+    def mean(self, x: Tensor, params: Sequence[Tensor]) -> Tensor:
+        """Mean over the elements of parameters, of which x holds those that are here."""
+        return x.mean()
+
+    def normal_(self, out: Tensor, params: Sequence[Tensor], generator: torch.Generator) -> None:
+        """Fill a vector that goes with parameters by normal numbers."""
+        out.normal_(generator=generator)
 
 
 class NoiseModel:
@@ -44,9 +85,15 @@ class NoiseModel:
     """
 
     def __init__(
-        self, optimizer: Optimizer, estimator: NoiseEstimator, generator: torch.Generator, batched: bool
+        self,
+        optimizer: Optimizer,
+        estimator: NoiseEstimator,
+        generator: torch.Generator,
+        batched: bool,
+        whole: Whole | None = None,
     ) -> None:
         self.optimizer, self.estimator, self.generator, self.batched = optimizer, estimator, generator, batched
+        self.whole = whole or Whole()
         self.uses, self.vectors_every = Uses(), 1
         self.reset()
 
@@ -76,7 +123,7 @@ class NoiseModel:
             if variances:
                 followed.setdefault(group["seen"], []).extend(zip(states, vectors, strict=True))
             if vectors_too:
-                self._take_group(group, states[0], vectors)
+                self._take_group(group, [p for p, _ in seen_now], states[0], vectors)
                 turned.append((group, states[0]))
             group["seen"] += 1
         self._take_lengths(turned)
@@ -105,12 +152,13 @@ class NoiseModel:
             state.update(self.estimator.init(p))
         return cast(dict[str, Any], state)
 
-    def _take_group(self, group: Group, state: dict[str, Any], vectors: list[Tensor]) -> None:
+    def _take_group(self, group: Group, params: list[Tensor], state: dict[str, Any], vectors: list[Tensor]) -> None:
         """What is known of a group's noise as a whole."""
         if "top" not in state:
             vector = join(vectors, self.batched)
-            slots = min(MOST_VECTORS, max(1, VECTOR_MEMORY // vector.shape[-1]))
-            state["top"] = torch.empty_like(vector).normal_(generator=self.generator)
+            slots = min(MOST_VECTORS, max(1, VECTOR_MEMORY // self.whole.size(vector.shape[-1], params)))
+            state["top"] = torch.empty_like(vector)
+            self.whole.normal_(state["top"], params, self.generator)
             state["ring"] = vector.new_zeros((*vector.shape[:-1], slots, vector.shape[-1]))
             state["longest"] = vector.new_zeros((LENGTHS_KEPT, *vector.shape[:-1]))
         ring: Tensor = state["ring"]
@@ -118,12 +166,14 @@ class NoiseModel:
         row = ring[..., group["vectors"] % slots, :]
         torch.cat([flat(v, self.batched) for v in vectors], dim=-1, out=row)
         if not group["frozen"]:
-            power_step(state["top"], row, max(1.0 - self.estimator.momentum, 1.0 / (group["seen"] + 1), 0.01))
+            weight = max(1.0 - self.estimator.momentum, 1.0 / (group["seen"] + 1), 0.01)
+            power_step(state["top"], row, weight, self.whole.total)
         group["vectors"] += 1
 
     def _take_lengths(self, turned: Sequence[tuple[Group, dict[str, Any]]]) -> None:
         """How long the outer products of each ring are now."""
-        for (group, state), spectrum in zip(turned, ring_spectra([s["ring"] for _, s in turned]), strict=True):
+        spectra = ring_spectra([s["ring"] for _, s in turned], self.whole.total)
+        for (group, state), spectrum in zip(turned, spectra, strict=True):
             self._spectra[id(group)] = spectrum
             slots = state["ring"].shape[-2]
             # A ring that is not full, or holds vectors of an older window, says little: such lengths are soon written
@@ -176,8 +226,8 @@ class NoiseModel:
     def summary(self, group: Group, how: Summary) -> Tensor:
         """One number for a group's noise, in units of ``b = v / 2``."""
         if how == "top":
-            return top_eigenvalue(self.seen_of_group(group)["top"])
-        return summarise(self.variances(group), how, self.batched)
+            return top_eigenvalue(self.seen_of_group(group)["top"], self.whole.total)
+        return summarise(self.variances(group), how, self.batched, self.whole, self.seen_params(group))
 
     def recent_lengths(self, group: Group) -> Tensor:
         """Top eigenvalue of the outer products of the noise vectors kept, at recent steps: ``[seen]`` or ``[seen,
@@ -199,11 +249,16 @@ class NoiseModel:
         """A group's ring of noise vectors, its eigenvalues and eigenvectors, and how many vectors are in it."""
         ring = self.seen_of_group(group)["ring"]
         if id(group) not in self._spectra:
-            (self._spectra[id(group)],) = ring_spectra([ring])
+            (self._spectra[id(group)],) = ring_spectra([ring], self.whole.total)
         return ring, *self._spectra[id(group)], min(group["vectors"], ring.shape[-2])
 
 
-def ring_spectra(rings: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+def here(x: Tensor) -> Tensor:
+    """A sum over elements, all of which are here; see `Whole.total`."""
+    return x
+
+
+def ring_spectra(rings: Sequence[Tensor], total: Total = here) -> list[tuple[Tensor, Tensor]]:
     """Eigenvalues ``[(chains,) m]`` and eigenvectors of the Gram matrices of m noise vectors ``[(chains,) m, d]`` each.
 
     Matrices of one shape are decomposed in one call: a GPU takes as long for one of them as for all.
@@ -212,10 +267,10 @@ def ring_spectra(rings: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     alike: dict[Any, list[tuple[int, Tensor]]] = {}
     for i, ring in enumerate(rings):
         if ring.shape[-2] == 1:
-            length = torch.linalg.vector_norm(ring, dim=-1).square()
+            length = total(torch.linalg.vector_norm(ring, dim=-1).square())
             found[i] = length, torch.ones_like(length).unsqueeze(-1)
         else:
-            gram = ring @ ring.mT
+            gram = total(ring @ ring.mT)
             alike.setdefault((gram.shape, gram.dtype, gram.device), []).append((i, gram))
     for same in alike.values():
         grams = torch.stack([gram for _, gram in same])
@@ -241,34 +296,42 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(-1)  # not torch.dot, whose threads fight with torch's own: 30 times slower on two busy cores
 
 
-def summarise(variances: Sequence[Tensor], how: Summary, batched: bool = False) -> Tensor:
+def summarise(
+    variances: Sequence[Tensor],
+    how: Summary,
+    batched: bool = False,
+    whole: Whole | None = None,
+    params: Sequence[Tensor] = (),
+) -> Tensor:
     """Max, sum or mean of ``b = v / 2`` over the parameters of a group.
 
     ``max`` is the paper's choice for independent noise components; ``sum`` bounds the largest eigenvalue of any
     covariance with that diagonal.
     """
+    whole = whole or Whole()
     parts = [flat(v, batched) for v in variances]
     if how == "max":
-        return 0.5 * torch.stack([p.amax(-1) for p in parts]).amax(0)
-    total = 0.5 * torch.stack([p.sum(-1) for p in parts]).sum(0)
+        found = [p.amax(-1) if p.shape[-1] else p.new_zeros(p.shape[:-1]) for p in parts]  # a rank may have no rows
+        return 0.5 * whole.largest(torch.stack(found).amax(0))
+    total = 0.5 * whole.total(torch.stack([p.sum(-1) for p in parts]).sum(0))
     if how == "sum":
         return total
     if how == "mean":
-        return total / sum(p.shape[-1] for p in parts)
+        return total / whole.size(sum(p.shape[-1] for p in parts), params)
     raise ValueError(f"summary = {how!r} is unknown; choose 'max', 'sum', 'mean' or 'top'")
 
 
-def power_step(image: Tensor, noise: Tensor, weight: float) -> None:
+def power_step(image: Tensor, noise: Tensor, weight: float, total: Total = here) -> None:
     """One step of stochastic power iteration on flat noise vectors ``d``, in place on ``image``.
 
     ``image`` tracks ``V u`` for the unit vector ``u = image / |image|``: ``image <- (1 - w) image + w d (d . u)``, so
     that its length tends to the largest eigenvalue of ``V = E[d d^T]`` and its direction to that eigenvector.
     """
-    norm = dot(image, image).sqrt().clamp_min(torch.finfo(image.dtype).tiny)
-    along = (dot(image, noise) / norm).unsqueeze(-1)
+    norm = total(dot(image, image)).sqrt().clamp_min(torch.finfo(image.dtype).tiny)
+    along = (total(dot(image, noise)) / norm).unsqueeze(-1)
     image.lerp_(noise * along, weight)
 
 
-def top_eigenvalue(image: Tensor) -> Tensor:
+def top_eigenvalue(image: Tensor, total: Total = here) -> Tensor:
     """Largest eigenvalue of ``B = V / 2`` from the vector that `power_step` keeps."""
-    return 0.5 * dot(image, image).sqrt()
+    return 0.5 * total(dot(image, image)).sqrt()

@@ -20,7 +20,17 @@ from torch.optim import Optimizer
 from isosgd.geometry.base import Geometry, load_into, state_of
 from isosgd.geometry.layer import Number, diagonal_scale, root
 from isosgd.geometry.rule import allowed_rate_curvature
-from isosgd.noise import NoiseEstimator, NoiseModel, NoiseName, Summary, Uses, join, make_estimator, summarise
+from isosgd.noise import (
+    AlphaStable,
+    NoiseEstimator,
+    NoiseModel,
+    NoiseName,
+    Summary,
+    Uses,
+    join,
+    make_estimator,
+    summarise,
+)
 from isosgd.samplers.groups import (
     Group,
     OwnRateGroup,
@@ -39,6 +49,7 @@ from isosgd.samplers.metric import DiagonalMetric, Metric
 from isosgd.samplers.own_warmup import OPTIMISING, SAMPLING, WARMING_UP, OwnWarmup
 from isosgd.samplers.program import KickProgram, ScheduledProgram, StepProgram
 from isosgd.samplers.schedules import Cycles, Schedule
+from isosgd.samplers.shards import take_shards
 from isosgd.samplers.steppers import hamiltonian_, langevin_
 
 
@@ -82,6 +93,7 @@ class Sampler(Optimizer):
         noise: what is known of the gradient noise.
         given: whether the rate is the user's.
         own: the warm-up that the sampler drives itself, once it has begun.
+        whole: how sums over all elements of a group are made, where each rank has a part of them.
         driven: whether something else sets rates and says when draws count, as `isosgd.sample` does.
         metric: a diagonal preconditioner, or None.
         geometry: a Lambda that knows directions, or None.
@@ -93,6 +105,7 @@ class Sampler(Optimizer):
     departures: ClassVar[str] = "none"  # from the paper, in a line
     has_lr: ClassVar[bool] = True
     grows: ClassVar[bool] = True  # whether groups can be added
+    shardable: ClassVar[bool] = False  # whether steps of parts of parameters are those of the whole ones
     metric: DiagonalMetric | None = None
     geometry: Geometry | None = None
 
@@ -139,6 +152,12 @@ class Sampler(Optimizer):
         self.own: OwnWarmup | None = None
         self.driven = False
         groups = layer_groups(params)
+        self.whole = take_shards(groups)
+        if self.whole.sharded and (not self.shardable or chains is not None or capturable):
+            raise ValueError(
+                f"{type(self).__name__} of sharded parameters (DTensors): only ISGD, SGLD and SGHMC are supported, "
+                "without chains= and capturable=True"
+            )
         self.given = self._rate_given(groups, lr)
         self.schedule = schedule or Schedule()
         counters = {"step": 0, "seen": 0, "vectors": 0, "frozen": False, "rate": None}
@@ -149,7 +168,11 @@ class Sampler(Optimizer):
         super().__init__(groups, defaults)
         self.param_groups = [self._wrapped(group) for group in trained_groups(self.param_groups)]
         self.generator = make_generator(generator, self.param_groups[0]["params"][0].device)
-        self.noise = NoiseModel(self, estimator, self.generator, self.batched)
+        if generator is None:
+            self.whole.align(self.generator)
+        if self.whole.sharded and isinstance(estimator, AlphaStable):
+            raise ValueError("noise = 'alpha' of sharded parameters (DTensors) is not supported: choose 'paired'")
+        self.noise = NoiseModel(self, estimator, self.generator, self.batched, self.whole)
         self.noise.uses = Uses(vectors=self.corrected)
         self.injector = Injector(self.noise, self.generator, innovations, chains, capturable, self._next_move)
         self.half = HalfParameters(self.state, [p for group in self.param_groups for p in group["params"]])
@@ -191,7 +214,7 @@ class Sampler(Optimizer):
             super().add_param_group(param_group)
             check_groups(self.param_groups[-1:], self.chains)
             return
-        if self.geometry is not None or self.driven or not self.grows:
+        if self.geometry is not None or self.driven or not self.grows or self.whole.sharded:
             raise ValueError("a group cannot be added: make a new sampler with all of the parameters")
         new = {"name": str(len(self.param_groups)), **param_group}
         layer_groups([*({"name": g["name"]} for g in self.param_groups), {"name": new["name"]}])  # no name twice
@@ -393,6 +416,7 @@ class Sampler(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.whole.take_gradients()
         self._follow_lr()
         if self.own is None and noise is None and self.given and self.needs_vectors and not self.driven:
             self.own = OwnWarmup(self, None, by_scheme=True)  # for noise vectors alone
@@ -422,6 +446,11 @@ class Sampler(Optimizer):
         if moves and not self.injector.noiseless:
             self.injector.source.prefetch()
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of every optimizer; of sharded parameters, too."""
+        super().zero_grad(set_to_none)
+        self.whole.zero_grad(set_to_none)
 
     def _plain(self) -> bool:
         """Whether a step of parameters in bfloat16 is one of Theorem 1 and no more, for which no copies are needed."""

@@ -7,7 +7,7 @@ one flat tensor of *kicks*, ``rate * w``, drawn, scaled and corrected at once fo
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import NamedTuple, cast
 
 import torch
@@ -115,7 +115,9 @@ class Injector:
         lead = () if self.chains is None else (self.chains,)
         size = sum(p.numel() for p in every) // (self.chains or 1)
         drawn = torch.zeros((*lead, size + self.extra), dtype=dtype, device=every[0].device)
-        self.source = Source(drawn, self.generator, self.innovations, self.averaged)
+        whole = self.noise.whole
+        draw = partial(whole.normal_, params=every, generator=self.generator) if whole.sharded else None
+        self.source = Source(drawn, self.generator, self.innovations, self.averaged, draw)
         self.layout, end = [], 0
         for group, params in zip(groups, active, strict=True):
             if params:
@@ -181,11 +183,11 @@ class Injector:
 
     def _correction(self) -> Callable[[], None] | None:
         """What takes noise vectors out of the kicks: one number scales a group, so that the order is free."""
-        outers = self.outer_corrections()
+        outers, whole = self.outer_corrections(), self.noise.whole
 
         def finish() -> None:
             for own, ring, factor in outers:
-                take_out_(own.flat, ring, factor)
+                take_out_(own.flat, ring, factor, whole.total if whole.sharded else None)
 
         return finish if outers else None
 

@@ -46,7 +46,8 @@ class Source:
     """Innovations for a flat float tensor ``out``, from a generator; ``auto`` takes bits where they are faster.
 
     Counted bits, and all that is done to them, can be prefetched by a thread while the next gradient is computed. Where
-    they are ``averaged``, each is the mean of a fresh one and that of the last `fill`.
+    they are ``averaged``, each is the mean of a fresh one and that of the last `fill`. A function ``draw`` fills a
+    tensor by normal numbers where ``out`` is a part of a longer vector.
 
     Example:
         >>> source = Source(torch.empty(1 << 16), torch.Generator().manual_seed(0))
@@ -55,10 +56,16 @@ class Source:
     """
 
     def __init__(
-        self, out: Tensor, generator: torch.Generator, kind: Innovations = "auto", averaged: bool = False
+        self,
+        out: Tensor,
+        generator: torch.Generator,
+        kind: Innovations = "auto",
+        averaged: bool = False,
+        draw: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.out, self.generator, self.averaged = out, generator, averaged
-        self.bits = as_bits(kind, out.numel(), out.device)
+        self.bits = draw is None and as_bits(kind, out.numel(), out.device)
+        self._draws_part = draw
         self.prefetched: Future[None] | None = None
         self._before = generator.get_state()
         self._last: Tensor | None = None  # normal numbers; bits are averaged while they are bytes and cost little
@@ -106,7 +113,10 @@ class Source:
             self.prefetched = self._start()
 
     def _draw(self, out: Tensor) -> None:
-        out.normal_(generator=self.generator)
+        if self._draws_part is None:
+            out.normal_(generator=self.generator)
+        else:
+            self._draws_part(out)
 
     def _start(self) -> Future[None]:
         self._before, self._counts_before = self.generator.get_state(), self._counts

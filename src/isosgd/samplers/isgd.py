@@ -124,6 +124,7 @@ class ISGD(Sampler):
         "centred noise, correlations corrected, curvature guard, windowed warm-up, shapes of Lambda; all optional"
     )
     has_lr = False
+    shardable = True
     independent_batches = False  # whether minibatches are, so that the level of the noise can be followed
 
     def __init__(
@@ -156,7 +157,7 @@ class ISGD(Sampler):
         self.given, self.undecided = lam is not None, False
         paired = self.estimator.centred and not isinstance(self.estimator, AlphaStable)
         knows = paired and scheme == "windowed" and self.batch_size is not None and not (correction or lam)
-        knows = knows and safety == 1
+        knows = knows and safety == 1 and not self.whole.sharded
         self._chooses_structure = knows and structure is None
         if structure == "auto":
             shapes = parameter_shapes(self)
@@ -176,6 +177,10 @@ class ISGD(Sampler):
         if self.averaged and not known:
             raise ValueError("averaged=True goes with the structures diagonal, lowrank, kronecker and full")
         if isinstance(self.structure, Geometry):
+            if self.whole.sharded:
+                raise ValueError(
+                    f"structure {name!r} of sharded parameters (DTensors) is not supported: choose 'layer' or 'single'"
+                )
             if lam is not None:
                 raise ValueError(f"lam = {lam} is one number, structure {name!r} has many: leave one of them out")
             if safety != 1:

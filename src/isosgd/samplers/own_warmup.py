@@ -174,6 +174,7 @@ class OwnWarmup:
                 f"({8 * FIRST_WINDOW} or more to settle), or leave it out"
             )
         self.sampler, self.budget, self.by_scheme = sampler, budget, by_scheme
+        self.whole = sampler.whole
         self.total = MOST_STEPS if budget is None else budget
         first = sampler.param_groups[0]["params"][0]
         self.device = first.device
@@ -245,7 +246,10 @@ class OwnWarmup:
 
     def dots(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
         """Inner products of each group's parts."""
-        return torch.stack([(x * y).sum() for x, y in zip(self.by_group(a), self.by_group(b), strict=True)]).double()
+        return self._sums(self.by_group(a), self.by_group(b))
+
+    def _sums(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+        return self.whole.total(torch.stack([(x * y).sum() for x, y in zip(a, b, strict=True)])).double()
 
     # -- noise vectors ------------------------------------------------------------------------------------------------
 
@@ -325,9 +329,10 @@ class OwnWarmup:
             self.noise_square = [torch.zeros_like(x) for x in self.mean]
             self.centre = [torch.zeros_like(x) for x in self.mean]
             for group in self.groups:
-                size = float(join([p.detach().float() for p in group["params"]]).square().mean().sqrt())
+                place = join([p.detach().float() for p in group["params"]])
+                size = float(self.whole.mean(place.square(), group["params"]).sqrt())
                 self.lengths += [FIRST_LENGTH * size if size > 0 else LENGTH_AT_ZERO] * len(group["params"])
-            self.steepest = float(torch.stack(torch._foreach_norm(grads)).square().sum())
+            self.steepest = float(self.whole.total(torch.stack(torch._foreach_norm(grads)).square().sum()))
         first, second = ADAM_MEMORY
         last = self.last
         grads = [g.float() for g in grads]
@@ -347,6 +352,7 @@ class OwnWarmup:
             before = last[i].float() if last else torch.zeros_like(g)
             agreement += torch.stack([(g * before / scale).sum(), (g * g / scale).sum(), share.abs().sum()]).double()
             p.sub_((self.factor * self.lengths[i] * share).to(p.dtype))
+        agreement = self.whole.total(agreement)
         self.pflug += torch.stack([agreement[0], agreement[0] ** 2, agreement[1], agreement[2]])
         self.place += 1
         if self.place > self.length // 2:
@@ -359,6 +365,7 @@ class OwnWarmup:
         total, squares, lengths, way = self.pflug.tolist()
         moved = zip(self.params, self.start, self.lengths, strict=True)
         gone = sum(float((p - q).abs().sum()) / (self.factor * length) for p, q, length in moved)
+        gone = float(self.whole.total(torch.tensor(gone, dtype=torch.float64, device=self.device)))
         if not math.isfinite(total):
             raise DivergedError(
                 f"after {self.spent} steps a gradient is not finite: check the loss, the data and the start",
@@ -391,7 +398,7 @@ class OwnWarmup:
         first = 0  # parameter of the group: all of one have steps of one length
         for group, square in zip(self.groups, self.by_group(self.noise_square), strict=True):
             length, first = self.lengths[first], first + len(group["params"])
-            information = group["num_data"] * self._batch_size * float(square.mean())
+            information = group["num_data"] * self._batch_size * float(self.whole.mean(square, group["params"]))
             deviation = math.sqrt(max(group["temperature"], 1e-12) / information) if information > 0 else math.inf
             if self.factor * length > SHORT * deviation:
                 return False
@@ -437,7 +444,7 @@ class OwnWarmup:
 
     def _ran_away(self) -> bool:
         """Whether the chain is where gradients are many times what they can be: noise that is seen there is none."""
-        if not all(bool(torch.isfinite(total)) for total in torch._foreach_norm(self.params)):
+        if not bool(torch.isfinite(self.whole.total(torch.stack(torch._foreach_norm(self.params)).sum()))):
             return True
         if self.line.count >= LEAST_POINTS:
             self.curvatures = self._measured()
@@ -451,9 +458,12 @@ class OwnWarmup:
     def _bounds(self) -> list[float]:
         """What the squared mean gradient of each group can be at stationarity, ``T tr(H) / N``, at the most."""
         return [
-            group["temperature"] * h * sum(p.numel() for p in group["params"]) / group["num_data"]
+            group["temperature"] * h * self._size(group) / group["num_data"]
             for group, h in zip(self.groups, self.curvatures, strict=True)
         ]
+
+    def _size(self, group: Group) -> int:
+        return self.whole.size(sum(p.numel() for p in group["params"]), group["params"])
 
     def _prior(self) -> dict[str, Any]:
         """What a geometry is told of the curvature of the prior: that of weight decay."""
@@ -508,7 +518,7 @@ class OwnWarmup:
         geometry = self.geometry
         if geometry is None:
             found = [self.sampler.noise.seen_of_group(group)["top"].clone() for group in self.groups]
-            self.images = self.axes = [u / u.norm().clamp_min(1e-30) for u in found]
+            self.images = self.axes = [u / self.whole.norm(u).clamp_min(1e-30) for u in found]
         else:
             # A direction in which noise and H say that the curvature is 1: an image w = H t, and t itself.
             shape = (min(PROBES, geometry.total), geometry.total)
@@ -527,8 +537,7 @@ class OwnWarmup:
             places, pulls = self.by_group(moved), self.by_group(grads)
         else:
             places, pulls = ([join([t.float() for t in each])] * len(self.axes) for each in (moved, grads))
-        x = torch.stack([(w * a).sum() for w, a in zip(self.images, places, strict=True)])
-        y = torch.stack([(t * g).sum() for t, g in zip(self.axes, pulls, strict=True)])
+        x, y = self._sums(self.images, places), self._sums(self.axes, pulls)
         self.line.take(x, y, self.epoch, (self.spent - 1) % self.epoch if self.epoch else 0)
         half = min(2 * i // max(self.length, 1), 1)
         if half == len(self.halves):
@@ -542,9 +551,7 @@ class OwnWarmup:
         product = self._whitened_dots(grads, self.last)
         self.signal += torch.stack([product, product**2, torch.ones_like(product)])
         if self.geometry is None:
-            z = torch.stack(
-                [(u * d).sum() for u, d in zip(self.axes, self.by_group(list(noise)), strict=True)]
-            ).double()
+            z = self._sums(self.axes, self.by_group(list(noise)))
             self.joint += torch.outer(z, z)
 
     def _whitened_dots(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:

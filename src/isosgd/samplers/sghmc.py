@@ -36,6 +36,7 @@ class SGHMC(Sampler):
     family = "hamiltonian"
     paper = "Chen, Fox, Guestrin 2014"
     departures = "the correction is measured, correlations included"
+    shardable = True
 
     def __init__(
         self, params: ParamsLike, *, friction: float = 0.1, corrected: bool | None = None, **settings: Any

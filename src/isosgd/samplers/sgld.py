@@ -42,6 +42,7 @@ class SGLD(Sampler):
 
     paper = "Welling, Teh 2011"
     departures = "the rate is fixed by default, and set by `adapt`"
+    shardable = True
 
     def __init__(
         self,

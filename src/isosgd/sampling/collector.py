@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from isosgd.data.sources import as_tensors
 from isosgd.errors import DivergedError
 from isosgd.posterior import Posterior
 from isosgd.samplers import METHODS, Sampler
+from isosgd.samplers.shards import Shards
 from isosgd.sampling.settings import versions
 from isosgd.sampling.stored import load
 from isosgd.store import Manifest, Writer
@@ -40,7 +41,9 @@ class Collector:
             optimizer's ``weight_decay``.
         keep_every: steps between draws; ``auto`` begins with what the warm-up found.
         draws: kept in memory, at most.
-        store: a folder to write draws to as they come, all of them; `isosgd.load` reads it.
+        store: a folder to write draws to as they come, all of them; `isosgd.load` reads it. Draws of a model that is
+            sharded over ranks (`fully_shard`) must have one: all ranks make the same calls, parameters are put
+            together one after the other, and rank 0 writes them.
         store_dtype: dtype in which they are written; their own by default.
 
     Example:
@@ -81,7 +84,11 @@ class Collector:
         if target is not None and likelihood is not None:
             raise ValueError("target= and likelihood= both say what is sampled: pass one of them")
         self.optimizer, self.model, self.keep_every, self.most = optimizer, model, keep_every, draws
-        moved = {id(p): float(g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+        self._shards = optimizer.whole if isinstance(optimizer.whole, Shards) else None
+        whole_of = {} if self._shards is None else {id(part): p for p, part in self._shards.part_of.items()}
+        moved = {
+            id(whole_of.get(id(p), p)): float(g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]
+        }
         self._params = {name: p for name, p in model.named_parameters() if id(p) in moved}
         if len(self._params) < len(moved):
             raise ValueError(
@@ -110,6 +117,9 @@ class Collector:
         self._count, self._due = 0, 0
         self._began = time.monotonic()
         self._writer: Writer | None = None
+        self._folder = None if store is None else Path(store)
+        if self._shards is not None and store is None:
+            raise ValueError("draws of a model that is sharded over ranks do not stay in memory: give store=")
         if store is not None:
             if store_dtype not in STORED:
                 raise ValueError(f"store_dtype = {store_dtype!r} is unknown; choose 'float32', 'bfloat16' or None")
@@ -122,13 +132,19 @@ class Collector:
                 specs_of(self._buffers),
             )  # fmt: skip
             fixed = {} if target is None else {**target.frozen, **target.buffers}
-            self._writer = Writer.create(Path(store), manifest, fixed)
+            if self._leads:
+                self._writer = Writer.create(Path(store), manifest, fixed)
         elif store_dtype is not None:
             raise ValueError("store_dtype goes with store=, the folder of a run: give that too")
         self._hook = optimizer.register_step_post_hook(lambda *_: self._step())
 
     def __len__(self) -> int:
         return self._count
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this process keeps the draws."""
+        return self._shards is None or self._shards.mesh.get_local_rank() == 0
 
     @property
     def spacing(self) -> int:
@@ -150,7 +166,7 @@ class Collector:
 
     @torch.no_grad()
     def _keep(self) -> None:
-        draw = {name: p.detach().to("cpu", copy=True) for name, p in self._params.items()}
+        draw = {name: self._whole(p) for name, p in self._params.items()}
         if not all(bool(torch.isfinite(x).all()) for x in draw.values()):
             error = DivergedError(
                 f"after {self._count} draws the chain is not finite any more: the draws so far are in .draws of this "
@@ -164,6 +180,7 @@ class Collector:
         if self._writer is not None:
             one, other = ({name: x.unsqueeze(0) for name, x in part.items()} for part in (draw, buffers))
             self._writer.add(0, one, other, self.optimizer.param_groups[0]["step"])
+        if self._folder is not None:
             return
         self._draws.append(draw)
         self._with.append(buffers)
@@ -171,6 +188,14 @@ class Collector:
             assert self.keep_every != "auto"
             self._draws, self._with, self.keep_every = self._draws[1::2], self._with[1::2], 2 * self.keep_every
             self._count = len(self._draws)
+
+    def _whole(self, p: Any) -> Tensor:
+        """A copy of a parameter; of one that is sharded all ranks put it together, and rank 0 has it."""
+        if self._shards is None:
+            return cast(Tensor, p.detach().to("cpu", copy=True))
+        whole: Tensor = p.detach().full_tensor()
+        # Where it is not finite, its sum is not: every rank raises then.
+        return whole.to("cpu", copy=True) if self._leads else whole.sum().cpu()
 
     def close(self) -> None:
         """Collect no more, and let go of the store."""
@@ -196,12 +221,13 @@ class Collector:
         for name in ("method", "temperature", "num_data"):
             if len(found := {one._info()[name] for one in every}) > 1:
                 raise ValueError(f"chains= of one posterior have one {name}, not {sorted(found)}: collect them apart")
-        if self._writer is not None:
+        if self._folder is not None:
             if len(every) > 1:
                 raise ValueError("chains= goes with draws in memory: read each store by isosgd.load")
-            folder = self._writer.folder
             self.close()
-            return load(folder, self.target, data=data)
+            if self._shards is not None:
+                self._shards.total(torch.zeros(1, device=self._shards.mesh.device_type))  # all is written
+            return load(self._folder, self.target, data=data)
         length = min(len(one) for one in every)
         parts = [_stacked([d for one in every for d in getattr(one, kept)[-length:]], len(every))
                  for kept in ("_draws", "_with")]  # fmt: skip

@@ -77,7 +77,8 @@ class ModuleLikelihood:
         if sharded is not None:
             raise ValueError(
                 f"parameter {sharded!r} of the model is sharded over ranks (a DTensor, as fully_shard makes them), "
-                "which is not supported: pass the module as it is before it is sharded, and parallel='data' to sample"
+                "which sample does not take: make the target before the module is sharded, and sample the sharded one "
+                "in a loop (ISGD and Collector); or keep it whole on every rank, with parallel='data'"
             )
         self.likelihood = as_likelihood(likelihood)
         self.autocast, self.channels_last = as_autocast(autocast), bool(channels_last)
