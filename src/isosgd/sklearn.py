@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from scipy.special import ndtr, ndtri, stdtr, stdtrit
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.compose import ColumnTransformer
 from sklearn.impute import SimpleImputer
@@ -33,6 +32,7 @@ from sklearn.utils.validation import _check_y, check_consistent_length, check_is
 
 from isosgd import Posterior
 from isosgd.diagnostics.verdict import Verdict
+from isosgd.metrics import mixture_quantiles
 from isosgd.sampling.settings import memory
 from isosgd.tables.network import Network, said_by_draws, sample_network, usual_layers, with_noise
 
@@ -42,7 +42,6 @@ Array = Any
 MISSING = "(missing)"
 RARE, MOST_LEVELS = 2, 50  # rows that a level of a category needs for an input of its own, and levels at most
 BATCH = 2_000  # rows predicted at once
-HALVINGS = 40  # of the bracket of a quantile
 
 
 class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
@@ -254,7 +253,10 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
         if return_draws:
             return self._units(mean)
         if quantiles is not None:
-            return self._units(np.stack([self._quantile(mean, variance, level) for level in quantiles]))
+            found = self.network_
+            df = found.df if found.likelihood == "student_t" else math.inf
+            flat = (torch.from_numpy(part.reshape(len(mean), -1)) for part in (mean, variance))
+            return self._units(mixture_quantiles(*flat, list(quantiles), df=df).numpy().reshape(-1, *mean.shape[1:]))
         if not return_std:
             return self._units(mean.mean(0))
         std = np.sqrt(mean.var(0) + variance.mean(0)) * self.y_scale_
@@ -273,22 +275,6 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
     def _units(self, found: Array) -> Array:
         found = found * self.y_scale_ + self.y_center_
         return found[..., 0] if self._flat else found
-
-    def _quantile(self, mean: Array, variance: Array, level: float) -> Array:
-        """Where the mixture's distribution function is ``level``, by halving a bracket."""
-        if not 0 < level < 1:
-            raise ValueError(f"quantiles has {level!r}: they must lie between 0 and 1")
-        df = self.network_.df
-        student = self.network_.likelihood == "student_t"
-        width = np.sqrt(variance * ((df - 2.0) / df if student else 1.0))
-        ends = mean + width * (stdtrit(df, level) if student else ndtri(level))
-        low, high = ends.min(0), ends.max(0)  # the quantile of a mixture lies between those of its parts
-        for _ in range(HALVINGS):
-            middle = 0.5 * (low + high)
-            z = (middle - mean) / width
-            below = (stdtr(df, z) if student else ndtr(z)).mean(0) < level
-            low, high = np.where(below, middle, low), np.where(below, high, middle)
-        return 0.5 * (low + high)
 
 
 class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):  # type: ignore[misc]
