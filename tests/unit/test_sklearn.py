@@ -249,4 +249,4 @@ def test_columns_named_by_integers_are_names() -> None:
     frame = pd.DataFrame({2019: rng.normal(size=40), 2020: rng.choice(["a", "b"], 40), 2021: rng.normal(size=40)})
     model = BayesianMLPRegressor(hidden_layers=(4,), chains=2, effort=0.05, random_state=0)
     fitted = model.fit(frame, frame[2019] + (frame[2020] == "a"))
-    assert fitted.predict(frame).shape == (40,) and fitted.kinds_ == ([2019, 2021], [2020])
+    assert fitted.predict(frame).shape == (40,) and fitted.columns_.numbers == [2019, 2021]

@@ -42,9 +42,7 @@ class View:
         self.classes = self.network is not None and name in CLASSES
         # A user's own predict that gives a mean and a variance is taken at its word: normal noise.
         self.df: float | None = math.inf if self.network is None or name in NORMAL else None
-        if (
-            self.network is not None and name == "StudentT" and about["df"] > 2
-        ):  # with fewer degrees of freedom it has no variance
+        if self.network is not None and name == "StudentT" and about["df"] > 2:  # with fewer it has no variance
             self.df = float(about["df"])
 
     def head(self, inputs: Any) -> tuple[Head, View] | None:
