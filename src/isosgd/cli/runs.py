@@ -316,9 +316,9 @@ def draw_and_judge(
 
 def _kept(folder: Path) -> str:
     """What a run that was stopped has, in words."""
-    if not Manifest.begun(folder):
+    if not (folder / MANIFEST).exists():
         return "nothing had been drawn yet. Start it again"
-    kept = isosgd.load(folder)
+    kept = isosgd.load(folder) if Manifest.begun(folder) else None
     found = f"{kept.num_draws} draws of {kept.num_chains} chains are kept" if kept else "nothing had been drawn yet"
     return f"{found}. Go on with: isosgd resume {folder}"
 
