@@ -167,7 +167,15 @@ def test_frames_are_taken_as_they_are() -> None:
     [
         (lambda frame: frame.drop(columns="town"), "feature names"),
         (lambda frame: frame[["town", "size", "built", "garden"]], "feature names"),
-        (lambda frame: frame.assign(size="big"), "'size' was one of numbers"),
+        (lambda frame: frame.assign(colour="red"), "feature names"),
+        (
+            lambda frame: frame.assign(size="big"),
+            "'size' was one of numbers when the model was fitted; now it holds 'big'",
+        ),
+        (lambda frame: frame.assign(size=frame["built"]), "'size' was one of numbers"),
+        (lambda frame: frame.assign(built=3.5), "'built' was one of dates when the model was fitted; now it holds 3.5"),
+        (lambda frame: frame.assign(town=3.5), "'town' was one of categories when .* now it holds the number 3.5"),
+        (lambda frame: frame.to_numpy(), "column 'town' is not one of numbers: give X as a frame"),
         (lambda frame: frame.assign(size=np.inf), "'size' has infinite values"),
         (lambda frame: frame.iloc[:0], "0 rows"),
     ],
@@ -198,6 +206,23 @@ def test_bad_input_is_refused(settings: dict[str, Any], target: Any, why: str) -
     x, y = linear(30, 0)
     with pytest.raises(ValueError, match=why):
         BayesianMLPRegressor(**{**SHORT, **settings}).fit(x, y if target is None else target(y))
+
+
+@pytest.mark.parametrize("kind", [BayesianMLPRegressor, BayesianMLPClassifier])
+def test_what_fit_does_not_take_is_refused(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = linear(30, 0)
+    labels = (y > y.mean()).astype(int)
+    with pytest.raises(TypeError, match=r"sample_weight is not supported.*: repeat rows instead"):
+        kind(**SHORT).fit(x, labels, sample_weight=np.ones(30))
+    with pytest.raises(TypeError, match="unexpected argument 'eval_set'; it takes X, y, store and held_out"):
+        kind(**SHORT).fit(x, labels, eval_set=[(x, y)])
+    with pytest.raises(ValueError, match="max_seconds = -1 must be"):
+        kind(**{**SHORT, "max_seconds": -1}).fit(x, labels)
+    with pytest.raises(ValueError, match="chains = 1,000,000,000 need"):
+        kind(**{**SHORT, "chains": 10**9}).fit(x, labels)
+    monkeypatch.setattr("isosgd.sklearn.memory", lambda: 1_000)
+    with pytest.raises(ValueError, match="30 rows of 3 inputs take up more memory than this machine has: fit fewer"):
+        kind(**SHORT).fit(x, labels)
 
 
 def test_one_class_and_infinite_inputs_are_refused() -> None:
@@ -249,4 +274,8 @@ def test_columns_named_by_integers_are_names() -> None:
     frame = pd.DataFrame({2019: rng.normal(size=40), 2020: rng.choice(["a", "b"], 40), 2021: rng.normal(size=40)})
     model = BayesianMLPRegressor(hidden_layers=(4,), chains=2, effort=0.05, random_state=0)
     fitted = model.fit(frame, frame[2019] + (frame[2020] == "a"))
+    with pytest.raises(ValueError, match="lacks the column 2019, with which the model was fitted"):
+        fitted.predict(frame.rename(columns={2019: 2018}))
     assert fitted.predict(frame).shape == (40,) and fitted.columns_.numbers == [2019, 2021]
+    numbers = BayesianMLPRegressor(**SHORT).fit(frame[[2019, 2021]], frame[2019])
+    assert np.array_equal(numbers.predict(frame[[2019, 2021]].to_numpy()), numbers.predict(frame[[2019, 2021]]))

@@ -268,8 +268,8 @@ def _texts(column: Any) -> Array:
 def _first(column: Any) -> Any:
     """The value to show of a column that is of another kind."""
     there = column.dropna()
-    text = next((value for value in there if isinstance(value, str)), None)
-    return there.iloc[0] if text is None else text
+    value = next((value for value in there if isinstance(value, str)), there.iloc[0])
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def listed(names: Iterable[Any], most: int = 6) -> str:
