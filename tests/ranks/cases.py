@@ -1,6 +1,7 @@
-"""What each rank does in tests/ranks: run as ``python cases.py OUT CASE...``, with the environment that torchrun sets.
+"""What each rank does in tests/ranks, with the environment that torchrun sets: ``python cases.py OUT CASE...``.
 
-Every case returns plain values; rank r writes them to OUT/r.json. What a case raises is written as its text.
+Every case returns plain values; rank r writes them to OUT/r.json. What a case raises is written as its text. Without
+RANK in the environment it forks WORLD_SIZE ranks: torch is then loaded once, and not by each of them.
 """
 
 import hashlib
@@ -11,8 +12,10 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-import isosgd
 from isosgd import Posterior, RankError, Target, priors, sample
 from isosgd.engine.chains import Chains
 from isosgd.engine.gradients import Parted
@@ -29,14 +31,16 @@ from isosgd.engine.ranks import Ranks
 from isosgd.engine.schedule import Schedule
 from isosgd.sampling import recorders
 from isosgd.sampling.settings import sampler_factory
+from isosgd.sampling.trained import TrainedRun
+from isosgd.store import writer
 
-ROWS, WIDTH = 240, 20
+ROWS, WIDTH = 240, 400
 X = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1, keepdim=True) + 0.3 * torch.randn(ROWS, 1, generator=torch.Generator().manual_seed(1))
 MEANS = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2))
-QUICK: dict[str, Any] = {"draws": 4, "keep_every": 3, "warmup": 300, "progress": False, "batch_size": 24}
-STEPS: dict[str, Any] = {"draws": 100, "keep_every": 1, "warmup": 0, "progress": False, "batch_size": 24}
-STATIONARY: dict[str, Any] = {"draws": 150, "keep_every": 8, "warmup": 600, "progress": False, "batch_size": 48}
+QUICK: dict[str, Any] = {"draws": 4, "keep_every": 3, "warmup": 100, "progress": False, "batch_size": 24}
+STEPS: dict[str, Any] = {"keep_every": 20, "warmup": 0, "progress": False, "batch_size": 24}
+STATIONARY: dict[str, Any] = {"draws": 50, "keep_every": 16, "warmup": 200, "progress": False, "batch_size": 48}
 
 
 def network() -> Target:
@@ -48,7 +52,7 @@ def network() -> Target:
 
 
 def conjugate() -> Target:
-    """The mean of normal data: posterior variance T / (N + 1 / 100) in each of its dimensions."""
+    """The mean of normal data: posterior variance T / (N + 1 / 100) in each of its many dimensions."""
     return Target(
         lambda p, b: -0.5 * (b[0] - p["mu"]).square().sum(-1), priors.Normal(10.0), init={"mu": torch.zeros(WIDTH)}
     )
@@ -99,23 +103,18 @@ def chains_loader() -> Any:
     return hashes(loader(parallel="chains"))
 
 
-def trajectory(**more: Any) -> Posterior:
-    return sample(
-        network(), (X, Y), chains=1, method="isgd", lam=2.0, structure="layer", noise_every=2, **STEPS, **more
-    )
-
-
-def data() -> Any:
-    found = trajectory(parallel="data")
-    return {"draws": flat(found).tolist(), "gradients": found.info["gradients"]}
+def trajectory(draws: int = 5, **more: Any) -> Posterior:
+    """A draw every 20 steps, from the first step on."""
+    settings: dict[str, Any] = {**STEPS, "method": "isgd", "lam": 2.0, "structure": "layer", "noise_every": 4}
+    return sample(network(), (X, Y), chains=1, draws=draws, **settings, **more)
 
 
 def flat(posterior: Posterior) -> Tensor:
     return torch.cat([x[0].reshape(posterior.num_draws, -1) for x in posterior.draws.values()], -1)
 
 
-def data_equal() -> Any:
-    """Draws as each rank has them in its own memory, a thousand steps after the start."""
+def data() -> Any:
+    """The first 100 steps, and a hash of the draws of 1,000 as each rank has them in its own memory."""
     kept: list[Tensor] = []
 
     def keep(self: Any, run: Chains, first: int, number: int) -> None:
@@ -125,18 +124,26 @@ def data_equal() -> Any:
     kind: Any = recorders.Follower if dist.get_rank() else recorders.InMemory
     take, kind.keep = kind.keep, keep
     try:
-        sample(network(), (X, Y), chains=1, parallel="data", **{**STEPS, "draws": 10, "keep_every": 100}, method="isgd",
-               lam=2.0, structure="layer")  # fmt: skip
+        found = trajectory(50, parallel="data")
     finally:
         kind.keep = take
-    return hashlib.sha256(torch.stack(kept).numpy().tobytes()).hexdigest()
+    bits = hashlib.sha256(torch.stack(kept).numpy().tobytes()).hexdigest()
+    return {"draws": flat(found)[:5].tolist(), "gradients": found.info["gradients"], "bits": bits, "kept": len(kept)}
 
 
 def stationary(temperature: float, **more: Any) -> Any:
-    """Variance in each dimension, over that of the posterior."""
-    found = sample(conjugate(), (MEANS,), chains=1, parallel="data", temperature=temperature, **STATIONARY, **more)
+    """Mean square of the distance from the posterior mean in each dimension, over the posterior variance.
+
+    The chain begins with a draw from the posterior, so that a short one is stationary from its start.
+    """
     exact = temperature / (ROWS + 0.01)
-    return {"ratios": (found.draws["mu"][0].var(0) / exact).tolist(), "hash": hashes(found)}
+    mean = MEANS.sum(0) / (ROWS + 0.01)
+    start = mean + exact**0.5 * torch.randn(WIDTH, generator=torch.Generator().manual_seed(4))
+    found = sample(
+        conjugate(), (MEANS,), chains=1, parallel="data", temperature=temperature, init={"mu": start},
+        structure="diagonal", **STATIONARY, **more,
+    )  # fmt: skip
+    return {"ratios": ((found.draws["mu"][0] - mean).square().mean(0) / exact).tolist(), "hash": hashes(found)}
 
 
 def warm() -> Any:
@@ -154,7 +161,7 @@ def noise() -> Any:
         ranks.connect(torch.device("cpu"))
         schedule = Schedule(conjugate(), (MEANS,), None, 1, 24, 0, None, None, None, [0], ranks)
         _, run = next(iter(schedule.runs(sampler_factory("isgd", ROWS, 1.0, 24, 1, {"structure": "layer"}))))
-        squares, calls = torch.zeros(WIDTH), 300
+        squares, calls = torch.zeros(WIDTH), 40
         for _ in range(calls):
             found = run.evaluate(split=True)
             assert found is not None
@@ -168,7 +175,7 @@ def distributed_loader() -> Any:
     source = TensorDataset(MEANS)
     sampler: Any = DistributedSampler(source, num_replicas=size, rank=rank, seed=5)
     batches = DataLoader(source, batch_size=24 // size, sampler=sampler)
-    settings = {**QUICK, "batch_size": None, "keep_every": "auto", "warmup": 500}
+    settings = {**QUICK, "batch_size": None, "warmup": 200}
     found = sample(conjugate(), batches, chains=1, parallel="data", **settings)
     plain = DataLoader(source, batch_size=24 // size, shuffle=True)
     return {
@@ -183,6 +190,32 @@ def wrapped() -> Any:
     target = Target.from_module(model, "gaussian")
     found = sample(target, (X, Y), parallel="data", starts=[model], temperature=0.01, **QUICK)
     return sorted(found.draws)
+
+
+def ladder() -> Any:
+    """Temperatures that every rank tries; rank 1 finds another one best, as if its machine rounded otherwise."""
+    model = nn.Linear(3, 2)
+    for p in model.parameters():
+        p.data.fill_(0.1)
+    held_out = X[:60], (Y[:60, 0] > 0).long()
+    given: dict[str, Any] = {"starts": [model], "chains": 2, "parallel": "chains", "held_out": held_out, **QUICK}
+    choose = TrainedRun.choose
+
+    def other(self: Any, *args: Any) -> Any:
+        found = choose(self, *args)
+        return replace(found, temperature=found.temperature * (1 + dist.get_rank()))
+
+    TrainedRun.choose = other  # type: ignore[method-assign]
+    target, labels = Target.from_module(model, "categorical"), (Y[:, 0] > 0).long()
+    found = sample(target, (X, labels), ladder=[0.1, 1.0], **given)
+    TrainedRun.choose = choose  # type: ignore[method-assign]
+    batches = DataLoader(TensorDataset(X, labels), batch_size=24)
+    return {
+        "hashes": hashes(found),
+        "temperature": found.info["temperature"],
+        "rungs": len(found.info["temperature_choice"]["rungs"]),
+        "loader": raised(lambda: sample(target, batches, **{**given, "batch_size": None})),
+    }
 
 
 def grid() -> Any:
@@ -244,27 +277,31 @@ def bad_input() -> Any:
 def hang_chains() -> Any:
     """The last rank hangs before its chain ends."""
     late = dist.get_world_size() - 1
+    naps = [6.0] if dist.get_rank() == late else []
 
     def start(chain: int) -> Any:
-        if dist.get_rank() == late:
-            time.sleep(20.0)
+        if naps:
+            time.sleep(naps.pop())
         return {"mu": torch.zeros(WIDTH)}
 
     given: dict[str, Any] = {**QUICK, "chains": late + 1, "parallel": "chains", "rank_timeout": 2.0, "init": start}
-    return raised(lambda: sample(conjugate(), (MEANS,), **given))
+    found = raised(lambda: sample(conjugate(), (MEANS,), **given))
+    dist.barrier()  # else the next case finds it still hanging
+    return found
 
 
 def hang_data() -> Any:
     """The last rank hangs in a step."""
     gradient = Parted.__call__
+    naps = [6.0] if dist.get_rank() == dist.get_world_size() - 1 else []
 
     def slow(*args: Any, **given: Any) -> Any:
-        if dist.get_rank() == dist.get_world_size() - 1:
-            time.sleep(20.0)
+        if naps:
+            time.sleep(naps.pop())
         return gradient(*args, **given)
 
     Parted.__call__ = slow  # type: ignore[method-assign]
-    return raised(lambda: sample(conjugate(), (MEANS,), parallel="data", rank_timeout=3.0, **QUICK))
+    return raised(lambda: sample(conjugate(), (MEANS,), parallel="data", rank_timeout=2.0, **QUICK))
 
 
 def faults() -> Any:
@@ -300,27 +337,50 @@ def faults() -> Any:
 
 
 def killed() -> Any:
-    """A run in which some rank is killed, again and again, at a random moment; see tests/ranks/test_faults.py."""
+    """Runs one after the other, in each of which some rank is killed at a random moment; see test_faults.py.
+
+    The first two are left alone, one of each kind: they say which draws are right, and how long a run takes. torchrun
+    starts all ranks again after a kill, and they go on with the run that is not finished.
+    """
+    out, size = Path(sys.argv[1]), dist.get_world_size()
     attempt, kills = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["KILLS"])
-    chosen = random.Random(attempt * 7919 + int(os.environ["KILL_SEED"]))
-    done = list(Path(sys.argv[1]).glob("kill-*"))  # an attempt may also end because gloo finds no connection
-    dist.barrier()
+    chosen = random.Random(1_000_003 * attempt + int(os.environ["KILL_SEED"]))  # all ranks choose alike
+    writer.LEAST_WAIT = 0.02  # seconds: a short run has many shards and checkpoints, too
+    calm: dict[str, Any] = {}
+    number, notes = 0, []
+    while number < 2 or len(notes) < kills or number <= max(notes, default=0):
+        parallel: Any = ("chains", "data")[number % 2]
+        done, kill = out / f"done-{number}", out / f"kill-{number}"
+        moment, victim = chosen.random(), chosen.randrange(size)
+        dist.barrier()  # all have looked at what is there
+        if not done.exists():
+            timer = threading.Timer(moment * calm.get(parallel, {"seconds": 0.0})["seconds"], _die, (kill, attempt))
+            if number >= 2 and not kill.exists() and victim == dist.get_rank():
+                timer.start()
+            begun = time.monotonic()
+            found = sample(
+                network(), (X, Y), chains=4 if parallel == "chains" else 1, parallel=parallel, store=out / f"{number}",
+                resume=True, draws=30, keep_every=10, warmup=200, batch_size=24, progress=False,
+            )  # fmt: skip
+            timer.cancel()
+            dist.barrier()
+            came = {"hashes": hashes(found), "seconds": time.monotonic() - begun, "complete": found.info["complete"]}
+            if dist.get_rank() == 0:
+                done.write_text(json.dumps(came))
+            dist.barrier()
+        if number < 2:
+            calm[parallel] = json.loads(done.read_text())
+        number, notes = number + 1, [int(path.name.removeprefix("kill-")) for path in out.glob("kill-*")]
+    runs = [json.loads((out / f"done-{i}").read_text()) for i in range(number)]
+    return {"runs": runs, "kills": [path.read_text() for path in sorted(out.glob("kill-*"))], "attempts": attempt + 1}
 
-    def kill() -> None:
-        (Path(sys.argv[1]) / f"kill-{attempt}").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
 
-    if len(done) < kills and chosen.randrange(dist.get_world_size()) == dist.get_rank():
-        timer = threading.Timer(chosen.uniform(0.0, float(os.environ["KILL_WITHIN"])), kill)
-        timer.daemon = True
-        timer.start()
-    parallel: Any = os.environ["PARALLEL"]
-    count = 4 if parallel == "chains" else 1
-    found = sample(
-        network(), (X, Y), chains=count, parallel=parallel, store=Path(sys.argv[1]) / "store", resume=True, draws=30,
-        keep_every=20, warmup=400, batch_size=24, progress=False,
-    )  # fmt: skip
-    return {"hashes": hashes(found), "kills": len(done), "complete": found.info["complete"]}
+def _die(note: Path, attempt: int) -> None:
+    """Leave a note of it, and kill this process."""
+    number = note.name.removeprefix("kill-")
+    drawn = sum("checkpoint" not in path.name for path in note.with_name(number).rglob("*.safetensors"))
+    note.write_text(f"run {number}, attempt {attempt}: rank {dist.get_rank()} is killed, {drawn} shards are written")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
@@ -329,15 +389,32 @@ def main() -> None:
     dist.init_process_group("gloo")
     out, found = Path(sys.argv[1]), {}
     for name in sys.argv[2:]:
+        begun = time.monotonic()
         try:
             found[name] = globals()[name]()
         except (Exception, RankError) as error:
             found[name] = f"{type(error).__name__}: {error}"
+        found.setdefault("seconds", {})[name] = round(time.monotonic() - begun, 1)
         # Written at once: what comes later may hang.
         (out / f"{dist.get_rank()}.json").write_text(json.dumps(found))
-    assert isosgd.__version__
     dist.destroy_process_group()
 
 
+def fork(size: int) -> None:
+    """Run `main` in so many processes, and exit as the worst of them did."""
+    jobs = []
+    for rank in range(size):
+        jobs.append(os.fork())
+        if not jobs[-1]:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            try:
+                main()
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(job, 0)[1]) != 0 for job in jobs))
+
+
 if __name__ == "__main__":
-    main()
+    main() if "RANK" in os.environ else fork(int(os.environ["WORLD_SIZE"]))

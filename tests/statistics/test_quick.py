@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isosgd import Target, priors, sample
+from isosgd import Posterior, Target, priors, sample
+from isosgd.sampling.sample import _draw
 
 ROWS, SIGMA = 400, 0.8
 WAYS: dict[str, dict[str, Any]] = {
@@ -24,11 +25,8 @@ def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
     return -0.5 * ((y - x @ params["w"].reshape(-1) - params["b"]) / SIGMA).square()
 
 
-@pytest.mark.quick
-@pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")  # warm-ups are short
-@pytest.mark.parametrize("way", WAYS)
-def test_means_and_variances_of_a_regression(way: str) -> None:
-    """Chains are independent: standard errors are those between them. The bias that rates may have is 0.02."""
+def regression() -> tuple[Target, tuple[Tensor, Tensor], Tensor, Tensor]:
+    """A target, its data, and the exact mean and precision."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(ROWS, 4, generator=generator)
     whole = torch.cat([x, torch.ones(ROWS, 1)], 1)
@@ -36,12 +34,48 @@ def test_means_and_variances_of_a_regression(way: str) -> None:
     precision = (whole.T @ whole / SIGMA**2 + torch.eye(5) / 4.0).double()
     mean = torch.linalg.solve(precision, (whole.T @ y / SIGMA**2).double())
     target = Target(log_likelihood, priors.Normal(2.0), init={"w": mean[:4].float().view(2, 2), "b": mean[4].float()})
-    given: dict[str, Any] = {"batch_size": 40, "draws": 12, "keep_every": 25, "warmup": 480, **WAYS[way]}
-    posterior = sample(target, (x, y), chains=64, compile=False, progress=False, **given)
-    root = torch.linalg.cholesky(precision / given.get("temperature", 1.0))
+    return target, (x, y), mean, precision
+
+
+def check(posterior: Posterior, mean: Tensor, precision: Tensor) -> None:
+    """Chains are independent: standard errors are those between them. The bias that rates may have is 0.02."""
     draws = torch.cat([posterior.draws["w"].flatten(2), posterior.draws["b"][..., None]], -1)
-    z = (draws.double() - mean) @ root  # independent, of variance 1
+    z = (draws.double() - mean) @ torch.linalg.cholesky(precision)  # independent, of variance 1
     for found, wanted, bias in ((z.mean(1), 0.0, 0.0), (z.square().mean((1, 2)), 1.0, 0.03)):
         error = found.std(0) / math.sqrt(len(found))
         assert bool((error < 0.12).all())
         assert bool(((found.mean(0) - wanted).abs() < 4.5 * error + bias).all())
+
+
+@pytest.mark.quick
+@pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")  # warm-ups are short
+@pytest.mark.parametrize("way", WAYS)
+def test_means_and_variances_of_a_regression(way: str) -> None:
+    target, data, mean, precision = regression()
+    given: dict[str, Any] = {"batch_size": 40, "draws": 12, "keep_every": 25, "warmup": 480, **WAYS[way]}
+    posterior = sample(target, data, chains=64, compile=False, progress=False, **given)
+    check(posterior, mean, precision / given.get("temperature", 1.0))
+
+
+@pytest.mark.quick
+@pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")
+@pytest.mark.parametrize(
+    ("structure", "before", "after"), [("layer", 0.1, 1.0), ("lowrank", 0.1, 1.0), ("diagonal", 1.0, 0.3)]
+)
+def test_chains_that_go_on_at_another_temperature(structure: str, before: float, after: float) -> None:
+    """As the rungs of a ladder do: with what was measured at one temperature, and a short warm-up at the next."""
+    target, data, mean, precision = regression()
+    given: dict[str, Any] = {
+        "init": None,
+        "method": "isgd",
+        "batch_size": 40,
+        "chains": 64,
+        "keep_every": 25,
+        "seed": 0,
+    }
+    given |= {"device": None, "compile": False, "progress": False, "structure": structure}
+    ends: dict[int, Any] = {}
+    _draw(target, data, temperature=before, warmup=480, draws=1, ends=ends, **given)
+    found = _draw(target, data, temperature=after, warmup=60, draws=16, begin=ends, **given)
+    assert found.info["gradients"] >= 64 * (480 + 25 + 60 + 16 * 25)
+    check(found.select(draws=slice(4, None)), mean, precision / after)

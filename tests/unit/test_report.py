@@ -115,6 +115,17 @@ def test_a_regression_with_student_t_noise_has_the_same_page(line):
         assert student == pytest.approx(normal, rel=near)
 
 
+def test_from_a_trained_network_it_begins_with_whether_that_became_better(classes):
+    posterior, data, heldout = classes
+    assert "trained network" not in report_html(posterior, data=data, heldout=heldout)
+    posterior.starts = [{"weight": 40 * torch.eye(3)}]  # far too sure
+    html = report_html(posterior, data=data, heldout=heldout)
+    compared = posterior.against_start(*heldout)
+    assert html.index("Better than the trained network?") < html.index("Predictions on held-out rows")
+    assert f"(ratio {compared.ratio:.3f})" in html and "on 100 examples, 80 draws: held-out rows." in html
+    assert f"<td>{compared.start.nll:.4f}</td>" in html and f"<td>{compared.average.nll:.4f}</td>" in html
+
+
 def test_units_are_those_of_the_data(line):
     posterior, data, heldout = line
     plain = report_html(posterior, data=data, heldout=heldout)

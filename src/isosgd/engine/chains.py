@@ -133,6 +133,7 @@ class Chains:
         self.given_buffers = frozenset(given_buffers)
         self.own_buffers: list[str] | None = None  # names of those that go with draws, once there was one
         self.trained = False  # whether they start where a network was trained, so that nothing is to be optimised
+        self.warmed = False  # whether they go on from chains whose noise and curvature were measured
         self.deadline = math.inf  # by `time.monotonic`, for the warm-up
         self._before: list[Tensor] | None = None  # the last gradient, where noise is the difference of two
         self.graph: CapturedGradients | None = None  # minibatches and gradients as CUDA graphs
@@ -397,6 +398,17 @@ class Chains:
                 self.sampler.relax(self.stiffness.value(self.geometry) / self.geometry.unit_rate)
         else:
             self.sampler.adapt(numbers, rise)
+
+    def change_temperature(self, temperature: float) -> None:
+        """Rates for another temperature from the noise and the curvature that are known; both are followed again."""
+        for group in self.sampler.param_groups:
+            group["temperature"], group["frozen"] = temperature, False
+        if isinstance(self.sampler, ISGD) and self.geometry is not None:
+            self.geometry.change_temperature(self.sampler.rule())
+            self.sampler.limit_excess()
+        else:
+            self.adapt(self.curvatures(), math.inf)
+        self.warmed = True
 
     @property
     def structure(self) -> str | None:

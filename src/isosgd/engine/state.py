@@ -48,7 +48,7 @@ def state_of(chains: Chains) -> State:
 
 
 @torch.no_grad()
-def load_state(chains: Chains, state: State) -> None:
+def load_state(chains: Chains, state: State, same_batches: bool = True) -> None:
     """Bring chains to a state, whose tensors are where the chains are (see `moved`)."""
     if state.get("format") != FORMAT:
         raise ValueError(
@@ -63,7 +63,8 @@ def load_state(chains: Chains, state: State) -> None:
         chains.enter_metric()
         _load_curvature(chains.scaled, state["scaled"])
     chains.sampler.load_state_dict(state["sampler"])
-    chains.batches.load_state(state["batches"])
+    if same_batches:
+        chains.batches.load_state(state["batches"])
     for name, value in state["buffers"].items():
         chains.buffers[name].copy_(value)
     chains.own_buffers = state["own_buffers"]
@@ -81,15 +82,22 @@ def load_state(chains: Chains, state: State) -> None:
         evaluate.calls, evaluate.unsupported_reason = saved["calls"], saved["unsupported_reason"]
 
 
-def moved(state: Any, device: torch.device) -> Any:
+def moved(state: Any, device: torch.device, copy: bool = False) -> Any:
     """A nested state with its tensors on a device."""
     if isinstance(state, Tensor):
-        return state.to(device)
+        return state.detach().to(device, copy=copy)
     if isinstance(state, dict):
-        return {name: moved(value, device) for name, value in state.items()}
+        return {name: moved(value, device, copy) for name, value in state.items()}
     if isinstance(state, list | tuple):
-        return type(state)(moved(value, device) for value in state)
+        return type(state)(moved(value, device, copy) for value in state)
     return state
+
+
+def take_over(chains: Chains, state: State) -> None:
+    """Go on from where chains at another temperature ended, with the noise and the curvature that they measured."""
+    temperature = chains.sampler.param_groups[0]["temperature"]
+    load_state(chains, moved(state, chains.alive.device, copy=True), same_batches=False)
+    chains.change_temperature(temperature)
 
 
 def _curvature(curvature: Curvature) -> State:

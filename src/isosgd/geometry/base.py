@@ -186,6 +186,11 @@ class Geometry(ABC):
         self.slow((rule.factor(ratio) / rule.factor(self.curvature_ratio)).clamp_min(1.0 / MOST_RELAXED))
         self.curvature_ratio = ratio
 
+    def change_temperature(self, rule: Rule) -> None:
+        """Go to the temperature of a rule, with the noise and the curvature that are known."""
+        self.scale = rule.scale
+        self.slow(rule.factor(self.curvature_ratio) / self.factor)
+
     def excess_temperature(self) -> Tensor:
         """By how much noise that is not expressed raises the temperature in the worst direction."""
         return torch.zeros_like(self.factor)

@@ -94,26 +94,35 @@ class Comparison:
         """Everything as plain values that JSON can hold."""
         return {**asdict(self), "curve": list(self.curve), "ratio": self.ratio, "helps": self.helps}
 
-    def __str__(self) -> str:
-        many = self.starts > 1
-        rows = {f"ensemble of {self.starts}" if many else "start": self.start, "average of draws": self.average}
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Names of the scores under an empty corner, and a row of them for each of the things compared."""
+        rows = {f"ensemble of {self.starts}" if self.starts > 1 else "start": self.start}
         if self.single is not None:
             rows = {"one of the starts": self.single, **rows}
+        rows["average of draws"] = self.average
         names = [name for name in asdict(self.average) if getattr(self.average, name) is not None]
-        width = max(map(len, rows))
-        lines = [" " * width + "".join(f"{_HEADS[name]:>10}" for name in names)]
-        for label, scores in rows.items():
-            lines.append(f"{label:<{width}}" + "".join(_cell(name, getattr(scores, name)) for name in names))
+        return ["", *(_HEADS[name] for name in names)], [
+            [label, *(_cell(name, getattr(scores, name)) for name in names)] for label, scores in rows.items()
+        ]
+
+    def summary(self) -> str:
+        """The difference, whether it is one, and what the average is worth."""
         worse = self.difference > SURE * self.standard_error + ROUNDING
         change = "better" if self.helps else "worse" if worse else "no difference"
-        lines.append(
+        text = (
             f"NLL {self.difference:+.4f} +- {self.standard_error:.4f} an example (ratio {self.ratio:.3f}): {change} on "
             f"{self.examples:,} examples, {self.draws:,} draw{'s' if self.draws != 1 else ''}"
         )
-        if self.worth is not None:
-            least = "at least " if self.average.nll <= self.curve[-1] else ""
-            lines.append(f"worth {least}{self.worth:.1f} of the {self.starts} networks")
-        return "\n".join(lines)
+        if self.worth is None:
+            return text
+        least = "at least " if self.average.nll <= self.curve[-1] else ""
+        return f"{text}\nworth {least}{self.worth:.1f} of the {self.starts} networks"
+
+    def __str__(self) -> str:
+        head, rows = self.table()
+        width = max(len(row[0]) for row in rows)
+        lines = [f"{label:<{width}}" + "".join(f"{cell:>10}" for cell in cells) for label, *cells in (head, *rows)]
+        return "\n".join([*lines, self.summary()])
 
 
 _HEADS = {"nll": "NLL", "accuracy": "accuracy", "brier": "Brier", "ece": "ECE", "rmse": "RMSE"}
@@ -121,8 +130,8 @@ _HEADS = {"nll": "NLL", "accuracy": "accuracy", "brier": "Brier", "ece": "ECE", 
 
 def _cell(name: str, value: float | None) -> str:
     if value is None:
-        return f"{'':>10}"
-    return f"{value:>10.2%}" if name == "accuracy" else f"{value:>10.4f}"
+        return ""
+    return f"{value:.2%}" if name == "accuracy" else f"{value:.4f}"
 
 
 def compare(starts: Tensor, average: Tensor, predicted: Sequence[Tensor] | None, y: Any, classes: bool,

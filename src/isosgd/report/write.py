@@ -91,6 +91,7 @@ def report_html(
     body = [
         f'<p class="kicker">isosgd report</p>\n<h1>{escape(subject.title)}</h1>',
         f'<p class="lead">{escape(_lead(posterior, subject))}</p>',
+        _against_start(posterior, rows, seen),
         page.verdict_card(verdict, reason, subject.longer),
         page.tiles([*(found.tiles() if found is not None else []), *_chain_tiles(verdict, summary, info)]),
         page.section(
@@ -132,6 +133,15 @@ def _evaluated(
         return predictions.evaluate(posterior, rows, subject, outside)
     except (ValueError, TypeError, KeyError, IndexError, RuntimeError, NotImplementedError):
         return None  # a user's own target, whose data are not inputs and targets: its log likelihood is shown instead
+
+
+def _against_start(posterior: Posterior, rows: Any, seen: str) -> str:
+    """The trained networks that chains began with, and the average, on the same rows; empty where there are none."""
+    if posterior.starts is None or not _has_targets(rows):
+        return ""
+    found = posterior.against_start(*rows)
+    words = found.summary().replace("\n", "; ") + f": {seen}."
+    return page.section("Better than the trained network?", words, page.table(*found.table()))
 
 
 def _judged(posterior: Posterior, data: Any, rows: Any, subject: Subject) -> tuple[Verdict | None, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -18,7 +18,7 @@ from isosgd.engine.graph import GraphSteps, accelerate
 from isosgd.engine.leapfrog import LeapfrogMultiStep
 from isosgd.engine.multistep import MultiStep
 from isosgd.engine.ranks import Ranks
-from isosgd.engine.state import failure_from, failure_state, load_state, moved, state_of
+from isosgd.engine.state import failure_from, failure_state, load_state, moved, state_of, take_over
 from isosgd.errors import DivergedError
 from isosgd.progress import Progress
 from isosgd.sampling.stopping import Watch, looks, verdict
@@ -56,6 +56,8 @@ class DrawPlan:
         trained: whether chains start at trained networks.
         deadline: when to end, by `time.monotonic`; chains that run in turn share what is left equally.
         here: chains that this process draws; all when None.
+        begin: states that chains at another temperature ended in, by the first chain, to go on from.
+        ends: where to put the states that these chains end in.
     """
 
     draws: int
@@ -70,6 +72,8 @@ class DrawPlan:
     trained: bool = False
     deadline: float | None = None
     here: int | None = None
+    begin: Mapping[int, State] = field(default_factory=dict)
+    ends: dict[int, State] | None = None
 
     @property
     def ends_early(self) -> bool:
@@ -296,6 +300,8 @@ def draw_from(
         saved = moved(saved, run.alive.device)
         load_state(run, saved["chains"])
         bar.skip(run.count * run.gradients)
+    elif first in plan.begin:
+        take_over(run, plan.begin[first])
     try:
         if saved is None or saved["stage"] == "warmup":
 
@@ -377,6 +383,8 @@ def draw_from(
     elif run.leaves[0].is_cuda and run.many is None:
         outcome.compiled = f", eager ({run.graph_unsupported})"
     outcome.batches = run.batches.state()
+    if plan.ends is not None and len(run.failures) < run.count:
+        plan.ends[first] = moved(state_of(run), run.alive.device, copy=True)
     keeper.finished(outcome, state if len(run.failures) < run.count else None)
 
 

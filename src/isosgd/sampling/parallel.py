@@ -32,15 +32,25 @@ Info = dict[str, Any]
 About = Callable[[RunRequest, list[ChainsResult]], Info]
 
 
-def check_request(ranks: Ranks, request: RunRequest, deadline: float | None) -> None:
+def check_call(ranks: Ranks, data: Any, max_seconds: float | None, tries_temperatures: bool) -> None:
+    """Refuse what cannot be shared out, before anything is tried."""
+    if max_seconds is not None:
+        raise ValueError(f"max_seconds does not go with parallel = {ranks.parallel!r}: ranks have clocks of their own")
+    if tries_temperatures and as_tensors(data) is None:
+        raise ValueError(
+            f"temperature='auto' with parallel = {ranks.parallel!r} and a loader: every rank tries the temperatures "
+            "by itself, and their loaders would give them other batches. Pass the data as tensors, or a temperature, "
+            "such as the one that a run of one process has chosen (info['temperature_choice'])"
+        )
+
+
+def check_request(ranks: Ranks, request: RunRequest) -> None:
     """Refuse what cannot be shared out."""
     parallel, method = ranks.parallel, request.settings["method"]
     if method not in METHODS:
         raise ValueError(f"parallel = {parallel!r} shares out chains, and {method} has none: leave parallel out")
     if isinstance(request.data, DataSets):
         raise ValueError(f"parallel = {parallel!r} does not go with DataSets: their chains run in one computation")
-    if deadline is not None:
-        raise ValueError(f"max_seconds does not go with parallel = {parallel!r}: ranks have clocks of their own")
     sampler = getattr(request.data, "sampler", None)
     if ranks.shares > 1 and as_tensors(request.data) is None and not isinstance(sampler, DistributedSampler):
         raise ValueError(

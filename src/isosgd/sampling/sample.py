@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -20,7 +21,7 @@ from isosgd.posterior import Posterior
 from isosgd.progress import Progress
 from isosgd.samplers import ISGD, METHODS
 from isosgd.sampling.loop import ChainsResult, DrawPlan, draw_all, why_stopped
-from isosgd.sampling.parallel import check_request, check_sampler, draw_over_ranks
+from isosgd.sampling.parallel import check_call, check_request, check_sampler, draw_over_ranks
 from isosgd.sampling.recorders import InMemory, OnDisk, keep_at_once
 from isosgd.sampling.settings import (
     check_room,
@@ -157,6 +158,7 @@ def sample(
         raise TypeError(
             f"target of type {type(target).__name__}: pass an isosgd.Target; Target.from_module makes one from a model"
         )
+    ranks = cast(Ranks | None, parallel)  # which `shared` has put there
     deadline = None if max_seconds is None else time.monotonic() + check_seconds(max_seconds)
     networks = as_starts(starts, target, init)
     if temperature == "auto" and networks is None:
@@ -168,8 +170,11 @@ def sample(
     }  # fmt: skip
     more: dict[str, Any] = {
         "store": store, "resume": resume, "store_dtype": store_dtype, "log": log, "budget": budget,
-        "progress": progress, "deadline": deadline, "ranks": parallel,
+        "progress": progress, "deadline": deadline, "ranks": ranks,
     }  # fmt: skip
+    tried = networks is not None and temperature in (None, "auto") and held_out is not None
+    if ranks is not None:
+        check_call(ranks, data, max_seconds, tried)
     if networks is None:
         assert temperature != "auto"
         more |= {"draws": 100 if draws is None else draws, "keep_every": keep_every, "warmup": warmup}
@@ -191,16 +196,22 @@ def sample(
     around = TrainedRun(target, data, networks, held_out, ladder, given, options)
     if draws == "auto" and around.held_out is not None:
         more["held_out"] = target.inputs_of(around.held_out)
-    count = draws if isinstance(draws, int) else DRAWS
-    lengths = around.lengths.settings(count, around.hmc)
-    more |= {"draws": DRAWS if draws is None else draws} | {
-        name: lengths[name] if value == "auto" else value
-        for name, value in (("keep_every", keep_every), ("warmup", warmup))
-    }
-    choice = around.choose("auto" if temperature is None else temperature, _draw, deadline)
-    if deadline is not None and (keep_every, warmup) == ("auto", "auto"):
-        more |= around.shortened(choice, lengths, count, deadline)
-    return around.posterior(choice, _draw, max(chains, len(networks)), more)
+    count, all_chains = draws if isinstance(draws, int) else DRAWS, max(chains, len(networks))
+    more["draws"] = DRAWS if draws is None else draws
+    choice = around.choose(
+        "auto" if temperature is None else temperature, _draw, len(networks) if ranks else all_chains, deadline
+    )
+    if ranks is not None and tried:  # each has tried them; where machines round otherwise, rank 0 has its way
+        choice = replace(choice, temperature=ranks.gather(choice.temperature)[0])
+
+    def steps(continued: bool) -> dict[str, Any]:
+        lengths = around.lengths.settings(count, around.hmc, continued)
+        if deadline is not None and (keep_every, warmup) == ("auto", "auto"):
+            lengths |= around.shortened(choice, lengths, count, deadline)
+        given = (("keep_every", keep_every), ("warmup", warmup))
+        return {name: lengths[name] if value == "auto" else value for name, value in given}
+
+    return around.posterior(choice, _draw, all_chains, more, steps)
 
 
 def _draw(
@@ -230,11 +241,14 @@ def _draw(
     about_choice: dict[str, Any] | None = None,
     ranks: Ranks | None = None,
     first_chain: int | None = None,
+    begin: Mapping[int, dict[str, Any]] | None = None,
+    ends: dict[int, dict[str, Any]] | None = None,
     **options: Any,
 ) -> Posterior:
     """`sample` at a temperature that is known; ``about_choice`` goes into ``info``.
 
-    ``first_chain`` is given where chains are a part of a run that several processes drew, each on its own.
+    ``first_chain`` is given where chains are a part of a run that several processes drew, each on its own. ``begin``
+    and ``ends`` are states of chains at another temperature, to go on from and to leave behind.
     """
     check_settings(method, draws, chains, keep_every, warmup, temperature)
     given_method, (method, batch_size) = method, resolve_method(method, batch_size)
@@ -258,7 +272,7 @@ def _draw(
     asked = RunRequest(target, data, init, place, settings, options, store, resume, store_dtype, held_out, transform)
     if ranks is not None:
         ranks.arrange(chains)
-        check_request(ranks, asked, deadline)
+        check_request(ranks, asked)
     check_sampler(ranks, data)
     # Draws that end by themselves may be far fewer than their limit.
     in_memory = most if draws != "auto" and (store is None or method in BASELINES) else 0
@@ -288,7 +302,7 @@ def _draw(
     schedule.engine_note = "" if head is None else ", features of the head computed once"
     plan = DrawPlan(
         most, keep_every, warmup, noise_every(given), schedule.count, after, draws == "auto", schedule.chains, watched,
-        trained, deadline, None if numbers is None else len(numbers),
+        trained, deadline, None if numbers is None else len(numbers), begin or {}, ends,
     )  # fmt: skip
     if METHODS[method] is ISGD:
         given.setdefault("budget", None if warmup == "auto" else warmup)

@@ -44,6 +44,7 @@ EPOCHS, LEAST = 10, 2_000  # of gradients in all, and gradients at least
 LADDER_SHARE, RUNGS = 1 / 3, 5
 RUNG_DRAWS, RUNG_WARMUP = 8, 200  # draws of a rung, and gradients to measure its noise by
 WARMUP_SHARE, DRAWS = 0.3, 30  # of the run itself
+CONTINUED, CONTINUED_SHARE = 60, 0.1  # gradients of a warm-up that goes on with what a rung measured, and of the run's
 LARGE = 1 << 20  # parameters from which Lambda is one number for each layer
 HMC_ROWS, HMC_SIZE = 5_000, 50_000  # rows and parameters of a regression, at most, for HMC
 HMC_LENGTHS, HMC_RUNG = {"warmup": 1_200, "keep_every": 60}, {"warmup": 700, "keep_every": 20}
@@ -53,6 +54,14 @@ SCALES = 33  # of the noise, tried at once
 
 Run = Callable[..., Posterior]
 State = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where chains are: networks, one for each chain in turn, and what was measured on the way, if it can be used."""
+
+    states: Sequence[State]
+    measured: Mapping[int, State] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -237,21 +246,22 @@ class Lengths:
     def of(cls, num_data: int, batch_size: int) -> Lengths:
         """About `EPOCHS` epochs, a third of them on the ladder."""
         total = max(LEAST, EPOCHS * -(-num_data // batch_size))
-        rung = max(RUNG_WARMUP + 5 * RUNG_DRAWS, round(LADDER_SHARE * total / RUNGS))
+        rung = max(CONTINUED + 5 * RUNG_DRAWS, round(LADDER_SHARE * total / RUNGS))
         return cls(rung, round((1 - LADDER_SHARE) * total))
 
-    def settings(self, draws: int, hmc: bool = False) -> dict[str, int]:
+    def settings(self, draws: int, hmc: bool = False, continued: bool = False) -> dict[str, int]:
         """Warm-up, draws and steps between them of the run."""
         if hmc:  # whose passes through the data are steps
             return {"draws": draws, **HMC_LENGTHS}
-        warmup = max(2 * RUNG_WARMUP, round(WARMUP_SHARE * self.run))
+        least, share = (CONTINUED, CONTINUED_SHARE) if continued else (2 * RUNG_WARMUP, WARMUP_SHARE)
+        warmup = max(least, round(share * self.run))
         return {"warmup": warmup, "draws": draws, "keep_every": max(1, (self.run - warmup) // draws)}
 
-    def rung_settings(self, hmc: bool = False) -> dict[str, int]:
+    def rung_settings(self, hmc: bool = False, continued: bool = False) -> dict[str, int]:
         """The same of a rung."""
         if hmc:
             return {"draws": RUNG_DRAWS, **HMC_RUNG}
-        warmup = max(RUNG_WARMUP, self.rung // 3)
+        warmup = CONTINUED if continued else max(RUNG_WARMUP, self.rung // 3)
         return {"warmup": warmup, "draws": RUNG_DRAWS, "keep_every": max(1, (self.rung - warmup) // RUNG_DRAWS)}
 
 
@@ -332,7 +342,7 @@ class Ladder:
     """Temperatures tried one after the other.
 
     Args:
-        run: samples at a temperature from given starts.
+        run: samples at a temperature from a place, and says where it ended.
         target: what is sampled.
         starts: the trained networks.
         held_out: examples to score by.
@@ -341,8 +351,8 @@ class Ladder:
     """
 
     def __init__(
-        self, run: Run, target: Target, starts: Sequence[State], held_out: Tensors, deadline: float,
-        device: Any,
+        self, run: Callable[[float, Place], tuple[Posterior, Place]], target: Target, starts: Sequence[State],
+        held_out: Tensors, deadline: float, device: Any,
     ) -> None:  # fmt: skip
         self.run, self.starts, self.held_out, self.device = run, starts, held_out, device
         self.began, self.deadline = time.monotonic(), deadline
@@ -356,19 +366,19 @@ class Ladder:
             ) from error
         self.unit = abs(float(self.before.mean())) if has_classes(target) else 1.0  # a density has no zero of its NLL
         self.found: dict[float, tuple[Rung, Tensor]] = {}
-        self.states: dict[float, Sequence[State]] = {}
+        self.places: dict[float, Place] = {}
         self.diverged: list[float] = []
 
     def climb(self, temperatures: Sequence[float]) -> Choice:
         """Try temperatures from cold to hot, colder ones if the coldest was best, and one beside the best."""
-        states = self.starts
+        place = Place(self.starts)
         for temperature in temperatures:
-            rung = self._try(temperature, states)
+            rung = self._try(temperature, place)
             if rung is None or rung.nll - min(self._best.nll, -float(self.before.mean())) > WORSE * self.unit:
                 break
-            states = self.states[temperature]
+            place = self.places[temperature]
         if not self.found or self._best.temperature == temperatures[0]:
-            self._try(temperatures[0] / COLDER, self.starts)
+            self._try(temperatures[0] / COLDER, Place(self.starts))
         if len(self.found) > 1:
             self._refine()
         return self._choice()
@@ -380,7 +390,7 @@ class Ladder:
         beside = min(order[max(0, i - 1) : i] + order[i + 1 : i + 2], key=lambda t: self.found[t][0].nll)
         between = math.sqrt(beside * order[i])
         below = max((t for t in order if t < between), default=None)
-        self._try(between, self.starts if below is None else self.states[below])
+        self._try(between, Place(self.starts) if below is None else self.places[below])
 
     @property
     def _best(self) -> Rung:
@@ -389,13 +399,13 @@ class Ladder:
     def _late(self) -> bool:
         return time.monotonic() > self.deadline
 
-    def _try(self, temperature: float, starts: Sequence[State]) -> Rung | None:
+    def _try(self, temperature: float, place: Place) -> Rung | None:
         if self.found and self._late():
             return None
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", SamplingWarning)  # a rung is short, and nobody looks at its draws
-                posterior = self.run(temperature, starts)
+                posterior, end = self.run(temperature, place)
             after = log_predictive(posterior, self.held_out, self.device)
         except DivergedError:
             after = torch.full_like(self.before, -math.inf)
@@ -404,7 +414,7 @@ class Ladder:
             LOGGER.info("temperature %g diverged and is left out", temperature)
             return None
         rung = Rung.of(temperature, self.before, after)
-        self.found[temperature], self.states[temperature] = (rung, after), last_draws(posterior)
+        self.found[temperature], self.places[temperature] = (rung, after), end
         LOGGER.info("temperature %g: held-out NLL %.4g, start %.4g", temperature, rung.nll, float(-self.before.mean()))
         return rung
 
@@ -494,6 +504,8 @@ class TrainedRun:
         if method is None:
             method = default_method(target, self.data, given["transform"], given["batch_size"], options)
         plain = method == "isgd" and given["batch_size"] != "all"
+        self.continues = plain and not {"preset", "scheme", "lam"} & options.keys()  # with what a rung has measured
+        self.place = Place(self.starts)
         self.settings = {**given, "method": method, **(default_options(target, options) if plain else {}), **options}
         num_data = target.resolve_num_data(as_tensors(self.data, target.dtype) or self.data)
         size = given["batch_size"] if as_tensors(self.data) is not None else _loaded_size(self.data)
@@ -504,22 +516,25 @@ class TrainedRun:
         """Chains take the networks in turns."""
         return lambda chain: states[chain % len(states)]
 
-    def choose(self, temperature: Any, draw: Run, deadline: float | None) -> Choice:
+    def choose(self, temperature: Any, draw: Run, chains: int, deadline: float | None) -> Choice:
         """The temperature: as given, or by held-out data."""
         if temperature != "auto":
             return Choice(temperature, "given")
         if self.held_out is None:
             own = self.own_temperature
             return Choice(own, f"T = {own:g} by default: no examples were held out (held_out=) to choose by")
-        lengths = self.lengths.rung_settings(self.hmc)
         now = time.monotonic()
         end = None if deadline is None else now + LADDER_SHARE * (deadline - now)
 
-        def run(temperature: float, states: Sequence[State]) -> Posterior:
-            return draw(
-                self.target, self.data, init=self._init(states), chains=len(self.starts), temperature=temperature,
-                trained=True, progress=False, deadline=end, **lengths, **self.settings,
+        def run(temperature: float, place: Place) -> tuple[Posterior, Place]:
+            ends: dict[int, Any] = {}
+            lengths = self.lengths.rung_settings(self.hmc, bool(place.measured))
+            found = draw(
+                self.target, self.data, init=self._init(place.states), chains=chains, temperature=temperature,
+                trained=True, progress=False, deadline=end, begin=place.measured,
+                ends=ends if self.continues else None, **lengths, **self.settings,
             )  # fmt: skip
+            return found, Place(last_draws(found), ends)
 
         coldest, hottest = self.temperatures[0], self.temperatures[-1]
         LOGGER.info("trying temperatures from %g to %g on held-out examples", coldest, hottest)
@@ -527,7 +542,9 @@ class TrainedRun:
         ladder = Ladder(run, self.target, self.starts, self.held_out, late, self.device)
         self.before = ladder.before
         if coldest < hottest:
-            return ladder.climb(self.temperatures)
+            choice = ladder.climb(self.temperatures)
+            self.place = ladder.places.get(choice.temperature, self.place)
+            return choice
         reason = f"T = {coldest:g}, the only one to try"
         return Choice(coldest, reason, float(-self.before.mean()), len(self.before))
 
@@ -546,24 +563,33 @@ class TrainedRun:
             "keep_every": max(1, int((fit - warmup) / draws) if share < 1 else steps["keep_every"]),
         }
 
-    def posterior(self, choice: Choice, draw: Run, chains: int, more: Mapping[str, Any]) -> Posterior:
-        """Draws at the temperature that was chosen.
+    def posterior(
+        self, choice: Choice, draw: Run, chains: int, more: Mapping[str, Any],
+        steps: Callable[[bool], Mapping[str, Any]],
+    ) -> Posterior:  # fmt: skip
+        """Draws at the temperature that was chosen, from where its rung ended.
+
+        ``steps`` gives warm-up and steps between draws, from whether the run goes on with what a rung measured. One
+        that is stored does not, so that it can be resumed without the ladder; nor does one of several processes.
 
         A rung is short, and a longer run may go on to where predictions are worse. So the held-out examples have the
         last word: draws are kept up to where they predict best, and a run that is not better than the starts gives way
         to a colder one, at last to the starts themselves.
         """
+        alone = more.get("store") is None and more.get("ranks") is None
+        begin = self.place.measured if alone else {}
         while choice.temperature > 0:
             try:
                 with warnings.catch_warnings(record=True) as said:  # of a run that is not kept they would mislead
                     found = draw(
                         self.target, self.data, init=self._init(self.starts), chains=chains, trained=True,
-                        temperature=choice.temperature, about_choice=self._about(choice), **more, **self.settings,
+                        temperature=choice.temperature, about_choice=self._about(choice), begin=begin,
+                        **steps(bool(begin)), **more, **self.settings,
                     )  # fmt: skip
             except DivergedError:
                 if not choice.held_out or more.get("store") is not None:
                     raise
-                choice = self._colder(choice, "diverged")
+                choice, begin = self._colder(choice, "diverged"), {}
                 continue
             found.starts = list(self.starts)
             kept, good = self._best_part(found, choice) if choice.held_out else (found.num_draws, True)
@@ -584,7 +610,7 @@ class TrainedRun:
                 part = found.select(draws=slice(kept))
                 part.info |= {"draws": kept, **self._about(replace(choice, reason=f"{choice.reason}; {what}"))}
                 return part
-            choice = self._colder(choice, "predicted held-out examples no better than the start")
+            choice, begin = self._colder(choice, "predicted held-out examples no better than the start"), {}
             if choice.temperature and (end := more.get("deadline")) is not None and time.monotonic() > end:
                 late = "max_seconds ended before a colder one: the draws are the starts"
                 choice = replace(choice, temperature=0.0, reason=choice.reason.partition(": ")[0] + f", and {late}")
@@ -609,11 +635,19 @@ class TrainedRun:
             rung = Rung.of(choice.temperature, self.before, so_far[-1])
             found.info |= self._about(replace(choice, rungs=(rung,)))
             return found.num_draws, rung.better
-        # The best of many parts looks better than it is: it is chosen on one half of the examples, judged on the other.
+        # The best of many parts looks better than it is: each half of the examples is judged by the part that the other
+        # half chooses.
         least = -(-each.shape[1] // LEAST_KEPT)
-        kept = least - 1 + int(so_far[least - 1 :, ::2].mean(-1).argmax())
-        judging = slice(1 if len(self.before) > 1 else 0, None, 2)
-        return kept + 1, Rung.of(choice.temperature, self.before[judging], so_far[kept][judging]).better
+        after = so_far[-1].clone()
+        for half in (slice(0, None, 2), slice(1, None, 2)) if len(self.before) > 1 else ():
+            other = slice(1 - (half.start or 0), None, 2)
+            after[half] = so_far[self._best_count(so_far[:, other], least) - 1][half]
+        return self._best_count(so_far, least), Rung.of(choice.temperature, self.before, after).better
+
+    @staticmethod
+    def _best_count(so_far: Tensor, least: int) -> int:
+        """Draws whose average predicts best, ``least`` of them at the least."""
+        return least + int(so_far[least - 1 :].mean(-1).argmax())
 
     def _colder(self, choice: Choice, fault: str) -> Choice:
         """A tenth of the temperature; 0 where that is below what a rung would be, or nothing else was to be tried."""

@@ -36,7 +36,7 @@ from isosgd.warmup.base import Mark as Mark
 from isosgd.warmup.hmc import HMCWarmup
 from isosgd.warmup.optimise import InitialOptimisation
 from isosgd.warmup.reports import GroupReport, WarmupReport, direction_reports, drifting, group_reports
-from isosgd.warmup.runaway import Runaway
+from isosgd.warmup.runaway import LOSSES, Runaway
 
 FIRST_WINDOW = 50
 LEAST_LAST_WINDOW = 400
@@ -112,11 +112,13 @@ class WindowedWarmup(Warmup):
         chains, sampler, self.measure_spacing = self.chains, self.chains.sampler, measure_spacing
         if isinstance(sampler, ISGD) and sampler.scheme != "windowed":
             return self._paper_scheme(sampler, measure_spacing)
-        if self.budget < 2 * FIRST_WINDOW:
+        if self.budget < 2 * FIRST_WINDOW and not chains.warmed:
             raise ValueError(
                 f"warmup = {self.budget} is too short to measure anything: give at least {2 * FIRST_WINDOW} "
                 f"({8 * FIRST_WINDOW} or more to settle), 'auto', or 0 with a rate of your own"
             )
+        if self.stage == "start" and chains.warmed:
+            self._take_over()
         if self.stage == "start":
             self.chains.evaluate()
             self.count("starting")
@@ -190,6 +192,16 @@ class WindowedWarmup(Warmup):
                 self._probe("measuring curvature")
             chains.adapt(chains.curvatures())
         self.length = length
+
+    def _take_over(self) -> None:
+        """Go on with what colder chains measured; only what a loss can be at this temperature is new."""
+        losses = list[Tensor]()
+        for _ in range(LOSSES):
+            self.chains.evaluate()
+            losses.append(self.chains.loss)
+            self.count("another temperature")
+        self.runaway.set_limit(losses)
+        self.stage = "windows"
 
     def _windows(self) -> list[str]:
         """Why each chain has not settled; empty for those that have."""
