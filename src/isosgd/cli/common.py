@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-import isosgd
 from isosgd.diagnostics.summary import json_values
 from isosgd.errors import SamplingWarning
 
@@ -82,13 +81,6 @@ def max_seconds(args: argparse.Namespace) -> float | None:
     if args.minutes is not None and not 0 < args.minutes < math.inf:
         raise ValueError(f"--minutes {args.minutes:g} must be positive")
     return None if args.minutes is None else 60.0 * float(args.minutes)
-
-
-def check_method(name: str) -> None:
-    """Refuse a method that `isosgd.sample` does not know."""
-    known = [row["name"] for row in isosgd.methods()]
-    if name not in known:
-        raise ValueError(f"--method {name} is not known; choose one of {', '.join(known)}")
 
 
 def check_seed(seed: int) -> None:

@@ -20,7 +20,6 @@ from isosgd.cli.common import (
     add_run,
     check_file,
     check_folder,
-    check_method,
     check_seed,
     echo,
     gathered_warnings,
@@ -88,7 +87,6 @@ def add_sample(parser: argparse.ArgumentParser) -> None:
 
 def run_sample(args: argparse.Namespace) -> int:
     """Sample."""
-    check_method(args.method)
     check_seed(args.seed)
     use_machine(args.threads, args.device)
     folder = args.out or Path("runs") / split_place(args.script)[0].stem

@@ -183,8 +183,7 @@ def _target(frame: Any, args: argparse.Namespace) -> tuple[Any, list[Any], list[
     if numeric and np.isinf(there.to_numpy(dtype=np.float64)).any():
         raise ValueError(f"the target {name!r} has infinite values; make them missing, or drop these rows")
     if task == "regression" and not numeric:
-        first = next((value for value in there if not _is_number(value)), there.iloc[0])
-        raise ValueError(f"values of the target {name!r} are no numbers ({first!r}); classify instead")
+        raise ValueError(f"values of the target {name!r} are no numbers ({there.iloc[0]!r}); classify instead")
     whole = numeric and bool((there == there.round()).all())
     remarks = []
     if task is None:
@@ -196,8 +195,6 @@ def _target(frame: Any, args: argparse.Namespace) -> tuple[Any, list[Any], list[
                 "as a number"
             )
     if task == "regression":
-        if args.likelihood is None and there.nunique() == 2:
-            remarks.append(f"{name!r} has two different values: --task classification takes them as classes")
         return y, [], remarks
     if args.likelihood is not None:
         raise ValueError(f"--likelihood {args.likelihood} is for regressions, and {name!r} is classified; leave it out")
@@ -210,13 +207,6 @@ def _target(frame: Any, args: argparse.Namespace) -> tuple[Any, list[Any], list[
         )
     remarks += [f"the class {value!r} of {name!r} has one row" for value, rows in counts.items() if rows == 1]
     return y, sorted(counts.index), remarks
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return math.isfinite(float(value))
-    except (TypeError, ValueError):
-        return False
 
 
 def _rows(frame: Any, y: Any, classes: list[Any], args: argparse.Namespace) -> Any:
