@@ -279,3 +279,11 @@ def test_columns_named_by_integers_are_names() -> None:
     assert fitted.predict(frame).shape == (40,) and fitted.columns_.numbers == [2019, 2021]
     numbers = BayesianMLPRegressor(**SHORT).fit(frame[[2019, 2021]], frame[2019])
     assert np.array_equal(numbers.predict(frame[[2019, 2021]].to_numpy()), numbers.predict(frame[[2019, 2021]]))
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of a warm-up that ends in an empty window
+def test_little_time_is_enough_for_a_fit() -> None:
+    x, y = linear(400, 0)
+    model = BayesianMLPRegressor(max_seconds=2, random_state=0).fit(x, y)
+    assert model.score(x, y) > 0.5 and model.posterior_.num_draws >= 1

@@ -47,7 +47,7 @@ TRAINING_BY_ROWS, TRAINING = 2.5, (300, 4_000)  # steps for each row, and the le
 # Of the chains. What a table takes follows from its size alone, not from the clock, so that its draws do, too.
 GRADIENTS_BY_ROWS, GRADIENTS = 4.0, (1_000, 8_000)  # of each chain at effort 1: these and so many a row, at the most
 MOST_WORK = 2e12  # products of weights and rows at effort 1: minutes
-LEAST_WARMUP, WARMUP_SHARE, DRAWS = 160, 0.4, 50
+LEAST_WARMUP, WARMUP_SHARE, DRAWS = 200, 0.4, 50  # HMC with a low-rank mass takes no fewer
 FEW_PARAMETERS = 500_000  # of all chains, times rows: less is not worth directions of the mass
 HELD = 1 << 23  # numbers of a layer that are held at once in a prediction
 ALL_ROWS = 20_000  # beyond which a gradient takes some of the rows
