@@ -14,35 +14,49 @@ Example:
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from scipy.special import ndtr, ndtri, stdtr, stdtrit
-from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-from sklearn.compose import ColumnTransformer
-from sklearn.impute import SimpleImputer
-from sklearn.preprocessing import OneHotEncoder
-from sklearn.utils import check_random_state
-from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import _check_y, check_consistent_length, check_is_fitted, validate_data
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
+try:
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.neighbors import NearestNeighbors
+    from sklearn.utils import check_random_state
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import _check_y, check_consistent_length, check_is_fitted, validate_data
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError('tables need scikit-learn and pandas: pip install "isosgd[tables]"') from missing
+
+import isosgd
 from isosgd import Posterior
 from isosgd.diagnostics.verdict import Verdict
-from isosgd.sampling.settings import memory
-from isosgd.tables.network import Network, said_by_draws, sample_network, usual_layers, with_noise
+from isosgd.metrics import mixture_quantiles
+from isosgd.sampling.settings import check_seconds, memory
+from isosgd.store import Manifest
+from isosgd.store.draws import Damaged
+from isosgd.tables.columns import Columns
+from isosgd.tables.network import Network, resume_network, said_by_draws, sample_network, usual_layers, with_noise
 
-__all__ = ["BayesianMLPClassifier", "BayesianMLPRegressor"]
+__all__ = ["BayesianMLPClassifier", "BayesianMLPRegressor", "load", "resume"]
 
 Array = Any
-MISSING = "(missing)"
-RARE, MOST_LEVELS = 2, 50  # rows that a level of a category needs for an input of its own, and levels at most
 BATCH = 2_000  # rows predicted at once
-HALVINGS = 40  # of the bracket of a quantile
+COPIES = 4  # of the inputs, that a fit holds
+MODEL, DATA, VERSION = "model.json", "data.safetensors", 1  # what stands beside the draws of a run
+LARGEST = 64 << 20  # bytes of the former that are read
+CLASSES: dict[str, Any] = {"O": object, "U": str, "i": np.int64, "u": np.uint64, "f": np.float64, "b": np.bool_}
+NEIGHBOURS, FAR, COMPARED = 5, 0.99, 5_000  # nearest training rows, a quantile of their distances, and rows at most
 
 
 class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
@@ -54,8 +68,11 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
     max_seconds: float | None
     random_state: Any
     device: Any
+    verbose: Any
     posterior_: Posterior
     network_: Network
+    columns_: Columns
+    held_out_: tuple[torch.Tensor, torch.Tensor] | None
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -82,48 +99,53 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
         check_consistent_length(frame, y)
         return frame, y
 
-    def _fit_inputs(self, X: Any) -> torch.Tensor:
-        """Learn how columns become inputs, and the inputs of these rows."""
-        numeric, categories = _kinds(X)
-        fill = SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)
-        # By position, in the order of `_plain`: names may be integers, which would be taken for positions.
-        first, last = len(numeric), len(numeric) + len(categories)
-        parts = [("number", fill, list(range(first)))]
-        parts += [("category", _one_hot(), list(range(first, last)))] if categories else []
-        self.encoder_ = ColumnTransformer(parts, sparse_threshold=0.0)
-        self.kinds_, self.framed_ = (numeric, categories), hasattr(X, "columns")
-        found = np.asarray(self.encoder_.fit_transform(_plain(X, numeric, categories)), dtype=np.float64)
-        # A 0-1 input gets the scale of a balanced one: else a rare level would lie far from all others.
-        flags = ((found == 0) | (found == 1)).all(0)
-        with np.errstate(over="ignore"):
-            self.center_, spread = found.mean(0), found.std(0)
-        if not np.isfinite(spread).all():
-            raise ValueError("X has values so large that their squares overflow; divide its columns by their size")
-        self.scale_ = np.where(flags, 0.5, np.where(spread > 1e-12 * np.abs(self.center_), spread, 1.0))
-        return self._standard(found)
+    def _checked(self, X: Any) -> Any:
+        """Rows to predict, as those that were fitted."""
+        check_is_fitted(self)
+        columns, framed = self.columns_, _as_frame(X) is not None
+        if not framed and (others := [*columns.categories, *columns.dates]):
+            raise ValueError(f"column {others[0]!r} is not one of numbers: give X as a frame with the fitted columns")
+        X, _ = self._read(X, reset=False)
+        if framed == (columns.names is not None):
+            return X
+        return np.asarray(X, dtype=np.float64) if framed else columns.named(X)
 
     def _inputs(self, X: Any) -> torch.Tensor:
-        check_is_fitted(self)
-        X, _ = self._read(X, reset=False)
-        if hasattr(X, "columns") != self.framed_:
-            X = _named(X, self) if self.framed_ else np.asarray(X, dtype=np.float64)
-        return self._standard(self.encoder_.transform(_plain(X, *self.kinds_)))
+        X = self._checked(X)
+        return self.columns_.inputs(X)
 
-    def _standard(self, found: Array) -> torch.Tensor:
-        return torch.from_numpy((np.asarray(found, dtype=np.float64) - self.center_) / self.scale_)
+    def unlike(self, X: Any) -> list[list[str]]:
+        """Why each row is unlike the training data; empty for those that are like them.
+
+        A value lies beyond the training range by more than a tenth of it, a level was never seen, a value is missing
+        in a column that never lacked one; or the row is far from all training rows: its mean distance to the five
+        nearest, in standard units, exceeds that of 99% of the training rows from each other.
+        """
+        X = self._checked(X)
+        x, known = self.columns_.inputs(X).numpy(), self.posterior_.data[0].cpu().double().numpy()
+        rows = known[np.linspace(0, len(known) - 1, min(len(known), COMPARED)).round().astype(int)]
+        near = NearestNeighbors(n_neighbors=min(NEIGHBOURS, len(rows) - 1)).fit(rows)
+        limit = np.quantile(near.kneighbors()[0].mean(1), FAR)
+        far = near.kneighbors(x)[0].mean(1) > limit
+        return [
+            [*why, "far from all training rows"] if beyond else why
+            for why, beyond in zip(self.columns_.unusual(X), far, strict=True)
+        ]
 
     # -- draws --------------------------------------------------------------------------------------------------------
 
-    def _sample(self, x: torch.Tensor, y: torch.Tensor, outputs: int, likelihood: str) -> None:
+    def _sample(self, X: Any, y: Any, likelihood: str, store: str | Path | None, held_out: Any) -> None:
         if isinstance(self.chains, bool) or not isinstance(self.chains, numbers.Integral) or self.chains < 1:
             raise ValueError(f"chains = {self.chains!r} must be an integer of at least 1")
         if not isinstance(self.effort, numbers.Real) or not (math.isfinite(self.effort) and self.effort > 0):
             raise ValueError(f"effort = {self.effort!r} must be a positive number")
-        room, needed = memory(), 8 * x.numel() * 4
-        if room is not None and needed > room:
-            raise ValueError(
-                f"{len(x):,} rows of {x.shape[1]:,} inputs take up more memory than this machine has: fit fewer rows"
-            )
+        if self.max_seconds is not None:
+            check_seconds(self.max_seconds)
+        if store is not None and Manifest.begun(Path(store)):
+            raise ValueError(f"store = {str(store)!r} holds a run already: choose another folder")
+        _check_room(*X.shape)
+        self.columns_, x = Columns.learn(X)
+        _check_room(*x.shape)
         seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
         auto = isinstance(self.hidden_layers, str) and self.hidden_layers == "auto"
         try:
@@ -132,20 +154,56 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
             raise ValueError(
                 f"hidden_layers = {self.hidden_layers!r}: give 'auto', or the units of each, such as (64, 64, 64)"
             ) from None
-        self.network_ = Network(x.shape[1], outputs, likelihood, hidden, seed=seed)
-        with warnings.catch_warnings():
-            # `trust_` says whether chains have met; a fit of some seconds does not warn of it every time.
-            warnings.simplefilter("ignore", UserWarning)
+        self.network_ = Network(x.shape[1], self._outputs, likelihood, hidden, seed=seed)
+        x, y = x.float(), self._encoded(y)
+        self.held_out_ = None
+        if held_out is not None:
+            self.held_out_ = self._inputs(held_out[0]).float(), self._encoded(held_out[1])
+        if store is not None:
+            self._save(Path(store), x, y)
+        with self._quietly():
             self.posterior_ = sample_network(
-                self.network_, x.float(), y, chains=int(self.chains), effort=float(self.effort),
-                max_seconds=self.max_seconds, seed=seed, device=self.device,
+                self.network_, x, y, chains=int(self.chains), effort=float(self.effort),
+                max_seconds=self.max_seconds, seed=seed, device=self.device, store=store, progress=bool(self.verbose),
             )  # fmt: skip
+
+    @staticmethod
+    @contextmanager
+    def _quietly() -> Iterator[None]:
+        """`trust_` says whether chains have met; a fit of some seconds does not warn of it every time."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            yield
+
+    def _save(self, folder: Path, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Everything but the draws, and before they are drawn, so that a fit that is killed can go on."""
+        params = self.get_params(deep=False)
+        seed = params["random_state"]
+        params |= {
+            "hidden_layers": self.hidden_layers if isinstance(self.hidden_layers, str) else list(self.hidden_layers),
+            "random_state": int(seed) if isinstance(seed, numbers.Integral) else None,
+            "device": None if self.device is None else str(self.device),
+        }
+        state = {
+            "version": VERSION, "estimator": type(self).__name__, "params": params, "target": self._learnt(),
+            "network": asdict(self.network_), "columns": self.columns_.as_dict(),
+        }  # fmt: skip
+        try:
+            text = json.dumps(state, indent=1, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"store=: names of columns and classes must be text or numbers ({error})") from None
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {"x": x, "y": y}
+        if self.held_out_ is not None:
+            tensors |= {"held_out_x": self.held_out_[0], "held_out_y": self.held_out_[1]}
+        save_file({name: t.contiguous() for name, t in tensors.items()}, folder / DATA)
+        (folder / MODEL).write_text(text + "\n", encoding="utf-8")
 
     @property
     def trust_(self) -> Verdict:
         """Whether to believe the draws: "trust it", "run longer" or "it samples something else", and why."""
         check_is_fitted(self)
-        return self.posterior_.trust()
+        return self.posterior_.trust(held_out=self.held_out_)
 
     def _said(self, x: torch.Tensor) -> tuple[Array, Array]:
         """Mean and noise variance by each draw, ``[draws, n, outputs]``, as arrays."""
@@ -181,10 +239,12 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
         max_seconds: bound on the time of a fit; predictions then depend on the clock.
         random_state: as everywhere in scikit-learn.
         device: where to compute, such as ``cuda``; the CPU by default.
+        verbose: show a progress line.
 
     Attributes:
         posterior_: the draws, an `isosgd.Posterior`, in standard units.
         network_: what was sampled.
+        columns_: how columns become inputs.
         trust_: whether to believe the draws.
         n_features_in_: columns of X.
         feature_names_in_: their names, where X has some.
@@ -202,6 +262,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
         max_seconds: float | None = None,
         random_state: Any = None,
         device: Any = None,
+        verbose: bool = False,
     ) -> None:
         self.hidden_layers = hidden_layers
         self.likelihood = likelihood
@@ -210,14 +271,27 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
         self.max_seconds = max_seconds
         self.random_state = random_state
         self.device = device
+        self.verbose = verbose
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags
 
-    def fit(self, X: Any, y: Any) -> BayesianMLPRegressor:
-        """Sample the posterior given rows and their numbers, ``[n]`` or ``[n, outputs]``."""
+    def fit(
+        self, X: Any, y: Any, *, store: str | Path | None = None, held_out: Any = None, **given: Any
+    ) -> BayesianMLPRegressor:
+        """Sample the posterior given rows and their numbers, ``[n]`` or ``[n, outputs]``.
+
+        Args:
+            X: rows: an array of numbers, or a frame of pandas or polars.
+            y: what to predict.
+            store: a folder to write the draws to as they come, with all that `load` and `resume` need: a fit that is
+                killed goes on from there. The rows are in it, in standard units.
+            held_out: rows and targets that are not learnt from, for `trust_` and the report.
+            given: nothing: ``sample_weight`` is refused.
+        """
+        _refuse(given)
         if self.likelihood not in (names := ("student_t", "gaussian", "heteroscedastic")):
             raise ValueError(f"likelihood = {self.likelihood!r} is unknown; choose one of {', '.join(names)}")
         X, y = self._read(X, True, y, multi_output=True, y_numeric=True)
@@ -228,9 +302,25 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
         if (constant := self.y_scale_ <= 1e-12 * np.abs(self.y_center_)).any():
             column = int(np.flatnonzero(constant)[0])
             raise ValueError(f"y is always {wide[0, column]:g}, so that there is nothing to learn: choose another")
-        target = torch.from_numpy((wide - self.y_center_) / self.y_scale_).float()
-        self._sample(self._fit_inputs(X), target, wide.shape[1], self.likelihood)
+        self._sample(X, y, self.likelihood, store, held_out)
         return self
+
+    def _encoded(self, y: Any) -> torch.Tensor:
+        wide = np.asarray(y, dtype=np.float64).reshape(len(y), -1)
+        return torch.from_numpy((wide - self.y_center_) / self.y_scale_).float()
+
+    @property
+    def _outputs(self) -> int:
+        return len(self.y_scale_)
+
+    def _learnt(self) -> dict[str, Any]:
+        return {"center": self.y_center_.tolist(), "scale": self.y_scale_.tolist(), "flat": self._flat}
+
+    def _take(self, learnt: dict[str, Any]) -> None:
+        self.y_center_, self.y_scale_ = (np.array(learnt[name], dtype=np.float64) for name in ("center", "scale"))
+        self._flat = bool(learnt["flat"])
+        if self.y_center_.shape != self.y_scale_.shape or not (self.y_scale_ > 0).all():
+            raise ValueError("a scale of the target is lacking, or not positive")
 
     def predict(
         self,
@@ -254,7 +344,11 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
         if return_draws:
             return self._units(mean)
         if quantiles is not None:
-            return self._units(np.stack([self._quantile(mean, variance, level) for level in quantiles]))
+            found = self.network_
+            df = found.df if found.likelihood == "student_t" else math.inf
+            center, width = (torch.from_numpy(part.reshape(len(mean), -1)) for part in (mean, variance))
+            at = mixture_quantiles(center, width, list(quantiles), df=df).numpy()
+            return self._units(at.reshape(-1, *mean.shape[1:]))
         if not return_std:
             return self._units(mean.mean(0))
         std = np.sqrt(mean.var(0) + variance.mean(0)) * self.y_scale_
@@ -274,22 +368,6 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
         found = found * self.y_scale_ + self.y_center_
         return found[..., 0] if self._flat else found
 
-    def _quantile(self, mean: Array, variance: Array, level: float) -> Array:
-        """Where the mixture's distribution function is ``level``, by halving a bracket."""
-        if not 0 < level < 1:
-            raise ValueError(f"quantiles has {level!r}: they must lie between 0 and 1")
-        df = self.network_.df
-        student = self.network_.likelihood == "student_t"
-        width = np.sqrt(variance * ((df - 2.0) / df if student else 1.0))
-        ends = mean + width * (stdtrit(df, level) if student else ndtri(level))
-        low, high = ends.min(0), ends.max(0)  # the quantile of a mixture lies between those of its parts
-        for _ in range(HALVINGS):
-            middle = 0.5 * (low + high)
-            z = (middle - mean) / width
-            below = (stdtr(df, z) if student else ndtr(z)).mean(0) < level
-            low, high = np.where(below, middle, low), np.where(below, high, middle)
-        return 0.5 * (low + high)
-
 
 class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):  # type: ignore[misc]
     """Classification by posterior draws of a network: probabilities are averages over draws.
@@ -307,6 +385,7 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):  # type: ignore[misc
         max_seconds: float | None = None,
         random_state: Any = None,
         device: Any = None,
+        verbose: bool = False,
     ) -> None:
         self.hidden_layers = hidden_layers
         self.chains = chains
@@ -314,16 +393,36 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):  # type: ignore[misc
         self.max_seconds = max_seconds
         self.random_state = random_state
         self.device = device
+        self.verbose = verbose
 
-    def fit(self, X: Any, y: Any) -> BayesianMLPClassifier:
-        """Sample the posterior given rows and their labels ``[n]``."""
+    def fit(
+        self, X: Any, y: Any, *, store: str | Path | None = None, held_out: Any = None, **given: Any
+    ) -> BayesianMLPClassifier:
+        """Sample the posterior given rows and their labels ``[n]``; the rest is as in the regressor."""
+        _refuse(given)
         X, y = self._read(X, True, y)
         check_classification_targets(y)
-        self.classes_, labels = np.unique(y, return_inverse=True)
+        self.classes_ = np.unique(y)
         if len(self.classes_) < 2:
             raise ValueError(f"y has one class, {self.classes_[0]!r}; a classifier needs two classes at least")
-        self._sample(self._fit_inputs(X), torch.from_numpy(labels).long(), len(self.classes_), "categorical")
+        self._sample(X, y, "categorical", store, held_out)
         return self
+
+    def _encoded(self, y: Any) -> torch.Tensor:
+        y = np.asarray(y)
+        if (new := ~np.isin(y, self.classes_)).any():
+            raise ValueError(f"held_out has the class {y[new][0]!r}, which no training row has: leave it out")
+        return torch.from_numpy(np.searchsorted(self.classes_, y)).long()
+
+    @property
+    def _outputs(self) -> int:
+        return len(self.classes_)
+
+    def _learnt(self) -> dict[str, Any]:
+        return {"classes": self.classes_.tolist(), "dtype": self.classes_.dtype.kind}
+
+    def _take(self, learnt: dict[str, Any]) -> None:
+        self.classes_ = np.array(learnt["classes"], dtype=CLASSES[learnt["dtype"]])
 
     def predict_proba(self, X: Any, *, return_draws: bool = False) -> Array:
         """Probabilities ``[n, classes]``; with ``return_draws`` what each draw says, ``[draws, n, classes]``."""
@@ -343,7 +442,77 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):  # type: ignore[misc
         return self.classes_[np.minimum(index, len(self.classes_) - 1)]
 
 
-# -- frames -----------------------------------------------------------------------------------------------------------
+# -- folders ----------------------------------------------------------------------------------------------------------
+
+
+def load(folder: str | Path, *, damaged: Damaged = "refuse") -> BayesianMLPRegressor | BayesianMLPClassifier:
+    """The estimator whose ``fit`` was given ``store=folder``, with the draws that are there.
+
+    Nothing of a folder is run: it holds JSON and safetensors alone.
+
+    Args:
+        folder: of the run; finished, or stopped.
+        damaged: what to do with damaged files of draws, as `isosgd.load` takes it.
+    """
+    found = opened(folder, damaged)
+    if not len(found.posterior_):
+        none = "has no draws yet" if damaged == "refuse" else "has no draws that are whole"
+        raise ValueError(f"{folder} {none}; isosgd.sklearn.resume({str(folder)!r}) goes on")
+    return found
+
+
+def resume(
+    folder: str | Path, *, draws: int | None = None, device: Any = None, verbose: bool = False
+) -> BayesianMLPRegressor | BayesianMLPClassifier:
+    """Go on with a fit that was stopped, on a CPU bit for bit, or take more draws of each chain.
+
+    Args:
+        folder: that ``fit`` was given as ``store``.
+        draws: of each chain, where more are wanted than before.
+        device: where to compute.
+        verbose: show a progress line.
+    """
+    found = opened(folder)
+    x, y = found.posterior_.data
+    more: dict[str, Any] = {"draws": draws, "device": device, "progress": verbose}
+    with found._quietly():
+        found.posterior_ = resume_network(found.network_, x, y, folder, **more)
+    return found
+
+
+def opened(folder: str | Path, damaged: Damaged = "refuse") -> BayesianMLPRegressor | BayesianMLPClassifier:
+    """`load`, also where there are no draws yet."""
+    path = Path(folder) / MODEL
+    try:
+        if path.stat().st_size > LARGEST:
+            raise ValueError(f"it has more than {LARGEST:,} bytes")
+        state = json.loads(path.read_text(encoding="utf-8"))
+        if state["version"] != VERSION:
+            raise ValueError(f"it is of version {state['version']!r}, not {VERSION}")
+        kind = {kind.__name__: kind for kind in (BayesianMLPRegressor, BayesianMLPClassifier)}[state["estimator"]]
+        made = kind(**state["params"])
+        made.columns_ = Columns.from_dict(state["columns"])
+        names = made.columns_.names
+        made.n_features_in_ = len(made.columns_.numbers if names is None else names)
+        if names is not None and all(isinstance(name, str) for name in names):
+            made.feature_names_in_ = np.array(names, dtype=object)
+        made.network_ = Network(**{**state["network"], "hidden": tuple(state["network"]["hidden"])})
+        made._take(state["target"])
+        if made.network_.inputs != len(made.columns_.scale) or made.network_.outputs != made._outputs:
+            raise ValueError("the network has not as many inputs and outputs as the columns")
+    except FileNotFoundError:
+        raise ValueError(f"{folder} holds no estimator; fit(X, y, store=...) and `isosgd fit` write one") from None
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"{path} cannot be used ({why}); fit the table again") from error
+    try:
+        tensors = load_file(Path(folder) / DATA)
+        data = tensors["x"], tensors["y"]
+        made.held_out_ = (tensors["held_out_x"], tensors["held_out_y"]) if "held_out_x" in tensors else None
+    except (SafetensorError, OSError, KeyError) as error:
+        raise ValueError(f"{Path(folder) / DATA} cannot be read ({error}); fit the table again") from error
+    made.posterior_ = isosgd.load(folder, made.network_.target(), data=data, damaged=damaged)
+    return made
 
 
 def _as_frame(X: Any) -> Any:
@@ -357,47 +526,17 @@ def _as_frame(X: Any) -> Any:
     return pd.DataFrame({name: X[name].to_list() for name in X.columns})
 
 
-def _named(X: Any, model: Any) -> Any:
-    """An array as the frame that was fitted."""
-    import pandas as pd
-
-    return pd.DataFrame(X, columns=list(model.feature_names_in_))
-
-
-def _kinds(X: Any) -> tuple[Any, Any]:
-    """Columns that are numbers, and those that are categories."""
-    if not hasattr(X, "columns"):
-        return list(range(X.shape[1])), []
-    from pandas.api import types
-
-    numeric = [c for c in X.columns if types.is_numeric_dtype(X[c]) or types.is_datetime64_any_dtype(X[c])]
-    return numeric, [c for c in X.columns if c not in numeric]
+def _check_room(rows: int, inputs: int) -> None:
+    room = memory()
+    if room is not None and 8 * rows * inputs * COPIES > room:
+        raise ValueError(
+            f"{rows:,} rows of {inputs:,} inputs take up more memory than this machine has: fit fewer rows"
+        )
 
 
-def _plain(X: Any, numeric: Any, categories: Any) -> Any:
-    """A frame with numbers as floats, dates as days, and categories as text."""
-    if not hasattr(X, "columns"):
-        return X
-    import pandas as pd
-    from pandas.api import types
-
-    found = {}
-    for name in numeric:
-        column = X[name]
-        if types.is_datetime64_any_dtype(column):
-            column = (pd.to_datetime(column, utc=True) - pd.Timestamp(0, tz="UTC")) / pd.Timedelta(days=1)
-        try:
-            found[name] = column.to_numpy(dtype=np.float64, na_value=np.nan)
-        except (TypeError, ValueError):
-            raise ValueError(f"column {name!r} was one of numbers when the model was fitted; now it is not") from None
-        if np.isinf(found[name]).any():
-            raise ValueError(f"column {name!r} has infinite values; make them missing (NaN), or drop these rows")
-    for name in categories:
-        found[name] = np.array([MISSING if pd.isna(v) else str(v) for v in X[name]], dtype=object)
-    return pd.DataFrame(found, columns=[*numeric, *categories])
-
-
-def _one_hot() -> OneHotEncoder:
-    return OneHotEncoder(
-        handle_unknown="ignore", min_frequency=RARE, max_categories=MOST_LEVELS, sparse_output=False, dtype=np.float64
-    )
+def _refuse(given: dict[str, Any]) -> None:
+    """Of what ``fit`` does not take."""
+    if "sample_weight" in given:
+        raise TypeError("sample_weight is not supported, since draws are those of equal rows: repeat rows instead")
+    if given:
+        raise TypeError(f"fit() got an unexpected argument {next(iter(given))!r}; it takes X, y, store and held_out")

@@ -15,7 +15,7 @@ from isosgd.cli.folders import open_run
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # so few steps cannot settle
 
 PENGUINS = Path(__file__).parents[1] / "data" / "penguins.csv"
-SHORT = ["--method", "sgld", "--effort", "0.04", "--draws", "8", "--chains", "2", "--hidden", "4", "--no-report"]
+SHORT = ["--effort", "0.02", "--chains", "2", "--hidden", "4", "--no-report"]
 NUMBERS = "\n".join(f"{k * 37 % 60},{k % 3},{k * 11 % 7}.5" for k in range(60)) + "\n"
 LINE = """
 import torch
@@ -61,10 +61,13 @@ TABLES: dict[str, tuple[bytes | None, str]] = {
     "one column": (b"y\n1\n2\n", "has the single column 'y'"),
     "numbers for names": (b"1,2\n" * 30, "it must name the columns"),
     "one name twice": (b"a,a,y\n" + NUMBERS.encode(), "both named 'a'; rename one"),
-    "lines of other lengths": (b"a,b,y\n" + NUMBERS.encode() + b"1,2\n", "line 62: 2 values for 3 columns"),
+    "lines of other lengths": (b"a,b,y\n" + NUMBERS.encode() + b"1,2,3,4\n", "Expected 3 fields in line 62, saw 4"),
+    "more values than names": (b"a,y\n" + NUMBERS.encode(), "put values that hold ',' in double quotes"),
+    "an infinite target": (b"a,b,y\n" + NUMBERS.encode() + b"1,2,inf\n", "'y' has infinite values; make them missing"),
+    "an infinite value": (b"b,a,y\n" + NUMBERS.encode() + b"inf,2,3\n", "column 'b' has infinite values; make them"),
     "an open quote": (b'a,b,y\n1,"2,3\n4,5,6\n', "a double quote is opened and not closed"),
     "not UTF-8": ("a,stra\u00dfe,y\n".encode("latin-1") + NUMBERS.encode(), "save it as CSV in UTF-8"),
-    "a target that is always the same": (b"a,y\n" + b"1,5\n2,5\n" * 20, "'y' is always '5'; choose another column"),
+    "a target that is always the same": (b"a,y\n" + b"1,5\n2,5\n" * 20, "'y' is always 5; choose another column"),
     "a single class": (b"a,y\n" + b"1,yes\n2,yes\n" * 20, "'y' is always 'yes'; choose another column"),
     "no target in any row": (b"a,y\n" + b"1,\n2,NA\n" * 20, "'y' has no value in any row; choose another column"),
     "nothing to predict from": (
@@ -108,7 +111,7 @@ def test_a_target_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtur
     ("argv", "words"),
     [
         (["fit", PENGUINS, "--target", "species", "--out", "file"], "--out file is a file; name a folder"),
-        (["fit", PENGUINS, "--target", "species", "--hidden", 10**8], "100,000,000 hidden units are more than"),
+        (["fit", PENGUINS, "--target", "species", "--hidden", 10**8], "weights; 134,217,728 at most"),
         (["fit", "folder", "--target", "species"], "folder is a folder; name a CSV or Parquet file"),
         (["sample", "line.py:target", "--out", "file"], "--out file is a file; name a folder"),
         (["sample", "line.py:target", "--seed", "-4"], "--seed -4 must not be negative"),
@@ -194,7 +197,7 @@ def test_names_of_another_task_may_be_kept(
     lines = [f"{line},{k}" for k, line in enumerate(PENGUINS.read_text().splitlines()[:3])]
     table.write_text("\n".join([lines[0].rsplit(",", 1)[0] + f",{name}", *lines[1:]]))
     assert main(["predict", str(run), str(table), "--json", "--keep", name]) == 0
-    assert [row[name] for row in json.loads(capsys.readouterr().out)] == ["1", "2"]
+    assert [row[name] for row in json.loads(capsys.readouterr().out)] == [1, 2]
 
 
 # ------------------------------------------------------------------------------------------------ runs that are damaged
@@ -214,15 +217,16 @@ def as_folder(path: Path) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "manifest.json garbled": (lambda run: (run / "manifest.json").write_text("garbage"), "put back a copy of it"),
     "manifest.json changed": (
-        lambda run: (run / "manifest.json").write_text((run / "manifest.json").read_text().replace("sgld", "hmc")),
+        lambda run: (run / "manifest.json").write_text((run / "manifest.json").read_text().replace("hmc", "sgld")),
         "its own SHA-256 is another); put back a copy of it",
     ),
     "manifest.json gone": (lambda run: (run / "manifest.json").unlink(), "manifest.json"),
     "manifest.json a folder": (lambda run: as_folder(run / "manifest.json"), "that is a folder"),
     "a shard flipped": (lambda run: flip(run / "draws-000000.safetensors"), "draws-000000.safetensors is damaged"),
     "a shard gone": (lambda run: (run / "draws-000000.safetensors").unlink(), "draws-000000.safetensors is damaged"),
-    "table.json another": (lambda run: (run / "table.json").write_text("{}"), "fit the table again"),
-    "table.json a folder": (lambda run: as_folder(run / "table.json"), "table.json"),
+    "model.json another": (lambda run: (run / "model.json").write_text("{}"), "fit the table again"),
+    "model.json a folder": (lambda run: as_folder(run / "model.json"), "model.json"),
+    "table.json another": (lambda run: (run / "table.json").write_text("[]"), "fit the table again"),
     "data.safetensors cut": (lambda run: (run / "data.safetensors").write_bytes(b"cut"), "fit the table again"),
     "data.safetensors a folder": (lambda run: as_folder(run / "data.safetensors"), "fit the table again"),
 }
@@ -250,7 +254,7 @@ def test_what_is_not_damaged_is_used_where_that_is_asked_for(run: Path, capsys: 
     assert f"{run}: draws-000000.safetensors is damaged" in refused(capsys, "predict", run, PENGUINS)
     assert "--drop-damaged does without its draws" in refused(capsys, "diagnose", run)
     manifest = json.loads((run / "manifest.json").read_text())
-    left = 8 - manifest["shards"][0]["stop"]
+    left = 10 - manifest["shards"][0]["stop"]
     if left:
         with gathered_warnings() as warned:
             assert len(open_run(run, drop_damaged=True).posterior()) == 2 * left

@@ -1,4 +1,4 @@
-"""How many steps `isosgd fit` takes, what does not fit into memory, and inputs that a run watches."""
+"""What does not fit into memory, and inputs that a run watches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import isosgd
 from isosgd import Target, sample
 from isosgd.cli import main
-from isosgd.cli.network import LEAST_APART, LEAST_WARMUP, MOST_WORK, steps_for
 from isosgd.sampling import settings as room
 
 PENGUINS = Path(__file__).parents[1] / "data" / "penguins.csv"
@@ -24,21 +23,6 @@ QUICK: dict[str, Any] = {"draws": 3, "keep_every": 5, "warmup": 600, "progress":
 def line() -> Target:
     torch.manual_seed(0)
     return Target.from_module(nn.Linear(2, 1), "gaussian")
-
-
-def test_small_tables_take_all_rows_and_large_ones_minibatches() -> None:
-    rows = MOST_WORK // 751
-    assert steps_for("isgd", rows, 751, 1.0)["batch_size"] == "all"
-    assert steps_for("isgd", rows + 1, 751, 1.0)["batch_size"] is None
-    assert steps_for("sgld", 100, 751, 1.0)["batch_size"] is None, "only I-SGD has trajectories"
-
-
-def test_effort_is_so_many_times_the_steps() -> None:
-    for rows in (100, 1_000, 100_000):
-        once, four = (steps_for("isgd", rows, 751, effort) for effort in (1.0, 4.0))
-        assert four["keep_every"] == 4 * once["keep_every"] and four["warmup"] == 4 * once["warmup"]
-    least = steps_for("isgd", 100, 751, 1e-6)
-    assert (least["warmup"], least["keep_every"], least["compile"]) == (LEAST_WARMUP, LEAST_APART, False)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 from torch import Tensor
 
 from isosgd import metrics
@@ -46,6 +47,20 @@ def test_mixture_mnll(mixture: tuple[Tensor, Tensor, Tensor]) -> None:
     each = metrics.mixture_mnll(*mixture, reduction="none")
     np.testing.assert_allclose(each, -np.log(density), rtol=1e-10)
     assert float(metrics.mixture_mnll(*mixture)) == pytest.approx(-np.log(density).mean(), rel=1e-12)
+
+
+def test_scores_of_student_t_mixtures(mixture: tuple[Tensor, Tensor, Tensor]) -> None:
+    mean, variance, y = (x.numpy() for x in mixture)
+    each = stats.t(5.0, mean, np.sqrt(variance * 3 / 5))
+    assert float(metrics.mixture_mnll(*mixture, df=5.0)) == pytest.approx(-np.log(each.pdf(y).mean(0)).mean())
+    below = metrics.mixture_cdf(*mixture, df=5.0)
+    np.testing.assert_allclose(below, each.cdf(y).mean(0))
+    low, high = metrics.mixture_interval(*mixture[:2], 0.8, df=5.0)
+    np.testing.assert_allclose(each.cdf(low.numpy()).mean(0), 0.1, rtol=1e-9)
+    inside = ((mixture[2] >= low) & (mixture[2] <= high)).double().mean()
+    assert metrics.mixture_coverage(*mixture, 0.8, df=5.0) == inside
+    with pytest.raises(ValueError, match="df = 2: Student-t noise has a variance with more"):
+        metrics.mixture_cdf(*mixture, df=2.0)
 
 
 def test_mixture_mnll_stays_finite_far_out() -> None:

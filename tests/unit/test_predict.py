@@ -6,8 +6,10 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from scipy import stats
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
@@ -275,12 +277,21 @@ def test_quantiles_where_there_are_none(classifier: Posterior, generator: torch.
     with pytest.raises(ValueError, match="class labels have no quantiles"):
         classifier.predict(x, levels=(0.5,))
     net = nn.Linear(3, 1).double()
-    heavy = Posterior(Target.from_module(net, likelihoods.StudentT(scale=1.0)), draws_of(net, generator), {})
+    heavy = Posterior(Target.from_module(net, likelihoods.StudentT(2.0, scale=1.0)), draws_of(net, generator), {})
     assert heavy.predict(x).noise_variance is not None
     with pytest.raises(ValueError, match="not those of a normal mixture"):
         heavy.predict(x, levels=(0.5,))
     with pytest.raises(ValueError, match=r"levels = 1\.5 must lie between 0 and 1"):
         heavy.predict(x, levels=(1.5,))
+
+
+def test_quantiles_of_student_t_noise(generator: torch.Generator, x: Tensor) -> None:
+    net = nn.Linear(3, 1).double()
+    heavy = Posterior(Target.from_module(net, likelihoods.StudentT(5.0, scale=0.5)), draws_of(net, generator), {})
+    found = heavy.predict(x, levels=(0.1, 0.9), return_draws=True)
+    each = stats.t(5.0, found.draws.flatten(0, 1).numpy(), 0.5)
+    for level, at in zip((0.1, 0.9), found.quantile((0.1, 0.9)), strict=True):
+        np.testing.assert_allclose(each.cdf(at.numpy()).mean(0), level, rtol=1e-9)
 
 
 # ---------------------------------------------------------------- a user's function

@@ -103,6 +103,18 @@ def test_a_regression_has_verdict_scores_and_all_its_figures(line):
     assert abs(covered - 95) < 400 * np.sqrt(0.95 * 0.05 / 100)
 
 
+def test_a_regression_with_student_t_noise_has_the_same_page(line):
+    posterior, data, heldout = line
+    target = Target.from_module(torch.nn.Linear(1, 1), likelihoods.StudentT(100.0, scale=NOISE), priors.Normal(10.0))
+    pages = [
+        report_html(Posterior(t, posterior.draws, {}), data=data, heldout=heldout) for t in (posterior.target, target)
+    ]
+    assert len(check(pages[1])[1]) == len(check(pages[0])[1])
+    for name, near in (("RMSE", 1e-3), ("MNLL", 0.05), ("CRPS", 0.05)):  # the last from 400 outcomes of 100 rows
+        normal, student = (float(re.search(rf"<dt>{name}</dt><dd>([\d.]+)", page)[1]) for page in pages)
+        assert student == pytest.approx(normal, rel=near)
+
+
 def test_from_a_trained_network_it_begins_with_whether_that_became_better(classes):
     posterior, data, heldout = classes
     assert "trained network" not in report_html(posterior, data=data, heldout=heldout)

@@ -1,366 +1,217 @@
-"""Tables: files as columns, columns as inputs, and what is unlike the training data."""
+"""Tables: files as frames, columns as inputs, and estimators that are kept in folders."""
 
+import datetime
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from isosgd.tables.columns import days, numbers, read_columns
-from isosgd.tables.encoding import learn_column
-from isosgd.tables.tables import learn_table, load_table
-from isosgd.tables.unlike import Familiar
+from isosgd import sklearn
+from isosgd.cli.reading import numbers_rows, read_table, why_useless
+from isosgd.sklearn import BayesianMLPClassifier, BayesianMLPRegressor
+from isosgd.tables.columns import Columns
 
 PENGUINS = Path(__file__).parents[1] / "data" / "penguins.csv"
+SHORT: dict[str, Any] = {"hidden_layers": (4,), "effort": 0.02, "chains": 2, "random_state": 0}
 
 
-def write(path, text):
+def write(path: Path, text: str) -> Path:
     path.write_text(text, encoding="utf-8")
     return path
 
 
-# Files
+def example(n: int = 80, seed: int = 0) -> pd.DataFrame:
+    rng = np.random.default_rng(seed)
+    frame = pd.DataFrame({
+        "size": np.where(rng.uniform(size=n) < 0.1, np.nan, rng.normal(size=n)),
+        "empty": np.full(n, np.nan),
+        "town": pd.Series(np.where(rng.uniform(size=n) < 0.1, None, rng.choice(["a", "b", "c"], n)), dtype=object),
+        "name": [f"p{k}" for k in range(n)],
+        "built": pd.Timestamp("2001-01-01") + pd.to_timedelta(rng.integers(0, 5000, n), unit="D"),
+        "old": rng.uniform(size=n) < 0.5,
+    })  # fmt: skip
+    frame.loc[3, "built"] = pd.NaT
+    frame.loc[0, "town"] = "z"  # a level of one row
+    return frame
 
 
-def test_a_real_csv():
-    columns = read_columns(PENGUINS)
-    assert {len(values) for values in columns.values()} == {344}
-    assert columns["sex"].count(None) == 11
-    assert columns["body_mass_g"].count(None) == 2
-    assert set(columns["species"]) == {"Adelie", "Gentoo", "Chinstrap"}
+# -- files ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
-def test_separators_are_found(tmp_path, separator):
+def test_separators_are_found(tmp_path: Path, separator: str) -> None:
     rows = [["a", "b"], ["1", "x y"], ["2", "z"]]
-    path = write(tmp_path / "t.csv", "\n".join(separator.join(row) for row in rows))
-    assert read_columns(path) == {"a": ["1", "2"], "b": ["x y", "z"]}
+    found, _ = read_table(write(tmp_path / "t.csv", "\n".join(separator.join(row) for row in rows)))
+    assert found.to_dict("list") == {"a": [1, 2], "b": ["x y", "z"]}
 
 
-def test_a_decimal_comma_goes_with_semicolons_only(tmp_path):
-    assert read_columns(write(tmp_path / "t.csv", "a;b\n1,5;x\n"))["a"] == ["1.5"]
-    assert read_columns(write(tmp_path / "u.csv", 'a,b\n"1,5",x\n'))["a"] == ["1,5"]
+def test_a_decimal_comma_goes_with_semicolons_only(tmp_path: Path) -> None:
+    assert read_table(write(tmp_path / "t.csv", "a;b\n1,5;x\n"))[0]["a"].tolist() == [1.5]
+    assert read_table(write(tmp_path / "u.csv", 'a,b\n"1,5",x\n'))[0]["a"].tolist() == ["1,5"]
 
 
-def test_quotes_byte_order_marks_empty_lines_and_missing_values(tmp_path):
-    text = '\ufeffname,"a ""b"", c"\n"x, y",NA\n\n z ,n/a\nNone,?\n'
-    found = read_columns(write(tmp_path / "t.csv", text))
-    assert found == {"name": ["x, y", "z", None], 'a "b", c': [None, None, None]}
+def test_quotes_byte_order_marks_empty_lines_and_missing_values(tmp_path: Path) -> None:
+    found, _ = read_table(write(tmp_path / "t.csv", '\ufeffname,"a ""b"", c"\n"x, y",NA\n\n z ,n/a\nNone,?\n'))
+    assert found["name"].tolist()[:2] == ["x, y", "z"] and list(found.columns) == ["name", 'a "b", c']
+    assert found["name"].isna().sum() == 1 and found['a "b", c'].isna().all()
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "it is empty; the first line must name the columns"),
-        ("\n1,2\n", "first line is empty"),
-        ("a,b\n", "no rows"),
-        ("a\n1\n", "single column 'a'"),
-        ("a,b\n1\n", "line 2: 1 values for 2 columns"),
-        ("a,b,a\n1,2,3\n", "columns 1 and 3 are both named 'a'"),
-        ("a,,c\n1,2,3\n", "column 2 has no name"),
-        ("1.5,2\n3,4\n", "must name the columns"),
-        ('a,b\n"1,2\n', "line"),
-    ],
-)
-def test_bad_csv_is_named(tmp_path, text, words):
-    with pytest.raises(ValueError, match=words):
-        read_columns(write(tmp_path / "bad.csv", text))
+def test_columns_that_are_mostly_numbers_or_dates_are_that(tmp_path: Path) -> None:
+    lines = [f"{k / 7},2024-01-{1 + k % 28:02d} 12:00,w{k % 3}" for k in range(97)]
+    lines += ["big,2024-02-01T14:00+02:00,w0", "n.a.,2023-02-29,w1", "-,2024-03-01,w2"]
+    found, remarks = read_table(write(tmp_path / "t.csv", "\n".join(["size,when,what", *lines])))
+    assert found["size"].isna().sum() == 3 and "3 values of 'size' are no numbers and count as missing" in remarks
+    assert found["when"].isna().sum() == 1 and found["when"][97] == pd.Timestamp("2024-02-01 12:00", tz="UTC")
+    assert not any("what" in remark for remark in remarks)
 
 
-def test_other_encodings_and_folders_are_refused(tmp_path):
-    (tmp_path / "latin.csv").write_bytes("größe,b\n1,2\n".encode("latin-1"))
-    with pytest.raises(ValueError, match="not UTF-8"):
-        read_columns(tmp_path / "latin.csv")
-    with pytest.raises(ValueError, match="is a folder"):
-        read_columns(tmp_path)
-    with pytest.raises(OSError, match=r"none\.csv is not there; name a CSV"):
-        read_columns(tmp_path / "none.csv")
-
-
-def test_parquet_reads_as_the_same_csv(tmp_path):
-    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: it reads Parquet")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    import datetime
-
-    table = arrow.table({
+def test_parquet_reads_as_the_same_csv(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed: it reads Parquet")
+    frame = pd.DataFrame({
         "size": [1.5, None, 3.0],
-        "count": arrow.array([1, 2, 3], arrow.int64()),
-        "town": arrow.array(["Rome", "Oslo", None]).dictionary_encode(),
+        "town": pd.Categorical(["Rome", "Oslo", None]),
         "when": [datetime.date(2024, 1, 31), None, datetime.date(2024, 2, 1)],
-        "old": [True, False, None],
     })  # fmt: skip
-    parquet.write_table(table, tmp_path / "t.parquet")
-    assert read_columns(tmp_path / "t.parquet") == {
-        "size": ["1.5", None, "3.0"],
-        "count": ["1", "2", "3"],
-        "town": ["Rome", "Oslo", None],
-        "when": ["2024-01-31", None, "2024-02-01"],
-        "old": ["True", "False", None],
-    }
+    frame.to_parquet(tmp_path / "t.parquet")
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    one, two = (Columns.learn(read_table(tmp_path / name)[0]) for name in ("t.parquet", "t.csv"))
+    assert one[0].as_dict() == two[0].as_dict() and (one[1] == two[1]).all()
     write(tmp_path / "no.parquet", "a,b\n1,2\n")
     with pytest.raises(ValueError, match="no Parquet file"):
-        read_columns(tmp_path / "no.parquet")
+        read_table(tmp_path / "no.parquet")
 
 
-@given(st.floats(allow_nan=False, allow_infinity=False))
-def test_every_finite_number_is_read_back(value):
-    found, bad = numbers([repr(value)])
-    assert found[0] == value and bad == 0
-
-
-@given(st.text(max_size=12))
-def test_any_text_is_a_number_or_counted_as_none(text):
-    found, bad = numbers([text])
-    assert bad == int(not np.isfinite(found[0]))
-
-
-def test_times_of_one_instant_are_one_whatever_their_offset():
-    texts = ["2024-03-10T12:00Z", "2024-03-10 14:00+02:00", "2024-03-10T06:30:00-05:30", "2024-03-10 13:00+01"]
-    texts += ["2024-03-10T12:00", "2024-03-11 01:00:00.000+1300"]
-    found, bad = days(texts)
-    assert bad == 0 and len(set(found.tolist())) == 1
-    assert days(["0001-01-01T00:00+06:00"])[1] == 0, "before all that a calendar of UTC has"
-
-
-def test_dates_that_do_not_exist_are_none():
-    found, bad = days(["2024-02-29", "2023-02-29", "2024-13-01", "24-01-01"])
-    assert found[0] == 19782 and np.isnan(found[1:]).all() and bad == 3
-
-
-# Columns
-
-
-def test_a_missing_number_takes_the_median_and_says_so():
-    column, remark = learn_column("age", ["1", "2", None, "9", None])
-    assert remark == "" and column.inputs == ["age", "age is missing"]
-    found, words = column.encode(["4", None])
-    assert found.tolist() == [[4, 0], [2, 1]] and words == ["", ""]
-
-
-def test_a_missing_value_that_training_never_lacked_is_unusual():
-    column, _ = learn_column("age", ["1", "2", "9"])
-    found, words = column.encode([None])
-    assert found.tolist() == [[2]] and words == ["age is missing"]
-
-
-def test_levels_rare_levels_new_levels_and_missing_ones():
-    values = ["a"] * 60 + ["b"] * 30 + ["c"] * 4 + [None] * 6
-    column, _ = learn_column("k", values)
-    assert (column.levels, column.rare) == (("a", "b"), ("c",))
-    assert column.inputs == ["k = a", "k = b", "k = (other)", "k is missing"]
-    found, words = column.encode(["b", "c", "new", None])
-    assert found.tolist() == [[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
-    assert words == ["", "", "k 'new' is new", ""]
-
-
-def test_a_new_level_without_rare_ones_has_no_input_on():
-    column, _ = learn_column("k", ["a"] * 10 + ["b"] * 10)
-    found, words = column.encode(["new"])
-    assert found.tolist() == [[0, 0]] and words == ["k 'new' is new"]
-
-
-def test_a_date_has_a_day_and_a_season():
-    column, _ = learn_column("when", ["2020-01-01", "2021-07-01", "2022-03-01"])
-    assert column.kind == "date" and len(column.inputs) == 3 and column.indicators == [False] * 3
-    found, words = column.encode(["2021-01-01", "2030-01-01"])
-    year = 365.2425
-    assert found[0, 1] == pytest.approx(math.sin(2 * math.pi * found[0, 0] / year))
-    assert words == ["", "when 2030-01-01 is outside 2020-01-01 to 2022-03-01"]
+def test_a_file_that_memory_does_not_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isosgd.cli.reading.memory", lambda: 1_000)
+    with pytest.raises(ValueError, match="more than memory holds: fit fewer rows"):
+        read_table(PENGUINS)
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "why"),
+    ("values", "why"),
     [
-        ("a", ["7", "7.0"] * 10, "always 7"),
-        ("a", ["x"] * 20, "always 'x'"),
-        ("a", [None] * 20, "empty"),
-        ("a", [str(k + 5) for k in range(20)], "numbers the rows"),
-        ("customer_id", [str(k * k) for k in range(20)], "numbers the rows"),
-        ("name", [f"person {k}" for k in range(20)], "no level has 5 rows"),
-        ("zip", ["a"] * 8 + [f"z{k}" for k in range(20)], "most of its 21 levels are rare"),
+        ([7.0] * 20, "always 7"),
+        (["x"] * 20, "always 'x'"),
+        ([np.nan] * 20, "empty"),
+        ([f"person {k}" for k in range(20)], "one row alone (20 of 20)"),
+        ([k / 3 for k in range(20)], ""),
+        (["a", "b"] * 10, ""),
     ],
 )
-def test_columns_that_say_nothing_are_dropped(name, values, why):
-    column, reason = learn_column(name, values)
-    assert column is None and why in reason
+def test_columns_that_say_nothing_are_known(values: list[Any], why: str) -> None:
+    found = why_useless(pd.Series(values))
+    assert why in found and bool(found) == bool(why)
 
 
-def test_income_is_no_identifier():
-    assert learn_column("income", [str(k * k) for k in range(20)])[0] is not None
+def test_row_numbers_are_known() -> None:
+    squares = pd.Series([k * k for k in range(20)])
+    assert numbers_rows("a", pd.Series(range(5, 25))) and numbers_rows("customer_id", squares)
+    assert not numbers_rows("income", squares) and not numbers_rows("a", pd.Series([1, 1, 2]))
 
 
-def test_few_words_among_numbers_count_as_missing():
-    column, remark = learn_column("size", [str(k / 7) for k in range(97)] + ["big", "n.a.", "-"])
-    assert column.kind == "number" and column.missing and "3 values of 'size'" in remark
-    assert learn_column("size", ["1.5", "2.5"] * 20 + ["big"] * 10)[0].kind == "category"
+# -- inputs -----------------------------------------------------------------------------------------------------------
 
 
-# Tables
+def test_inputs_are_in_standard_units() -> None:
+    columns, x = Columns.learn(example())
+    indicator = [k for k in range(x.shape[1]) if len(x[:, k].unique()) == 2]
+    numbers = [k for k in range(x.shape[1]) if len(x[:, k].unique()) > 2]
+    assert x.mean(0).abs().max() < 1e-9 and (x[:, numbers].std(0, correction=0) - 1).abs().max() < 1e-9
+    gaps = x[:, indicator].amax(0) - x[:, indicator].amin(0)
+    assert (gaps - 2).abs().max() < 1e-9, "an indicator is two units from off to on, however rare"
+    assert "missing values in 'size', 'empty', 'built', 'town'" in columns.describe()[1]
+
+
+def test_a_date_has_a_day_and_a_season() -> None:
+    frame = pd.DataFrame({"when": pd.to_datetime(["2020-01-01", "2021-07-01", "2022-03-01", "2021-01-01"])})
+    columns, x = Columns.learn(frame)
+    raw = x[3].numpy() * columns.scale + columns.center
+    angle = 2 * math.pi * raw[0] / 365.2425
+    assert raw[1:] == pytest.approx([math.sin(angle), math.cos(angle)])
+    late = pd.DataFrame({"when": [pd.Timestamp("2030-01-01")]})
+    assert columns.unusual(late) == [["when 2030-01-01 is outside 2020-01-01 to 2022-03-01"]]
+
+
+def test_what_is_unusual_is_named() -> None:
+    columns, _ = Columns.learn(example())
+    new = example(4, 1)
+    new.loc[0, ["town", "size"]] = ["q", 99.0]
+    new["built"] = pd.Timestamp("2005-01-01")
+    new["name"] = ["p1", "p2", "p3", None]
+    found = columns.unusual(new)
+    assert found[0][0].startswith("size 99 is outside") and found[0][1] == "town 'q' is new"
+    assert found[1] == [] and found[3] == ["name is missing"], "others were missing in training rows too"
+
+
+def test_what_was_learnt_is_plain_and_comes_back() -> None:
+    many = pd.DataFrame({"k": [f"q{k % 80}" for k in range(400)]})  # more levels than have inputs of their own
+    for rows in (example(), many, np.random.default_rng(0).normal(size=(10, 3))):
+        columns, x = Columns.learn(rows)
+        again = Columns.from_dict(json.loads(json.dumps(columns.as_dict(), allow_nan=False)))
+        assert (again.inputs(rows) == x).all() and again.unusual(rows) == columns.unusual(rows)
+
+
+# -- estimators in folders --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def penguins():
-    return read_columns(PENGUINS)
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[BayesianMLPRegressor, Path]:
+    folder, frame = tmp_path_factory.mktemp("runs") / "run", example()
+    y = frame["size"].fillna(0).to_numpy() * 10 + 3
+    model = BayesianMLPRegressor(**SHORT).fit(frame[:60], y[:60], store=folder, held_out=(frame[60:], y[60:]))
+    return model, folder
 
 
-def test_real_inputs_are_in_standard_units(penguins):
-    table = learn_table(penguins, "body_mass_g")
-    assert table.task == "regression"
-    there = table.encode_target(penguins)[1]
-    x, unusual = table.encode({name: [v for v, t in zip(c, there, strict=True) if t] for name, c in penguins.items()})
-    assert x.shape == (342, len(table.inputs)) and not any(unusual)
-    indicator = torch.tensor([flag for c in table.columns for flag in c.indicators])
-    assert x.mean(0).abs().max() < 1e-5
-    assert (x[:, ~indicator].std(0, correction=0) - 1).abs().max() < 1e-5
-    gaps = x[:, indicator].amax(0) - x[:, indicator].amin(0)
-    assert (gaps - 2).abs().max() < 1e-5, "an indicator is two units from off to on, however rare"
-    y, _ = table.encode_target(penguins)
-    assert y.shape == (342, 1) and abs(float(y.mean())) < 1e-5 and abs(float(y.std(correction=0)) - 1) < 1e-5
+def test_an_estimator_comes_back_from_its_folder(kept: tuple[BayesianMLPRegressor, Path]) -> None:
+    model, folder = kept
+    again, frame = sklearn.load(folder), example(20, 1)
+    assert np.array_equal(again.predict(frame), model.predict(frame)) and again.unlike(frame) == model.unlike(frame)
+    assert again.trust_.rhat == model.trust_.rhat and again.held_out_ is not None and len(again.held_out_[0]) == 20
+    assert again.get_params() == {**model.get_params(), "hidden_layers": [4]}
+    files = {path.suffix for path in folder.iterdir()}
+    assert files <= {".json", ".safetensors"}, "nothing that could be a pickle"
 
 
-def test_text_and_few_whole_numbers_are_classes(penguins):
-    table = learn_table(penguins, "species")
-    assert table.task == "classification" and table.classes == ("Adelie", "Chinstrap", "Gentoo")
-    by_year = learn_table(penguins, "year")
-    assert by_year.task == "classification" and by_year.classes == ("2007", "2008", "2009")
-    assert any("--task" in line for line in by_year.describe())
-    assert learn_table(penguins, "year", "regression").task == "regression"
+def test_a_folder_with_a_run_is_not_written_over(kept: tuple[BayesianMLPRegressor, Path]) -> None:
+    before = (kept[1] / "model.json").read_bytes()
+    with pytest.raises(ValueError, match="holds a run already: choose another folder"):
+        BayesianMLPRegressor(**SHORT).fit(np.eye(9), np.arange(9), store=kept[1])
+    assert (kept[1] / "model.json").read_bytes() == before
 
 
-def test_labels_that_are_numbers_are_sorted_as_such_and_1_is_1_0():
-    rows = {"x": [str(k / 3) for k in range(30)], "y": ["10", "9.0", "2"] * 10}
-    table = learn_table(rows, "y")
-    assert table.classes == ("2", "9", "10")
-    labels, there = table.encode_target({"y": ["2.0", "9", "10.0", "11", None]})
-    assert labels.tolist() == [0, 1, 2] and there.tolist() == [True, True, True, False, False]
+@pytest.mark.parametrize("labels", [["no", "yes"], [3, 7], [False, True]])
+def test_classes_keep_their_type(tmp_path: Path, labels: list[Any]) -> None:
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(40, 2))
+    y = np.array(labels)[(X[:, 0] > 0).astype(int)]
+    BayesianMLPClassifier(**SHORT).fit(X, y, store=tmp_path / "run")
+    again = sklearn.load(tmp_path / "run")
+    assert again.classes_.tolist() == labels and again.predict(X).dtype == y.dtype
+    assert sklearn.resume(tmp_path / "run", draws=12).posterior_.num_draws == 12
 
 
-@pytest.mark.parametrize(
-    ("target", "task", "words"),
-    [
-        ("weight", None, "no column 'weight'"),
-        ("species", "regression", "are no numbers"),
-        ("species", "banana", "task = 'banana'"),
-        ("gone", None, "no value in any row"),
-        ("same", None, "always '3'"),
-        ("same", "regression", "always 3"),
-        ("when", None, "is a date"),
-        ("name", None, "342 different values"),
-    ],
-)
-def test_targets_that_cannot_be_predicted_are_named(penguins, target, task, words):
-    size = 344
-    more = {"gone": [None] * size, "same": ["3"] * size, "when": ["2024-01-01", "2024-01-02"] * (size // 2)}
-    more["name"] = [f"bird {k}" if k < 342 else None for k in range(size)]
-    with pytest.raises(ValueError, match=words):
-        learn_table(penguins | more, target, task)
+def test_rows_far_from_all_training_rows_are_unlike() -> None:
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(400, 2)) * 0.3 + np.array([[4.0, 0.0], [-4.0, 0.0]]).repeat(200, 0)
+    model = BayesianMLPRegressor(**SHORT).fit(X, X[:, 0])
+    assert model.unlike([[0.0, 0.0], [4.0, 0.0]]) == [["far from all training rows"], []]
+    like = rng.normal(size=(2_000, 2)) * 0.3 + [4.0, 0.0]
+    share = np.mean([any("far" in why for why in row) for row in model.unlike(like)])
+    # The limit is the 99% quantile of 400 distances: its own error and that of the share.
+    assert abs(share - 0.01) < 4 * math.sqrt(0.01 * 0.99 * (1 / 400 + 1 / 2_000))
 
 
-def test_a_table_without_inputs_is_refused():
-    with pytest.raises(ValueError, match="no column is left"):
-        learn_table({"a": ["1"] * 10, "y": [str(k * 0.5) for k in range(10)]}, "y")
+def test_a_folder_without_an_estimator_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no estimator"):
+        sklearn.load(tmp_path)
 
 
-def test_a_column_that_lacks_is_named(penguins):
-    table = learn_table(penguins, "species")
-    with pytest.raises(ValueError, match="lacks the column 'island'"):
-        table.encode({name: v for name, v in penguins.items() if name != "island"})
-    with pytest.raises(ValueError, match="lacks the target 'species'"):
-        table.encode_target({"island": []})
-
-
-def test_saved_and_loaded_it_encodes_the_same(penguins, tmp_path):
-    for target in ("species", "body_mass_g"):
-        table = learn_table(penguins, target)
-        table.save(tmp_path / "table.json", note="kept")
-        again, more = load_table(tmp_path / "table.json")
-        assert again == table and more == {"note": "kept"}
-        assert torch.equal(again.encode(penguins)[0], table.encode(penguins)[0])
-
-
-def _hurt(table: dict, key: str, value: object) -> None:
-    *path, last = key.split(".")
-    for part in path:
-        table = table[int(part) if part.isdigit() else part]
-    if value is None:
-        del table[last]
-    else:
-        table[last] = value
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("version", 99),
-        ("table", []),
-        ("table.task", "guess"),
-        ("table.columns", []),
-        ("table.columns.0.kind", "picture"),
-        ("table.columns.0.name", 3),
-        ("table.columns.0.extra", 3),
-        ("table.columns.0.levels", ["a"] * 9),
-        ("table.x_scale", [0.0]),
-        ("table.x_scale", ["1"]),
-        ("table.y_scale", -1.0),
-        ("table.y_mean", None),
-        ("table.target", None),
-        ("table.classes", ["a", "b"]),
-    ],
-)
-def test_a_hostile_table_is_refused(penguins, tmp_path, key, value):
-    learn_table(penguins, "body_mass_g").save(tmp_path / "table.json")
-    found = json.loads((tmp_path / "table.json").read_text())
-    _hurt(found, key, value)
-    (tmp_path / "table.json").write_text(json.dumps(found))
-    if key == "table.y_mean":  # the one that has a default
-        assert load_table(tmp_path / "table.json")[0].y_mean == 0.0
-        return
-    with pytest.raises(ValueError, match=r"table.json"):
-        load_table(tmp_path / "table.json")
-
-
-@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, '{"version": 1, "table": NaN}', "\x00", "null"])
-def test_what_is_no_json_is_refused(tmp_path, text):
-    with pytest.raises(ValueError, match=r"table.json"):
-        load_table(write(tmp_path / "table.json", text))
-
-
-# What is unlike
-
-
-def test_about_one_in_a_hundred_like_rows_is_far(generator):
-    x, new = torch.randn(2, 2000, 5, generator=generator)
-    familiar = Familiar.learn(x)
-    share = float((familiar.distance(new) > familiar.limit).double().mean())
-    # The limit is a quantile of 2000 distances: its own error and that of the share add up.
-    assert abs(share - 0.01) < 4 * math.sqrt(2 * 0.01 * 0.99 / 2000)
-
-
-def test_a_gap_between_clusters_is_far(generator):
-    x = torch.randn(400, 2, generator=generator) * 0.3 + torch.tensor([[4.0, 0.0], [-4.0, 0.0]]).repeat(200, 1)
-    familiar = Familiar.learn(x)
-    assert (familiar.distance(torch.tensor([[0.0, 0.0], [4.0, 0.0]])) > familiar.limit).tolist() == [True, False]
-
-
-def test_the_same_rows_and_limit_give_the_same_distances(generator):
-    x = torch.randn(6000, 3, generator=generator)
-    familiar = Familiar.learn(x)
-    assert len(familiar.rows) == 5000
-    again = Familiar.among(x, familiar.limit)
-    assert torch.equal(again.distance(x[:50]), familiar.distance(x[:50]))
-    assert again.distance(x[:0]).shape == (0,)
-
-
-def test_single_rows_are_refused():
-    with pytest.raises(ValueError, match=r"\[1, 3\]"):
-        Familiar.learn(torch.zeros(1, 3))
-
-
-def test_large_class_labels_stay_apart() -> None:
-    columns = {"x": [str(k * k) for k in range(40)], "y": ["1234567", "1234568"] * 20}
-    table = learn_table(columns, "y", "classification")
-    assert table.classes == ("1234567", "1234568")
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, '{"version": 1}', "\x00", "null"])
+def test_what_is_no_model_is_refused(tmp_path: Path, text: str) -> None:
+    write(tmp_path / "model.json", text)
+    with pytest.raises(ValueError, match=r"model.json cannot be used .*fit the table again"):
+        sklearn.load(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import warnings
 from collections.abc import Iterator
@@ -13,7 +14,6 @@ from typing import Any
 
 import torch
 
-import isosgd
 from isosgd.diagnostics.summary import json_values
 from isosgd.errors import SamplingWarning
 
@@ -76,11 +76,15 @@ def use_machine(threads: int | None, device: str | None) -> None:
             raise ValueError(f"--device {device} cannot be used: {str(error).splitlines()[0]}") from error
 
 
-def check_method(name: str, seed: int) -> None:
-    """Refuse a method that `isosgd.sample` does not know, and a seed that no generator takes."""
-    known = [row["name"] for row in isosgd.methods()]
-    if name not in known:
-        raise ValueError(f"--method {name} is not known; choose one of {', '.join(known)}")
+def max_seconds(args: argparse.Namespace) -> float | None:
+    """``--minutes`` in seconds."""
+    if args.minutes is not None and not 0 < args.minutes < math.inf:
+        raise ValueError(f"--minutes {args.minutes:g} must be positive")
+    return None if args.minutes is None else 60.0 * float(args.minutes)
+
+
+def check_seed(seed: int) -> None:
+    """Refuse a seed that no generator takes."""
     if seed < 0:
         raise ValueError(f"--seed {seed} must not be negative")
 

@@ -7,36 +7,31 @@ import json
 import shlex
 import sys
 import traceback
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from isosgd import Posterior, Target, load
 from isosgd.cli.common import first_line
-from isosgd.cli.network import Network
 from isosgd.report import Subject, write_report
 from isosgd.samplers import METHODS
 from isosgd.sampling.stopping import MOST_DRAWS
 from isosgd.sampling.stored import settings_of
 from isosgd.store.draws import Damaged
 from isosgd.store.manifest import Manifest
-from isosgd.tables.tables import Table, load_table
-from isosgd.tables.unlike import Familiar
 
-MANIFEST, TABLE, SCRIPT = "manifest.json", "table.json", "script.json"
+MANIFEST, MODEL, TABLE, SCRIPT = "manifest.json", "model.json", "table.json", "script.json"
 DATA, REPORT = "data.safetensors", "report.html"
-NOTES = (TABLE, SCRIPT, DATA)
+NOTES = (MODEL, TABLE, SCRIPT, DATA)
 """What stands beside the draws of a run."""
 USUAL: dict[str, Any] = {
     "method": "isgd", "draws": 100, "chains": 4, "batch_size": None, "keep_every": "auto", "warmup": "auto",
     "temperature": 1.0, "seed": 0, "store_dtype": None, "budget": None,
 }  # fmt: skip
 """Settings of ``isosgd sample`` where nothing is said."""
+NOTED = {"target": "y", "source": "Python", "command": "", "longer": ""}  # of a table, and what to take for them
 SEED = 0  # of torch when a script is run, so that a network it makes is the same again when its run is resumed
 
 
@@ -51,8 +46,7 @@ class Run:
         heldout: rows left out, if any.
         init: where chains start, as `isosgd.sample` takes it.
         subject: names and units for the report.
-        table: how columns become inputs; None for runs of scripts.
-        familiar: tells inputs that are unlike the training data; None for runs of scripts.
+        model: the estimator of a table; None for runs of scripts.
         command: that made the run of a table.
         place: ``SCRIPT.py:target`` of the run of a script.
         damaged: what to do with damaged files of draws, as `isosgd.load` takes it.
@@ -64,8 +58,7 @@ class Run:
     heldout: Any = None
     init: Any = None
     subject: Subject = field(default_factory=Subject)
-    table: Table | None = None
-    familiar: Familiar | None = None
+    model: Any = None
     command: str = ""
     place: str = ""
     damaged: Damaged = "refuse"
@@ -96,8 +89,10 @@ class Run:
         if not self.command:
             line = command_of(self.place, self.folder) if self.place else ""
             return [line] if line else []
-        draws, words = str(settings_of(self.folder)[0].get("draws")), shlex.split(self.command.replace("=", " "))
-        begun = words[words.index("--draws") + 1] if "--draws" in words else str(USUAL["draws"])
+        from isosgd.tables.network import steps_for
+
+        model, draws = self.model, settings_of(self.folder)[0].get("draws")
+        begun = steps_for(len(self.data[0]), model.network_, model.chains, model.effort)["draws"]
         more = [f"isosgd resume {shlex.quote(str(self.folder))} --draws {draws}"]  # that extended the run
         return [self.command, *(more if draws != begun else [])]
 
@@ -122,72 +117,46 @@ def open_run(folder: Path, script: str | None = None, drop_damaged: bool = False
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder of a run; `isosgd fit` and `isosgd sample` make one")
-    if script is None and (folder / TABLE).exists():
-        found = _tabular(folder)
-    elif script is None and not (folder / SCRIPT).exists():
+    damaged: Damaged = "drop" if drop_damaged else "refuse"
+    if script is None and (folder / MODEL).exists():
+        return _tabular(folder, damaged)
+    if script is None and not (folder / SCRIPT).exists():
         raise ValueError(f"{folder} does not say what was sampled; name the script: --script SCRIPT.py:target")
-    else:
-        found = run_of_script(folder, script or _read_note(folder))
-    return replace(found, damaged="drop" if drop_damaged else "refuse")
+    return replace(run_of_script(folder, script or _read_note(folder)), damaged=damaged)
 
 
-def save_tabular(
-    folder: Path,
-    table: Table,
-    network: Network,
-    train: tuple[Tensor, Tensor],
-    heldout: tuple[Tensor, Tensor] | None,
-    **words: str,
-) -> Run:
-    """Write everything about a table's run but its draws, so that it can be resumed, used and reported later.
+def _tabular(folder: Path, damaged: Damaged) -> Run:
+    """The run of an estimator, with what `isosgd fit` noted beside it, if it was that."""
+    from isosgd import sklearn
 
-    The words are for the report: ``source``, the name of the table's file; ``command``; and ``longer``, one that runs
-    longer.
-    """
-    refuse_begun(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {"x": train[0], "y": train[1]}
-    if heldout is not None:
-        tensors |= {"heldout_x": heldout[0], "heldout_y": heldout[1]}
-    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / DATA)
-    limit = Familiar.learn(train[0]).limit
-    table.save(folder / TABLE, network=asdict(network), unlike={"limit": limit}, **words)
-    return _tabular(folder)
-
-
-def _tabular(folder: Path) -> Run:
-    table, more = load_table(folder / TABLE)
+    model = sklearn.opened(folder, damaged)
+    network, columns = model.network_, model.columns_
     try:
-        network, limit = Network(**more["network"]), float(more["unlike"]["limit"])
-        if (network.inputs, network.outputs) != (len(table.inputs), len(table.classes) or 1):
-            raise ValueError("the network has not as many inputs and outputs as the table")
-    except (TypeError, KeyError, ValueError) as error:
+        note = json.loads((folder / TABLE).read_text(encoding="utf-8")) if (folder / TABLE).exists() else {}
+        notes = [str(line) for line in note.get("notes", [])]
+        words = {name: str(note.get(name, usual)) for name, usual in NOTED.items()}
+    except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / TABLE} cannot be used ({first_line(error)}); fit the table again") from error
-    try:
-        tensors = load_file(folder / DATA)
-        train, heldout = (tensors["x"], tensors["y"]), None
-        if "heldout_x" in tensors:
-            heldout = tensors["heldout_x"], tensors["heldout_y"]
-    except (SafetensorError, OSError, KeyError) as error:
-        raise ValueError(f"{folder / DATA} cannot be read ({error}); fit the table again") from error
-    alone = len(table.inputs) == 1
+    classes = [str(name) for name in getattr(model, "classes_", ())]
+    single = network.inputs == 1
+    layers = ", ".join(map(str, network.hidden))
     subject = Subject(
-        title=f"{table.target}, predicted from {more.get('source', '')}",
-        target=table.target,
-        inputs=table.inputs,
-        classes=table.classes,
-        y_mean=table.y_mean,
-        y_scale=table.y_scale,
-        x_mean=table.x_mean[0] if alone else 0.0,
-        x_scale=table.x_scale[0] if alone else 1.0,
+        title=f"{words['target']}, predicted from {words['source']}",
+        target=words["target"],
+        inputs=[*columns.numbers, *columns.categories] if single and columns.names else [],
+        classes=classes,
+        y_mean=0.0 if classes else float(model.y_center_[0]),
+        y_scale=1.0 if classes else float(model.y_scale_[0]),
+        x_mean=float(columns.center[0]) if single else 0.0,
+        x_scale=float(columns.scale[0]) if single else 1.0,
         layers=network.layers(),
-        network=f"a network with one hidden layer of {network.hidden} ReLU units",
-        notes=table.describe(),
-        longer=str(more.get("longer", "")),
+        network=f"a network with hidden layers of {layers} units beside a linear path" if layers else "a linear model",
+        notes=[*notes, *columns.describe()],
+        longer=words["longer"],
     )
     return Run(
-        folder, network.target(), train, heldout, network.start, subject, table, Familiar.among(train[0], limit),
-        str(more.get("command", "")),
+        folder, network.target(), model.posterior_.data, model.held_out_, None, subject, model, words["command"],
+        damaged=damaged,
     )  # fmt: skip
 
 

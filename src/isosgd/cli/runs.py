@@ -20,9 +20,10 @@ from isosgd.cli.common import (
     add_run,
     check_file,
     check_folder,
-    check_method,
+    check_seed,
     echo,
     gathered_warnings,
+    max_seconds,
     print_json,
     use_machine,
 )
@@ -39,7 +40,9 @@ from isosgd.cli.folders import (
 )
 from isosgd.diagnostics.verdict import Verdict
 from isosgd.report.predictions import evaluate, some
+from isosgd.sampling.stored import folders_of
 from isosgd.store.manifest import Manifest
+from isosgd.tables.network import STARTS
 
 UNSETTLED = "the warm-up did not settle"  # the verdict says so, too
 
@@ -71,6 +74,7 @@ def add_sample(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--store-dtype", choices=("float32", "bfloat16"), help="dtype in which draws are written (default: their own)"
     )
+    parser.add_argument("--minutes", type=float, help="end in about so many, with fewer draws (default: no limit)")
     parser.set_defaults(**USUAL)
     parser.add_argument(
         "--option", action="append", default=[], type=_option, metavar="NAME=VALUE",
@@ -83,7 +87,7 @@ def add_sample(parser: argparse.ArgumentParser) -> None:
 
 def run_sample(args: argparse.Namespace) -> int:
     """Sample."""
-    check_method(args.method, args.seed)
+    check_seed(args.seed)
     use_machine(args.threads, args.device)
     folder = args.out or Path("runs") / split_place(args.script)[0].stem
     check_folder(folder)
@@ -92,11 +96,16 @@ def run_sample(args: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     write_note(found)
 
-    def draw() -> None:
-        settings = {name: getattr(args, name) for name in USUAL} | dict(args.option)
-        isosgd.sample(found.target, found.data, init=found.init, device=args.device, store=folder, **settings)
+    seconds = max_seconds(args)
 
-    return draw_and_judge(args, found, draw)
+    def draw() -> Run:
+        settings = {name: getattr(args, name) for name in USUAL} | dict(args.option)
+        isosgd.sample(
+            found.target, found.data, init=found.init, device=args.device, store=folder, max_seconds=seconds, **settings
+        )
+        return found
+
+    return draw_and_judge(args, folder, draw)
 
 
 def _rows(text: str) -> int | str:
@@ -144,13 +153,19 @@ def run_resume(args: argparse.Namespace) -> int:
     if info["complete"] and args.draws is None and args.budget is None:
         echo(args, f"{args.run} is complete")
 
-    def draw() -> None:
+    def draw() -> Run:
+        if found.model is not None:
+            from isosgd import sklearn
+
+            sklearn.resume(args.run, draws=args.draws, device=args.device, verbose=True)
+            return found
         isosgd.resume(
             args.run, found.target, found.data, init=found.init, device=args.device, draws=args.draws,
             budget=args.budget,
         )  # fmt: skip
+        return found
 
-    return draw_and_judge(args, found, draw)
+    return draw_and_judge(args, args.run, draw)
 
 
 def add_merge(parser: argparse.ArgumentParser) -> None:
@@ -172,6 +187,9 @@ def run_merge(args: argparse.Namespace) -> int:
     for name in NOTES:  # what was sampled is the same in all
         if (args.runs[0] / name).exists():
             shutil.copyfile(args.runs[0] / name, args.out / name)
+    for folder, part in zip(folders_of(args.runs), Manifest.read(args.out).parts, strict=True):
+        if (folder / STARTS).exists():
+            shutil.copyfile(folder / STARTS, args.out / part / STARTS)
     if args.json:
         print_json({"run": args.out, "chains": found.num_chains, "draws": found.num_draws})
     else:
@@ -244,7 +262,7 @@ def run_report(args: argparse.Namespace) -> int:
 
 
 def draw_and_judge(
-    args: argparse.Namespace, found: Run, draw: Callable[[], Any], counts: dict[str, int] | None = None
+    args: argparse.Namespace, folder: Path, draw: Callable[[], Run], counts: dict[str, int] | None = None
 ) -> int:
     """Draw into the folder of a run, say how good the draws are, and write the report; returns the exit code.
 
@@ -252,9 +270,9 @@ def draw_and_judge(
     """
     try:
         with gathered_warnings() as warned:
-            draw()
+            found = draw()
     except KeyboardInterrupt:
-        print(f"\nstopped; {_kept(found.folder)}. Go on with: isosgd resume {found.folder}", file=sys.stderr)
+        print(f"\nstopped; {_kept(folder)}", file=sys.stderr)
         return STOPPED
     posterior = found.posterior()
     scores = scores_of(found, posterior)
@@ -265,7 +283,7 @@ def draw_and_judge(
             "run": found.folder,
             "report": page,
             "counts": counts,
-            "what_was_done": found.table.describe() if found.table is not None else [],
+            "what_was_done": found.subject.notes,
             "draws": posterior.num_draws,
             "chains": posterior.num_chains,
             "seconds": posterior.info.get("seconds"),
@@ -289,15 +307,18 @@ def draw_and_judge(
             echo(args, f"to run longer: {longer}")
     if page is not None:
         echo(args, f"report: {page}")
-    if found.table is not None:
+    if found.model is not None:
         echo(args, f"next: isosgd predict {found.folder} NEW.csv")
     return 0
 
 
 def _kept(folder: Path) -> str:
     """What a run that was stopped has, in words."""
+    if not (folder / MANIFEST).exists():
+        return "nothing had been drawn yet. Start it again"
     kept = isosgd.load(folder) if Manifest.begun(folder) else None
-    return f"{kept.num_draws} draws of {kept.num_chains} chains are kept" if kept else "nothing had been drawn yet"
+    found = f"{kept.num_draws} draws of {kept.num_chains} chains are kept" if kept else "nothing had been drawn yet"
+    return f"{found}. Go on with: isosgd resume {folder}"
 
 
 def verdict_of(run: Run, posterior: Posterior) -> Verdict | None:
@@ -310,9 +331,10 @@ def verdict_of(run: Run, posterior: Posterior) -> Verdict | None:
 
 def scores_of(run: Run, posterior: Posterior) -> dict[str, Any]:
     """Scores on held-out rows of a table, on its training rows where none were held out; of scripts there are none."""
-    if run.table is None:
+    if run.model is None:
         return {}
     rows = some(run.heldout if run.heldout is not None else run.data)
     found = evaluate(posterior, rows, run.subject)
-    assert found is not None
+    if found is None:  # several targets
+        return {}
     return {"rows": len(rows[0]), **found.scores()}

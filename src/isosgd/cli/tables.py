@@ -1,51 +1,51 @@
-"""Tables: fit a network on a CSV or Parquet file, and predict new rows."""
+"""Tables: `isosgd.sklearn`'s estimators fitted on a CSV or Parquet file, and their predictions of new rows."""
 
 from __future__ import annotations
 
 import argparse
 import csv
+import json
 import math
 import shlex
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import isosgd
 from isosgd.cli.common import (
     add_damaged,
     add_json,
     add_machine,
     check_file,
     check_folder,
-    check_method,
+    check_seed,
     echo,
+    max_seconds,
     print_json,
     use_machine,
 )
-from isosgd.cli.folders import TABLE, open_run, save_tabular
-from isosgd.cli.network import Network, steps_for
+from isosgd.cli.folders import MODEL, TABLE, Run, open_run, refuse_begun
+from isosgd.cli.reading import near, numbers_rows, read_table, why_useless
 from isosgd.cli.runs import draw_and_judge
-from isosgd.posterior import central
-from isosgd.tables.columns import read_columns
-from isosgd.tables.tables import learn_table
 
-LEAST_ROWS = 20
-USUAL = {"task": None, "holdout": 0.1, "chains": 4, "draws": 100, "hidden": 50, "method": "isgd", "seed": 0}
-BATCH = 2_000  # rows predicted at once
+LEAST_ROWS, FEW, MOST_CLASSES = 20, 10, 100  # rows; different whole numbers that are classes; classes
+USUAL = {
+    "task": None, "likelihood": None, "holdout": 0.1, "chains": 8, "hidden": "auto", "minutes": None, "seed": 0,
+}  # fmt: skip
+BATCH = 10_000  # rows predicted at once
 ROW, FLAGS = "row", ("unlike", "why")  # columns beside those of what is predicted
 
 
 def add_fit(parser: argparse.ArgumentParser) -> None:
     """Give a parser the arguments of this command."""
     parser.description = (
-        "Sample the posterior of a network with one hidden layer on a table. Numbers are standardised, categories "
-        "become indicators, missing values are filled and marked, dates become days; nothing needs to be tuned. A "
-        "tenth of the rows is held out, so that the report can say how good the predictions are. RUN then holds "
-        "the draws, the rules by which columns were read, the rows in standard units, and report.html."
+        "Fit a Bayesian network to a table: isosgd.sklearn.BayesianMLPRegressor or BayesianMLPClassifier. Numbers are "
+        "standardised, categories become indicators, missing values are filled and marked, dates become days; nothing "
+        "needs to be tuned. A tenth of the rows is held out, so that the report can say how good the predictions are. "
+        "RUN then holds the draws, the estimator (isosgd.sklearn.load reads it), the rows in standard units, and "
+        'report.html. Needs pip install "isosgd[tables]".'
     )
     parser.epilog = "example: isosgd fit houses.csv --target price --out runs/houses"
     parser.add_argument("table", metavar="TABLE", type=Path, help="CSV or Parquet file")
@@ -56,14 +56,20 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
         help="what COLUMN is (default: numbers are regressed on; text, and at most 10 whole numbers, are classes)",
     )  # fmt: skip
     parser.add_argument(
+        "--likelihood", choices=("student_t", "gaussian", "heteroscedastic"),
+        help="noise of a regression (default: student_t)",
+    )  # fmt: skip
+    parser.add_argument(
         "--holdout", type=float, default=USUAL["holdout"], metavar="SHARE",
         help="share of the rows that is held out for the report; 0 for none (%(default)s)",
     )  # fmt: skip
     parser.add_argument("--effort", type=float, default=1.0, help="times the usual number of steps (%(default)g)")
+    parser.add_argument("--minutes", type=float, help="end in about so many, with fewer steps (default: no limit)")
     parser.add_argument("--chains", type=int, default=USUAL["chains"], help="(%(default)s)")
-    parser.add_argument("--draws", type=int, default=USUAL["draws"], help="of each chain (%(default)s)")
-    parser.add_argument("--hidden", type=int, default=USUAL["hidden"], help="units of the hidden layer (%(default)s)")
-    parser.add_argument("--method", default=USUAL["method"], help="one of `isosgd methods` (%(default)s)")
+    parser.add_argument(
+        "--hidden", default=USUAL["hidden"], metavar="UNITS",
+        help="units of the hidden layers, such as 64,64,64; 0 for a linear model (default: by the number of rows)",
+    )  # fmt: skip
     parser.add_argument(
         "--seed", type=int, default=USUAL["seed"], help="of the held-out rows and of the chains (%(default)s)"
     )
@@ -73,39 +79,53 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
 
 
 def run_fit(args: argparse.Namespace) -> int:
-    """Read the table, sample, judge, report."""
-    _check(args)
+    """Read the table, fit, judge, report."""
+    hidden = _check(args)
     use_machine(args.threads, args.device)
     folder = args.out or Path("runs") / f"{args.table.stem}-{args.target}".replace("/", "-").replace(" ", "-")
     check_folder(folder)
-    table, train, heldout, counts = _read(args)
-    network = Network(len(table.inputs), len(table.classes) or 1, args.hidden, args.seed)
-    found = save_tabular(
-        folder, table, network, train, heldout, source=args.table.name, command=args.line, longer=_longer(args, folder)
-    )
+    frame, remarks = read_table(args.table)  # first of all: it says what is to be installed
+    from isosgd import sklearn
+    from isosgd.tables.columns import Columns
+    from isosgd.tables.network import Network
+
+    refuse_begun(folder)
+    y, classes, told = _target(frame, args)
+    X, y, dropped, out = _rows(frame, y, classes, args)
+    columns, x = Columns.learn(X[~out])
+    if hidden != "auto":
+        Network(x.shape[1], len(classes) or 1, hidden=hidden)  # says whether it is too large
+    settings: dict[str, Any] = {
+        "hidden_layers": hidden, "chains": args.chains, "effort": args.effort, "max_seconds": max_seconds(args),
+        "random_state": args.seed, "device": args.device, "verbose": True,
+    }  # fmt: skip
+    if classes:
+        model = sklearn.BayesianMLPClassifier(**settings)
+    else:
+        model = sklearn.BayesianMLPRegressor(likelihood=args.likelihood or "student_t", **settings)
+    what = f"{len(classes)} classes of" if classes else "the number"
+    notes = [f"{'classification' if classes else 'regression'} of {what} {args.target!r}", *told]
+    notes += [f"dropped {name!r}: {why}" for name, why in dropped.items()]
+    notes += [remark for remark in remarks if not any(repr(name) in remark for name in (*dropped, args.target))]
+    counts = {"rows": len(frame), "train": int((~out).sum()), "heldout": int(out.sum()), "dropped": len(frame) - len(y)}
     echo(args, f"{counts['rows']:,} rows: {counts['train']:,} to train on, {counts['heldout']:,} held out" + (
         f", {counts['dropped']:,} without a target left aside" if counts["dropped"] else ""
     ))  # fmt: skip
-    echo(args, *(f"  {line}" for line in table.describe()))
-    steps = steps_for(args.method, counts["train"], network.weights, args.effort)
-    how = "HMC on all rows" if steps["batch_size"] == "all" else "minibatches of rows"
-    echo(args, f"sampling {args.chains} chains, {how}, into {folder} (Ctrl-C keeps what has been drawn)")
+    echo(args, *(f"  {line}" for line in (*notes, *columns.describe())))
+    folder.mkdir(parents=True, exist_ok=True)
+    note = {
+        "target": args.target, "source": args.table.name, "notes": notes, "command": args.line,
+        "longer": _longer(args, folder),
+    }  # fmt: skip
+    (folder / TABLE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
+    echo(args, f"sampling {args.chains} chains into {folder} (Ctrl-C keeps what has been drawn)")
 
-    def draw() -> None:
-        isosgd.sample(
-            found.target,
-            found.data,
-            init=found.init,
-            method=args.method,
-            draws=args.draws,
-            chains=args.chains,
-            seed=args.seed,
-            device=args.device,
-            store=folder,
-            **steps,
-        )
+    def draw() -> Run:
+        held_out = (X[out], y[out]) if out.any() else None
+        model.fit(X[~out], y[~out], store=folder, held_out=held_out)
+        return open_run(folder)
 
-    return draw_and_judge(args, found, draw, counts)
+    return draw_and_judge(args, folder, draw, counts)
 
 
 def _longer(args: argparse.Namespace, folder: Path) -> str:
@@ -113,53 +133,97 @@ def _longer(args: argparse.Namespace, folder: Path) -> str:
     words = ["isosgd", "fit", str(args.table), "--target", args.target]
     for name, usual in USUAL.items():
         if (value := getattr(args, name)) != usual:
-            words += [f"--{name}", str(value)]
+            words += [f"--{name}", str(4 * value if name == "minutes" else value)]
     return shlex.join([*words, "--effort", f"{4 * args.effort:g}", "--out", f"{folder}-longer"])
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace) -> Any:
+    """Refuse what cannot be meant; the units of hidden layers."""
     if not 0 <= args.holdout < 1:
         raise ValueError(f"--holdout {args.holdout:g} must be at least 0 and below 1")
     if not (math.isfinite(args.effort) and args.effort > 0):
         raise ValueError(f"--effort {args.effort:g} must be positive")
-    for name in ("chains", "draws", "hidden"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
-    check_method(args.method, args.seed)
+    if args.chains < 1:
+        raise ValueError(f"--chains {args.chains} must be at least 1")
+    check_seed(args.seed)
+    if args.hidden == "auto":
+        return "auto"
+    try:
+        units = [int(part) for part in str(args.hidden).split(",")]
+        if units != [0] and min(units) < 1:
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"--hidden {args.hidden}: give the units of each layer, such as 64,64,64") from None
+    return () if units == [0] else tuple(units)
 
 
-def _read(args: argparse.Namespace) -> Any:
-    """The table's rules, training and held-out tensors, and counts of rows."""
-    columns = read_columns(args.table)
-    if (count := len(next(iter(columns.values())))) < LEAST_ROWS:
-        raise ValueError(f"{args.table} has too few rows, {count}: {LEAST_ROWS} at least are needed")
-    whole = learn_table(columns, args.target, args.task)  # for the task, and which rows have a target
-    y, there = whole.encode_target(columns)
-    rows = np.flatnonzero(there)
-    if len(rows) < LEAST_ROWS:
-        raise ValueError(f"{len(rows)} rows of {args.table} have a target; {LEAST_ROWS} at least are needed")
-    # Row numbers are known by having no gaps, which the training rows alone have.
-    numbered = {name: why for name, why in whole.dropped.items() if why == "it numbers the rows"}
-    columns = {name: values for name, values in columns.items() if name not in numbered}
-    out = _heldout(y.numpy(), args.holdout, bool(whole.classes), np.random.default_rng(args.seed))
-    parts = []
-    table = None
-    for chosen in (rows[~out], rows[out]):
-        part = {name: [values[k] for k in chosen] for name, values in columns.items()}
-        # Everything is learnt from the rows that are trained on; only what there is to predict is known before.
-        if table is None:
-            table = learn_table(part, args.target, whole.task)
-            told = [remark for remark in whole.remarks if repr(args.target) in remark and remark not in table.remarks]
-            table = replace(table, remarks=(*told, *table.remarks), dropped={**numbered, **table.dropped})
-        x, _ = table.encode(part)
-        parts.append((x, table.encode_target(part)[0]))
-    counts = {
-        "rows": len(there),
-        "train": len(parts[0][0]),
-        "heldout": len(parts[1][0]),
-        "dropped": int((~there).sum()),
-    }
-    return table, parts[0], parts[1] if out.any() else None, counts
+def _target(frame: Any, args: argparse.Namespace) -> tuple[Any, list[Any], list[str]]:
+    """What to predict, missing where a row has none; its classes, none for a regression; and remarks."""
+    from pandas.api import types
+
+    name, task = args.target, args.task
+    if name not in frame.columns:
+        hint = near(name, frame.columns) or f"; the table has {', '.join(map(repr, list(frame.columns)[:6]))}"
+        raise ValueError(f"there is no column {name!r} to predict{hint}")
+    y = frame[name]
+    there = y.dropna()
+    if len(frame) < LEAST_ROWS:
+        raise ValueError(f"{args.table} has too few rows, {len(frame)}: {LEAST_ROWS} at least are needed")
+    if not len(there):
+        raise ValueError(f"the target {name!r} has no value in any row; choose another column to predict")
+    if there.nunique() == 1:
+        value = there.iloc[0]
+        shown = f"{value:g}" if types.is_numeric_dtype(y) else repr(value)
+        raise ValueError(f"the target {name!r} is always {shown}; choose another column to predict")
+    if len(there) < LEAST_ROWS:
+        raise ValueError(f"{len(there)} rows of {args.table} have a target; {LEAST_ROWS} at least are needed")
+    if types.is_datetime64_any_dtype(y):
+        raise ValueError(f"the target {name!r} is a date; make a number of it, such as days from a fixed one")
+    numeric = types.is_numeric_dtype(y) and not types.is_bool_dtype(y)
+    if numeric and np.isinf(there.to_numpy(dtype=np.float64)).any():
+        raise ValueError(f"the target {name!r} has infinite values; make them missing, or drop these rows")
+    if task == "regression" and not numeric:
+        raise ValueError(f"values of the target {name!r} are no numbers ({there.iloc[0]!r}); classify instead")
+    whole = numeric and bool((there == there.round()).all())
+    remarks = []
+    if task is None:
+        few = whole and there.nunique() <= FEW
+        task = "regression" if numeric and not few else "classification"
+        if few:
+            remarks.append(
+                f"{name!r} has {there.nunique()} different whole numbers, taken as classes; --task regression takes it "
+                "as a number"
+            )
+    if task == "regression":
+        return y, [], remarks
+    if args.likelihood is not None:
+        raise ValueError(f"--likelihood {args.likelihood} is for regressions, and {name!r} is classified; leave it out")
+    y = y.map(lambda value: int(value) if whole else str(value), na_action="ignore").astype(object)
+    counts = y.value_counts()
+    if len(counts) > MOST_CLASSES:
+        raise ValueError(
+            f"the target {name!r} has {len(counts)} different values, too many for classes ({MOST_CLASSES} at most)"
+            "; take rare ones together, or choose another column"
+        )
+    remarks += [f"the class {value!r} of {name!r} has one row" for value, rows in counts.items() if rows == 1]
+    return y, sorted(counts.index), remarks
+
+
+def _rows(frame: Any, y: Any, classes: list[Any], args: argparse.Namespace) -> Any:
+    """Inputs and targets of the rows that have one, columns that are left out and why, and which rows are held out."""
+    X, there = frame.drop(columns=args.target), y.notna()
+    # Row numbers are known by having no gaps, which all rows alone have; all else is learnt from training rows.
+    dropped = {name: "it numbers the rows" for name in X.columns if numbers_rows(name, X[name])}
+    X, y = X[there].reset_index(drop=True), y[there].reset_index(drop=True)
+    y = np.array(y, dtype=(np.int64 if isinstance(classes[0], int) else object) if classes else np.float64)
+    out = _heldout(y, args.holdout, bool(classes), np.random.default_rng(args.seed))
+    for name in X.columns:
+        if name not in dropped and (why := why_useless(X[name][~out])):
+            dropped[name] = why
+    if len(dropped) == X.shape[1]:
+        why = "; ".join(f"{name!r}: {reason}" for name, reason in dropped.items())
+        raise ValueError(f"no column is left to predict {args.target!r} from ({why}); add others")
+    return X.drop(columns=list(dropped)), y, dropped, out
 
 
 def _heldout(y: Any, share: float, classes: bool, rng: Any) -> Any:
@@ -197,35 +261,36 @@ def run_predict(args: argparse.Namespace) -> int:
     check_file(args.out)
     if not 0 < args.level < 1:
         raise ValueError(f"--level {args.level:g} must be between 0 and 1")
-    if args.run.is_dir() and not (args.run / TABLE).exists():
+    if args.run.is_dir() and not (args.run / MODEL).exists():
         raise ValueError(
             f"{args.run} was not made by `isosgd fit`; predict from Python, isosgd.load({str(args.run)!r}, target)"
         )
     found = open_run(args.run, drop_damaged=args.drop_damaged)
-    assert found.table is not None and found.familiar is not None
-    columns = read_columns(args.table)
-    if absent := [name for name in args.keep if name not in columns]:
+    model, posterior = found.model, found.posterior()
+    frame, remarks = read_table(args.table, model.columns_)
+    if absent := [name for name in args.keep if name not in frame.columns]:
         raise ValueError(f"--keep {absent[0]}: {args.table} has no such column")
-    names = _names(found.table)
-    taken = [name for name in args.keep if name in (ROW, *names, *FLAGS)]
-    if taken:
+    names = _names(found)
+    if taken := [name for name in args.keep if name in (ROW, *names, *FLAGS)]:
         raise ValueError(f"--keep {taken[0]}: a column of the predictions has that name; rename it in {args.table}")
-    x, unusual = found.table.encode(columns)
-    posterior = found.posterior()
+    used = model.columns_.names
+    if used is None:
+        raise ValueError(f"{args.run} was fitted to an array without names of columns; predict from Python")
+    if absent := [name for name in used if name not in frame.columns]:
+        which = f"columns {', '.join(map(repr, absent))}" if len(absent) > 1 else f"column {absent[0]!r}"
+        hint = near(absent[0], set(frame.columns) - set(used))
+        raise ValueError(f"{args.table} lacks the {which}, with which the model was fitted{hint}")
+    echo(args, *(f"note: {remark}" for remark in remarks if any(repr(name) in remark for name in used)))
     if not posterior.info.get("complete", True):
         echo(args, f"note: the run is not complete; {len(posterior):,} draws are used")
-    predicted = (
-        _classification(posterior, x, found.table)
-        if found.table.classes
-        else _regression(posterior, x, found.table, args.level)
-    )
-    far = (found.familiar.distance(x) > found.familiar.limit).tolist()
-    table = []
-    for k, values in enumerate(predicted):
-        why = [*unusual[k], *(["far from all training rows"] if far[k] else [])]
-        kept = {name: columns[name][k] for name in args.keep}
-        flags = zip(FLAGS, (bool(why), "; ".join(why)), strict=True)
-        table.append({ROW: k + 1, **kept, **dict(zip(names, values, strict=True)), **dict(flags)})
+    table: list[dict[str, Any]] = []
+    for at in range(0, len(frame), BATCH):
+        part = frame.iloc[at : at + BATCH]
+        rows = zip(_predicted(model, part[used], args.level), model.unlike(part[used]), strict=True)
+        kept = part[args.keep].astype(object).where(part[args.keep].notna(), None).to_dict("records")
+        for copied, (values, why) in zip(kept, rows, strict=True):
+            flags = zip(FLAGS, (bool(why), "; ".join(why)), strict=True)
+            table.append({ROW: len(table) + 1, **copied, **dict(zip(names, values, strict=True)), **dict(flags)})
     flagged = sum(row[FLAGS[0]] for row in table)
     if args.json:
         print_json(table)
@@ -239,27 +304,26 @@ def run_predict(args: argparse.Namespace) -> int:
     return 0
 
 
-def _names(table: Any) -> list[str]:
+def _names(found: Run) -> list[str]:
     """Columns of what is predicted."""
-    if not table.classes:
+    if not found.subject.classes:
+        if found.model.network_.outputs > 1:
+            raise ValueError(f"{found.folder} predicts several numbers; predict from Python, isosgd.sklearn.load")
         return ["mean", "sd", "model_sd", "low", "high"]
-    return ["predicted", *(f"p({name})" for name in table.classes), "entropy"]
+    return ["predicted", *(f"p({name})" for name in found.subject.classes), "entropy"]
 
 
-def _regression(posterior: Any, x: Any, table: Any, level: float) -> Iterable[list[Any]]:
-    found = posterior.predict(x, levels=central(level), batch_size=BATCH)
-    assert found.quantiles is not None
-    middle, low, high = (v.double().flatten() * table.y_scale + table.y_mean for v in (found.mean, *found.quantiles))
-    spread, model = (v.double().flatten() * table.y_scale for v in (found.std, found.model_variance.sqrt()))
-    for values in zip(*(v.tolist() for v in (middle, spread, model, low, high)), strict=True):
+def _predicted(model: Any, X: Any, level: float) -> Iterable[list[Any]]:
+    """Of each row, the values of the columns `_names`."""
+    if hasattr(model, "classes_"):
+        for found in model.predict_proba(X):
+            entropy = -float(np.sum(found * np.log(np.maximum(found, np.finfo(float).tiny))))
+            yield [str(model.classes_[found.argmax()]), *map(_short, found), _short(entropy)]
+        return
+    mean, sd = model.predict(X, return_std=True)
+    ends = model.predict(X, quantiles=(0.5 - level / 2, 0.5 + level / 2))
+    for values in zip(mean, sd, model.predict(X, return_draws=True).std(0), *ends, strict=True):
         yield [*map(_short, values)]
-
-
-def _classification(posterior: Any, x: Any, table: Any) -> Iterable[list[Any]]:
-    found = posterior.predict(x, batch_size=BATCH)
-    for probabilities, entropy in zip(found.mean.double().tolist(), found.entropy.double().tolist(), strict=True):
-        best = max(range(len(probabilities)), key=probabilities.__getitem__)
-        yield [table.classes[best], *map(_short, probabilities), _short(entropy)]
 
 
 def _short(value: float) -> float:

@@ -1,9 +1,10 @@
-"""Scores of a regression whose predictive distribution is a Gaussian mixture, a component for each draw.
+"""Scores of a regression whose predictive distribution is a mixture, a component for each draw: Gaussian or Student-t.
 
 All draws weigh the same. ``mean`` and ``variance`` are ``[draws, n]``, what each draw says of y at each input, in the
 units of y; ``y`` is what was observed, ``[n]``. The variance is that of the noise, and the spread of the means over
 draws is the model's. A variance that is the same for all inputs takes no memory as
-``variance[:, None].expand_as(mean)``. ``reduction="none"`` gives the score of each example, ``[n]``.
+``variance[:, None].expand_as(mean)``. ``reduction="none"`` gives the score of each example, ``[n]``. ``df`` are the
+degrees of freedom of Student-t noise of that variance, more than 2; noise is normal by default (others need scipy).
 
 References:
     Gneiting and Raftery (2007), Strictly proper scoring rules, prediction, and estimation. Grimit, Gneiting, Berrocal
@@ -36,7 +37,9 @@ def rmse(prediction: Tensor, y: Tensor) -> Tensor:
     return (prediction - y).square().mean().sqrt()
 
 
-def mixture_mnll(mean: Tensor, variance: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
+def mixture_mnll(
+    mean: Tensor, variance: Tensor, y: Tensor, reduction: Reduction = "mean", *, df: float = math.inf
+) -> Tensor:
     """Mean negative log likelihood: ``-log mean_draws N(y; mean, variance)``, averaged over examples.
 
     Example:
@@ -45,7 +48,8 @@ def mixture_mnll(mean: Tensor, variance: Tensor, y: Tensor, reduction: Reduction
         tensor(1.6121, dtype=torch.float64)
     """
     mean, variance, y = _mixture(mean, variance, y)
-    log_density = -0.5 * ((y - mean).square() / variance + variance.log() + math.log(2 * math.pi))
+    width = _width(variance, df)
+    log_density = _log_density((y - mean) / width, df) - width.log()
     return reduce(math.log(len(mean)) - log_density.logsumexp(0), reduction)
 
 
@@ -65,7 +69,7 @@ def mixture_crps(mean: Tensor, variance: Tensor, y: Tensor, reduction: Reduction
     return reduce(torch.cat([_crps(*part) for part in parts]), reduction)
 
 
-def mixture_cdf(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+def mixture_cdf(mean: Tensor, variance: Tensor, y: Tensor, *, df: float = math.inf) -> Tensor:
     """Probability of at most y, ``[n]``; where the model is right, these are uniform on (0, 1).
 
     Example:
@@ -73,10 +77,12 @@ def mixture_cdf(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
         tensor([0.5000], dtype=torch.float64)
     """
     mean, variance, y = _mixture(mean, variance, y)
-    return _cdf(mean, variance.sqrt(), y)
+    return _below((y - mean) / _width(variance, df), df).mean(0)
 
 
-def mixture_quantiles(mean: Tensor, variance: Tensor, levels: float | Sequence[float]) -> Tensor:
+def mixture_quantiles(
+    mean: Tensor, variance: Tensor, levels: float | Sequence[float], *, df: float = math.inf
+) -> Tensor:
     """Quantiles of y at each input: ``[n]`` for one level, ``[levels, n]`` for several.
 
     Example:
@@ -85,14 +91,17 @@ def mixture_quantiles(mean: Tensor, variance: Tensor, levels: float | Sequence[f
         tensor([[-1.,  1.]], dtype=torch.float64)
     """
     mean, variance = _components(mean, variance)
+    width = _width(variance, df)
     if isinstance(levels, Sequence):
         if not levels:
             raise ValueError("levels is empty; name one probability at least, such as 0.5")
-        return torch.stack([_quantile(mean, variance.sqrt(), between_0_and_1("levels", level)) for level in levels])
-    return _quantile(mean, variance.sqrt(), between_0_and_1("levels", levels))
+        return torch.stack([_quantile(mean, width, between_0_and_1("levels", level), df) for level in levels])
+    return _quantile(mean, width, between_0_and_1("levels", levels), df)
 
 
-def mixture_interval(mean: Tensor, variance: Tensor, level: float = 0.95) -> tuple[Tensor, Tensor]:
+def mixture_interval(
+    mean: Tensor, variance: Tensor, level: float = 0.95, *, df: float = math.inf
+) -> tuple[Tensor, Tensor]:
     """Ends ``[n]`` of the central interval of y: as much probability lies below it as above.
 
     Example:
@@ -101,11 +110,11 @@ def mixture_interval(mean: Tensor, variance: Tensor, level: float = 0.95) -> tup
         (-1.96, 1.96)
     """
     tail = (1 - between_0_and_1("level", level)) / 2
-    low, high = mixture_quantiles(mean, variance, [tail, 1 - tail])
+    low, high = mixture_quantiles(mean, variance, [tail, 1 - tail], df=df)
     return low, high
 
 
-def mixture_coverage(mean: Tensor, variance: Tensor, y: Tensor, level: float = 0.95) -> Tensor:
+def mixture_coverage(mean: Tensor, variance: Tensor, y: Tensor, level: float = 0.95, *, df: float = math.inf) -> Tensor:
     """Share of y in the central intervals of `mixture_interval`, found without the intervals: y is in when its
     probability of less is neither below ``(1 - level)/2`` nor that far from 1.
 
@@ -115,7 +124,7 @@ def mixture_coverage(mean: Tensor, variance: Tensor, y: Tensor, level: float = 0
         tensor(0.5000, dtype=torch.float64)
     """
     tail = (1 - between_0_and_1("level", level)) / 2
-    below = mixture_cdf(mean, variance, y)
+    below = mixture_cdf(mean, variance, y, df=df)
     return ((below >= tail) & (below <= 1 - tail)).double().mean()
 
 
@@ -138,32 +147,61 @@ def _mixture(mean: Tensor, variance: Tensor, y: Tensor) -> tuple[Tensor, Tensor,
     return mean, variance, y
 
 
-def _cdf(mean: Tensor, sd: Tensor, y: Tensor) -> Tensor:
-    below: Tensor = torch.special.ndtr((y - mean) / sd)
-    return below.mean(0)
+# One component of scale 1: its density, distribution function and quantiles.
 
 
-def _quantile(mean: Tensor, sd: Tensor, level: float) -> Tensor:
+def _width(variance: Tensor, df: float) -> Tensor:
+    """Scale of the noise that has this variance."""
+    if not df > 2:
+        raise ValueError(f"df = {df:g}: Student-t noise has a variance with more than 2 degrees of freedom")
+    return variance.sqrt() if df == math.inf else (variance * ((df - 2.0) / df)).sqrt()
+
+
+def _log_density(z: Tensor, df: float) -> Tensor:
+    if df == math.inf:
+        return -0.5 * (z * z + math.log(2 * math.pi))
+    log_of_whole = math.lgamma(df / 2) - math.lgamma((df + 1) / 2) + 0.5 * math.log(df * math.pi)
+    return -0.5 * (df + 1) * torch.log1p(z * z / df) - log_of_whole
+
+
+def _below(z: Tensor, df: float) -> Tensor:
+    if df == math.inf:
+        normal: Tensor = torch.special.ndtr(z)
+        return normal
+    from scipy.special import stdtr
+
+    return torch.from_numpy(stdtr(df, z.cpu().numpy())).to(z.device)
+
+
+def _at(level: float, df: float) -> float:
+    if df == math.inf:
+        return float(torch.special.ndtri(torch.tensor(level, dtype=torch.float64)))
+    from scipy.special import stdtrit
+
+    return float(stdtrit(df, level))
+
+
+def _quantile(mean: Tensor, width: Tensor, level: float, df: float) -> Tensor:
     columns = max(1, HELD // len(mean))
-    parts = zip(torch.split(mean, columns, dim=-1), torch.split(sd, columns, dim=-1), strict=True)
-    return torch.cat([_root(centre, width, level) for centre, width in parts])
+    parts = zip(torch.split(mean, columns, dim=-1), torch.split(width, columns, dim=-1), strict=True)
+    return torch.cat([_root(centre, scale, level, df) for centre, scale in parts])
 
 
-def _root(mean: Tensor, sd: Tensor, level: float) -> Tensor:
+def _root(mean: Tensor, width: Tensor, level: float, df: float) -> Tensor:
     """Where the distribution function is ``level``: Newton's steps, but halves of the bracket where they serve worse.
 
     As in Numerical Recipes, section 9.4: a step must stay within the bracket and be at most half of the last but one.
     """
-    z = float(torch.special.ndtri(torch.tensor(level, dtype=torch.float64)))
-    ends = mean + z * sd  # the quantile of a mixture lies between those of its components
+    z = _at(level, df)
+    ends = mean + z * width  # the quantile of a mixture lies between those of its components
     low, high = ends.amin(0), ends.amax(0)
-    near = NEAR * (high - low + sd.amin(0))
-    x = (mean.mean(0) + z * (sd.square().mean(0) + mean.var(0, correction=0)).sqrt()).clamp(low, high)
+    near = NEAR * (high - low + width.amin(0))
+    x = (mean.mean(0) + z * (width.square().mean(0) + mean.var(0, correction=0)).sqrt()).clamp(low, high)
     last = before = high - low
     for _ in range(MOST_STEPS):
-        off = (x - mean) / sd
-        over = torch.special.ndtr(off).mean(0) - level
-        density = torch.exp(-0.5 * off * off).div_(sd).mean(0) / math.sqrt(2 * math.pi)
+        off = (x - mean) / width
+        over = _below(off, df).mean(0) - level
+        density = _log_density(off, df).exp().div_(width).mean(0)
         low, high = torch.where(over < 0, x, low), torch.where(over < 0, high, x)
         newton = x - over / density
         good = (newton >= low) & (newton <= high) & ((newton - x).abs() <= 0.5 * before)

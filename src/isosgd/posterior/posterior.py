@@ -218,7 +218,7 @@ class Posterior:
         view, place = self.view, self._place(device, x)
         self._warn_of_batch_statistics(view)
         call = Mapped(view.predict if function is None else lambda p, part: view.apply(function, p, part))
-        classes, normal = view.classes and function is None, view.normal or function is not None
+        classes, df = view.classes and function is None, view.df if function is None else math.inf
         if levels and classes:
             raise ValueError(
                 "levels: class labels have no quantiles; for those of a probability give function=, such as "
@@ -245,7 +245,7 @@ class Posterior:
                         f"inputs gave shape {list(values.shape[1:])}; leave batch_size out"
                     )
                 average.add(values, variances)
-            parts.append(average.prediction(self.num_chains, levels, normal, return_draws).to(device_of(x)))
+            parts.append(average.prediction(self.num_chains, levels, df, return_draws).to(device_of(x)))
         return join(parts)
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -29,7 +30,7 @@ class Prediction:
         quantiles: ``[levels, *shape]``; None when none were asked for.
         draws: what each draw says, ``[chains, draws, *shape]``, when asked for.
         draw_variances: noise variance that each draw says, ``[chains, draws, *shape]``, when asked for.
-        normal: whether the noise is normal, so that y has quantiles of a normal mixture.
+        df: degrees of freedom of Student-t noise around each draw's mean, infinite of normal noise; None of any other.
     """
 
     mean: Tensor
@@ -40,7 +41,7 @@ class Prediction:
     quantiles: Tensor | None = None
     draws: Tensor | None = None
     draw_variances: Tensor | None = None
-    normal: bool = True
+    df: float | None = math.inf
 
     @property
     def variance(self) -> Tensor:
@@ -76,7 +77,7 @@ class Prediction:
             values = torch.stack([self.quantiles[i] for i in found if i is not None])
         elif self.draws is not None:
             variances = None if self.draw_variances is None else self.draw_variances.flatten(0, 1)
-            values = quantiles_over_draws(self.draws.flatten(0, 1), variances, many, self.normal)
+            values = quantiles_over_draws(self.draws.flatten(0, 1), variances, many, self.df)
         else:
             raise ValueError(
                 f"quantiles at {list(many)} were not asked for (there are {list(self.levels)}): "
@@ -130,22 +131,22 @@ def entropy_of(probabilities: Tensor) -> Tensor:
     return both
 
 
-def quantiles_over_draws(means: Tensor, variances: Tensor | None, levels: Sequence[float], normal: bool) -> Tensor:
+def quantiles_over_draws(means: Tensor, variances: Tensor | None, levels: Sequence[float], df: float | None) -> Tensor:
     """Quantiles ``[levels, *shape]`` of what draws ``[draws, *shape]`` say of y.
 
-    Where each draw says a normal distribution, these are the quantiles of the mixture; where it says a number, those
-    of the numbers over draws.
+    Where each draw says a normal or Student-t distribution, these are the quantiles of the mixture; where it says a
+    number, those of the numbers over draws.
     """
     if variances is None:
         at = torch.tensor([between_0_and_1("levels", p) for p in levels], dtype=torch.float64, device=means.device)
         return torch.quantile(means.double(), at, dim=0).to(means.dtype)
-    if not normal:
+    if df is None:
         raise ValueError(
             "y has no normal noise around each draw's mean, so its quantiles are not those of a normal mixture; give "
             "predict(x, function=...) the number you want quantiles of"
         )
     mean, variance = (x.reshape(len(x), -1) for x in (means, variances.expand_as(means)))
-    return mixture_quantiles(mean, variance, list(levels)).reshape(len(levels), *means.shape[1:]).to(means.dtype)
+    return mixture_quantiles(mean, variance, list(levels), df=df).reshape(len(levels), *means.shape[1:]).to(means.dtype)
 
 
 class Average:
@@ -184,7 +185,7 @@ class Average:
                 self._kept_variances.append(variances.expand_as(values))
         self.count, self._dtype = total, values.dtype
 
-    def prediction(self, chains: int, levels: Sequence[float], normal: bool, return_draws: bool) -> Prediction:
+    def prediction(self, chains: int, levels: Sequence[float], df: float | None, return_draws: bool) -> Prediction:
         """The average over the draws taken so far."""
         dtype = self._dtype
         every = torch.cat(self._kept) if self._kept else None
@@ -192,7 +193,7 @@ class Average:
         found = None
         if levels:
             assert every is not None
-            found = quantiles_over_draws(every, variances, levels, normal)
+            found = quantiles_over_draws(every, variances, levels, df)
         shaped = [None if x is None else by_chain(x, chains) for x in (every, variances)]
         return Prediction(
             self._mean.to(dtype),
@@ -203,7 +204,7 @@ class Average:
             found,
             shaped[0] if return_draws else None,
             shaped[1] if return_draws else None,
-            normal,
+            df,
         )
 
 
@@ -228,5 +229,5 @@ def join(parts: Sequence[Prediction]) -> Prediction:
         along("quantiles"),
         along("draws"),
         along("draw_variances"),
-        parts[0].normal,
+        parts[0].df,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,10 +37,13 @@ class View:
         self._head: tuple[Head, View] | None = None
         likelihood = target._log_likelihood
         self.network = Network(likelihood) if isinstance(likelihood, ModuleLikelihood) else None
-        name = str(target.describe()["likelihood"]["name"])
+        about = target.describe()["likelihood"]
+        name = str(about["name"])
         self.classes = self.network is not None and name in CLASSES
         # A user's own predict that gives a mean and a variance is taken at its word: normal noise.
-        self.normal = self.network is None or name in NORMAL
+        self.df: float | None = math.inf if self.network is None or name in NORMAL else None
+        if self.network is not None and name == "StudentT" and about["df"] > 2:  # with fewer it has no variance
+            self.df = float(about["df"])
 
     def head(self, inputs: Any) -> tuple[Head, View] | None:
         """The sampled head of the network and its view, where there is one: what goes into it is the same at all draws.

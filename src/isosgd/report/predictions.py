@@ -52,8 +52,8 @@ def evaluate(
 ) -> Regression | Classification | None:
     """Predict rows whose targets are known, and inputs from outside where they are classified.
 
-    None where predictions are neither probabilities of classes, one label a row, nor those of a normal regression of
-    one number.
+    None where predictions are neither probabilities of classes, one label a row, nor those of a regression of one
+    number with normal or Student-t noise.
     """
     x, y = rows[0] if len(rows) == 2 else tuple(rows[:-1]), rows[-1].cpu()
     found = posterior.predict(x, return_draws=True)
@@ -63,7 +63,7 @@ def evaluate(
     if found.expected_entropy is not None and y.ndim == 1 and (each := _all_classes(draws)) is not None:
         outer = None if outside is None else _all_classes(posterior.predict(outside).mean.cpu()[None, None])
         return Classification(each, y.long(), None if outer is None else outer[0, 0].double())
-    if found.draw_variances is None or not found.normal:
+    if found.draw_variances is None or found.df is None:
         return None
     means, variances = draws.double(), found.draw_variances.expand_as(found.draws).cpu().double()
     if means.ndim == 4 and means.shape[-1] == 1:
@@ -71,7 +71,11 @@ def evaluate(
     if means.ndim != 3 or y.numel() != means.shape[-1]:
         return None
     scale, mean = subject.y_scale, subject.y_mean
-    return Regression(means * scale + mean, variances * scale**2, y.double().flatten() * scale + mean)
+    outcomes = posterior.simulate(x).cpu().double().reshape(-1, y.numel()) if found.df < math.inf else None
+    return Regression(
+        means * scale + mean, variances * scale**2, y.double().flatten() * scale + mean, found.df,
+        None if outcomes is None else outcomes * scale + mean,
+    )  # fmt: skip
 
 
 def _all_classes(draws: Tensor) -> Tensor | None:
@@ -93,38 +97,50 @@ class Regression:
     means: Tensor  # of each draw, [chains, draws, n]
     variances: Tensor  # of the noise, [chains, draws, n]
     y: Tensor  # what was observed, [n]
+    df: float = math.inf  # degrees of freedom of the noise
+    outcomes: Tensor | None = None  # drawn from the predictive distribution where its CRPS has no closed form, [m, n]
 
     @property
     def traces(self) -> Tensor:
         """What to follow over draws."""
         return self.means
 
+    def crps(self) -> float:
+        """Continuous ranked probability score."""
+        if self.outcomes is not None:
+            x, count = self.outcomes.sort(0).values, len(self.outcomes)
+            rank = torch.arange(1.0 - count, count, 2.0, dtype=x.dtype).unsqueeze(
+                -1
+            )  # of pairs above, less those below
+            return float(((x - self.y).abs().mean(0) - (rank * x).sum(0) / count**2).mean())
+        mean, variance = self.means.flatten(0, 1), self.variances.flatten(0, 1)
+        thin = max(1, len(mean) // 100)  # every draw is compared with every other: a hundred are enough
+        return float(mixture_crps(mean[::thin], variance[::thin], self.y))
+
     def scores(self) -> dict[str, float]:
         """How good the predictions are."""
         mean, variance = self.means.flatten(0, 1), self.variances.flatten(0, 1)
         return {
             "rmse": float(rmse(mean.mean(0), self.y)),
-            "mnll": float(mixture_mnll(mean, variance, self.y)),
-            "coverage95": float(mixture_coverage(mean, variance, self.y)),
+            "mnll": float(mixture_mnll(mean, variance, self.y, df=self.df)),
+            "coverage95": float(mixture_coverage(mean, variance, self.y, df=self.df)),
         }
 
     def tiles(self) -> list[Tile]:
         """Scores for the head of the page."""
         found, plain = self.scores(), float(self.y.std(correction=0))
-        mean, variance = self.means.flatten(0, 1), self.variances.flatten(0, 1)
-        thin = max(1, len(mean) // 100)  # the CRPS compares every draw with every other: a hundred are enough
         return [
             Tile("RMSE", number(found["rmse"]), f"{number(plain)} for predicting the mean"),
             Tile("in 95% intervals", f"{100 * found['coverage95']:.1f}%", f"of {len(self.y):,} rows"),
             Tile("MNLL", number(found["mnll"]), "nats per row, lower is better"),
-            Tile("CRPS", number(float(mixture_crps(mean[::thin], variance[::thin], self.y)))),
+            Tile("CRPS", number(self.crps())),
         ]
 
     def figures(self, subject: Subject) -> list[Figure]:
         """Predictions against truth, residuals, and coverage of intervals."""
         mean, variance = self.means.flatten(0, 1), self.variances.flatten(0, 1)
-        low, high = mixture_interval(mean, variance)
-        below = mixture_cdf(mean, variance, self.y).numpy()
+        low, high = mixture_interval(mean, variance, df=self.df)
+        below = mixture_cdf(mean, variance, self.y, df=self.df).numpy()
         middle, y = mean.mean(0).numpy(), self.y.numpy()
         sd = (variance.mean(0) + mean.var(0, correction=0)).sqrt().numpy()
         shown = evenly(len(y), SHOWN)

@@ -22,6 +22,7 @@ def resume(
     data: Any,
     *,
     init: Start = None,
+    starts: Any = None,
     device: torch.device | str | None = None,
     progress: bool = True,
     draws: int | None = None,
@@ -35,6 +36,7 @@ def resume(
         target: what is sampled, made as it was then.
         data: as they were then.
         init: as it was then, if it was given.
+        starts: as they were then, if they were given.
         device: where to sample; the kind must be the same.
         progress: show a progress line on a terminal.
         draws: of each chain, where more are wanted than the run was begun with. On a CPU they are bit for bit those of
@@ -62,8 +64,8 @@ def resume(
     if parts := Manifest.read(Path(path)).parts:
         for part in parts:
             resume(
-                Path(path) / part, target, data, init=init, device=device, progress=progress, draws=draws,
-                budget=budget, **options,
+                Path(path) / part, target, data, init=init, starts=starts, device=device, progress=progress,
+                draws=draws, budget=budget, **options,
             )  # fmt: skip
         return load(path, target, data=as_tensors(data, target.dtype))
     settings, opaque = settings_of(path)
@@ -79,6 +81,6 @@ def resume(
             f"{missing[0]}= as it was"
         )
     return sample(
-        target, data, init=init, device=device, progress=progress, store=path, resume=True,
+        target, data, init=init, starts=starts, device=device, progress=progress, store=path, resume=True,
         **settings, **{**given, **options},
     )  # fmt: skip

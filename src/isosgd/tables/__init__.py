@@ -1,5 +1,1 @@
-"""Tables of ``isosgd fit``: their columns, encoded as inputs of a network, and scaling."""
-
-from isosgd.tables.scaling import Standardiser, standardise
-
-__all__ = ["Standardiser", "standardise"]
+"""Tables: how columns become inputs, and the network that is sampled on them."""

@@ -1,181 +1,286 @@
-"""Tables from files: named columns of text, in which a missing value is None.
+"""How columns become inputs of a network, by encoders of scikit-learn: learnt once, and kept as plain numbers and text.
 
-CSV is read with the standard library; Parquet needs pyarrow. What a column means is for `isosgd.tables.tables` to say.
+- A **number** is standardised. Where it is missing it takes the median, and an input of its own says that it was.
+- A **category** becomes an input for each level. Levels of a single row, and those beyond the 50 most frequent, share
+  one. A missing value is a level of its own. A level that was never seen has none of these inputs on.
+- A **date** becomes its day, and sine and cosine of its place in the year.
 """
 
 from __future__ import annotations
 
-import csv
-import difflib
-import os
-import re
-from collections.abc import Iterable, Sequence
-from datetime import date, datetime, time, timedelta
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from sklearn.impute import SimpleImputer
+from sklearn.preprocessing import OneHotEncoder
 
-Columns = dict[str, list[str | None]]
-MISSING = {"", "?", "na", "n/a", "nan", "nat", "null", "none", "#n/a"}
-"""What stands for a missing value, in any case."""
-SEPARATORS = ",;\t|"
-_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
-_COMMA_NUMBER = re.compile(r"([+-]?\d*),(\d+)")
-_DATE = re.compile(r"\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d{1,6})?)?)?(?:Z|[+-]\d\d(?::?\d\d)?)?")
-_DAY = 86_400.0
+Array = NDArray[Any]
+MISSING = "(missing)"
+RARE, MOST_LEVELS = 2, 50  # rows that a level needs for an input of its own, and levels at most
+MARGIN = 0.1  # of the training range, that a number may lie beyond it without being called unusual
+YEAR = 365.2425
+NUMERIC = {"integer", "floating", "mixed-integer-float", "decimal", "boolean"}  # what pandas may find in objects
 
 
-def read_columns(path: str | os.PathLike[str]) -> Columns:
-    r"""Read a CSV or Parquet file; the ending tells which.
+@dataclass
+class Columns:
+    """How the rows of a frame of pandas, or of an array of numbers, become inputs; made by `learn`.
 
-    The first line of a CSV file names its columns. Its separator is the comma, semicolon, tab or bar that this line has
-    most of; where it is the semicolon, a comma inside a number is its decimal point. Spaces around values are dropped.
-
-    Args:
-        path: ``.parquet`` or ``.pq`` for Parquet, anything else is read as CSV in UTF-8.
-
-    Raises:
-        ValueError: the file is no such table; the message names the line.
-        OSError: it cannot be read.
-        ModuleNotFoundError: Parquet without pyarrow.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = (Path(folder) / "t.csv").write_text("age, town\n31, Rome\nNA, Oslo\n")
-        ...     read_columns(Path(folder) / "t.csv")
-        {'age': ['31', None], 'town': ['Rome', 'Oslo']}
+    Attributes:
+        names: of the columns; None for an array.
+        numbers: names of those that are numbers; of an array their positions.
+        dates: names of those that are dates.
+        categories: names of the others.
+        low: least value of each number and date (in days) in training; NaN where there was none.
+        high: largest value of each.
+        center: what is subtracted from each input.
+        scale: by which it is divided then.
     """
-    path = Path(path)
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder; name a CSV or Parquet file")
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is not there; name a CSV or Parquet file")
-    columns = _read_parquet(path) if path.suffix.lower() in (".parquet", ".pq") else _read_csv(path)
-    if not next(iter(columns.values())):
-        raise ValueError(f"{path} has names of columns in its first line, but no rows below it")
-    return columns
+
+    names: list[Any] | None
+    numbers: list[Any]
+    dates: list[Any]
+    categories: list[Any]
+    low: Array = field(default_factory=lambda: np.empty(0))
+    high: Array = field(default_factory=lambda: np.empty(0))
+    center: Array = field(default_factory=lambda: np.empty(0))
+    scale: Array = field(default_factory=lambda: np.empty(0))
+
+    def __post_init__(self) -> None:
+        self._fill = SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)
+        self._one_hot = OneHotEncoder(
+            handle_unknown="ignore", min_frequency=RARE, max_categories=MOST_LEVELS, sparse_output=False,
+            dtype=np.float64,
+        )  # fmt: skip
+
+    @classmethod
+    def learn(cls, X: Any) -> tuple[Columns, torch.Tensor]:
+        """From training rows, and their inputs."""
+        if not hasattr(X, "columns"):
+            made = cls(None, list(range(X.shape[1])), [], [])
+        else:
+            kinds = {name: _kind(X[name]) for name in X.columns}
+            numbers, dates, categories = ([name for name, k in kinds.items() if k == kind] for kind in KINDS)
+            made = cls(list(X.columns), numbers, dates, categories)
+        values, texts = made._parts(X)
+        there = np.isfinite(values[:, : len(made.numbers) + len(made.dates)])
+        made.low = np.where(there, values[:, : there.shape[1]], np.inf).min(0)
+        made.high = np.where(there, values[:, : there.shape[1]], -np.inf).max(0)
+        made.low[~there.any(0)] = made.high[~there.any(0)] = np.nan
+        made._fit(values, texts)
+        found = made._encoded(values, texts)
+        # A 0-1 input gets the scale of a balanced one: else a rare level would lie far from all others.
+        flags = ((found == 0) | (found == 1)).all(0)
+        with np.errstate(over="ignore"):
+            made.center, spread = found.mean(0), found.std(0)
+        if not np.isfinite(spread).all():
+            raise ValueError("X has values so large that their squares overflow; divide its columns by their size")
+        made.scale = np.where(flags, 0.5, np.where(spread > 1e-12 * np.abs(made.center), spread, 1.0))
+        return made, made._standard(found)
+
+    def inputs(self, X: Any) -> torch.Tensor:
+        """In standard units, ``[n, inputs]``."""
+        return self._standard(self._encoded(*self._parts(X)))
+
+    def unusual(self, X: Any) -> list[list[str]]:
+        """For each row, what its values have that those of training rows had not."""
+        values, texts = self._parts(X)
+        found: list[list[str]] = [[] for _ in range(len(values))]
+        gaps = set(self._gaps())
+        for k, name in enumerate([*self.numbers, *self.dates]):
+            show: Callable[[float], str] = _day if k >= len(self.numbers) else "{:g}".format
+            room = MARGIN * (self.high[k] - self.low[k])
+            words = f" is outside {show(self.low[k])} to {show(self.high[k])}" if np.isfinite(room) else " is new"
+            inside = (values[:, k] >= self.low[k] - room) & (values[:, k] <= self.high[k] + room)
+            for row in np.flatnonzero(~inside).tolist():
+                if np.isfinite(values[row, k]):
+                    found[row].append(f"{name} {show(values[row, k])}{words}")
+                elif k not in gaps:
+                    found[row].append(f"{name} is missing")
+        for k, name in enumerate(self.categories):
+            known = set(self._one_hot.categories_[k])
+            for row, level in enumerate(texts[:, k]):
+                if level not in known:
+                    found[row].append(f"{name} is missing" if level == MISSING else f"{name} {level!r} is new")
+        return found
+
+    def describe(self) -> list[str]:
+        """What was done, in a few lines."""
+        kinds = {"number": self.numbers, "date": self.dates, "category": self.categories}
+        many = {"number": "numbers", "date": "dates", "category": "categories"}
+        used = ", ".join(f"{len(v)} {many[k] if len(v) > 1 else k}" for k, v in kinds.items() if v)
+        lines = [f"{used} become {len(self.scale)} inputs"]
+        found, values = self.as_dict(), [*self.numbers, *self.dates]
+        lacking = [values[k] for k in found["gaps"]]
+        lacking += [name for name, levels in zip(self.categories, found["levels"], strict=True) if MISSING in levels]
+        if lacking:
+            lines.append(f"missing values in {listed(lacking)}: an input says so, and a number takes its median")
+        if lumped := [name for name, rare in zip(self.categories, found["rare"], strict=True) if rare]:
+            lines.append(f"rare levels of {listed(lumped)} are taken as one")
+        return lines
+
+    def named(self, X: Array) -> Any:
+        """An array as a frame with the names that were learnt."""
+        import pandas as pd
+
+        return pd.DataFrame(X, columns=self.names)
+
+    # -- encoders -----------------------------------------------------------------------------------------------------
+
+    def _parts(self, X: Any) -> tuple[Array, Array]:
+        """Numbers, days of dates and their places in the year, ``[n, ...]``; and categories as text."""
+        if self.names is None:
+            return np.asarray(X, dtype=np.float64), np.empty((len(X), 0), object)
+        if absent := [name for name in self.names if name not in X.columns]:
+            raise ValueError(f"X lacks the column {absent[0]!r}, with which the model was fitted: give it all columns")
+        days = [_days(X[name]) for name in self.dates]
+        waves = [np.nan_to_num(wave(2 * np.pi * part / YEAR)) for part in days for wave in (np.sin, np.cos)]
+        numbers = [_numbers(X[name]) for name in self.numbers]
+        values = np.stack([*numbers, *days, *waves], 1) if self.numbers or self.dates else np.empty((len(X), 0))
+        texts = [_texts(X[name]) for name in self.categories]
+        return values, np.stack(texts, 1) if texts else np.empty((len(X), 0), object)
+
+    def _fit(self, values: Array, texts: Array) -> None:
+        if values.shape[1]:
+            self._fill.fit(values)
+        if texts.shape[1]:
+            self._one_hot.fit(texts)
+
+    def _encoded(self, values: Array, texts: Array) -> Array:
+        parts = [self._fill.transform(values)] if values.shape[1] else []
+        parts += [self._one_hot.transform(texts)] if texts.shape[1] else []
+        return np.concatenate(parts, 1)
+
+    def _standard(self, found: Array) -> torch.Tensor:
+        return torch.from_numpy((found - self.center) / self.scale)
+
+    def _gaps(self) -> list[int]:
+        """Which numbers and dates training rows lacked."""
+        return [int(k) for k in self._fill.indicator_.features_] if self.numbers or self.dates else []
+
+    # -- as plain values ----------------------------------------------------------------------------------------------
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything that was learnt, as JSON has it."""
+        rare = getattr(self._one_hot, "infrequent_categories_", None) if self.categories else None
+        levels = [list(part) for part in self._one_hot.categories_] if self.categories else []
+        return {
+            **{name: getattr(self, name) for name in ("names", "numbers", "dates", "categories")},
+            **{name: _plain(getattr(self, name)) for name in ("low", "high", "center", "scale")},
+            "medians": _plain(self._fill.statistics_) if self.numbers or self.dates else [],
+            "gaps": self._gaps(),
+            "levels": levels,
+            "rare": [[] if part is None else list(part) for part in rare or [None] * len(levels)],
+        }
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Columns:
+        """The same again: encoders are fitted to a few rows with the same medians, gaps and levels."""
+        made = cls(*(given[name] for name in ("names", "numbers", "dates", "categories")))
+        for name in ("low", "high", "center", "scale"):
+            setattr(made, name, np.array([np.nan if v is None else v for v in given[name]], dtype=np.float64))
+        columns = [
+            [level for level in levels for _ in range(1 if level in rare else RARE)]
+            for levels, rare in zip(given["levels"], map(set, given["rare"]), strict=True)
+        ]
+        count = max([2, *map(len, columns)])
+        values = np.tile(np.array(given["medians"], dtype=np.float64), (count, 1))
+        values[-1, given["gaps"]] = np.nan
+        empty = np.isnan(made.low)
+        values[:, : len(empty)][:, empty] = np.nan
+        # A column of rare levels alone has one for each row that was learnt from: no other can be longer.
+        often = [next((v for v in part if part.count(v) > 1), None) if len(part) < count else None for part in columns]
+        texts = [part + [filler] * (count - len(part)) for part, filler in zip(columns, often, strict=True)]
+        made._fit(values, np.array(texts, dtype=object).T if texts else np.empty((count, 0), object))
+        again = made.as_dict()
+        if wrong := [name for name in given if given[name] != again[name]]:
+            raise ValueError(f"its {wrong[0]} do not go with each other")
+        if len(made.center) != len(made.scale) or made._width() != len(made.scale) or not (made.scale > 0).all():
+            raise ValueError("its scales are not those of its inputs")
+        return made
+
+    def _width(self) -> int:
+        """Number of inputs."""
+        numbers = len(self.numbers) + 3 * len(self.dates) + len(self._gaps())
+        return numbers + (len(self._one_hot.get_feature_names_out()) if self.categories else 0)
 
 
-def _read_csv(path: Path) -> Columns:
+# -- columns of pandas ------------------------------------------------------------------------------------------------
+
+KINDS = ("number", "date", "category")
+
+
+def _kind(column: Any) -> str:
+    from pandas.api import types
+
+    if types.is_numeric_dtype(column):
+        return "number"
+    if types.is_datetime64_any_dtype(column):
+        return "date"
+    found = types.infer_dtype(column, skipna=True) if types.is_object_dtype(column) else ""
+    return "number" if found in NUMERIC else "date" if found in ("date", "datetime") else "category"
+
+
+def _numbers(column: Any) -> Array:
+    from pandas.api import types
+
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            first = file.readline()
-            if not first.strip():
-                empty = "it" if not path.stat().st_size else "the first line"
-                raise ValueError(f"{path}: {empty} is empty; the first line must name the columns")
-            separator = max(SEPARATORS, key=first.count)
-            file.seek(0)
-            reader = csv.reader(file, delimiter=separator, skipinitialspace=True, strict=True)
-            names = _check_names(path, [name.strip() for name in next(reader)])
-            rows: list[list[str]] = []
-            for row in reader:
-                if not row:
-                    continue  # an empty line, often the last
-                if len(row) != len(names):
-                    raise ValueError(
-                        f"{path}, line {reader.line_num}: {len(row)} values for {len(names)} columns; put values that "
-                        f"hold {separator!r} in double quotes"
-                    )
-                rows.append(row)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error.reason}); save it as CSV in UTF-8") from error
-    except csv.Error as error:
-        why = "a double quote is opened and not closed" if "end of data" in str(error) else error
-        raise ValueError(f"{path}, line {reader.line_num}: {why}") from error
-    comma = separator == ";"
-    return {name: [_clean(row[k], comma) for row in rows] for k, name in enumerate(names)}
+        if types.is_datetime64_any_dtype(column):
+            raise TypeError
+        found = column.to_numpy(dtype=np.float64, na_value=np.nan)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"column {column.name!r} was one of numbers when the model was fitted; now it holds {_first(column)!r}"
+        ) from None
+    if np.isinf(found).any():
+        raise ValueError(f"column {column.name!r} has infinite values; make them missing (NaN), or drop these rows")
+    return np.asarray(found)
 
 
-def _read_parquet(path: Path) -> Columns:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as parquet
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError('to read Parquet, install pyarrow: pip install "isosgd[tables]"') from error
-    try:
-        table = parquet.ParquetFile(path).read()
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path} is no Parquet file: {str(error).splitlines()[0]}") from error
-    names = _check_names(path, table.column_names)
-    return {name: [_as_text(value) for value in table.column(k).to_pylist()] for k, name in enumerate(names)}
+def _days(column: Any) -> Array:
+    import pandas as pd
+
+    if _kind(column) != "date" and column.notna().any():
+        raise ValueError(
+            f"column {column.name!r} was one of dates when the model was fitted; now it holds {_first(column)!r}: "
+            "pandas.to_datetime makes dates of text"
+        )
+    since = pd.to_datetime(column, utc=True) - pd.Timestamp(0, tz="UTC")
+    return np.asarray(since / pd.Timedelta(days=1), dtype=np.float64)
 
 
-def _check_names(path: Path, names: list[str]) -> list[str]:
-    if len(names) < 2:
-        raise ValueError(f"{path} has the single column {names[0]!r}; a target and at least one input are needed")
-    if all(_NUMBER.fullmatch(name) for name in names):
-        raise ValueError(f"{path}: the first line holds numbers ({', '.join(names[:3])}); it must name the columns")
-    # R writes row numbers under an empty name: the first column may go without one.
-    names = [names[0] or "(first column)", *names[1:]]
-    for k, name in enumerate(names):
-        if not name:
-            raise ValueError(f"{path}: column {k + 1} has no name; give it one in the first line")
-        if names.index(name) < k:
-            raise ValueError(f"{path}: columns {names.index(name) + 1} and {k + 1} are both named {name!r}; rename one")
-    return names
+def _texts(column: Any) -> Array:
+    import pandas as pd
+    from pandas.api import types
+
+    if types.is_float_dtype(column) and column.notna().any():
+        raise ValueError(
+            f"column {column.name!r} was one of categories when the model was fitted; now it holds the number "
+            f"{_first(column)!r}: give it as text"
+        )
+    return np.array([MISSING if pd.isna(value) else str(value) for value in column], dtype=object)
 
 
-def _clean(text: str, comma: bool) -> str | None:
-    text = text.strip()
-    if text.lower() in MISSING:
-        return None
-    return _COMMA_NUMBER.sub(r"\1.\2", text) if comma and _COMMA_NUMBER.fullmatch(text) else text
+def _first(column: Any) -> Any:
+    """The value to show of a column that is of another kind."""
+    there = column.dropna()
+    value = next((value for value in there if isinstance(value, str)), there.iloc[0])
+    return value.item() if isinstance(value, np.generic) else value
 
 
-def _as_text(value: Any) -> str | None:
-    if isinstance(value, datetime | date):
-        return value.isoformat(" ") if isinstance(value, datetime) else value.isoformat()
-    if isinstance(value, list | dict | bytes | time):
-        raise ValueError(f"a value of type {type(value).__name__} is no number, text or date; drop its column")
-    return None if value is None else _clean(str(value), comma=False)
+def listed(names: Iterable[Any], most: int = 6) -> str:
+    """Names in words, not all of many."""
+    found = [repr(name) for name in names]
+    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
 
 
-def near(name: str, names: Iterable[str]) -> str:
-    """Words that ask whether a name that is not there was meant to be one that is; empty where none is like it.
-
-    Example:
-        >>> near("Prise", ["price", "town"])
-        "; did you mean 'price'?"
-    """
-    lower = {other.lower(): other for other in names}
-    found = difflib.get_close_matches(name.lower(), lower, n=1)
-    return f"; did you mean {lower[found[0]]!r}?" if found else ""
+def _plain(values: Array) -> list[float | None]:
+    return [None if np.isnan(v) else float(v) for v in values]
 
 
-def numbers(values: Sequence[str | None]) -> tuple[NDArray[np.float64], int]:
-    """Values as numbers, NaN where there is none, and how many of these are text that is no number.
-
-    Example:
-        >>> numbers(["1", "2.5e3", None, "many"])
-        (array([1.0e+00, 2.5e+03,     nan,     nan]), 1)
-    """
-    found = np.array([float(v) if v is not None and _NUMBER.fullmatch(v) else np.nan for v in values])
-    found[np.isinf(found)] = np.nan  # 1e999: written as a number, but none
-    return found, sum(v is not None for v in values) - int(np.isfinite(found).sum())
-
-
-def days(values: Sequence[str | None]) -> tuple[NDArray[np.float64], int]:
-    """ISO dates, with or without a time, as days since the start of 1970; and how many are none.
-
-    A time with an offset is brought to UTC; one without is taken as it stands.
-
-    Example:
-        >>> days(["1970-01-02", "1970-01-01 12:00", "1970-01-01T12:00+06:00", None, "soon"])
-        (array([1.  , 0.5 , 0.25,  nan,  nan]), 1)
-    """
-    found = np.array([_days(v) for v in values])
-    return found, sum(v is not None for v in values) - int(np.isfinite(found).sum())
-
-
-def _days(text: str | None) -> float:
-    if text is None or not _DATE.fullmatch(text):
-        return np.nan
-    try:
-        when = datetime.fromisoformat(text)
-    except ValueError:  # 2024-02-31
-        return np.nan
-    offset = when.utcoffset() or timedelta()
-    return (when.replace(tzinfo=None) - datetime(1970, 1, 1) - offset).total_seconds() / _DAY
+def _day(value: float) -> str:
+    return str(np.datetime64(round(value), "D"))

@@ -17,17 +17,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
-from isosgd import Posterior, Target, likelihoods, priors, sample
+from isosgd import Posterior, Target, likelihoods, load, priors, resume, sample
 from isosgd.engine.gradients import Layout, Many, stacked
+from isosgd.sampling.settings import check_room
+from isosgd.store import Manifest
 from isosgd.warmup.optimise import decay
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu": F.relu, "tanh": torch.tanh}
 LIKELIHOODS = ("student_t", "gaussian", "heteroscedastic", "categorical")
 SCALES = (5.0, 3.0), (2.0, 1.0)  # of hidden weights and of the output layer: in regressions, and of classes
+STARTS = "starts.safetensors"  # in the folder of a run
 LARGEST = 1 << 27  # numbers in a network that a folder may ask for
 
 # Of the starts: networks trained by Adam, each on other rows, and taken where they predict the others best.
@@ -42,7 +47,7 @@ TRAINING_BY_ROWS, TRAINING = 2.5, (300, 4_000)  # steps for each row, and the le
 # Of the chains. What a table takes follows from its size alone, not from the clock, so that its draws do, too.
 GRADIENTS_BY_ROWS, GRADIENTS = 4.0, (1_000, 8_000)  # of each chain at effort 1: these and so many a row, at the most
 MOST_WORK = 2e12  # products of weights and rows at effort 1: minutes
-LEAST_WARMUP, WARMUP_SHARE, DRAWS = 160, 0.4, 50
+LEAST_WARMUP, WARMUP_SHARE, DRAWS = 200, 0.4, 50  # HMC with a low-rank mass takes no fewer
 FEW_PARAMETERS = 500_000  # of all chains, times rows: less is not worth directions of the mass
 HELD = 1 << 23  # numbers of a layer that are held at once in a prediction
 ALL_ROWS = 20_000  # beyond which a gradient takes some of the rows
@@ -297,11 +302,12 @@ def sample_network(
         max_seconds: bound on the time.
         seed: same seed and settings, same draws.
         device: where to compute; the CPU by default.
-        store: folder to write draws to.
+        store: folder to write draws to, and the networks that chains start at, for `resume_network`.
         progress: show a progress line.
     """
     place = torch.device(device or "cpu")
     x, y, target = x.to(place), y.to(place), network.target()
+    check_room(target.initial(), chains, 0)
     steps: dict[str, Any] = steps_for(len(x), network, chains, effort)
     training = steps.pop("training")
     if len(x) > ALL_ROWS:
@@ -322,9 +328,40 @@ def sample_network(
             share = min(1.0, fit / (steps["warmup"] + steps["draws"] * steps["keep_every"]))
             steps["warmup"] = max(LEAST_WARMUP, int(share * steps["warmup"]))
             steps["keep_every"] = max(2, int(share * steps["keep_every"]))
+        if store is not None:
+            Path(store).mkdir(parents=True, exist_ok=True)
+            save_file({name: torch.stack([s[name] for s in starts]).cpu() for name in starts[0]}, Path(store) / STARTS)
         return sample(
             target, (x, y), starts=starts, temperature=1.0, chains=chains, seed=seed, device=place, store=store,
             progress=progress, max_seconds=left, compile=False, **steps,
+        )  # fmt: skip
+
+
+def resume_network(
+    network: Network,
+    x: Tensor,
+    y: Tensor,
+    store: str | Path,
+    *,
+    draws: int | None = None,
+    device: torch.device | str | None = None,
+    progress: bool = False,
+) -> Posterior:
+    """Go on with a run of `sample_network` that was stopped, or take more ``draws`` of each chain."""
+    place = torch.device(device or "cpu")
+    if parts := Manifest.read(Path(store)).parts:  # of merged runs
+        for part in parts:
+            resume_network(network, x, y, Path(store) / part, draws=draws, device=device, progress=progress)
+        return load(store, network.target(), data=(x, y))
+    try:
+        found = {name: p.to(place) for name, p in load_file(Path(store) / STARTS).items()}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{Path(store) / STARTS} cannot be read ({error}): begin another run") from error
+    starts = [{name: p[k] for name, p in found.items()} for k in range(len(next(iter(found.values()))))]
+    with flushed_denormals():
+        return resume(
+            store, network.target(), (x.to(place), y.to(place)), starts=starts, device=place, progress=progress,
+            draws=draws,
         )  # fmt: skip
 
 

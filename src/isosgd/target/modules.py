@@ -310,8 +310,14 @@ class ModuleLikelihood:
     def by_chain(self, params: Params, batch: Any) -> Tensor:
         """Log likelihoods ``[chains, n]``; parameters and batch have a leading dimension of chains."""
         assert isinstance(self.likelihood, Likelihood)
-        own = {name: params[name] for name in self.extra()}
-        return vmap(self.likelihood.log_prob)(self.output(params, batch[:-1]), batch[-1], own)
+        own, output, y = {name: params[name] for name in self.extra()}, self.output(params, batch[:-1]), batch[-1]
+        if type(self.likelihood) not in NAMES.values():
+            return vmap(self.likelihood.log_prob)(output, y, own)
+        # Rows of all chains are one batch, each with the scale of its chain: vmap takes as long as all else.
+        last = (-1,) if y.dim() > 2 else ()
+        spread = {name: s.reshape(len(y), 1, *last).expand(-1, y.shape[1], *last) for name, s in own.items()}
+        rows = {name: s.flatten(0, 1) for name, s in spread.items()}
+        return self.likelihood.log_prob(output.flatten(0, 1), y.flatten(0, 1), rows).view(y.shape[:2])
 
     def perceptron(self) -> perceptron.Names | None:
         """Where the module is a network of one hidden layer, all sampled: the names of its parameters."""

@@ -1,0 +1,181 @@
+"""Tables from files, by pandas: which columns are numbers, dates or text, and which say nothing."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import math
+import re
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from isosgd.sampling.settings import memory
+
+SEPARATORS = ",;\t|"
+MISSING = ["?", "na", "Na", "none", "nat", "NaT", "NAN", "N/a"]  # beside those of pandas
+MOSTLY = 0.95  # share of numbers, or dates, that makes a column of text one of them
+LARGER = 3  # times a file's size that its frame takes up, at the least
+_NUMBER = re.compile(r"\s*[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?\s*")
+_ID = re.compile(r"(.*[_ .-])?(id|index|key|uuid|rownames?)|unnamed.*", re.IGNORECASE)
+
+
+def read_table(path: Path, columns: Any = None) -> tuple[Any, list[str]]:
+    """A CSV or Parquet file as a frame whose columns have a type, and remarks about values that do not fit it.
+
+    The first line of a CSV file names its columns. Its separator is the comma, semicolon, tab or bar that this line has
+    most of; where it is the semicolon, a comma inside a number is its decimal point. Text of which at least 95% are
+    numbers, or ISO dates, is taken as such, and the rest as missing.
+
+    Args:
+        path: ``.parquet`` or ``.pq`` for Parquet, anything else is read as CSV in UTF-8.
+        columns: the `isosgd.tables.columns.Columns` of a model, which say what each column is.
+    """
+    try:
+        import pandas as pd
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError('tables need pandas and scikit-learn: pip install "isosgd[tables]"') from error
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a CSV or Parquet file")
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is not there; name a CSV or Parquet file")
+    room = memory()
+    if room is not None and LARGER * path.stat().st_size > room:
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, more than memory holds: fit fewer rows of it")
+    known = {} if columns is None else {n: k for k in ("numbers", "dates", "categories") for n in getattr(columns, k)}
+    text = [name for name, kind in known.items() if kind != "numbers"]
+    frame = _parquet(path) if path.suffix.lower() in (".parquet", ".pq") else _csv(path, text)
+    if not len(frame):
+        raise ValueError(f"{path} has names of columns in its first line, but no rows below it")
+    remarks = []
+    for name in frame.columns:
+        column = frame[name]
+        if pd.api.types.is_object_dtype(column) or pd.api.types.is_string_dtype(column):
+            frame[name], bad, kind = _typed(column, known.get(name))
+            remarks += [f"{bad} values of {name!r} are no {kind} and count as missing"] if bad else []
+    return frame, remarks
+
+
+def _csv(path: Path, text: list[str]) -> Any:
+    import pandas as pd
+
+    separator = ","
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            first = file.readline()
+        if not first.strip():
+            empty = "it" if not path.stat().st_size else "the first line"
+            raise ValueError(f"{path}: {empty} is empty; the first line must name the columns")
+        separator = max(SEPARATORS, key=first.count)
+        names = [name.strip() for name in next(csv.reader([first], delimiter=separator, skipinitialspace=True))]
+        _check_names(path, names)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pd.errors.ParserWarning)  # more values than names
+            frame = pd.read_csv(
+                path, sep=separator, decimal="," if separator == ";" else ".", encoding="utf-8-sig", index_col=False,
+                skipinitialspace=True, na_values=MISSING, low_memory=False,
+                dtype={name: str for name in text if name in names},
+            )  # fmt: skip
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason}); save it as CSV in UTF-8") from error
+    except (pd.errors.ParserError, pd.errors.ParserWarning) as error:
+        why = str(error).replace("Error tokenizing data. C error: ", "").strip()
+        if "EOF inside string" in why:
+            raise ValueError(f"{path}: a double quote is opened and not closed ({why})") from error
+        raise ValueError(f"{path}: {why}; put values that hold {separator!r} in double quotes") from error
+    return frame.rename(columns=lambda name: str(name).strip())
+
+
+def _parquet(path: Path) -> Any:
+    import pandas as pd
+
+    try:
+        frame = pd.read_parquet(path)
+    except ImportError as error:
+        raise ModuleNotFoundError('to read Parquet, install pyarrow: pip install "isosgd[tables]"') from error
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} is no Parquet file: {str(error).splitlines()[0]}") from error
+    frame = frame.rename(columns=str)
+    _check_names(path, list(frame.columns))
+    for name in frame.columns:
+        if found := {type(value).__name__ for value in frame[name]} & {"list", "dict", "bytes", "ndarray"}:
+            raise ValueError(f"{path}: column {name!r} has values of type {found.pop()}; drop it, or make text of it")
+    return frame
+
+
+def _check_names(path: Path, names: list[str]) -> None:
+    if len(names) < 2:
+        raise ValueError(f"{path} has the single column {names[0]!r}; a target and at least one input are needed")
+    if all(_NUMBER.fullmatch(name) for name in names):
+        raise ValueError(f"{path}: the first line holds numbers ({', '.join(names[:3])}); it must name the columns")
+    for k, name in enumerate(names):
+        if not name and k:  # R writes row numbers under an empty name: the first column may go without one
+            raise ValueError(f"{path}: column {k + 1} has no name; give it one in the first line")
+        if names.index(name) < k:
+            raise ValueError(f"{path}: columns {names.index(name) + 1} and {k + 1} are both named {name!r}; rename one")
+
+
+def _typed(column: Any, kind: str | None) -> tuple[Any, int, str]:
+    """A column of text as numbers or dates where most values are, or where the ``kind`` says so; how many are none."""
+    import pandas as pd
+
+    column = column.map(lambda value: value.strip() if isinstance(value, str) else value)
+    there = int(column.notna().sum())
+    readers: dict[str, Any] = {
+        "numbers": lambda: pd.to_numeric(column, errors="coerce"),
+        "dates": lambda: pd.to_datetime(column, format="ISO8601", errors="coerce", utc=True),
+    }
+    for name, read in readers.items():
+        if kind in (None, name) and there:
+            found = read()
+            bad = there - int(found.notna().sum())
+            if kind == name or bad <= (1 - MOSTLY) * there:
+                return found, bad, name
+    if kind in readers:  # nothing is there
+        return readers[kind](), 0, kind
+    return column, 0, "text"
+
+
+def why_useless(column: Any) -> str:
+    """Why a column says nothing about others; empty where it may."""
+    import pandas as pd
+
+    counts = column.value_counts()
+    if not len(counts):
+        return "it is empty"
+    if len(counts) == 1 and column.notna().all():
+        return f"it is always {_shown(counts.index[0])}"
+    if pd.api.types.is_numeric_dtype(column) or pd.api.types.is_datetime64_any_dtype(column):
+        return ""
+    single = int((counts == 1).sum())
+    if single > counts.sum() / 2:
+        return f"most of its values stand in one row alone ({single} of {int(counts.sum())})"
+    return ""
+
+
+def numbers_rows(name: str, column: Any) -> bool:
+    """Whether a column numbers the rows: whole numbers without repeats, by their name or without gaps."""
+    import pandas as pd
+
+    if not pd.api.types.is_integer_dtype(column) or not column.is_unique:
+        return False
+    return bool(_ID.fullmatch(name)) or int(column.max()) - int(column.min()) == len(column) - 1
+
+
+def near(name: str, names: Iterable[str]) -> str:
+    """Words that ask whether a name that is not there was meant to be one that is; empty where none is like it.
+
+    Example:
+        >>> near("Prise", ["price", "town"])
+        "; did you mean 'price'?"
+    """
+    lower = {other.lower(): other for other in names}
+    found = difflib.get_close_matches(name.lower(), lower, n=1)
+    return f"; did you mean {lower[found[0]]!r}?" if found else ""
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, int | float | np.number) and math.isfinite(value) else repr(value)
