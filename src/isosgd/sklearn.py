@@ -41,6 +41,7 @@ except ModuleNotFoundError as missing:
 import isosgd
 from isosgd import Posterior
 from isosgd.diagnostics.verdict import Verdict
+from isosgd.errors import SamplingWarning
 from isosgd.metrics import mixture_quantiles
 from isosgd.sampling.settings import check_seconds, memory
 from isosgd.store import Manifest
@@ -167,12 +168,12 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
                 max_seconds=self.max_seconds, seed=seed, device=self.device, store=store, progress=bool(self.verbose),
             )  # fmt: skip
 
-    @staticmethod
     @contextmanager
-    def _quietly() -> Iterator[None]:
-        """`trust_` says whether chains have met; a fit of some seconds does not warn of it every time."""
+    def _quietly(self) -> Iterator[None]:
+        """`trust_` says whether chains have met; unless it is verbose, a fit does not warn of it every time."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
+            if not self.verbose:
+                warnings.filterwarnings("ignore", r"chain \d+\b(?! was dropped)", SamplingWarning)
             yield
 
     def _save(self, folder: Path, x: torch.Tensor, y: torch.Tensor) -> None:
