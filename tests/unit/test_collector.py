@@ -67,14 +67,15 @@ def test_a_rate_of_ones_own_collects_from_the_first_step_on_or_after_a_warmup_th
         assert "weight" in collector.posterior().draws
 
 
-def test_memory_holds_as_many_draws_as_are_asked_for_equally_far_apart() -> None:
+@pytest.mark.parametrize("draws", [7, 8])
+def test_memory_holds_as_many_draws_as_are_asked_for_equally_far_apart(draws: int) -> None:
     loop = Loop(lr=1e-3)
-    collector, seen = Collector(loop.optimizer, loop.model, draws=8), []
+    collector, seen = Collector(loop.optimizer, loop.model, draws=draws), []
     for _ in range(50):
         loop.steps(1)
         seen.append(loop.model.bias.detach().clone())
     kept = collector.posterior().draws["bias"][0]
-    assert 4 <= len(kept) <= 8
+    assert 4 <= len(kept) <= draws
     places = [next(i for i, b in enumerate(seen) if torch.equal(b, draw)) for draw in kept]
     assert len({b - a for a, b in pairwise(places)}) == 1
 

@@ -186,6 +186,8 @@ class Collector:
         self._with.append(buffers)
         if len(self._draws) > self.most:
             assert self.keep_every != "auto"
+            if len(self._draws) % 2 == 0:  # this one stays, so that the next is twice as far from it
+                self._due = self.optimizer.param_groups[0]["step"] + self.optimizer.steps_to(2 * self.keep_every)
             self._draws, self._with, self.keep_every = self._draws[1::2], self._with[1::2], 2 * self.keep_every
             self._count = len(self._draws)
 

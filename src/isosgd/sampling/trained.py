@@ -237,7 +237,7 @@ def check_ladder(ladder: Any) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Gradients of each chain: of a rung of the ladder and of the run itself, warm-ups included."""
+    """Gradients of each chain: of a rung that goes on from another, and of the run itself, warm-ups included."""
 
     rung: int
     run: int
@@ -262,7 +262,7 @@ class Lengths:
         if hmc:
             return {"draws": RUNG_DRAWS, **HMC_RUNG}
         warmup = CONTINUED if continued else max(RUNG_WARMUP, self.rung // 3)
-        return {"warmup": warmup, "draws": RUNG_DRAWS, "keep_every": max(1, (self.rung - warmup) // RUNG_DRAWS)}
+        return {"warmup": warmup, "draws": RUNG_DRAWS, "keep_every": (self.rung - CONTINUED) // RUNG_DRAWS}
 
 
 def default_method(target: Target, data: Any, transform: Any, batch_size: Any, options: Mapping[str, Any]) -> str:
@@ -553,9 +553,11 @@ class TrainedRun:
         tried = len(choice.rungs) + len(choice.diverged)
         if not tried:
             return dict(steps)
-        rung = self.lengths.rung_settings(self.hmc)
-        steps_of_rung = rung["warmup"] + rung["draws"] * rung["keep_every"]
-        fit = (deadline - time.monotonic()) * tried * steps_of_rung / choice.seconds
+        taken = 0
+        for k in range(tried):
+            rung = self.lengths.rung_settings(self.hmc, self.continues and k > 0)
+            taken += rung["warmup"] + rung["draws"] * rung["keep_every"]
+        fit = (deadline - time.monotonic()) * taken / choice.seconds
         share = min(1.0, max(0.0, fit / (steps["warmup"] + draws * steps["keep_every"])))
         warmup = max(min(RUNG_WARMUP, steps["warmup"]), int(share * steps["warmup"]))
         return {
