@@ -5,6 +5,7 @@ RANK in the environment it forks WORLD_SIZE ranks: torch is then loaded once, an
 """
 
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from isosgd import ISGD, SGLD, SGNHT, Collector, Posterior, RankError, Target, priors, sample
+from isosgd import ISGD, SGHMC, SGLD, SGNHT, Collector, Posterior, RankError, Target, priors, sample
 from isosgd.engine.chains import Chains
 from isosgd.engine.gradients import Parted
 from isosgd.engine.ranks import Ranks
@@ -260,16 +261,17 @@ def sharded() -> Any:
     size = dist.get_world_size()
     both = init_device_mesh("cpu", (size,))
     alone = init_device_mesh("cpu", (size, 1), mesh_dim_names=("copies", "ranks"))["ranks"]
-    ends, rates = [], []
-    for mesh in (both, alone):
+    ends: dict[str, list[Tensor]] = {}
+    rates: dict[str, list[list[float]]] = {}
+    for kind, mesh in itertools.product((ISGD, SGLD, SGHMC), (both, alone)):
         torch.manual_seed(0)
         network = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))  # rows that ranks cannot share evenly
         fully_shard(network, mesh=mesh)
         given: dict[str, Any] = {"num_data": ROWS, "generator": torch.Generator().manual_seed(1)}
-        optimizer = ISGD(network.named_parameters(), batch_size=24, warmup=100, **given)
+        optimizer = kind(network.named_parameters(), batch_size=24, warmup=100, **given)
         sharded_steps(mesh, network, optimizer, lambda m, r: (m(X[r]) - Y[r]).square().mean() / 2, 120, 24)
-        ends.append(whole(network))
-        rates.append([group["rate"] for group in optimizer.param_groups])
+        ends.setdefault(kind.__name__, []).append(whole(network))
+        rates.setdefault(kind.__name__, []).append([float(group["rate"]) for group in optimizer.param_groups])
         assert optimizer.phase == "sampling"
     exact, mean, lam = 1.0 / ROWS, MEANS.mean(0), 0.1
     start = mean + exact**0.5 * torch.randn(WIDTH, generator=torch.Generator().manual_seed(4))
@@ -286,7 +288,7 @@ def sharded() -> Any:
     fully_shard(other, mesh=both)
     set_model_state_dict(other, {"mu": draws[3]}, options=StateDictOptions(full_state_dict=True))
     return {
-        "difference": float((ends[0] - ends[1]).abs().max()),
+        "differences": {name: float((two - one).abs().max()) for name, (two, one) in ends.items()},
         "rates": rates,
         # What the step size adds is known here: the chain is an autoregression.
         "ratios": ((draws[5:] - mean).square().mean(0) / (exact / (1 - rate / 2))).tolist(),

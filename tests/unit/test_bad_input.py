@@ -249,6 +249,7 @@ def test_bad_settings_of_every_sampler(kind: Any, settings: dict[str, Any], word
             [{"name": "a", "params": [torch.zeros(2)]}, {"name": "a", "params": [torch.zeros(2)]}],
             "two groups have the name 'a': give each group a name of its own",
         ),
+        ([{"temperature": 0.5}], "group '0' has no 'params': give"),
         ([torch.zeros(2, dtype=torch.int64)], "group '0' holds a tensor of dtype torch.int64: only real floating"),
         (
             params(torch.int64),
@@ -258,7 +259,16 @@ def test_bad_settings_of_every_sampler(kind: Any, settings: dict[str, Any], word
         ([{"params": [torch.zeros(2)], "temperature": -1.0}], "temperature = -1.0 must be"),
         ([{"params": [torch.zeros(2)], "num_data": 0}], "num_data = 0 must be"),
     ],
-    ids=["none", "one name", "unnamed integers", "integers", "complex", "group temperature", "group num_data"],
+    ids=[
+        "none",
+        "one name",
+        "no params",
+        "unnamed integers",
+        "integers",
+        "complex",
+        "group temperature",
+        "group num_data",
+    ],
 )
 def test_bad_parameters(kind: Any, given: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):

@@ -58,6 +58,12 @@ def test_named_parameters_form_a_group_a_layer() -> None:
     assert [g["name"] for g in layer_groups([("scale", torch.zeros(1)), ("a.b.w", torch.zeros(1))])] == ["scale", "a.b"]
 
 
+def test_groups_are_given_as_torch_takes_them() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    groups = [{"params": net[0].parameters()}, {"params": net[2].weight}, {"params": [("bias", net[2].bias)]}]
+    assert [p for g in ISGD(groups, num_data=N).param_groups for p in g["params"]] == list(net.parameters())
+
+
 def test_a_generator_is_made_from_torchs_seed_when_none_is_given() -> None:
     draws = []
     for seed in (1, 1, 2):

@@ -45,6 +45,11 @@ def layer_groups(params: ParamsLike) -> list[Group]:
         raise ValueError("params is empty: pass model.parameters() or a list of groups with tensors in them")
     if all(isinstance(item, dict) for item in items):
         groups = [{"name": str(i), **cast(Group, item)} for i, item in enumerate(items)]
+        for group in groups:
+            if "params" not in group:
+                raise ValueError(f"group {group['name']!r} has no 'params': give {{'params': layer.parameters()}}")
+            given = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+            group["params"] = [item[1] if isinstance(item, tuple) else item for item in given]
         names = [group["name"] for group in groups]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two groups have the name {twice[0]!r}: give each group a name of its own")

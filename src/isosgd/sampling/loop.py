@@ -383,8 +383,8 @@ def draw_from(
     elif run.leaves[0].is_cuda and run.many is None:
         outcome.compiled = f", eager ({run.graph_unsupported})"
     outcome.batches = run.batches.state()
-    if plan.ends is not None and len(run.failures) < run.count:
-        plan.ends[first] = moved(state_of(run), run.alive.device, copy=True)
+    if plan.ends is not None:
+        plan.ends[first] = state_of(run)
     keeper.finished(outcome, state if len(run.failures) < run.count else None)
 
 

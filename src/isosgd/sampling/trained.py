@@ -534,7 +534,8 @@ class TrainedRun:
                 trained=True, progress=False, deadline=end, begin=place.measured,
                 ends=ends if self.continues else None, **lengths, **self.settings,
             )  # fmt: skip
-            return found, Place(last_draws(found), ends)
+            whole = not found.info["dropped"]  # else what was measured would leave chains out of all runs to come
+            return found, Place(last_draws(found), ends if whole else {})
 
         coldest, hottest = self.temperatures[0], self.temperatures[-1]
         LOGGER.info("trying temperatures from %g to %g on held-out examples", coldest, hottest)
