@@ -343,12 +343,13 @@ class OwnWarmup:
             weight = max(1.0 - second, 1.0 / self.spent)
             torch._foreach_lerp_(self.noise_square, torch._foreach_mul(vectors, vectors), weight)
         mean_factor, square_factor = 1.0 - first**self.spent, 1.0 - second**self.spent
+        begun = min(self.spent / self.length, 1.0)  # a full first step would throw a trained network out of its minimum
         if self.place == 0:
             self.start = [p.detach().float().clone() for p in params]
         agreement = torch.zeros(3, dtype=torch.float64, device=self.device)
         for i, (p, m, s, g) in enumerate(zip(params, self.mean, self.square, grads, strict=True)):
             scale = (s / square_factor).sqrt().add_(1e-20)
-            share = m / scale / mean_factor
+            share = begun * m / scale / mean_factor
             before = last[i].float() if last else torch.zeros_like(g)
             agreement += torch.stack([(g * before / scale).sum(), (g * g / scale).sum(), share.abs().sum()]).double()
             p.sub_((self.factor * self.lengths[i] * share).to(p.dtype))
