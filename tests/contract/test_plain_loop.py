@@ -252,3 +252,62 @@ def test_a_model_that_fits_every_example_has_no_noise_and_says_so() -> None:
             sampler.zero_grad()
             (model(rows) - rows.sum(1, keepdim=True)).square().mean().backward()
             sampler.step()
+
+
+@every_sampler
+def test_a_state_from_before_the_first_step_begins_anew(name: str) -> None:
+    loop = Loop(name)
+    saved = copy.deepcopy({"model": loop.model.state_dict(), "optimizer": loop.optimizer.state_dict()})
+    batches = loop.generator.get_state()
+    loop.steps(30)
+    first = loop.place()
+    loop.model.load_state_dict(saved["model"])
+    loop.optimizer.load_state_dict(saved["optimizer"])
+    loop.generator.set_state(batches)
+    loop.steps(30)
+    assert torch.equal(loop.place(), first)
+
+
+@every_sampler
+def test_steps_of_a_warmup_are_no_draws(name: str) -> None:
+    settings: dict[str, Any] = {"warmup": 120}
+    if METHODS[name].has_lr:
+        settings["lr"] = 1e-4
+    loop = Loop(name, **settings)
+    assert not len(loop.steps(119))
+    loop.steps(2)
+    assert loop.optimizer.phase == "sampling"
+
+
+@pytest.mark.parametrize(("name", "width"), [("isgd", 60), ("isgd", 2), ("sgld", 60)])
+def test_a_parameter_that_is_never_used_is_named(name: str, width: int) -> None:
+    loop = Loop(name)
+    sampler = METHODS[name]([*loop.model.parameters(), nn.Parameter(torch.ones(width, 4))], num_data=N, batch_size=SIZE)
+    loop.optimizer = sampler
+    with pytest.raises(RuntimeError, match=rf"shape \({width}, 4\) in group '1' had no gradient in 20 steps"):
+        loop.steps(100)
+
+
+def test_parameters_that_are_frozen_or_unfrozen_on_the_way_are_refused() -> None:
+    loop = Loop("isgd", lam=1.0)
+    loop.steps(10)
+    loop.model.bias.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="has no gradient, while others of the group have"):
+        loop.steps(1)
+    loop.optimizer = isosgd.SGLD(loop.model.parameters(), num_data=N, lr=1e-4)
+    before = loop.model.bias.clone()
+    loop.steps(10)
+    assert torch.equal(loop.model.bias, before)
+    loop.model.bias.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"shape \(1,\) was frozen when this SGLD was made"):
+        loop.steps(64)
+
+
+def test_copies_and_sparse_gradients_are_refused() -> None:
+    with pytest.raises(TypeError, match="by load_state_dict"):
+        copy.deepcopy(Loop("isgd").optimizer)
+    layer = nn.Embedding(5, 2, sparse=True)
+    sampler = ISGD(layer.parameters(), num_data=N, batch_size=SIZE)
+    layer(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="make its layer with sparse=False"):
+        sampler.step()

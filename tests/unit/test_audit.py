@@ -255,6 +255,12 @@ def test_groups_that_differ():
     assert "group 0: temperature 0.5" in str(found) and "group 1: temperature 1" in str(found)
 
 
+def test_the_prior_of_weight_decay_is_seen_and_no_rate_is_made_up():
+    found = audit(isosgd.ISGD(net().parameters(), num_data=500, batch_size=20, weight_decay=0.01))
+    assert found.prior_precision == pytest.approx(5.0) and found.clean
+    assert "gradient noise" not in str(audit(isosgd.SGLD(net().parameters(), num_data=500, batch_size=20)))
+
+
 def test_noise_above_lambda_shows():
     module = net()
     sampler = isosgd.ISGD(module.named_parameters(), num_data=500, lam=1e-6)

@@ -219,6 +219,7 @@ def params(dtype: torch.dtype = torch.float32) -> list[tuple[str, Tensor]]:
 COMMON = [
     ({"num_data": 0}, "num_data = 0 must be the number of examples, an integer of at least 1"),
     ({"num_data": 10.0}, "num_data = 10.0 must be the number of examples"),
+    ({"batch_size": 200}, "batch_size = 200 exceeds num_data = 100"),
     ({"temperature": -0.5}, "temperature = -0.5 must be finite and not negative"),
     ({"temperature": math.nan}, "temperature = nan must be finite and not negative"),
     ({"bias": 0.0}, r"bias = 0.0 must lie in \(0, 1\)"),

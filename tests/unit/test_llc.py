@@ -128,6 +128,20 @@ def test_entries_outside_the_mask_stay() -> None:
     assert bool((draws[:, 5:] == 1).all()) and float(draws[:, :5].std()) > 0
 
 
+def test_frozen_parameters_stay_and_unused_ones_are_refused() -> None:
+    used, frozen, unused = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.ones(2)), torch.zeros(4)
+    sampler = LocalSampler([used, frozen.requires_grad_(False)], nbeta=50.0)
+    for _ in range(20):
+        sampler.zero_grad()
+        used.square().sum().backward()
+        sampler.step()
+    assert (frozen == 1).all() and (used != 0).all()
+    with pytest.raises(ValueError, match="make a new LocalSampler"):
+        sampler.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    with pytest.raises(RuntimeError, match=r"shape \(4,\) has no gradient"):
+        LocalSampler([used, torch.nn.Parameter(unused)], nbeta=50.0).step()
+
+
 def test_a_saved_sampler_goes_on() -> None:
     runs = []
     for stop in (60, 150, None):

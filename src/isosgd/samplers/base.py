@@ -38,6 +38,7 @@ from isosgd.samplers.groups import (
     check_batch_size,
     check_choice,
     check_groups,
+    check_names,
     check_units,
     layer_groups,
     trained_groups,
@@ -51,6 +52,8 @@ from isosgd.samplers.program import KickProgram, ScheduledProgram, StepProgram
 from isosgd.samplers.schedules import Cycles, Schedule
 from isosgd.samplers.shards import take_shards
 from isosgd.samplers.steppers import hamiltonian_, langevin_
+
+LOOK_EVERY = 64  # steps between looks at parameters that were frozen
 
 
 class Sampler(Optimizer):
@@ -92,6 +95,7 @@ class Sampler(Optimizer):
     Attributes:
         noise: what is known of the gradient noise.
         given: whether the rate is the user's.
+        left_out: parameters that were frozen when the sampler was made.
         own: the warm-up that the sampler drives itself, once it has begun.
         whole: how sums over all elements of a group are made, where each rank has a part of them.
         driven: whether something else sets rates and says when draws count, as `isosgd.sample` does.
@@ -139,7 +143,7 @@ class Sampler(Optimizer):
         check_choice("innovations", innovations, get_args(Innovations))
         if track_every is not None and track_every < 1:
             raise ValueError(f"track_every = {track_every} must be at least 1, or None")
-        check_batch_size(batch_size)
+        check_batch_size(batch_size, num_data)
         if warmup is not None and (isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0):
             raise ValueError(f"warmup = {warmup!r} must not be negative: a number of steps, or None")
         if friction is not None and not 0 < friction <= 1:
@@ -166,7 +170,10 @@ class Sampler(Optimizer):
         estimator = make_estimator(noise, momentum)
         defaults = {**units, **counters, **rate, **self.schedule.settings(begun=self.given), **(extra or {})}
         super().__init__(groups, defaults)
+        every = [p for group in self.param_groups for p in group["params"]]
         self.param_groups = [self._wrapped(group) for group in trained_groups(self.param_groups)]
+        taken = {p for group in self.param_groups for p in group["params"]}
+        self.left_out = [p for p in every if p not in taken]
         self.generator = make_generator(generator, self.param_groups[0]["params"][0].device)
         if generator is None:
             self.whole.align(self.generator)
@@ -217,11 +224,12 @@ class Sampler(Optimizer):
         if self.geometry is not None or self.driven or not self.grows or self.whole.sharded:
             raise ValueError("a group cannot be added: make a new sampler with all of the parameters")
         new = {"name": str(len(self.param_groups)), **param_group}
-        layer_groups([*({"name": g["name"]} for g in self.param_groups), {"name": new["name"]}])  # no name twice
+        check_names([*(g["name"] for g in self.param_groups), new["name"]])
         rates = [*({"name": g["name"], **({"lr": g["lr"]} if self.given else {})} for g in self.param_groups), new]
         self._rate_given(rates, self.defaults.get("lr"))
         super().add_param_group(new)
         added = self.param_groups[-1]
+        self.left_out = [p for p in self.left_out if all(p is not q for q in added["params"])]
         check_groups([added], self.chains)
         added["step"] = self.param_groups[0]["step"]
         self.param_groups = [*self.param_groups[:-1], *(self._wrapped(g) for g in trained_groups([added]))]
@@ -417,6 +425,8 @@ class Sampler(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.whole.take_gradients()
+        if self.param_groups[0]["step"] % LOOK_EVERY == 0:
+            self._check_parameters()
         self._follow_lr()
         if self.own is None and noise is None and self.given and self.needs_vectors and not self.driven:
             self.own = OwnWarmup(self, None, by_scheme=True)  # for noise vectors alone
@@ -446,6 +456,28 @@ class Sampler(Optimizer):
         if moves and not self.injector.noiseless:
             self.injector.source.prefetch()
         return loss
+
+    def _check_parameters(self) -> None:
+        """Refuse what would silently be left out, or end in an obscure error."""
+        for p in self.left_out:
+            if p.requires_grad:
+                raise ValueError(
+                    f"a parameter of shape {tuple(p.shape)} was frozen when this {type(self).__name__} was made, but "
+                    "is not now: make a new sampler, or add_param_group"
+                )
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.grad.is_sparse:
+                    raise ValueError(
+                        f"a parameter of group {group['name']!r} has sparse gradients: make its layer with sparse=False"
+                    )
+
+    def __getstate__(self) -> dict[str, Any]:
+        name = type(self).__name__
+        raise TypeError(
+            f"a {name} cannot be copied or pickled: make a {name} of the other parameters and give it this one's "
+            "state_dict by load_state_dict"
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of every optimizer; of sharded parameters, too."""
@@ -495,6 +527,10 @@ class Sampler(Optimizer):
             raise RuntimeError("chains side by side have no warm-up of their own: let isosgd.sample take them")
         return OwnWarmup(self, self.warmup)
 
+    def _forget_warmup(self) -> None:
+        """As before the first step."""
+        self.own = None
+
     @property
     def needs_vectors(self) -> bool:
         """Whether steps depend on noise vectors, rates apart."""
@@ -508,7 +544,7 @@ class Sampler(Optimizer):
     @property
     def phase(self) -> str:
         """``optimising``, ``warming up`` or ``sampling``, as far as the sampler knows."""
-        if self.own is not None:
+        if self.own is not None and not (self.own.by_scheme and self.own.phase == SAMPLING):
             return self.own.phase
         if any(group["rate"] is None for group in self.param_groups):
             return OPTIMISING
@@ -627,6 +663,8 @@ class Sampler(Optimizer):
                 "this state has no 'generator': it was not saved by an isosgd sampler and cannot resume a chain"
             )
         warmup, saved = state_dict.get("warmup"), state_dict.get("structure")
+        if warmup is None and self.own is not None:
+            self._forget_warmup()
         if warmup is not None:
             self.own = OwnWarmup(self, None, by_scheme=True) if self.given else self._own_warmup()
             load_into(self.own, warmup, self.own.device)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
+import numpy as np
 from torch import Tensor
 
 from isosgd.names import layer_of
@@ -50,9 +51,7 @@ def layer_groups(params: ParamsLike) -> list[Group]:
                 raise ValueError(f"group {group['name']!r} has no 'params': give {{'params': layer.parameters()}}")
             given = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
             group["params"] = [item[1] if isinstance(item, tuple) else item for item in given]
-        names = [group["name"] for group in groups]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"two groups have the name {twice[0]!r}: give each group a name of its own")
+        check_names([group["name"] for group in groups])
         return groups
     if all(isinstance(item, tuple) for item in items):
         layers: dict[str, Group] = {}
@@ -73,6 +72,12 @@ def layer_groups(params: ParamsLike) -> list[Group]:
     return found
 
 
+def check_names(names: Sequence[str]) -> None:
+    """Refuse a name that two groups have."""
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"two groups have the name {twice[0]!r}: give each group a name of its own")
+
+
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """Refuse a setting that is none of several choices."""
     if value not in choices:
@@ -80,24 +85,36 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         raise ValueError(f"{name} = {value!r} is unknown; choose {', '.join(others)} or {last}")
 
 
+def is_whole(number: object) -> bool:
+    """Whether something is an integer, of numpy too, and neither a truth value nor a tensor."""
+    return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
+
+
 def check_units(num_data: int, temperature: float) -> None:
     """Refuse an N or a T that makes no sense."""
-    if isinstance(num_data, bool) or not isinstance(num_data, int) or num_data < 1:
+    if not is_whole(num_data) or num_data < 1:
         raise ValueError(f"num_data = {num_data!r} must be the number of examples, an integer of at least 1")
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"temperature = {temperature} must be finite and not negative; 1 is the Bayesian posterior")
 
 
-def check_batch_size(batch_size: int | None) -> None:
+def check_batch_size(batch_size: int | None, num_data: int | None = None) -> None:
     """Refuse an n that makes no sense."""
-    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
+    if batch_size is None:
+        return
+    if not is_whole(batch_size) or batch_size < 1:
         raise ValueError(f"batch_size = {batch_size!r} must be the examples behind a step, an integer of at least 1")
+    if num_data is not None and batch_size > num_data:
+        raise ValueError(
+            f"batch_size = {batch_size} exceeds num_data = {num_data}: a step has at most all examples behind it"
+        )
 
 
 def check_groups(groups: list[Group], chains: int | None) -> None:
     """Refuse groups that cannot be sampled: bad units, integers, or tensors without the dimension of their chains."""
     for group in groups:
         check_units(group["num_data"], group["temperature"])
+        group["num_data"] = int(group["num_data"])
         if not (math.isfinite(group["weight_decay"]) and group["weight_decay"] >= 0):
             raise ValueError(f"weight_decay = {group['weight_decay']} must be finite and not negative")
         for p in group["params"]:

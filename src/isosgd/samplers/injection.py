@@ -111,6 +111,14 @@ class Injector:
         every = [p for params in active for p in params]
         if not every:
             raise RuntimeError("no parameter has a gradient: call backward() before step()")
+        for group, params in zip(groups, active, strict=True):
+            if self.noise.uses.vectors and 0 < len(params) < len(group["params"]):
+                missing = next(p for p in group["params"] if p.grad is None)
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(missing.shape)} in group {group['name']!r} has no gradient, while "
+                    "others of the group have: the noise of a group is taken out as a whole. Freeze it before the "
+                    "sampler is made, or give it a group of its own"
+                )
         dtype = reduce(torch.promote_types, (p.dtype for p in every), torch.float32)
         lead = () if self.chains is None else (self.chains,)
         size = sum(p.numel() for p in every) // (self.chains or 1)

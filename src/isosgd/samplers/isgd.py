@@ -218,6 +218,14 @@ class ISGD(Sampler):
         self.injector.averaged = self.averaged
         self.injector.reset(geometry.extra_innovations)
 
+    def _forget_warmup(self) -> None:
+        super()._forget_warmup()
+        if self._chooses_structure and self.geometry is not None:
+            self.structure, self.geometry = make_structure("layer"), None
+            self.averaged = self.injector.averaged = False
+            self.noise.uses = Uses(vectors=True)
+            self.injector.reset(0)
+
     def decide(self) -> bool:
         """After a first look of ``structure="auto"``: go on with a simpler Lambda where that is as good.
 
@@ -394,7 +402,11 @@ class ISGD(Sampler):
             raise RuntimeError("Lambda is not known yet: let isosgd.sample warm up, or call adapt() after observe()")
         params = self.injector.params
         if len(params) != len(geometry.sizes):
-            raise RuntimeError("a parameter has no gradient: a Lambda that knows directions needs all of them")
+            missing = next(p for group in self.param_groups for p in group["params"] if p.grad is None)
+            raise RuntimeError(
+                f"a parameter of shape {tuple(missing.shape)} has no gradient: structure {geometry.name!r} needs those "
+                "of all parameters; freeze it before the sampler is made, or choose structure='layer'"
+            )
         xi = self.injector.source.fill()
         gradient = geometry.flatten([p.grad for p in params])  # type: ignore[misc]
         moved = geometry.displace(geometry.tensors(), gradient, xi.view(geometry.chains, -1))

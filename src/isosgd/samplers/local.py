@@ -29,6 +29,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from isosgd.samplers.groups import trained_groups
+
 BEND = 0.25
 UNSTABLE = 2.0  # of the same: such a step is taken back, and later ones are shorter
 FIRST_STEP, MOST_STEP = 0.1, 1.0
@@ -100,11 +102,17 @@ class LocalSampler(Optimizer):
         self.warmup, self.chains, self.noise, self.generator = warmup, chains, noise, generator
         self.step_size, self.steps, self._weight, self._log_step = FIRST_STEP, 0, SHRINK, 0.0
         super().__init__(params, {"nbeta": nbeta, "localization": localization, "optimize_over": None})
+        self.param_groups = trained_groups(self.param_groups)
         for group in self.param_groups:
             for p in group["params"]:
                 if p.dtype in (torch.bfloat16, torch.float16):
                     raise TypeError(f"parameters are {p.dtype}, whose steps are lost in rounding: use model.float()")
                 self.state[p] |= {"start": p.detach().clone(), "mask": group["optimize_over"]}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self.state:
+            raise ValueError("a group cannot be added: make a new LocalSampler with all of the parameters")
+        super().add_param_group(param_group)
 
     @property
     def settled(self) -> bool:
@@ -136,6 +144,11 @@ class LocalSampler(Optimizer):
                 loss = closure()
         params, slopes = [p for group in self.param_groups for p in group["params"]], self.slopes()
         if not self.steps:
+            for p in params:
+                if p.grad is None:
+                    raise RuntimeError(
+                        f"a parameter of shape {tuple(p.shape)} has no gradient: leave it out, or requires_grad_(False)"
+                    )
             size = math.sqrt(sum(float(p.square().sum()) for p in params) / sum(p.numel() for p in params)) or 1.0
             for p, slope in zip(params, slopes, strict=True):
                 self.state[p] |= {"momentum": self._normal(p), "slope": slope, "place": p.detach().clone()}

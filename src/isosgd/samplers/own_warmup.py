@@ -55,6 +55,7 @@ FIRST_CAUTION = 100.0  # times the first curvature, until there were steps from 
 EARLY_RISE = 10.0  # of rates, in windows shorter than the least last one
 SILENT = 1e-12  # of the squared gradient at the start, below which there is rounding alone
 RUNAWAY = 100.0  # times the squared gradient that it can be, or was where the chain was held
+UNUSED_FOR = 20  # steps in which a parameter that is used has a gradient
 LEAST_POINTS = 5  # for a line
 PAIR_EVERY = 2
 FOLLOW_EVERY, FOLLOW_GEOMETRY_EVERY = 16, 128  # steps between noise vectors, once rates are frozen
@@ -159,7 +160,7 @@ class OwnWarmup:
         *("phase", "spent", "holding", "length", "place", "settled_before", "optimisation", "reason", "factor"),
         *("longest", "mean", "square", "lengths", "centre", "pflug", "noise_square", "before", "start", "halves"),
         *("line", "signal", "joint", "curvatures", "caution", "restarts", "old_rates", "images", "axes", "corrected"),
-        *("structure", "recent", "levels", "looked", "noise_weight", "steepest"),
+        *("structure", "recent", "levels", "looked", "noise_weight", "steepest", "used"),
     )
 
     def __init__(self, sampler: Sampler, budget: int | None, by_scheme: bool = False) -> None:
@@ -192,6 +193,7 @@ class OwnWarmup:
         self.centre: list[Tensor] = []  # the mean place
         # Sums of a window: the product of successive gradients, its square, the square of a gradient, the way gone.
         self.pflug = torch.zeros(4, dtype=torch.float64, device=self.device)
+        self.used: list[bool] = []  # whether a parameter had a gradient
         self.before: list[Tensor] = []  # the gradient of the last step
         self.last: list[Tensor] = []  # the same, in the step after it
         self.start: list[Tensor] = []  # where a window began
@@ -260,6 +262,7 @@ class OwnWarmup:
             if given is not None or not self.sampler.estimator.centred:
                 return given
         if self.phase != SAMPLING:
+            self._look_for_unused()
             now = self.gradients()
             self.last, self.before = self.before, now
             if given is None and not self.last:
@@ -278,6 +281,21 @@ class OwnWarmup:
         if first:
             turn = 0
         return self._weighed(self._difference(self.gradients(), last)) if turn == 0 and last else None
+
+    def _look_for_unused(self) -> None:
+        """Refuse a parameter that the loss does not depend on: it has no noise, hence no rate."""
+        if self.spent >= UNUSED_FOR:
+            return
+        if not self.used:
+            self.used = [False] * len(self.params)
+        self.used = [used or p.grad is not None for used, p in zip(self.used, self.params, strict=True)]
+        if self.spent == UNUSED_FOR - 1 and not all(self.used):
+            unused = self.params[self.used.index(False)]
+            name = next(g["name"] for g in self.groups if any(p is unused for p in g["params"]))
+            raise RuntimeError(
+                f"a parameter of shape {tuple(unused.shape)} in group {name!r} had no gradient in {UNUSED_FOR} steps: "
+                "leave it out of params, or requires_grad_(False)"
+            )
 
     def _weighed(self, noise: Sequence[Tensor]) -> Sequence[Tensor]:
         if self.noise_weight == 1.0 or self.geometry is not None:

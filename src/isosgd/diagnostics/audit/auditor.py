@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from isosgd.diagnostics.audit.findings import Finding, close, findings, number, wrong_noise
 from isosgd.diagnostics.audit.loop import NAMES, Loop
 from isosgd.diagnostics.audit.measure import Measured, measure
-from isosgd.diagnostics.audit.reading import read
+from isosgd.diagnostics.audit.reading import UNSET, read
 from isosgd.diagnostics.summary import json_values
 from isosgd.samplers import Sampler
 
@@ -79,7 +79,7 @@ class Audit:
             density = f"exp(-(L + {prior} |theta|^2 / 2) / {temperature})"
             normal = f"N(0, {number(self.temperature / self.prior_precision)})"
             lines.append(f"draws are from {density}, L the negative log likelihood of all data: the prior is {normal}")
-        if self.from_gradients is None and loop.noise is not None:
+        if self.from_gradients is None and loop.noise is not None and loop.lr != UNSET:
             each = number(loop.temperature_of(gradients=1.0))
             lines.append(f"gradient noise of variance v (of a mean loss) adds {each} v to the temperature")
         elif self.from_gradients:
@@ -180,8 +180,8 @@ def _loop(given: dict[str, Any], optimizer: Optimizer | None = None) -> Loop:
     given = dict(given)
     if isinstance(optimizer, Sampler):
         count = given["num_data"] = given.get("num_data") or given["assumed_num_data"]
-        # The contract of every sampler: the loss contains the negative log prior, divided by N.
-        given.setdefault("prior", 1.0 / count)
+        # The contract of every sampler: the loss contains the negative log prior, divided by N, or weight_decay is it.
+        given.setdefault("prior", 0.0 if given["weight_decay"] else 1.0 / count)
     missing = [f.name for f in fields(Loop) if f.default is MISSING and given.get(f.name) is None]
     if missing:
         raise ValueError(f"{' and '.join(missing)} must be given: the temperature depends on it")

@@ -91,6 +91,7 @@ def _sampler(sampler: Sampler, group: Group) -> dict[str, Any]:
         "corrected": corrected,
         "averaged": bool(getattr(sampler, "averaged", False)),
         "gradient_noise": gradient_noise,
+        "weight_decay": float(group["weight_decay"]),
     }
 
 
