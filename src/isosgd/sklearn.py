@@ -18,7 +18,7 @@ import json
 import math
 import numbers
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -57,6 +57,7 @@ COPIES = 4  # of the inputs, that a fit holds
 MODEL, DATA, VERSION = "model.json", "data.safetensors", 1  # what stands beside the draws of a run
 LARGEST = 64 << 20  # bytes of the former that are read
 CLASSES: dict[str, Any] = {"O": object, "U": str, "i": np.int64, "u": np.uint64, "f": np.float64, "b": np.bool_}
+ROUNDING = 1e-5  # of distances, in standard units
 NEIGHBOURS, FAR, COMPARED = 5, 0.99, 5_000  # nearest training rows, a quantile of their distances, and rows at most
 
 
@@ -102,7 +103,10 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
 
     def _checked(self, X: Any) -> Any:
         """Rows to predict, as those that were fitted."""
-        check_is_fitted(self)
+        check_is_fitted(self, "posterior_")
+        return self._as_fitted(X)
+
+    def _as_fitted(self, X: Any) -> Any:
         columns, framed = self.columns_, _as_frame(X) is not None
         if not framed and (others := [*columns.categories, *columns.dates]):
             raise ValueError(f"column {others[0]!r} is not one of numbers: give X as a frame with the fitted columns")
@@ -123,17 +127,22 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
         nearest, in standard units, exceeds that of 99% of the training rows from each other.
         """
         X = self._checked(X)
-        x, known = self.columns_.inputs(X).numpy(), self.posterior_.data[0].cpu().double().numpy()
+        # Rounded as the training rows were: of rows that repeat distances are zero.
+        x, known = (t.float().double().cpu().numpy() for t in (self.columns_.inputs(X), self.posterior_.data[0]))
         rows = known[np.linspace(0, len(known) - 1, min(len(known), COMPARED)).round().astype(int)]
         near = NearestNeighbors(n_neighbors=min(NEIGHBOURS, len(rows) - 1)).fit(rows)
         limit = np.quantile(near.kneighbors()[0].mean(1), FAR)
-        far = near.kneighbors(x)[0].mean(1) > limit
+        far = near.kneighbors(x)[0].mean(1) > limit + ROUNDING
         return [
             [*why, "far from all training rows"] if beyond else why
             for why, beyond in zip(self.columns_.unusual(X), far, strict=True)
         ]
 
     # -- draws --------------------------------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        """Draws of an earlier fit, so that they never meet the units of one that was interrupted."""
+        self.__dict__.pop("posterior_", None)
 
     def _sample(self, X: Any, y: Any, likelihood: str, store: str | Path | None, held_out: Any) -> None:
         if isinstance(self.chains, bool) or not isinstance(self.chains, numbers.Integral) or self.chains < 1:
@@ -156,10 +165,8 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
                 f"hidden_layers = {self.hidden_layers!r}: give 'auto', or the units of each, such as (64, 64, 64)"
             ) from None
         self.network_ = Network(x.shape[1], self._outputs, likelihood, hidden, seed=seed)
-        x, y = x.float(), self._encoded(y)
-        self.held_out_ = None
-        if held_out is not None:
-            self.held_out_ = self._inputs(held_out[0]).float(), self._encoded(held_out[1])
+        x, shape, y = x.float(), np.shape(y), self._encoded(y)
+        self.held_out_ = None if held_out is None else self._held_out(held_out, shape)
         if store is not None:
             self._save(Path(store), x, y)
         with self._quietly():
@@ -175,6 +182,17 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
             if not self.verbose:
                 warnings.filterwarnings("ignore", r"chain \d+\b(?! was dropped)", SamplingWarning)
             yield
+
+    def _held_out(self, given: Any, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Held-out rows and targets, in the form of those that are fitted, whose targets have a shape."""
+        if not isinstance(given, Sequence) or len(given) != 2:
+            raise ValueError("held_out must be a pair (X, y) of rows that are not learnt from")
+        X, numeric = self._as_fitted(given[0]), isinstance(self, RegressorMixin)
+        y = _check_y(given[1], multi_output=numeric, y_numeric=numeric)
+        check_consistent_length(X, y)
+        if y.shape[1:] != shape[1:]:
+            raise ValueError(f"held_out y has the shape {y.shape} and y has {shape}: give it the same columns")
+        return self.columns_.inputs(X).float(), self._encoded(y)
 
     def _save(self, folder: Path, x: torch.Tensor, y: torch.Tensor) -> None:
         """Everything but the draws, and before they are drawn, so that a fit that is killed can go on."""
@@ -203,14 +221,16 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
     @property
     def trust_(self) -> Verdict:
         """Whether to believe the draws: "trust it", "run longer" or "it samples something else", and why."""
-        check_is_fitted(self)
+        check_is_fitted(self, "posterior_")
         return self.posterior_.trust(held_out=self.held_out_)
 
-    def _said(self, x: torch.Tensor) -> tuple[Array, Array]:
-        """Mean and noise variance by each draw, ``[draws, n, outputs]``, as arrays."""
-        parts = [said_by_draws(self.network_, self.posterior_, part) for part in torch.split(x, BATCH)]
-        mean, variance = (torch.cat(part, 1).numpy() for part in zip(*parts, strict=True))
-        return mean, variance
+    def _said(self, X: Any, of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Array:
+        """Something ``[..., n, outputs]`` of mean and noise variance by each draw, ``[draws, n, outputs]``.
+
+        It is made of some rows at a time, since draws of all rows may take more memory than there is.
+        """
+        parts = torch.split(self._inputs(X), BATCH)
+        return torch.cat([of(*said_by_draws(self.network_, self.posterior_, part)) for part in parts], -2).numpy()
 
     def __getstate__(self) -> dict[str, Any]:
         """Draws go as plain tensors: the target is made again from the network."""
@@ -295,6 +315,9 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
         _refuse(given)
         if self.likelihood not in (names := ("student_t", "gaussian", "heteroscedastic")):
             raise ValueError(f"likelihood = {self.likelihood!r} is unknown; choose one of {', '.join(names)}")
+        self._forget()
+        if np.asarray(y).dtype.kind in "mM":
+            raise ValueError("y holds dates or times: give numbers, such as days since a date")
         X, y = self._read(X, True, y, multi_output=True, y_numeric=True)
         y = np.asarray(y, dtype=np.float64)
         self._flat = y.ndim == 1
@@ -341,29 +364,31 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
         """
         if (quantiles is not None) + return_std + return_draws > 1:
             raise ValueError("choose one of return_std=, quantiles= and return_draws=")
-        mean, variance = self._said(self._inputs(X))
         if return_draws:
-            return self._units(mean)
+            return self._units(self._said(X, lambda mean, variance: mean))
         if quantiles is not None:
             found = self.network_
             df = found.df if found.likelihood == "student_t" else math.inf
-            center, width = (torch.from_numpy(part.reshape(len(mean), -1)) for part in (mean, variance))
-            at = mixture_quantiles(center, width, list(quantiles), df=df).numpy()
-            return self._units(at.reshape(-1, *mean.shape[1:]))
+
+            def at(mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+                every = mixture_quantiles(mean.flatten(1), variance.flatten(1), list(quantiles), df=df)
+                return every.reshape(-1, *mean.shape[1:])
+
+            return self._units(self._said(X, at))
         if not return_std:
-            return self._units(mean.mean(0))
-        std = np.sqrt(mean.var(0) + variance.mean(0)) * self.y_scale_
-        return self._units(mean.mean(0)), std[..., 0] if self._flat else std
+            return self._units(self._said(X, lambda mean, variance: mean.mean(0)))
+        mean, square = self._said(X, lambda m, v: torch.stack([m.mean(0), m.var(0, correction=0) + v.mean(0)]))
+        std = np.sqrt(square) * self.y_scale_
+        return self._units(mean), std[..., 0] if self._flat else std
 
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> Array:
         """Targets drawn from the predictive distribution: ``[n, n_samples]``, or ``[n, outputs, n_samples]``."""
-        mean, variance = self._said(self._inputs(X))
+        check_is_fitted(self, "posterior_")
         seed = check_random_state(random_state)
-        chosen = seed.randint(len(mean), size=n_samples)
+        chosen = torch.from_numpy(seed.randint(len(self.posterior_), size=n_samples))
         generator = torch.Generator().manual_seed(int(seed.randint(np.iinfo(np.int32).max)))
-        said = torch.from_numpy(mean[chosen]), torch.from_numpy(variance[chosen])
-        drawn = with_noise(self.network_, said[0], said[1], generator)
-        return np.moveaxis(self._units(drawn.numpy()), 0, -1)
+        drawn = self._said(X, lambda mean, v: with_noise(self.network_, mean[chosen], v[chosen], generator))
+        return np.moveaxis(self._units(drawn), 0, -1)
 
     def _units(self, found: Array) -> Array:
         found = found * self.y_scale_ + self.y_center_
@@ -401,6 +426,7 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):  # type: ignore[misc
     ) -> BayesianMLPClassifier:
         """Sample the posterior given rows and their labels ``[n]``; the rest is as in the regressor."""
         _refuse(given)
+        self._forget()
         X, y = self._read(X, True, y)
         check_classification_targets(y)
         self.classes_ = np.unique(y)
@@ -427,8 +453,7 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):  # type: ignore[misc
 
     def predict_proba(self, X: Any, *, return_draws: bool = False) -> Array:
         """Probabilities ``[n, classes]``; with ``return_draws`` what each draw says, ``[draws, n, classes]``."""
-        found, _ = self._said(self._inputs(X))
-        return found if return_draws else found.mean(0)
+        return self._said(X, lambda found, _: found if return_draws else found.mean(0))
 
     def predict(self, X: Any) -> Array:
         """The likeliest class of each row."""
@@ -518,6 +543,10 @@ def opened(folder: str | Path, damaged: Damaged = "refuse") -> BayesianMLPRegres
 
 def _as_frame(X: Any) -> Any:
     """A frame of pandas or polars as one of pandas; None for anything else."""
+    if hasattr(X, "column_names") and hasattr(X, "to_pandas"):  # a table of pyarrow
+        return X.to_pandas()
+    if hasattr(X, "collect"):
+        raise TypeError(f"X is a {type(X).__name__}, which has no rows yet: give X.collect()")
     if not hasattr(X, "columns") or not hasattr(X, "dtypes"):
         return None
     import pandas as pd

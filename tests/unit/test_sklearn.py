@@ -11,6 +11,7 @@ import pytest
 import torch
 from sklearn.base import clone
 from sklearn.compose import ColumnTransformer
+from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import BayesianRidge
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
@@ -269,6 +270,65 @@ def test_denormals_are_as_they_were_afterwards() -> None:
     assert float(tiny * 1.0) > 0
 
 
+def test_rows_that_repeat_are_like_themselves() -> None:
+    frame = pd.DataFrame({"a": list("uvwu") * 20, "b": [0, 1, 1, 1] * 20})
+    model = BayesianMLPRegressor(**SHORT).fit(frame, np.arange(80.0))
+    assert not any(model.unlike(frame))
+
+
+def test_a_fit_that_was_interrupted_predicts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    x, y = linear(40, 0)
+    model = BayesianMLPRegressor(**SHORT).fit(x, y)
+    monkeypatch.setattr("isosgd.sklearn.sample_network", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(x, 100 * y)
+    with pytest.raises(NotFittedError):
+        model.predict(x)
+
+
+@pytest.mark.parametrize(
+    ("rows", "target", "why"),
+    [
+        (10, lambda y: y[:7], r"inconsistent numbers of samples: \[10, 7\]"),
+        (10, lambda y: y[:10] * np.nan, "contains NaN"),
+        (10, lambda y: np.stack([y[:10]] * 2, 1), r"held_out y has the shape \(10, 2\) and y has \(40,\)"),
+    ],
+    ids=["rows", "missing", "columns"],
+)
+def test_held_out_targets_are_checked_before_a_fit(rows: int, target: Any, why: str) -> None:
+    x, y = linear(40, 0)
+    with pytest.raises(ValueError, match=why):
+        BayesianMLPRegressor(**SHORT).fit(x, y, held_out=(x[:rows], target(y)))
+    with pytest.raises(ValueError, match="must be a pair"):
+        BayesianMLPRegressor(**SHORT).fit(x, y, held_out=x)
+
+
+def test_durations_are_numbers_and_periods_are_dates() -> None:
+    frame = pd.DataFrame({
+        "waited": pd.to_timedelta(np.arange(40), "h"), "month": pd.period_range("2020-01", periods=40, freq="M")
+    })  # fmt: skip
+    model = BayesianMLPRegressor(**SHORT).fit(frame, np.arange(40.0))
+    assert model.columns_.numbers == ["waited"] and model.columns_.dates == ["month"]
+    assert np.corrcoef(model.predict(frame), np.arange(40))[0, 1] > 0.5
+    with pytest.raises(ValueError, match="column 'l' holds a list: make columns of"):
+        model.fit(pd.DataFrame({"l": [[1, 2]] * 40}), np.arange(40.0))
+    with pytest.raises(TypeError, match=r"give X.collect\(\)"):
+        model.fit(polars.DataFrame({"x": np.arange(40.0)}).lazy(), np.arange(40.0))
+    with pytest.raises(ValueError, match="y holds dates or times"):
+        model.fit(frame[["waited"]], frame["month"].dt.to_timestamp())
+
+
+def test_predictions_of_many_rows_are_made_in_parts(fitted: BayesianMLPRegressor) -> None:
+    x = np.random.default_rng(0).normal(size=(4_500, 3))
+    few = slice(1_990, 2_010)
+    for given in ({}, {"return_std": True}, {"quantiles": (0.1, 0.9)}, {"return_draws": True}):
+        parts, whole = (np.asarray(fitted.predict(rows, **given)) for rows in (x[few], x))
+        np.testing.assert_allclose(whole[..., few], parts, rtol=1e-9)
+
+
 def test_columns_named_by_integers_are_names() -> None:
     rng = np.random.default_rng(0)
     frame = pd.DataFrame({2019: rng.normal(size=40), 2020: rng.choice(["a", "b"], 40), 2021: rng.normal(size=40)})
@@ -282,7 +342,6 @@ def test_columns_named_by_integers_are_names() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of a warm-up that ends in an empty window
 def test_little_time_is_enough_for_a_fit() -> None:
     x, y = linear(400, 0)
     model = BayesianMLPRegressor(max_seconds=2, random_state=0).fit(x, y)

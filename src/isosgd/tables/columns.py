@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -215,20 +215,26 @@ KINDS = ("number", "date", "category")
 
 
 def _kind(column: Any) -> str:
+    import pandas as pd
     from pandas.api import types
 
     if types.is_numeric_dtype(column):
         return "number"
-    if types.is_datetime64_any_dtype(column):
+    if types.is_timedelta64_dtype(column):
+        return "number"
+    if types.is_datetime64_any_dtype(column) or isinstance(column.dtype, pd.PeriodDtype):
         return "date"
     found = types.infer_dtype(column, skipna=True) if types.is_object_dtype(column) else ""
     return "number" if found in NUMERIC else "date" if found in ("date", "datetime") else "category"
 
 
 def _numbers(column: Any) -> Array:
+    import pandas as pd
     from pandas.api import types
 
     try:
+        if types.is_timedelta64_dtype(column):
+            column = column / pd.Timedelta(days=1)
         if types.is_datetime64_any_dtype(column):
             raise TypeError
         found = column.to_numpy(dtype=np.float64, na_value=np.nan)
@@ -249,6 +255,8 @@ def _days(column: Any) -> Array:
             f"column {column.name!r} was one of dates when the model was fitted; now it holds {_first(column)!r}: "
             "pandas.to_datetime makes dates of text"
         )
+    if isinstance(column.dtype, pd.PeriodDtype):
+        column = column.dt.to_timestamp()
     since = pd.to_datetime(column, utc=True) - pd.Timestamp(0, tz="UTC")
     return np.asarray(since / pd.Timedelta(days=1), dtype=np.float64)
 
@@ -262,6 +270,11 @@ def _texts(column: Any) -> Array:
             f"column {column.name!r} was one of categories when the model was fitted; now it holds the number "
             f"{_first(column)!r}: give it as text"
         )
+    for value in column:
+        if isinstance(value, Mapping | Collection) and not isinstance(value, str | bytes):
+            raise ValueError(
+                f"column {column.name!r} holds a {type(value).__name__}: make columns of numbers, text or dates of it"
+            )
     return np.array([MISSING if pd.isna(value) else str(value) for value in column], dtype=object)
 
 

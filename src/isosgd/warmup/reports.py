@@ -83,11 +83,13 @@ class WarmupReport:
 
 def drifting(losses: Array) -> str:
     """Whether the losses of a window differ from its first to its second half, in words; empty when they do not."""
+    if len(losses) < 2 * PARTS:
+        return f"the last window of the warm-up had {len(losses)} steps only: give it more time, or a longer warmup="
     parts = np.array([part.mean() for part in np.array_split(losses, PARTS)])
     first, second = parts[: PARTS // 2], parts[PARTS // 2 :]
     drift = float(second.mean() - first.mean())
     deviation = math.sqrt(float(first.var(ddof=1) + second.var(ddof=1)) / len(first))
-    if abs(drift) <= SURE * deviation:
+    if abs(drift) <= SURE * deviation or not deviation:
         return ""
     return (
         f"the mean loss still drifts (by {drift:+.3g}, {abs(drift) / deviation:.0f} standard errors, in the last "
