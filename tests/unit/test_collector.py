@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -181,3 +182,37 @@ def test_chains_of_other_temperatures_are_not_one_posterior() -> None:
         loop.steps(230)
     with pytest.raises(ValueError, match="one temperature"):
         collectors[0].posterior(chains=collectors[1:])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, as it imports its compiler
+def test_a_model_in_ddp_or_compiled_has_the_names_of_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    # DDP needs a process group, which a quick test does not start: its wrapper is what is seen here.
+    ddp, compiled = nn.parallel.DistributedDataParallel, partial(torch.compile, backend="eager")
+
+    def hold(self: Any, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+    monkeypatch.setattr(ddp, "__init__", hold)
+    for wrap in (ddp, compiled, lambda model: compiled(ddp(model))):
+        loop = Loop(lr=1e-3)
+        collector = Collector(loop.optimizer, wrap(loop.model), likelihood=GAUSSIAN, keep_every=1)
+        loop.steps(4)
+        posterior = collector.posterior()
+        assert list(posterior.draws) == ["weight", "bias"]
+        assert posterior.predict(loop.x[:5]).mean.shape == (5, 1)
+
+
+def test_draws_of_bfloat16_are_the_float32_of_the_sampler(tmp_path: Path) -> None:
+    loop = Loop(model=nn.Linear(2, 1).bfloat16(), lr=1e-4)  # steps of 0.001; at 1.5 numbers are 0.008 apart
+    nn.init.constant_(loop.model.weight, 1.5)
+    loop.x, loop.y = loop.x.bfloat16(), loop.y.bfloat16()
+    collector = Collector(loop.optimizer, loop.model, keep_every=1)
+    stored = Collector(loop.optimizer, loop.model, keep_every=1, store=tmp_path / "run")
+    loop.steps(200)
+    with loop.optimizer.half.widened():
+        held = loop.model.weight.detach().clone()
+    for posterior in (collector.posterior(), stored.posterior()):
+        weight = posterior.draws["weight"]
+        assert weight.dtype == torch.float32 and torch.equal(weight[0, -1], held)
+        assert len(weight.unique()) > 5 * len(weight.bfloat16().unique())

@@ -13,6 +13,7 @@ from isosgd.data.sources import as_tensors
 from isosgd.errors import DivergedError
 from isosgd.posterior import Posterior
 from isosgd.samplers import METHODS, Sampler
+from isosgd.samplers.half import wide
 from isosgd.samplers.shards import Shards
 from isosgd.sampling.settings import versions
 from isosgd.sampling.stored import load
@@ -20,6 +21,7 @@ from isosgd.store import Manifest, Writer
 from isosgd.store.manifest import specs_of
 from isosgd.store.writer import STORED
 from isosgd.target import Likelihood, Params, Target
+from isosgd.target.modules import unwrapped
 from isosgd.target.priors import WeightDecay
 from isosgd.warmup.reports import GroupReport, WarmupReport
 
@@ -34,7 +36,7 @@ class Collector:
 
     Args:
         optimizer: a sampler of this library, which takes the steps.
-        model: the network that it moves.
+        model: the network that it moves; within DDP or `torch.compile`, too.
         target: what is sampled, for predictions and diagnostics: a `Target` made from the model; or leave it out and
             give the likelihood.
         likelihood: as of `Target.from_module`, with scales of noise that are known. The prior is that of the
@@ -44,7 +46,8 @@ class Collector:
         store: a folder to write draws to as they come, all of them; `isosgd.load` reads it. Draws of a model that is
             sharded over ranks (`fully_shard`) must have one: all ranks make the same calls, parameters are put
             together one after the other, and rank 0 writes them.
-        store_dtype: dtype in which they are written; their own by default.
+        store_dtype: dtype in which they are written; their own by default, which is float32 for parameters in bfloat16:
+            draws are the float32 numbers that the optimizer steps.
 
     Example:
         >>> from isosgd import ISGD, likelihoods
@@ -83,6 +86,7 @@ class Collector:
             raise ValueError(f"draws = {draws!r} must be an integer of at least 2")
         if target is not None and likelihood is not None:
             raise ValueError("target= and likelihood= both say what is sampled: pass one of them")
+        model = unwrapped(model)
         self.optimizer, self.model, self.keep_every, self.most = optimizer, model, keep_every, draws
         self._shards = optimizer.whole if isinstance(optimizer.whole, Shards) else None
         whole_of = {} if self._shards is None else {id(part): p for p, part in self._shards.part_of.items()}
@@ -127,8 +131,12 @@ class Collector:
                 raise ValueError(
                     "a store keeps every draw, and at a rate of your own nothing says how many: keep_every="
                 )
+            drawn = {
+                name: torch.empty(p.shape, dtype=torch.float32 if p.dtype == torch.bfloat16 else p.dtype, device="meta")
+                for name, p in self._params.items()
+            }
             manifest = Manifest(
-                self._info(), {"loop": type(optimizer).__name__}, specs_of(self._params, STORED[store_dtype]),
+                self._info(), {"loop": type(optimizer).__name__}, specs_of(drawn, STORED[store_dtype]),
                 specs_of(self._buffers),
             )  # fmt: skip
             fixed = {} if target is None else {**target.frozen, **target.buffers}
@@ -194,7 +202,10 @@ class Collector:
     def _whole(self, p: Any) -> Tensor:
         """A copy of a parameter; of one that is sharded all ranks put it together, and rank 0 has it."""
         if self._shards is None:
-            return cast(Tensor, p.detach().to("cpu", copy=True))
+            value = p.detach()
+            if p.dtype == torch.bfloat16:  # the sampler holds the rest of its float32
+                value = wide(value.view(torch.int16), self.optimizer.half.low(p))
+            return cast(Tensor, value.to("cpu", copy=True))
         whole: Tensor = p.detach().full_tensor()
         # Where it is not finite, its sum is not: every rank raises then.
         return whole.to("cpu", copy=True) if self._leads else whole.sum().cpu()
