@@ -1,5 +1,6 @@
 """Draws of a loop of one's own, as a `Posterior`."""
 
+import copy
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -99,8 +100,14 @@ def test_a_store_is_read_again(tmp_path: Path) -> None:
     again = isosgd.load(tmp_path / "run", collector.target)
     assert posterior.num_draws == again.num_draws == 8 and again.info["complete"]
     assert torch.equal(posterior.draws["weight"], again.draws["weight"])
-    loop.steps(10)  # goes on, and is no longer collected
-    assert isosgd.load(tmp_path / "run").num_draws == 8
+    loop.steps(10)  # goes on, and is collected
+    more = collector.posterior()
+    assert len(collector) == more.num_draws == more.info["draws"] == 10 and posterior.num_draws == 8
+    assert torch.equal(more.draws["weight"][:, :8], posterior.draws["weight"])
+    collector.close()
+    loop.steps(10)
+    collector.close()  # again, which does nothing
+    assert collector.posterior().num_draws == isosgd.load(tmp_path / "run").num_draws == 10
 
 
 def test_statistics_of_batch_norm_go_with_a_draw() -> None:
@@ -201,6 +208,26 @@ def test_a_model_in_ddp_or_compiled_has_the_names_of_the_plain_one(monkeypatch: 
         posterior = collector.posterior()
         assert list(posterior.draws) == ["weight", "bias"]
         assert posterior.predict(loop.x[:5]).mean.shape == (5, 1)
+
+
+def test_an_optimizer_that_is_rolled_back_takes_its_later_draws_along(tmp_path: Path) -> None:
+    loop = Loop(lr=1e-3)
+    collector = Collector(loop.optimizer, loop.model, keep_every=10)
+    stored = Collector(loop.optimizer, loop.model, keep_every=10, store=tmp_path / "run")
+    loop.steps(25)
+    saved = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
+    before = collector.posterior().draws["weight"]
+    loop.steps(50)
+    assert len(collector) == 8
+    loop.model.load_state_dict(saved[0])
+    loop.optimizer.load_state_dict(saved[1])
+    with pytest.raises(ValueError, match="went back from step 75 to 25.*another store="):
+        loop.steps(1)
+    stored.close()
+    loop.steps(39)
+    draws = collector.posterior().draws["weight"]
+    assert draws.shape[1] == before.shape[1] + 4 == 7  # of steps 1, 11, 21, and then 31 to 61
+    assert torch.equal(draws[:, :3], before)
 
 
 def test_draws_of_bfloat16_are_the_float32_of_the_sampler(tmp_path: Path) -> None:

@@ -118,7 +118,8 @@ class Collector:
         self._buffers = dict(model.named_buffers()) if tracked else {}
         self._draws: list[Params] = []
         self._with: list[Params] = []
-        self._count, self._due = 0, 0
+        self._taken: list[int] = []  # after which steps
+        self._count, self._due, self._last, self._spacing = 0, 0, 0, keep_every
         self._began = time.monotonic()
         self._writer: Writer | None = None
         self._folder = None if store is None else Path(store)
@@ -165,12 +166,31 @@ class Collector:
     def _step(self) -> None:
         optimizer = self.optimizer
         step = optimizer.param_groups[0]["step"]
+        if step <= self._last:
+            self._go_back(step - 1)
+        self._last = step
         if not optimizer.draws_ready or step < self._due:
             return
         if self.keep_every == "auto":
             self.keep_every = self.spacing
         self._due = step + optimizer.steps_to(self.keep_every)
         self._keep()
+
+    def _go_back(self, step: int) -> None:
+        """An earlier state of the optimizer was loaded: draws after it are of a chain that was given up."""
+        left = sum(taken <= step for taken in self._taken)
+        if self._folder is not None and left < len(self._taken):
+            raise ValueError(
+                f"the optimizer went back from step {self._last} to {step}, and {self._folder} holds "
+                f"{len(self._taken) - left} draws of the steps between: close() this collector and make one with "
+                f"another store=; isosgd.load(...).select(draws=slice({left})) are the draws before"
+            )
+        self._draws, self._with, self._taken = self._draws[:left], self._with[:left], self._taken[:left]
+        self._count = left
+        if left and self.keep_every != "auto":
+            self._due = self._taken[-1] + self.optimizer.steps_to(self.keep_every)
+        else:
+            self._due, self.keep_every = 0, self._spacing
 
     @torch.no_grad()
     def _keep(self) -> None:
@@ -185,7 +205,9 @@ class Collector:
             raise error
         buffers = {name: x.detach().to("cpu", copy=True) for name, x in self._buffers.items()}
         self._count += 1
+        self._taken.append(self.optimizer.param_groups[0]["step"])
         if self._writer is not None:
+            self._writer.manifest.complete = False  # until the next `posterior`
             one, other = ({name: x.unsqueeze(0) for name, x in part.items()} for part in (draw, buffers))
             self._writer.add(0, one, other, self.optimizer.param_groups[0]["step"])
         if self._folder is not None:
@@ -196,8 +218,8 @@ class Collector:
             assert self.keep_every != "auto"
             if len(self._draws) % 2 == 0:  # this one stays, so that the next is twice as far from it
                 self._due = self.optimizer.param_groups[0]["step"] + self.optimizer.steps_to(2 * self.keep_every)
-            self._draws, self._with, self.keep_every = self._draws[1::2], self._with[1::2], 2 * self.keep_every
-            self._count = len(self._draws)
+            self._draws, self._with, self._taken = self._draws[1::2], self._with[1::2], self._taken[1::2]
+            self._count, self.keep_every = len(self._draws), 2 * self.keep_every
 
     def _whole(self, p: Any) -> Tensor:
         """A copy of a parameter; of one that is sharded all ranks put it together, and rank 0 has it."""
@@ -213,12 +235,14 @@ class Collector:
     def close(self) -> None:
         """Collect no more, and let go of the store."""
         self._hook.remove()
-        if self._writer is not None:
-            self._writer.finish(self._info())
-            self._writer.close()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with writer.closed_on_error():
+                writer.finish(self._info())
+            writer.close()
 
     def posterior(self, data: Any = None, *, chains: Any = ()) -> Posterior:
-        """The draws so far.
+        """The draws so far; collecting goes on until `close`.
 
         Args:
             data: the training data, for ``summary`` and ``trust``.
@@ -237,7 +261,8 @@ class Collector:
         if self._folder is not None:
             if len(every) > 1:
                 raise ValueError("chains= goes with draws in memory: read each store by isosgd.load")
-            self.close()
+            if self._writer is not None:
+                self._writer.finish(self._info())
             if self._shards is not None:
                 self._shards.total(torch.zeros(1, device=self._shards.mesh.device_type))  # all is written
             return load(self._folder, self.target, data=data)
