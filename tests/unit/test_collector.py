@@ -221,7 +221,7 @@ def test_an_optimizer_that_is_rolled_back_takes_its_later_draws_along(tmp_path: 
     assert len(collector) == 8
     loop.model.load_state_dict(saved[0])
     loop.optimizer.load_state_dict(saved[1])
-    with pytest.raises(ValueError, match="went back from step 75 to 25.*another store="):
+    with pytest.raises(ValueError, match=r"went back from step 75 to 25.*another store="):
         loop.steps(1)
     stored.close()
     loop.steps(39)
