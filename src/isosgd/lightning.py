@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from isosgd.posterior import Posterior
 from isosgd.trainers import AfterFit, What
@@ -47,12 +50,18 @@ class Sampling(pl.Callback):
                 f"sampling on {trainer.world_size} devices is not supported: fit with Trainer(devices=1), or call "
                 "isosgd.sample(starts=[module]) after the fit"
             )
-        self.after_fit.check(pl_module)
+        self.after_fit.check(pl_module, trainer.train_dataloader, self._validation(trainer))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Sample."""
-        held_out = trainer.val_dataloaders
-        self.after_fit.sample(pl_module, trainer.train_dataloader, held_out if held_out else None)
+        self.after_fit.sample(pl_module, trainer.train_dataloader, self._validation(trainer))
+
+    @staticmethod
+    def _validation(trainer: pl.Trainer) -> Any:
+        """The validation data; of a stream, which may have no end, as many batches as the fit is limited to."""
+        found, limit = trainer.val_dataloaders, trainer.limit_val_batches
+        stream = isinstance(getattr(found, "dataset", None), IterableDataset)
+        return _first(found, limit) if stream and isinstance(limit, int) else found
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """From here on predictions are averages over draws: means of y, class probabilities of classes."""
@@ -70,3 +79,7 @@ class Sampling(pl.Callback):
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The module's own way again."""
         del pl_module.predict_step
+
+
+def _first(loader: Any, count: int) -> Iterator[Any]:
+    yield from islice(loader, count)

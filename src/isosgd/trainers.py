@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import random
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
+from isosgd.errors import SamplingWarning
 from isosgd.posterior import Posterior
 from isosgd.sampling import sample
+from isosgd.sampling.sample import check_sample
 from isosgd.target import Likelihood, Target
 
 What = str | Likelihood | Callable[[Any], Target]
@@ -49,9 +58,16 @@ class AfterFit:
             raise TypeError(f"the function from a module gave {target!r}: return Target.from_module(...) of it")
         return target
 
-    def check(self, module: nn.Module) -> None:
-        """Find out before the training whether there is a target."""
-        self.target_of(module)
+    def check(self, module: nn.Module, data: Any, held_out: Any) -> None:
+        """Refuse before the training what `sample` would refuse after it, and forget draws of an earlier training.
+
+        The arguments are those of `sample`. A batch of each loader is looked at; what the trainer will see of them, and
+        its random numbers, stay as they were.
+        """
+        self.posterior = None
+        with _unseen(data), _unseen(held_out), warnings.catch_warnings():
+            warnings.simplefilter("ignore", SamplingWarning)  # they come when draws are taken
+            check_sample(**self._call(module, data, held_out, only_check=True))
 
     def sample(self, module: nn.Module, data: Any, held_out: Any) -> Posterior:
         """Draw around the network as it is now.
@@ -61,13 +77,58 @@ class AfterFit:
             data: the trainer's loader.
             held_out: the trainer's validation loader, if there is one.
         """
-        if not isinstance(data, Iterable):
-            raise ValueError(f"the training data are {type(data).__name__}: sampling needs one loader")
+        self.posterior = sample(**self._call(module, data, held_out))
+        return self.posterior
+
+    def _call(self, module: nn.Module, data: Any, held_out: Any, only_check: bool = False) -> dict[str, Any]:
+        """The arguments of `isosgd.sample`; to check them, with loaders that do not touch the trainer's."""
+        settings, data = dict(self.settings), _one_loader(data, "training", "sampling needs one")
+        if settings.get("temperature") in (None, "auto") and "held_out" not in settings:
+            held_out = _one_loader(held_out, "validation", "give held_out= one of them, or None, to the callback")
+            if only_check and held_out is not None:
+                held_out = list(islice(_in_this_process(held_out), 1))
+            settings["held_out"] = held_out
         target = self.target_of(module)
         assert target.module is not None
         start = {**target.module.values, **target.frozen, **target.buffers}
-        settings = dict(self.settings)
-        if settings.get("temperature") in (None, "auto"):
-            settings.setdefault("held_out", held_out)
-        self.posterior = sample(target, data, starts=[start], **settings)
-        return self.posterior
+        return {"target": target, "data": _in_this_process(data) if only_check else data, "starts": [start], **settings}
+
+
+def _one_loader(data: Any, what: str, advice: str) -> Any:
+    """A loader, which may be in a list; None where there is none, or no batch in it."""
+    if isinstance(data, list | tuple) and len(data) == 1:
+        (data,) = data
+    if isinstance(data, Mapping | list | tuple) and data:
+        raise ValueError(f"there are {len(data)} loaders of {what} data, in a {type(data).__name__}: {advice}")
+    try:
+        return data if data is not None and len(data) else None
+    except TypeError:  # of an `IterableDataset` the length is not known
+        return data
+
+
+def _in_this_process(loader: Any) -> Any:
+    """A loader of the same batches without workers: those of the trainer may be at work already."""
+    loader = getattr(loader, "base_dataloader", loader)  # of accelerate, which counts the loaders in use
+    if not isinstance(loader, DataLoader):
+        return loader
+    found = copy.copy(loader)
+    vars(found).update(num_workers=0, persistent_workers=False, prefetch_factor=None, timeout=0, _iterator=None)
+    return found
+
+
+@contextmanager
+def _unseen(loader: Any) -> Iterator[None]:
+    """Whatever is taken from a loader meanwhile, random numbers are as before."""
+    parts = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    parts.append(getattr(parts[-1], "sampler", None))
+    own = [g for part in parts if isinstance(g := getattr(part, "generator", None), torch.Generator)]
+    before = [g.get_state() for g in own]
+    others = random.getstate(), np.random.get_state()  # of data sets, and of what they do to their examples
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for generator, state in zip(own, before, strict=True):
+            generator.set_state(state)
+        random.setstate(others[0])
+        np.random.set_state(others[1])

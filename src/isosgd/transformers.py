@@ -51,7 +51,7 @@ class Sampling(transformers.TrainerCallback):
                 f"sampling in {args.world_size} processes is not supported: train in one, or call "
                 "isosgd.sample(starts=[model]) afterwards"
             )
-        self.after_fit.check(kwargs["model"])
+        self.after_fit.check(kwargs["model"], kwargs["train_dataloader"], kwargs["eval_dataloader"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Sample."""

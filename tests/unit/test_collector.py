@@ -1,7 +1,9 @@
 """Draws of a loop of one's own, as a `Posterior`."""
 
+import copy
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -98,8 +100,14 @@ def test_a_store_is_read_again(tmp_path: Path) -> None:
     again = isosgd.load(tmp_path / "run", collector.target)
     assert posterior.num_draws == again.num_draws == 8 and again.info["complete"]
     assert torch.equal(posterior.draws["weight"], again.draws["weight"])
-    loop.steps(10)  # goes on, and is no longer collected
-    assert isosgd.load(tmp_path / "run").num_draws == 8
+    loop.steps(10)  # goes on, and is collected
+    more = collector.posterior()
+    assert len(collector) == more.num_draws == more.info["draws"] == 10 and posterior.num_draws == 8
+    assert torch.equal(more.draws["weight"][:, :8], posterior.draws["weight"])
+    collector.close()
+    loop.steps(10)
+    collector.close()  # again, which does nothing
+    assert collector.posterior().num_draws == isosgd.load(tmp_path / "run").num_draws == 10
 
 
 def test_statistics_of_batch_norm_go_with_a_draw() -> None:
@@ -181,3 +189,57 @@ def test_chains_of_other_temperatures_are_not_one_posterior() -> None:
         loop.steps(230)
     with pytest.raises(ValueError, match="one temperature"):
         collectors[0].posterior(chains=collectors[1:])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, as it imports its compiler
+def test_a_model_in_ddp_or_compiled_has_the_names_of_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    # DDP needs a process group, which a quick test does not start: its wrapper is what is seen here.
+    ddp, compiled = nn.parallel.DistributedDataParallel, partial(torch.compile, backend="eager")
+
+    def hold(self: Any, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+    monkeypatch.setattr(ddp, "__init__", hold)
+    for wrap in (ddp, compiled, lambda model: compiled(ddp(model))):
+        loop = Loop(lr=1e-3)
+        collector = Collector(loop.optimizer, wrap(loop.model), likelihood=GAUSSIAN, keep_every=1)
+        loop.steps(4)
+        posterior = collector.posterior()
+        assert list(posterior.draws) == ["weight", "bias"]
+        assert posterior.predict(loop.x[:5]).mean.shape == (5, 1)
+
+
+def test_an_optimizer_that_is_rolled_back_takes_its_later_draws_along(tmp_path: Path) -> None:
+    loop = Loop(lr=1e-3)
+    collector = Collector(loop.optimizer, loop.model, keep_every=10)
+    stored = Collector(loop.optimizer, loop.model, keep_every=10, store=tmp_path / "run")
+    loop.steps(25)
+    saved = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
+    before = collector.posterior().draws["weight"]
+    loop.steps(50)
+    assert len(collector) == 8
+    loop.model.load_state_dict(saved[0])
+    loop.optimizer.load_state_dict(saved[1])
+    with pytest.raises(ValueError, match=r"went back from step 75 to 25.*another store="):
+        loop.steps(1)
+    stored.close()
+    loop.steps(39)
+    draws = collector.posterior().draws["weight"]
+    assert draws.shape[1] == before.shape[1] + 4 == 7  # of steps 1, 11, 21, and then 31 to 61
+    assert torch.equal(draws[:, :3], before)
+
+
+def test_draws_of_bfloat16_are_the_float32_of_the_sampler(tmp_path: Path) -> None:
+    loop = Loop(model=nn.Linear(2, 1).bfloat16(), lr=1e-4)  # steps of 0.001; at 1.5 numbers are 0.008 apart
+    nn.init.constant_(loop.model.weight, 1.5)
+    loop.x, loop.y = loop.x.bfloat16(), loop.y.bfloat16()
+    collector = Collector(loop.optimizer, loop.model, keep_every=1)
+    stored = Collector(loop.optimizer, loop.model, keep_every=1, store=tmp_path / "run")
+    loop.steps(200)
+    with loop.optimizer.half.widened():
+        held = loop.model.weight.detach().clone()
+    for posterior in (collector.posterior(), stored.posterior()):
+        weight = posterior.draws["weight"]
+        assert weight.dtype == torch.float32 and torch.equal(weight[0, -1], held)
+        assert len(weight.unique()) > 5 * len(weight.bfloat16().unique())

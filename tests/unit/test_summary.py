@@ -202,6 +202,18 @@ def test_half_precision_goes_to_arviz(generator: torch.Generator) -> None:
     assert Posterior(None, draws, {}).to_arviz()["posterior"]["w"].dtype == np.float32
 
 
+def test_a_parameter_called_rate_and_attributes_of_netcdf(generator: torch.Generator) -> None:
+    pytest.importorskip("arviz_base")
+    draws = {"rate": torch.randn(1, 10, 3, generator=generator)}
+    info = {"rates": [{"a": 0.1, "b": 0.2}], "complete": True}
+    tree = Posterior(None, draws, info).to_arviz()
+    assert tree["posterior"]["rate"].shape == (1, 10, 3) and "layer" not in tree["posterior"]["rate"].dims
+    assert tree["sample_stats"]["rate"].dims == ("chain", "draw", "layer")
+    # A file of netCDF has no type for truth values.
+    assert not any(isinstance(value, bool) for value in tree["posterior"].attrs.values())
+    assert tree["posterior"].attrs["complete"] == 1
+
+
 def test_without_arviz_the_extra_is_named(posterior: Posterior, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "arviz_base", None)
     with pytest.raises(ImportError, match=r"isosgd\[arviz\]"):

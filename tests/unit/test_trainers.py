@@ -1,6 +1,7 @@
 """Lightning, Hugging Face's Trainer and PEFT, as they are, with small models made from a config."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from isosgd import Posterior, Target, load, sample
 
@@ -55,7 +56,7 @@ def lightning_module() -> Any:
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return F.cross_entropy(self(batch[0]), batch[1])
 
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -113,6 +114,80 @@ def test_a_target_that_cannot_be_made_is_found_before_the_training(tmp_path, tab
     with pytest.raises(ValueError, match="'categorial' is not known"):
         fit(module, Sampling("categorial"), tmp_path, loader_of(table))
     assert torch.equal(module.net[0].weight, before)
+
+
+BY_VALIDATION = {name: value for name, value in SHORT.items() if name != "temperature"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "loaders", "error", "words"),
+    [
+        ({"drawz": 2}, lambda one: [one], TypeError, "no option 'drawz'"),
+        ({"warmup": 100}, lambda one: [one], ValueError, "warmup = 100 is too short for structure 'lowrank'"),
+        ({"draws": 0}, lambda one: [one], ValueError, "draws = 0 must be an integer"),
+        ({**SHORT, "store": "taken"}, lambda one: [one], FileExistsError, "already holds a run"),
+        (BY_VALIDATION, lambda one: [one, [one, one]], ValueError, "there are 2 loaders of validation data, in a list"),
+        ({**BY_VALIDATION, "warmup": 50}, lambda one: [one, one], ValueError, "warmup = 50 is too short to measure"),
+        (
+            {**BY_VALIDATION, "structure": "full"}, lambda one: [one, one], ValueError, "too short for structure 'full'"
+        ),
+        (SHORT, lambda one: [{"a": one, "b": one}], ValueError, "there are 2 loaders of training data, in a dict"),
+    ],
+)  # fmt: skip
+def test_settings_that_sample_refuses_are_refused_before_the_training(
+    tmp_path, table, monkeypatch, settings, loaders, error, words
+):
+    from isosgd.lightning import Sampling
+
+    monkeypatch.chdir(tmp_path)
+    if "store" in settings:
+        network = nn.Linear(3, 2)
+        sample(Target.from_module(network, "categorical"), table, starts=[network], batch_size=20, **settings)
+    module = lightning_module()
+    before = module.net[0].weight.detach().clone()
+    with pytest.raises(error, match=words):
+        fit(module, Sampling("categorical", **settings), tmp_path, *loaders(loader_of(table)))
+    assert torch.equal(module.net[0].weight, before)
+
+
+def test_what_is_checked_before_the_training_does_not_change_it(tmp_path, table):
+    from lightning.pytorch import Callback
+
+    from isosgd.lightning import Sampling
+
+    found = []
+    for callback in (Sampling("categorical", **{**SHORT, "draws": 1}), Callback()):
+        torch.manual_seed(0)
+        module, own = lightning_module(), torch.Generator().manual_seed(1)
+        fit(module, callback, tmp_path, loader_of(table, shuffle=True, generator=own), loader_of(table, shuffle=True))
+        found.append(module.net[0].weight.detach())
+    assert torch.equal(*found)
+
+
+class Stream(IterableDataset):
+    """Examples without a known number, and without an end."""
+
+    def __init__(self, data: tuple[Tensor, Tensor]) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            yield from zip(*self.data, strict=True)
+
+
+def test_validation_data_may_be_a_stream(tmp_path, table):
+    import lightning.pytorch as pl
+
+    from isosgd.lightning import Sampling
+
+    callback = Sampling("categorical", ladder=[0.1], **BY_VALIDATION)
+    trainer = pl.Trainer(
+        max_epochs=1, callbacks=[callback], accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path, limit_val_batches=3,
+    )  # fmt: skip
+    trainer.fit(lightning_module(), loader_of(table), DataLoader(Stream(table), batch_size=20))
+    assert callback.posterior is not None
+    assert callback.posterior.info["temperature_choice"]["held_out"] == 60
 
 
 def test_what_a_trainer_knows_is_not_given_to_it_again():
@@ -208,6 +283,38 @@ def test_a_trainer_ends_in_draws_and_evaluates_by_their_average(tmp_path):
     predictions = trainer.predict(rows).predictions
     torch.testing.assert_close(torch.tensor(predictions).exp(), posterior.predict(batch).mean.movedim(1, -1))
     assert load(tmp_path / "run").num_draws == 6
+
+
+def test_a_second_training_is_not_judged_by_the_draws_of_the_first(tmp_path, monkeypatch):
+    from isosgd.transformers import Sampling, SamplingTrainer
+
+    rows = texts()
+    trainer = SamplingTrainer(
+        language_model(), args=arguments(tmp_path, eval_strategy="epoch"), train_dataset=rows, eval_dataset=rows,
+        sampling=Sampling("tokens", **SHORT),
+    )  # fmt: skip
+    trainer.train()
+    first, calls = trainer.sampling.posterior, []
+    predict = Posterior.predict
+    monkeypatch.setattr(Posterior, "predict", lambda *args, **more: calls.append(1) or predict(*args, **more))
+    trainer.train()
+    assert not calls  # what is evaluated within a training is the network itself
+    assert trainer.sampling.posterior is not None and trainer.sampling.posterior is not first
+    trainer.evaluate()
+    assert calls
+
+
+def test_a_trainer_refuses_settings_before_the_training(tmp_path):
+    from isosgd.transformers import Sampling, SamplingTrainer
+
+    model, rows = language_model(), texts()
+    before = model.lm_head.weight.detach().clone()
+    sampling = Sampling("tokens", drawz=2)
+    with pytest.raises(TypeError, match="no option 'drawz'"):
+        SamplingTrainer(
+            model, args=arguments(tmp_path), train_dataset=rows, eval_dataset=rows, sampling=sampling
+        ).train()
+    assert torch.equal(model.lm_head.weight, before)
 
 
 def test_adapters_of_a_peft_model_alone_are_sampled_and_the_draws_are_those_of_sample(tmp_path):

@@ -560,7 +560,7 @@ class Posterior:
         names = list(self.shapes) if parameters is None else self._chosen(parameters)
         size = self.num_chains, self.num_draws
         stats: dict[str, Any] = {"temperature": np.full(size, float(self.info.get("temperature", 1.0)))}
-        groups = {"posterior": {name: _array(self.draws[name]) for name in names}, "sample_stats": stats}
+        groups = {"posterior": {name: _array(self.draws[name]) for name in names}}
         rates = self.info.get("rates") or [{}]
         layers = list(rates[0])
         if layers and len(rates) == self.num_chains and all(list(each) == layers for each in rates):
@@ -580,8 +580,13 @@ class Posterior:
         # Attributes must be plain for files of ArviZ: what is nested goes as JSON.
         attrs = {key: value if isinstance(value, str | int | float) else json.dumps(value, default=str)
                  for key, value in self.info.items()}  # fmt: skip
+        attrs = {key: int(value) if isinstance(value, bool) else value for key, value in attrs.items()}  # for netCDF
         attrs["inference_library"] = "isosgd"
-        return arviz.from_dict(groups, attrs={"posterior": attrs}, dims={"rate": ["layer"]}, coords={"layer": layers})
+        found = arviz.from_dict(groups, attrs={"posterior": attrs})
+        # Apart from the rest: `dims` are for all groups, and a parameter may be called like a statistic.
+        named = {"dims": {"rate": ["layer"]}, "coords": {"layer": layers}}
+        found["sample_stats"] = arviz.from_dict({"sample_stats": stats}, **named)["sample_stats"]
+        return found
 
     def _function_traces(self, data: Any, inputs: Any, examples: int, device: Device) -> dict[str, tuple[str, Any]]:
         """Predictions and log likelihoods of some examples at each draw."""

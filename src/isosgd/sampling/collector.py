@@ -13,6 +13,7 @@ from isosgd.data.sources import as_tensors
 from isosgd.errors import DivergedError
 from isosgd.posterior import Posterior
 from isosgd.samplers import METHODS, Sampler
+from isosgd.samplers.half import wide
 from isosgd.samplers.shards import Shards
 from isosgd.sampling.settings import versions
 from isosgd.sampling.stored import load
@@ -20,6 +21,7 @@ from isosgd.store import Manifest, Writer
 from isosgd.store.manifest import specs_of
 from isosgd.store.writer import STORED
 from isosgd.target import Likelihood, Params, Target
+from isosgd.target.modules import unwrapped
 from isosgd.target.priors import WeightDecay
 from isosgd.warmup.reports import GroupReport, WarmupReport
 
@@ -34,7 +36,7 @@ class Collector:
 
     Args:
         optimizer: a sampler of this library, which takes the steps.
-        model: the network that it moves.
+        model: the network that it moves; within DDP or `torch.compile`, too.
         target: what is sampled, for predictions and diagnostics: a `Target` made from the model; or leave it out and
             give the likelihood.
         likelihood: as of `Target.from_module`, with scales of noise that are known. The prior is that of the
@@ -44,7 +46,8 @@ class Collector:
         store: a folder to write draws to as they come, all of them; `isosgd.load` reads it. Draws of a model that is
             sharded over ranks (`fully_shard`) must have one: all ranks make the same calls, parameters are put
             together one after the other, and rank 0 writes them.
-        store_dtype: dtype in which they are written; their own by default.
+        store_dtype: dtype in which they are written; their own by default, which is float32 for parameters in bfloat16:
+            draws are the float32 numbers that the optimizer steps.
 
     Example:
         >>> from isosgd import ISGD, likelihoods
@@ -83,6 +86,7 @@ class Collector:
             raise ValueError(f"draws = {draws!r} must be an integer of at least 2")
         if target is not None and likelihood is not None:
             raise ValueError("target= and likelihood= both say what is sampled: pass one of them")
+        model = unwrapped(model)
         self.optimizer, self.model, self.keep_every, self.most = optimizer, model, keep_every, draws
         self._shards = optimizer.whole if isinstance(optimizer.whole, Shards) else None
         whole_of = {} if self._shards is None else {id(part): p for p, part in self._shards.part_of.items()}
@@ -114,7 +118,8 @@ class Collector:
         self._buffers = dict(model.named_buffers()) if tracked else {}
         self._draws: list[Params] = []
         self._with: list[Params] = []
-        self._count, self._due = 0, 0
+        self._taken: list[int] = []  # after which steps
+        self._count, self._due, self._last, self._spacing = 0, 0, 0, keep_every
         self._began = time.monotonic()
         self._writer: Writer | None = None
         self._folder = None if store is None else Path(store)
@@ -127,8 +132,12 @@ class Collector:
                 raise ValueError(
                     "a store keeps every draw, and at a rate of your own nothing says how many: keep_every="
                 )
+            drawn = {
+                name: torch.empty(p.shape, dtype=torch.float32 if p.dtype == torch.bfloat16 else p.dtype, device="meta")
+                for name, p in self._params.items()
+            }
             manifest = Manifest(
-                self._info(), {"loop": type(optimizer).__name__}, specs_of(self._params, STORED[store_dtype]),
+                self._info(), {"loop": type(optimizer).__name__}, specs_of(drawn, STORED[store_dtype]),
                 specs_of(self._buffers),
             )  # fmt: skip
             fixed = {} if target is None else {**target.frozen, **target.buffers}
@@ -157,12 +166,31 @@ class Collector:
     def _step(self) -> None:
         optimizer = self.optimizer
         step = optimizer.param_groups[0]["step"]
+        if step <= self._last:
+            self._go_back(step - 1)
+        self._last = step
         if not optimizer.draws_ready or step < self._due:
             return
         if self.keep_every == "auto":
             self.keep_every = self.spacing
         self._due = step + optimizer.steps_to(self.keep_every)
         self._keep()
+
+    def _go_back(self, step: int) -> None:
+        """An earlier state of the optimizer was loaded: draws after it are of a chain that was given up."""
+        left = sum(taken <= step for taken in self._taken)
+        if self._folder is not None and left < len(self._taken):
+            raise ValueError(
+                f"the optimizer went back from step {self._last} to {step}, and {self._folder} holds "
+                f"{len(self._taken) - left} draws of the steps between: close() this collector and make one with "
+                f"another store=; isosgd.load(...).select(draws=slice({left})) are the draws before"
+            )
+        self._draws, self._with, self._taken = self._draws[:left], self._with[:left], self._taken[:left]
+        self._count = left
+        if left and self.keep_every != "auto":
+            self._due = self._taken[-1] + self.optimizer.steps_to(self.keep_every)
+        else:
+            self._due, self.keep_every = 0, self._spacing
 
     @torch.no_grad()
     def _keep(self) -> None:
@@ -177,7 +205,9 @@ class Collector:
             raise error
         buffers = {name: x.detach().to("cpu", copy=True) for name, x in self._buffers.items()}
         self._count += 1
+        self._taken.append(self.optimizer.param_groups[0]["step"])
         if self._writer is not None:
+            self._writer.manifest.complete = False  # until the next `posterior`
             one, other = ({name: x.unsqueeze(0) for name, x in part.items()} for part in (draw, buffers))
             self._writer.add(0, one, other, self.optimizer.param_groups[0]["step"])
         if self._folder is not None:
@@ -188,13 +218,16 @@ class Collector:
             assert self.keep_every != "auto"
             if len(self._draws) % 2 == 0:  # this one stays, so that the next is twice as far from it
                 self._due = self.optimizer.param_groups[0]["step"] + self.optimizer.steps_to(2 * self.keep_every)
-            self._draws, self._with, self.keep_every = self._draws[1::2], self._with[1::2], 2 * self.keep_every
-            self._count = len(self._draws)
+            self._draws, self._with, self._taken = self._draws[1::2], self._with[1::2], self._taken[1::2]
+            self._count, self.keep_every = len(self._draws), 2 * self.keep_every
 
     def _whole(self, p: Any) -> Tensor:
         """A copy of a parameter; of one that is sharded all ranks put it together, and rank 0 has it."""
         if self._shards is None:
-            return cast(Tensor, p.detach().to("cpu", copy=True))
+            value = p.detach()
+            if p.dtype == torch.bfloat16:  # the sampler holds the rest of its float32
+                value = wide(value.view(torch.int16), self.optimizer.half.low(p))
+            return cast(Tensor, value.to("cpu", copy=True))
         whole: Tensor = p.detach().full_tensor()
         # Where it is not finite, its sum is not: every rank raises then.
         return whole.to("cpu", copy=True) if self._leads else whole.sum().cpu()
@@ -202,12 +235,14 @@ class Collector:
     def close(self) -> None:
         """Collect no more, and let go of the store."""
         self._hook.remove()
-        if self._writer is not None:
-            self._writer.finish(self._info())
-            self._writer.close()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with writer.closed_on_error():
+                writer.finish(self._info())
+            writer.close()
 
     def posterior(self, data: Any = None, *, chains: Any = ()) -> Posterior:
-        """The draws so far.
+        """The draws so far; collecting goes on until `close`.
 
         Args:
             data: the training data, for ``summary`` and ``trust``.
@@ -226,7 +261,8 @@ class Collector:
         if self._folder is not None:
             if len(every) > 1:
                 raise ValueError("chains= goes with draws in memory: read each store by isosgd.load")
-            self.close()
+            if self._writer is not None:
+                self._writer.finish(self._info())
             if self._shards is not None:
                 self._shards.total(torch.zeros(1, device=self._shards.mesh.device_type))  # all is written
             return load(self._folder, self.target, data=data)

@@ -24,7 +24,7 @@ from isosgd.progress import Progress
 from isosgd.sampling.stopping import Watch, looks, verdict
 from isosgd.warmup.alarms import warn_of
 from isosgd.warmup.reports import GroupReport, WarmupReport
-from isosgd.warmup.windows import Mark, warm_up
+from isosgd.warmup.windows import Mark, warm_up, warmup_of
 
 GUESSED_SPACING = 100  # for the progress bar, until the spacing is known
 NOISE_EVERY = 16  # in sampling the noise is followed, not found: every so many steps one is split in halves ...
@@ -418,15 +418,27 @@ def _pays(run: Chains, plan: DrawPlan, steps: int) -> bool:
     return plan.compile_after is not None and (plan.compile_after == 0 or steps >= least)
 
 
+def check_warmup(run: Chains, plan: DrawPlan) -> None:
+    """Refuse a warm-up by which rates cannot be found, before a gradient is taken."""
+    if plan.warmup == 0:
+        _check_rates(run, plan)
+    elif plan.warmup != "auto":
+        warmup_of(run, plan.warmup, Progress(0, show=False)).check()
+
+
+def _check_rates(run: Chains, plan: DrawPlan) -> None:
+    """Refuse to do without a warm-up where it would have to find something."""
+    if any(group["rate"] is None for group in run.sampler.param_groups):
+        raise ValueError("warmup = 0 leaves no rate: give lr (or lam) to the method, or let warmup be 'auto'")
+    if plan.keep_every == "auto":
+        raise ValueError("keep_every='auto' is measured in the warm-up: give a number, or let warmup be 'auto'")
+
+
 def _find_rates(
     run: Chains, plan: DrawPlan, bar: Progress, mark: Mark, saved: State | None, glide: LeapfrogMultiStep | None
 ) -> list[WarmupReport]:
-    measure_spacing = plan.keep_every == "auto"
     if plan.warmup == 0:
-        if any(group["rate"] is None for group in run.sampler.param_groups):
-            raise ValueError("warmup = 0 leaves no rate: give lr (or lam) to the method, or let warmup be 'auto'")
-        if measure_spacing:
-            raise ValueError("keep_every='auto' is measured in the warm-up: give a number, or let warmup be 'auto'")
+        _check_rates(run, plan)
         return [WarmupReport(True, "", 0, 0, None) for _ in range(run.count)]
     steps = None if plan.warmup == "auto" else int(plan.warmup)
-    return warm_up(run, steps, bar, measure_spacing, mark, saved, glide)
+    return warm_up(run, steps, bar, plan.keep_every == "auto", mark, saved, glide)

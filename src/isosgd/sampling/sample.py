@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +22,7 @@ from isosgd.errors import warn_caller
 from isosgd.posterior import Posterior
 from isosgd.progress import Progress
 from isosgd.samplers import ISGD, METHODS
-from isosgd.sampling.loop import ChainsResult, DrawPlan, draw_all, why_stopped
+from isosgd.sampling.loop import ChainsResult, DrawPlan, check_warmup, draw_all, why_stopped
 from isosgd.sampling.parallel import check_call, check_request, check_sampler, draw_over_ranks
 from isosgd.sampling.recorders import InMemory, OnDisk, keep_at_once
 from isosgd.sampling.settings import (
@@ -35,11 +37,28 @@ from isosgd.sampling.settings import (
     versions,
 )
 from isosgd.sampling.stored import RunRequest, described, load
-from isosgd.sampling.trained import DRAWS, TrainedRun, as_starts, own_network
+from isosgd.sampling.trained import DRAWS, Choice, TrainedRun, as_starts, own_network
 from isosgd.target import Target
 from isosgd.target.batches import tensors_of, tree_map, with_tensors
 from isosgd.target.heads import Head
 from isosgd.warmup.windows import MOST_STEPS
+
+_only_check: ContextVar[bool] = ContextVar("only_check", default=False)
+
+
+class _Checked(Exception):
+    """All that can be checked before the first step is good."""
+
+
+def check_sample(target: Target, data: Any, **settings: Any) -> None:
+    """Raise what `sample` would raise before its first step: of settings, options, data and store."""
+    token = _only_check.set(True)
+    try:
+        sample(target, data, **settings)
+    except _Checked:
+        pass
+    finally:
+        _only_check.reset(token)
 
 
 @shared
@@ -198,9 +217,11 @@ def sample(
         more["held_out"] = target.inputs_of(around.held_out)
     count, all_chains = draws if isinstance(draws, int) else DRAWS, max(chains, len(networks))
     more["draws"] = DRAWS if draws is None else draws
-    choice = around.choose(
-        "auto" if temperature is None else temperature, _draw, len(networks) if ranks else all_chains, deadline
-    )
+    choice = Choice(known, "")
+    with suppress(_Checked):  # a rung of the ladder can be drawn: now for the run itself
+        choice = around.choose(
+            "auto" if temperature is None else temperature, _draw, len(networks) if ranks else all_chains, deadline
+        )
     if ranks is not None and tried:  # each has tried them; where machines round otherwise, rank 0 has its way
         choice = replace(choice, temperature=ranks.gather(choice.temperature)[0])
 
@@ -312,6 +333,10 @@ def _draw(
     leads = ranks is None or ranks.leads
     board = None if log is None or not leads else Log(log)  # before a folder is taken: TensorBoard may not be there
     note = None if board is None else board.step
+    if _only_check.get():
+        asked.check_store()
+        check_warmup(next(schedule.runs(make_sampler))[1], plan)
+        raise _Checked
     total = (len(numbers) if numbers is not None else schedule.count) * (
         (MOST_STEPS // 5 if warmup == "auto" else warmup) + most * plan.spacing
     )

@@ -26,7 +26,7 @@ from isosgd.store import Manifest, Shards, StoredDraws, StoreError, Writer
 from isosgd.store.draws import Damaged, check_file
 from isosgd.store.files import dtype_name, plain, raw, read_header, unpack
 from isosgd.store.manifest import specs_of
-from isosgd.store.writer import STORED
+from isosgd.store.writer import STORED, check_new, make_folder
 from isosgd.target import Params, Target
 from isosgd.target.batches import tensors_of, tree_map
 
@@ -317,6 +317,13 @@ class RunRequest:
             "device": next(iter(starts[0].values())).device.type,
             **({} if self.held_out is None else {"held_out": inputs_identity(self.held_out)}),
         }
+
+    def check_store(self) -> None:
+        """Refuse a folder in which the run cannot be begun."""
+        if self.store is not None:
+            make_folder(Path(self.store))
+            if not self.resume:
+                check_new(Path(self.store))
 
     def open(self, info: Info) -> Writer | None:
         """Begin the run, or go on with the one that is there; None when that one has all that is asked for.

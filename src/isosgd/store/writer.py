@@ -70,17 +70,10 @@ class Writer:
     @classmethod
     def create(cls, folder: Path, manifest: Manifest, frozen: Params) -> Writer:
         """Begin a run."""
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise type(error)(error.errno, f"store = {str(folder)!r} cannot be made: {error.strerror}") from error
+        make_folder(folder)
         writer = cls(folder, manifest)
         with writer.closed_on_error():
-            if Manifest.begun(folder):  # looked at behind the lock: another process may just have begun it
-                raise FileExistsError(
-                    f"{folder} already holds a run: pass resume=True to go on with it, or another folder; "
-                    "isosgd.load reads it"
-                )
+            check_new(folder)  # behind the lock: another process may just have begun it
             if frozen:
                 manifest.frozen = writer._file(FROZEN, lambda path: write_tensors(path, frozen))
             writer._write_manifest(manifest)
@@ -294,6 +287,22 @@ class Writer:
             error.errno,
             f"{self.folder / name} cannot be written: {why}. What the manifest names is safe and isosgd.load reads it; "
             "make room, then go on with resume=True",
+        )
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of a run, if it is not there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise type(error)(error.errno, f"store = {str(folder)!r} cannot be made: {error.strerror}") from error
+
+
+def check_new(folder: Path) -> None:
+    """Refuse a folder in which there is a run."""
+    if Manifest.begun(folder):
+        raise FileExistsError(
+            f"{folder} already holds a run: pass resume=True to go on with it, or another folder; isosgd.load reads it"
         )
 
 

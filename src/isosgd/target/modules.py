@@ -31,8 +31,12 @@ MASK = "attention_mask"
 
 
 def unwrapped(model: Any) -> Any:
-    """The module within DDP, whose gradients we average ourselves; any other as it is."""
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    """The module within DDP, whose gradients we average ourselves, or within `torch.compile`; any other as it is."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return unwrapped(model.module)
+    # The class of compiled modules is private, and importing it takes a second.
+    compiled = model._modules.get("_orig_mod") if isinstance(model, nn.Module) else None
+    return model if compiled is None else unwrapped(compiled)
 
 
 class ModuleLikelihood:

@@ -97,6 +97,10 @@ class Warmup:
         self.loss: tuple[Array, Array] | None = None
         self.traces = Traces(chains)
 
+    def check(self) -> None:
+        """Refuse a budget that is surely too small, before a gradient is taken."""
+        raise NotImplementedError
+
     def mark(self) -> None:
         """Here the warm-up can be taken up again."""
         self._mark(lambda: state_of(self))

@@ -98,13 +98,16 @@ class HMCWarmup(Warmup):
         self.length, self.optimised, self.traced = FIRST_WINDOW, 0, True
         self.last: list[Tensor] | None = None  # noise
 
+    def check(self) -> None:
+        needed = self.sampler.geometry.min_vectors + 5 * LEAST_WINDOW
+        if self.budget < needed:
+            raise ValueError(f"warmup = {self.budget} is too short for HMC: give at least {needed}")
+
     def run(self, measure_spacing: bool) -> list[WarmupReport]:
         """All of it."""
         self.traced = measure_spacing
         geometry = self.sampler.geometry
-        needed = geometry.min_vectors + 5 * LEAST_WINDOW
-        if self.budget < needed:
-            raise ValueError(f"warmup = {self.budget} is too short for HMC: give at least {needed}")
+        self.check()
         if self.budget < geometry.min_vectors + 5 * FIRST_WINDOW:
             self.length = LEAST_WINDOW
         if self.stage == "start":

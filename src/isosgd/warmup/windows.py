@@ -82,11 +82,22 @@ def warm_up(
     Returns:
         One report for each chain.
     """
-    given = MOST_STEPS if steps is None else steps, steps is not None, progress, mark
-    warmup = WindowedWarmup(chains, *given) if chains.hmc is None else HMCWarmup(chains, *given, multi_step)
+    warmup = warmup_of(chains, steps, progress, mark, multi_step)
     if saved is not None:
         warmup.load(saved)
     return warmup.run(measure_spacing)
+
+
+def warmup_of(
+    chains: Chains,
+    steps: int | None,
+    progress: Progress,
+    mark: Mark = lambda state: None,
+    multi_step: LeapfrogMultiStep | None = None,
+) -> WindowedWarmup | HMCWarmup:
+    """The warm-up that `warm_up` runs."""
+    given = MOST_STEPS if steps is None else steps, steps is not None, progress, mark
+    return WindowedWarmup(chains, *given) if chains.hmc is None else HMCWarmup(chains, *given, multi_step)
 
 
 class WindowedWarmup(Warmup):
@@ -108,15 +119,36 @@ class WindowedWarmup(Warmup):
         self.fell = False  # whether most rates had to fall within the last window
         self.last = False  # whether no other window is to come
 
-    def run(self, measure_spacing: bool) -> list[WarmupReport]:
-        chains, sampler, self.measure_spacing = self.chains, self.chains.sampler, measure_spacing
-        if isinstance(sampler, ISGD) and sampler.scheme != "windowed":
-            return self._paper_scheme(sampler, measure_spacing)
-        if self.budget < 2 * FIRST_WINDOW and not chains.warmed:
+    def check(self) -> None:
+        chains, sampler = self.chains, self.chains.sampler
+        if chains.warmed or (isinstance(sampler, ISGD) and sampler.scheme != "windowed"):
+            return
+        if self.budget < 2 * FIRST_WINDOW:
             raise ValueError(
                 f"warmup = {self.budget} is too short to measure anything: give at least {2 * FIRST_WINDOW} "
                 f"({8 * FIRST_WINDOW} or more to settle), 'auto', or 0 with a rate of your own"
             )
+        if self.stage == "start":
+            self._check_structure(1 + 2 * PROBE_EVERY, self.total - self._check_steps())
+
+    def _check_structure(self, spent: int, budget: int) -> None:
+        """Refuse a budget that does not suffice for a first look at all directions."""
+        geometry = self.chains.geometry
+        if geometry is None:
+            return
+        needed = geometry.min_vectors + 4 * geometry.axes
+        if spent + needed > budget:
+            raise ValueError(
+                f"warmup = {self.total} is too short for structure {geometry.name!r}, which needs {needed} gradients "
+                f"after the initial optimisation for a first look at {geometry.total} parameters: give at least "
+                f"{4 * needed}, or structure='layer'"
+            )
+
+    def run(self, measure_spacing: bool) -> list[WarmupReport]:
+        chains, sampler, self.measure_spacing = self.chains, self.chains.sampler, measure_spacing
+        self.check()
+        if isinstance(sampler, ISGD) and sampler.scheme != "windowed":
+            return self._paper_scheme(sampler, measure_spacing)
         if self.stage == "start" and chains.warmed:
             self._take_over()
         if self.stage == "start":
@@ -158,13 +190,8 @@ class WindowedWarmup(Warmup):
         """Noise and curvature where the initial optimisation ended, and the first rates."""
         chains, length = self.chains, FIRST_WINDOW
         if chains.geometry is not None:
-            length, axes = chains.geometry.min_vectors, 4 * chains.geometry.axes
-            if self.spent + length + axes > self.budget:
-                raise ValueError(
-                    f"warmup = {self.total} is too short for structure {chains.geometry.name!r}, which needs "
-                    f"{length + axes} gradients after the initial optimisation for a first look at "
-                    f"{chains.geometry.total} parameters: give at least {4 * (length + axes)}, or structure='layer'"
-                )
+            self._check_structure(self.spent, self.budget)
+            length = chains.geometry.min_vectors
         losses: list[Tensor] = []
         chains.forget_gradient()
         seen = 0
