@@ -72,14 +72,14 @@ def run_one(given: dict[str, Any]) -> dict[str, Any]:
         train[0].shape[1], 1, given["likelihood"], hidden, given["activation"], given["scale"], given["out_scale"],
         given["df"], given["seed"],
     )  # fmt: skip
-    began = time.time()
+    began, decided = time.time(), list[Network]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         posterior = sample_network(
             network, *train, chains=given["chains"], effort=given["effort"], max_seconds=given["max_seconds"],
-            seed=given["seed"], device=given["device"],
+            seed=given["seed"], device=given["device"], begin=decided.append,
         )  # fmt: skip
-    seconds = time.time() - began
+    seconds, network = time.time() - began, decided[0]
     found = posterior.predict(test[0], return_draws=True, batch_size=2_000)
     assert found.draws is not None and found.draw_variances is not None
     mean, variance = (t.flatten(0, 1).repeat(REPEATS, 1, 1) for t in (found.draws, found.draw_variances))
@@ -91,6 +91,7 @@ def run_one(given: dict[str, Any]) -> dict[str, Any]:
     return {
         **given,
         "hidden": list(hidden),
+        "noise": [network.likelihood, network.df],
         "rmse": float((found.mean - test[1]).square().mean().sqrt()),
         "nll": nll,
         "nll_in_units": nll + math.log(unit),
@@ -119,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", nargs="+", type=int, default=[0])
     parser.add_argument("--hidden", nargs="+", default=["auto"], help="units of the layers, such as 64,64,64")
     parser.add_argument("--activation", nargs="+", default=["silu"])
-    parser.add_argument("--likelihood", nargs="+", default=["student_t"])
+    parser.add_argument("--likelihood", nargs="+", default=["auto"])
     parser.add_argument("--scale", nargs="+", type=float, default=[None], help="of hidden weights' prior")
     parser.add_argument("--out-scale", nargs="+", type=float, default=[None], help="of the output layer's")
     parser.add_argument("--df", nargs="+", type=float, default=[Network.df])

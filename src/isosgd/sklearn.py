@@ -164,14 +164,18 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
             raise ValueError(
                 f"hidden_layers = {self.hidden_layers!r}: give 'auto', or the units of each, such as (64, 64, 64)"
             ) from None
-        self.network_ = Network(x.shape[1], self._outputs, likelihood, hidden, seed=seed)
+        network = Network(x.shape[1], self._outputs, likelihood, hidden, seed=seed)
         x, shape, y = x.float(), np.shape(y), self._encoded(y)
         self.held_out_ = None if held_out is None else self._held_out(held_out, shape)
-        if store is not None:
-            self._save(Path(store), x, y)
+
+        def begin(network: Network) -> None:
+            self.network_ = network
+            if store is not None:
+                self._save(Path(store), x, y)
+
         with self._quietly():
             self.posterior_ = sample_network(
-                self.network_, x, y, chains=int(self.chains), effort=float(self.effort),
+                network, x, y, begin=begin, chains=int(self.chains), effort=float(self.effort),
                 max_seconds=self.max_seconds, seed=seed, device=self.device, store=store, progress=bool(self.verbose),
             )  # fmt: skip
 
@@ -254,7 +258,8 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
     Args:
         hidden_layers: units of each hidden layer; ``auto`` takes three whose width grows with the rows. ``()`` is a
             linear model.
-        likelihood: ``student_t``, ``gaussian``, or ``heteroscedastic``, whose size depends on the inputs.
+        likelihood: ``student_t``, ``gaussian``, or ``heteroscedastic``, whose size depends on the inputs; ``auto``
+            takes one of the first two, with the tails that residuals of held-out rows have before sampling begins.
         chains: that run side by side.
         effort: times the usual number of steps, which follows from the size of the table.
         max_seconds: bound on the time of a fit; predictions then depend on the clock.
@@ -277,7 +282,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
         self,
         hidden_layers: Literal["auto"] | Sequence[int] = "auto",
         *,
-        likelihood: Literal["student_t", "gaussian", "heteroscedastic"] = "student_t",
+        likelihood: Literal["auto", "student_t", "gaussian", "heteroscedastic"] = "auto",
         chains: int = 8,
         effort: float = 1.0,
         max_seconds: float | None = None,
@@ -313,7 +318,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
             given: nothing: ``sample_weight`` is refused.
         """
         _refuse(given)
-        if self.likelihood not in (names := ("student_t", "gaussian", "heteroscedastic")):
+        if self.likelihood not in (names := ("auto", "student_t", "gaussian", "heteroscedastic")):
             raise ValueError(f"likelihood = {self.likelihood!r} is unknown; choose one of {', '.join(names)}")
         self._forget()
         if np.asarray(y).dtype.kind in "mM":

@@ -56,8 +56,8 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
         help="what COLUMN is (default: numbers are regressed on; text, and at most 10 whole numbers, are classes)",
     )  # fmt: skip
     parser.add_argument(
-        "--likelihood", choices=("student_t", "gaussian", "heteroscedastic"),
-        help="noise of a regression (default: student_t)",
+        "--likelihood", choices=("auto", "student_t", "gaussian", "heteroscedastic"),
+        help="noise of a regression (default: auto, by residuals of held-out rows)",
     )  # fmt: skip
     parser.add_argument(
         "--holdout", type=float, default=USUAL["holdout"], metavar="SHARE",
@@ -102,7 +102,7 @@ def run_fit(args: argparse.Namespace) -> int:
     if classes:
         model = sklearn.BayesianMLPClassifier(**settings)
     else:
-        model = sklearn.BayesianMLPRegressor(likelihood=args.likelihood or "student_t", **settings)
+        model = sklearn.BayesianMLPRegressor(likelihood=args.likelihood or "auto", **settings)
     what = f"{len(classes)} classes of" if classes else "the number"
     notes = [f"{'classification' if classes else 'regression'} of {what} {args.target!r}", *told]
     notes += [f"dropped {name!r}: {why}" for name, why in dropped.items()]

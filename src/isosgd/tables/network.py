@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,12 @@ from isosgd import Posterior, Target, likelihoods, load, priors, resume, sample
 from isosgd.engine.gradients import Layout, Many, stacked
 from isosgd.sampling.settings import check_room
 from isosgd.store import Manifest
+from isosgd.target.elementwise import LOG_2PI, student_t_log_prob
 from isosgd.warmup.optimise import decay
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu": F.relu, "tanh": torch.tanh}
-LIKELIHOODS = ("student_t", "gaussian", "heteroscedastic", "categorical")
+LIKELIHOODS = ("auto", "student_t", "gaussian", "heteroscedastic", "categorical")
+DEGREES = 3.0, 6.0, 12.0, math.inf  # of freedom, that noise may have: the last are those of a Gaussian
 SCALES = (5.0, 3.0), (2.0, 1.0)  # of hidden weights and of the output layer: in regressions, and of classes
 STARTS = "starts.safetensors"  # in the folder of a run
 LARGEST = 1 << 27  # numbers in a network that a folder may ask for
@@ -108,7 +110,8 @@ class Network:
     Attributes:
         inputs: of the network.
         outputs: numbers that are predicted, or classes.
-        likelihood: ``student_t``, ``gaussian``, ``heteroscedastic`` (of one number), or ``categorical``.
+        likelihood: ``student_t``, ``gaussian``, ``heteroscedastic`` (of one number), ``categorical``; or ``auto``, for
+            one of the first two by what trained networks leave of rows that were held out.
         hidden: units of each hidden layer; none for a linear model.
         activation: ``silu``, ``relu`` or ``tanh``.
         scale: of the prior of hidden weights, over ``1 / sqrt(fan_in)``; by default 5, and 2 for classes.
@@ -157,7 +160,7 @@ class Network:
         """The posterior of the network."""
         many = self.outputs if self.outputs > 1 else None
         noise: likelihoods.Likelihood
-        if self.likelihood == "student_t":
+        if self.likelihood in ("auto", "student_t"):
             noise = likelihoods.StudentT(self.df, outputs=many)
         elif self.likelihood == "gaussian":
             noise = likelihoods.Gaussian(outputs=many)
@@ -171,6 +174,32 @@ class Network:
             table |= {"hidden.*.weight": priors.FanInNormal(self.scale), "out.weight": priors.FanInNormal(self.out)}
             table["gate"] = priors.Normal(1.0)
         return Target.from_module(self._made(0), noise, table)
+
+    def with_noise_of(self, residuals: Tensor) -> Network:
+        """The network whose noise fits residuals ``[m, outputs]`` best, by the likelihood at its best scale.
+
+        Example:
+            >>> noise = torch.randn(2_000, 1, generator=torch.Generator().manual_seed(0))
+            >>> Network(3, 1, "auto").with_noise_of(noise).likelihood
+            'gaussian'
+            >>> found = Network(3, 1, "auto").with_noise_of(noise**3)
+            >>> found.likelihood, found.df
+            ('student_t', 3.0)
+        """
+        if self.likelihood != "auto":
+            return self
+        unit = residuals.double().square().mean(0).sqrt().clamp_min(1e-12)
+        scales = torch.logspace(-1.5, 0.2, 60, dtype=torch.float64, device=unit.device)[:, None, None]
+        z = residuals.double() / unit / scales  # [scales, m, outputs]
+
+        def best(df: float) -> float:
+            density = student_t_log_prob(z, df) if math.isfinite(df) else -0.5 * z.square() - 0.5 * LOG_2PI
+            return float((density - scales.log()).mean(1).amax(0).sum())
+
+        df = max(DEGREES, key=best)
+        return (
+            replace(self, likelihood="student_t", df=df) if math.isfinite(df) else replace(self, likelihood="gaussian")
+        )
 
     def start(self, chain: int) -> dict[str, Tensor]:
         """Weights of a new network for each chain; everything else starts where the target says."""
@@ -237,8 +266,8 @@ def trained_starts(
     steps: int,
     seed: int,
     deadline: float = math.inf,
-) -> tuple[list[dict[str, Tensor]], int]:
-    """A trained network for each chain, and the steps that were taken.
+) -> tuple[list[dict[str, Tensor]], int, Network]:
+    """A trained network for each chain, the steps that were taken, and the network with the noise that was found.
 
     By Adam on nine tenths of the rows, kept where it predicts the others best. All networks are trained in one batched
     computation, each on rows of its own choice. After the ``deadline`` (`time.monotonic`) they are taken as they are.
@@ -275,7 +304,10 @@ def trained_starts(
             if time.monotonic() > deadline:
                 break
     natural = target.constrain(layout.views(saved))
-    return [{name: value[chain].clone() for name, value in natural.items()} for chain in range(chains)], i
+    if network.likelihood == "auto":
+        said = functional_call(network._made(0), {name: natural[name] for name in network.start(0)}, (test[0],))
+        network = network.with_noise_of((test[1] - said).flatten(0, 1))
+    return [{name: value[chain].clone() for name, value in natural.items()} for chain in range(chains)], i, network
 
 
 def sample_network(
@@ -289,6 +321,7 @@ def sample_network(
     seed: int = 0,
     device: torch.device | str | None = None,
     store: str | Path | None = None,
+    begin: Callable[[Network], None] | None = None,
     progress: bool = False,
 ) -> Posterior:
     """Draws from the posterior of a network, given rows in standard units.
@@ -303,6 +336,7 @@ def sample_network(
         seed: same seed and settings, same draws.
         device: where to compute; the CPU by default.
         store: folder to write draws to, and the networks that chains start at, for `resume_network`.
+        begin: told of the network, whose noise is known then, after the training and before the first draw.
         progress: show a progress line.
     """
     place = torch.device(device or "cpu")
@@ -318,7 +352,10 @@ def sample_network(
     with flushed_denormals():
         target.check(target.initial(device=place), (x, y))
         began, limit = time.monotonic(), math.inf if max_seconds is None else max_seconds
-        starts, taken = trained_starts(network, target, x, y, chains, training, seed, began + TRAINING_TIME * limit)
+        deadline = began + TRAINING_TIME * limit
+        starts, taken, network = trained_starts(network, target, x, y, chains, training, seed, deadline)
+        if begin is not None:
+            begin(network)
         left = None
         if max_seconds is not None:
             spent = time.monotonic() - began
@@ -332,8 +369,8 @@ def sample_network(
             Path(store).mkdir(parents=True, exist_ok=True)
             save_file({name: torch.stack([s[name] for s in starts]).cpu() for name in starts[0]}, Path(store) / STARTS)
         return sample(
-            target, (x, y), starts=starts, temperature=1.0, chains=chains, seed=seed, device=place, store=store,
-            progress=progress, max_seconds=left, compile=False, **steps,
+            network.target(), (x, y), starts=starts, temperature=1.0, chains=chains, seed=seed, device=place,
+            store=store, progress=progress, max_seconds=left, compile=False, **steps,
         )  # fmt: skip
 
 
