@@ -69,6 +69,22 @@ def test_columns_that_are_mostly_numbers_or_dates_are_that(tmp_path: Path) -> No
     assert not any("what" in remark for remark in remarks)
 
 
+def test_a_stray_word_costs_one_value_of_a_decimal_comma_or_a_truth(tmp_path: Path) -> None:
+    values = [f"{k / 8:.3f}".replace(".", ",") for k in range(59)]
+    path = write(tmp_path / "t.csv", "\n".join(["x;z", *(f"{v};{k % 7}" for k, v in enumerate([*values, "unbekannt"]))]))
+    found, remarks = read_table(path)
+    assert found["x"].tolist()[:59] == [k / 8 for k in range(59)] and remarks == [
+        "1 values of 'x' are no numbers and count as missing"
+    ]
+    columns, _ = Columns.learn(pd.DataFrame({"x": [0.5, 1.5], "old": [True, False]}))
+    new = write(tmp_path / "new.csv", "x;old\n0,5;True\nunbekannt;false\n1,25;unknown\n-2;TRUE\n")
+    found, _ = read_table(new, columns)
+    assert found.fillna(-1).to_dict("list") == {"x": [0.5, -1, 1.25, -2], "old": [1, 0, -1, 1]}
+    # A point may stand for the comma in all of a column, not in a part of it: 1,234 is then no 1.234.
+    mixed = write(tmp_path / "mixed.csv", "x;old\n0.5;True\n1.25;True\n1,234;True\n")
+    assert read_table(mixed, columns)[0]["x"].fillna(-1).tolist() == [0.5, 1.25, -1]
+
+
 def test_parquet_reads_as_the_same_csv(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow", reason="pyarrow is not installed: it reads Parquet")
     frame = pd.DataFrame({

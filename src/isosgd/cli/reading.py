@@ -19,6 +19,7 @@ SEPARATORS = ",;\t|"
 MISSING = ["?", "na", "Na", "none", "nat", "NaT", "NAN", "N/a"]  # beside those of pandas
 MOSTLY = 0.95  # share of numbers, or dates, that makes a column of text one of them
 LARGER = 3  # times a file's size that its frame takes up, at the least
+SWAPPED = str.maketrans(",.", ".,")
 _NUMBER = re.compile(r"\s*[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?\s*")
 _ID = re.compile(r"(.*[_ .-])?(id|index|key|uuid|rownames?)|unnamed.*", re.IGNORECASE)
 
@@ -47,19 +48,20 @@ def read_table(path: Path, columns: Any = None) -> tuple[Any, list[str]]:
         raise ValueError(f"{path} has {path.stat().st_size:,} bytes, more than memory holds: fit fewer rows of it")
     known = {} if columns is None else {n: k for k in ("numbers", "dates", "categories") for n in getattr(columns, k)}
     text = [name for name, kind in known.items() if kind != "numbers"]
-    frame = _parquet(path) if path.suffix.lower() in (".parquet", ".pq") else _csv(path, text)
+    frame, decimal = _parquet(path) if path.suffix.lower() in (".parquet", ".pq") else _csv(path, text)
     if not len(frame):
         raise ValueError(f"{path} has names of columns in its first line, but no rows below it")
     remarks = []
     for name in frame.columns:
         column = frame[name]
         if pd.api.types.is_object_dtype(column) or pd.api.types.is_string_dtype(column):
-            frame[name], bad, kind = _typed(column, known.get(name))
+            frame[name], bad, kind = _typed(column, known.get(name), decimal)
             remarks += [f"{bad} values of {name!r} are no {kind} and count as missing"] if bad else []
     return frame, remarks
 
 
-def _csv(path: Path, text: list[str]) -> Any:
+def _csv(path: Path, text: list[str]) -> tuple[Any, str]:
+    """The frame and its decimal mark."""
     import pandas as pd
 
     separator = ","
@@ -70,12 +72,13 @@ def _csv(path: Path, text: list[str]) -> Any:
             empty = "it" if not path.stat().st_size else "the first line"
             raise ValueError(f"{path}: {empty} is empty; the first line must name the columns")
         separator = max(SEPARATORS, key=first.count)
+        decimal = "," if separator == ";" else "."
         names = [name.strip() for name in next(csv.reader([first], delimiter=separator, skipinitialspace=True))]
         _check_names(path, names)
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)  # more values than names
             frame = pd.read_csv(
-                path, sep=separator, decimal="," if separator == ";" else ".", encoding="utf-8-sig", index_col=False,
+                path, sep=separator, decimal=decimal, encoding="utf-8-sig", index_col=False,
                 skipinitialspace=True, na_values=MISSING, low_memory=False,
                 dtype={name: str for name in text if name in names},
             )  # fmt: skip
@@ -86,10 +89,10 @@ def _csv(path: Path, text: list[str]) -> Any:
         if "EOF inside string" in why:
             raise ValueError(f"{path}: a double quote is opened and not closed ({why})") from error
         raise ValueError(f"{path}: {why}; put values that hold {separator!r} in double quotes") from error
-    return frame.rename(columns=lambda name: str(name).strip())
+    return frame.rename(columns=lambda name: str(name).strip()), decimal
 
 
-def _parquet(path: Path) -> Any:
+def _parquet(path: Path) -> tuple[Any, str]:
     import pandas as pd
 
     try:
@@ -103,7 +106,7 @@ def _parquet(path: Path) -> Any:
     for name in frame.columns:
         if found := {type(value).__name__ for value in frame[name]} & {"list", "dict", "bytes", "ndarray"}:
             raise ValueError(f"{path}: column {name!r} has values of type {found.pop()}; drop it, or make text of it")
-    return frame
+    return frame, "."
 
 
 def _check_names(path: Path, names: list[str]) -> None:
@@ -118,14 +121,28 @@ def _check_names(path: Path, names: list[str]) -> None:
             raise ValueError(f"{path}: columns {names.index(name) + 1} and {k + 1} are both named {name!r}; rename one")
 
 
-def _typed(column: Any, kind: str | None) -> tuple[Any, int, str]:
+def _typed(column: Any, kind: str | None, decimal: str) -> tuple[Any, int, str]:
     """A column of text as numbers or dates where most values are, or where the ``kind`` says so; how many are none."""
     import pandas as pd
 
     column = column.map(lambda value: value.strip() if isinstance(value, str) else value)
     there = int(column.notna().sum())
+
+    def numbers() -> Any:
+        values = column
+        if kind == "numbers":  # pandas reads True and False alone, and stray words make text of them
+            truth = {"true": 1.0, "false": 0.0}
+            values = column.map(lambda value: truth.get(value.lower(), value) if isinstance(value, str) else value)
+        found = pd.to_numeric(values, errors="coerce")
+        if decimal == ".":
+            return found
+        # One mark for the whole column, the one that more values are written with: 1,234 beside 1.5 is no 1.234.
+        swapped = values.map(lambda v: v.translate(SWAPPED) if isinstance(v, str) else v)
+        other = pd.to_numeric(swapped, errors="coerce")
+        return other if other.notna().sum() >= found.notna().sum() else found
+
     readers: dict[str, Any] = {
-        "numbers": lambda: pd.to_numeric(column, errors="coerce"),
+        "numbers": numbers,
         "dates": lambda: pd.to_datetime(column, format="ISO8601", errors="coerce", utc=True),
     }
     for name, read in readers.items():
