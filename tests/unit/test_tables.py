@@ -85,6 +85,14 @@ def test_a_stray_word_costs_one_value_of_a_decimal_comma_or_a_truth(tmp_path: Pa
     assert read_table(mixed, columns)[0]["x"].fillna(-1).tolist() == [0.5, 1.25, -1]
 
 
+def test_new_rows_may_have_a_single_column(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", "x\n0.5\n1.5\n")
+    columns, _ = Columns.learn(pd.DataFrame({"x": [0.5, 1.5]}))
+    assert read_table(path, columns)[0]["x"].tolist() == [0.5, 1.5]
+    with pytest.raises(ValueError, match="single column 'x'; a target and at least one input are needed"):
+        read_table(path)
+
+
 def test_parquet_reads_as_the_same_csv(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow", reason="pyarrow is not installed: it reads Parquet")
     frame = pd.DataFrame({

@@ -49,6 +49,8 @@ def read_table(path: Path, columns: Any = None) -> tuple[Any, list[str]]:
     known = {} if columns is None else {n: k for k in ("numbers", "dates", "categories") for n in getattr(columns, k)}
     text = [name for name, kind in known.items() if kind != "numbers"]
     frame, decimal = _parquet(path) if path.suffix.lower() in (".parquet", ".pq") else _csv(path, text)
+    if columns is None and frame.shape[1] < 2:
+        raise ValueError(f"{path} has the single column {frame.columns[0]!r}; a target and at least one input are needed")
     if not len(frame):
         raise ValueError(f"{path} has names of columns in its first line, but no rows below it")
     remarks = []
@@ -110,8 +112,6 @@ def _parquet(path: Path) -> tuple[Any, str]:
 
 
 def _check_names(path: Path, names: list[str]) -> None:
-    if len(names) < 2:
-        raise ValueError(f"{path} has the single column {names[0]!r}; a target and at least one input are needed")
     if all(_NUMBER.fullmatch(name) for name in names):
         raise ValueError(f"{path}: the first line holds numbers ({', '.join(names[:3])}); it must name the columns")
     for k, name in enumerate(names):
