@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from isosgd import sklearn
-from isosgd.cli.reading import numbers_rows, read_table, why_useless
+from isosgd.cli.reading import as_they_stand, numbers_rows, read_table, why_useless
 from isosgd.sklearn import BayesianMLPClassifier, BayesianMLPRegressor
 from isosgd.tables.columns import Columns
 
@@ -91,6 +91,31 @@ def test_new_rows_may_have_a_single_column(tmp_path: Path) -> None:
     assert read_table(path, columns)[0]["x"].tolist() == [0.5, 1.5]
     with pytest.raises(ValueError, match="single column 'x'; a target and at least one input are needed"):
         read_table(path)
+
+
+def test_words_for_missing_values_are_classes_of_a_target(tmp_path: Path) -> None:
+    words = ["None", "Insomnia", "", "NA", " Apnea"]
+    path = write(tmp_path / "t.csv", "\n".join(["x,y,z", *(f"{k},{word},{word}" for k, word in enumerate(words * 8))]))
+    found, remarks = read_table(path, target="y")
+    assert found["y"].value_counts().to_dict() == {"None": 8, "Insomnia": 8, "NA": 8, "Apnea": 8}
+    assert found["z"].value_counts().to_dict() == {"Insomnia": 8, "Apnea": 8}
+    assert remarks == [
+        "of the target 'y', 'NA' (8 rows) is taken as a class; only empty cells are missing there",
+        "of the target 'y', 'None' (8 rows) is taken as a class; only empty cells are missing there",
+    ]
+    truths = write(tmp_path / "u.csv", "x,y\n1,True\n2,False\n3,None\n4,\n")
+    assert read_table(truths, target="y")[0]["y"].fillna("?").tolist() == ["True", "False", "None", "?"]
+    numbers = write(tmp_path / "v.csv", "x;y\n1;0,5\n2;NA\n3;None\n4;-1,5\n")
+    assert read_table(numbers, target="y")[0]["y"].fillna(-9).tolist() == [0.5, -9, -9, -1.5]
+
+
+def test_columns_as_they_stand_in_a_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", "zip ,when,price,note\n07922,2024-01-05,1.50,NA\n\n00123,2024-01-06,,x\n")
+    found = as_they_stand(path, ["when", "zip", "price", "note"])
+    assert list(found.columns) == ["when", "zip", "price", "note"]
+    assert found.fillna("-").to_numpy().tolist() == [
+        ["2024-01-05", "07922", "1.50", "NA"], ["2024-01-06", "00123", "-", "x"],
+    ]  # fmt: skip
 
 
 def test_parquet_reads_as_the_same_csv(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"\s*[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?\s*")
 _ID = re.compile(r"(.*[_ .-])?(id|index|key|uuid|rownames?)|unnamed.*", re.IGNORECASE)
 
 
-def read_table(path: Path, columns: Any = None) -> tuple[Any, list[str]]:
+def read_table(path: Path, columns: Any = None, target: str | None = None) -> tuple[Any, list[str]]:
     """A CSV or Parquet file as a frame whose columns have a type, and remarks about values that do not fit it.
 
     The first line of a CSV file names its columns. Its separator is the comma, semicolon, tab or bar that this line has
@@ -34,6 +34,7 @@ def read_table(path: Path, columns: Any = None) -> tuple[Any, list[str]]:
     Args:
         path: ``.parquet`` or ``.pq`` for Parquet, anything else is read as CSV in UTF-8.
         columns: the `isosgd.tables.columns.Columns` of a model, which say what each column is.
+        target: the column to predict. Where it is text, empty cells alone are missing: "None" may be a class.
     """
     try:
         import pandas as pd
@@ -48,12 +49,14 @@ def read_table(path: Path, columns: Any = None) -> tuple[Any, list[str]]:
         raise ValueError(f"{path} has {path.stat().st_size:,} bytes, more than memory holds: fit fewer rows of it")
     known = {} if columns is None else {n: k for k in ("numbers", "dates", "categories") for n in getattr(columns, k)}
     text = [name for name, kind in known.items() if kind != "numbers"]
-    frame, decimal = _parquet(path) if path.suffix.lower() in (".parquet", ".pq") else _csv(path, text)
+    frame, decimal = _parquet(path) if _is_parquet(path) else _csv(path, text)
     if columns is None and frame.shape[1] < 2:
         raise ValueError(f"{path} has the single column {frame.columns[0]!r}; a target and at least one input are needed")
     if not len(frame):
         raise ValueError(f"{path} has names of columns in its first line, but no rows below it")
     remarks = []
+    if target in frame.columns and not _is_parquet(path):
+        frame[target], remarks = _with_words(path, frame[target], decimal)
     for name in frame.columns:
         column = frame[name]
         if pd.api.types.is_object_dtype(column) or pd.api.types.is_string_dtype(column):
@@ -62,8 +65,34 @@ def read_table(path: Path, columns: Any = None) -> tuple[Any, list[str]]:
     return frame, remarks
 
 
-def _csv(path: Path, text: list[str]) -> tuple[Any, str]:
-    """The frame and its decimal mark."""
+def as_they_stand(path: Path, names: list[str]) -> Any:
+    """Columns as they stand in a file: the text of CSV, with empty cells alone missing, or the values of Parquet."""
+    return (_parquet(path) if _is_parquet(path) else _csv(path, names, only=True))[0][names]
+
+
+def _is_parquet(path: Path) -> bool:
+    return path.suffix.lower() in (".parquet", ".pq")
+
+
+def _with_words(path: Path, column: Any, decimal: str) -> tuple[Any, list[str]]:
+    """A column of text with words that stand for missing values elsewhere, such as "None", and remarks about them."""
+    from pandas.api import types
+
+    if not types.is_object_dtype(column) and not types.is_string_dtype(column) or not column.isna().any():
+        return column, []
+    as_text = as_they_stand(path, [column.name])[column.name].str.strip()
+    known = as_text.where(column.notna())
+    if not known.notna().any() or _typed(known, None, decimal)[2] != "text":
+        return column, []
+    words = as_text[column.isna()].value_counts().sort_index()
+    return as_text, [
+        f"of the target {column.name!r}, {word!r} ({rows} rows) is taken as a class; only empty cells are missing there"
+        for word, rows in words.items()
+    ]
+
+
+def _csv(path: Path, text: list[str], only: bool = False) -> tuple[Any, str]:
+    """The frame, with some columns as text, and its decimal mark; or these ``only``, with no words for missing ones."""
     import pandas as pd
 
     separator = ","
@@ -81,8 +110,9 @@ def _csv(path: Path, text: list[str]) -> tuple[Any, str]:
             warnings.simplefilter("error", pd.errors.ParserWarning)  # more values than names
             frame = pd.read_csv(
                 path, sep=separator, decimal=decimal, encoding="utf-8-sig", index_col=False,
-                skipinitialspace=True, na_values=MISSING, low_memory=False,
-                dtype={name: str for name in text if name in names},
+                skipinitialspace=True, na_values=[""] if only else MISSING, keep_default_na=not only, low_memory=False,
+                usecols=(lambda name: name.strip() in text) if only else None,
+                dtype=str if only else {name: str for name in text if name in names},
             )  # fmt: skip
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason}); save it as CSV in UTF-8") from error

@@ -84,7 +84,7 @@ def run_fit(args: argparse.Namespace) -> int:
     use_machine(args.threads, args.device)
     folder = args.out or Path("runs") / f"{args.table.stem}-{args.target}".replace("/", "-").replace(" ", "-")
     check_folder(folder)
-    frame, remarks = read_table(args.table)  # first of all: it says what is to be installed
+    frame, remarks = read_table(args.table, target=args.target)  # first of all: it says what is to be installed
     from isosgd import sklearn
     from isosgd.tables.columns import Columns
     from isosgd.tables.network import Network
@@ -106,7 +106,7 @@ def run_fit(args: argparse.Namespace) -> int:
     what = f"{len(classes)} classes of" if classes else "the number"
     notes = [f"{'classification' if classes else 'regression'} of {what} {args.target!r}", *told]
     notes += [f"dropped {name!r}: {why}" for name, why in dropped.items()]
-    notes += [remark for remark in remarks if not any(repr(name) in remark for name in (*dropped, args.target))]
+    notes += [remark for remark in remarks if not any(repr(name) in remark for name in dropped)]
     counts = {"rows": len(frame), "train": int((~out).sum()), "heldout": int(out.sum()), "dropped": len(frame) - len(y)}
     echo(args, f"{counts['rows']:,} rows: {counts['train']:,} to train on, {counts['heldout']:,} held out" + (
         f", {counts['dropped']:,} without a target left aside" if counts["dropped"] else ""
