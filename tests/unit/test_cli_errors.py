@@ -197,7 +197,21 @@ def test_names_of_another_task_may_be_kept(
     lines = [f"{line},{k}" for k, line in enumerate(PENGUINS.read_text().splitlines()[:3])]
     table.write_text("\n".join([lines[0].rsplit(",", 1)[0] + f",{name}", *lines[1:]]))
     assert main(["predict", str(run), str(table), "--json", "--keep", name]) == 0
-    assert [row[name] for row in json.loads(capsys.readouterr().out)] == [1, 2]
+    assert [row[name] for row in json.loads(capsys.readouterr().out)] == ["1", "2"]
+
+
+def test_columns_are_kept_as_they_stand_in_the_file(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = PENGUINS.read_text().splitlines()[:4]
+    new = tmp_path / "new.csv"
+    added = ["zip,when,price", "07922,2024-01-05,1.50", "00123,2024-01-06,NA", "00124,2024-01-07,"]
+    new.write_text("\n".join(f"{line},{more}" for line, more in zip(lines, added, strict=True)))
+    assert main(["predict", str(run), str(new), "--keep", "zip", "when", "price"]) == 0
+    found = [line.split(",")[1:4] for line in capsys.readouterr().out.splitlines()]
+    assert found == [more.split(",") for more in added]
+    assert main(["predict", str(run), str(new), "--keep", "price", "--json"]) == 0
+    assert [row["price"] for row in json.loads(capsys.readouterr().out)] == ["1.50", "NA", None]
 
 
 # ------------------------------------------------------------------------------------------------ runs that are damaged

@@ -27,7 +27,7 @@ from isosgd.cli.common import (
     use_machine,
 )
 from isosgd.cli.folders import MODEL, TABLE, Run, open_run, refuse_begun
-from isosgd.cli.reading import near, numbers_rows, read_table, why_useless
+from isosgd.cli.reading import as_they_stand, near, numbers_rows, read_table, why_useless
 from isosgd.cli.runs import draw_and_judge
 
 LEAST_ROWS, FEW, MOST_CLASSES = 20, 10, 100  # rows; different whole numbers that are classes; classes
@@ -250,7 +250,7 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="CSV file to write (default: standard output)")
     parser.add_argument("--level", type=float, default=0.95, help="probability of the intervals (%(default)s)")
-    parser.add_argument("--keep", nargs="+", default=[], metavar="COLUMN", help="columns of NEW to copy along")
+    parser.add_argument("--keep", nargs="+", default=[], metavar="COLUMN", help="columns of NEW to copy as they are")
     add_damaged(parser)
     parser.add_argument("--json", action="store_true", help="print a list of rows as JSON, not CSV")
 
@@ -284,11 +284,12 @@ def run_predict(args: argparse.Namespace) -> int:
     if not posterior.info.get("complete", True):
         echo(args, f"note: the run is not complete; {len(posterior):,} draws are used")
     table: list[dict[str, Any]] = []
+    copies = as_they_stand(args.table, args.keep) if args.keep else frame[[]]
+    copies = copies.astype(object).where(copies.notna(), None)
     for at in range(0, len(frame), BATCH):
         part = frame.iloc[at : at + BATCH]
         rows = zip(_predicted(model, part[used], args.level), model.unlike(part[used]), strict=True)
-        kept = part[args.keep].astype(object).where(part[args.keep].notna(), None).to_dict("records")
-        for copied, (values, why) in zip(kept, rows, strict=True):
+        for copied, (values, why) in zip(copies.iloc[at : at + BATCH].to_dict("records"), rows, strict=True):
             flags = zip(FLAGS, (bool(why), "; ".join(why)), strict=True)
             table.append({ROW: len(table) + 1, **copied, **dict(zip(names, values, strict=True)), **dict(flags)})
     flagged = sum(row[FLAGS[0]] for row in table)
