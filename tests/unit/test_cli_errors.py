@@ -112,6 +112,11 @@ def test_a_target_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         (["fit", PENGUINS, "--target", "species", "--out", "file"], "--out file is a file; name a folder"),
         (["fit", PENGUINS, "--target", "species", "--hidden", 10**8], "weights; 134,217,728 at most"),
+        (
+            ["fit", PENGUINS, "--target", "species", "--use", "yaer"],
+            "--use yaer: there is no such column; did you mean 'year'",
+        ),
+        (["fit", PENGUINS, "--target", "species", "--use", "species"], "--use species: it is the target"),
         (["fit", "folder", "--target", "species"], "folder is a folder; name a CSV or Parquet file"),
         (["sample", "line.py:target", "--out", "file"], "--out file is a file; name a folder"),
         (["sample", "line.py:target", "--seed", "-4"], "--seed -4 must not be negative"),

@@ -71,7 +71,9 @@ def test_columns_that_are_mostly_numbers_or_dates_are_that(tmp_path: Path) -> No
 
 def test_a_stray_word_costs_one_value_of_a_decimal_comma_or_a_truth(tmp_path: Path) -> None:
     values = [f"{k / 8:.3f}".replace(".", ",") for k in range(59)]
-    path = write(tmp_path / "t.csv", "\n".join(["x;z", *(f"{v};{k % 7}" for k, v in enumerate([*values, "unbekannt"]))]))
+    path = write(
+        tmp_path / "t.csv", "\n".join(["x;z", *(f"{v};{k % 7}" for k, v in enumerate([*values, "unbekannt"]))])
+    )
     found, remarks = read_table(path)
     assert found["x"].tolist()[:59] == [k / 8 for k in range(59)] and remarks == [
         "1 values of 'x' are no numbers and count as missing"
@@ -158,8 +160,11 @@ def test_columns_that_say_nothing_are_known(values: list[Any], why: str) -> None
 
 def test_row_numbers_are_known() -> None:
     squares = pd.Series([k * k for k in range(20)])
-    assert numbers_rows("a", pd.Series(range(5, 25))) and numbers_rows("customer_id", squares)
+    assert numbers_rows("a", pd.Series(range(20))) and numbers_rows("a", pd.Series(range(1, 21)))
+    assert all(numbers_rows(name, squares) for name in ("customer_id", "row", "Row_Number", "index", "Unnamed: 0"))
     assert not numbers_rows("income", squares) and not numbers_rows("a", pd.Series([1, 1, 2]))
+    # Years, one a row, and ranks of another order say something.
+    assert not numbers_rows("year", pd.Series(range(1960, 2020))) and not numbers_rows("rank", pd.Series([2, 1, 3]))
 
 
 # -- inputs -----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ MOSTLY = 0.95  # share of numbers, or dates, that makes a column of text one of 
 LARGER = 3  # times a file's size that its frame takes up, at the least
 SWAPPED = str.maketrans(",.", ".,")
 _NUMBER = re.compile(r"\s*[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?\s*")
-_ID = re.compile(r"(.*[_ .-])?(id|index|key|uuid|rownames?)|unnamed.*", re.IGNORECASE)
+_ID = re.compile(r"(.*[_ .-])?(id|index|key|uuid|rows?([_ .-]?(names?|num(ber)?|no|id))?)|unnamed.*", re.IGNORECASE)
 
 
 def read_table(path: Path, columns: Any = None, target: str | None = None) -> tuple[Any, list[str]]:
@@ -51,7 +51,9 @@ def read_table(path: Path, columns: Any = None, target: str | None = None) -> tu
     text = [name for name, kind in known.items() if kind != "numbers"]
     frame, decimal = _parquet(path) if _is_parquet(path) else _csv(path, text)
     if columns is None and frame.shape[1] < 2:
-        raise ValueError(f"{path} has the single column {frame.columns[0]!r}; a target and at least one input are needed")
+        raise ValueError(
+            f"{path} has the single column {frame.columns[0]!r}; a target and at least one input are needed"
+        )
     if not len(frame):
         raise ValueError(f"{path} has names of columns in its first line, but no rows below it")
     remarks = []
@@ -204,12 +206,12 @@ def why_useless(column: Any) -> str:
 
 
 def numbers_rows(name: str, column: Any) -> bool:
-    """Whether a column numbers the rows: whole numbers without repeats, by their name or without gaps."""
+    """Whether a column numbers the rows: from 0 or 1 on in their order; or by its name, whole numbers without repeats."""
     import pandas as pd
 
     if not pd.api.types.is_integer_dtype(column) or not column.is_unique:
         return False
-    return bool(_ID.fullmatch(name)) or int(column.max()) - int(column.min()) == len(column) - 1
+    return bool(_ID.fullmatch(name)) or any((column == np.arange(k, k + len(column))).all() for k in (0, 1))
 
 
 def near(name: str, names: Iterable[str]) -> str:

@@ -32,7 +32,7 @@ from isosgd.cli.runs import draw_and_judge
 
 LEAST_ROWS, FEW, MOST_CLASSES = 20, 10, 100  # rows; different whole numbers that are classes; classes
 USUAL = {
-    "task": None, "likelihood": None, "holdout": 0.1, "chains": 8, "hidden": "auto", "minutes": None, "seed": 0,
+    "task": None, "likelihood": None, "use": [], "holdout": 0.1, "chains": 8, "hidden": "auto", "minutes": None, "seed": 0,
 }  # fmt: skip
 BATCH = 10_000  # rows predicted at once
 ROW, FLAGS = "row", ("unlike", "why")  # columns beside those of what is predicted
@@ -58,6 +58,10 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--likelihood", choices=("student_t", "gaussian", "heteroscedastic"),
         help="noise of a regression (default: student_t)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--use", nargs="+", default=USUAL["use"], metavar="COLUMN",
+        help="columns to predict from that would be dropped, such as one that looks like row numbers",
     )  # fmt: skip
     parser.add_argument(
         "--holdout", type=float, default=USUAL["holdout"], metavar="SHARE",
@@ -133,7 +137,8 @@ def _longer(args: argparse.Namespace, folder: Path) -> str:
     words = ["isosgd", "fit", str(args.table), "--target", args.target]
     for name, usual in USUAL.items():
         if (value := getattr(args, name)) != usual:
-            words += [f"--{name}", str(4 * value if name == "minutes" else value)]
+            values = value if isinstance(value, list) else [4 * value if name == "minutes" else value]
+            words += [f"--{name}", *map(str, values)]
     return shlex.join([*words, "--effort", f"{4 * args.effort:g}", "--out", f"{folder}-longer"])
 
 
@@ -212,14 +217,25 @@ def _target(frame: Any, args: argparse.Namespace) -> tuple[Any, list[Any], list[
 def _rows(frame: Any, y: Any, classes: list[Any], args: argparse.Namespace) -> Any:
     """Inputs and targets of the rows that have one, columns that are left out and why, and which rows are held out."""
     X, there = frame.drop(columns=args.target), y.notna()
+    for name in args.use:
+        if name not in X.columns:
+            why = "it is the target" if name == args.target else f"there is no such column{near(name, X.columns)}"
+            raise ValueError(f"--use {name}: {why}")
     # Row numbers are known by having no gaps, which all rows alone have; all else is learnt from training rows.
-    dropped = {name: "it numbers the rows" for name in X.columns if numbers_rows(name, X[name])}
+    dropped = {
+        name: f"it numbers the rows (--use {shlex.quote(name)} keeps it)"
+        for name in X.columns
+        if name not in args.use and numbers_rows(name, X[name])
+    }
     X, y = X[there].reset_index(drop=True), y[there].reset_index(drop=True)
     y = np.array(y, dtype=(np.int64 if isinstance(classes[0], int) else object) if classes else np.float64)
     out = _heldout(y, args.holdout, bool(classes), np.random.default_rng(args.seed))
     for name in X.columns:
         if name not in dropped and (why := why_useless(X[name][~out])):
-            dropped[name] = why
+            if name not in args.use:
+                dropped[name] = why
+            elif X[name][~out].nunique() < 2:
+                raise ValueError(f"--use {name}: {why} in the training rows; leave it out")
     if len(dropped) == X.shape[1]:
         why = "; ".join(f"{name!r}: {reason}" for name, reason in dropped.items())
         raise ValueError(f"no column is left to predict {args.target!r} from ({why}); add others")
