@@ -76,6 +76,18 @@ TABLES: dict[str, tuple[bytes | None, str]] = {
     "too many classes": (
         b"a,y\n" + b"".join(b"%d,c%d\n" % (k % 7, k) for k in range(300)), "300 different values, too many for classes",
     ),
+    "numbers with separators": (
+        b"a,y\n" + b"".join(b'%d,"%d,%03d"\n' % (k % 7, 100 + k, k * 37 % 1000) for k in range(60)),
+        "'y' has 60 different values that look like numbers with separators ('100,000'): leave out",
+    ),
+    "numbers with a currency, often the same": (
+        b"a,y\n" + b"".join(f"{k % 7},€ {k % 20}.50\n".encode() for k in range(60)),
+        "20 different values that look like numbers with separators ('€ 0.50')",
+    ),
+    "classes of one row": (
+        b"a,y\n" + b"".join(b"%d,c%d\n" % (k % 7, k) for k in range(60)),
+        "'y' has 60 classes, most with one row; take rare ones together",
+    ),
     "a date to predict": (
         b"a,y\n" + b"".join(b"%d,2020-01-%02d\n" % (k % 7, 1 + k % 28) for k in range(60)), "'y' is a date; make a",
     ),
@@ -117,6 +129,10 @@ def test_a_target_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtur
             "--use yaer: there is no such column; did you mean 'year'",
         ),
         (["fit", PENGUINS, "--target", "species", "--use", "species"], "--use species: it is the target"),
+        (
+            ["fit", "prices.csv", "--target", "y", "--task", "regression"],
+            "2 different values that look like numbers with separators ('$1,200')",
+        ),
         (["fit", "folder", "--target", "species"], "folder is a folder; name a CSV or Parquet file"),
         (["sample", "line.py:target", "--out", "file"], "--out file is a file; name a folder"),
         (["sample", "line.py:target", "--seed", "-4"], "--seed -4 must not be negative"),
@@ -147,6 +163,7 @@ def test_files_and_folders_that_are_not_what_is_meant(
     (tmp_path / "file").write_text("no run")
     (tmp_path / "folder").mkdir()
     (tmp_path / "line.py").write_text(LINE)
+    (tmp_path / "prices.csv").write_text("a,y\n" + '1,"$1,200"\n2,"$1,300"\n' * 20)
     assert words in refused(capsys, *(fitted if word == "RUN" else word for word in argv))
 
 

@@ -80,7 +80,8 @@ def _with_words(path: Path, column: Any, decimal: str) -> tuple[Any, list[str]]:
     """A column of text with words that stand for missing values elsewhere, such as "None", and remarks about them."""
     from pandas.api import types
 
-    if not types.is_object_dtype(column) and not types.is_string_dtype(column) or not column.isna().any():
+    text = types.is_object_dtype(column) or types.is_string_dtype(column)
+    if not text or not column.isna().any():
         return column, []
     as_text = as_they_stand(path, [column.name])[column.name].str.strip()
     known = as_text.where(column.notna())
@@ -205,8 +206,16 @@ def why_useless(column: Any) -> str:
     return ""
 
 
+def look_separated(column: Any) -> bool:
+    """Whether text is mostly numbers with separators of thousands, a currency or a percent sign."""
+    import pandas as pd
+
+    bare = column.dropna().astype(str).str.replace(r"[,$€£%\s]", "", regex=True)
+    return bool(pd.to_numeric(bare, errors="coerce").notna().mean() >= MOSTLY)
+
+
 def numbers_rows(name: str, column: Any) -> bool:
-    """Whether a column numbers the rows: from 0 or 1 on in their order; or by its name, whole numbers without repeats."""
+    """Whether a column numbers the rows: from 0 or 1 on in their order; or, by its name, without repeats."""
     import pandas as pd
 
     if not pd.api.types.is_integer_dtype(column) or not column.is_unique:

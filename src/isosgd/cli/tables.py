@@ -27,12 +27,13 @@ from isosgd.cli.common import (
     use_machine,
 )
 from isosgd.cli.folders import MODEL, TABLE, Run, open_run, refuse_begun
-from isosgd.cli.reading import as_they_stand, near, numbers_rows, read_table, why_useless
+from isosgd.cli.reading import as_they_stand, look_separated, near, numbers_rows, read_table, why_useless
 from isosgd.cli.runs import draw_and_judge
 
 LEAST_ROWS, FEW, MOST_CLASSES = 20, 10, 100  # rows; different whole numbers that are classes; classes
 USUAL = {
-    "task": None, "likelihood": None, "use": [], "holdout": 0.1, "chains": 8, "hidden": "auto", "minutes": None, "seed": 0,
+    "task": None, "likelihood": None, "use": [], "holdout": 0.1, "chains": 8, "hidden": "auto", "minutes": None,
+    "seed": 0,
 }  # fmt: skip
 BATCH = 10_000  # rows predicted at once
 ROW, FLAGS = "row", ("unlike", "why")  # columns beside those of what is predicted
@@ -187,16 +188,22 @@ def _target(frame: Any, args: argparse.Namespace) -> tuple[Any, list[Any], list[
     numeric = types.is_numeric_dtype(y) and not types.is_bool_dtype(y)
     if numeric and np.isinf(there.to_numpy(dtype=np.float64)).any():
         raise ValueError(f"the target {name!r} has infinite values; make them missing, or drop these rows")
+    text, different = not types.is_numeric_dtype(y), there.nunique()
+    if text and (task == "regression" or (task is None and different > FEW)) and look_separated(there):
+        raise ValueError(
+            f"the target {name!r} has {different} different values that look like numbers with separators "
+            f"({there.iloc[0]!r}): leave out separators of thousands, currencies and % (or --task classification)"
+        )
     if task == "regression" and not numeric:
         raise ValueError(f"values of the target {name!r} are no numbers ({there.iloc[0]!r}); classify instead")
     whole = numeric and bool((there == there.round()).all())
     remarks = []
     if task is None:
-        few = whole and there.nunique() <= FEW
+        few = whole and different <= FEW
         task = "regression" if numeric and not few else "classification"
         if few:
             remarks.append(
-                f"{name!r} has {there.nunique()} different whole numbers, taken as classes; --task regression takes it "
+                f"{name!r} has {different} different whole numbers, taken as classes; --task regression takes it "
                 "as a number"
             )
     if task == "regression":
@@ -209,6 +216,11 @@ def _target(frame: Any, args: argparse.Namespace) -> tuple[Any, list[Any], list[
         raise ValueError(
             f"the target {name!r} has {len(counts)} different values, too many for classes ({MOST_CLASSES} at most)"
             "; take rare ones together, or choose another column"
+        )
+    if len(counts) > FEW and (counts == 1).sum() > len(counts) / 2:
+        raise ValueError(
+            f"the target {name!r} has {len(counts)} classes, most with one row; take rare ones together, or choose "
+            "another column"
         )
     remarks += [f"the class {value!r} of {name!r} has one row" for value, rows in counts.items() if rows == 1]
     return y, sorted(counts.index), remarks
