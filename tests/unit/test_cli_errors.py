@@ -268,6 +268,18 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+def test_a_fit_killed_before_its_first_draw_is_begun_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "model.json").write_text("{}")
+    (folder / "table.json").write_text('{"command": "isosgd fit t.csv --target y"}')
+    for command in ("resume", "diagnose"):
+        line = refused(capsys, command, folder)
+        assert "killed before the first draw" in line and line.endswith("fit again: isosgd fit t.csv --target y")
+    (folder / "table.json").unlink()
+    assert refused(capsys, "resume", folder).endswith("killed before the first draw: fit again")
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_run_is_named_by_every_command(run: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
     spoil, words = DAMAGE[damage]
