@@ -138,3 +138,24 @@ def test_the_command_merges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert load(tmp_path / "all").num_draws == 10
     assert main(["merge", *map(str, runs), "--out", str(tmp_path / "all")]) == 1
     assert "already holds a run" in capsys.readouterr().err
+
+
+def test_fits_of_one_table_with_other_seeds_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed: it reads tables")
+    from isosgd import sklearn
+
+    table, runs = tmp_path / "t.csv", [tmp_path / f"run{seed}" for seed in range(2)]
+    table.write_text("t,x,y\n" + "".join(f"{k},{k * 7 % 11},{k * 7 % 11 + k / 30:.2f}\n" for k in range(30)))
+    short = ["--effort", "0.002", "--chains", "2", "--hidden", "2", "--no-report", "--use", "t"]
+    for seed, folder in enumerate(runs):
+        assert main(["fit", str(table), "--target", "y", "--out", str(folder), "--seed", str(seed), *short]) == 0
+    assert torch.equal(*(sklearn.load(folder).held_out_[0] for folder in runs))
+    assert merge(runs, tmp_path / "all").num_chains == 4
+    model = sklearn.load(tmp_path / "all")
+    assert model.posterior_.num_chains == 4 and list(model.feature_names_in_) == ["t", "x"]
+    assert all((tmp_path / "all" / f"part-000{k}" / "starts.safetensors").exists() for k in range(2)), "to resume"
+    capsys.readouterr()
+    assert main(["merge", *map(str, runs), "--out", str(tmp_path / "merged")]) == 0
+    assert main(["predict", str(tmp_path / "merged"), str(table), "--out", str(tmp_path / "p.csv")]) == 0
+    assert "30 predictions in" in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "merged")]) == 0 and (tmp_path / "merged" / "report.html").exists()

@@ -23,9 +23,7 @@ from isosgd.store.draws import Damaged
 from isosgd.store.manifest import Manifest
 
 MANIFEST, MODEL, TABLE, SCRIPT = "manifest.json", "model.json", "table.json", "script.json"
-DATA, REPORT = "data.safetensors", "report.html"
-NOTES = (MODEL, TABLE, SCRIPT, DATA)
-"""What stands beside the draws of a run."""
+REPORT = "report.html"
 USUAL: dict[str, Any] = {
     "method": "isgd", "draws": 100, "chains": 4, "batch_size": None, "keep_every": "auto", "warmup": "auto",
     "temperature": 1.0, "seed": 0, "store_dtype": None, "budget": None,

@@ -33,7 +33,7 @@ from isosgd.cli.runs import draw_and_judge
 LEAST_ROWS, FEW, MOST_CLASSES = 20, 10, 100  # rows; different whole numbers that are classes; classes
 USUAL = {
     "task": None, "likelihood": None, "use": [], "holdout": 0.1, "chains": 8, "hidden": "auto", "minutes": None,
-    "seed": 0,
+    "seed": 0, "holdout_seed": 0,
 }  # fmt: skip
 BATCH = 10_000  # rows predicted at once
 ROW, FLAGS = "row", ("unlike", "why")  # columns beside those of what is predicted
@@ -68,6 +68,10 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
         "--holdout", type=float, default=USUAL["holdout"], metavar="SHARE",
         help="share of the rows that is held out for the report; 0 for none (%(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--holdout-seed", type=int, default=USUAL["holdout_seed"],
+        help="of which rows are held out; runs with one of these and another --seed can be merged (%(default)s)",
+    )  # fmt: skip
     parser.add_argument("--effort", type=float, default=1.0, help="times the usual number of steps (%(default)g)")
     parser.add_argument("--minutes", type=float, help="end in about so many, with fewer steps (default: no limit)")
     parser.add_argument("--chains", type=int, default=USUAL["chains"], help="(%(default)s)")
@@ -75,9 +79,7 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
         "--hidden", default=USUAL["hidden"], metavar="UNITS",
         help="units of the hidden layers, such as 64,64,64; 0 for a linear model (default: by the number of rows)",
     )  # fmt: skip
-    parser.add_argument(
-        "--seed", type=int, default=USUAL["seed"], help="of the held-out rows and of the chains (%(default)s)"
-    )
+    parser.add_argument("--seed", type=int, default=USUAL["seed"], help="of the chains (%(default)s)")
     parser.add_argument("--no-report", dest="report", action="store_false", help="do not write report.html")
     add_machine(parser, threads=1)  # so small a network gains nothing from more
     add_json(parser, "scores and verdict")
@@ -139,7 +141,7 @@ def _longer(args: argparse.Namespace, folder: Path) -> str:
     for name, usual in USUAL.items():
         if (value := getattr(args, name)) != usual:
             values = value if isinstance(value, list) else [4 * value if name == "minutes" else value]
-            words += [f"--{name}", *map(str, values)]
+            words += [f"--{name.replace('_', '-')}", *map(str, values)]
     return shlex.join([*words, "--effort", f"{4 * args.effort:g}", "--out", f"{folder}-longer"])
 
 
@@ -152,6 +154,7 @@ def _check(args: argparse.Namespace) -> Any:
     if args.chains < 1:
         raise ValueError(f"--chains {args.chains} must be at least 1")
     check_seed(args.seed)
+    check_seed(args.holdout_seed, "--holdout-seed")
     if args.hidden == "auto":
         return "auto"
     try:
@@ -241,7 +244,7 @@ def _rows(frame: Any, y: Any, classes: list[Any], args: argparse.Namespace) -> A
     }
     X, y = X[there].reset_index(drop=True), y[there].reset_index(drop=True)
     y = np.array(y, dtype=(np.int64 if isinstance(classes[0], int) else object) if classes else np.float64)
-    out = _heldout(y, args.holdout, bool(classes), np.random.default_rng(args.seed))
+    out = _heldout(y, args.holdout, bool(classes), np.random.default_rng(args.holdout_seed))
     for name in X.columns:
         if name not in dropped and (why := why_useless(X[name][~out])):
             if name not in args.use:

@@ -12,11 +12,16 @@ from isosgd.store import Manifest
 from isosgd.store.manifest import NAME
 from isosgd.target import Target
 
+NOTES = ("model.json", "table.json", "script.json", "data.safetensors")
+"""What estimators and the command line write beside the draws of a run: what was sampled, and the data."""
+STARTS = "starts.safetensors"  # of a run, where its chains begin at trained networks of a table
+
 
 def merge(runs: Sequence[str | Path], out: str | Path, target: Target | None = None) -> Posterior:
     """Make one run of several, such as those of an array job: the same target and data, each with a seed of its own.
 
-    Draws and checkpoints are copied, so that the runs may be deleted then. R-hat and all else are those of all
+    Draws and checkpoints are copied, so that the runs may be deleted then; and so are the estimator of
+    `isosgd.sklearn` and what the command line noted, if they are there. R-hat and all else are those of all
     chains, which are numbered one run after the other. A merged run can be merged again, and extended by
     `isosgd.resume`. To look at runs together without a copy, pass them to `isosgd.load`.
 
@@ -54,6 +59,9 @@ def merge(runs: Sequence[str | Path], out: str | Path, target: Target | None = N
     parts = [f"part-{i:04d}" for i in range(len(folders))]
     for source, part in zip(folders, parts, strict=True):
         copy_run(source, folder / part)
+    for name in NOTES:  # what was sampled is the same in all
+        if (Path(runs[0]) / name).exists():
+            shutil.copyfile(Path(runs[0]) / name, folder / name)
     write_parts(folder, parts)
     return load(folder, target)
 
@@ -65,6 +73,8 @@ def copy_run(source: Path, to: Path) -> None:
     files = (*manifest.shards, *manifest.checkpoints.values(), *([manifest.frozen] if manifest.frozen else []))
     for file in files:
         shutil.copyfile(source / file.file, to / file.file)
+    if (source / STARTS).exists():
+        shutil.copyfile(source / STARTS, to / STARTS)
     shutil.copyfile(source / NAME, to / NAME)
 
 
