@@ -1,5 +1,6 @@
 """Runs with other seeds become one: looked at together, merged, extended."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,26 @@ def test_runs_of_something_else_are_refused(tmp_path: Path, change: dict[str, An
         with pytest.raises(ValueError, match=said):
             take([tmp_path / "0", tmp_path / "1"])
     assert not (tmp_path / "all").exists()
+
+
+def test_runs_that_are_left_out_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [tmp_path / str(seed) for seed in range(2)]
+    run(tmp_path, 0, draws=2, chains=2)
+    run(tmp_path, 1, draws=5, chains=2)
+    left = rf"5 draws of each of 2 chains are shown; left out: {runs[0]} \(2 draws\)"
+    with pytest.warns(isosgd.SamplingWarning, match=f"{left}. To level them: isosgd resume {runs[0]} --draws 5"):
+        load(runs)
+    with pytest.warns(isosgd.SamplingWarning, match=left) as warned:
+        merge(runs, tmp_path / "all")
+    assert len(warned) == 1
+    with pytest.warns(isosgd.SamplingWarning, match=f"isosgd resume {tmp_path / 'all'} --draws 5"):
+        load(tmp_path / "all")
+    assert main(["merge", *map(str, runs), "--out", str(tmp_path / "command")]) == 0
+    assert f"left out: {runs[0]} (2 draws)" in capsys.readouterr().out
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        levelled = resume(tmp_path / "all", make_target(), (Y,), draws=5, progress=False)
+    assert (levelled.num_chains, levelled.num_draws) == (4, 5)
 
 
 def test_draws_are_not_counted_twice(tmp_path: Path) -> None:

@@ -179,11 +179,13 @@ def add_merge(parser: argparse.ArgumentParser) -> None:
 def run_merge(args: argparse.Namespace) -> int:
     """Merge."""
     check_folder(args.out)
-    found = isosgd.merge(args.runs, args.out)
+    with gathered_warnings() as warned:
+        found = isosgd.merge(args.runs, args.out)
     if args.json:
-        print_json({"run": args.out, "chains": found.num_chains, "draws": found.num_draws})
+        print_json({"run": args.out, "chains": found.num_chains, "draws": found.num_draws, "warnings": warned})
     else:
         echo(args, f"{args.out}: {found.num_chains} chains of {len(args.runs)} runs, {found.num_draws} draws of each")
+        echo(args, *(f"note: {warning}" for warning in warned))
         echo(args, f"next: isosgd diagnose {args.out}")
     return 0
 

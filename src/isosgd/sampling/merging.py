@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from isosgd.posterior import Posterior
-from isosgd.sampling.stored import folders_of, joined, load
+from isosgd.sampling.stored import folders_of, load
 from isosgd.store import Manifest
 from isosgd.store.manifest import NAME
 from isosgd.target import Target
@@ -31,7 +31,8 @@ def merge(runs: Sequence[str | Path], out: str | Path, target: Target | None = N
         target: what was sampled, as for `isosgd.load`.
 
     Returns:
-        The draws, as `isosgd.load` gives them.
+        The draws, as `isosgd.load` gives them. Where numbers of draws differ, a warning says which runs are left out;
+        they are copied all the same, and ``isosgd.resume(out, ..., draws=N)`` levels them.
 
     Raises:
         ValueError: when runs are of another target, other data, another method or temperature, each difference in a
@@ -53,7 +54,7 @@ def merge(runs: Sequence[str | Path], out: str | Path, target: Target | None = N
     if isinstance(runs, str | Path):
         raise TypeError(f"runs = {str(runs)!r} must be a list of folders")
     folders, folder = folders_of(runs), Path(out)
-    joined(folders)  # before anything is written
+    shown = load(folders).info["chain_indices"]  # before anything is written; says by their names which are left out
     if Manifest.begun(folder):
         raise FileExistsError(f"{folder} already holds a run: merge into another folder")
     parts = [f"part-{i:04d}" for i in range(len(folders))]
@@ -63,7 +64,7 @@ def merge(runs: Sequence[str | Path], out: str | Path, target: Target | None = N
         if (Path(runs[0]) / name).exists():
             shutil.copyfile(Path(runs[0]) / name, folder / name)
     write_parts(folder, parts)
-    return load(folder, target)
+    return load(folder, target, chains=shown or None)
 
 
 def copy_run(source: Path, to: Path) -> None:
