@@ -76,6 +76,18 @@ TABLES: dict[str, tuple[bytes | None, str]] = {
     "too many classes": (
         b"a,y\n" + b"".join(b"%d,c%d\n" % (k % 7, k) for k in range(300)), "300 different values, too many for classes",
     ),
+    "numbers with separators": (
+        b"a,y\n" + b"".join(b'%d,"%d,%03d"\n' % (k % 7, 100 + k, k * 37 % 1000) for k in range(60)),
+        "'y' has 60 different values that look like numbers with separators ('100,000'): leave out",
+    ),
+    "numbers with a currency, often the same": (
+        b"a,y\n" + b"".join(f"{k % 7},€ {k % 20}.50\n".encode() for k in range(60)),
+        "20 different values that look like numbers with separators ('€ 0.50')",
+    ),
+    "classes of one row": (
+        b"a,y\n" + b"".join(b"%d,c%d\n" % (k % 7, k) for k in range(60)),
+        "'y' has 60 classes, most with one row; take rare ones together",
+    ),
     "a date to predict": (
         b"a,y\n" + b"".join(b"%d,2020-01-%02d\n" % (k % 7, 1 + k % 28) for k in range(60)), "'y' is a date; make a",
     ),
@@ -112,6 +124,15 @@ def test_a_target_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         (["fit", PENGUINS, "--target", "species", "--out", "file"], "--out file is a file; name a folder"),
         (["fit", PENGUINS, "--target", "species", "--hidden", 10**8], "weights; 134,217,728 at most"),
+        (
+            ["fit", PENGUINS, "--target", "species", "--use", "yaer"],
+            "--use yaer: there is no such column; did you mean 'year'",
+        ),
+        (["fit", PENGUINS, "--target", "species", "--use", "species"], "--use species: it is the target"),
+        (
+            ["fit", "prices.csv", "--target", "y", "--task", "regression"],
+            "2 different values that look like numbers with separators ('$1,200')",
+        ),
         (["fit", "folder", "--target", "species"], "folder is a folder; name a CSV or Parquet file"),
         (["sample", "line.py:target", "--out", "file"], "--out file is a file; name a folder"),
         (["sample", "line.py:target", "--seed", "-4"], "--seed -4 must not be negative"),
@@ -142,6 +163,7 @@ def test_files_and_folders_that_are_not_what_is_meant(
     (tmp_path / "file").write_text("no run")
     (tmp_path / "folder").mkdir()
     (tmp_path / "line.py").write_text(LINE)
+    (tmp_path / "prices.csv").write_text("a,y\n" + '1,"$1,200"\n2,"$1,300"\n' * 20)
     assert words in refused(capsys, *(fitted if word == "RUN" else word for word in argv))
 
 
@@ -197,7 +219,21 @@ def test_names_of_another_task_may_be_kept(
     lines = [f"{line},{k}" for k, line in enumerate(PENGUINS.read_text().splitlines()[:3])]
     table.write_text("\n".join([lines[0].rsplit(",", 1)[0] + f",{name}", *lines[1:]]))
     assert main(["predict", str(run), str(table), "--json", "--keep", name]) == 0
-    assert [row[name] for row in json.loads(capsys.readouterr().out)] == [1, 2]
+    assert [row[name] for row in json.loads(capsys.readouterr().out)] == ["1", "2"]
+
+
+def test_columns_are_kept_as_they_stand_in_the_file(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = PENGUINS.read_text().splitlines()[:4]
+    new = tmp_path / "new.csv"
+    added = ["zip,when,price", "07922,2024-01-05,1.50", "00123,2024-01-06,NA", "00124,2024-01-07,"]
+    new.write_text("\n".join(f"{line},{more}" for line, more in zip(lines, added, strict=True)))
+    assert main(["predict", str(run), str(new), "--keep", "zip", "when", "price"]) == 0
+    found = [line.split(",")[1:4] for line in capsys.readouterr().out.splitlines()]
+    assert found == [more.split(",") for more in added]
+    assert main(["predict", str(run), str(new), "--keep", "price", "--json"]) == 0
+    assert [row["price"] for row in json.loads(capsys.readouterr().out)] == ["1.50", "NA", None]
 
 
 # ------------------------------------------------------------------------------------------------ runs that are damaged
@@ -230,6 +266,18 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "data.safetensors cut": (lambda run: (run / "data.safetensors").write_bytes(b"cut"), "fit the table again"),
     "data.safetensors a folder": (lambda run: as_folder(run / "data.safetensors"), "fit the table again"),
 }
+
+
+def test_a_fit_killed_before_its_first_draw_is_begun_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "model.json").write_text("{}")
+    (folder / "table.json").write_text('{"command": "isosgd fit t.csv --target y"}')
+    for command in ("resume", "diagnose"):
+        line = refused(capsys, command, folder)
+        assert "killed before the first draw" in line and line.endswith("fit again: isosgd fit t.csv --target y")
+    (folder / "table.json").unlink()
+    assert refused(capsys, "resume", folder).endswith("killed before the first draw: fit again")
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -1,5 +1,6 @@
 """Runs with other seeds become one: looked at together, merged, extended."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,26 @@ def test_runs_of_something_else_are_refused(tmp_path: Path, change: dict[str, An
     assert not (tmp_path / "all").exists()
 
 
+def test_runs_that_are_left_out_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [tmp_path / str(seed) for seed in range(2)]
+    run(tmp_path, 0, draws=2, chains=2)
+    run(tmp_path, 1, draws=5, chains=2)
+    left = rf"5 draws of each of 2 chains are shown; left out: {runs[0]} \(2 draws\)"
+    with pytest.warns(isosgd.SamplingWarning, match=f"{left}. To level them: isosgd resume {runs[0]} --draws 5"):
+        load(runs)
+    with pytest.warns(isosgd.SamplingWarning, match=left) as warned:
+        merge(runs, tmp_path / "all")
+    assert len(warned) == 1
+    with pytest.warns(isosgd.SamplingWarning, match=f"isosgd resume {tmp_path / 'all'} --draws 5"):
+        load(tmp_path / "all")
+    assert main(["merge", *map(str, runs), "--out", str(tmp_path / "command")]) == 0
+    assert f"left out: {runs[0]} (2 draws)" in capsys.readouterr().out
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        levelled = resume(tmp_path / "all", make_target(), (Y,), draws=5, progress=False)
+    assert (levelled.num_chains, levelled.num_draws) == (4, 5)
+
+
 def test_draws_are_not_counted_twice(tmp_path: Path) -> None:
     run(tmp_path, 0)
     run(tmp_path / "other", 0, draws=7)
@@ -138,3 +159,24 @@ def test_the_command_merges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert load(tmp_path / "all").num_draws == 10
     assert main(["merge", *map(str, runs), "--out", str(tmp_path / "all")]) == 1
     assert "already holds a run" in capsys.readouterr().err
+
+
+def test_fits_of_one_table_with_other_seeds_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed: it reads tables")
+    from isosgd import sklearn
+
+    table, runs = tmp_path / "t.csv", [tmp_path / f"run{seed}" for seed in range(2)]
+    table.write_text("t,x,y\n" + "".join(f"{k},{k * 7 % 11},{k * 7 % 11 + k / 30:.2f}\n" for k in range(30)))
+    short = ["--effort", "0.002", "--chains", "2", "--hidden", "2", "--no-report", "--use", "t"]
+    for seed, folder in enumerate(runs):
+        assert main(["fit", str(table), "--target", "y", "--out", str(folder), "--seed", str(seed), *short]) == 0
+    assert torch.equal(*(sklearn.load(folder).held_out_[0] for folder in runs))
+    assert merge(runs, tmp_path / "all").num_chains == 4
+    model = sklearn.load(tmp_path / "all")
+    assert model.posterior_.num_chains == 4 and list(model.feature_names_in_) == ["t", "x"]
+    assert all((tmp_path / "all" / f"part-000{k}" / "starts.safetensors").exists() for k in range(2)), "to resume"
+    capsys.readouterr()
+    assert main(["merge", *map(str, runs), "--out", str(tmp_path / "merged")]) == 0
+    assert main(["predict", str(tmp_path / "merged"), str(table), "--out", str(tmp_path / "p.csv")]) == 0
+    assert "30 predictions in" in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "merged")]) == 0 and (tmp_path / "merged" / "report.html").exists()

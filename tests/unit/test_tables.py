@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from isosgd import sklearn
-from isosgd.cli.reading import numbers_rows, read_table, why_useless
+from isosgd.cli.reading import as_they_stand, numbers_rows, read_table, why_useless
 from isosgd.sklearn import BayesianMLPClassifier, BayesianMLPRegressor
 from isosgd.tables.columns import Columns
 
@@ -69,6 +69,57 @@ def test_columns_that_are_mostly_numbers_or_dates_are_that(tmp_path: Path) -> No
     assert not any("what" in remark for remark in remarks)
 
 
+def test_a_stray_word_costs_one_value_of_a_decimal_comma_or_a_truth(tmp_path: Path) -> None:
+    values = [f"{k / 8:.3f}".replace(".", ",") for k in range(59)]
+    path = write(
+        tmp_path / "t.csv", "\n".join(["x;z", *(f"{v};{k % 7}" for k, v in enumerate([*values, "unbekannt"]))])
+    )
+    found, remarks = read_table(path)
+    assert found["x"].tolist()[:59] == [k / 8 for k in range(59)] and remarks == [
+        "1 values of 'x' are no numbers and count as missing"
+    ]
+    columns, _ = Columns.learn(pd.DataFrame({"x": [0.5, 1.5], "old": [True, False]}))
+    new = write(tmp_path / "new.csv", "x;old\n0,5;True\nunbekannt;false\n1,25;unknown\n-2;TRUE\n")
+    found, _ = read_table(new, columns)
+    assert found.fillna(-1).to_dict("list") == {"x": [0.5, -1, 1.25, -2], "old": [1, 0, -1, 1]}
+    # A point may stand for the comma in all of a column, not in a part of it: 1,234 is then no 1.234.
+    mixed = write(tmp_path / "mixed.csv", "x;old\n0.5;True\n1.25;True\n1,234;True\n")
+    assert read_table(mixed, columns)[0]["x"].fillna(-1).tolist() == [0.5, 1.25, -1]
+
+
+def test_new_rows_may_have_a_single_column(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", "x\n0.5\n1.5\n")
+    columns, _ = Columns.learn(pd.DataFrame({"x": [0.5, 1.5]}))
+    assert read_table(path, columns)[0]["x"].tolist() == [0.5, 1.5]
+    with pytest.raises(ValueError, match="single column 'x'; a target and at least one input are needed"):
+        read_table(path)
+
+
+def test_words_for_missing_values_are_classes_of_a_target(tmp_path: Path) -> None:
+    words = ["None", "Insomnia", "", "NA", " Apnea"]
+    path = write(tmp_path / "t.csv", "\n".join(["x,y,z", *(f"{k},{word},{word}" for k, word in enumerate(words * 8))]))
+    found, remarks = read_table(path, target="y")
+    assert found["y"].value_counts().to_dict() == {"None": 8, "Insomnia": 8, "NA": 8, "Apnea": 8}
+    assert found["z"].value_counts().to_dict() == {"Insomnia": 8, "Apnea": 8}
+    assert remarks == [
+        "of the target 'y', 'NA' (8 rows) is taken as a class; only empty cells are missing there",
+        "of the target 'y', 'None' (8 rows) is taken as a class; only empty cells are missing there",
+    ]
+    truths = write(tmp_path / "u.csv", "x,y\n1,True\n2,False\n3,None\n4,\n")
+    assert read_table(truths, target="y")[0]["y"].fillna("?").tolist() == ["True", "False", "None", "?"]
+    numbers = write(tmp_path / "v.csv", "x;y\n1;0,5\n2;NA\n3;None\n4;-1,5\n")
+    assert read_table(numbers, target="y")[0]["y"].fillna(-9).tolist() == [0.5, -9, -9, -1.5]
+
+
+def test_columns_as_they_stand_in_a_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", "zip ,when,price,note\n07922,2024-01-05,1.50,NA\n\n00123,2024-01-06,,x\n")
+    found = as_they_stand(path, ["when", "zip", "price", "note"])
+    assert list(found.columns) == ["when", "zip", "price", "note"]
+    assert found.fillna("-").to_numpy().tolist() == [
+        ["2024-01-05", "07922", "1.50", "NA"], ["2024-01-06", "00123", "-", "x"],
+    ]  # fmt: skip
+
+
 def test_parquet_reads_as_the_same_csv(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow", reason="pyarrow is not installed: it reads Parquet")
     frame = pd.DataFrame({
@@ -109,8 +160,11 @@ def test_columns_that_say_nothing_are_known(values: list[Any], why: str) -> None
 
 def test_row_numbers_are_known() -> None:
     squares = pd.Series([k * k for k in range(20)])
-    assert numbers_rows("a", pd.Series(range(5, 25))) and numbers_rows("customer_id", squares)
+    assert numbers_rows("a", pd.Series(range(20))) and numbers_rows("a", pd.Series(range(1, 21)))
+    assert all(numbers_rows(name, squares) for name in ("customer_id", "row", "Row_Number", "index", "Unnamed: 0"))
     assert not numbers_rows("income", squares) and not numbers_rows("a", pd.Series([1, 1, 2]))
+    # Years, one a row, and ranks of another order say something.
+    assert not numbers_rows("year", pd.Series(range(1960, 2020))) and not numbers_rows("rank", pd.Series([2, 1, 3]))
 
 
 # -- inputs -----------------------------------------------------------------------------------------------------------

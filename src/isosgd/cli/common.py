@@ -83,10 +83,10 @@ def max_seconds(args: argparse.Namespace) -> float | None:
     return None if args.minutes is None else 60.0 * float(args.minutes)
 
 
-def check_seed(seed: int) -> None:
+def check_seed(seed: int, option: str = "--seed") -> None:
     """Refuse a seed that no generator takes."""
     if seed < 0:
-        raise ValueError(f"--seed {seed} must not be negative")
+        raise ValueError(f"{option} {seed} must not be negative")
 
 
 def check_folder(path: Path) -> None:

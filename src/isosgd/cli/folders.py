@@ -23,9 +23,7 @@ from isosgd.store.draws import Damaged
 from isosgd.store.manifest import Manifest
 
 MANIFEST, MODEL, TABLE, SCRIPT = "manifest.json", "model.json", "table.json", "script.json"
-DATA, REPORT = "data.safetensors", "report.html"
-NOTES = (MODEL, TABLE, SCRIPT, DATA)
-"""What stands beside the draws of a run."""
+REPORT = "report.html"
 USUAL: dict[str, Any] = {
     "method": "isgd", "draws": 100, "chains": 4, "batch_size": None, "keep_every": "auto", "warmup": "auto",
     "temperature": 1.0, "seed": 0, "store_dtype": None, "budget": None,
@@ -119,6 +117,9 @@ def open_run(folder: Path, script: str | None = None, drop_damaged: bool = False
         raise ValueError(f"{folder} is no folder of a run; `isosgd fit` and `isosgd sample` make one")
     damaged: Damaged = "drop" if drop_damaged else "refuse"
     if script is None and (folder / MODEL).exists():
+        if not (folder / MANIFEST).exists():
+            again = f"fit again: {command}" if (command := _noted(folder)[1]["command"]) else "fit again"
+            raise ValueError(f"{folder} has no {MANIFEST}: it was killed before the first draw: {again}")
         return _tabular(folder, damaged)
     if script is None and not (folder / SCRIPT).exists():
         raise ValueError(f"{folder} does not say what was sampled; name the script: --script SCRIPT.py:target")
@@ -131,12 +132,7 @@ def _tabular(folder: Path, damaged: Damaged) -> Run:
 
     model = sklearn.opened(folder, damaged)
     network, columns = model.network_, model.columns_
-    try:
-        note = json.loads((folder / TABLE).read_text(encoding="utf-8")) if (folder / TABLE).exists() else {}
-        notes = [str(line) for line in note.get("notes", [])]
-        words = {name: str(note.get(name, usual)) for name, usual in NOTED.items()}
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder / TABLE} cannot be used ({first_line(error)}); fit the table again") from error
+    notes, words = _noted(folder)
     classes = [str(name) for name in getattr(model, "classes_", ())]
     single = network.inputs == 1
     layers = ", ".join(map(str, network.hidden))
@@ -158,6 +154,15 @@ def _tabular(folder: Path, damaged: Damaged) -> Run:
         folder, network.target(), model.posterior_.data, model.held_out_, None, subject, model, words["command"],
         damaged=damaged,
     )  # fmt: skip
+
+
+def _noted(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """What `isosgd fit` noted: what was done to the table, and `NOTED`."""
+    try:
+        note = json.loads((folder / TABLE).read_text(encoding="utf-8")) if (folder / TABLE).exists() else {}
+        return [str(line) for line in note.get("notes", [])], {n: str(note.get(n, usual)) for n, usual in NOTED.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / TABLE} cannot be used ({first_line(error)}); fit the table again") from error
 
 
 def refuse_begun(folder: Path) -> None:

@@ -19,11 +19,12 @@ SEPARATORS = ",;\t|"
 MISSING = ["?", "na", "Na", "none", "nat", "NaT", "NAN", "N/a"]  # beside those of pandas
 MOSTLY = 0.95  # share of numbers, or dates, that makes a column of text one of them
 LARGER = 3  # times a file's size that its frame takes up, at the least
+SWAPPED = str.maketrans(",.", ".,")
 _NUMBER = re.compile(r"\s*[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?\s*")
-_ID = re.compile(r"(.*[_ .-])?(id|index|key|uuid|rownames?)|unnamed.*", re.IGNORECASE)
+_ID = re.compile(r"(.*[_ .-])?(id|index|key|uuid|rows?([_ .-]?(names?|num(ber)?|no|id))?)|unnamed.*", re.IGNORECASE)
 
 
-def read_table(path: Path, columns: Any = None) -> tuple[Any, list[str]]:
+def read_table(path: Path, columns: Any = None, target: str | None = None) -> tuple[Any, list[str]]:
     """A CSV or Parquet file as a frame whose columns have a type, and remarks about values that do not fit it.
 
     The first line of a CSV file names its columns. Its separator is the comma, semicolon, tab or bar that this line has
@@ -33,6 +34,7 @@ def read_table(path: Path, columns: Any = None) -> tuple[Any, list[str]]:
     Args:
         path: ``.parquet`` or ``.pq`` for Parquet, anything else is read as CSV in UTF-8.
         columns: the `isosgd.tables.columns.Columns` of a model, which say what each column is.
+        target: the column to predict. Where it is text, empty cells alone are missing: "None" may be a class.
     """
     try:
         import pandas as pd
@@ -47,19 +49,53 @@ def read_table(path: Path, columns: Any = None) -> tuple[Any, list[str]]:
         raise ValueError(f"{path} has {path.stat().st_size:,} bytes, more than memory holds: fit fewer rows of it")
     known = {} if columns is None else {n: k for k in ("numbers", "dates", "categories") for n in getattr(columns, k)}
     text = [name for name, kind in known.items() if kind != "numbers"]
-    frame = _parquet(path) if path.suffix.lower() in (".parquet", ".pq") else _csv(path, text)
+    frame, decimal = _parquet(path) if _is_parquet(path) else _csv(path, text)
+    if columns is None and frame.shape[1] < 2:
+        raise ValueError(
+            f"{path} has the single column {frame.columns[0]!r}; a target and at least one input are needed"
+        )
     if not len(frame):
         raise ValueError(f"{path} has names of columns in its first line, but no rows below it")
-    remarks = []
+    remarks: list[str] = []
+    if target in frame.columns and not _is_parquet(path):
+        frame[target], remarks = _with_words(path, frame[target], decimal)
     for name in frame.columns:
         column = frame[name]
         if pd.api.types.is_object_dtype(column) or pd.api.types.is_string_dtype(column):
-            frame[name], bad, kind = _typed(column, known.get(name))
+            frame[name], bad, kind = _typed(column, known.get(name), decimal)
             remarks += [f"{bad} values of {name!r} are no {kind} and count as missing"] if bad else []
     return frame, remarks
 
 
-def _csv(path: Path, text: list[str]) -> Any:
+def as_they_stand(path: Path, names: list[str]) -> Any:
+    """Columns as they stand in a file: the text of CSV, with empty cells alone missing, or the values of Parquet."""
+    return (_parquet(path) if _is_parquet(path) else _csv(path, names, only=True))[0][names]
+
+
+def _is_parquet(path: Path) -> bool:
+    return path.suffix.lower() in (".parquet", ".pq")
+
+
+def _with_words(path: Path, column: Any, decimal: str) -> tuple[Any, list[str]]:
+    """A column of text with words that stand for missing values elsewhere, such as "None", and remarks about them."""
+    from pandas.api import types
+
+    text = types.is_object_dtype(column) or types.is_string_dtype(column)
+    if not text or not column.isna().any():
+        return column, []
+    as_text = as_they_stand(path, [column.name])[column.name].str.strip()
+    known = as_text.where(column.notna())
+    if not known.notna().any() or _typed(known, None, decimal)[2] != "text":
+        return column, []
+    words = as_text[column.isna()].value_counts().sort_index()
+    return as_text, [
+        f"of the target {column.name!r}, {word!r} ({rows} rows) is taken as a class; only empty cells are missing there"
+        for word, rows in words.items()
+    ]
+
+
+def _csv(path: Path, text: list[str], only: bool = False) -> tuple[Any, str]:
+    """The frame, with some columns as text, and its decimal mark; or these ``only``, with no words for missing ones."""
     import pandas as pd
 
     separator = ","
@@ -70,14 +106,16 @@ def _csv(path: Path, text: list[str]) -> Any:
             empty = "it" if not path.stat().st_size else "the first line"
             raise ValueError(f"{path}: {empty} is empty; the first line must name the columns")
         separator = max(SEPARATORS, key=first.count)
+        decimal = "," if separator == ";" else "."
         names = [name.strip() for name in next(csv.reader([first], delimiter=separator, skipinitialspace=True))]
         _check_names(path, names)
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)  # more values than names
             frame = pd.read_csv(
-                path, sep=separator, decimal="," if separator == ";" else ".", encoding="utf-8-sig", index_col=False,
-                skipinitialspace=True, na_values=MISSING, low_memory=False,
-                dtype={name: str for name in text if name in names},
+                path, sep=separator, decimal=decimal, encoding="utf-8-sig", index_col=False,
+                skipinitialspace=True, na_values=[""] if only else MISSING, keep_default_na=not only, low_memory=False,
+                usecols=(lambda name: name.strip() in text) if only else None,
+                dtype=str if only else {name: str for name in text if name in names},
             )  # fmt: skip
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason}); save it as CSV in UTF-8") from error
@@ -86,10 +124,10 @@ def _csv(path: Path, text: list[str]) -> Any:
         if "EOF inside string" in why:
             raise ValueError(f"{path}: a double quote is opened and not closed ({why})") from error
         raise ValueError(f"{path}: {why}; put values that hold {separator!r} in double quotes") from error
-    return frame.rename(columns=lambda name: str(name).strip())
+    return frame.rename(columns=lambda name: str(name).strip()), decimal
 
 
-def _parquet(path: Path) -> Any:
+def _parquet(path: Path) -> tuple[Any, str]:
     import pandas as pd
 
     try:
@@ -103,12 +141,10 @@ def _parquet(path: Path) -> Any:
     for name in frame.columns:
         if found := {type(value).__name__ for value in frame[name]} & {"list", "dict", "bytes", "ndarray"}:
             raise ValueError(f"{path}: column {name!r} has values of type {found.pop()}; drop it, or make text of it")
-    return frame
+    return frame, "."
 
 
 def _check_names(path: Path, names: list[str]) -> None:
-    if len(names) < 2:
-        raise ValueError(f"{path} has the single column {names[0]!r}; a target and at least one input are needed")
     if all(_NUMBER.fullmatch(name) for name in names):
         raise ValueError(f"{path}: the first line holds numbers ({', '.join(names[:3])}); it must name the columns")
     for k, name in enumerate(names):
@@ -118,14 +154,28 @@ def _check_names(path: Path, names: list[str]) -> None:
             raise ValueError(f"{path}: columns {names.index(name) + 1} and {k + 1} are both named {name!r}; rename one")
 
 
-def _typed(column: Any, kind: str | None) -> tuple[Any, int, str]:
+def _typed(column: Any, kind: str | None, decimal: str) -> tuple[Any, int, str]:
     """A column of text as numbers or dates where most values are, or where the ``kind`` says so; how many are none."""
     import pandas as pd
 
     column = column.map(lambda value: value.strip() if isinstance(value, str) else value)
     there = int(column.notna().sum())
+
+    def numbers() -> Any:
+        values = column
+        if kind == "numbers":  # pandas reads True and False alone, and stray words make text of them
+            truth = {"true": 1.0, "false": 0.0}
+            values = column.map(lambda value: truth.get(value.lower(), value) if isinstance(value, str) else value)
+        found = pd.to_numeric(values, errors="coerce")
+        if decimal == ".":
+            return found
+        # One mark for the whole column, the one that more values are written with: 1,234 beside 1.5 is no 1.234.
+        swapped = values.map(lambda v: v.translate(SWAPPED) if isinstance(v, str) else v)
+        other = pd.to_numeric(swapped, errors="coerce")
+        return other if other.notna().sum() >= found.notna().sum() else found
+
     readers: dict[str, Any] = {
-        "numbers": lambda: pd.to_numeric(column, errors="coerce"),
+        "numbers": numbers,
         "dates": lambda: pd.to_datetime(column, format="ISO8601", errors="coerce", utc=True),
     }
     for name, read in readers.items():
@@ -156,13 +206,21 @@ def why_useless(column: Any) -> str:
     return ""
 
 
+def look_separated(column: Any) -> bool:
+    """Whether text is mostly numbers with separators of thousands, a currency or a percent sign."""
+    import pandas as pd
+
+    bare = column.dropna().astype(str).str.replace(r"[,$€£%\s]", "", regex=True)
+    return bool(pd.to_numeric(bare, errors="coerce").notna().mean() >= MOSTLY)
+
+
 def numbers_rows(name: str, column: Any) -> bool:
-    """Whether a column numbers the rows: whole numbers without repeats, by their name or without gaps."""
+    """Whether a column numbers the rows: from 0 or 1 on in their order; or, by its name, without repeats."""
     import pandas as pd
 
     if not pd.api.types.is_integer_dtype(column) or not column.is_unique:
         return False
-    return bool(_ID.fullmatch(name)) or int(column.max()) - int(column.min()) == len(column) - 1
+    return bool(_ID.fullmatch(name)) or any((column == np.arange(k, k + len(column))).all() for k in (0, 1))
 
 
 def near(name: str, names: Iterable[str]) -> str:

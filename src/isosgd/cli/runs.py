@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +28,6 @@ from isosgd.cli.common import (
 )
 from isosgd.cli.folders import (
     MANIFEST,
-    NOTES,
     USUAL,
     Run,
     open_run,
@@ -40,9 +38,7 @@ from isosgd.cli.folders import (
 )
 from isosgd.diagnostics.verdict import Verdict
 from isosgd.report.predictions import evaluate, some
-from isosgd.sampling.stored import folders_of
 from isosgd.store.manifest import Manifest
-from isosgd.tables.network import STARTS
 
 UNSETTLED = "the warm-up did not settle"  # the verdict says so, too
 
@@ -183,17 +179,13 @@ def add_merge(parser: argparse.ArgumentParser) -> None:
 def run_merge(args: argparse.Namespace) -> int:
     """Merge."""
     check_folder(args.out)
-    found = isosgd.merge(args.runs, args.out)
-    for name in NOTES:  # what was sampled is the same in all
-        if (args.runs[0] / name).exists():
-            shutil.copyfile(args.runs[0] / name, args.out / name)
-    for folder, part in zip(folders_of(args.runs), Manifest.read(args.out).parts, strict=True):
-        if (folder / STARTS).exists():
-            shutil.copyfile(folder / STARTS, args.out / part / STARTS)
+    with gathered_warnings() as warned:
+        found = isosgd.merge(args.runs, args.out)
     if args.json:
-        print_json({"run": args.out, "chains": found.num_chains, "draws": found.num_draws})
+        print_json({"run": args.out, "chains": found.num_chains, "draws": found.num_draws, "warnings": warned})
     else:
         echo(args, f"{args.out}: {found.num_chains} chains of {len(args.runs)} runs, {found.num_draws} draws of each")
+        echo(args, *(f"note: {warning}" for warning in warned))
         echo(args, f"next: isosgd diagnose {args.out}")
     return 0
 

@@ -27,12 +27,13 @@ from isosgd.cli.common import (
     use_machine,
 )
 from isosgd.cli.folders import MODEL, TABLE, Run, open_run, refuse_begun
-from isosgd.cli.reading import near, numbers_rows, read_table, why_useless
+from isosgd.cli.reading import as_they_stand, look_separated, near, numbers_rows, read_table, why_useless
 from isosgd.cli.runs import draw_and_judge
 
 LEAST_ROWS, FEW, MOST_CLASSES = 20, 10, 100  # rows; different whole numbers that are classes; classes
-USUAL = {
-    "task": None, "likelihood": None, "holdout": 0.1, "chains": 8, "hidden": "auto", "minutes": None, "seed": 0,
+USUAL: dict[str, Any] = {
+    "task": None, "likelihood": None, "use": [], "holdout": 0.1, "chains": 8, "hidden": "auto", "minutes": None,
+    "seed": 0, "holdout_seed": 0,
 }  # fmt: skip
 BATCH = 10_000  # rows predicted at once
 ROW, FLAGS = "row", ("unlike", "why")  # columns beside those of what is predicted
@@ -60,8 +61,16 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
         help="noise of a regression (default: auto, by residuals of held-out rows)",
     )  # fmt: skip
     parser.add_argument(
+        "--use", nargs="+", default=USUAL["use"], metavar="COLUMN",
+        help="columns to predict from that would be dropped, such as one that looks like row numbers",
+    )  # fmt: skip
+    parser.add_argument(
         "--holdout", type=float, default=USUAL["holdout"], metavar="SHARE",
         help="share of the rows that is held out for the report; 0 for none (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--holdout-seed", type=int, default=USUAL["holdout_seed"],
+        help="of which rows are held out; runs with one of these and another --seed can be merged (%(default)s)",
     )  # fmt: skip
     parser.add_argument("--effort", type=float, default=1.0, help="times the usual number of steps (%(default)g)")
     parser.add_argument("--minutes", type=float, help="end in about so many, with fewer steps (default: no limit)")
@@ -70,9 +79,7 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
         "--hidden", default=USUAL["hidden"], metavar="UNITS",
         help="units of the hidden layers, such as 64,64,64; 0 for a linear model (default: by the number of rows)",
     )  # fmt: skip
-    parser.add_argument(
-        "--seed", type=int, default=USUAL["seed"], help="of the held-out rows and of the chains (%(default)s)"
-    )
+    parser.add_argument("--seed", type=int, default=USUAL["seed"], help="of the chains (%(default)s)")
     parser.add_argument("--no-report", dest="report", action="store_false", help="do not write report.html")
     add_machine(parser, threads=1)  # so small a network gains nothing from more
     add_json(parser, "scores and verdict")
@@ -84,7 +91,7 @@ def run_fit(args: argparse.Namespace) -> int:
     use_machine(args.threads, args.device)
     folder = args.out or Path("runs") / f"{args.table.stem}-{args.target}".replace("/", "-").replace(" ", "-")
     check_folder(folder)
-    frame, remarks = read_table(args.table)  # first of all: it says what is to be installed
+    frame, remarks = read_table(args.table, target=args.target)  # first of all: it says what is to be installed
     from isosgd import sklearn
     from isosgd.tables.columns import Columns
     from isosgd.tables.network import Network
@@ -106,7 +113,7 @@ def run_fit(args: argparse.Namespace) -> int:
     what = f"{len(classes)} classes of" if classes else "the number"
     notes = [f"{'classification' if classes else 'regression'} of {what} {args.target!r}", *told]
     notes += [f"dropped {name!r}: {why}" for name, why in dropped.items()]
-    notes += [remark for remark in remarks if not any(repr(name) in remark for name in (*dropped, args.target))]
+    notes += [remark for remark in remarks if not any(repr(name) in remark for name in dropped)]
     counts = {"rows": len(frame), "train": int((~out).sum()), "heldout": int(out.sum()), "dropped": len(frame) - len(y)}
     echo(args, f"{counts['rows']:,} rows: {counts['train']:,} to train on, {counts['heldout']:,} held out" + (
         f", {counts['dropped']:,} without a target left aside" if counts["dropped"] else ""
@@ -133,7 +140,8 @@ def _longer(args: argparse.Namespace, folder: Path) -> str:
     words = ["isosgd", "fit", str(args.table), "--target", args.target]
     for name, usual in USUAL.items():
         if (value := getattr(args, name)) != usual:
-            words += [f"--{name}", str(4 * value if name == "minutes" else value)]
+            values = value if isinstance(value, list) else [4 * value if name == "minutes" else value]
+            words += [f"--{name.replace('_', '-')}", *map(str, values)]
     return shlex.join([*words, "--effort", f"{4 * args.effort:g}", "--out", f"{folder}-longer"])
 
 
@@ -146,6 +154,7 @@ def _check(args: argparse.Namespace) -> Any:
     if args.chains < 1:
         raise ValueError(f"--chains {args.chains} must be at least 1")
     check_seed(args.seed)
+    check_seed(args.holdout_seed, "--holdout-seed")
     if args.hidden == "auto":
         return "auto"
     try:
@@ -182,16 +191,22 @@ def _target(frame: Any, args: argparse.Namespace) -> tuple[Any, list[Any], list[
     numeric = types.is_numeric_dtype(y) and not types.is_bool_dtype(y)
     if numeric and np.isinf(there.to_numpy(dtype=np.float64)).any():
         raise ValueError(f"the target {name!r} has infinite values; make them missing, or drop these rows")
+    text, different = not types.is_numeric_dtype(y), there.nunique()
+    if text and (task == "regression" or (task is None and different > FEW)) and look_separated(there):
+        raise ValueError(
+            f"the target {name!r} has {different} different values that look like numbers with separators "
+            f"({there.iloc[0]!r}): leave out separators of thousands, currencies and % (or --task classification)"
+        )
     if task == "regression" and not numeric:
         raise ValueError(f"values of the target {name!r} are no numbers ({there.iloc[0]!r}); classify instead")
     whole = numeric and bool((there == there.round()).all())
     remarks = []
     if task is None:
-        few = whole and there.nunique() <= FEW
+        few = whole and different <= FEW
         task = "regression" if numeric and not few else "classification"
         if few:
             remarks.append(
-                f"{name!r} has {there.nunique()} different whole numbers, taken as classes; --task regression takes it "
+                f"{name!r} has {different} different whole numbers, taken as classes; --task regression takes it "
                 "as a number"
             )
     if task == "regression":
@@ -205,6 +220,11 @@ def _target(frame: Any, args: argparse.Namespace) -> tuple[Any, list[Any], list[
             f"the target {name!r} has {len(counts)} different values, too many for classes ({MOST_CLASSES} at most)"
             "; take rare ones together, or choose another column"
         )
+    if len(counts) > FEW and (counts == 1).sum() > len(counts) / 2:
+        raise ValueError(
+            f"the target {name!r} has {len(counts)} classes, most with one row; take rare ones together, or choose "
+            "another column"
+        )
     remarks += [f"the class {value!r} of {name!r} has one row" for value, rows in counts.items() if rows == 1]
     return y, sorted(counts.index), remarks
 
@@ -212,14 +232,25 @@ def _target(frame: Any, args: argparse.Namespace) -> tuple[Any, list[Any], list[
 def _rows(frame: Any, y: Any, classes: list[Any], args: argparse.Namespace) -> Any:
     """Inputs and targets of the rows that have one, columns that are left out and why, and which rows are held out."""
     X, there = frame.drop(columns=args.target), y.notna()
+    for name in args.use:
+        if name not in X.columns:
+            why = "it is the target" if name == args.target else f"there is no such column{near(name, X.columns)}"
+            raise ValueError(f"--use {name}: {why}")
     # Row numbers are known by having no gaps, which all rows alone have; all else is learnt from training rows.
-    dropped = {name: "it numbers the rows" for name in X.columns if numbers_rows(name, X[name])}
+    dropped = {
+        name: f"it numbers the rows (--use {shlex.quote(name)} keeps it)"
+        for name in X.columns
+        if name not in args.use and numbers_rows(name, X[name])
+    }
     X, y = X[there].reset_index(drop=True), y[there].reset_index(drop=True)
     y = np.array(y, dtype=(np.int64 if isinstance(classes[0], int) else object) if classes else np.float64)
-    out = _heldout(y, args.holdout, bool(classes), np.random.default_rng(args.seed))
+    out = _heldout(y, args.holdout, bool(classes), np.random.default_rng(args.holdout_seed))
     for name in X.columns:
         if name not in dropped and (why := why_useless(X[name][~out])):
-            dropped[name] = why
+            if name not in args.use:
+                dropped[name] = why
+            elif X[name][~out].nunique() < 2:
+                raise ValueError(f"--use {name}: {why} in the training rows; leave it out")
     if len(dropped) == X.shape[1]:
         why = "; ".join(f"{name!r}: {reason}" for name, reason in dropped.items())
         raise ValueError(f"no column is left to predict {args.target!r} from ({why}); add others")
@@ -250,7 +281,7 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="CSV file to write (default: standard output)")
     parser.add_argument("--level", type=float, default=0.95, help="probability of the intervals (%(default)s)")
-    parser.add_argument("--keep", nargs="+", default=[], metavar="COLUMN", help="columns of NEW to copy along")
+    parser.add_argument("--keep", nargs="+", default=[], metavar="COLUMN", help="columns of NEW to copy as they are")
     add_damaged(parser)
     parser.add_argument("--json", action="store_true", help="print a list of rows as JSON, not CSV")
 
@@ -284,11 +315,12 @@ def run_predict(args: argparse.Namespace) -> int:
     if not posterior.info.get("complete", True):
         echo(args, f"note: the run is not complete; {len(posterior):,} draws are used")
     table: list[dict[str, Any]] = []
+    copies = as_they_stand(args.table, args.keep) if args.keep else frame[[]]
+    copies = copies.astype(object).where(copies.notna(), None)
     for at in range(0, len(frame), BATCH):
         part = frame.iloc[at : at + BATCH]
         rows = zip(_predicted(model, part[used], args.level), model.unlike(part[used]), strict=True)
-        kept = part[args.keep].astype(object).where(part[args.keep].notna(), None).to_dict("records")
-        for copied, (values, why) in zip(kept, rows, strict=True):
+        for copied, (values, why) in zip(copies.iloc[at : at + BATCH].to_dict("records"), rows, strict=True):
             flags = zip(FLAGS, (bool(why), "; ".join(why)), strict=True)
             table.append({ROW: len(table) + 1, **copied, **dict(zip(names, values, strict=True)), **dict(flags)})
     flagged = sum(row[FLAGS[0]] for row in table)

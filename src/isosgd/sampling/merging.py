@@ -7,16 +7,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from isosgd.posterior import Posterior
-from isosgd.sampling.stored import folders_of, joined, load
+from isosgd.sampling.stored import folders_of, load
 from isosgd.store import Manifest
 from isosgd.store.manifest import NAME
 from isosgd.target import Target
+
+NOTES = ("model.json", "table.json", "script.json", "data.safetensors")
+"""What estimators and the command line write beside the draws of a run: what was sampled, and the data."""
+STARTS = "starts.safetensors"  # of a run, where its chains begin at trained networks of a table
 
 
 def merge(runs: Sequence[str | Path], out: str | Path, target: Target | None = None) -> Posterior:
     """Make one run of several, such as those of an array job: the same target and data, each with a seed of its own.
 
-    Draws and checkpoints are copied, so that the runs may be deleted then. R-hat and all else are those of all
+    Draws and checkpoints are copied, so that the runs may be deleted then; and so are the estimator of
+    `isosgd.sklearn` and what the command line noted, if they are there. R-hat and all else are those of all
     chains, which are numbered one run after the other. A merged run can be merged again, and extended by
     `isosgd.resume`. To look at runs together without a copy, pass them to `isosgd.load`.
 
@@ -26,7 +31,8 @@ def merge(runs: Sequence[str | Path], out: str | Path, target: Target | None = N
         target: what was sampled, as for `isosgd.load`.
 
     Returns:
-        The draws, as `isosgd.load` gives them.
+        The draws, as `isosgd.load` gives them. Where numbers of draws differ, a warning says which runs are left out;
+        they are copied all the same, and ``isosgd.resume(out, ..., draws=N)`` levels them.
 
     Raises:
         ValueError: when runs are of another target, other data, another method or temperature, each difference in a
@@ -48,14 +54,17 @@ def merge(runs: Sequence[str | Path], out: str | Path, target: Target | None = N
     if isinstance(runs, str | Path):
         raise TypeError(f"runs = {str(runs)!r} must be a list of folders")
     folders, folder = folders_of(runs), Path(out)
-    joined(folders)  # before anything is written
+    shown = load(folders).info["chain_indices"]  # before anything is written; says by their names which are left out
     if Manifest.begun(folder):
         raise FileExistsError(f"{folder} already holds a run: merge into another folder")
     parts = [f"part-{i:04d}" for i in range(len(folders))]
     for source, part in zip(folders, parts, strict=True):
         copy_run(source, folder / part)
+    for name in NOTES:  # what was sampled is the same in all
+        if (Path(runs[0]) / name).exists():
+            shutil.copyfile(Path(runs[0]) / name, folder / name)
     write_parts(folder, parts)
-    return load(folder, target)
+    return load(folder, target, chains=shown or None)
 
 
 def copy_run(source: Path, to: Path) -> None:
@@ -65,6 +74,8 @@ def copy_run(source: Path, to: Path) -> None:
     files = (*manifest.shards, *manifest.checkpoints.values(), *([manifest.frozen] if manifest.frozen else []))
     for file in files:
         shutil.copyfile(source / file.file, to / file.file)
+    if (source / STARTS).exists():
+        shutil.copyfile(source / STARTS, to / STARTS)
     shutil.copyfile(source / NAME, to / NAME)
 
 

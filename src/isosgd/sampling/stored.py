@@ -17,7 +17,7 @@ from torch import Tensor
 
 from isosgd.data.sources import Data, DataSets, Tensors, Transform, Transformed, as_tensors
 from isosgd.engine.schedule import Start, start_of
-from isosgd.errors import SamplingWarning
+from isosgd.errors import SamplingWarning, warn_caller
 from isosgd.posterior import Posterior
 from isosgd.samplers import METHODS
 from isosgd.sampling.settings import versions
@@ -56,7 +56,7 @@ def load(
         data: the training data, for ``posterior.summary()`` and ``posterior.trust()``.
         chains: numbers of chains, where not all are wanted. Chains that run in turn are stopped at different lengths:
             by default as many are shown as give most draws in all, each with the same number; ``info["lengths"]``
-            says how many each has.
+            says how many each has. Of several runs whose lengths differ a warning says which are left out.
         verify: compare the SHA-256 of all shards now.
         damaged: ``refuse`` raises an error that names the shard when one is met that is not as it was written;
             ``drop`` compares all now, warns of such shards, and leaves their draws out.
@@ -84,6 +84,8 @@ def load(
     folder, manifest = opened(path)
     shards = Shards(folder, manifest, damaged, verify)
     draws = StoredDraws(shards, chains)
+    if chains is None and manifest.info.get("runs"):
+        _warn_of_lengths(manifest, draws, path if isinstance(path, str | Path) else None)
     if target is not None:
         _check_target(folder, manifest, target)
     info = {
@@ -141,6 +143,32 @@ def joined(folders: Sequence[Path]) -> Manifest:
     whole.complete = all(manifest.complete for manifest in manifests)
     whole.seconds = sum(manifest.seconds for manifest in manifests)
     return whole
+
+
+def _warn_of_lengths(manifest: Manifest, draws: StoredDraws, merged: str | Path | None) -> None:
+    """Say which of several runs are left out, or cut short, because their numbers of draws differ."""
+    numbers: dict[str, set[int]] = {str(run): set() for run in manifest.info["runs"]}
+    for shard in manifest.shards:
+        run = next(run for run in numbers if Path(run).absolute() == Path(shard.file).parent)
+        numbers[run] |= set(range(shard.first, shard.first + shard.count)) - set(manifest.lost)
+    lengths = {run: min((draws.lengths.get(k, 0) for k in chains), default=0) for run, chains in numbers.items()}
+    # A run that has ended without draws has lost its chains, which is said elsewhere.
+    lengths = {run: n for run, n in lengths.items() if n or not Manifest.read(Path(run)).complete}
+    longest = max((n for k, n in draws.lengths.items() if k not in manifest.lost), default=0)
+    short = [run for run, n in lengths.items() if n < longest]
+    if not short:
+        return
+    left = [run for run in lengths if not numbers[run] or numbers[run] - set(draws.chains)]
+    found = f"left out: {_listed([f'{run} ({lengths[run]} draws)' for run in left])}" if left else "none is left out"
+    mend = [f"isosgd resume {run} --draws {longest}" for run in ([merged] if merged is not None else short)]
+    warn_caller(
+        f"runs have different numbers of draws, {min(lengths.values())} to {longest}: {draws.num_draws} draws of each "
+        f"of {draws.num_chains} chains are shown; {found}. To level them: {_listed(mend)}"
+    )
+
+
+def _listed(words: list[str], most: int = 6) -> str:
+    return ", ".join([*words[:most], *([f"and {len(words) - most} more"] if len(words) > most else [])])
 
 
 def _numbers(manifest: Manifest) -> range:

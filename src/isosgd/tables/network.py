@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from isosgd import Posterior, Target, likelihoods, load, priors, resume, sample
 from isosgd.engine.gradients import Layout, Many, stacked
+from isosgd.sampling.merging import STARTS
 from isosgd.sampling.settings import check_room
 from isosgd.store import Manifest
 from isosgd.target.elementwise import LOG_2PI, student_t_log_prob
@@ -34,7 +35,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu": F.
 LIKELIHOODS = ("auto", "student_t", "gaussian", "heteroscedastic", "categorical")
 DEGREES = 3.0, 6.0, 12.0, math.inf  # of freedom, that noise may have: the last are those of a Gaussian
 SCALES = (5.0, 3.0), (2.0, 1.0)  # of hidden weights and of the output layer: in regressions, and of classes
-STARTS = "starts.safetensors"  # in the folder of a run
+
 LARGEST = 1 << 27  # numbers in a network that a folder may ask for
 
 # Of the starts: networks trained by Adam, each on other rows, and taken where they predict the others best.
