@@ -33,7 +33,7 @@ from isosgd.warmup.optimise import decay
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu": F.relu, "tanh": torch.tanh}
 LIKELIHOODS = ("auto", "student_t", "gaussian", "heteroscedastic", "categorical")
-DEGREES = 3.0, 6.0, 12.0, math.inf  # of freedom, that noise may have: the last are those of a Gaussian
+DEGREES = 6.0, 12.0, math.inf  # of freedom, that noise may have: the last are those of a Gaussian
 SCALES = (5.0, 3.0), (2.0, 1.0)  # of hidden weights and of the output layer: in regressions, and of classes
 
 LARGEST = 1 << 27  # numbers in a network that a folder may ask for
@@ -185,7 +185,7 @@ class Network:
             'gaussian'
             >>> found = Network(3, 1, "auto").with_noise_of(noise**3)
             >>> found.likelihood, found.df
-            ('student_t', 3.0)
+            ('student_t', 6.0)
         """
         if self.likelihood != "auto":
             return self
