@@ -272,7 +272,7 @@ def test_a_step_without_lambda_or_gradient_is_refused() -> None:
         sampler.step()
     stream.warm(sampler)
     params["a.bias"].grad = None
-    with pytest.raises(RuntimeError, match="has no gradient: structure .* needs those of all"):
+    with pytest.raises(RuntimeError, match=r"has no gradient: structure .* needs those of all"):
         sampler.step()
 
 
