@@ -1,7 +1,7 @@
 """The network of tables by its settings: a grid over data sets, seeds and settings, scored on held-out rows.
 
-It needs torch and numpy alone. With ``--validate`` a part of the training rows is scored and test rows play no part:
-that is how defaults are chosen. All options that take several values make the grid.
+It needs torch and numpy alone (diabetes scikit-learn). With ``--validate`` a part of the training rows is scored and
+test rows play no part: that is how defaults are chosen. All options that take several values make the grid.
 
     python -m experiments.tables --data airfoil --validate --hidden 64,64,64 16,16,16,16 --scale 1 2 4 --jobs 6 \
         --device cuda --data-root DIR --out results/tables/choice.jsonl
@@ -36,9 +36,17 @@ REPEATS = 4  # targets drawn around each draw, for intervals
 
 
 def rows_of(root: Path, name: str, split: int) -> tuple[np.ndarray, ...]:
-    """Training and test inputs and targets. Airfoil has one split, that of bde: 80/20, ``random_state=42``."""
-    if name == "airfoil":
-        table = np.genfromtxt(root / "tabular" / "airfoil.csv", delimiter=",", skip_header=1)
+    """Training and test inputs and targets. Airfoil has one split, that of bde: 80/20, ``random_state=42``.
+
+    Diabetes, which comes with scikit-learn, is split in the same way.
+    """
+    if name in ("airfoil", "diabetes"):
+        if name == "airfoil":
+            table = np.genfromtxt(root / "tabular" / "airfoil.csv", delimiter=",", skip_header=1)
+        else:
+            from sklearn.datasets import load_diabetes  # not on every machine that runs the others
+
+            table = np.column_stack(load_diabetes(return_X_y=True))
         order = np.random.RandomState(42).permutation(len(table))  # as scikit-learn's train_test_split does
         count = math.ceil(0.2 * len(table))
         test, train = table[order[:count]], table[order[count:]]
@@ -115,8 +123,10 @@ def _start_mean(posterior: Any, x: torch.Tensor) -> torch.Tensor:
 def main(argv: list[str] | None = None) -> int:
     """Run the grid."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", nargs="+", default=["airfoil"], choices=["airfoil", *UCI])
-    parser.add_argument("--split", nargs="+", type=int, default=[0], help="of the UCI sets")
+    parser.add_argument("--data", nargs="+", default=["airfoil"], choices=["airfoil", "diabetes", *UCI])
+    parser.add_argument(
+        "--split", nargs="+", type=int, default=[0], help="of the UCI sets; with --validate also which rows are scored"
+    )
     parser.add_argument("--seed", nargs="+", type=int, default=[0])
     parser.add_argument("--hidden", nargs="+", default=["auto"], help="units of the layers, such as 64,64,64")
     parser.add_argument("--activation", nargs="+", default=["silu"])

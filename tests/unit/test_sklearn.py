@@ -329,6 +329,14 @@ def test_predictions_of_many_rows_are_made_in_parts(fitted: BayesianMLPRegressor
         np.testing.assert_allclose(whole[..., few], parts, rtol=1e-9)
 
 
+def test_noise_has_the_tails_of_what_networks_leave() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(400, 2))
+    for noise, found in ((rng.uniform(-1, 1, 400), ("gaussian", 6.0)), (rng.standard_cauchy(400), ("student_t", 6.0))):
+        network = BayesianMLPRegressor(**SHORT).fit(x, x.sum(1) + noise).network_
+        assert (network.likelihood, network.df) == found
+
+
 def test_columns_named_by_integers_are_names() -> None:
     rng = np.random.default_rng(0)
     frame = pd.DataFrame({2019: rng.normal(size=40), 2020: rng.choice(["a", "b"], 40), 2021: rng.normal(size=40)})

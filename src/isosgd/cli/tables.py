@@ -236,7 +236,7 @@ def _rows(frame: Any, y: Any, classes: list[Any], args: argparse.Namespace) -> A
         if name not in X.columns:
             why = "it is the target" if name == args.target else f"there is no such column{near(name, X.columns)}"
             raise ValueError(f"--use {name}: {why}")
-    # Row numbers are known by having no gaps, which all rows alone have; all else is learnt from training rows.
+    # Row numbers are known by all rows of the file, held-out ones too; all else is learnt from training rows.
     dropped = {
         name: f"it numbers the rows (--use {shlex.quote(name)} keeps it)"
         for name in X.columns

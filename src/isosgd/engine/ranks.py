@@ -170,7 +170,11 @@ class Ranks:
         key, beat = self._key(name, rank), self._key("beat", rank)
         seen, since = b"", time.monotonic()
         while not self._there(key):
-            self._raise_told()
+            if told := self._told_of():
+                if self._there(key):  # all have met, and an error came after: this rank will meet it, too
+                    break
+                self._told = True
+                raise told
             now, last = time.monotonic(), self._store.get(beat) if self._there(beat) else b""
             if last != seen:
                 seen, since = last, now
@@ -190,12 +194,13 @@ class Ranks:
         end = 8 + int.from_bytes(every[:8], "little")
         return unpack(json.loads(every[8:end]), tensors_from(every[end:]))
 
-    def _raise_told(self) -> None:
-        """Raise what another rank met."""
+    def _told_of(self) -> RankError | None:
+        """What another rank met."""
         for rank in range(self.size):
             if rank != self.rank and self._there(key := self._key("error", rank)):
-                found, self._told = self._read(key), True
-                raise (RankValueError if found["wrong"] else RankError)(f"on rank {rank}: {found['text']}", rank)
+                found = self._read(key)
+                return (RankValueError if found["wrong"] else RankError)(f"on rank {rank}: {found['text']}", rank)
+        return None
 
     # -- what the ranks of a team do at every step --------------------------------------------------------------------
 
@@ -244,11 +249,11 @@ class Ranks:
         try:
             self._store.set(self._key("waits", self.rank), "1")
             while time.monotonic() < end:
-                self._raise_told()
+                if told := self._told_of():
+                    self._told = True
+                    return told
                 time.sleep(LOOK_EVERY)
             gone = [r for r in team if r != self.rank and not self._there(self._key("waits", r))]
-        except RankError as known:
-            return known
         except RuntimeError:  # the store is gone, too: its process has ended
             return RankError(
                 f"rank 0, or the process that holds the store of the process group, has ended ({error})", 0

@@ -284,7 +284,7 @@ class OwnWarmup:
 
     def _look_for_unused(self) -> None:
         """Refuse a parameter that the loss does not depend on: it has no noise, hence no rate."""
-        if self.spent >= UNUSED_FOR:
+        if self.by_scheme or self.spent >= UNUSED_FOR:
             return
         if not self.used:
             self.used = [False] * len(self.params)
