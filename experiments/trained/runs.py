@@ -64,15 +64,13 @@ def target_of(
 def prior_of(name: str, pair: Pair, sets: Sets, model: torch.nn.Module) -> Any:
     """A prior by its name; None for the library's own choice.
 
-    ``empirical`` has the root mean square of each trained tensor as its scale. ``weight-decay`` is what the training
-    had: of Adam and SGD a precision of decay * N, of AdamW that times the root of the mean squared gradient, by which
-    AdamW divides the gradient of the loss, but not the decay.
+    ``weight-decay`` is what the training had: of Adam and SGD a precision of decay * N, of AdamW that times the root of
+    the mean squared gradient, by which AdamW divides the gradient of the loss, but not the decay.
     """
     if name not in PRIORS:
         raise ValueError(f"prior = {name!r} is unknown; choose one of {list(PRIORS)}")
     if name == "empirical":
-        sizes = {key: float(p.detach().square().mean().sqrt()) for key, p in model.named_parameters()}
-        return priors.Normal({key: max(size, 1e-2) for key, size in sizes.items()})
+        return priors.Empirical()
     if name == "weight-decay":
         decay, parameters = pair.weight_decay * len(sets.train[0]), dict(model.named_parameters())
         if not decay:

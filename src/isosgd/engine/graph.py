@@ -97,12 +97,14 @@ class GraphGradients:
         self.gradient = torch.zeros_like(self.flat.values)
         self.loss = torch.zeros(1, device=self.flat.values.device)
         self.finite = torch.ones(1, dtype=torch.bool, device=self.flat.values.device)
-        self.precisions = run.target.prior_precisions(run.params)
-        self.decay: Tensor | None = None  # of a Gaussian prior, for each value
-        if self.precisions is not None:
+        precisions = run.target.prior_precisions(run.params)
+        # Of a Gaussian prior, for each parameter and for each value.
+        self.decays = None if precisions is None else [run.prior_weight * tau / run.num_data for tau in precisions]
+        self.decay: Tensor | None = None
+        if self.decays is not None:
             self.decay = torch.zeros_like(self.gradient)
-            for view, tau in zip(self.flat.views(self.decay), self.precisions, strict=True):
-                view.fill_(tau / run.num_data)
+            for view, rate in zip(self.flat.views(self.decay), self.decays, strict=True):
+                view.fill_(rate)
         self.batch: Any = None  # in its fixed place
         self.irregular = 0  # batches of another size than the first
         self._fixed: list[Tensor] = []
@@ -145,7 +147,7 @@ class GraphGradients:
     def differentiate(self, batch: Any, prior: bool = True) -> None:
         """Loss and gradient at a minibatch, with or without the part of a Gaussian prior."""
         run = self.run
-        weight = run.prior_weight if self.precisions is None else 0.0  # of what autograd's gradient gets added here
+        weight = run.prior_weight if self.decays is None else 0.0  # of what autograd's gradient gets added here
         loss, gradients = run.target.gradient(run.params, batch, run.num_data, weight)
         self.flat.join(gradients, self.gradient)
         if prior and self.decay is not None:
@@ -170,10 +172,9 @@ class FusedUpdate:
     """
 
     def __init__(self, run: Chains, program: StepProgram, like: Elementwise) -> None:
-        assert isinstance(run.graph, GraphGradients) and run.graph.precisions is not None
+        assert isinstance(run.graph, GraphGradients) and run.graph.decays is not None
         self.run, self.program = run, program
-        decays = [tau / run.num_data for tau in run.graph.precisions]
-        self.fused = FusedStep(run.graph.flat, like, decays, run.sampler.generator)
+        self.fused = FusedStep(run.graph.flat, like, run.graph.decays, run.sampler.generator)
         if run.keys is not None:
             self.fused.keys.copy_(run.keys)
         run.keys = self.fused.keys
@@ -286,7 +287,7 @@ class GraphSteps:
             raise RuntimeError("rates change from step to step")
         program.prepare(1)
         self.program = program
-        single = program.elementwise() if self.graph.precisions is not None else None
+        single = program.elementwise() if self.graph.decays is not None else None
         self.update = ProgramUpdate(run, program) if single is None else FusedUpdate(run, program, single)
         self.good = torch.ones(1, dtype=torch.bool, device=run.alive.device)
         self._before = torch.zeros_like(self.graph.gradient)

@@ -43,7 +43,8 @@ SURE_CHOSEN = 2.0  # ... and where a temperature and the draws that are kept wer
 WORSE = 0.1  # of the start's NLL, by which a rung must be worse for hotter ones not to be tried
 EPOCHS, LEAST = 10, 2_000  # of gradients in all, and gradients at least
 LADDER_SHARE, RUNGS = 1 / 3, 5
-RUNG_DRAWS, RUNG_WARMUP = 8, 200  # draws of a rung, and gradients to measure its noise by
+RUNG_DRAWS, RUNG_WARMUP = 8, 200  # draws of a rung, and gradients to measure its noise by ...
+WINDOWED_WARMUP = 400  # ... and where no curvature guards the rate, so that a chain leaps at first
 WARMUP_SHARE, DRAWS = 0.3, 30  # of the run itself
 CONTINUED, CONTINUED_SHARE = 60, 0.1  # gradients of a warm-up that goes on with what a rung measured, and of the run's
 LARGE = 1 << 20  # parameters from which Lambda is one number for each layer
@@ -237,17 +238,18 @@ def check_ladder(ladder: Any) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Gradients of each chain: of a rung that goes on from another, and of the run itself, warm-ups included."""
+    """Gradients of each chain: of a rung that goes on from another, of the run, and of the first rung's warm-up."""
 
     rung: int
     run: int
+    first: int = RUNG_WARMUP
 
     @classmethod
-    def of(cls, num_data: int, batch_size: int) -> Lengths:
+    def of(cls, num_data: int, batch_size: int, first: int = RUNG_WARMUP) -> Lengths:
         """About `EPOCHS` epochs, a third of them on the ladder."""
         total = max(LEAST, EPOCHS * -(-num_data // batch_size))
         rung = max(CONTINUED + 5 * RUNG_DRAWS, round(LADDER_SHARE * total / RUNGS))
-        return cls(rung, round((1 - LADDER_SHARE) * total))
+        return cls(rung, round((1 - LADDER_SHARE) * total), first)
 
     def settings(self, draws: int, hmc: bool = False, continued: bool = False) -> dict[str, int]:
         """Warm-up, draws and steps between them of the run."""
@@ -261,7 +263,7 @@ class Lengths:
         """The same of a rung."""
         if hmc:
             return {"draws": RUNG_DRAWS, **HMC_RUNG}
-        warmup = CONTINUED if continued else max(RUNG_WARMUP, self.rung // 3)
+        warmup = CONTINUED if continued else max(self.first, self.rung // 3)
         return {"warmup": warmup, "draws": RUNG_DRAWS, "keep_every": (self.rung - CONTINUED) // RUNG_DRAWS}
 
 
@@ -510,7 +512,8 @@ class TrainedRun:
         num_data = target.resolve_num_data(as_tensors(self.data, target.dtype) or self.data)
         size = given["batch_size"] if as_tensors(self.data) is not None else _loaded_size(self.data)
         self.hmc = method == "hmc" or given["batch_size"] == "all"
-        self.lengths = Lengths.of(num_data, size_of("all" if self.hmc else size, num_data))
+        first = WINDOWED_WARMUP if self.settings.get("preset") == "windowed" else RUNG_WARMUP
+        self.lengths = Lengths.of(num_data, size_of("all" if self.hmc else size, num_data), first)
 
     def _init(self, states: Sequence[State]) -> Callable[[int], State]:
         """Chains take the networks in turns."""
