@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from isosgd.metrics import rmse
 from isosgd.posterior import central
 from isosgd.tables.network import Network, sample_network, usual_layers, with_noise
 
@@ -31,7 +32,20 @@ UCI = {
     "boston": "bostonHousing", "concrete": "concrete", "protein": "protein-tertiary-structure",
     "wine": "wine-quality-red", "yacht": "yacht",
 }  # fmt: skip
-GRID = ("data", "split", "seed", "hidden", "activation", "likelihood", "scale", "out_scale", "df", "chains", "effort")
+GRID = (
+    "data",
+    "split",
+    "seed",
+    "hidden",
+    "activation",
+    "likelihood",
+    "scale",
+    "out_scale",
+    "size",
+    "df",
+    "chains",
+    "effort",
+)
 REPEATS = 4  # targets drawn around each draw, for intervals
 
 
@@ -78,7 +92,7 @@ def run_one(given: dict[str, Any]) -> dict[str, Any]:
     hidden = usual_layers(len(x)) if given["hidden"] == "auto" else tuple(map(int, given["hidden"].split(",")))
     network = Network(
         train[0].shape[1], 1, given["likelihood"], hidden, given["activation"], given["scale"], given["out_scale"],
-        given["df"], given["seed"],
+        given["df"], given["seed"], given["size"],
     )  # fmt: skip
     began, decided = time.time(), list[Network]()
     with warnings.catch_warnings():
@@ -94,17 +108,18 @@ def run_one(given: dict[str, Any]) -> dict[str, Any]:
     drawn = with_noise(network, mean, variance, torch.Generator().manual_seed(0)).squeeze(-1)
     low, high = torch.quantile(drawn, torch.tensor(central(0.95)), dim=0)
     target = test[1].squeeze(1)
+    error = float(rmse(found.mean.flatten(), target))
     nll = -float(posterior.log_predictive(test, batch_size=2_000).double().mean())
-    start = None if posterior.starts is None else float((_start_mean(posterior, test[0]) - test[1]).square().mean())
+    start = None if posterior.starts is None else float(rmse(_start_mean(posterior, test[0]).flatten(), target))
     return {
         **given,
         "hidden": list(hidden),
         "noise": [network.likelihood, network.df],
-        "rmse": float((found.mean - test[1]).square().mean().sqrt()),
+        "rmse": error,
         "nll": nll,
         "nll_in_units": nll + math.log(unit),
-        "rmse_in_units": float((found.mean - test[1]).square().mean().sqrt()) * unit,
-        "rmse_of_starts": None if start is None else math.sqrt(start),
+        "rmse_in_units": error * unit,
+        "rmse_of_starts": start,
         "coverage": float(((target >= low) & (target <= high)).double().mean()),
         "gate": float(posterior.draws["gate"].abs().mean()),
         "seconds": round(seconds, 1),
@@ -133,6 +148,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--likelihood", nargs="+", default=["auto"])
     parser.add_argument("--scale", nargs="+", type=float, default=[None], help="of hidden weights' prior")
     parser.add_argument("--out-scale", nargs="+", type=float, default=[None], help="of the output layer's")
+    parser.add_argument(
+        "--size", nargs="+", type=float, default=[Network.size], help="of that to the size of the noise"
+    )
     parser.add_argument("--df", nargs="+", type=float, default=[Network.df])
     parser.add_argument("--chains", nargs="+", type=int, default=[8])
     parser.add_argument("--effort", nargs="+", type=float, default=[1.0])

@@ -48,7 +48,7 @@ class Model:
         likelihood: likelihoods.Likelihood = {
             "student": likelihoods.StudentT(self.tails),
             "gaussian": likelihoods.Gaussian(),
-            "varying": likelihoods.HeteroscedasticGaussian(),
+            "varying": likelihoods.Heteroscedastic(),
         }[self.noise]
         prior: priors.Prior | dict[str, priors.Prior] = priors.FanInNormal()
         if self.scales is not None:

@@ -47,7 +47,15 @@ from isosgd.sampling.settings import check_seconds, memory
 from isosgd.store import Manifest
 from isosgd.store.draws import Damaged
 from isosgd.tables.columns import Columns
-from isosgd.tables.network import Network, resume_network, said_by_draws, sample_network, usual_layers, with_noise
+from isosgd.tables.network import (
+    NOISES,
+    Network,
+    resume_network,
+    said_by_draws,
+    sample_network,
+    usual_layers,
+    with_noise,
+)
 
 __all__ = ["BayesianMLPClassifier", "BayesianMLPRegressor", "load", "resume"]
 
@@ -258,8 +266,9 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
     Args:
         hidden_layers: units of each hidden layer; ``auto`` takes three whose width grows with the rows. ``()`` is a
             linear model.
-        likelihood: ``student_t``, ``gaussian``, or ``heteroscedastic``, whose size depends on the inputs; ``auto``
-            takes one of the first two, with the tails that residuals of held-out rows have before sampling begins.
+        likelihood: ``student_t``, ``gaussian``; ``heteroscedastic_t`` or ``heteroscedastic``, a Student-t or Gaussian
+            whose size depends on the inputs; ``auto`` takes one of the first two, with the tails that residuals of
+            held-out rows have before sampling begins.
         chains: that run side by side.
         effort: times the usual number of steps, which follows from the size of the table.
         max_seconds: bound on the time of a fit; predictions then depend on the clock.
@@ -282,7 +291,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
         self,
         hidden_layers: Literal["auto"] | Sequence[int] = "auto",
         *,
-        likelihood: Literal["auto", "student_t", "gaussian", "heteroscedastic"] = "auto",
+        likelihood: Literal["auto", "student_t", "gaussian", "heteroscedastic_t", "heteroscedastic"] = "auto",
         chains: int = 8,
         effort: float = 1.0,
         max_seconds: float | None = None,
@@ -318,8 +327,8 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
             given: nothing: ``sample_weight`` is refused.
         """
         _refuse(given)
-        if self.likelihood not in (names := ("auto", "student_t", "gaussian", "heteroscedastic")):
-            raise ValueError(f"likelihood = {self.likelihood!r} is unknown; choose one of {', '.join(names)}")
+        if self.likelihood not in NOISES:
+            raise ValueError(f"likelihood = {self.likelihood!r} is unknown; choose one of {', '.join(NOISES)}")
         self._forget()
         if np.asarray(y).dtype.kind in "mM":
             raise ValueError("y holds dates or times: give numbers, such as days since a date")
@@ -372,11 +381,9 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
         if return_draws:
             return self._units(self._said(X, lambda mean, variance: mean))
         if quantiles is not None:
-            found = self.network_
-            df = found.df if found.likelihood == "student_t" else math.inf
 
             def at(mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
-                every = mixture_quantiles(mean.flatten(1), variance.flatten(1), list(quantiles), df=df)
+                every = mixture_quantiles(mean.flatten(1), variance.flatten(1), list(quantiles), df=self.network_.tails)
                 return every.reshape(-1, *mean.shape[1:])
 
             return self._units(self._said(X, at))

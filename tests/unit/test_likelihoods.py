@@ -15,7 +15,7 @@ SCALE = {"likelihood.scale": torch.tensor(0.7, dtype=torch.float64)}
 
 
 def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
+    return torch.randn(shape, dtype=torch.float64)
 
 
 CASES = {
@@ -42,18 +42,36 @@ def test_log_prob_mean_and_variance_are_those_of_torch_distributions(case: str, 
     torch.testing.assert_close(likelihood.variance(output, SCALE), distribution.variance)
 
 
-def test_heteroscedastic_gaussian_reads_mean_and_log_variance() -> None:
-    likelihood = likelihoods.HeteroscedasticGaussian()
-    for shape in [(N, 2), (N, 3, 2)]:
-        output = normal(*shape)
-        distribution = D.Normal(output[..., 0], (output[..., 1] / 2).exp())
+@pytest.mark.parametrize("df", [None, math.inf, 2.5, 6.0])
+@pytest.mark.parametrize("scale", [1.0, 0.3, None])
+def test_a_size_by_input_is_that_of_torch_distributions(df: float | None, scale: float | None) -> None:
+    for shape in [(N,), (N, 1), (N, 3)]:
+        outputs = shape[1] if scale is None and len(shape) > 1 else None
+        likelihood = likelihoods.Heteroscedastic(df, scale=scale, outputs=outputs)
+        sampled = {name: normal(*extra.value.shape).exp() for name, extra in likelihood.extra().items()}
+        assert bool(sampled) == (scale is None)
+        output = normal(*shape, 2)
+        size = (output[..., 1] / 2).exp() * sampled.get("likelihood.scale", scale)
+        tails = math.inf if df is None else df
+        distribution = D.StudentT(tails, output[..., 0], size) if tails < math.inf else D.Normal(output[..., 0], size)
         y = distribution.sample()
+        likelihood.check(output, y)
         expected = distribution.log_prob(y).reshape(N, -1).sum(1)
-        torch.testing.assert_close(likelihood.log_prob(output, y, {}), expected)
-        torch.testing.assert_close(likelihood.predict(output, {})["mean"], distribution.mean)
-        torch.testing.assert_close(likelihood.predict(output, {})["variance"], distribution.variance)
-    column = likelihood.log_prob(normal(N, 2), normal(N, 1), {})
-    assert column.shape == (N,)
+        torch.testing.assert_close(likelihood.log_prob(output, y, sampled), expected)
+        torch.testing.assert_close(likelihood.predict(output, sampled)["mean"], distribution.mean)
+        torch.testing.assert_close(likelihood.predict(output, sampled)["variance"], distribution.variance)
+        if shape[1:] in ((), (1,)):  # a last dimension of 1 may be missing on one side
+            other = y.squeeze(1) if y.ndim == 2 else y.unsqueeze(1)
+            torch.testing.assert_close(likelihood.log_prob(output, other, sampled), expected)
+
+
+def test_a_size_by_input_of_zero_is_noise_of_one_size() -> None:
+    output, y, sampled = normal(N, 1), normal(N, 1), {"likelihood.scale": torch.tensor(0.4, dtype=torch.float64)}
+    pairs = torch.stack([output, torch.zeros_like(output)], -1)
+    for df, same in ((None, likelihoods.Gaussian()), (5.0, likelihoods.StudentT(5.0))):
+        found = likelihoods.Heteroscedastic(df, scale=None)
+        torch.testing.assert_close(found.log_prob(pairs, y, sampled), same.log_prob(output, y, sampled))
+        torch.testing.assert_close(found.variance(pairs, sampled), same.variance(output, sampled))
 
 
 @pytest.mark.parametrize("trailing", [(), (5,)])
@@ -115,7 +133,7 @@ def test_variance_of_a_heavy_tail_is_infinite() -> None:
         (likelihoods.Poisson(), torch.zeros(2), torch.tensor([1, -4]), "got -4"),
         (likelihoods.Poisson(), torch.zeros(2), torch.tensor([1.0, 0.5]), r"got 0\.5"),
         (likelihoods.Gaussian(), torch.zeros(2, 2), torch.zeros(2), "must agree"),
-        (likelihoods.HeteroscedasticGaussian(), torch.zeros(2, 3), torch.zeros(2), "last dimension is 2"),
+        (likelihoods.Heteroscedastic(), torch.zeros(2, 3), torch.zeros(2), "last dimension is 2"),
     ],
 )
 def test_targets_that_do_not_fit_are_refused(likelihood: Likelihood, output: Tensor, y: Tensor, words: str) -> None:
@@ -132,7 +150,8 @@ def test_no_label_is_skipped_silently() -> None:
 def test_a_bad_scale_is_refused(scale: float) -> None:
     with pytest.raises(ValueError, match="Gaussian: scale"):
         likelihoods.Gaussian(scale)
-    with pytest.raises(ValueError, match="StudentT: df"):
-        likelihoods.StudentT(scale)
+    for kind in (likelihoods.StudentT, likelihoods.Heteroscedastic):
+        with pytest.raises(ValueError, match=f"{kind.__name__}: df"):
+            kind(scale)
     with pytest.raises(TypeError, match="scale must be a number"):
         likelihoods.Gaussian(priors.Normal())  # type: ignore[arg-type]

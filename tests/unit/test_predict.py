@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -239,14 +240,16 @@ def test_quantiles_from_returned_draws_are_the_same(regression: Posterior, x: Te
         asked.interval(0.5)
 
 
-def test_heteroscedastic_noise(generator: torch.Generator) -> None:
+@pytest.mark.parametrize(("likelihood", "df"), [("heteroscedastic", math.inf), ("heteroscedastic_t", 4.0)])
+def test_heteroscedastic_noise(likelihood: str, df: float, generator: torch.Generator) -> None:
     net = nn.Linear(3, 2).double()
-    posterior = Posterior(Target.from_module(net, "heteroscedastic"), draws_of(net, generator), {})
+    posterior = Posterior(Target.from_module(net, likelihood), draws_of(net, generator), {})
     x = torch.randn(6, 3, generator=generator, dtype=F64)
     outs = torch.stack([x @ p["weight"].T + p["bias"] for p in posterior])
     found = posterior.predict(x, levels=(0.9,))
-    torch.testing.assert_close(found.noise_variance, outs[..., 1].exp().mean(0))
-    expected = metrics.mixture_quantiles(outs[..., 0], outs[..., 1].exp(), 0.9)
+    variance = outs[..., 1].exp() * (1.0 if df == math.inf else df / (df - 2))
+    torch.testing.assert_close(found.noise_variance, variance.mean(0))
+    expected = metrics.mixture_quantiles(outs[..., 0], variance, 0.9, df=df)
     torch.testing.assert_close(found.quantile(0.9), expected)
 
 

@@ -25,7 +25,8 @@ def simulated(likelihood: likelihoods.Likelihood, output: Tensor, **more: Tensor
     [
         (likelihoods.Gaussian(0.3), [1.0, -2.0]),
         (likelihoods.StudentT(6.0, scale=0.5), [1.0, -2.0]),
-        (likelihoods.HeteroscedasticGaussian(), [0.7, -1.0]),
+        (likelihoods.Heteroscedastic(), [0.7, -1.0]),
+        (likelihoods.Heteroscedastic(6.0, scale=0.5), [0.7, -1.0]),
         (likelihoods.Bernoulli(), [0.8]),
         (likelihoods.Poisson(), [1.2]),
     ],

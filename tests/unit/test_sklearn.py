@@ -237,7 +237,7 @@ def test_one_class_and_infinite_inputs_are_refused() -> None:
 # -- the network ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("likelihood", ["student_t", "gaussian", "heteroscedastic", "categorical"])
+@pytest.mark.parametrize("likelihood", ["student_t", "gaussian", "heteroscedastic", "heteroscedastic_t", "categorical"])
 def test_one_pass_for_all_chains_gives_the_gradients_of_each(likelihood: str) -> None:
     network = Network(3, 2 if likelihood == "categorical" else 1, likelihood, (5, 4))
     target = network.target()
@@ -335,6 +335,27 @@ def test_noise_has_the_tails_of_what_networks_leave() -> None:
     for noise, found in ((rng.uniform(-1, 1, 400), ("gaussian", 6.0)), (rng.standard_cauchy(400), ("student_t", 6.0))):
         network = BayesianMLPRegressor(**SHORT).fit(x, x.sum(1) + noise).network_
         assert (network.likelihood, network.df) == found
+
+
+@pytest.mark.parametrize("likelihood", ["heteroscedastic", "heteroscedastic_t"])
+def test_noise_of_a_size_that_depends_on_the_inputs(likelihood: Any) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-2, 2, size=(300, 2))
+    y = np.column_stack([x[:, 0] + np.exp(x[:, 1] / 2) * rng.normal(size=300), 10 * x[:, 1] + rng.normal(size=300)])
+    model = BayesianMLPRegressor(**{**SHORT, "hidden_layers": (), "effort": 0.2}, likelihood=likelihood).fit(x, y)
+    rows = np.array([[0.0, -1.5], [0.0, 1.5]])
+    mean, std = model.predict(rows, return_std=True)
+    assert mean.shape == std.shape == (2, 2)
+    assert std[1, 0] / std[0, 0] > 2  # the truth is exp(1.5) = 4.5
+    assert 0.5 < std[1, 1] / std[0, 1] < 2  # and 1
+    drawn = model.sample_y(rows, 4_000)
+    assert drawn.shape == (2, 2, 4_000)
+    # Of quantiles of the mixture as many draws lie below as they say, within 4.5 standard errors.
+    for level in (0.05, 0.5, 0.95):
+        below = (drawn < model.predict(rows, quantiles=(level,))[0][..., None]).mean(-1)
+        assert np.abs(below - level).max() < 4.5 * np.sqrt(level * (1 - level) / 4_000)
+    scores = model.posterior_.against_start(*model.posterior_.data).average
+    assert scores.rmse is not None and scores.rmse < 1  # of standard units: no row is held against another
 
 
 def test_columns_named_by_integers_are_names() -> None:

@@ -18,7 +18,7 @@ from isosgd.target.batches import inputs_of, tree_map, with_tensors
 from isosgd.target.heads import Head
 from isosgd.target.modules import ModuleLikelihood
 
-NORMAL = {"Gaussian", "HeteroscedasticGaussian"}  # likelihoods under which y is normal around each draw's mean
+NUMBERS = {"Gaussian", "StudentT", "Heteroscedastic"}  # y is normal, or a Student-t, around each draw's mean
 CLASSES = {"Categorical", "Bernoulli", "Tokens"}
 
 Function = Callable[[Callable[..., Any], Params, Any], Any]
@@ -41,9 +41,9 @@ class View:
         name = str(about["name"])
         self.classes = self.network is not None and name in CLASSES
         # A user's own predict that gives a mean and a variance is taken at its word: normal noise.
-        self.df: float | None = math.inf if self.network is None or name in NORMAL else None
-        if self.network is not None and name == "StudentT" and about["df"] > 2:  # with fewer it has no variance
-            self.df = float(about["df"])
+        self.df: float | None = math.inf if self.network is None else None
+        if self.network is not None and name in NUMBERS and (df := about.get("df") or math.inf) > 2:
+            self.df = float(df)  # with 2 or fewer there is no variance
 
     def head(self, inputs: Any) -> tuple[Head, View] | None:
         """The sampled head of the network and its view, where there is one: what goes into it is the same at all draws.

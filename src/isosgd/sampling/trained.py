@@ -32,7 +32,7 @@ from isosgd.posterior.comparison import as_states, stacked
 from isosgd.progress import LOGGER
 from isosgd.target import Target
 from isosgd.target.batches import batch_length, tensors_of, tree_map, with_tensors
-from isosgd.target.likelihoods import Bernoulli, Categorical, HeteroscedasticGaussian, Tokens
+from isosgd.target.likelihoods import Bernoulli, Categorical, Heteroscedastic, Tokens
 from isosgd.target.modules import MASK
 
 LADDER = (1e-2, 1e-1, 1.0)
@@ -147,7 +147,7 @@ def has_classes(target: Target) -> bool:
 def learns_noise(target: Target) -> bool:
     """Whether the size of the noise is learned: sampled along, or an output of the network."""
     likelihood = None if target.module is None else target.module.likelihood
-    return bool(target.noise_scales()) or isinstance(likelihood, HeteroscedasticGaussian)
+    return bool(target.noise_scales()) or isinstance(likelihood, Heteroscedastic)
 
 
 def set_aside(held_out: Any, data: Any, target: Target, seed: int) -> tuple[Any, Tensors | None]:

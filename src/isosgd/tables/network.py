@@ -28,11 +28,12 @@ from isosgd.engine.gradients import Layout, Many, stacked
 from isosgd.sampling.merging import STARTS
 from isosgd.sampling.settings import check_room
 from isosgd.store import Manifest
-from isosgd.target.elementwise import LOG_2PI, student_t_log_prob
+from isosgd.target.elementwise import student_t_draw, student_t_log_prob, student_t_variance
 from isosgd.warmup.optimise import decay
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu": F.relu, "tanh": torch.tanh}
-LIKELIHOODS = ("auto", "student_t", "gaussian", "heteroscedastic", "categorical")
+NOISES = ("auto", "student_t", "gaussian", "heteroscedastic_t", "heteroscedastic")  # of numbers
+LIKELIHOODS = (*NOISES, "categorical")
 DEGREES = 6.0, 12.0, math.inf  # of freedom, that noise may have: the last are those of a Gaussian
 SCALES = (5.0, 3.0), (2.0, 1.0)  # of hidden weights and of the output layer: in regressions, and of classes
 
@@ -72,14 +73,16 @@ class Perceptron(nn.Module):
     """Hidden layers beside a linear path: ``gate * out(h) + skip(x)``.
 
     The gate is sampled: where a table is linear it goes to zero, and the hidden layers go back to their prior.
-    Parameters may have a leading dimension of chains, where ``x`` has it too.
+    Parameters may have a leading dimension of chains, where ``x`` has it too. With a ``size`` the second half of the
+    outputs, times ``size``, is the logarithm of the squared scale of the noise around the first half:
+    ``[..., n, outputs / 2, 2]``.
     """
 
     batched = True  # see `isosgd.target.modules.ModuleLikelihood.batched`
 
-    def __init__(self, inputs: int, outputs: int, hidden: tuple[int, ...], activation: str) -> None:
+    def __init__(self, inputs: int, outputs: int, hidden: tuple[int, ...], activation: str, size: float | None) -> None:
         super().__init__()
-        self.activation = activation
+        self.activation, self.size = activation, size
         sizes = [inputs, *hidden]
         self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
         self.out = nn.Linear(sizes[-1], outputs) if hidden else None
@@ -91,9 +94,13 @@ class Perceptron(nn.Module):
         h = x
         for layer in self.hidden:
             h = ACTIVATIONS[self.activation](_affine(h, layer))
-        if self.out is None or self.gate is None:
-            return _affine(x, self.skip)
-        return self.gate.unsqueeze(-1) * _affine(h, self.out) + _affine(x, self.skip)
+        found = _affine(x, self.skip)
+        if self.out is not None and self.gate is not None:
+            found = self.gate.unsqueeze(-1) * _affine(h, self.out) + found
+        if self.size is None:
+            return found
+        mean, log_square = found.chunk(2, -1)
+        return torch.stack([mean, self.size * log_square], -1)
 
 
 def _affine(x: Tensor, layer: Any) -> Tensor:
@@ -111,14 +118,22 @@ class Network:
     Attributes:
         inputs: of the network.
         outputs: numbers that are predicted, or classes.
-        likelihood: ``student_t``, ``gaussian``, ``heteroscedastic`` (of one number), ``categorical``; or ``auto``, for
-            one of the first two by what trained networks leave of rows that were held out.
+        likelihood: ``student_t``, ``gaussian``, ``categorical``; ``heteroscedastic_t`` and ``heteroscedastic``, the
+            first two with a size of the noise that depends on the inputs; or ``auto``, for one of the first two by
+            what trained networks leave of rows that were held out.
         hidden: units of each hidden layer; none for a linear model.
         activation: ``silu``, ``relu`` or ``tanh``.
         scale: of the prior of hidden weights, over ``1 / sqrt(fan_in)``; by default 5, and 2 for classes.
         out: the same of the output layer; by default 3, and 1 for classes.
         df: degrees of freedom of a Student-t.
         seed: of the weights that training begins with.
+        size: prior scales of weights to the size of the noise, where that depends on the inputs, over those of weights
+            to the mean.
+
+    Where the size of the noise depends on the inputs, its scale is ``s exp(r(x) / 2)``: ``s`` is sampled as that of
+    noise of one size is, and ``r`` is a second output of the same network, gate and linear path included. Weights to
+    it have smaller prior scales than those to the mean, and start at zero: noise of one size is where training begins,
+    and what the prior favours, so that little is lost where it is true.
     """
 
     inputs: int
@@ -130,6 +145,7 @@ class Network:
     out: float | None = None
     df: float = 6.0
     seed: int = 0
+    size: float = 1 / 3
 
     def __post_init__(self) -> None:
         for name, usual in zip(("scale", "out"), SCALES[self.likelihood == "categorical"], strict=True):
@@ -139,8 +155,6 @@ class Network:
             raise ValueError(f"likelihood = {self.likelihood!r} is unknown; choose one of {', '.join(LIKELIHOODS)}")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation = {self.activation!r} is unknown; choose one of {', '.join(ACTIVATIONS)}")
-        if self.likelihood == "heteroscedastic" and self.outputs > 1:
-            raise ValueError("likelihood = 'heteroscedastic' predicts one number; take 'student_t' or 'gaussian'")
         if any(isinstance(units, bool) or not isinstance(units, int) or units < 1 for units in self.hidden):
             raise ValueError(f"hidden layers {self.hidden!r}: give the units of each, such as (64, 64, 64)")
         if self.weights > LARGEST:
@@ -155,7 +169,17 @@ class Network:
 
     @property
     def _width(self) -> int:
-        return 2 if self.likelihood == "heteroscedastic" else self.outputs
+        return (1 + self._sizes) * self.outputs
+
+    @property
+    def _sizes(self) -> bool:
+        """Whether the size of the noise is an output, too."""
+        return self.likelihood in ("heteroscedastic", "heteroscedastic_t")
+
+    @property
+    def tails(self) -> float:
+        """Degrees of freedom of the noise, infinitely many of a Gaussian."""
+        return math.inf if self.likelihood in ("gaussian", "heteroscedastic") else self.df
 
     def target(self) -> Target:
         """The posterior of the network."""
@@ -168,7 +192,7 @@ class Network:
         elif self.likelihood == "categorical":
             noise = likelihoods.Categorical()
         else:
-            noise = likelihoods.HeteroscedasticGaussian()
+            noise = likelihoods.Heteroscedastic(self.tails, scale=None, outputs=many)
         table: dict[str, priors.Prior] = {"skip.weight": priors.Normal(1.0), "*.bias": priors.Normal(1.0)}
         assert self.scale is not None and self.out is not None
         if self.hidden:
@@ -194,8 +218,7 @@ class Network:
         z = residuals.double() / unit / scales  # [scales, m, outputs]
 
         def best(df: float) -> float:
-            density = student_t_log_prob(z, df) if math.isfinite(df) else -0.5 * z.square() - 0.5 * LOG_2PI
-            return float((density - scales.log()).mean(1).amax(0).sum())
+            return float((student_t_log_prob(z, df) - scales.log()).mean(1).amax(0).sum())
 
         df = max(DEGREES, key=best)
         return (
@@ -221,7 +244,7 @@ class Network:
     def _made(self, chain: int) -> Perceptron:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(np.random.SeedSequence((self.seed, chain, 1)).generate_state(1)[0]))
-            net = Perceptron(self.inputs, self._width, self.hidden, self.activation)
+            net = Perceptron(self.inputs, self._width, self.hidden, self.activation, self.size if self._sizes else None)
             for layer in net.hidden:
                 assert isinstance(layer, nn.Linear)
                 nn.init.normal_(layer.weight, std=math.sqrt(2.0 / layer.in_features))  # He et al. (2015)
@@ -229,6 +252,7 @@ class Network:
             nn.init.zeros_(net.skip.weight)
             if net.out is not None:
                 nn.init.normal_(net.out.weight, std=math.sqrt(1.0 / net.out.in_features))
+                nn.init.zeros_(net.out.weight[self.outputs :])  # to the size of the noise, where it is an output
                 nn.init.zeros_(net.out.bias)
             return net
 
@@ -436,14 +460,10 @@ def said_by_draws(network: Network, posterior: Posterior, x: Tensor) -> tuple[Te
         scales = {name: value[a : a + size] for name, value in own.items()}
         found.append(vmap(target.module.likelihood.predict)(output, scales))
     mean, variance = (torch.cat([part[name] for part in found]) for name in ("mean", "variance"))
-    return (mean, variance) if mean.dim() > 2 else (mean.unsqueeze(-1), variance.unsqueeze(-1))
+    return mean, variance
 
 
 def with_noise(network: Network, mean: Tensor, variance: Tensor, generator: torch.Generator) -> Tensor:
     """Targets drawn around what draws say of them: the mean, and the variance of the noise."""
-    noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device) * variance.sqrt()
-    if network.likelihood != "student_t":
-        return mean + noise
-    half = torch.full_like(mean, network.df / 2.0)
-    squares = 2.0 * torch._standard_gamma(half, generator=generator)  # chi-squared, of as many degrees of freedom
-    return mean + noise * ((network.df - 2.0) / squares).sqrt()
+    unit = math.sqrt(student_t_variance(network.tails))
+    return mean + variance.sqrt() * student_t_draw(mean, network.tails, generator) / unit

@@ -63,9 +63,25 @@ def multiply(tensors: list[Tensor], factors: list[float]) -> Sequence[Tensor]:
 
 
 def student_t_log_prob(z: Tensor, df: float) -> Tensor:
-    """Log density of the standard Student-t, entry by entry."""
+    """Log density of the standard Student-t, entry by entry; that of the normal where ``df`` is infinite."""
+    if df == math.inf:
+        return -0.5 * (z.square() + LOG_2PI)
     constant = math.lgamma((df + 1) / 2) - math.lgamma(df / 2) - 0.5 * math.log(df * math.pi)
     return constant - (df + 1) / 2 * (z.square() / df).log1p()
+
+
+def student_t_draw(like: Tensor, df: float, generator: torch.Generator) -> Tensor:
+    """Standard Student-t numbers of the shape of another tensor; normal ones where ``df`` is infinite."""
+    normal = torch.randn(like.shape, generator=generator, device=like.device, dtype=like.dtype)
+    if df == math.inf:
+        return normal
+    half = torch._standard_gamma(torch.full_like(like, df / 2), generator)  # of a chi-squared
+    return normal * (df / (2 * half)).sqrt()
+
+
+def student_t_variance(df: float) -> float:
+    """Variance of the standard Student-t."""
+    return 1 + 2 / (df - 2) if df > 2 else math.inf
 
 
 class Prior:

@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isosgd.target.elementwise import LOG_2PI, Extra, HalfCauchy, PositivePrior, check_positive, student_t_log_prob
+from isosgd.target.elementwise import (
+    LOG_2PI,
+    Extra,
+    HalfCauchy,
+    PositivePrior,
+    check_positive,
+    student_t_draw,
+    student_t_log_prob,
+    student_t_variance,
+)
 from isosgd.target.params import Params
 
 SCALE = "likelihood.scale"
@@ -110,10 +119,6 @@ def _by_example(log_prob: Tensor) -> Tensor:
 
 def _log(scale: Tensor | float) -> Tensor | float:
     return math.log(scale) if isinstance(scale, float) else scale.log()
-
-
-def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(like.shape, generator=generator, device=like.device, dtype=like.dtype)
 
 
 def _first(y: Tensor, bad: Tensor) -> float | int:
@@ -299,7 +304,7 @@ class Gaussian(Likelihood):
         return torch.ones_like(output) * self.scale_at(params) ** 2
 
     def simulate(self, output: Tensor, params: Params, generator: torch.Generator) -> Tensor:
-        return output + self.scale_at(params) * _normal(output, generator)
+        return output + self.scale_at(params) * student_t_draw(output, math.inf, generator)
 
 
 @dataclass(frozen=True)
@@ -329,50 +334,79 @@ class StudentT(Likelihood):
         return output
 
     def variance(self, output: Tensor, params: Params) -> Tensor:
-        square = torch.ones_like(output) * self.scale_at(params) ** 2
-        return square * (self.df / (self.df - 2) if self.df > 2 else math.inf)
+        return torch.ones_like(output) * self.scale_at(params) ** 2 * student_t_variance(self.df)
 
     def simulate(self, output: Tensor, params: Params, generator: torch.Generator) -> Tensor:
-        half = torch._standard_gamma(torch.full_like(output, self.df / 2), generator)  # of a chi-squared
-        return output + self.scale_at(params) * _normal(output, generator) * (self.df / (2 * half)).sqrt()
+        return output + self.scale_at(params) * student_t_draw(output, self.df, generator)
 
 
 @dataclass(frozen=True)
-class HeteroscedasticGaussian(Likelihood):
-    """Normal noise whose size the model predicts.
+class Heteroscedastic(Likelihood):
+    """Gaussian or Student-t noise whose size the model predicts.
 
     The output is ``[n, 2]`` for ``y`` of ``[n]`` or ``[n, 1]``, and ``[n, k, 2]`` for ``y`` of ``[n, k]``: last comes
-    the pair of mean and log variance.
+    the pair of location and logarithm of the squared scale, which for a Gaussian are mean and log variance.
+
+    Args:
+        df: degrees of freedom of a Student-t; None (or infinity) for a Gaussian.
+        scale: what the predicted scale is multiplied by: 1, another number, or a prior under which it is sampled as
+            ``"likelihood.scale"``. Where it is sampled the model need only say how the size differs between inputs:
+            zero for all of them is noise of one size.
+        outputs: as for `Gaussian`.
+
+    Example:
+        >>> output = torch.tensor([[0.0, 0.0], [0.0, 2.0]])  # scales 1 and e
+        >>> Heteroscedastic().log_prob(output, torch.zeros(2), {})
+        tensor([-0.9189, -1.9189])
+        >>> Heteroscedastic(6.0).variance(output, {})
+        tensor([ 1.5000, 11.0836])
     """
 
-    def log_prob(self, output: Tensor, y: Tensor, params: Params) -> Tensor:
-        mean, log_variance = self._split(output)
-        mean, y = _align(mean, y)
-        log_variance = log_variance.reshape(mean.shape)
-        square = (y - mean).square() * torch.exp(-log_variance)
-        return _by_example(-0.5 * (square + log_variance + LOG_2PI))
+    df: float | None = None
+    scale: float | PositivePrior | None = field(default=1.0, kw_only=True)
+    outputs: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        found = None if self.df in (None, math.inf) else check_positive("Heteroscedastic: df", self.df)
+        object.__setattr__(self, "df", found)
+
+    @property
+    def _tails(self) -> float:
+        return math.inf if self.df is None else self.df
+
+    def _split(self, output: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+        """Location and logarithm of the scale."""
+        location, log_square = self._pair(output)
+        return location, 0.5 * log_square + _log(self.scale_at(params))
 
     @staticmethod
-    def _split(output: Tensor) -> tuple[Tensor, Tensor]:
+    def _pair(output: Tensor) -> tuple[Tensor, Tensor]:
         if output.shape[-1] != 2:
             raise ValueError(
-                f"HeteroscedasticGaussian needs an output whose last dimension is 2 (mean, log variance), "
+                f"Heteroscedastic needs an output whose last dimension is 2 (location, log of the squared scale), "
                 f"got shape {tuple(output.shape)}"
             )
         return output[..., 0], output[..., 1]
 
+    def log_prob(self, output: Tensor, y: Tensor, params: Params) -> Tensor:
+        location, log_scale = self._split(output, params)
+        location, y = _align(location, y)
+        log_scale = log_scale.reshape(location.shape)
+        return _by_example(student_t_log_prob((y - location) * (-log_scale).exp(), self._tails) - log_scale)
+
     def mean(self, output: Tensor, params: Params) -> Tensor:
-        return self._split(output)[0]
+        return self._pair(output)[0]
 
     def variance(self, output: Tensor, params: Params) -> Tensor:
-        return self._split(output)[1].exp()
+        return (2 * self._split(output, params)[1]).exp() * student_t_variance(self._tails)
 
     def simulate(self, output: Tensor, params: Params, generator: torch.Generator) -> Tensor:
-        mean, log_variance = self._split(output)
-        return mean + (0.5 * log_variance).exp() * _normal(mean, generator)
+        location, log_scale = self._split(output, params)
+        return location + log_scale.exp() * student_t_draw(location, self._tails, generator)
 
     def check(self, output: Tensor, y: Tensor) -> None:
-        _align(self._split(output[:1])[0], y[:1])
+        _align(self._pair(output[:1])[0], y[:1])
 
 
 @dataclass(frozen=True)
@@ -404,7 +438,8 @@ NAMES: dict[str, Callable[[], Likelihood]] = {
     "tokens": Tokens,
     "bernoulli": Bernoulli,
     "gaussian": Gaussian,
-    "heteroscedastic": HeteroscedasticGaussian,
+    "heteroscedastic": Heteroscedastic,
+    "heteroscedastic_t": lambda: Heteroscedastic(StudentT.df),
     "student_t": StudentT,
     "poisson": Poisson,
 }

@@ -114,8 +114,8 @@ class Target:
                 Face's collators make them: ``model(**inputs)`` of all but the labels. Of an output with ``logits``
                 these are taken, of a tuple the first.
             likelihood: one of `isosgd.likelihoods`, its name (``"categorical"``, ``"tokens"``, ``"bernoulli"``,
-                ``"gaussian"``, ``"heteroscedastic"``, ``"student_t"``, ``"poisson"``), or a callable
-                ``(output, y) -> Tensor[n]``.
+                ``"gaussian"``, ``"student_t"``, ``"heteroscedastic"``, ``"heteroscedastic_t"``, ``"poisson"``), or a
+                callable ``(output, y) -> Tensor[n]``.
             prior: as for `Target`; ``FanInNormal()`` by default, under which a network's outputs are of order one
                 whatever its width. With data enough to tell, ``HierarchicalNormal()`` learns the scales. Of a trained
                 network ``"empirical"`` takes them from its values, see `isosgd.priors.Empirical`.
