@@ -41,7 +41,7 @@ from isosgd.samplers.own_warmup import OwnWarmup
 from isosgd.samplers.program import GeometryProgram, KickProgram, StepProgram
 
 Scheme = Literal["a", "b", "c", "windowed", "online"]
-FIRST_ONLINE = 100
+FIRST_ONLINE, LOOK_EVERY = 100, 20
 PAPER_STEPS = 2_000  # the paper's warm-up on its regressions
 HOT = 1e-2  # schemes that estimate at a mode were seen to diverge from this temperature on
 
@@ -364,6 +364,8 @@ class ISGD(Sampler):
                 self._adapt_groups(None, rise=2.0)
                 if step + 1 < self.warmup:
                     self.forget_noise()
+            elif step >= FIRST_ONLINE and step % LOOK_EVERY == 0:  # within a window rates may only fall
+                self._adapt_groups(None, rise=1.0)
         else:  # the running summary, as in the paper
             self._adapt_groups(None, rise=math.inf)
 

@@ -215,7 +215,7 @@ def sample(
     around = TrainedRun(target, data, networks, held_out, ladder, given, options)
     if draws == "auto" and around.held_out is not None:
         more["held_out"] = target.inputs_of(around.held_out)
-    count, all_chains = draws if isinstance(draws, int) else DRAWS, max(chains, len(networks))
+    all_chains = max(chains, len(networks))
     more["draws"] = DRAWS if draws is None else draws
     choice = Choice(known, "")
     with suppress(_Checked):  # a rung of the ladder can be drawn: now for the run itself
@@ -225,7 +225,7 @@ def sample(
     if ranks is not None and tried:  # each has tried them; where machines round otherwise, rank 0 has its way
         choice = replace(choice, temperature=ranks.gather(choice.temperature)[0])
 
-    def steps(continued: bool) -> dict[str, Any]:
+    def steps(count: int, continued: bool) -> dict[str, Any]:
         lengths = around.lengths.settings(count, around.hmc, continued)
         if deadline is not None and (keep_every, warmup) == ("auto", "auto"):
             lengths |= around.shortened(choice, lengths, count, deadline)

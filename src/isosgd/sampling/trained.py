@@ -37,6 +37,7 @@ from isosgd.target.modules import MASK
 
 LADDER = (1e-2, 1e-1, 1.0)
 COLDER = 10.0  # a rung so much colder than the coldest is tried where that one was best
+CLOSE = 5.0  # times a temperature: nothing is tried in between
 COLD = 1e-3  # where nothing is held out; docs/trained.md says what it did
 SURE = 1.0  # standard errors by which the average must be better than the starts ...
 SURE_CHOSEN = 2.0  # ... and where a temperature and the draws that are kept were chosen by the same examples
@@ -44,7 +45,8 @@ WORSE = 0.1  # of the start's NLL, by which a rung must be worse for hotter ones
 EPOCHS, LEAST = 10, 2_000  # of gradients in all, and gradients at least
 LADDER_SHARE, RUNGS = 1 / 3, 5
 RUNG_DRAWS, RUNG_WARMUP = 8, 200  # draws of a rung, and gradients to measure its noise by ...
-WINDOWED_WARMUP = 400  # ... and where no curvature guards the rate, so that a chain leaps at first
+# Of large networks and those with BatchNorm; rungs of 240 gradients did not tell which temperature is best.
+LARGE_LADDER, LARGE_WARMUP, LARGE_RUNG = (3e-2, 1e-1, 3e-1), 400, 540
 WARMUP_SHARE, DRAWS = 0.3, 30  # of the run itself
 CONTINUED, CONTINUED_SHARE = 60, 0.1  # gradients of a warm-up that goes on with what a rung measured, and of the run's
 LARGE = 1 << 20  # parameters from which Lambda is one number for each layer
@@ -242,14 +244,14 @@ class Lengths:
 
     rung: int
     run: int
-    first: int = RUNG_WARMUP
+    first: int
 
     @classmethod
-    def of(cls, num_data: int, batch_size: int, first: int = RUNG_WARMUP) -> Lengths:
+    def of(cls, num_data: int, batch_size: int, large: bool = False) -> Lengths:
         """About `EPOCHS` epochs, a third of them on the ladder."""
         total = max(LEAST, EPOCHS * -(-num_data // batch_size))
-        rung = max(CONTINUED + 5 * RUNG_DRAWS, round(LADDER_SHARE * total / RUNGS))
-        return cls(rung, round((1 - LADDER_SHARE) * total), first)
+        least, first = (LARGE_RUNG, LARGE_WARMUP) if large else (CONTINUED + 5 * RUNG_DRAWS, RUNG_WARMUP)
+        return cls(max(least, round(LADDER_SHARE * total / RUNGS)), round((1 - LADDER_SHARE) * total), first)
 
     def settings(self, draws: int, hmc: bool = False, continued: bool = False) -> dict[str, int]:
         """Warm-up, draws and steps between them of the run."""
@@ -369,6 +371,7 @@ class Ladder:
         self.unit = abs(float(self.before.mean())) if has_classes(target) else 1.0  # a density has no zero of its NLL
         self.found: dict[float, tuple[Rung, Tensor]] = {}
         self.places: dict[float, Place] = {}
+        self.drawn: dict[float, Posterior] = {}
         self.diverged: list[float] = []
 
     def climb(self, temperatures: Sequence[float]) -> Choice:
@@ -386,10 +389,12 @@ class Ladder:
         return self._choice()
 
     def _refine(self) -> None:
-        """Try a temperature between the best one and the better of its neighbours."""
+        """Try a temperature between the best one and the better of its neighbours, unless they are close."""
         order = sorted(self.found)
         i = order.index(self._best.temperature)
         beside = min(order[max(0, i - 1) : i] + order[i + 1 : i + 2], key=lambda t: self.found[t][0].nll)
+        if max(beside, order[i]) < CLOSE * min(beside, order[i]):
+            return
         between = math.sqrt(beside * order[i])
         below = max((t for t in order if t < between), default=None)
         self._try(between, Place(self.starts) if below is None else self.places[below])
@@ -416,7 +421,7 @@ class Ladder:
             LOGGER.info("temperature %g diverged and is left out", temperature)
             return None
         rung = Rung.of(temperature, self.before, after)
-        self.found[temperature], self.places[temperature] = (rung, after), end
+        self.found[temperature], self.places[temperature], self.drawn[temperature] = (rung, after), end, posterior
         LOGGER.info("temperature %g: held-out NLL %.4g, start %.4g", temperature, rung.nll, float(-self.before.mean()))
         return rung
 
@@ -501,8 +506,6 @@ class TrainedRun:
         if scored is not None:
             self.starts = with_noise_scales(target, starts, scored, self.device)
         self.own_temperature = 1.0 if learns_noise(target) else COLD  # where held-out examples do not choose it
-        own = (1.0,) if learns_noise(target) else LADDER
-        self.temperatures = check_ladder(own if ladder is None else ladder)
         if method is None:
             method = default_method(target, self.data, given["transform"], given["batch_size"], options)
         plain = method == "isgd" and given["batch_size"] != "all"
@@ -512,8 +515,11 @@ class TrainedRun:
         num_data = target.resolve_num_data(as_tensors(self.data, target.dtype) or self.data)
         size = given["batch_size"] if as_tensors(self.data) is not None else _loaded_size(self.data)
         self.hmc = method == "hmc" or given["batch_size"] == "all"
-        first = WINDOWED_WARMUP if self.settings.get("preset") == "windowed" else RUNG_WARMUP
-        self.lengths = Lengths.of(num_data, size_of("all" if self.hmc else size, num_data), first)
+        large = self.settings.get("preset") == "windowed"
+        own = (1.0,) if learns_noise(target) else LARGE_LADDER if large else LADDER
+        self.temperatures = check_ladder(own if ladder is None else ladder)
+        self.lengths = Lengths.of(num_data, size_of("all" if self.hmc else size, num_data), large)
+        self.early: Posterior | None = None  # what the rung that the run goes on from has drawn
 
     def _init(self, states: Sequence[State]) -> Callable[[int], State]:
         """Chains take the networks in turns."""
@@ -548,6 +554,7 @@ class TrainedRun:
         if coldest < hottest:
             choice = ladder.climb(self.temperatures)
             self.place = ladder.places.get(choice.temperature, self.place)
+            self.early = ladder.drawn.get(choice.temperature)
             return choice
         reason = f"T = {coldest:g}, the only one to try"
         return Choice(coldest, reason, float(-self.before.mean()), len(self.before))
@@ -571,11 +578,11 @@ class TrainedRun:
 
     def posterior(
         self, choice: Choice, draw: Run, chains: int, more: Mapping[str, Any],
-        steps: Callable[[bool], Mapping[str, Any]],
+        steps: Callable[[int, bool], Mapping[str, Any]],
     ) -> Posterior:  # fmt: skip
-        """Draws at the temperature that was chosen, from where its rung ended.
+        """Draws at the temperature that was chosen, those of its rung and more from where it ended.
 
-        ``steps`` gives warm-up and steps between draws, from whether the run goes on with what a rung measured. One
+        ``steps`` gives warm-up and steps between draws, from their number and whether the run goes on from a rung. One
         that is stored does not, so that it can be resumed without the ladder; nor does one of several processes.
 
         A rung is short, and a longer run may go on to where predictions are worse. So the held-out examples have the
@@ -585,18 +592,25 @@ class TrainedRun:
         alone = more.get("store") is None and more.get("ranks") is None
         begin = self.place.measured if alone else {}
         while choice.temperature > 0:
+            draws: Any = more["draws"]
+            early = self.early if begin and isinstance(draws, int) and draws >= 2 * RUNG_DRAWS else None
+            if early is not None:
+                draws -= RUNG_DRAWS
             try:
                 with warnings.catch_warnings(record=True) as said:  # of a run that is not kept they would mislead
                     found = draw(
                         self.target, self.data, init=self._init(self.starts), chains=chains, trained=True,
                         temperature=choice.temperature, about_choice=self._about(choice), begin=begin,
-                        **steps(bool(begin)), **more, **self.settings,
+                        **steps(draws if isinstance(draws, int) else DRAWS, bool(begin)), **{**more, "draws": draws},
+                        **self.settings,
                     )  # fmt: skip
             except DivergedError:
                 if not choice.held_out or more.get("store") is not None:
                     raise
                 choice, begin = self._colder(choice, "diverged"), {}
                 continue
+            if early is not None and early.num_chains == found.num_chains:
+                found = _followed_by(early, found)
             found.starts = list(self.starts)
             kept, good = self._best_part(found, choice) if choice.held_out else (found.num_draws, True)
             if good or more.get("store") is not None:
@@ -665,6 +679,16 @@ class TrainedRun:
         LOGGER.info(reason)
         diverged = choice.diverged + ((choice.temperature,) if fault == "diverged" else ())
         return replace(choice, temperature=temperature, reason=reason, diverged=diverged)
+
+
+def _followed_by(early: Posterior, late: Posterior) -> Posterior:
+    """Draws of chains, and those that they drew later."""
+    draws, buffers = (
+        {name: torch.cat([first[name], x], 1) for name, x in second.items()}
+        for first, second in ((early.draws, late.draws), (early.buffers, late.buffers))
+    )
+    count = early.num_draws + late.num_draws
+    return Posterior(late.target, draws, {**late.info, "draws": count}, late.data, buffers)
 
 
 def _some(data: Any, target: Target) -> Tensors | None:
