@@ -33,19 +33,9 @@ UCI = {
     "wine": "wine-quality-red", "yacht": "yacht",
 }  # fmt: skip
 GRID = (
-    "data",
-    "split",
-    "seed",
-    "hidden",
-    "activation",
-    "likelihood",
-    "scale",
-    "out_scale",
-    "size",
-    "df",
-    "chains",
+    "data", "split", "seed", "hidden", "activation", "likelihood", "scale", "out_scale", "size", "df", "chains",
     "effort",
-)
+)  # fmt: skip
 REPEATS = 4  # targets drawn around each draw, for intervals
 
 
