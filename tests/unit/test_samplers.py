@@ -259,6 +259,18 @@ def test_presets_name_the_papers_rows() -> None:
     assert changed.summary == "max"
 
 
+def test_the_windowed_preset_slows_down_where_noise_leaps(generator: torch.Generator) -> None:
+    """A chain that leaves a mode for much noise does not keep its high rate until the window ends."""
+    theta = torch.ones(50, requires_grad=True)
+    settings: dict[str, Any] = {"num_data": N, "batch_size": 10, "warmup": 800, "temperature": 1.0}
+    sampler, rates = ISGD.preset("windowed", [("w", theta)], **settings), list[float]()
+    for step in range(160):
+        theta.grad = (0.01 if step < 110 else 1.0) * torch.randn(50, generator=generator)
+        sampler.step()
+        rates.append(sampler.param_groups[0].get("rate") or math.nan)
+    assert rates[109] == rates[101] and rates[120] < 1e-3 * rates[109] and rates[159] == rates[120]
+
+
 def test_the_windowed_preset_takes_four_times_the_noise_in_windows(generator: torch.Generator) -> None:
     """No step in the first window; then lambda is 4 max v / 2 of the last window, which may fall by half only."""
     theta = torch.zeros(3, requires_grad=True)
