@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.data import CIFAR10_MEAN, CIFAR10_STD, cifar10, crop_flip, data_root, mnist, notmnist, read_idx, uci
-from experiments.models import lenet5, mlp, resnet18, vgg16_bn
+from experiments.models import lenet5, mlp, resnet18, resnet56, vgg16_bn
 from experiments.trained.networks import Transformer, cnn, small_vgg
 
 Examples = tuple[Tensor, Tensor]
@@ -197,6 +197,12 @@ def notmnist_sets(root: Path | None, seed: int) -> Sets:
     return Sets(train, held_out, test, grey(mnist(root, "train")[0][:2000]))
 
 
+def few_letters(root: Path | None, seed: int) -> Sets:
+    """The first thousand of them to train on."""
+    found = notmnist_sets(root, seed)
+    return replace(found, train=(found.train[0][:1000], found.train[1][:1000]))
+
+
 def as_rows(read: Callable[[Path | None, int], Sets], root: Path | None, seed: int) -> Sets:
     """Images of 14x14 pixels as sequences of their rows."""
     sets = read(root, seed)
@@ -228,13 +234,13 @@ def colour_augmented(batch: Examples, generator: torch.Generator) -> Examples:
     return colour(crop_flip(x, generator)), y
 
 
-def cifar_sets(root: Path | None, seed: int, *, tune: bool = False) -> Sets:
-    """CIFAR-10: 45,000, 5,000 and its test set; to tune, 10,000, 2,000 and 5,000 of its training files alone.
+def cifar_sets(root: Path | None, seed: int, *, tune: int = 0) -> Sets:
+    """CIFAR-10: 45,000, 5,000 and its test set; to ``tune`` so many, 2,000 and 5,000 of its training files alone.
 
     Outside are Fashion-MNIST's images with a border, three times the same colour; to tune, digits.
     """
     x, y = cifar10(root, "train")
-    parts = rows(len(x), SPLIT, *((10_000, 2000, 5000) if tune else (45_000, 5000)))
+    parts = rows(len(x), SPLIT, *((tune, 2000, 5000) if tune else (45_000, 5000)))
     train, held_out = (x[parts[0]], y[parts[0]]), (colour(x[parts[1]]), y[parts[1]])
     last = (x[parts[2]], y[parts[2]]) if tune else cifar10(root, "test")
     others = mnist(root, "train")[0] if tune else fashion(root)[0]
@@ -263,6 +269,9 @@ def regression(name: str, read: Callable[[Path | None, int], Sets], features: in
     return Pair(name, read, dense(features, (50, 50), 1), adam(lr=5e-3, weight_decay=1e-2), epochs, 32, "gaussian")
 
 
+VGG = Pair(
+    "cifar10k-vgg", partial(cifar_sets, tune=10_000), small_vgg, sgd(lr=0.1, weight_decay=5e-4), 30, 128, gpu=True
+)
 TUNE = (
     Pair("wine-mlp", partial(scikit, "wine"), dense(13, (32,), 3), adam(lr=5e-3, weight_decay=1e-3), 60, 16),
     Pair("cancer-mlp", partial(scikit, "breast_cancer"), dense(30, (32, 32), 2), adamw(lr=5e-3), 20, 32),
@@ -271,7 +280,10 @@ TUNE = (
     regression("kin-mlp", robot_arm, 8, 60),
     regression("diabetes-mlp", partial(scikit, "diabetes"), 10, 20),
     regression("boston-mlp", partial(benchmark, "boston"), 13, 40),
-    Pair("cifar10k-vgg", partial(cifar_sets, tune=True), small_vgg, sgd(lr=0.1, weight_decay=5e-4), 30, 128, gpu=True),
+    VGG,
+    replace(VGG, name="cifar20k-resnet56", read=partial(cifar_sets, tune=20_000), model=lambda p: resnet56(dropout=p)),
+    Pair("notmnist-bn", notmnist_sets, partial(cnn, norm="batch"), sgd(lr=0.05, weight_decay=5e-4), 20),
+    Pair("notmnist-overfitted", few_letters, dense(784, (256, 256), 10, True), adam(lr=1e-3), 400, one_cycle=False),
 )
 FASHION = Pair("fashion-bn", fashion_sets, partial(cnn, norm="batch"), sgd(lr=0.05, weight_decay=5e-4), 20)
 CIFAR = Pair(

@@ -268,11 +268,11 @@ def test_the_windowed_preset_slows_down_where_noise_leaps(generator: torch.Gener
         theta.grad = (0.01 if step < 110 else 1.0) * torch.randn(50, generator=generator)
         sampler.step()
         rates.append(sampler.param_groups[0].get("rate") or math.nan)
-    assert rates[109] == rates[101] and rates[120] < 1e-3 * rates[109] and rates[159] == rates[120]
+    assert rates[109] == rates[101] and max(rates[120:]) < 1e-2 * rates[109]
 
 
 def test_the_windowed_preset_takes_four_times_the_noise_in_windows(generator: torch.Generator) -> None:
-    """No step in the first window; then lambda is 4 max v / 2 of the last window, which may fall by half only."""
+    """No step in the first window; then lambda is 64 times 4 max v / 2, and falls by half at most every 20 steps."""
     theta = torch.zeros(3, requires_grad=True)
     settings = {"num_data": N, "temperature": 0.5, "batch_size": 8, "warmup": 300, "generator": generator}
     sampler = ISGD.preset("windowed", [("w", theta)], **settings)
@@ -285,8 +285,8 @@ def test_the_windowed_preset_takes_four_times_the_noise_in_windows(generator: to
         seen.append(sampler.param_groups[0]["lam"])
         assert step < 99 or float(theta.detach().abs().min()) > 0
         assert step >= 99 or torch.equal(theta, torch.zeros(3))
-    assert seen[98] is None and len(set(seen[99:])) == 2  # set after 100 and after 300 steps
-    assert seen[99] == pytest.approx(4 * 9 / 2, rel=0.5) and seen[300] == pytest.approx(seen[99] / 2)
+    assert seen[98] is None and len(set(seen[99:])) == 11  # set after 100, 120, ..., 300 steps
+    assert seen[99] == pytest.approx(64 * 4 * 9 / 2, rel=0.5) and seen[300] == pytest.approx(seen[99] / 2**10)
     assert sampler.param_groups[0]["rate"] == pytest.approx(0.5 / (N * seen[300])) and sampler.param_groups[0]["frozen"]
 
 

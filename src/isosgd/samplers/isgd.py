@@ -41,8 +41,8 @@ from isosgd.samplers.own_warmup import OwnWarmup
 from isosgd.samplers.program import GeometryProgram, KickProgram, StepProgram
 
 Scheme = Literal["a", "b", "c", "windowed", "online"]
-FIRST_ONLINE, LOOK_EVERY = 100, 20
-LEAP = 4.0  # times lambda: more than the largest of some twenty estimates is by chance
+FIRST_ONLINE, LOOK_EVERY = 100, 20  # steps of the first window, and between looks at the noise in later ones
+CAUTION = 64.0  # times the first lambda
 PAPER_STEPS = 2_000  # the paper's warm-up on its regressions
 HOT = 1e-2  # schemes that estimate at a mode were seen to diverge from this temperature on
 
@@ -363,25 +363,15 @@ class ISGD(Sampler):
             assert self.warmup is not None
             ends = online_windows(self.warmup)
             began = max((end for end in ends if end <= step), default=0)
-            if step + 1 in ends:
+            if step + 1 in ends or (began and (step + 1 - began) % LOOK_EVERY == 0):
                 self._adapt_groups(None, rise=2.0)
-                if step + 1 < self.warmup:
-                    self.forget_noise()
-            elif began and (step + 1 - began) % LOOK_EVERY == 0:
-                self._slow_leaps()
+            if not began and step + 1 == ends[0] < self.warmup:
+                # A mode has far less noise than its surroundings: begin well below the rate it suggests.
+                self._set([CAUTION * torch.as_tensor(group["lam"]) for group in self.param_groups])
+            if step + 1 in ends and step + 1 < self.warmup:
+                self.forget_noise()
         else:  # the running summary, as in the paper
             self._adapt_groups(None, rise=math.inf)
-
-    def _slow_leaps(self) -> None:
-        """Within a window rates fall where noise is many times what it was where the window began.
-
-        At a mode there is little noise, hence a high rate: a chain that leaves it must not go on leaping.
-        """
-        assert isinstance(self.structure, PerGroup)
-        noise = [self.noise_bound(group) for group in self.param_groups]
-        found = self.structure.solve(noise, [torch.zeros_like(b) for b in noise])
-        old = [torch.as_tensor(group["lam"]).to(lam) for group, lam in zip(self.param_groups, found, strict=True)]
-        self._set([torch.where(lam > LEAP * had, lam, had) for lam, had in zip(found, old, strict=True)])
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
