@@ -7,7 +7,7 @@ from scipy.integrate import trapezoid
 
 from isosgd import Posterior, Target, priors, sample
 
-DIM, NUM_DATA, CHAINS = 8, 200, 32
+DIM, NUM_DATA, CHAINS, DRAWS = 8, 200, 128, 15
 SPREAD = 1.0  # of the logarithm of the scale, before any data
 BIAS = 0.02  # of a variance, that the steps of a minibatch sampler may leave
 
@@ -68,8 +68,8 @@ def test_the_likelihood_alone_is_tempered(temperature):
         (y,),
         chains=CHAINS,
         batch_size=50,
-        draws=60,
-        warmup=2000,
+        draws=DRAWS,
+        warmup=1500,
         temperature=temperature,
         progress=False,
         compile=False,
@@ -85,8 +85,8 @@ def test_the_likelihood_alone_is_tempered_on_all_data():
         (y,),
         chains=CHAINS,
         batch_size="all",
-        draws=60,
-        warmup=1500,
+        draws=DRAWS,
+        warmup=1000,
         temperature=0.1,
         progress=False,
         compile=False,
