@@ -7,6 +7,8 @@ from scipy.integrate import trapezoid
 
 from isosgd import Posterior, Target, priors, sample
 
+# Of many chains one may look unsettled by chance.
+pytestmark = pytest.mark.filterwarnings("ignore:.*did not settle:isosgd.errors.SamplingWarning")
 DIM, NUM_DATA, CHAINS, DRAWS = 8, 200, 128, 15
 SPREAD = 1.0  # of the logarithm of the scale, before any data
 BIAS = 0.02  # of a variance, that the steps of a minibatch sampler may leave

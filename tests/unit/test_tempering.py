@@ -62,7 +62,7 @@ def test_the_meter_reads_the_density_that_was_sampled():
     prior = priors.HierarchicalNormal(hyper=priors.LogNormal(1.0, 0.5), per="all")
     target = Target(lambda p, b: -0.5 * (b[0] - p["w"]).square().sum(-1), prior, init={"w": torch.zeros(8)})
     posterior = sample(
-        target, (y,), temperature=0.1, chains=16, draws=20, batch_size=50, warmup=500, keep_every=5,
+        target, (y,), temperature=0.1, chains=64, draws=20, batch_size=50, warmup=500, keep_every=5,
         progress=False, compile=False,
     )  # fmt: skip
     found = {reading.name: reading for reading in posterior.trust((y,)).readings}
