@@ -336,7 +336,7 @@ from multiprocessing import get_context
 from experiments.uci.runs import end_with_parent
 
 if __name__ == "__main__":
-    pool = ProcessPoolExecutor(1, get_context("spawn"), end_with_parent)
+    pool = ProcessPoolExecutor(1, get_context("fork"), end_with_parent)  # torch is then loaded once
     print(pool.submit(os.getpid).result(), flush=True)
     pool.submit(time.sleep, 600).result()
 """

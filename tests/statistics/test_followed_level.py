@@ -16,7 +16,7 @@ import isosgd
 from isosgd import Target, priors
 from isosgd.target import Params
 
-N, BATCH, COEFFICIENTS, CHAINS, DRAWS = 46, 8, 3, 64, 60
+N, BATCH, COEFFICIENTS, CHAINS, DRAWS = 46, 8, 3, 256, 15
 pytestmark = pytest.mark.filterwarnings("ignore:.*did not settle:isosgd.errors.SamplingWarning")
 
 
@@ -33,7 +33,7 @@ def test_deviations_are_those_of_the_temperature(temperature: float) -> None:
 
     def log_likelihood(params: Params, batch: Any) -> Tensor:
         rows, values = batch
-        value: Tensor = torch.distributions.Normal(rows @ params["beta"], params["scale"]).log_prob(values)  # type: ignore[no-untyped-call]
+        value: Tensor = -0.5 * ((values - rows @ params["beta"]) / params["scale"]).square() - params["scale"].log()
         return value
 
     start = {"beta": torch.from_numpy(fit), "scale": torch.tensor(1.0, dtype=torch.float64)}

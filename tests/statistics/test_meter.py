@@ -248,7 +248,9 @@ def sampled(toy: Toy) -> Posterior:
     """I-SGD at its defaults, but for lengths that keep the run short."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SamplingWarning)  # so short a warm-up does not settle
-        return sample(toy.target, toy.data, draws=120, chains=4, keep_every=40, warmup=3000, progress=False)
+        return sample(
+            toy.target, toy.data, draws=40, chains=16, keep_every=40, warmup=2000, compile=False, progress=False
+        )
 
 
 def test_toy_exact_draws_are_trusted(toy: Toy) -> None:

@@ -53,7 +53,7 @@ def z_scores(draws: Tensor, mean: Tensor, covariance: Tensor) -> tuple[Tensor, T
 
 
 def run(structure: str, temperature: float = 1.0, **settings: Any) -> Posterior:
-    settings = {"draws": 300, "chains": 8, "warmup": 1200, "keep_every": 6, "compile": False, **settings}
+    settings = {"draws": 75, "chains": 32, "warmup": 800, "keep_every": 6, "compile": False, **settings}
     return sample(
         linear(), regression(), batch_size="all", structure=structure, temperature=temperature, progress=False,
         **settings,
@@ -73,7 +73,7 @@ def test_a_badly_conditioned_regression_is_exact(structure: str) -> None:
 
 def test_temperature_is_kept() -> None:
     mean, covariance = exact(0.1)
-    means, spread = z_scores(run("full", 0.1, draws=150, warmup=800).draws["w"].flatten(2), mean, covariance)
+    means, spread = z_scores(run("full", 0.1).draws["w"].flatten(2), mean, covariance)
     assert means.abs().max() < 4.5
     assert spread.abs().max() < 4.5
 
@@ -111,7 +111,9 @@ def test_a_sampled_noise_scale_is_exact() -> None:
         return -0.5 * (batch[0] / params["s"]) ** 2 - params["s"].log()
 
     target = Target(log_likelihood, {"s": priors.LogNormal(1.0, 2.0)}, positive=["s"], init={"s": torch.tensor(1.0)})
-    found = sample(target, (y,), batch_size="all", draws=400, chains=8, warmup=1200, keep_every=6, progress=False)
+    found = sample(
+        target, (y,), batch_size="all", draws=100, chains=32, warmup=800, keep_every=6, compile=False, progress=False
+    )
     u = found.draws["s"].log().double().numpy()
     grid = torch.linspace(-3, 3, 20001).double()
     log_density = -0.5 * y.double().square().sum() * (-2 * grid).exp() - len(y) * grid - 0.5 * (grid / 2.0) ** 2

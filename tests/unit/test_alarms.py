@@ -128,13 +128,13 @@ def test_correlated_noise_in_the_warmup_slows_a_diagonal_lambda_and_is_not_hot_t
         "temperature": 1e-3,
         "structure": "diagonal",
         "batch_size": BATCH,
-        "draws": 30,
+        "draws": 15,
         "keep_every": 10,
         "compile": False,
     }
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        sample(target, (data,), chains=4, warmup=800, progress=False, **settings)
+        sample(target, (data,), chains=4, warmup=400, progress=False, **settings)
     assert not any("does not express" in str(w.message) for w in caught)
 
 
@@ -213,7 +213,7 @@ def test_warnings_point_at_the_line_that_sampled() -> None:
     data = torch.randn(N, DIM, generator=torch.Generator().manual_seed(0))
     target = Target(log_likelihood, priors.Normal(10.0), init={"theta": torch.full((DIM,), 1e3)})
     with pytest.warns(SamplingWarning, match="chain 0 .*did not settle") as caught:
-        sample(target, (data,), chains=3, draws=2, keep_every=2, warmup=160, progress=False)
+        sample(target, (data,), chains=3, draws=2, keep_every=2, warmup=160, compile=False, progress=False)
     settling = [w for w in caught if "did not settle" in str(w.message)]
     assert len(settling) == 1 and "(and 2 other of 3 chains)" in str(settling[0].message)
     assert settling[0].filename == __file__

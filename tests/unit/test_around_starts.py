@@ -30,7 +30,7 @@ def test_a_warning_names_the_line_that_called() -> None:
     model, data, _ = trained()
     target = Target.from_module(model, "categorical", prior="empirical")
     with pytest.warns(SamplingWarning) as said:
-        short: dict[str, Any] = {"warmup": 100, "draws": 2, "keep_every": 1, "structure": "layer"}
+        short: dict[str, Any] = {"warmup": 100, "draws": 2, "keep_every": 1, "structure": "layer", "compile": False}
         sample(target, data, starts=[model], temperature=0.01, progress=False, **short)
     assert {warning.filename for warning in said} == {__file__}
 
@@ -39,7 +39,7 @@ def test_a_warning_names_the_line_that_called() -> None:
 def test_a_short_time_still_gives_draws_or_the_starts() -> None:
     model, data, held_out = trained()
     target = Target.from_module(model, "categorical", prior="empirical")
-    posterior = sample(target, data, starts=[model], held_out=held_out, max_seconds=0.01, progress=False)
+    posterior = sample(target, data, starts=[model], held_out=held_out, max_seconds=0.01, progress=False, compile=False)
     assert posterior.num_draws >= 1
     assert posterior.info["temperature_choice"]["reason"]
     assert posterior.against_start(*held_out).starts == 1
@@ -49,7 +49,7 @@ def test_a_short_time_still_gives_draws_or_the_starts() -> None:
 def test_the_reason_says_how_many_draws_were_kept() -> None:
     model, data, held_out = trained(steps=3)
     target = Target.from_module(model, "categorical", prior="empirical")
-    posterior = sample(target, data, starts=[model], held_out=held_out, progress=False)
+    posterior = sample(target, data, starts=[model], held_out=held_out, progress=False, compile=False)
     reason = posterior.info["temperature_choice"]["reason"]
     assert posterior.info["temperature"] > 0, reason
     assert posterior.info["draws"] == posterior.num_draws

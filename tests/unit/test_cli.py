@@ -45,6 +45,7 @@ def test_version(capsys):
     assert (code, printed.out.strip()) == (0, isosgd.__version__)
 
 
+@pytest.mark.long  # torch is loaded once more
 def test_it_runs_as_a_module():
     done = subprocess.run([sys.executable, "-m", "isosgd", "--version"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, isosgd.__version__)

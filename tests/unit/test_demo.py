@@ -16,15 +16,17 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.mark.long
-def test_quick_demo_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_demo_writes_what_it_says(tmp_path: Path) -> None:
+    """As `make demo` calls it: what is sent to processes of its own must be found there."""
     out = tmp_path / "new" / "folder"
-    assert demo.main(["--out", str(out), "--quick", "--jobs", "1", "--seed", "1", "--json"]) == 0
-    printed = capsys.readouterr()
+    options = ["--out", str(out), "--quick", "--jobs", "2", "--seed", "1", "--json"]
+    done = subprocess.run([sys.executable, "-m", "isosgd.demo", *options], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
     results = json.loads((out / "results.json").read_text())
-    assert json.loads(printed.out) == results
+    assert json.loads(done.stdout) == results
     assert sorted(out.iterdir()) == sorted(demo.written(out))
     for path in demo.written(out):
-        assert str(path) in printed.err
+        assert str(path) in done.stderr
         assert path.suffix != ".png" or path.read_bytes().startswith(PNG)
 
     assert results["seed"] == 1 and results["quick"] and results["seconds"] > 0
@@ -33,10 +35,10 @@ def test_quick_demo_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFi
     assert len({results["toy"][method]["gradients"] for method in demo.METHODS}) == 1, "equal number of gradients"
     for name, keys in (("diabetes", ("rmse", "coverage95", "mnll")), ("digits", ("accuracy", "confidence", "mnll"))):
         for label, row in results[name]["rows"].items():
-            assert label in printed.err
+            assert label in done.stderr
             assert all(math.isfinite(row[key]) for key in keys)
     for found in (*results["toy"].values(), results["diabetes"], results["digits"]):
-        assert all(message in printed.err for message in found.get("warnings", []))
+        assert all(message in done.stderr for message in found.get("warnings", []))
 
 
 @pytest.mark.parametrize(("excess", "word"), [(0.3, "better than"), (-0.3, "worse than"), (0.1, "level with")])
@@ -73,11 +75,3 @@ def test_warnings_of_a_job_are_kept() -> None:
         return Found({}, {})
 
     assert demo.run_job(job, 0, QUICK).numbers["warnings"] == ["the draws may be off"]
-
-
-@pytest.mark.long
-def test_it_runs_as_a_module_in_processes_of_its_own(tmp_path):
-    """As `make demo` calls it: what is sent to spawned processes must be found there."""
-    command = [sys.executable, "-m", "isosgd.demo", "--quick", "--jobs", "2", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr

@@ -39,7 +39,12 @@ OTHERS: list[dict[str, Any]] = [
 KINDS: list[dict[str, Any]] = [{"method": "sgld", "lr": 1e-3}, *({"structure": name} for name in STRUCTURES), *OTHERS]
 # Those whose steps in a call differ from another kind only in what a warm-up sets.
 WARMED: list[dict[str, Any]] = [
-    *({"structure": "single"}, {"structure": "kronecker"}, {"method": "sghmc", "corrected": True}),
+    *(
+        {"structure": "single"},
+        {"structure": "layer"},
+        {"structure": "kronecker"},
+        {"method": "sghmc", "corrected": True},
+    ),
     *({"method": "isgd-momentum"}, {"method": "adaptive-sghmc"}, {"method": "csghmc", "cycle": 7}),
 ]
 SOME = [{"method": "sgld", "lr": 1e-3}, {"structure": "diagonal"}]

@@ -205,6 +205,7 @@ def test_buffers_of_a_single_chain(tmp_path: Path, warmup: int) -> None:
     assert "1.running_mean" in load(tmp_path).buffers
 
 
+@pytest.mark.long
 def test_compiled_gradients_begin_when_they_would_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler that rounds otherwise, so that it matters."""
 

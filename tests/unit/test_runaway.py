@@ -39,7 +39,8 @@ def cubic() -> tuple[Target, tuple[Tensor, Tensor], Tensor, Tensor]:
     return target, (x, y), covariance @ (x.T @ y).double(), covariance.diagonal().sqrt()
 
 
-@pytest.mark.parametrize("structure", [pytest.param("lowrank", marks=pytest.mark.long), "diagonal"])
+@pytest.mark.long
+@pytest.mark.parametrize("structure", ["lowrank", "diagonal"])
 def test_chains_are_where_the_posterior_is(cubic: Any, structure: str) -> None:
     """Without this they end 246 and 15 standard deviations away; of 830 normal draws of each the worst is at 4."""
     target, data, mean, deviation = cubic

@@ -72,6 +72,7 @@ def test_means_of_several_data_sets_are_recovered() -> None:
     check_means(sample(make_target(), DataSets((clusters(3),)), chains=2, **{**QUICK, "draws": 100}))
 
 
+@pytest.mark.long
 def test_means_of_several_data_sets_are_recovered_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule, "LARGE", 1)
     posterior = sample(make_target(), DataSets((clusters(3),)), **{**QUICK, "draws": 100})
@@ -106,7 +107,7 @@ def test_rows_of_a_bootstrap_are_data_sets_too() -> None:
 )
 def test_every_method_runs_chains_together(method: str) -> None:
     y = clusters(1)[0]
-    settings = {**QUICK, "draws": 1, "warmup": 600, **({"batch_size": None} if method == "hmc" else {})}
+    settings = {**QUICK, "draws": 1, "warmup": 300, **({"batch_size": None} if method == "hmc" else {})}
     posterior = sample(make_target(), (y,), chains=3, method=method, **settings)
     assert posterior.info["engine"] == "together" and posterior.draws["mu"].shape == (3, 1, 2)
     assert float((posterior.draws["mu"] - y.mean(0)).abs().max()) < 8 / math.sqrt(N)

@@ -23,6 +23,7 @@ from isosgd.sklearn import BayesianMLPClassifier, BayesianMLPRegressor
 from isosgd.tables.network import Network, flushed_denormals, steps_for, usual_layers
 
 SHORT: dict[str, Any] = {"hidden_layers": (8,), "effort": 0.05, "chains": 2, "random_state": 0}
+SHORTEST: dict[str, Any] = {**SHORT, "hidden_layers": (4,), "effort": 0.02, "chains": 1}  # where many are fitted
 
 
 def linear(n: int, seed: int, noise: float = 0.5) -> tuple[np.ndarray, np.ndarray]:
@@ -57,7 +58,7 @@ def fitted() -> BayesianMLPRegressor:
 def test_scikit_learns_own_checks_pass(kind: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # scikit-learn's own, of checks that it skips
-        found = check_estimator(kind(**SHORT))
+        found = check_estimator(kind(**SHORTEST))
     assert {check["status"] for check in found} <= {"passed", "skipped"}
     assert not [check for check in found if check["expected_to_fail"]]
 
@@ -76,7 +77,7 @@ def test_a_pipeline_is_searched_and_scored() -> None:
     frame = frame[["size", "town"]].dropna()
     y = y[frame.index]
     encode = ColumnTransformer([("number", StandardScaler(), ["size"]), ("name", OneHotEncoder(), ["town"])])
-    model = make_pipeline(encode, BayesianMLPRegressor(**SHORT))
+    model = make_pipeline(encode, BayesianMLPRegressor(**SHORTEST))
     assert np.mean(cross_val_score(model, frame, y, cv=2)) > 0.5
     search = GridSearchCV(model, {"bayesianmlpregressor__likelihood": ["student_t", "gaussian"]}, cv=2)
     assert search.fit(frame, y).best_params_["bayesianmlpregressor__likelihood"] in ("student_t", "gaussian")
@@ -117,7 +118,7 @@ def test_several_targets_have_noise_of_their_own() -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(150, 2))
     y = np.stack([x[:, 0] + 0.1 * rng.normal(size=150), x[:, 1] + rng.normal(size=150)], 1)
-    model = BayesianMLPRegressor(**{**SHORT, "effort": 0.3}).fit(x, y)
+    model = BayesianMLPRegressor(**{**SHORT, "effort": 0.15}).fit(x, y)
     mean, std = model.predict(x, return_std=True)
     assert mean.shape == std.shape == (150, 2) and model.sample_y(x[:4], 5).shape == (4, 2, 5)
     assert std[:, 1].mean() > 3 * std[:, 0].mean()

@@ -15,7 +15,14 @@ from isosgd import SamplingWarning, Target, priors, sample
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
 
-SHORT: dict[str, Any] = {"warmup": 200, "draws": 4, "keep_every": 5, "batch_size": 16, "progress": False}
+SHORT: dict[str, Any] = {
+    "warmup": 200,
+    "draws": 4,
+    "keep_every": 5,
+    "batch_size": 16,
+    "compile": False,
+    "progress": False,
+}
 
 
 def examples(count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -48,7 +55,8 @@ def target_of(model: nn.Module) -> Target:
 @pytest.mark.long
 def test_an_overfitted_network_is_better_by_held_out_examples_and_says_how() -> None:
     model = trained()
-    posterior = sample(target_of(model), TRAIN, starts=model, held_out=HELD, batch_size=16, progress=False)
+    run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False}
+    posterior = sample(target_of(model), TRAIN, starts=model, held_out=HELD, **run)
     choice = posterior.info["temperature_choice"]
     assert posterior.info["temperature"] == choice["temperature"] > 0
     assert choice["held_out"] == 400 and "held-out" in choice["reason"]
@@ -72,7 +80,7 @@ def test_the_start_is_kept() -> None:
 
 def test_hmc_keeps_the_start_too() -> None:
     model = trained(steps=30)
-    settings: dict[str, Any] = {"draws": 2, "keep_every": 2, "warmup": 1_000, "progress": False, "compile": False}
+    settings: dict[str, Any] = {"draws": 2, "keep_every": 2, "warmup": 560, "progress": False, "compile": False}
     posterior = sample(target_of(model), TRAIN, starts=[model], method="hmc", temperature=1e-6, **settings)
     assert [report["optimisation"] for report in posterior.info["warmup"]] == [0]
 
@@ -165,13 +173,13 @@ def test_a_regression_of_few_rows_is_sampled_by_hmc_at_its_own_temperature() -> 
     y = x @ torch.randn(5, 1, generator=generator) + 0.5 * torch.randn(660, 1, generator=generator)
     model = nn.Sequential(nn.Linear(5, 30), nn.Tanh(), nn.Linear(30, 1))
     optimizer = torch.optim.Adam(model.parameters(), 0.02)
-    for _ in range(1_000):
+    for _ in range(500):
         optimizer.zero_grad()
         (model(x[:60]) - y[:60]).square().mean().backward()
         optimizer.step()
     posterior = sample(
         Target.from_module(model, "gaussian"), (x[:60], y[:60]), starts=[model], held_out=(x[60:260], y[60:260]),
-        progress=False,
+        draws=10, compile=False, progress=False,
     )  # fmt: skip
     choice = posterior.info["temperature_choice"]
     assert posterior.info["method"] == "hmc" and posterior.info["temperature"] == 1
