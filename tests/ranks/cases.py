@@ -263,13 +263,15 @@ def sharded() -> Any:
     alone = init_device_mesh("cpu", (size, 1), mesh_dim_names=("copies", "ranks"))["ranks"]
     ends: dict[str, list[Tensor]] = {}
     rates: dict[str, list[list[float]]] = {}
-    for kind, mesh in itertools.product((ISGD, SGHMC), (both, alone)):
+    warm, fixed = {"batch_size": 24, "warmup": 100}, {"lr": 1e-3}  # the latter samples from the first step on
+    ways = ((ISGD, warm, 120), (SGLD, fixed, 30), (SGHMC, fixed, 30))
+    for (kind, own, steps), mesh in itertools.product(ways, (both, alone)):
         torch.manual_seed(0)
         network = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))  # rows that ranks cannot share evenly
         fully_shard(network, mesh=mesh)
         given: dict[str, Any] = {"num_data": ROWS, "generator": torch.Generator().manual_seed(1)}
-        optimizer = kind(network.named_parameters(), batch_size=24, warmup=100, **given)
-        sharded_steps(mesh, network, optimizer, lambda m, r: (m(X[r]) - Y[r]).square().mean() / 2, 120, 24)
+        optimizer: Any = kind(network.named_parameters(), **own, **given)
+        sharded_steps(mesh, network, optimizer, lambda m, r: (m(X[r]) - Y[r]).square().mean() / 2, steps, 24)
         ends.setdefault(kind.__name__, []).append(whole(network))
         rates.setdefault(kind.__name__, []).append([float(group["rate"]) for group in optimizer.param_groups])
         assert optimizer.phase == "sampling"

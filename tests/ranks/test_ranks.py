@@ -116,7 +116,7 @@ def test_modules_in_ddp_are_taken_as_they_are(two: tuple[Found, Path]) -> None:
 
 def test_sharded_parameters_are_the_chain_of_one_rank(two: tuple[Found, Path]) -> None:
     sharded = same(two[0], "sharded")
-    assert sharded["differences"].keys() == {"ISGD", "SGHMC"}
+    assert sharded["differences"].keys() == {"ISGD", "SGLD", "SGHMC"}
     assert max(sharded["differences"].values()) < 1e-4, sharded["differences"]
     for two_ranks, one in sharded["rates"].values():
         assert two_ranks == pytest.approx(one, rel=1e-4)
