@@ -126,6 +126,8 @@ def test_where_nothing_helps_the_draws_are_the_starts() -> None:
     assert torch.equal(posterior.draws["0.weight"][0, 0], model[0].weight.detach())
     found = posterior.against_start(x, y)
     assert found.ratio == pytest.approx(1.0) and not found.helps
+    with pytest.raises(ValueError, match="there is nothing to judge"):
+        posterior.trust()
 
 
 def test_rungs_that_diverge_are_left_out() -> None:

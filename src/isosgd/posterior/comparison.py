@@ -19,6 +19,7 @@ from isosgd.target.modules import unwrapped
 State = Mapping[str, Any]
 """Parameters and buffers of a network by name, as in a ``state_dict``."""
 
+STARTS = "the starts"  # the method of draws that are trained networks as they were
 SURE = 2.0  # standard errors by which a difference must be below zero to count
 ROUNDING = 1e-6  # of a difference between two that are the same
 ALL_CHOICES = 6  # networks up to which ensembles of all choices among them are scored

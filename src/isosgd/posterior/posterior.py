@@ -20,7 +20,7 @@ from isosgd.diagnostics.summary import PosteriorSummary, summary_of
 from isosgd.diagnostics.traces import as_array
 from isosgd.diagnostics.verdict import ESS, RHAT, Verdict, judge
 from isosgd.metrics.checks import between_0_and_1
-from isosgd.posterior.comparison import Comparison, State, as_states, compare, stacked
+from isosgd.posterior.comparison import STARTS, Comparison, State, as_states, compare, stacked
 from isosgd.posterior.draws import Draws, Mapped, Stack, batches_of, by_chain, device_of, moved, place_of
 from isosgd.posterior.prediction import Average, Prediction, join
 from isosgd.posterior.temperature import measure
@@ -516,6 +516,11 @@ class Posterior:
                 "posterior.summary() does without"
             )
         wanted = float(self.info.get("temperature", 1.0) if temperature is None else temperature)
+        if self.info.get("method") == STARTS:
+            raise ValueError(
+                "the draws are the trained networks themselves, since no temperature was better: there is nothing to "
+                "judge. posterior.info['temperature_choice'] says what was tried"
+            )
         if not wanted > 0:
             raise ValueError(f"temperature = {wanted} must be positive: the draws cannot be compared with a point")
         if self.num_draws < LEAST:

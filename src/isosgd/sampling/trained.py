@@ -28,7 +28,7 @@ from isosgd.baselines import BASELINES
 from isosgd.data.sources import DataSets, Tensors, as_tensors, size_of
 from isosgd.errors import DivergedError, SamplingWarning, warn_caller
 from isosgd.posterior import Posterior
-from isosgd.posterior.comparison import as_states, stacked
+from isosgd.posterior.comparison import STARTS, as_states, stacked
 from isosgd.progress import LOGGER
 from isosgd.target import Target
 from isosgd.target.batches import batch_length, tensors_of, tree_map, with_tensors
@@ -331,7 +331,7 @@ def _with_scales(target: Target, start: State, examples: Tensors, device: Any) -
 def start_posterior(target: Target, starts: Sequence[State]) -> Posterior:
     """The starts as draws, one for each chain."""
     draws, buffers = stacked(starts, target, {})
-    return Posterior(target, draws, {"method": "the starts", "temperature": 0.0}, buffers=buffers)
+    return Posterior(target, draws, {"method": STARTS, "temperature": 0.0}, buffers=buffers)
 
 
 def last_draws(posterior: Posterior) -> list[State]:
