@@ -180,16 +180,3 @@ def test_mcdropout_takes_rates_from_a_network_in_training_mode() -> None:
     dropped = (posterior.draws["3.weight"] == 0).float().mean()
     assert float(dropped) == pytest.approx(0.4, abs=0.08)  # 1600 masks, 6 standard errors
     assert not (posterior.draws["0.weight"] == 0).any()
-
-
-def test_behind_batchnorm_the_scales_of_trained_layers_are_not_tempered() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of BatchNorm, which is what this is about
-        target, other = (Target.from_module(model, "categorical", p) for p in ("empirical", priors.Normal(1.0)))
-    free = target.initial()
-    assert target.prior_weight(free, 0.1) == 0.1 and "likelihood alone" in target.density(free, 0.1)
-    assert other.prior_weight(free, 0.1) == 1.0 and "alike" in other.density(free, 0.1)
-    model.eval()  # statistics are fixed, and the size of the weights matters
-    assert Target.from_module(model, "categorical", "empirical").prior_weight(free, 0.1) == 1.0

@@ -46,7 +46,7 @@ EPOCHS, LEAST = 10, 2_000  # of gradients in all, and gradients at least
 LADDER_SHARE, RUNGS = 1 / 3, 5
 RUNG_DRAWS, RUNG_WARMUP = 8, 200  # draws of a rung, and gradients to measure its noise by ...
 # Of large networks and those with BatchNorm; rungs of 240 gradients did not tell which temperature is best.
-LARGE_LADDER, LARGE_WARMUP, LARGE_RUNG = (3e-2, 1e-1, 3e-1), 400, 540
+LARGE_LADDER, LARGE_WARMUP, LARGE_RUNG = (1e-2, 3e-2, 1e-1), 400, 540
 WARMUP_SHARE, DRAWS = 0.3, 30  # of the run itself
 CONTINUED, CONTINUED_SHARE = 60, 0.1  # gradients of a warm-up that goes on with what a rung measured, and of the run's
 LARGE = 1 << 20  # parameters from which Lambda is one number for each layer

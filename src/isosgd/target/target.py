@@ -19,7 +19,7 @@ from isosgd.target.likelihoods import Likelihood
 from isosgd.target.modules import Autocast, ModuleLikelihood, Select, check_autocast, unwrapped
 from isosgd.target.optimizers import decays_of
 from isosgd.target.params import Params
-from isosgd.target.priors import Empirical, FanInNormal, Joint, PriorLike, WeightDecay, as_prior
+from isosgd.target.priors import FanInNormal, Joint, PriorLike, WeightDecay, as_prior
 from isosgd.target.space import Space, as_parameter
 
 
@@ -331,29 +331,21 @@ class Target:
     def prior_weight(self, free: Params, temperature: float) -> float:
         """What the prior is multiplied by in the loss at temperature T, so that ``exp(-N loss / T)`` is sampled.
 
-        1 where prior and likelihood are tempered alike; T where the likelihood alone is, see `_untempered`.
+        1 where all scales of the prior are fixed: prior and likelihood are tempered alike. T where some are sampled:
+        the likelihood alone is tempered. ``p(w | s)^(1/T)`` is not normalised in s, and has its mass at s = 0 as T
+        falls.
         """
-        return temperature if self._untempered(free) else 1.0
-
-    def _untempered(self, free: Params) -> str:
-        """Why the prior is left as it is at any temperature; empty where it is tempered like the likelihood.
-
-        With sampled scales s, ``p(w | s)^(1/T)`` is not normalised in s, and has its mass at s = 0 as T falls. Behind
-        BatchNorm the size of the weights does not change what a network says, so that nothing holds them against a
-        colder prior: they shrink, and steps that were small for them become large.
-        """
-        if self.prior_scales(free):
-            return "the prior has scales that are sampled"
-        if self.ties_examples and isinstance(self._prior, Empirical):
-            return "BatchNorm leaves the size of the weights to the prior, which has that of the trained ones"
-        return ""
+        return temperature if self.prior_scales(free) else 1.0
 
     def density(self, free: Params, temperature: float) -> str:
         """Which density is sampled at temperature T: a formula, and the same in words."""
         if temperature == 1:
             return "likelihood * prior: the posterior"
-        if why := self._untempered(free):
-            return f"likelihood^(1/T) * prior, T = {temperature:g}: the likelihood alone is tempered, since {why}"
+        if self.prior_scales(free):
+            return (
+                f"likelihood^(1/T) * prior, T = {temperature:g}: the likelihood alone is tempered, since the prior has "
+                "scales that are sampled"
+            )
         return f"(likelihood * prior)^(1/T), T = {temperature:g}: likelihood and prior are tempered alike"
 
     def _make_space(self, params: Params) -> Space:
