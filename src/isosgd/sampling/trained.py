@@ -612,7 +612,10 @@ class TrainedRun:
             if early is not None and early.num_chains == found.num_chains:
                 found = _followed_by(early, found)
             found.starts = list(self.starts)
-            kept, good = self._best_part(found, choice) if choice.held_out else (found.num_draws, True)
+            kept, judged, sure = found.num_draws, None, 0.0
+            if choice.held_out:
+                kept, judged, sure = self._best_part(found, choice)
+            good = judged is None or judged.better(sure)
             if good or more.get("store") is not None:
                 for warning in said:
                     warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
@@ -630,7 +633,10 @@ class TrainedRun:
                 part = found.select(draws=slice(kept))
                 part.info |= {"draws": kept, **self._about(replace(choice, reason=f"{choice.reason}; {what}"))}
                 return part
-            choice, begin = self._colder(choice, "predicted held-out examples no better than the start"), {}
+            assert judged is not None
+            fault, begin = "predicted held-out examples no better than the start", {}
+            unsure = judged.difference <= 0  # a colder run is closer to the start, and no surer
+            choice = self._colder(choice, fault + (f" by {sure:g} standard errors" if unsure else ""), last=unsure)
             if choice.temperature and (end := more.get("deadline")) is not None and time.monotonic() > end:
                 late = "max_seconds ended before a colder one: the draws are the starts"
                 choice = replace(choice, temperature=0.0, reason=choice.reason.partition(": ")[0] + f", and {late}")
@@ -643,8 +649,8 @@ class TrainedRun:
     def _about(self, choice: Choice) -> dict[str, Any]:
         return {"temperature_choice": choice.as_dict(), "starts": len(self.starts)}
 
-    def _best_part(self, found: Posterior, choice: Choice) -> tuple[int, bool]:
-        """How many draws of each chain predict held-out examples best, and whether better than the starts.
+    def _best_part(self, found: Posterior, choice: Choice) -> tuple[int, Rung, float]:
+        """How many draws of each chain predict held-out examples best, how well, and standard errors to be sure by.
 
         Where nothing was chosen by these examples all draws are kept, and all examples judge them.
         """
@@ -654,7 +660,7 @@ class TrainedRun:
         if not choice.rungs:
             rung = Rung.of(choice.temperature, self.before, so_far[-1])
             found.info |= self._about(replace(choice, rungs=(rung,)))
-            return found.num_draws, rung.better()
+            return found.num_draws, rung, SURE
         # The best of many parts looks better than it is: each half of the examples is judged by the part that the other
         # half chooses.
         least = -(-each.shape[1] // LEAST_KEPT)
@@ -662,17 +668,17 @@ class TrainedRun:
         for half in (slice(0, None, 2), slice(1, None, 2)) if len(self.before) > 1 else ():
             other = slice(1 - (half.start or 0), None, 2)
             after[half] = so_far[self._best_count(so_far[:, other], least) - 1][half]
-        return self._best_count(so_far, least), Rung.of(choice.temperature, self.before, after).better(SURE_CHOSEN)
+        return self._best_count(so_far, least), Rung.of(choice.temperature, self.before, after), SURE_CHOSEN
 
     @staticmethod
     def _best_count(so_far: Tensor, least: int) -> int:
         """Draws whose average predicts best, ``least`` of them at the least."""
         return least + int(so_far[least - 1 :].mean(-1).argmax())
 
-    def _colder(self, choice: Choice, fault: str) -> Choice:
-        """A tenth of the temperature; 0 where that is below what a rung would be, or nothing else was to be tried."""
+    def _colder(self, choice: Choice, fault: str, last: bool = False) -> Choice:
+        """A tenth of the temperature; 0 where that is below what a rung would be, or nothing else is to be tried."""
         temperature = choice.temperature / COLDER
-        if not choice.rungs or temperature < min(self.temperatures[0] / COLDER, COLD) / 2:
+        if last or not choice.rungs or temperature < min(self.temperatures[0] / COLDER, COLD) / 2:
             temperature = 0.0
         what = f"T = {temperature:.3g} was taken" if temperature else "the draws are the starts"
         reason = f"the run at T = {choice.temperature:.3g} {fault}: {what}"
