@@ -62,9 +62,7 @@ def body(args: argparse.Namespace) -> None:
         sets = pair.read(args.data_root, 0).to(device)
         begun = start(pair, sets, 0, args.starts)
         alone = runs.together(pair, sets, [begun])
-        before = {
-            part: runs.averaged(runs.negative_log_likelihoods(alone, sets, part)) for part in ("held_out", "test")
-        }
+        before = {part: runs.averaged(runs.negative_log_likelihoods(alone, sets, part)) for part in PARTS}
         for prior, temperature in itertools.product(args.priors, args.temperatures):
             settings = {
                 "prior": prior, "temperature": temperature, "warmup": args.warmup, "draws": COUNTS[-1],

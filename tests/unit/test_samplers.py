@@ -271,6 +271,20 @@ def test_the_windowed_preset_slows_down_where_noise_leaps(generator: torch.Gener
     assert rates[109] == rates[101] and max(rates[120:]) < 1e-2 * rates[109]
 
 
+def test_a_windowed_warmup_that_time_cuts_has_the_rate_of_its_noise(generator: torch.Generator) -> None:
+    theta = torch.ones(50, requires_grad=True)
+    settings: dict[str, Any] = {"num_data": N, "batch_size": 10, "warmup": 800, "temperature": 1.0}
+    sampler, sizes = ISGD.preset("windowed", [("w", theta)], **settings), list[float]()
+    for _ in range(125):
+        theta.grad = torch.randn(50, generator=generator)
+        sampler.step()
+    sizes.append(sampler.param_groups[0]["lam"])
+    sampler.cut_warmup()
+    sizes.append(sampler.param_groups[0]["lam"])
+    assert sizes[0] > 10 * sizes[1] and sizes[1] == pytest.approx(sampler.noise_bound(sampler.param_groups[0]))
+    assert not sampler.warming and sampler.param_groups[0]["rate"] == pytest.approx(1 / (N * sizes[1]))
+
+
 def test_the_windowed_preset_takes_four_times_the_noise_in_windows(generator: torch.Generator) -> None:
     """No step in the first window; then lambda is 64 times 4 max v / 2, and falls by half at most every 20 steps."""
     theta = torch.zeros(3, requires_grad=True)

@@ -89,6 +89,7 @@ class ISGD(Sampler):
             the rate that the running estimate gives; ``c``: at a frozen trained model; ``windowed``: while sampling, in
             growing windows, so that lambda is that of the typical set; ``online``: likewise, from a trained start and
             without a guard by the curvature, in windows of 100, 200, 400, ... steps, in the first of which it stays.
+            Then lambda is 64 times its bound, and is set every 20 steps: it grows at once and halves at most.
         structure: the form of Lambda. ``layer``, ``single`` (the paper's SLR); or one that knows directions:
             ``diagonal``, ``lowrank``, ``kronecker``, ``full`` (see `isosgd.geometry`); ``auto`` for the one of these
             that fits the model (which a first look may still change, see `decide`); or a `Geometry`. Left out it is
@@ -372,6 +373,13 @@ class ISGD(Sampler):
                 self.forget_noise()
         else:  # the running summary, as in the paper
             self._adapt_groups(None, rise=math.inf)
+
+    def cut_warmup(self) -> None:
+        """End the warm-up of a scheme here, with the rate that the noise seen so far suggests."""
+        if self.scheme == "online" and self.noise.ready():
+            self._adapt_groups(None, rise=math.inf)
+        self.warmup = self.param_groups[0]["step"]
+        self.refresh()
 
     # -- the step -----------------------------------------------------------------------------------------------------
 

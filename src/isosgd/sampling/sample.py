@@ -141,7 +141,8 @@ def sample(
         held_out: with ``temperature="auto"``, examples that the starts were not trained on: ``(x, y)``, a loader, or a
             share of the data such as 0.1 that is set aside. With ``draws="auto"``, inputs at which predictions are
             watched; some of the training data by default.
-        ladder: temperatures to try with ``temperature="auto"``; 0.01, 0.1 and 1 by default, and 1 alone where the
+        ladder: temperatures to try with ``temperature="auto"``; 0.01, 0.1 and 1 by default; 0.01, 0.03 and 0.1
+            with the preset ``windowed``, which large networks and BatchNorm in training mode get; 1 alone where the
             likelihood samples a scale of its noise, which a colder density would believe too small.
         max_seconds: bound on the time of the whole call: the warm-up and the draws end early. At least one draw of each
             chain is taken. The initial optimisation does not watch it.
@@ -224,6 +225,9 @@ def sample(
         )
     if ranks is not None and tried:  # each has tried them; where machines round otherwise, rank 0 has its way
         choice = replace(choice, temperature=ranks.gather(choice.temperature)[0])
+
+    if (keep_every, warmup) != ("auto", "auto"):
+        around.early = None  # a rung has others
 
     def steps(count: int, continued: bool) -> dict[str, Any]:
         lengths = around.lengths.settings(count, around.hmc, continued)

@@ -595,7 +595,7 @@ class TrainedRun:
             draws: Any = more["draws"]
             early = self.early if begin and isinstance(draws, int) and draws >= 2 * RUNG_DRAWS else None
             if early is not None:
-                draws -= RUNG_DRAWS
+                draws -= early.num_draws
             try:
                 with warnings.catch_warnings(record=True) as said:  # of a run that is not kept they would mislead
                     found = draw(
@@ -693,8 +693,8 @@ def _followed_by(early: Posterior, late: Posterior) -> Posterior:
         {name: torch.cat([first[name], x], 1) for name, x in second.items()}
         for first, second in ((early.draws, late.draws), (early.buffers, late.buffers))
     )
-    count = early.num_draws + late.num_draws
-    return Posterior(late.target, draws, {**late.info, "draws": count}, late.data, buffers)
+    about = {"draws": early.num_draws + late.num_draws, "from_rung": early.num_draws}  # those are closer together
+    return Posterior(late.target, draws, {**late.info, **about}, late.data, buffers)
 
 
 def _some(data: Any, target: Target) -> Tensors | None:

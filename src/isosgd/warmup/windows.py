@@ -408,7 +408,7 @@ class WindowedWarmup(Warmup):
     def _paper_scheme(self, sampler: ISGD, measure_spacing: bool) -> list[WarmupReport]:
         steps = self.budget if self.exact else PAPER_STEPS
         sampler.warmup = steps
-        chains, known = self.chains, sampler.param_groups[0]
+        chains, known, reason = self.chains, sampler.param_groups[0], ""
         self.stage = "scheme"
         for i in range(self.spent, steps):
             if i % MARK_EVERY == 0:
@@ -420,8 +420,8 @@ class WindowedWarmup(Warmup):
             chains.advance(noise)
             self.count(f"scheme {sampler.scheme}")
             if known["lam"] is not None and time.monotonic() > chains.deadline:
-                sampler.warmup = known["step"]
-                sampler.refresh()
+                sampler.cut_warmup()
+                reason = "max_seconds ended the warm-up"
                 break
         chains.check_finite()
         if sampler.param_groups[0]["lam"] is None:
@@ -439,7 +439,8 @@ class WindowedWarmup(Warmup):
                 self.count("measuring")
             keep = self._spacing()
         return [
-            WarmupReport(True, "", self.spent, 0, keep, groups, structure=chains.structure) for groups in self._groups()
+            WarmupReport(not reason, reason, self.spent, 0, keep, groups, structure=chains.structure)
+            for groups in self._groups()
         ]
 
     # -- measurements -------------------------------------------------------------------------------------------------
