@@ -363,10 +363,10 @@ class ISGD(Sampler):
         if self.scheme == "online":
             assert self.warmup is not None
             ends = online_windows(self.warmup)
-            began = max((end for end in ends if end <= step), default=0)
+            began, first = max((end for end in ends if end <= step), default=0), self.param_groups[0]["lam"] is None
             if step + 1 in ends or (began and (step + 1 - began) % LOOK_EVERY == 0):
                 self._adapt_groups(None, rise=2.0)
-            if not began and step + 1 == ends[0] < self.warmup:
+            if first and step + 1 == ends[0] < self.warmup:
                 # A mode has far less noise than its surroundings: begin well below the rate it suggests.
                 self._set([CAUTION * torch.as_tensor(group["lam"]) for group in self.param_groups])
             if step + 1 in ends and step + 1 < self.warmup:

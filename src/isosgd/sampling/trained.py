@@ -48,7 +48,10 @@ RUNG_DRAWS, RUNG_WARMUP = 8, 200  # draws of a rung, and gradients to measure it
 # Of large networks and those with BatchNorm; rungs of 240 gradients did not tell which temperature is best.
 LARGE_LADDER, LARGE_WARMUP, LARGE_RUNG = (1e-2, 3e-2, 1e-1), 400, 540
 WARMUP_SHARE, DRAWS = 0.3, 30  # of the run itself
-CONTINUED, CONTINUED_SHARE = 60, 0.1  # gradients of a warm-up that goes on with what a rung measured, and of the run's
+CONTINUED = (
+    60  # gradients of a warm-up that goes on with what a rung measured: rates rise by 2 in it, so that the run ...
+)
+CONTINUED_SHARE = 0.1  # ... takes as long as from scratch, unless rates follow from the noise alone
 LARGE = 1 << 20  # parameters from which Lambda is one number for each layer
 HMC_ROWS, HMC_SIZE = 5_000, 50_000  # rows and parameters of a regression, at most, for HMC
 HMC_LENGTHS, HMC_RUNG = {"warmup": 1_200, "keep_every": 60}, {"warmup": 700, "keep_every": 20}
@@ -240,24 +243,26 @@ def check_ladder(ladder: Any) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Gradients of each chain: of a rung that goes on from another, of the run, and of the first rung's warm-up."""
+    """Gradients of each chain: of a rung that goes on from another and of the run; and whether the network is large."""
 
     rung: int
     run: int
-    first: int
+    large: bool
 
     @classmethod
     def of(cls, num_data: int, batch_size: int, large: bool = False) -> Lengths:
         """About `EPOCHS` epochs, a third of them on the ladder."""
         total = max(LEAST, EPOCHS * -(-num_data // batch_size))
-        least, first = (LARGE_RUNG, LARGE_WARMUP) if large else (CONTINUED + 5 * RUNG_DRAWS, RUNG_WARMUP)
-        return cls(max(least, round(LADDER_SHARE * total / RUNGS)), round((1 - LADDER_SHARE) * total), first)
+        least = LARGE_RUNG if large else CONTINUED + 5 * RUNG_DRAWS
+        return cls(max(least, round(LADDER_SHARE * total / RUNGS)), round((1 - LADDER_SHARE) * total), large)
 
     def settings(self, draws: int, hmc: bool = False, continued: bool = False) -> dict[str, int]:
         """Warm-up, draws and steps between them of the run."""
         if hmc:  # whose passes through the data are steps
             return {"draws": draws, **HMC_LENGTHS}
-        least, share = (CONTINUED, CONTINUED_SHARE) if continued else (2 * RUNG_WARMUP, WARMUP_SHARE)
+        least, share = CONTINUED if continued else 2 * RUNG_WARMUP, WARMUP_SHARE
+        if continued and self.large:
+            share = CONTINUED_SHARE
         warmup = max(least, round(share * self.run))
         return {"warmup": warmup, "draws": draws, "keep_every": max(1, (self.run - warmup) // draws)}
 
@@ -265,7 +270,7 @@ class Lengths:
         """The same of a rung."""
         if hmc:
             return {"draws": RUNG_DRAWS, **HMC_RUNG}
-        warmup = CONTINUED if continued else max(self.first, self.rung // 3)
+        warmup = CONTINUED if continued else max(LARGE_WARMUP if self.large else RUNG_WARMUP, self.rung // 3)
         return {"warmup": warmup, "draws": RUNG_DRAWS, "keep_every": (self.rung - CONTINUED) // RUNG_DRAWS}
 
 
