@@ -3,7 +3,8 @@
     python -m experiments.trained.curves --pairs cifar10k-vgg --device cuda --data-root DIR --out results/trained/tune
 
 One run of each setting from the same trained start. ``curves.json`` gets a row for each: NLL of the average over the
-first 1, 2, 4, 8, ... draws over that of the start, on held-out and on test examples.
+first 1, 2, 4, 8, ... draws over that of the start, on held-out and on test examples. A row of the same setting is
+replaced.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from experiments.trained.training import start
 from isosgd import DivergedError
 
 COUNTS = (1, 2, 4, 8, 12, 20, 30, 45, 60)
+PARTS = ("held_out", "test")
+KEYS = ("pair", "prior", "temperature", "warmup", "keep_every")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,9 +45,6 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--out", type=Path, default=Path("results/trained/tune"))
     command.add_machine(top, threads=1)
     return top
-
-
-PARTS = ("held_out", "test")
 
 
 def curve(each: Tensor, before: float) -> list[float]:
@@ -75,11 +75,8 @@ def body(args: argparse.Namespace) -> None:
                 row["diverged"] = str(error)
             else:
                 row["seconds"] = round(time.monotonic() - began, 1)
-                row |= {
-                    part: curve(runs.negative_log_likelihoods(found, sets, part), value)
-                    for part, value in before.items()
-                }
-            rows.append(row)
+                row |= {part: curve(runs.negative_log_likelihoods(found, sets, part), before[part]) for part in PARTS}
+            rows = [other for other in rows if any(other[key] != row[key] for key in KEYS)] + [row]
             print(rows[-1], flush=True)
             write_json({"draws": COUNTS, "command": args.line, **runs.about(device), "rows": rows}, path)
 

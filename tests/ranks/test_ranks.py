@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from isosgd import Posterior, load, resume, sample
+from isosgd import Posterior, RankError, load, resume, sample
+from isosgd.engine.ranks import Ranks
 from tests.ranks import cases
 from tests.ranks.launch import launch_once
 
@@ -183,3 +185,32 @@ def test_bad_input_is_refused_on_every_rank(two: tuple[Found, Path], four: Found
 @pytest.mark.parametrize("case", ["hang_chains", "hang_data"])
 def test_a_rank_that_hangs_is_named(two: tuple[Found, Path], case: str) -> None:
     assert two[0][0][case].startswith("RankError: rank 1 "), two[0][0][case]
+
+
+class Meeting(dist.HashStore):
+    """A store in which another rank puts its value, and then its error, between two looks of this one."""
+
+    def __init__(self, order: list[str]) -> None:
+        super().__init__()
+        self.order, self.looks = order, 0
+
+    def check(self, keys: list[str]) -> bool:
+        found = bool(super().check(keys))
+        self.looks += 1
+        for name in self.order if self.looks == 1 else ():
+            ranks_of(self, 1)._put(name, {"wrong": False, "text": "it broke"} if name == "error" else 7)
+        return found
+
+
+def ranks_of(store: dist.Store, rank: int) -> Ranks:
+    found = Ranks.__new__(Ranks)
+    found.rank, found.size, found.timeout, found._told = rank, 2, 5.0, False
+    found._store, found._call, found._round, found._beats, found._last = store, "call", 0, 0, 0.0
+    return found
+
+
+def test_what_a_rank_gave_before_it_failed_is_taken() -> None:
+    """Ranks that have all met go on to the same error by themselves; one that failed before is named."""
+    assert ranks_of(Meeting(["round1", "error"]), 0).gather(3) == [3, 7]
+    with pytest.raises(RankError, match="on rank 1: it broke"):
+        ranks_of(Meeting(["error"]), 0).gather(3)

@@ -68,6 +68,29 @@ def test_an_overfitted_network_is_better_by_held_out_examples_and_says_how() -> 
     assert found.ratio < 0.6  # it was .23 to .35 with five seeds of network and sampler
 
 
+@pytest.mark.long
+def test_draws_of_the_temperature_that_won_are_the_first_of_the_run() -> None:
+    """The trial's eight come before those that go on from it; where lengths are given, all draws are as asked for."""
+    model, run = trained(), {"batch_size": 16, "compile": False, "progress": False, "draws": 16}
+    found = sample(target_of(model), TRAIN, starts=[model], held_out=HELD, **run)
+    given = sample(target_of(model), TRAIN, starts=[model], held_out=HELD, keep_every=60, **run)
+    assert found.info["from_rung"] == 8 and found.num_draws == found.info["draws"] <= 16
+    assert "from_rung" not in given.info and given.num_draws <= 16
+    apart = [p.draws["0.weight"].diff(dim=1)[0].square().mean((1, 2)).sqrt() for p in (found, given)]
+    if found.num_draws == 16:  # all were kept: the trial's are closer together than the others
+        assert float(apart[0][:7].mean()) < float(apart[0][8:].mean())
+    assert float(apart[1].min()) > 0
+
+
+def test_a_gain_that_may_be_chance_is_not_tried_again_colder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Better than the start, but not by so many standard errors: the start comes back at once."""
+    monkeypatch.setattr("isosgd.sampling.trained.SURE_CHOSEN", 1e6)
+    model, settings = trained(), {**SHORT, "ladder": [1e-3, 1e-2]}
+    with pytest.warns(SamplingWarning, match=r"by 1e\+06 standard errors: the draws are the starts"):
+        found = sample(target_of(model), TRAIN, starts=[model], held_out=HELD, **settings)
+    assert found.info["method"] == "the starts" and found.info["temperature_choice"]["rungs"]
+
+
 def test_the_start_is_kept() -> None:
     """Without an initial optimisation, and cold, draws stay where the network was trained."""
     model = trained()

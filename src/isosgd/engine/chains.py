@@ -408,10 +408,8 @@ class Chains:
             self.sampler.limit_excess()
         else:
             self.adapt(self.curvatures(), math.inf)
-        if isinstance(self.sampler, ISGD) and self.sampler.scheme == "online":  # it warms up by its own steps
-            self.sampler.forget_noise()
-            for group in self.sampler.param_groups:
-                group["step"] = 0
+        if isinstance(self.sampler, ISGD):
+            self.sampler.restart_scheme()
         self.warmed = True
 
     @property

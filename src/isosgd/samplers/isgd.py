@@ -374,6 +374,13 @@ class ISGD(Sampler):
         else:  # the running summary, as in the paper
             self._adapt_groups(None, rise=math.inf)
 
+    def restart_scheme(self) -> None:
+        """Let the scheme ``online``, which counts its own steps, warm up again from the lambda there is."""
+        if self.scheme == "online":
+            self.forget_noise()
+            for group in self.param_groups:
+                group["step"] = 0
+
     def cut_warmup(self) -> None:
         """End the warm-up of a scheme here, with the rate that the noise seen so far suggests."""
         if self.scheme == "online" and self.noise.ready():

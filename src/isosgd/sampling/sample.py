@@ -22,6 +22,7 @@ from isosgd.errors import warn_caller
 from isosgd.posterior import Posterior
 from isosgd.progress import Progress
 from isosgd.samplers import ISGD, METHODS
+from isosgd.sampling.ladder import Choice
 from isosgd.sampling.loop import ChainsResult, DrawPlan, check_warmup, draw_all, why_stopped
 from isosgd.sampling.parallel import check_call, check_request, check_sampler, draw_over_ranks
 from isosgd.sampling.recorders import InMemory, OnDisk, keep_at_once
@@ -37,7 +38,7 @@ from isosgd.sampling.settings import (
     versions,
 )
 from isosgd.sampling.stored import RunRequest, described, load
-from isosgd.sampling.trained import DRAWS, Choice, TrainedRun, as_starts, own_network
+from isosgd.sampling.trained import DRAWS, TrainedRun, as_starts, own_network
 from isosgd.target import Target
 from isosgd.target.batches import tensors_of, tree_map, with_tensors
 from isosgd.target.heads import Head
