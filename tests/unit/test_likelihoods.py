@@ -1,6 +1,7 @@
 """Log probabilities against torch.distributions, shapes that must not broadcast, and every refusal."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -155,3 +156,11 @@ def test_a_bad_scale_is_refused(scale: float) -> None:
             kind(scale)
     with pytest.raises(TypeError, match="scale must be a number"):
         likelihoods.Gaussian(priors.Normal())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [likelihoods.Gaussian, likelihoods.StudentT, likelihoods.Heteroscedastic])
+def test_noise_scales_are_as_many_as_targets(kind: Any) -> None:
+    shape = (4, 2, 2) if kind is likelihoods.Heteroscedastic else (4, 2)
+    kind(scale=None, outputs=2).check(torch.zeros(shape), torch.zeros(4, 2))
+    with pytest.raises(ValueError, match=r"outputs = 3 noise scales, but a row of y has shape \(2,\)"):
+        kind(scale=None, outputs=3).check(torch.zeros(shape), torch.zeros(4, 2))

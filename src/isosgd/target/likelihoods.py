@@ -82,7 +82,13 @@ class Likelihood(ABC):
 
         The output may be that of the first examples only.
         """
-        _align(output[:1], y[:1])
+        y = _align(output[:1], y[:1])[1]
+        outputs = vars(self).get("outputs")
+        if outputs is not None and math.prod(y.shape[1:]) != outputs:
+            raise ValueError(
+                f"{type(self).__name__}: outputs = {outputs} noise scales, but a row of y has shape "
+                f"{tuple(y.shape[1:])}: give as many as y has numbers, or leave outputs out for one scale"
+            )
 
     def predict(self, output: Tensor, params: Params) -> dict[str, Tensor]:
         """Mean and noise variance of ``y``, to be averaged over draws."""
@@ -406,7 +412,7 @@ class Heteroscedastic(Likelihood):
         return location + log_scale.exp() * student_t_draw(location, self._tails, generator)
 
     def check(self, output: Tensor, y: Tensor) -> None:
-        _align(self._pair(output[:1])[0], y[:1])
+        super().check(self._pair(output[:1])[0], y)
 
 
 @dataclass(frozen=True)
