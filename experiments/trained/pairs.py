@@ -203,6 +203,20 @@ def few_letters(root: Path | None, seed: int) -> Sets:
     return replace(found, train=(found.train[0][:1000], found.train[1][:1000]))
 
 
+def tiny_letters(root: Path | None, seed: int) -> Sets:
+    """Of 8x8 pixels, as many as scikit-learn has digits: 1,258 to train on and 180 held out, others for each seed."""
+    found, k = notmnist_sets(root, seed), seed % 3
+    parts = (
+        (found.train, slice(1258 * k, 1258 * (k + 1))),
+        (found.held_out, slice(180 * k, 180 * (k + 1))),
+        (found.test, slice(0, None)),
+    )
+    train, held_out, test = (
+        (torch.nn.functional.adaptive_avg_pool2d(x[part], 8).flatten(1), y[part]) for (x, y), part in parts
+    )
+    return Sets(train, held_out, test)
+
+
 def as_rows(read: Callable[[Path | None, int], Sets], root: Path | None, seed: int) -> Sets:
     """Images of 14x14 pixels as sequences of their rows."""
     sets = read(root, seed)
@@ -284,7 +298,14 @@ TUNE = (
     replace(VGG, name="cifar20k-resnet56", read=partial(cifar_sets, tune=20_000), model=lambda p: resnet56(dropout=p)),
     Pair("notmnist-bn", notmnist_sets, partial(cnn, norm="batch"), sgd(lr=0.05, weight_decay=5e-4), 20),
     Pair("notmnist-overfitted", few_letters, dense(784, (256, 256), 10, True), adam(lr=1e-3), 400, one_cycle=False),
-)
+    Pair("letters-mlp", tiny_letters, dense(64, (32,), 10), adam(lr=5e-3, weight_decay=1e-3), 60),
+    Pair("notmnist-gn", notmnist_sets, partial(cnn, norm="group"), adamw(lr=3e-3), 20, dropout=0.1),
+    Pair(
+        "notmnist-transformer", partial(as_rows, notmnist_sets), lambda p: Transformer(14, 14, dropout=p),
+        adamw(lr=2e-3), 15, 128, dropout=0.1,
+    ),
+    Pair("notmnist-undertrained", notmnist_sets, cnn, adam(lr=1e-3, weight_decay=1e-4), 1, one_cycle=False),
+)  # fmt: skip
 FASHION = Pair("fashion-bn", fashion_sets, partial(cnn, norm="batch"), sgd(lr=0.05, weight_decay=5e-4), 20)
 CIFAR = Pair(
     "cifar10-resnet18",

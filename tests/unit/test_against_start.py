@@ -163,7 +163,7 @@ def test_starts_of_a_run_that_is_loaded_have_to_be_given(tmp_path: Any) -> None:
         target, (x, y), method="sgld", lr=1e-4, warmup=0, draws=4, keep_every=1, store=tmp_path / "run", progress=False
     )
     posterior = isosgd.load(tmp_path / "run", target=target)
-    with pytest.raises(ValueError, match=r"not at hand: pass them, posterior\.against_start\(x, y, starts=\[model\]\)"):
+    with pytest.raises(ValueError, match=r"not at hand: pass them, starts=\[model\]"):
         posterior.against_start(x, y)
     assert isinstance(posterior.against_start(x.numpy(), y.numpy(), starts=[model]), Comparison)
 

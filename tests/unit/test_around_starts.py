@@ -46,14 +46,15 @@ def test_a_short_time_still_gives_draws_or_the_starts() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
-def test_the_reason_says_how_many_draws_were_kept() -> None:
+def test_the_reason_says_what_weight_the_start_has() -> None:
     model, data, held_out = trained(steps=3)
     target = Target.from_module(model, "categorical", prior="empirical")
     posterior = sample(target, data, starts=[model], held_out=held_out, progress=False, compile=False)
     reason = posterior.info["temperature_choice"]["reason"]
     assert posterior.info["temperature"] > 0, reason
     assert posterior.info["draws"] == posterior.num_draws
-    assert posterior.num_draws == 30 or f"the first {posterior.num_draws} of 30 draws" in reason
+    share = float(reason.partition("the starts have a weight of ")[2].partition(" ")[0])
+    assert posterior.info["from_start"] / posterior.num_draws == pytest.approx(share, abs=0.02)
 
 
 def test_predictions_of_a_transformer_do_not_warn_of_torch() -> None:

@@ -74,19 +74,47 @@ def test_draws_of_the_temperature_that_won_are_the_first_of_the_run() -> None:
     model, run = trained(), {"batch_size": 16, "compile": False, "progress": False, "draws": 16}
     found = sample(target_of(model), TRAIN, starts=[model], held_out=HELD, **run)
     given = sample(target_of(model), TRAIN, starts=[model], held_out=HELD, keep_every=60, **run)
-    assert found.info["from_rung"] == 8 and found.num_draws == found.info["draws"] <= 16
-    assert "from_rung" not in given.info and given.num_draws <= 16
-    apart = [p.draws["0.weight"].diff(dim=1)[0].square().mean((1, 2)).sqrt() for p in (found, given)]
-    if found.num_draws == 16:  # all were kept: the trial's are closer together than the others
-        assert float(apart[0][:7].mean()) < float(apart[0][8:].mean())
+    assert "from_rung" not in given.info
+    apart = []
+    for posterior in (found, given):
+        first = posterior.info["from_start"]
+        assert posterior.num_draws == posterior.info["draws"] == first + 16
+        assert all(torch.equal(posterior.draws["0.weight"][0, k], model[0].weight) for k in range(first))
+        apart.append(posterior.draws["0.weight"][:, first:].diff(dim=1)[0].square().mean((1, 2)).sqrt())
+    assert found.info["from_rung"] == 8
+    assert float(apart[0][:7].mean()) < float(apart[0][8:].mean())  # the trial's are closer together than the others
     assert float(apart[1].min()) > 0
+
+
+def test_the_start_has_its_share_of_predictions_and_none_of_the_diagnostics() -> None:
+    """Its weight is what was asked for, of any kind of prediction; chains are judged without it."""
+    models, new = [trained(seed) for seed in (0, 1)], examples(50, 2)
+    settings = {**SHORT, "draws": 12, "temperature": 1e-2}
+    alone = sample(target_of(models[0]), TRAIN, starts=models, chains=2, **settings)
+    began = torch.stack([model(new[0]).softmax(1) for model in models]).mean(0).detach()
+    for share in (0.2, 0.5):
+        both = alone.with_starts(share)
+        assert both.num_draws == 12 + both.info["from_start"]
+        expected = share * began + (1 - share) * alone.predict(new[0]).mean
+        torch.testing.assert_close(both.predict(new[0]).mean, expected, rtol=1e-4, atol=1e-5)
+        likely = share * began.gather(1, new[1][:, None])[:, 0] + (1 - share) * alone.log_predictive(new).exp()
+        torch.testing.assert_close(both.log_predictive(new).exp(), likely, rtol=1e-4, atol=1e-5)
+        assert both.summary(new).as_dict() == alone.summary(new).as_dict()
+        assert both.trust(held_out=new).readings == alone.trust(held_out=new).readings
+    most = alone.with_starts(0.8)
+    assert most.info["from_start"] == 12 and most.num_draws == 15  # three of twelve draws, evenly
+    part = most.select(draws=slice(10, None))
+    assert part.info["from_start"] == 2 and part.num_draws == 5
+    for share in (0.0, 1.0, -1.0, 1.5):
+        with pytest.raises(ValueError, match="share"):
+            alone.with_starts(share)
 
 
 def test_a_gain_that_may_be_chance_is_not_tried_again_colder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Better than the start, but not by so many standard errors: the start comes back at once."""
     monkeypatch.setattr("isosgd.sampling.trained.SURE_CHOSEN", 1e6)
     model, settings = trained(), {**SHORT, "ladder": [1e-3, 1e-2]}
-    with pytest.warns(SamplingWarning, match=r"by 1e\+06 standard errors: the draws are the starts"):
+    with pytest.warns(SamplingWarning, match=r"surely \(0\.\d+ ± 0\.\d+ better\): the draws are the starts"):
         found = sample(target_of(model), TRAIN, starts=[model], held_out=HELD, **settings)
     assert found.info["method"] == "the starts" and found.info["temperature_choice"]["rungs"]
 

@@ -146,9 +146,66 @@ class Posterior:
         info = {
             key: [value[k] for k in kept] if key in by_chain and len(value) == self.num_chains else value
             for key, value in self.info.items()
-        } | {"chains": len(kept)}
+        } | {"chains": len(kept), **_counted(self.info, which)}
         part = self._stack.select(kept, which)
         return Posterior(self.target, part.draws, info, self.data, part.buffers, self.starts)
+
+    def with_starts(self, share: float, starts: Any = None) -> Posterior:
+        """The draws beside the trained networks that chains began with, which have this ``share`` of all predictions.
+
+        The networks stand at the head of each chain, as often as their share takes. With more than half of it, some
+        draws are left out, evenly, so that there are no more than twice as many in all. `summary` and `trust` judge the
+        chains alone.
+
+        Args:
+            share: of the networks in every average, between 0 and 1.
+            starts: trained networks or their state_dicts; those of ``sample(starts=...)`` by default.
+
+        Example:
+            >>> from isosgd import Target
+            >>> start = torch.nn.Linear(1, 1, bias=False)
+            >>> posterior = Posterior(Target.from_module(start, "gaussian"), {
+            ...     "weight": torch.zeros(1, 6, 1, 1), "likelihood.scale": torch.ones(1, 6)}, {}, starts=[start])
+            >>> both = posterior.with_starts(0.25)
+            >>> both.num_draws, both.info["from_start"]
+            (8, 2)
+        """
+        share = between_0_and_1("share", share)
+        states = self._states(starts)
+        count = self.num_draws if share <= 0.5 else max(1, round(self.num_draws * (1 - share) / share))
+        copies = max(1, round(count * share / (1 - share)))
+        which = np.linspace(0, self.num_draws - 1, count).round().astype(int).tolist()
+        part = self._stack.select(list(range(self.num_chains)), which)
+        own = [k % len(states) for k in self.info.get("chain_indices") or range(self.num_chains)]
+        heads = self._began(states)
+        draws, buffers = (
+            {
+                name: torch.cat([head[name][own].to(x).expand(-1, copies, *x.shape[2:]), x], 1)
+                for name, x in rest.items()
+            }
+            for head, rest in ((heads.draws, part.draws), (heads.buffers, part.buffers))
+        )
+        info = {**self.info, "draws": copies + count, **_counted(self.info, which), "from_start": copies}
+        return Posterior(self.target, draws, info, self.data, buffers, states)
+
+    def _own(self) -> Posterior:
+        """What chains drew, without the networks that they began with."""
+        return self.select(draws=slice(self.info.get("from_start", 0), None))
+
+    def _states(self, starts: Any) -> Sequence[State]:
+        """Trained networks as given, or those that chains began with."""
+        states = self.starts if starts is None else as_states(starts)
+        if states is None:
+            raise ValueError("the networks that chains began with are not at hand: pass them, starts=[model]")
+        return states
+
+    def _began(self, states: Sequence[State]) -> Posterior:
+        """Trained networks as draws. A noise scale that they lack is the one that chains found."""
+        target = self.view.target
+        free = target.unconstrain(self.draw(0, 0))
+        scales = {name: self.draws[name].double().log().mean((0, 1)).exp() for name in target.extras(free)}
+        params, buffers = stacked(states, target, scales)
+        return Posterior(target, params, {}, None, buffers)
 
     def of_set(self, index: int) -> Posterior:
         """The chains of one data set, of draws that are of several (see `isosgd.DataSets`)."""
@@ -224,17 +281,16 @@ class Posterior:
                 "levels: class labels have no quantiles; for those of a probability give function=, such as "
                 "lambda model, params, x: model(x).softmax(1)"
             )
-        parts = []
+        parts: list[Any] = list(batches_of(x, batch_size))
         head = None if function is not None else self._head(x, place)
         if head is not None:
-            call = Mapped(head[1].predict)
-        for part in batches_of(x, batch_size):
-            average = Average(classes, keep=return_draws or bool(levels))
-            part = moved(part, place)
-            if head is not None:
-                assert view.network is not None
-                part = head[0].features(view.network.as_inputs(part), moved(self.draw(0, 0), place))
-            for block in self._stack.blocks(part, device=place):
+            assert view.network is not None
+            call, first = Mapped(head[1].predict), moved(self.draw(0, 0), place)
+            parts = [head[0].features(view.network.as_inputs(moved(part, place)), first) for part in parts]
+        averages = [Average(classes, keep=return_draws or bool(levels)) for _ in parts]
+        for block in self._stack.blocks(parts[0], device=place):  # a draw may be larger than all of the inputs
+            for part, average in zip(parts, averages, strict=True):
+                part = moved(part, place)
                 found = call(block, part)
                 if isinstance(found, dict) and "mean" not in found:
                     raise ValueError(f"a prediction must be a tensor or have a 'mean'; it has {list(found)}")
@@ -245,8 +301,8 @@ class Posterior:
                         f"inputs gave shape {list(values.shape[1:])}; leave batch_size out"
                     )
                 average.add(values, variances)
-            parts.append(average.prediction(self.num_chains, levels, df, return_draws).to(device_of(x)))
-        return join(parts)
+        home = device_of(x)
+        return join([a.prediction(self.num_chains, levels, df, return_draws).to(home) for a in averages])
 
     @torch.no_grad()
     def log_likelihood(self, batch: Any, *, batch_size: int | None = None, device: Device = None) -> Tensor:
@@ -258,8 +314,8 @@ class Posterior:
             device: where to compute, as for `predict`.
         """
         batch = with_tensors(batch, self.view.target.dtype)
-        parts = [torch.cat(list(every)).to(device_of(batch)) for every in self._likely(batch, batch_size, device)]
-        return by_chain(torch.cat(parts, 1), self.num_chains)
+        blocks = [values.to(device_of(batch)) for values in self._likely(batch, batch_size, device)]
+        return by_chain(torch.cat(blocks), self.num_chains)
 
     @torch.no_grad()
     def log_predictive(self, batch: Any, *, batch_size: int | None = None, device: Device = None) -> Tensor:
@@ -270,15 +326,12 @@ class Posterior:
             batch_size: examples worked on at once; all of them by default.
             device: where to compute, as for `predict`.
         """
-        batch, parts = with_tensors(batch, self.view.target.dtype), []
-        for every in self._likely(batch, batch_size, device):
-            total = None
-            for values in every:
-                block = values.double().logsumexp(0)
-                total = block if total is None else torch.logaddexp(total, block)
-            assert total is not None
-            parts.append((total - math.log(len(self))).to(device_of(batch), values.dtype))
-        return torch.cat(parts)
+        batch, total = with_tensors(batch, self.view.target.dtype), None
+        for values in self._likely(batch, batch_size, device):
+            block = values.double().logsumexp(0)
+            total = block if total is None else torch.logaddexp(total, block)
+        assert total is not None
+        return (total - math.log(len(self))).to(device_of(batch), values.dtype)
 
     @torch.no_grad()
     def simulate(self, x: Any, *, seed: int = 0, batch_size: int | None = None, device: Device = None) -> Tensor:
@@ -320,16 +373,16 @@ class Posterior:
             parts.append(torch.stack(drawn).to(device_of(x)))
         return by_chain(torch.cat(parts, 1), self.num_chains)
 
-    def _likely(self, batch: Any, batch_size: int | None, device: Device) -> Iterator[Iterator[Tensor]]:
-        """For some examples at a time, their log likelihoods at some draws at a time, ``[draws, n]``."""
+    def _likely(self, batch: Any, batch_size: int | None, device: Device) -> Iterator[Tensor]:
+        """Log likelihoods of all examples at some draws at a time, ``[draws, n]``."""
         view, place = self.view, self._place(device, batch)
         head = None if view.network is None else self._head(view.target.inputs_of(batch), place)
-        call = Mapped((view if head is None else head[1]).log_likelihood)
-        for part in batches_of(batch, batch_size):
-            part = moved(part, place)
-            if head is not None:
-                part = head[0].batch(part, moved(self.draw(0, 0), place))
-            yield (_tensor(call(block, part)) for block in self._stack.blocks(part, device=place))
+        call, parts = Mapped((view if head is None else head[1]).log_likelihood), list(batches_of(batch, batch_size))
+        if head is not None:
+            first = moved(self.draw(0, 0), place)
+            parts = [head[0].batch(moved(part, place), first) for part in parts]
+        for block in self._stack.blocks(parts[0], device=place):
+            yield torch.cat([_tensor(call(block, moved(part, place))) for part in parts], 1)
 
     @torch.no_grad()
     def refreshed(self, batches: Any, *, device: Device = None) -> Posterior:
@@ -407,16 +460,7 @@ class Posterior:
         """
         self._check_sets()
         view = self.view
-        states = self.starts if starts is None else as_states(starts)
-        if states is None:
-            raise ValueError(
-                "the networks that chains began with are not at hand: pass them, posterior.against_start(x, y, "
-                "starts=[model])"
-            )
-        free = view.target.unconstrain(self.draw(0, 0))
-        scales = {name: self.draws[name].double().log().mean((0, 1)).exp() for name in view.target.extras(free)}
-        params, buffers = stacked(states, view.target, scales)
-        began = Posterior(view.target, params, {}, None, buffers)
+        began = self._began(self._states(starts))
         labels = None if view.network is None else view.network.labels
         if y is None:
             if not isinstance(x, Mapping):
@@ -469,6 +513,8 @@ class Posterior:
         if isinstance(examples, bool) or not isinstance(examples, int) or examples < 1:
             raise ValueError(f"examples = {examples!r} must be an integer of at least 1")
         self._check_sets()
+        if self.info.get("from_start"):
+            return self._own().summary(data, inputs=inputs, parameters=parameters, examples=examples, device=device)
         traces = self._function_traces(data, inputs, examples, device)
         for name in self._chosen(parameters):
             traces[name] = ("parameter", self.draws[name])
@@ -508,6 +554,12 @@ class Posterior:
             device: where to compute, as for `predict`.
         """
         self._check_sets()
+        if self.info.get("from_start"):
+            verdict = self._own().trust(
+                data, temperature=temperature, inputs=inputs, held_out=held_out, rows=rows, rhat=rhat, ess=ess,
+                examples=examples, seed=seed, device=device,
+            )  # fmt: skip
+            return replace(verdict, opening=self._opening(held_out, device))
         view = self.view  # says so where there is no target
         data = self.data if data is None else data
         if data is None:
@@ -638,6 +690,13 @@ class Posterior:
                 f"these draws are of {sets} data sets, which have different posteriors: choose the chains of one, "
                 "posterior.of_set(i)"
             )
+
+
+def _counted(info: Mapping[str, Any], which: Sequence[int]) -> dict[str, int]:
+    """How many of some draws are networks that a chain began with, and how many of a trial of temperatures."""
+    first = int(info.get("from_start", 0))
+    parts = {"from_start": range(first), "from_rung": range(first, first + int(info.get("from_rung", 0)))}
+    return {name: sum(i in part for i in which) for name, part in parts.items() if name in info}
 
 
 def _tensor(found: Any) -> Tensor:

@@ -1,7 +1,12 @@
 """A ladder of temperatures: short runs from trained networks, scored on examples that these were not trained on.
 
-Each run is hotter than the last and goes on from where that one ended, until it gets clearly worse; then one beside the
-best. Where no temperature is better than the starts by a standard error, the choice is none.
+Draws are scored beside the starts: predictions of both are pooled, with the weights that suit the examples best. Draws
+of a high temperature are worse than the starts, each alone and after a short run all together, and yet know what the
+starts do not.
+
+Each run is hotter than the last and goes on from where that one ended, until draws alone get clearly worse; then one
+beside the best. Of large networks one temperature is tried, and colder ones only where it does harm: short runs do not
+tell temperatures apart there.
 """
 
 from __future__ import annotations
@@ -26,9 +31,13 @@ from isosgd.target.batches import tensors_of
 from isosgd.target.likelihoods import Bernoulli, Categorical, Tokens
 
 COLDER = 10.0  # a rung so much colder than the coldest is tried where that one was best
+DESCENTS = 3  # temperatures of large networks, at most
 CLOSE = 5.0  # times a temperature: nothing is tried in between
-SURE = 1.0  # standard errors by which the average must be better than the starts
-WORSE = 0.1  # of the start's NLL, by which a rung must be worse for hotter ones not to be tried
+WORSE = 0.1  # of the start's NLL, by which draws alone must be worse for hotter ones not to be tried
+HARM = 0.25  # likewise, of the one temperature of large networks, for a colder one to be taken
+FEW = 2  # examples that may look better by chance, as those do of which a network was sure and wrong
+SHARES = 20  # weights of the starts that are tried
+BOTH = 2.0  # examples that speak for the starts, and as many for the draws, beside those that are held out
 SCORED = 1_000  # examples that are predicted at once
 SCALES = 33  # of the noise, tried at once
 
@@ -43,25 +52,78 @@ class Place:
     measured: Mapping[int, State] = field(default_factory=dict)
 
 
+def pooled(before: Tensor, after: Tensor, share: float) -> Tensor:
+    """Log densities of examples under the starts and under draws, both averaged: ``share`` is the weight of the first.
+
+    Example:
+        >>> pooled(torch.tensor([0.5]).log(), torch.tensor([0.1]).log(), 0.25).exp()
+        tensor([0.2000])
+    """
+    return torch.logaddexp(before + math.log(share), after + math.log1p(-share))
+
+
+def best_share(before: Tensor, after: Tensor) -> float:
+    """The weight of the starts that suits the examples best.
+
+    As stacking does (Yao, Vehtari, Simpson and Gelman, 2018), but with `BOTH` in favour of a half.
+
+    Example:
+        >>> right, wrong = torch.tensor([0.9]).log(), torch.tensor([0.1]).log()
+        >>> first, second = torch.cat([right, wrong] * 500), torch.cat([wrong, right] * 500)
+        >>> round(best_share(first, second), 2)
+        0.5
+        >>> best_share(right.expand(1000), wrong.expand(1000)), best_share(right, wrong)
+        (0.95, 0.55)
+    """
+    shares = [k / SHARES for k in range(1, SHARES)]
+    totals = [
+        float(pooled(before, after, share).sum()) + BOTH * (math.log(share) + math.log1p(-share)) for share in shares
+    ]
+    return shares[max(range(len(shares)), key=totals.__getitem__)]
+
+
 @dataclass(frozen=True)
 class Rung:
-    """A temperature that was tried: its mean NLL on held-out data, and the difference to the starts' with its error."""
+    """A temperature that was tried.
+
+    Attributes:
+        temperature: of the draws.
+        nll: of held-out examples, on average, by starts and draws together.
+        difference: to that of the starts alone; below zero is better.
+        error: standard error of it.
+        rest: the difference without the `FEW` examples that gain most.
+        share: weight of the starts.
+        alone: NLL by the draws alone.
+    """
 
     temperature: float
     nll: float
     difference: float
     error: float
+    rest: float
+    share: float
+    alone: float
 
     @classmethod
-    def of(cls, temperature: float, before: Tensor, after: Tensor) -> Rung:
-        """From log densities of examples under the starts and under the draws."""
-        difference = before - after
-        error = float(difference.std() / math.sqrt(len(difference))) if len(difference) > 1 else math.inf
-        return cls(temperature, float(-after.mean()), float(difference.mean()), error)
+    def of(cls, temperature: float, before: Tensor, after: Tensor, apart: bool = False) -> Rung:
+        """From log densities of examples under the starts and under the draws.
 
-    def better(self, sure: float = SURE) -> bool:
-        """Than the starts, by so many standard errors."""
-        return self.difference + sure * self.error < 0
+        With ``apart`` each half of the examples is judged by the weight that the other half chooses: what suits the
+        examples best looks better on them than it is.
+        """
+        share = best_share(before, after)
+        together = pooled(before, after, share)
+        for half in (slice(0, None, 2), slice(1, None, 2)) if apart and len(before) > 1 else ():
+            other = slice(1 - (half.start or 0), None, 2)
+            together[half] = pooled(before[half], after[half], best_share(before[other], after[other]))
+        change = before - together
+        error = float(change.std() / math.sqrt(len(change))) if len(change) > 1 else math.inf
+        rest = float(change.sort().values[FEW:].mean()) if len(change) > FEW else math.inf
+        return cls(temperature, float(-together.mean()), float(change.mean()), error, rest, share, float(-after.mean()))
+
+    def better(self, sure: float, without_few: bool) -> bool:
+        """Than the starts, by so many standard errors; where ``without_few``, not by what `FEW` examples gain alone."""
+        return self.difference + sure * self.error < 0 and not (without_few and self.rest >= 0)
 
 
 @dataclass(frozen=True)
@@ -181,7 +243,7 @@ class Ladder:
         place = Place(self.starts)
         for temperature in temperatures:
             rung = self._try(temperature, place)
-            if rung is None or rung.nll - min(self._best.nll, -float(self.before.mean())) > WORSE * self.unit:
+            if rung is None or self._harm(rung) > WORSE:
                 break
             place = self.places[temperature]
         if not self.found or self._best.temperature == temperatures[0]:
@@ -189,6 +251,20 @@ class Ladder:
         if len(self.found) > 1:
             self._refine()
         return self._choice()
+
+    def descend(self, temperature: float) -> Choice:
+        """Take a temperature, or a tenth of it, or a hundredth: the first at which draws alone are not much worse."""
+        for _ in range(DESCENTS):
+            rung = self._try(temperature, Place(self.starts))
+            if rung is not None and self._harm(rung) <= HARM:
+                break
+            temperature /= COLDER
+        return self._choice()
+
+    def _harm(self, rung: Rung) -> float:
+        """By how much draws alone are worse than the starts, or than the best draws, over the start's NLL."""
+        least = min(-float(self.before.mean()), *(found.alone for found, _ in self.found.values()))
+        return (rung.alone - least) / self.unit
 
     def _refine(self) -> None:
         """Try a temperature between the best one and the better of its neighbours, unless they are close."""
@@ -224,7 +300,10 @@ class Ladder:
             return None
         rung = Rung.of(temperature, self.before, after)
         self.found[temperature], self.places[temperature], self.drawn[temperature] = (rung, after), end, posterior
-        LOGGER.info("temperature %g: held-out NLL %.4g, start %.4g", temperature, rung.nll, float(-self.before.mean()))
+        LOGGER.info(
+            "temperature %g: held-out NLL %.4g, with the start %.4g, start %.4g",
+            temperature, rung.alone, rung.nll, float(-self.before.mean()),
+        )  # fmt: skip
         return rung
 
     def _choice(self) -> Choice:
@@ -239,17 +318,15 @@ class Ladder:
             tried = sorted(self.diverged)
             return Choice(0.0, f"every temperature of {tried} diverged: the draws are the starts", **known)
         best = self._best
-        sure = [rung for rung, _ in self.found.values() if rung.better()]
-        if not sure:
+        if best.difference >= 0:
             reason = (
-                f"no temperature is better than the start on {len(self.before)} held-out examples by a standard error "
-                f"(the best, T = {best.temperature:.3g}, by {-best.difference:.3g} ± {best.error:.2g}): the draws are "
-                "the starts"
+                f"at no temperature do draws help to predict {len(self.before)} held-out examples (the best, T = "
+                f"{best.temperature:.3g}, has an NLL of {best.alone:.4g}, the start {known['start_nll']:.4g}): the "
+                "draws are the starts"
             )
             return Choice(0.0, reason, **known)
-        chosen = min(sure, key=lambda rung: rung.nll)
         reason = (
-            f"T = {chosen.temperature:.3g} by {len(self.before)} held-out examples: NLL {chosen.nll:.4g}, of the start "
+            f"T = {best.temperature:.3g} by {len(self.before)} held-out examples: NLL {best.nll:.4g}, of the start "
             f"{known['start_nll']:.4g}"
         )
-        return Choice(chosen.temperature, reason, **known)
+        return Choice(best.temperature, reason, **known)

@@ -2,7 +2,8 @@
 
 A network is trained to one point, and its posterior at T = 1 is mostly far from it: draws at T = 1 from a short run are
 worse than the start. Colder densities lie around it. Which temperature predicts best is found by a ladder of short runs
-(`isosgd.sampling.ladder`). The winner goes on; where none is better than the starts, the draws are the starts.
+(`isosgd.sampling.ladder`). The winner goes on, and the starts stay among its draws, with the weight that held-out
+examples give them; where draws do not help, they are the starts.
 
 A regression samples the scale of its noise along, and a colder density believes that scale which fits the training data
 best, so that it is too sure. There T is 1, and held-out examples only say whether the draws are better than the starts.
@@ -31,7 +32,6 @@ from isosgd.progress import LOGGER
 from isosgd.sampling.ladder import (
     COLDER,
     SCORED,
-    SURE,
     Choice,
     Ladder,
     Place,
@@ -40,6 +40,7 @@ from isosgd.sampling.ladder import (
     check_ladder,
     has_classes,
     last_draws,
+    log_predictive,
     start_posterior,
     with_noise_scales,
 )
@@ -50,12 +51,15 @@ from isosgd.target.modules import MASK
 
 LADDER = (1e-2, 1e-1, 1.0)
 COLD = 1e-3  # where nothing is held out; docs/trained.md says what it did
-SURE_CHOSEN = 2.0  # as `SURE`, where the temperature and the draws that are kept were chosen by the same examples
+# Standard errors by which held-out examples must be predicted better than by the starts: where they chose the
+# temperature; and where they did not, since it is that of the posterior. There the average is better more often than
+# some dozens of rows can tell, and only draws that are clearly worse are left.
+SURE_CHOSEN, SURE = 1.0, -1.0
 EPOCHS, LEAST = 10, 2_000  # of gradients in all, and gradients at least
 LADDER_SHARE, RUNGS = 1 / 3, 5
 RUNG_DRAWS, RUNG_WARMUP = 8, 200  # draws of a rung, and gradients to measure its noise by
-# Of large networks and those with BatchNorm; rungs of 240 gradients did not tell which temperature is best.
-LARGE_LADDER, LARGE_WARMUP, LARGE_RUNG = (1e-2, 3e-2, 1e-1), 400, 540
+# Of large networks and those with BatchNorm, which have one rung that the run goes on from.
+LARGE_TEMPERATURE, LARGE_WARMUP, LARGE_RUNG = 3e-2, 400, 540
 WARMUP_SHARE, DRAWS = 0.3, 30  # of the run itself
 # A rung that goes on from another has a short warm-up, in which rates at most double. The run has one as long as from
 # scratch, so that they can rise, but where they follow from the noise alone.
@@ -63,7 +67,6 @@ CONTINUED, CONTINUED_SHARE = 60, 0.1
 LARGE = 1 << 20  # parameters from which Lambda is one number for each layer
 HMC_ROWS, HMC_SIZE = 5_000, 50_000  # rows and parameters of a regression, at most, for HMC
 HMC_LENGTHS, HMC_RUNG = {"warmup": 1_200, "keep_every": 60}, {"warmup": 700, "keep_every": 20}
-LEAST_KEPT = 5  # at least one of so many draws is kept
 
 Run = Callable[..., Posterior]
 
@@ -193,10 +196,12 @@ class Lengths:
 
     @classmethod
     def of(cls, num_data: int, batch_size: int, large: bool = False) -> Lengths:
-        """About `EPOCHS` epochs, a third of them on the ladder."""
+        """About `EPOCHS` epochs, at most a third of them on the ladder."""
         total = max(LEAST, EPOCHS * -(-num_data // batch_size))
-        least = LARGE_RUNG if large else CONTINUED + 5 * RUNG_DRAWS
-        return cls(max(least, round(LADDER_SHARE * total / RUNGS)), round((1 - LADDER_SHARE) * total), large)
+        if large:
+            return cls(LARGE_RUNG, max(LEAST, total - LARGE_RUNG - LARGE_WARMUP), large)
+        rung = max(CONTINUED + 5 * RUNG_DRAWS, round(LADDER_SHARE * total / RUNGS))
+        return cls(rung, round((1 - LADDER_SHARE) * total), large)
 
     def settings(self, draws: int, hmc: bool = False, continued: bool = False) -> dict[str, int]:
         """Warm-up, draws and steps between them of the run."""
@@ -303,8 +308,9 @@ class TrainedRun:
         size = given["batch_size"] if as_tensors(self.data) is not None else _loaded_size(self.data)
         self.hmc = method == "hmc" or given["batch_size"] == "all"
         large = self.settings.get("preset") == "windowed"
-        own = (1.0,) if learns_noise(target) else LARGE_LADDER if large else LADDER
+        own = (1.0,) if learns_noise(target) else (LARGE_TEMPERATURE,) if large else LADDER
         self.temperatures = check_ladder(own if ladder is None else ladder)
+        self.descends = large and ladder is None and not learns_noise(target)
         self.lengths = Lengths.of(num_data, size_of("all" if self.hmc else size, num_data), large)
         self.early: Posterior | None = None  # what the rung that the run goes on from has drawn
 
@@ -338,8 +344,8 @@ class TrainedRun:
         late = math.inf if end is None else end
         ladder = Ladder(run, self.target, self.starts, self.held_out, late, self.device)
         self.before = ladder.before
-        if coldest < hottest:
-            choice = ladder.climb(self.temperatures)
+        if coldest < hottest or self.descends:
+            choice = ladder.descend(coldest) if self.descends else ladder.climb(self.temperatures)
             self.place = ladder.places.get(choice.temperature, self.place)
             self.early = ladder.drawn.get(choice.temperature)
             return choice
@@ -373,8 +379,8 @@ class TrainedRun:
         that is stored does not, so that it can be resumed without the ladder; nor does one of several processes.
 
         A rung is short, and a longer run may go on to where predictions are worse. So the held-out examples have the
-        last word: draws are kept up to where they predict best, and a run that is not better than the starts gives way
-        to a colder one, at last to the starts themselves.
+        last word: they say what weight the starts have among the draws, and a run that is of no use gives way to a
+        colder one, at last to the starts themselves.
         """
         alone = more.get("store") is None and more.get("ranks") is None
         begin = self.place.measured if alone else {}
@@ -399,31 +405,34 @@ class TrainedRun:
             if early is not None and early.num_chains == found.num_chains:
                 found = _followed_by(early, found)
             found.starts = list(self.starts)
-            kept, judged, sure = found.num_draws, None, 0.0
-            if choice.held_out:
-                kept, judged, sure = self._best_part(found, choice)
-            good = judged is None or judged.better(sure)
+            judged, chosen = None, bool(choice.rungs)
+            sure = SURE_CHOSEN if chosen else SURE
+            if choice.held_out and self.held_out is not None:
+                after = log_predictive(found, self.held_out, self.device)
+                judged = Rung.of(choice.temperature, self.before, after, apart=True)
+            good = judged is None or judged.better(sure, chosen)
             if good or more.get("store") is not None:
                 for warning in said:
                     warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-            if good and kept == found.num_draws:
+            if judged is None:
                 return found
             if more.get("store") is not None:
-                advice = f"posterior.select(draws=slice({kept}))" if good else "a lower temperature"
+                advice = f"posterior.with_starts({judged.share:g})" if good else "a lower temperature"
                 warn_caller(
-                    f"the held-out examples are predicted best by {advice}: a stored run keeps all of its draws"
+                    f"the held-out examples are predicted best by {advice}: a stored run has its own draws alone"
                 )
                 return found
             if good:
-                what = f"the first {kept} of {found.num_draws} draws predict them best and are kept"
+                what = f"the starts have a weight of {judged.share:g} in predictions"
                 LOGGER.info("held-out examples: %s", what)
-                part = found.select(draws=slice(kept))
-                part.info |= {"draws": kept, **self._about(replace(choice, reason=f"{choice.reason}; {what}"))}
-                return part
-            assert judged is not None
-            fault, begin = "predicted held-out examples no better than the start", {}
-            unsure = judged.difference <= 0  # a colder run is closer to the start, and no surer
-            choice = self._colder(choice, fault + (f" by {sure:g} standard errors" if unsure else ""), last=unsure)
+                rungs = choice.rungs or (judged,)
+                both = found.with_starts(judged.share)
+                both.info |= self._about(replace(choice, reason=f"{choice.reason}; {what}", rungs=rungs))
+                return both
+            useless = judged.difference >= 0
+            unsure = "" if useless else f" surely ({-judged.difference:.2g} ± {judged.error:.2g} better)"
+            fault, begin = f"did not help to predict held-out examples{unsure}", {}
+            choice = self._colder(choice, fault, last=not useless)  # a colder run is closer to the start, and no surer
             if choice.temperature and (end := more.get("deadline")) is not None and time.monotonic() > end:
                 late = "max_seconds ended before a colder one: the draws are the starts"
                 choice = replace(choice, temperature=0.0, reason=choice.reason.partition(": ")[0] + f", and {late}")
@@ -435,32 +444,6 @@ class TrainedRun:
 
     def _about(self, choice: Choice) -> dict[str, Any]:
         return {"temperature_choice": choice.as_dict(), "starts": len(self.starts)}
-
-    def _best_part(self, found: Posterior, choice: Choice) -> tuple[int, Rung, float]:
-        """How many draws of each chain predict held-out examples best, how well, and standard errors to be sure by.
-
-        Where nothing was chosen by these examples all draws are kept, and all examples judge them.
-        """
-        each = found.log_likelihood(self.held_out, batch_size=SCORED, device=self.device).double().cpu()
-        counts = each.shape[0] * torch.arange(1.0, each.shape[1] + 1.0, dtype=torch.float64)
-        so_far = each.logsumexp(0).logcumsumexp(0) - counts.log().unsqueeze(-1)
-        if not choice.rungs:
-            rung = Rung.of(choice.temperature, self.before, so_far[-1])
-            found.info |= self._about(replace(choice, rungs=(rung,)))
-            return found.num_draws, rung, SURE
-        # The best of many parts looks better than it is: each half of the examples is judged by the part that the other
-        # half chooses.
-        least = -(-each.shape[1] // LEAST_KEPT)
-        after = so_far[-1].clone()
-        for half in (slice(0, None, 2), slice(1, None, 2)) if len(self.before) > 1 else ():
-            other = slice(1 - (half.start or 0), None, 2)
-            after[half] = so_far[self._best_count(so_far[:, other], least) - 1][half]
-        return self._best_count(so_far, least), Rung.of(choice.temperature, self.before, after), SURE_CHOSEN
-
-    @staticmethod
-    def _best_count(so_far: Tensor, least: int) -> int:
-        """Draws whose average predicts best, ``least`` of them at the least."""
-        return least + int(so_far[least - 1 :].mean(-1).argmax())
 
     def _colder(self, choice: Choice, fault: str, last: bool = False) -> Choice:
         """A tenth of the temperature; 0 where that is below what a rung would be, or nothing else is to be tried."""
