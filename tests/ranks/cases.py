@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from isosgd import ISGD, SGHMC, SGLD, SGNHT, Collector, Posterior, RankError, Target, priors, sample
+from isosgd import ISGD, SGHMC, SGLD, SGNHT, Collector, Posterior, RankError, Target, load, priors, sample
 from isosgd.engine.chains import Chains
 from isosgd.engine.gradients import Parted
 from isosgd.engine.ranks import Ranks
@@ -253,12 +254,11 @@ def whole(model: nn.Module) -> Tensor:
 
 
 def sharded() -> Any:
-    """FSDP2: the chain of two ranks and that of one; stationary variance; draws written, and loaded onto ranks."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    """FSDP2: the chain of all ranks and that of one; stationary variance; draws written, and loaded onto ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    size = dist.get_world_size()
+    rank, size = dist.get_rank(), dist.get_world_size()
     both = init_device_mesh("cpu", (size,))
     alone = init_device_mesh("cpu", (size, 1), mesh_dim_names=("copies", "ranks"))["ranks"]
     ends: dict[str, list[Tensor]] = {}
@@ -282,26 +282,52 @@ def sharded() -> Any:
     given.pop("generator")
     torch.manual_seed(dist.get_rank())  # ranks agree on random numbers by themselves
     isgd = ISGD(model.parameters(), lam=lam, structure="layer", correction="diagonal", **given)
-    collector = Collector(isgd, model, keep_every=10, store=folder)
-    sharded_steps(both, model, isgd, lambda m, r: m(MEANS[r]), 250, 48)
+    collector, gathered = Collector(isgd, model, keep_every=10, store=folder), []
+    for seed in range(25):  # the first step of each is a draw
+        sharded_steps(both, model, isgd, lambda m, r: m(MEANS[r]), 1, 48, seed)
+        gathered.append(whole(model))
+        sharded_steps(both, model, isgd, lambda m, r: m(MEANS[r]), 9, 48, 100 + seed)
     found = collector.posterior()
     draws, rate = found.draws["mu"][0], 1.0 / (ROWS * lam)
-    other = Mean(torch.zeros(WIDTH))
-    fully_shard(other, mesh=both)
-    set_model_state_dict(other, {"mu": draws[3]}, options=StateDictOptions(full_state_dict=True))
+    # Loaded onto all ranks, onto half of them and onto one, from a copy of the folder in which this rank reads zeros
+    # where the rows of others are.
+    again = {}
+    halves = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("copies", "ranks"))["ranks"]
+    for mesh in (both, halves, alone):
+        other = Mean(torch.zeros(WIDTH))
+        fully_shard(other, mesh=mesh)
+        found.load_into(other, index=3)
+        with torch.no_grad():
+            other(MEANS)  # whose parameters are whole then
+        found.load_into(other, index=4)
+        again[mesh.size()] = bool(torch.equal(whole(other), draws[4]))
+    spoiled = folder.with_name(f"spoiled-{dist.get_rank()}")
+    shutil.copytree(folder, spoiled)
+    for path in spoiled.glob("draws-*.safetensors"):
+        if not path.stem.endswith(f"-{dist.get_rank():04d}"):
+            path.write_bytes(bytes(path.stat().st_size))
+    fully_shard(other := Mean(torch.zeros(WIDTH)), mesh=both)
+    load(spoiled).load_into(other, index=4)
+    again["own rows"] = bool(torch.equal(whole(other), draws[4]))
+    damaged = raised(lambda: load(spoiled).draw(0, 4))
+    collector.close()
     return {
+        "bits": bool(torch.equal(torch.stack(gathered), draws)),
+        "damaged": damaged.startswith("DamagedError"),
         "differences": {name: float((two - one).abs().max()) for name, (two, one) in ends.items()},
         "rates": rates,
         # What the step size adds is known here: the chain is an autoregression.
         "ratios": ((draws[5:] - mean).square().mean(0) / (exact / (1 - rate / 2))).tolist(),
         "hash": hashes(found),
         "seed": isgd.generator.initial_seed(),
-        "again": torch.equal(whole(other), draws[3]),
+        "again": again,
         "refused": {
             "sampler": raised(lambda: SGNHT(model.parameters(), **given)),
             "structure": raised(lambda: ISGD(model.parameters(), structure="diagonal", batch_size=4, **given)),
             "some": raised(lambda: SGLD([*model.parameters(), nn.Parameter(torch.zeros(3))], lr=1e-3, **given)),
             "memory": raised(lambda: Collector(isgd, model, keep_every=10)),
+            "twice": raised(lambda: Collector(isgd, model, keep_every=10, store=folder)),
+            "hidden": raised(lambda: Collector(isgd, model, keep_every=10, store=folder.with_name(f"of-{rank}"))),
             "target": raised(lambda: Target.from_module(model, "gaussian")),
         },
     }

@@ -127,8 +127,11 @@ def joined(folders: Sequence[Path]) -> Manifest:
     for folder, manifest in zip(folders, manifests, strict=True):
         numbers = _numbers(manifest)
         shift, end = end - numbers.start, end + len(numbers)
+        home = folder.absolute()
         for shard in manifest.shards:
-            whole.shards.append(replace(shard, first=shard.first + shift, file=str(folder.absolute() / shard.file)))
+            others = tuple(replace(one, file=str(home / one.file)) for one in shard.others)
+            moved = replace(shard, first=shard.first + shift, file=str(home / shard.file), others=others)
+            whole.shards.append(moved)
         whole.lost |= {chain + shift: length for chain, length in manifest.lost.items()}
         info = manifest.info
         whole.info["chain_indices"] += [k + shift for k in info.get("chain_indices", [])]
