@@ -4,6 +4,7 @@ Every case returns plain values; rank r writes them to OUT/r.json. What a case r
 RANK in the environment it forks WORLD_SIZE ranks: torch is then loaded once, and not by each of them.
 """
 
+import errno
 import hashlib
 import itertools
 import json
@@ -18,6 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from isosgd.sampling import recorders
 from isosgd.sampling.settings import sampler_factory
 from isosgd.sampling.trained import TrainedRun
 from isosgd.store import writer
+from isosgd.store.files import write_tensors
 
 ROWS, WIDTH = 240, 400
 X = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(0))
@@ -81,6 +84,10 @@ def raised(call: Callable[[], Any]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
+
+
+def raise_(error: Exception, *_: Any) -> Any:
+    raise error
 
 
 # -- cases ------------------------------------------------------------------------------------------------------------
@@ -310,7 +317,16 @@ def sharded() -> Any:
     load(spoiled).load_into(other, index=4)
     again["own rows"] = bool(torch.equal(whole(other), draws[4]))
     damaged = raised(lambda: load(spoiled).draw(0, 4))
+    # A rank whose disk is full: the draw is not there, all that came before it is.
+    if rank == 1:
+        writer.write_tensors = partial(raise_, OSError(errno.ENOSPC, ""))
+    full = raised(lambda: sharded_steps(both, model, isgd, lambda m, r: m(MEANS[r]), 1, 48))
+    if rank == 1:
+        writer.write_tensors = write_tensors
     collector.close()
+    later = Collector(isgd, model, keep_every=10, store=folder, resume=True)
+    missing = raised(lambda: sharded_steps(both, model, isgd, lambda m, r: m(MEANS[r]), 1, 48))
+    later.close()
     return {
         "bits": bool(torch.equal(torch.stack(gathered), draws)),
         "damaged": damaged.startswith("DamagedError"),
@@ -325,6 +341,8 @@ def sharded() -> Any:
             "sampler": raised(lambda: SGNHT(model.parameters(), **given)),
             "structure": raised(lambda: ISGD(model.parameters(), structure="diagonal", batch_size=4, **given)),
             "some": raised(lambda: SGLD([*model.parameters(), nn.Parameter(torch.zeros(3))], lr=1e-3, **given)),
+            "full": full,
+            "missing": missing,
             "memory": raised(lambda: Collector(isgd, model, keep_every=10)),
             "twice": raised(lambda: Collector(isgd, model, keep_every=10, store=folder)),
             "hidden": raised(lambda: Collector(isgd, model, keep_every=10, store=folder.with_name(f"of-{rank}"))),
@@ -452,39 +470,94 @@ def faults() -> Any:
 
 
 def killed() -> Any:
+    """Runs of `sample` in which ranks are killed."""
+
+    def run(parallel: Any, folder: Path) -> Posterior:
+        return sample(
+            network(), (X, Y), chains=4 if parallel == "chains" else 1, parallel=parallel, store=folder, resume=True,
+            draws=30, keep_every=10, warmup=200, batch_size=24, progress=False,
+        )  # fmt: skip
+
+    return kill([partial(run, "chains"), partial(run, "data")])
+
+
+def killed_loops() -> Any:
+    """Loops over a sharded model in which ranks are killed."""
+    return kill([sharded_loop])
+
+
+def sharded_loop(folder: Path) -> Posterior:
+    """A loop as users write it: each rank saves its state every 20 steps, and goes on from the last that all have."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+    fully_shard(model)
+    optimizer = ISGD(model.named_parameters(), num_data=ROWS, batch_size=24, warmup=100)
+    collector = Collector(optimizer, model, keep_every=7, store=folder, resume=True)
+    rank, size, batches, step = dist.get_rank(), dist.get_world_size(), torch.Generator().manual_seed(5), 0
+    states = folder.with_name(f"states-{folder.name}")
+    states.mkdir(exist_ok=True)
+    dist.barrier()
+    saved = [{int(path.stem) for path in states.glob(f"*.{r}")} for r in range(size)]
+    dist.barrier()  # all have looked
+    if common := set.intersection(*saved):
+        step = max(common)
+        state = torch.load(states / f"{step}.{rank}", weights_only=True)
+        for name, p in model.named_parameters():
+            p.detach().to_local().copy_(state["model"][name])  # type: ignore[operator]
+        optimizer.load_state_dict(state["optimizer"])
+        batches.set_state(state["batches"])
+    while len(collector) < 40:
+        if step % 20 == 0:
+            state = {
+                "model": {name: p.detach().to_local().clone() for name, p in model.named_parameters()},  # type: ignore[operator]
+                "optimizer": optimizer.state_dict(),
+                "batches": batches.get_state(),
+            }
+            torch.save(state, states / f"{step}-{rank}.part")
+            os.replace(states / f"{step}-{rank}.part", states / f"{step}.{rank}")
+        rows = torch.randint(ROWS, (24,), generator=batches).chunk(size)[rank]
+        optimizer.zero_grad()
+        ((model(X[rows]) - Y[rows]).square().mean() / 2).backward()
+        optimizer.step()
+        step += 1
+    found = collector.posterior()
+    collector.close()
+    return found
+
+
+def kill(kinds: list[Callable[[Path], Posterior]]) -> Any:
     """Runs one after the other, in each of which some rank is killed at a random moment; see test_faults.py.
 
-    The first two are left alone, one of each kind: they say which draws are right, and how long a run takes. torchrun
-    starts all ranks again after a kill, and they go on with the run that is not finished.
+    The first of each kind is left alone: they say which draws are right, and how long a run takes. torchrun starts all
+    ranks again after a kill, and they go on with the run that is not finished.
     """
     out, size = Path(sys.argv[1]), dist.get_world_size()
     attempt, kills = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["KILLS"])
     chosen = random.Random(1_000_003 * attempt + int(os.environ["KILL_SEED"]))  # all ranks choose alike
     writer.LEAST_WAIT = 0.02  # seconds: a short run has many shards and checkpoints, too
-    calm: dict[str, Any] = {}
+    calm: dict[int, float] = {}
     number, notes = 0, []
-    while number < 2 or len(notes) < kills or number <= max(notes, default=0):
-        parallel: Any = ("chains", "data")[number % 2]
-        done, kill = out / f"done-{number}", out / f"kill-{number}"
+    while number < len(kinds) or len(notes) < kills or number <= max(notes, default=0):
+        kind = number % len(kinds)
+        done, note = out / f"done-{number}", out / f"kill-{number}"
         moment, victim = chosen.random(), chosen.randrange(size)
         dist.barrier()  # all have looked at what is there
         if not done.exists():
-            timer = threading.Timer(moment * calm.get(parallel, {"seconds": 0.0})["seconds"], _die, (kill, attempt))
-            if number >= 2 and not kill.exists() and victim == dist.get_rank():
+            timer = threading.Timer(moment * calm.get(kind, 0.0), _die, (note, attempt))
+            if number >= len(kinds) and not note.exists() and victim == dist.get_rank():
                 timer.start()
             begun = time.monotonic()
-            found = sample(
-                network(), (X, Y), chains=4 if parallel == "chains" else 1, parallel=parallel, store=out / f"{number}",
-                resume=True, draws=30, keep_every=10, warmup=200, batch_size=24, progress=False,
-            )  # fmt: skip
+            found = kinds[kind](out / f"{number}")
             timer.cancel()
             dist.barrier()
             came = {"hashes": hashes(found), "seconds": time.monotonic() - begun, "complete": found.info["complete"]}
             if dist.get_rank() == 0:
                 done.write_text(json.dumps(came))
             dist.barrier()
-        if number < 2:
-            calm[parallel] = json.loads(done.read_text())
+        if number < len(kinds):
+            calm[kind] = json.loads(done.read_text())["seconds"]
         number, notes = number + 1, [int(path.name.removeprefix("kill-")) for path in out.glob("kill-*")]
     runs = [json.loads((out / f"done-{i}").read_text()) for i in range(number)]
     return {"runs": runs, "kills": [path.read_text() for path in sorted(out.glob("kill-*"))], "attempts": attempt + 1}

@@ -140,6 +140,8 @@ def test_what_cannot_be_done_with_sharded_parameters_is_refused_on_every_rank(tw
         "sampler": "only ISGD, SGLD and SGHMC",
         "structure": "choose 'layer' or 'single'",
         "some": "shard the whole model",
+        "full": "the disk is full. What the manifest names is safe",
+        "missing": "ends at step 241 and the optimizer goes on at step 251: the draws between are missing",
         "memory": "give store=",
         "twice": "already holds a run",
         "hidden": "does not see",
@@ -157,6 +159,7 @@ def test_sharded_parameters_have_the_stationary_variance_and_a_store_for_any_num
         assert within_error(sharded["ratios"]) and sharded["bits"] and sharded["damaged"]
         assert all(sharded["again"].values()), sharded["again"]
         assert cases.hashes(load(out / "sharded", verify=True)) == sharded["hash"]
+        assert cases.hashes(load([out / "sharded"])) == sharded["hash"]
         # Each rank has written a file for each draw, of its rows and no more.
         sizes = [len(list((out / "sharded").glob(f"draws-*-{rank:04d}.safetensors"))) for rank in range(len(found))]
         assert sizes == [25] * len(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -151,7 +152,8 @@ class Collector:
             self._specs = manifest.tensors | {BUFFER + name: spec for name, spec in manifest.buffers.items()}
             self._taken = optimizer.whole.together(lambda: self._open(manifest, resume))[0]
             self._count, self._last = len(self._taken), math.inf if self._taken else 0
-            optimizer.whole.together(self._see)
+            with nullcontext() if self._writer is None else self._writer.closed_on_error():
+                optimizer.whole.together(self._see)
         elif store_dtype is not None:
             raise ValueError("store_dtype goes with store=, the folder of a run: give that too")
         self._hooks = [
