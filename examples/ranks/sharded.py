@@ -1,11 +1,10 @@
 """A model that FSDP2 shards over ranks, sampled: ``torchrun --standalone --nproc-per-node 2 sharded.py``.
 
-Draws go to the folder RUN (``run`` by default), which `isosgd.load` reads in one process. Ranks save their states
-beside it. With ``--max-restarts 3``, when one is killed, all start again and go on from the last that all have.
+Draws go to the folder RUN (``run`` by default), which `isosgd.load` reads in one process. With ``--max-restarts 3``,
+when a rank is killed, all are started again and go on from the last checkpoint.
 """
 
 import os
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,9 +17,6 @@ rank, ranks = dist.get_rank(), dist.get_world_size()
 if torch.cuda.is_available():
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 device = "cuda" if torch.cuda.is_available() else "cpu"
-run = Path(os.environ.get("RUN", "run"))
-states = run.with_name(run.name + "-states")
-states.mkdir(parents=True, exist_ok=True)
 
 torch.manual_seed(0)  # the same data on every rank
 N, n = 500, 50
@@ -31,30 +27,17 @@ target = isosgd.Target.from_module(model, isosgd.likelihoods.Gaussian(0.5), isos
 
 fully_shard(model)
 optimizer = isosgd.ISGD(model.named_parameters(), num_data=N, batch_size=n, warmup=int(os.environ.get("WARMUP", 2000)))
-collector = isosgd.Collector(optimizer, model, target, keep_every=10, store=run, resume=True)
+collector = isosgd.Collector(optimizer, model, target, keep_every=10, store=os.environ.get("RUN", "run"), resume=True)
 batches = torch.Generator().manual_seed(rank)  # other examples on every rank
-
-saved = [{int(path.stem) for path in states.glob(f"*.{r}")} for r in range(ranks)]
-step = max(set.intersection(*saved), default=-1)
-dist.barrier()  # all have looked
-if step >= 0:
-    state = torch.load(states / f"{step}.{rank}", weights_only=True)
-    for name, p in model.named_parameters():
-        p.detach().to_local().copy_(state["model"][name])
-    optimizer.load_state_dict(state["optimizer"])
+if (state := collector.restore()) is not None:
     batches.set_state(state["batches"])
-step = max(step, 0)
 while len(collector) < 100:
-    if step % 500 == 0:
-        parts = {name: p.detach().to_local() for name, p in model.named_parameters()}
-        state = {"model": parts, "optimizer": optimizer.state_dict(), "batches": batches.get_state()}
-        torch.save(state, states / f"{step}-{rank}.part")
-        os.replace(states / f"{step}-{rank}.part", states / f"{step}.{rank}")  # whole or not there
     rows = torch.randint(N, (n // ranks,), generator=batches)
     optimizer.zero_grad()
     ((model(x[rows]) - y[rows]).square().mean() / (2 * 0.5**2)).backward()
     optimizer.step()
-    step += 1
+    if optimizer.param_groups[0]["step"] % 500 == 0:
+        collector.checkpoint({"batches": batches.get_state()})
 posterior = collector.posterior((x, y))
 if rank == 0:
     exact = 0.5 * torch.linalg.inv(x.T @ x).diagonal().sqrt()

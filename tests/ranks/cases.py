@@ -487,7 +487,7 @@ def killed_loops() -> Any:
 
 
 def sharded_loop(folder: Path) -> Posterior:
-    """A loop as users write it: each rank saves its state every 20 steps, and goes on from the last that all have."""
+    """A loop as users write it, with a checkpoint every 20 steps."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
@@ -495,33 +495,16 @@ def sharded_loop(folder: Path) -> Posterior:
     fully_shard(model)
     optimizer = ISGD(model.named_parameters(), num_data=ROWS, batch_size=24, warmup=100)
     collector = Collector(optimizer, model, keep_every=7, store=folder, resume=True)
-    rank, size, batches, step = dist.get_rank(), dist.get_world_size(), torch.Generator().manual_seed(5), 0
-    states = folder.with_name(f"states-{folder.name}")
-    states.mkdir(exist_ok=True)
-    dist.barrier()
-    saved = [{int(path.stem) for path in states.glob(f"*.{r}")} for r in range(size)]
-    dist.barrier()  # all have looked
-    if common := set.intersection(*saved):
-        step = max(common)
-        state = torch.load(states / f"{step}.{rank}", weights_only=True)
-        for name, p in model.named_parameters():
-            p.detach().to_local().copy_(state["model"][name])  # type: ignore[operator]
-        optimizer.load_state_dict(state["optimizer"])
+    batches = torch.Generator().manual_seed(5)
+    if (state := collector.restore()) is not None:
         batches.set_state(state["batches"])
     while len(collector) < 40:
-        if step % 20 == 0:
-            state = {
-                "model": {name: p.detach().to_local().clone() for name, p in model.named_parameters()},  # type: ignore[operator]
-                "optimizer": optimizer.state_dict(),
-                "batches": batches.get_state(),
-            }
-            torch.save(state, states / f"{step}-{rank}.part")
-            os.replace(states / f"{step}-{rank}.part", states / f"{step}.{rank}")
-        rows = torch.randint(ROWS, (24,), generator=batches).chunk(size)[rank]
+        rows = torch.randint(ROWS, (24,), generator=batches).chunk(dist.get_world_size())[dist.get_rank()]
         optimizer.zero_grad()
         ((model(X[rows]) - Y[rows]).square().mean() / 2).backward()
         optimizer.step()
-        step += 1
+        if optimizer.param_groups[0]["step"] % 20 == 0:
+            collector.checkpoint({"batches": batches.get_state()})
     found = collector.posterior()
     collector.close()
     return found

@@ -14,6 +14,7 @@ from torch import nn
 
 import isosgd
 from isosgd import Collector, SamplingWarning, likelihoods
+from isosgd.store import StoreError
 
 N, SIZE = 200, 40
 
@@ -264,7 +265,7 @@ def test_a_loop_that_was_stopped_goes_on_with_its_store(
         saved.append(copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict(), torch.get_rng_state())))
     collector.close()
     assert expected.shape[1] > 3 and torch.equal(isosgd.load(cut).draws["weight"], expected)
-    with pytest.raises(ValueError, match="is at its beginning: load the state that was saved"):
+    with pytest.raises(ValueError, match="is at its beginning: call restore"):
         resumed(cut, None, 1, keep_every=keep_every)
     for stop, state in zip(stops[-2::-1], saved[-2::-1], strict=True):  # the last state first
         with pytest.warns(SamplingWarning, match=f"are dropped: they are of steps after {stop}"):
@@ -272,10 +273,44 @@ def test_a_loop_that_was_stopped_goes_on_with_its_store(
         assert torch.equal(isosgd.load(cut, verify=True).draws["weight"], expected)
     with pytest.raises(ValueError, match=r"draws of another loop:\n  tensors.weight.stored was 'float32'"):
         resumed(cut, saved[0], 1, store_dtype="bfloat16")
+    with pytest.raises(StoreError, match=r"was written by a loop: go on with it there, Collector\("):
+        isosgd.resume(cut, isosgd.Target.from_module(loop.model, GAUSSIAN), (loop.x, loop.y))
     with pytest.raises(FileExistsError, match="pass resume=True"):
         resumed(cut, saved[0], 1, resume=False)
     with pytest.raises(ValueError, match="resume=True goes with store="):
         Collector(loop.optimizer, loop.model, resume=True)
+
+
+def test_a_checkpoint_brings_back_model_optimizer_and_what_was_added(tmp_path: Path) -> None:
+    def run(folder: Path, steps: int) -> Collector:
+        torch.manual_seed(1)
+        loop = Loop(model=nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)), warmup=200)
+        collector = Collector(loop.optimizer, loop.model, keep_every=10, store=folder, resume=True)
+        if (state := collector.restore()) is not None:
+            torch.set_rng_state(state["random"])
+        while (at := loop.optimizer.param_groups[0]["step"]) < steps:
+            if at % 35 == 34:
+                collector.checkpoint({"random": torch.get_rng_state()})
+            loop.steps(1)
+        collector.close()
+        return collector
+
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    expected = run(whole, 300).posterior()
+    for steps in (10, 150, 240, 300):  # the first is begun again, before any checkpoint
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* are dropped", SamplingWarning)
+            found = run(cut, steps)
+    for kind in ("draws", "buffers"):
+        for name, x in getattr(expected, kind).items():
+            assert torch.equal(getattr(found.posterior(), kind)[name], x), name
+    assert expected.num_draws > 5 and len(list(cut.glob("checkpoint-*"))) == 1  # the last
+    with pytest.raises(ValueError, match="this collector is closed"):
+        found.checkpoint()
+    in_memory = Collector(found.optimizer, found.model, keep_every=10)
+    for call in (in_memory.checkpoint, in_memory.restore):
+        with pytest.raises(ValueError, match="give store="):
+            call()
 
 
 def test_a_state_whose_draws_the_store_lacks_is_refused(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ class Stack:
     """Draws of all chains, and the buffers of the network at each.
 
     Args:
-        draws: tensors ``[chains, draws, *shape]`` by name. A mapping with a method ``draw(chain, index)`` is read one
-            draw at a time.
+        draws: tensors ``[chains, draws, *shape]`` by name. A mapping with methods ``draw(chain, index, rows)`` and
+            ``shape(name)`` is read one draw at a time.
         buffers: likewise; none for most models.
     """
 

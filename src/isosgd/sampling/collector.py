@@ -21,8 +21,9 @@ from isosgd.samplers.shards import Shards
 from isosgd.sampling.settings import versions
 from isosgd.sampling.stored import as_lines, differences, load
 from isosgd.store import Manifest, StoreError, Writer
+from isosgd.store.files import pack
 from isosgd.store.manifest import BUFFER, DTYPE_NAMES, NAME, File, specs_of
-from isosgd.store.writer import SHARED, STORED, new_file
+from isosgd.store.writer import SHARED, STORED, new_file, new_state, read_state
 from isosgd.target import Likelihood, Params, Target
 from isosgd.target.modules import unwrapped
 from isosgd.target.priors import WeightDecay
@@ -49,8 +50,8 @@ class Collector:
         store: a folder to write draws to as they come, all of them; `isosgd.load` reads it. Draws of a model that is
             sharded over ranks (`fully_shard`) must have one: all ranks make the same calls, each writes its own rows
             of a draw, and the draw is there before the next step.
-        resume: go on with the draws in ``store``, if there are any: load the optimizer's ``state_dict`` before the
-            first step. Draws of later steps than that state's come again.
+        resume: go on with the draws in ``store``, if there are any: call `restore`, or load the optimizer's
+            ``state_dict`` yourself, before the first step. Draws of later steps than that state's come again.
         store_dtype: dtype in which they are written; their own by default, which is float32 for parameters in bfloat16:
             draws are the float32 numbers that the optimizer steps.
 
@@ -217,8 +218,8 @@ class Collector:
         left, had = sum(taken <= step for taken in self._taken), len(self._taken)
         if had and not (step or self.optimizer.resumed):
             raise ValueError(
-                f"{self._folder} holds {had} draws, and the optimizer is at its beginning: load the state that was "
-                "saved, optimizer.load_state_dict(...), before the first step; or give another store="
+                f"{self._folder} holds {had} draws, and the optimizer is at its beginning: call restore() before the "
+                "first step, or load the state that you saved, optimizer.load_state_dict(...); or give another store="
             )
         if self._folder is not None and left < had:
             self.optimizer.whole.together(lambda: None if self._writer is None else self._writer.cut(left))
@@ -290,6 +291,64 @@ class Collector:
         name = f"draws-{self._count:06d}-{whole.rank:04d}.safetensors"
         files = [File(**about) for about in whole.together(lambda: asdict(new_file(folder, name, stored)))]
         whole.together(lambda: None if self._writer is None else self._writer.add_files(files, step))
+
+    def checkpoint(self, more: Any = None) -> None:
+        """Write all that the loop needs to go on from here to the store, in the place of the last checkpoint.
+
+        That is the optimizer's state, the sampled parameters and the model's buffers, and what you add. All ranks of a
+        sharded model make this call, and each writes its own part; until all have, the last checkpoint counts.
+
+        Args:
+            more: what `restore` is to give back, such as the state of the generator that chooses minibatches: dicts,
+                lists, numbers, text and tensors.
+        """
+        if self._folder is None:
+            raise ValueError("a checkpoint is written to the store: give store=")
+        folder, whole, writer = self._folder, self.optimizer.whole, self._writer
+        number = whole.together(self._next_number)[0]
+        state = {"optimizer": self.optimizer.state_dict(), "model": self._held(), "more": more}
+        name = f"checkpoint-{number:06d}-{whole.rank:04d}.safetensors"
+        written = whole.together(lambda: asdict(new_state(folder, name, *pack(state))))
+        whole.together(lambda: None if writer is None else writer.mark_files([File(**about) for about in written]))
+
+    def _next_number(self) -> int:
+        if self._writer is None and not self.optimizer.whole.rank:
+            raise ValueError("this collector is closed, and writes no checkpoint: make another one with resume=True")
+        return 0 if self._writer is None else self._writer.manifest.number
+
+    @torch.no_grad()
+    def restore(self) -> Any:
+        """Give model and optimizer back what they were at the last `checkpoint`, before the first step of a loop.
+
+        Draws after it are dropped at the next step, and come again. All ranks of a sharded model make this call; they
+        must be as many as wrote it.
+
+        Returns:
+            What `checkpoint` was given; None when there is none, and the loop begins.
+        """
+        folder, whole = self._folder, self.optimizer.whole
+        if folder is None:
+            raise ValueError("a checkpoint is read from the store: give store=, and resume=True")
+        found = Manifest.read(folder).checkpoints
+        self.optimizer.resumed = True  # at the beginning, too
+        if not found:
+            return None
+        if len(found) != whole.ranks:
+            raise ValueError(
+                f"the checkpoint in {folder} is of {len(found)} ranks, and there are {whole.ranks}: go on with as many"
+            )
+        states: list[Any] = []
+        whole.together(lambda: states.append(read_state(folder, found[whole.rank])))
+        (state,) = states
+        for name, x in self._held().items():
+            x.copy_(state["model"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        return state["more"]
+
+    def _held(self) -> Params:
+        """Sampled parameters, or this rank's rows of them, and buffers."""
+        of = {} if self._shards is None else self._shards.part_of
+        return {**dict(self.model.named_buffers()), **{name: of.get(p, p).detach() for name, p in self._params.items()}}
 
     def close(self) -> None:
         """Collect no more, and let go of the store."""

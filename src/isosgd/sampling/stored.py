@@ -427,7 +427,10 @@ def _without_length(identity: Info, now: Info) -> Info:
 
 def settings_of(path: str | Path) -> tuple[Info, list[str]]:
     """The settings that a run was begun with, and the names of those options that a manifest cannot hold."""
-    settings = Manifest.read(Path(path)).identity.get("settings")
+    identity = Manifest.read(Path(path)).identity
+    settings = identity.get("settings")
+    if "loop" in identity:
+        raise StoreError(f"{path} was written by a loop: go on with it there, Collector(..., store=..., resume=True)")
     if not isinstance(settings, dict) or not isinstance(settings.get("options"), dict):
         raise StoreError(f"{path} does not say which settings it was begun with")
     settings = dict(settings)

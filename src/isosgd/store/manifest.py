@@ -22,7 +22,7 @@ from isosgd.store.files import DTYPES, StoreError, dtype_name, plain, to_json, u
 FORMAT = 2  # 1 had one checkpoint for all chains
 NAME = "manifest.json"
 FROZEN = "frozen.safetensors"
-FILE_NAME = re.compile(r"(?:draws-[0-9]{6,9}(?:-[0-9]{4,6})?|checkpoint-[0-9]{6,9}|frozen)\.safetensors")
+FILE_NAME = re.compile(r"(?:(?:draws|checkpoint)-[0-9]{6,9}(?:-[0-9]{4,6})?|frozen)\.safetensors")
 PART_NAME = re.compile(r"part-[0-9]{4,6}")
 DTYPE_NAMES = {dtype_name(dtype): dtype for dtype in DTYPES.values()}
 BUFFER = "buffer:"
@@ -105,7 +105,7 @@ class Manifest:
         shards: where they are.
         lost: chains that were given up, with the number of their good draws.
         frozen: tensors of the network that do not change.
-        checkpoints: from where to go on, by the first of chains that run side by side.
+        checkpoints: from where to go on, by the first of chains that run side by side; of a loop, by the rank.
         seconds: spent so far.
         number: of the next file.
         parts: folders within this one, each a run of its own, which together are this one; then there is nothing else.

@@ -207,16 +207,19 @@ class Writer:
 
     def add_files(self, files: Sequence[File], step: int) -> None:
         """Take the next draw of chain 0 from files that ranks have written, each with its rows (see `Shard`)."""
-        for file in files:
-            try:
-                look(self.folder, file)
-            except StoreError as error:
-                raise StoreError(f"a file of another rank is not seen here ({error}). {SHARED}") from error
+        self._look(files)
         self.flush()
         start = self.stored(0)
         self._name(self._manifest_now(), Shard(**asdict(files[0]), first=0, count=1, start=start, stop=start + 1,
                                                step=step, others=tuple(files[1:])))  # fmt: skip
         self._reached[0] = start + 1
+
+    def _look(self, files: Sequence[File]) -> None:
+        for file in files:
+            try:
+                look(self.folder, file)
+            except StoreError as error:
+                raise StoreError(f"a file of another rank is not seen here ({error}). {SHARED}") from error
 
     def cut(self, draws: int) -> None:
         """Drop all draws of chain 0 but so many first ones; those after them come from another past."""
@@ -256,14 +259,23 @@ class Writer:
         """Write a checkpoint and a manifest that names it; then the one before it is gone."""
         with self._checkpoints[first].timed():
             name = f"checkpoint-{self.manifest.number:06d}.safetensors"
-            metadata = {"state": to_json(packed).decode()}
-            new = new_file(self.folder, name, tensors, metadata)
-            self.manifest.number += 1
-            old, checkpoints = self.manifest.checkpoints.get(first), {**self.manifest.checkpoints, first: new}
-            self._write_named(manifest, self.manifest.shards, checkpoints)
-            self.manifest.checkpoints = checkpoints
-            if old is not None:
-                (self.folder / old.file).unlink(missing_ok=True)
+            self._name_checkpoints(
+                manifest, {**self.manifest.checkpoints, first: new_state(self.folder, name, packed, tensors)}
+            )
+
+    def _name_checkpoints(self, manifest: Manifest, checkpoints: dict[int, File]) -> None:
+        self.manifest.number += 1
+        old = self.manifest.checkpoints
+        self._write_named(manifest, self.manifest.shards, checkpoints)
+        self.manifest.checkpoints = checkpoints
+        for file in {file.file for file in old.values()} - {file.file for file in checkpoints.values()}:
+            (self.folder / file).unlink(missing_ok=True)
+
+    def mark_files(self, files: Sequence[File]) -> None:
+        """Take files that ranks have written, each with its own state, for the checkpoint of all draws so far."""
+        self._look(files)
+        self.flush()
+        self._name_checkpoints(self._manifest_now(), dict(enumerate(files)))
 
     def checkpoints(self) -> dict[int, Any]:
         """The states of the last checkpoints, by the first of chains that run side by side."""
@@ -311,6 +323,11 @@ def new_file(
         return File(name, *write_tensors(folder / name, tensors, metadata))
     except OSError as error:
         raise _failed(folder / name, error) from error
+
+
+def new_state(folder: Path, name: str, packed: Any, tensors: Params) -> File:
+    """Write a checkpoint: a nested state, packed."""
+    return new_file(folder, name, tensors, {"state": to_json(packed).decode()})
 
 
 def _failed(path: Path, error: OSError) -> OSError:
