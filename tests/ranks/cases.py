@@ -347,6 +347,8 @@ def sharded() -> Any:
             "twice": raised(lambda: Collector(isgd, model, keep_every=10, store=folder)),
             "hidden": raised(lambda: Collector(isgd, model, keep_every=10, store=folder.with_name(f"of-{rank}"))),
             "target": raised(lambda: Target.from_module(model, "gaussian")),
+            "starts": raised(lambda: sample(Target.from_module(Mean(start), "gaussian"), (X, Y), starts=[model])),
+            "init": raised(lambda: sample(conjugate(), (MEANS,), init=dict(model.named_parameters()), **QUICK)),
         },
     }
 

@@ -145,7 +145,9 @@ def test_what_cannot_be_done_with_sharded_parameters_is_refused_on_every_rank(tw
         "memory": "give store=",
         "twice": "already holds a run",
         "hidden": "does not see",
-        "target": "is sharded over ranks",
+        "target": "in a loop, with ISGD and Collector(store=...)",
+        "starts": "in a loop, with ISGD and Collector(store=...)",
+        "init": "in a loop, with ISGD and Collector(store=...)",
     }.items():
         for rank in two[0]:
             assert words in rank["sharded"]["refused"][name], rank["sharded"]["refused"][name]
