@@ -127,7 +127,7 @@ class Collector:
         self._with: list[Params] = []
         self._taken: list[int] = []  # after which steps
         self._count, self._due, self._spacing = 0, 0, keep_every
-        self._last: float = 0  # step; infinity where it is not known which ones draws in the store are to be kept of
+        self._last: float = 0  # step; infinity when draws in the store may be of later steps than the optimizer's
         self._began = time.monotonic()
         self._writer: Writer | None = None
         self._folder = None if store is None else Path(store)
@@ -216,7 +216,7 @@ class Collector:
     def _go_back(self, step: int) -> None:
         """An earlier state of the optimizer was loaded: draws after it are of a chain that was given up."""
         left, had = sum(taken <= step for taken in self._taken), len(self._taken)
-        if had and not (step or self.optimizer.resumed):
+        if self._folder is not None and had and not (step or self.optimizer.resumed):
             raise ValueError(
                 f"{self._folder} holds {had} draws, and the optimizer is at its beginning: call restore() before the "
                 "first step, or load the state that you saved, optimizer.load_state_dict(...); or give another store="

@@ -226,7 +226,10 @@ class Writer:
         self.flush()
         kept = [shard for shard in self.manifest.shards if shard.stop <= draws]
         if (kept[-1].stop if kept else 0) != draws:
-            raise StoreError(f"{self.folder} has no file that ends with draw {draws}: it cannot be cut there")
+            raise StoreError(
+                f"{self.folder} has no file that ends with draw {draws}, and cannot be cut there: go back to a state "
+                "that was saved while draws were collected, or give another store="
+            )
         manifest = replace(self.manifest, shards=kept, complete=False)
         self._write_manifest(manifest)  # first: what it names is there at every instant
         self._adopt(manifest)
