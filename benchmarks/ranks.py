@@ -1,9 +1,10 @@
-"""Several processes: chain-steps a second of `parallel="chains"`, and bytes that a step of `parallel="data"` moves.
+"""Several processes: chain-steps a second of `parallel="chains"`, bytes moved by steps of `parallel="data"` and FSDP2.
 
 ``python -m benchmarks.ranks`` starts groups of 1, 2 and 4 gloo processes on this machine, one thread each, and prints
 the best of ``--rounds`` for speed: by the clock, which needs two idle cores, and by the CPU time of a process, which
 does not. Bytes are those that a rank writes to its sockets (``/proc/self/io``, Linux), beside what a ring all-reduce
-should move: ``2 (R - 1) / R`` times the gradient, twice that in steps that measure the noise.
+should move: ``2 (R - 1) / R`` times the gradient, twice that in steps that measure the noise; for FSDP2, parameters
+gathered twice, ``(R - 1) / R`` times them each, and a reduce-scatter of gradients, for which gloo takes an all-reduce.
 """
 
 from __future__ import annotations
@@ -22,18 +23,38 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
-from isosgd import Target, sample
+from isosgd import ISGD, Target, sample
 
 ROWS, INPUTS, HIDDEN, EVERY = 2_000, 64, 256, 16
 
 
-def target() -> Target:
+def network() -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 10))
     for p in model.parameters():
         p.data.normal_(0.0, 0.1, generator=generator)
-    return Target.from_module(model, "categorical")
+    return model
+
+
+def target() -> Target:
+    return Target.from_module(network(), "categorical")
+
+
+def sharded(steps: int) -> float:
+    """Bytes that this rank writes in a step of a loop over a model that FSDP2 shards."""
+    model, generator = network(), torch.Generator().manual_seed(1)
+    fully_shard(model, reshard_after_forward=True)
+    optimizer = ISGD(model.parameters(), num_data=ROWS, lam=1e-3, structure="layer")
+    x, y = torch.randn(64, INPUTS, generator=generator), torch.randint(10, (64,), generator=generator)
+    before = 0
+    for step in range(steps + 20):
+        before = written() if step == 20 else before
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return (written() - before) / steps
 
 
 def draw(parallel: Any, chains: int, steps: int) -> float:
@@ -70,8 +91,9 @@ def on_rank(steps: int, rounds: int) -> None:
     few = written() - before
     draw("data", 1, 4 + steps)
     bytes_a_step = (written() - before - 2 * few) / steps
+    fsdp = sharded(steps)
     if dist.get_rank() == 0:
-        print(json.dumps({"size": size, "seconds": seconds, "cpu": cpu, "bytes": bytes_a_step}))
+        print(json.dumps({"size": size, "seconds": seconds, "cpu": cpu, "bytes": bytes_a_step, "fsdp": fsdp}))
     dist.destroy_process_group()
 
 
@@ -112,6 +134,7 @@ def main() -> None:
         formula = 2 * (ranks - 1) / ranks * 4 * (size + 2) * (1 + 1 / EVERY)
         print(
             f"{ranks} ranks: {found[ranks]['bytes']:,.0f} bytes written by a rank each step, {formula:,.0f} by formula"
+            f"; FSDP2 {found[ranks]['fsdp']:,.0f}, {4 * (ranks - 1) / ranks * 4 * size:,.0f} by formula"
         )
 
 

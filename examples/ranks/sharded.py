@@ -1,6 +1,7 @@
 """A model that FSDP2 shards over ranks, sampled: ``torchrun --standalone --nproc-per-node 2 sharded.py``.
 
-Draws go to the folder RUN (``run`` by default), which `isosgd.load` reads in one process.
+Draws go to the folder RUN (``run`` by default), which `isosgd.load` reads in one process. With ``--max-restarts 3``,
+when a rank is killed, all are started again and go on from the last checkpoint.
 """
 
 import os
@@ -26,13 +27,17 @@ target = isosgd.Target.from_module(model, isosgd.likelihoods.Gaussian(0.5), isos
 
 fully_shard(model)
 optimizer = isosgd.ISGD(model.named_parameters(), num_data=N, batch_size=n, warmup=int(os.environ.get("WARMUP", 2000)))
-collector = isosgd.Collector(optimizer, model, target, keep_every=10, store=os.environ.get("RUN", "run"))
-torch.manual_seed(rank)  # other examples on every rank
+collector = isosgd.Collector(optimizer, model, target, keep_every=10, store=os.environ.get("RUN", "run"), resume=True)
+batches = torch.Generator().manual_seed(rank)  # other examples on every rank
+if (state := collector.restore()) is not None:
+    batches.set_state(state["batches"])
 while len(collector) < 100:
-    rows = torch.randint(N, (n // ranks,), device=device)
+    rows = torch.randint(N, (n // ranks,), generator=batches)
     optimizer.zero_grad()
     ((model(x[rows]) - y[rows]).square().mean() / (2 * 0.5**2)).backward()
     optimizer.step()
+    if optimizer.param_groups[0]["step"] % 500 == 0:
+        collector.checkpoint({"batches": batches.get_state()})
 posterior = collector.posterior((x, y))
 if rank == 0:
     exact = 0.5 * torch.linalg.inv(x.T @ x).diagonal().sqrt()

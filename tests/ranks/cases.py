@@ -4,11 +4,13 @@ Every case returns plain values; rank r writes them to OUT/r.json. What a case r
 RANK in the environment it forks WORLD_SIZE ranks: torch is then loaded once, and not by each of them.
 """
 
+import errno
 import hashlib
 import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -17,6 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from isosgd import ISGD, SGHMC, SGLD, SGNHT, Collector, Posterior, RankError, Target, priors, sample
+from isosgd import ISGD, SGHMC, SGLD, SGNHT, Collector, Posterior, RankError, Target, load, priors, sample
 from isosgd.engine.chains import Chains
 from isosgd.engine.gradients import Parted
 from isosgd.engine.ranks import Ranks
@@ -34,6 +37,7 @@ from isosgd.sampling import recorders
 from isosgd.sampling.settings import sampler_factory
 from isosgd.sampling.trained import TrainedRun
 from isosgd.store import writer
+from isosgd.store.files import write_tensors
 
 ROWS, WIDTH = 240, 400
 X = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(0))
@@ -80,6 +84,10 @@ def raised(call: Callable[[], Any]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
+
+
+def raise_(error: Exception, *_: Any) -> Any:
+    raise error
 
 
 # -- cases ------------------------------------------------------------------------------------------------------------
@@ -253,12 +261,11 @@ def whole(model: nn.Module) -> Tensor:
 
 
 def sharded() -> Any:
-    """FSDP2: the chain of two ranks and that of one; stationary variance; draws written, and loaded onto ranks."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    """FSDP2: the chain of all ranks and that of one; stationary variance; draws written, and loaded onto ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    size = dist.get_world_size()
+    rank, size = dist.get_rank(), dist.get_world_size()
     both = init_device_mesh("cpu", (size,))
     alone = init_device_mesh("cpu", (size, 1), mesh_dim_names=("copies", "ranks"))["ranks"]
     ends: dict[str, list[Tensor]] = {}
@@ -282,27 +289,66 @@ def sharded() -> Any:
     given.pop("generator")
     torch.manual_seed(dist.get_rank())  # ranks agree on random numbers by themselves
     isgd = ISGD(model.parameters(), lam=lam, structure="layer", correction="diagonal", **given)
-    collector = Collector(isgd, model, keep_every=10, store=folder)
-    sharded_steps(both, model, isgd, lambda m, r: m(MEANS[r]), 250, 48)
+    collector, gathered = Collector(isgd, model, keep_every=10, store=folder), []
+    for seed in range(25):  # the first step of each is a draw
+        sharded_steps(both, model, isgd, lambda m, r: m(MEANS[r]), 1, 48, seed)
+        gathered.append(whole(model))
+        sharded_steps(both, model, isgd, lambda m, r: m(MEANS[r]), 9, 48, 100 + seed)
     found = collector.posterior()
     draws, rate = found.draws["mu"][0], 1.0 / (ROWS * lam)
-    other = Mean(torch.zeros(WIDTH))
-    fully_shard(other, mesh=both)
-    set_model_state_dict(other, {"mu": draws[3]}, options=StateDictOptions(full_state_dict=True))
+    # Loaded onto all ranks, onto half of them and onto one, from a copy of the folder in which this rank reads zeros
+    # where the rows of others are.
+    again = {}
+    halves = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("copies", "ranks"))["ranks"]
+    for mesh in (both, halves, alone):
+        other = Mean(torch.zeros(WIDTH))
+        fully_shard(other, mesh=mesh)
+        found.load_into(other, index=3)
+        with torch.no_grad():
+            other(MEANS)  # whose parameters are whole then
+        found.load_into(other, index=4)
+        again[mesh.size()] = bool(torch.equal(whole(other), draws[4]))
+    spoiled = folder.with_name(f"spoiled-{dist.get_rank()}")
+    shutil.copytree(folder, spoiled)
+    for path in spoiled.glob("draws-*.safetensors"):
+        if not path.stem.endswith(f"-{dist.get_rank():04d}"):
+            path.write_bytes(bytes(path.stat().st_size))
+    fully_shard(other := Mean(torch.zeros(WIDTH)), mesh=both)
+    load(spoiled).load_into(other, index=4)
+    again["own rows"] = bool(torch.equal(whole(other), draws[4]))
+    damaged = raised(lambda: load(spoiled).draw(0, 4))
+    # A rank whose disk is full: the draw is not there, all that came before it is.
+    if rank == 1:
+        writer.write_tensors = partial(raise_, OSError(errno.ENOSPC, ""))
+    full = raised(lambda: sharded_steps(both, model, isgd, lambda m, r: m(MEANS[r]), 1, 48))
+    if rank == 1:
+        writer.write_tensors = write_tensors
+    collector.close()
+    later = Collector(isgd, model, keep_every=10, store=folder, resume=True)
+    missing = raised(lambda: sharded_steps(both, model, isgd, lambda m, r: m(MEANS[r]), 1, 48))
+    later.close()
     return {
+        "bits": bool(torch.equal(torch.stack(gathered), draws)),
+        "damaged": damaged.startswith("DamagedError"),
         "differences": {name: float((two - one).abs().max()) for name, (two, one) in ends.items()},
         "rates": rates,
         # What the step size adds is known here: the chain is an autoregression.
         "ratios": ((draws[5:] - mean).square().mean(0) / (exact / (1 - rate / 2))).tolist(),
         "hash": hashes(found),
         "seed": isgd.generator.initial_seed(),
-        "again": torch.equal(whole(other), draws[3]),
+        "again": again,
         "refused": {
             "sampler": raised(lambda: SGNHT(model.parameters(), **given)),
             "structure": raised(lambda: ISGD(model.parameters(), structure="diagonal", batch_size=4, **given)),
             "some": raised(lambda: SGLD([*model.parameters(), nn.Parameter(torch.zeros(3))], lr=1e-3, **given)),
+            "full": full,
+            "missing": missing,
             "memory": raised(lambda: Collector(isgd, model, keep_every=10)),
+            "twice": raised(lambda: Collector(isgd, model, keep_every=10, store=folder)),
+            "hidden": raised(lambda: Collector(isgd, model, keep_every=10, store=folder.with_name(f"of-{rank}"))),
             "target": raised(lambda: Target.from_module(model, "gaussian")),
+            "starts": raised(lambda: sample(Target.from_module(Mean(start), "gaussian"), (X, Y), starts=[model])),
+            "init": raised(lambda: sample(conjugate(), (MEANS,), init=dict(model.named_parameters()), **QUICK)),
         },
     }
 
@@ -426,39 +472,77 @@ def faults() -> Any:
 
 
 def killed() -> Any:
+    """Runs of `sample` in which ranks are killed."""
+
+    def run(parallel: Any, folder: Path) -> Posterior:
+        return sample(
+            network(), (X, Y), chains=4 if parallel == "chains" else 1, parallel=parallel, store=folder, resume=True,
+            draws=30, keep_every=10, warmup=200, batch_size=24, progress=False,
+        )  # fmt: skip
+
+    return kill([partial(run, "chains"), partial(run, "data")])
+
+
+def killed_loops() -> Any:
+    """Loops over a sharded model in which ranks are killed."""
+    return kill([sharded_loop])
+
+
+def sharded_loop(folder: Path) -> Posterior:
+    """A loop as users write it, with a checkpoint every 20 steps."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+    fully_shard(model)
+    optimizer = ISGD(model.named_parameters(), num_data=ROWS, batch_size=24, warmup=100)
+    collector = Collector(optimizer, model, keep_every=7, store=folder, resume=True)
+    batches = torch.Generator().manual_seed(5)
+    if (state := collector.restore()) is not None:
+        batches.set_state(state["batches"])
+    while len(collector) < 40:
+        rows = torch.randint(ROWS, (24,), generator=batches).chunk(dist.get_world_size())[dist.get_rank()]
+        optimizer.zero_grad()
+        ((model(X[rows]) - Y[rows]).square().mean() / 2).backward()
+        optimizer.step()
+        if optimizer.param_groups[0]["step"] % 20 == 0:
+            collector.checkpoint({"batches": batches.get_state()})
+    found = collector.posterior()
+    collector.close()
+    return found
+
+
+def kill(kinds: list[Callable[[Path], Posterior]]) -> Any:
     """Runs one after the other, in each of which some rank is killed at a random moment; see test_faults.py.
 
-    The first two are left alone, one of each kind: they say which draws are right, and how long a run takes. torchrun
-    starts all ranks again after a kill, and they go on with the run that is not finished.
+    The first of each kind is left alone: they say which draws are right, and how long a run takes. torchrun starts all
+    ranks again after a kill, and they go on with the run that is not finished.
     """
     out, size = Path(sys.argv[1]), dist.get_world_size()
     attempt, kills = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["KILLS"])
     chosen = random.Random(1_000_003 * attempt + int(os.environ["KILL_SEED"]))  # all ranks choose alike
     writer.LEAST_WAIT = 0.02  # seconds: a short run has many shards and checkpoints, too
-    calm: dict[str, Any] = {}
+    calm: dict[int, float] = {}
     number, notes = 0, []
-    while number < 2 or len(notes) < kills or number <= max(notes, default=0):
-        parallel: Any = ("chains", "data")[number % 2]
-        done, kill = out / f"done-{number}", out / f"kill-{number}"
+    while number < len(kinds) or len(notes) < kills or number <= max(notes, default=0):
+        kind = number % len(kinds)
+        done, note = out / f"done-{number}", out / f"kill-{number}"
         moment, victim = chosen.random(), chosen.randrange(size)
         dist.barrier()  # all have looked at what is there
         if not done.exists():
-            timer = threading.Timer(moment * calm.get(parallel, {"seconds": 0.0})["seconds"], _die, (kill, attempt))
-            if number >= 2 and not kill.exists() and victim == dist.get_rank():
+            timer = threading.Timer(moment * calm.get(kind, 0.0), _die, (note, attempt))
+            if number >= len(kinds) and not note.exists() and victim == dist.get_rank():
                 timer.start()
             begun = time.monotonic()
-            found = sample(
-                network(), (X, Y), chains=4 if parallel == "chains" else 1, parallel=parallel, store=out / f"{number}",
-                resume=True, draws=30, keep_every=10, warmup=200, batch_size=24, progress=False,
-            )  # fmt: skip
+            found = kinds[kind](out / f"{number}")
             timer.cancel()
             dist.barrier()
             came = {"hashes": hashes(found), "seconds": time.monotonic() - begun, "complete": found.info["complete"]}
             if dist.get_rank() == 0:
                 done.write_text(json.dumps(came))
             dist.barrier()
-        if number < 2:
-            calm[parallel] = json.loads(done.read_text())
+        if number < len(kinds):
+            calm[kind] = json.loads(done.read_text())["seconds"]
         number, notes = number + 1, [int(path.name.removeprefix("kill-")) for path in out.glob("kill-*")]
     runs = [json.loads((out / f"done-{i}").read_text()) for i in range(number)]
     return {"runs": runs, "kills": [path.read_text() for path in sorted(out.glob("kill-*"))], "attempts": attempt + 1}

@@ -14,6 +14,7 @@ from torch import nn
 
 import isosgd
 from isosgd import Collector, SamplingWarning, likelihoods
+from isosgd.store import StoreError
 
 N, SIZE = 200, 40
 
@@ -214,20 +215,132 @@ def test_an_optimizer_that_is_rolled_back_takes_its_later_draws_along(tmp_path: 
     loop = Loop(lr=1e-3)
     collector = Collector(loop.optimizer, loop.model, keep_every=10)
     stored = Collector(loop.optimizer, loop.model, keep_every=10, store=tmp_path / "run")
-    loop.steps(25)
+    loop.steps(3)
+    loop.optimizer.state_dict()  # which ends a file of the store
+    loop.steps(22)
     saved = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
     before = collector.posterior().draws["weight"]
     loop.steps(50)
     assert len(collector) == 8
     loop.model.load_state_dict(saved[0])
     loop.optimizer.load_state_dict(saved[1])
-    with pytest.raises(ValueError, match=r"went back from step 75 to 25.*another store="):
+    with pytest.warns(SamplingWarning, match="5 draws of .* are dropped: they are of steps after 25"):
         loop.steps(1)
-    stored.close()
-    loop.steps(39)
+    loop.steps(38)
     draws = collector.posterior().draws["weight"]
     assert draws.shape[1] == before.shape[1] + 4 == 7  # of steps 1, 11, 21, and then 31 to 61
     assert torch.equal(draws[:, :3], before)
+    assert torch.equal(stored.posterior().draws["weight"], draws)
+
+
+def resumed(folder: Path, saved: Any, steps: int, resume: bool = True, **settings: Any) -> Loop:
+    """A loop, in another process as it were, that goes on from a state."""
+    loop = Loop(warmup=200)
+    collector = Collector(loop.optimizer, loop.model, store=folder, resume=resume, **settings)
+    if saved is not None:
+        loop.model.load_state_dict(saved[0])
+        loop.optimizer.load_state_dict(saved[1])
+        torch.set_rng_state(saved[2])
+    try:
+        loop.steps(steps)
+    finally:
+        collector.close()
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("keep_every", "stops"),
+    [(10, (190, 225, 260, 340)), pytest.param("auto", (190, 1000, 1500, 2500), marks=pytest.mark.long)],
+)
+def test_a_loop_that_was_stopped_goes_on_with_its_store(
+    tmp_path: Path, keep_every: Any, stops: tuple[int, ...]
+) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    resumed(whole, None, stops[-1], keep_every=keep_every)
+    expected = isosgd.load(whole).draws["weight"]
+    loop, saved = Loop(warmup=200), []
+    collector = Collector(loop.optimizer, loop.model, store=cut, resume=True, keep_every=keep_every)
+    for first, last in pairwise((0, *stops)):
+        loop.steps(last - first)
+        saved.append(copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict(), torch.get_rng_state())))
+    collector.close()
+    assert expected.shape[1] > 3 and torch.equal(isosgd.load(cut).draws["weight"], expected)
+    with pytest.raises(ValueError, match="is at its beginning: call restore"):
+        resumed(cut, None, 1, keep_every=keep_every)
+    for stop, state in zip(stops[-2::-1], saved[-2::-1], strict=True):  # the last state first
+        with pytest.warns(SamplingWarning, match=f"are dropped: they are of steps after {stop}"):
+            resumed(cut, state, stops[-1] - stop, keep_every=keep_every)
+        assert torch.equal(isosgd.load(cut, verify=True).draws["weight"], expected)
+    with pytest.raises(ValueError, match=r"draws of another loop:\n  tensors.weight.stored was 'float32'"):
+        resumed(cut, saved[0], 1, store_dtype="bfloat16")
+    with pytest.raises(StoreError, match=r"was written by a loop: go on with it there, Collector\("):
+        isosgd.resume(cut, isosgd.Target.from_module(loop.model, GAUSSIAN), (loop.x, loop.y))
+    with pytest.raises(FileExistsError, match="pass resume=True"):
+        resumed(cut, saved[0], 1, resume=False)
+    with pytest.raises(ValueError, match="resume=True goes with store="):
+        Collector(loop.optimizer, loop.model, resume=True)
+
+
+def test_a_checkpoint_brings_back_model_optimizer_and_what_was_added(tmp_path: Path) -> None:
+    def run(folder: Path, steps: int) -> Collector:
+        torch.manual_seed(1)
+        loop = Loop(model=nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)), warmup=200)
+        collector = Collector(loop.optimizer, loop.model, keep_every=10, store=folder, resume=True)
+        if (state := collector.restore()) is not None:
+            torch.set_rng_state(state["random"])
+        while (at := loop.optimizer.param_groups[0]["step"]) < steps:
+            if at % 35 == 34:
+                collector.checkpoint({"random": torch.get_rng_state()})
+            loop.steps(1)
+        collector.close()
+        return collector
+
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    expected = run(whole, 300).posterior()
+    for steps in (10, 150, 240, 300):  # the first is begun again, before any checkpoint
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* are dropped", SamplingWarning)
+            found = run(cut, steps)
+    for kind in ("draws", "buffers"):
+        for name, x in getattr(expected, kind).items():
+            assert torch.equal(getattr(found.posterior(), kind)[name], x), name
+    assert expected.num_draws > 5 and len(list(cut.glob("checkpoint-*"))) == 1  # the last
+    with pytest.raises(ValueError, match="this collector is closed"):
+        found.checkpoint()
+    in_memory = Collector(found.optimizer, found.model, keep_every=10)
+    for call in (in_memory.checkpoint, in_memory.restore):
+        with pytest.raises(ValueError, match="give store="):
+            call()
+
+
+def test_a_state_whose_draws_the_store_lacks_is_refused(tmp_path: Path) -> None:
+    loop = Loop(lr=1e-3)
+    collector = Collector(loop.optimizer, loop.model, keep_every=10, store=tmp_path / "run")
+    loop.steps(15)
+    collector.close()
+    loop.steps(20)
+    saved = loop.model.state_dict(), loop.optimizer.state_dict()
+    other = Loop(lr=1e-3)
+    Collector(other.optimizer, other.model, keep_every=10, store=tmp_path / "run", resume=True)
+    other.optimizer.load_state_dict(saved[1])
+    with pytest.raises(ValueError, match="ends at step 11 and the optimizer goes on at step 35: the draws between are"):
+        other.steps(1)
+
+
+def test_a_draw_is_given_to_a_model() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    loop = Loop(model=model, lr=1e-3)
+    collector = Collector(loop.optimizer, model, keep_every=5)
+    loop.steps(20)
+    posterior, other = collector.posterior(), copy.deepcopy(model)
+    assert not torch.equal(other[1].running_mean, posterior.buffers["1.running_mean"][0, 1])
+    posterior.load_into(torch.compile(other, backend="eager"), index=1)
+    assert all(torch.equal(p, posterior.draws[name][0, 1]) for name, p in other.named_parameters())
+    assert torch.equal(other[1].running_mean, posterior.buffers["1.running_mean"][0, 1])
+    with pytest.raises(ValueError, match=r"the draws have '0.weight', which the model has not"):
+        posterior.load_into(nn.Linear(2, 3))
+    with pytest.raises(ValueError, match=r"'0.weight' has the shape \(4, 2\) in the model, and \(3, 2\) in the draws"):
+        posterior.load_into(nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
 
 
 def test_draws_of_bfloat16_are_the_float32_of_the_sampler(tmp_path: Path) -> None:

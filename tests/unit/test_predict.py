@@ -123,7 +123,10 @@ class Stored(Mapping[str, Tensor]):
         self._of, self.read = of, 0
         self.num_chains, self.num_draws = next(iter(of.values())).shape[:2]
 
-    def draw(self, chain: int, index: int) -> Params:
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._of[name].shape
+
+    def draw(self, chain: int, index: int, rows: None = None) -> Params:
         self.read += 1
         return {name: x[chain, index].clone() for name, x in self._of.items()}
 

@@ -41,6 +41,11 @@ class Whole:
     """Sums over all elements of parameters. Here tensors hold all of them; see `isosgd.samplers.shards` for parts."""
 
     sharded = False
+    rank, ranks = 0, 1
+
+    def together(self, call: Callable[[], Any]) -> list[Any]:
+        """Make a call wherever there are parts; what came of it on each rank."""
+        return [call()]
 
     def align(self, generator: torch.Generator) -> None:
         """Have the same random numbers wherever there are parts."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from isosgd.store.draws import Rows
 from isosgd.target import Params
 from isosgd.target.batches import batch_length, tensors_of, tree_map
 
@@ -26,8 +27,8 @@ class Stack:
     """Draws of all chains, and the buffers of the network at each.
 
     Args:
-        draws: tensors ``[chains, draws, *shape]`` by name. A mapping with a method ``draw(chain, index)`` is read one
-            draw at a time.
+        draws: tensors ``[chains, draws, *shape]`` by name. A mapping with methods ``draw(chain, index, rows)`` and
+            ``shape(name)`` is read one draw at a time.
         buffers: likewise; none for most models.
     """
 
@@ -53,11 +54,15 @@ class Stack:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each parameter."""
-        return {name: tuple(value.shape) for name, value in self.draw(0, 0).items()} if len(self) else {}
+        if not len(self):
+            return {}
+        if hasattr(self.draws, "shape"):  # known without reading them
+            return {name: tuple(self.draws.shape(name)[2:]) for name in self.draws}
+        return {name: tuple(value.shape[2:]) for name, value in self.draws.items()}
 
-    def draw(self, chain: int, index: int) -> Params:
-        """One draw, without buffers."""
-        return _one_of(self.draws, chain, index)
+    def draw(self, chain: int, index: int, rows: Rows | None = None) -> Params:
+        """One draw, without buffers; of parameters in ``rows``, some rows of it."""
+        return _one_of(self.draws, chain, index, rows)
 
     def select(self, chains: Sequence[int], draws: Sequence[int]) -> Stack:
         """Some chains and some draws of each."""
@@ -87,10 +92,14 @@ class Part(Mapping[str, Tensor]):
         self._source, self._chains, self._draws = source, chains, draws
         self.num_chains, self.num_draws = len(chains), len(draws)
 
-    def draw(self, chain: int, index: int) -> Params:
-        """One draw."""
-        found: Params = self._source.draw(self._chains[chain], self._draws[index])
+    def draw(self, chain: int, index: int, rows: Rows | None = None) -> Params:
+        """One draw, or some rows of it."""
+        found: Params = self._source.draw(self._chains[chain], self._draws[index], rows)
         return found
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of ``part[name]``, without reading it."""
+        return (self.num_chains, self.num_draws, *self._source.shape(name)[2:])
 
     def __getitem__(self, name: str) -> Tensor:
         return torch.as_tensor(self._source[name][self._chains][:, list(self._draws)])
@@ -108,13 +117,14 @@ def _part_of(source: Draws, chains: Sequence[int], draws: Sequence[int]) -> Draw
     return {name: x[chains][:, list(draws)] for name, x in source.items()}
 
 
-def _one_of(source: Draws, chain: int, index: int) -> Params:
+def _one_of(source: Draws, chain: int, index: int, rows: Rows | None = None) -> Params:
     """One draw: of a store by its own way, which reads nothing else."""
     read = getattr(source, "draw", None)
     if read is not None:
-        found: Params = read(chain, index)
+        found: Params = read(chain, index, rows)
         return found
-    return {name: value[chain, index] for name, value in source.items()}
+    draw = {name: value[chain, index] for name, value in source.items()}
+    return draw | {name: draw[name][first:last] for name, (first, last) in (rows or {}).items()}
 
 
 def _some_of(source: Draws, first: int, last: int, draws: int) -> Params:

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from isosgd.data.sources import as_tensors
 from isosgd.diagnostics.meter import LEAST
@@ -25,6 +26,7 @@ from isosgd.posterior.draws import Draws, Mapped, Stack, batches_of, by_chain, d
 from isosgd.posterior.prediction import Average, Prediction, join
 from isosgd.posterior.temperature import measure
 from isosgd.posterior.view import Function, View
+from isosgd.samplers.shards import is_sharded, rows_here
 from isosgd.target import Likelihood, Params, Target
 from isosgd.target.batches import (
     batch_length,
@@ -37,6 +39,7 @@ from isosgd.target.batches import (
 )
 from isosgd.target.heads import Head
 from isosgd.target.likelihoods import Tokens
+from isosgd.target.modules import unwrapped
 from isosgd.target.params import match
 
 Device = torch.device | str | None
@@ -111,6 +114,44 @@ class Posterior:
     def draw(self, chain: int, index: int) -> Params:
         """One draw, as natural parameters."""
         return self._stack.draw(chain, index)
+
+    @torch.no_grad()
+    def load_into(self, model: nn.Module, chain: int = 0, index: int = -1) -> None:
+        """Give a model the parameters of a draw, and the buffers that go with it; within DDP or `torch.compile`, too.
+
+        A model that is sharded over ranks (`fully_shard`), on any number of them, is given its parts: every rank makes
+        this call, and reads no rows but its own. Sampled scales, which are not the model's, are left out.
+
+        Args:
+            model: the network that was sampled, or another one with parameters of the same names and shapes.
+            chain: number of the chain.
+            index: of the draw; the last by default.
+        """
+        model = unwrapped(model)
+        if dist.is_available() and dist.is_initialized():
+            from torch.distributed.fsdp import FSDPModule  # takes its time
+
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # after a forward pass it may still hold whole parameters
+        held = dict(model.named_buffers()) | dict(model.named_parameters(remove_duplicate=False))
+        shapes = self.shapes | (Stack(self.buffers).shapes if self.buffers else {})
+        shapes = {name: shape for name, shape in shapes.items() if not name.startswith(("likelihood.", "prior."))}
+        for name, shape in shapes.items():
+            if name not in held:
+                raise ValueError(
+                    f"the draws have {name!r}, which the model has not: pass one like that which was drawn"
+                )
+            if tuple(held[name].shape) != shape:
+                raise ValueError(
+                    f"{name!r} has the shape {tuple(held[name].shape)} in the model, and {shape} in the draws"
+                )
+        rows = {name: rows_here(held[name]) for name in self.draws if name in shapes and is_sharded(held[name])}
+        draw = self._stack.draw(chain, index, rows)
+        draw |= Stack(self.buffers).draw(chain, index) if self.buffers else {}
+        for name in shapes:
+            to: Any = held[name]
+            (to.to_local() if name in rows else to).copy_(draw[name])
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name} {list(shape)}" for name, shape in self.shapes.items())

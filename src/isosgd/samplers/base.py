@@ -99,6 +99,7 @@ class Sampler(Optimizer):
         own: the warm-up that the sampler drives itself, once it has begun.
         whole: how sums over all elements of a group are made, where each rank has a part of them.
         driven: whether something else sets rates and says when draws count, as `isosgd.sample` does.
+        resumed: whether a state was loaded.
         metric: a diagonal preconditioner, or None.
         geometry: a Lambda that knows directions, or None.
     """
@@ -109,6 +110,7 @@ class Sampler(Optimizer):
     departures: ClassVar[str] = "none"  # from the paper, in a line
     has_lr: ClassVar[bool] = True
     grows: ClassVar[bool] = True  # whether groups can be added
+    resumed = False
     shardable: ClassVar[bool] = False  # whether steps of parts of parameters are those of the whole ones
     metric: DiagonalMetric | None = None
     geometry: Geometry | None = None
@@ -681,6 +683,7 @@ class Sampler(Optimizer):
             for name, value in state_dict["state"].get(index, {}).items():
                 self.state[p][name] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
         self.generator.set_state(state_dict["generator"].cpu())
+        self.resumed = True
         self.half.state = self.state  # torch has made another
         self.noise.reset()
         self.injector.reset()

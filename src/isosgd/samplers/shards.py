@@ -9,7 +9,8 @@ of successive ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isosgd.errors import RankError, RankValueError
 from isosgd.noise import Whole
 from isosgd.samplers.groups import Group
 
@@ -26,6 +28,30 @@ BLOCK = 1 << 14  # numbers that are drawn at once
 def is_sharded(p: Tensor) -> bool:
     """Whether a tensor is a DTensor, of which this rank has a part."""
     return hasattr(p, "device_mesh")
+
+
+def rows_of(length: int, rank: int, ranks: int) -> tuple[int, int]:
+    """First row and end of a rank's rows of a tensor: cut as `torch.chunk` does, the last ranks may have none.
+
+    Example:
+        >>> [rows_of(5, rank, 4) for rank in range(4)]
+        [(0, 2), (2, 4), (4, 5), (5, 5)]
+    """
+    size = -(-length // ranks)
+    return min(rank * size, length), min((rank + 1) * size, length)
+
+
+def rows_here(p: Any) -> tuple[int, int]:
+    """First row and end of this rank's rows of a DTensor, which one mesh of one dimension must shard by rows."""
+    from torch.distributed.tensor import Shard  # takes its time
+
+    mesh = p.device_mesh
+    if mesh.ndim != 1 or tuple(p.placements) != (Shard(0),):
+        raise ValueError(
+            f"a parameter of shape {tuple(p.shape)} is placed as {tuple(p.placements)} on {mesh}: only parameters that "
+            "one mesh of one dimension shards by rows, as fully_shard does, are supported"
+        )
+    return rows_of(p.shape[0], mesh.get_local_rank(), mesh.size())
 
 
 def take_shards(groups: list[Group]) -> Whole:
@@ -54,25 +80,20 @@ class Shards(Whole):
     sharded = True
 
     def __init__(self, wholes: Sequence[Any]) -> None:
-        from torch.distributed.tensor import Shard  # takes its time
-
         self.mesh = wholes[0].device_mesh
+        rows = [rows_here(p) for p in wholes]
         for p in wholes:
-            if p.device_mesh != self.mesh or self.mesh.ndim != 1 or tuple(p.placements) != (Shard(0),):
-                raise ValueError(
-                    f"a parameter of shape {tuple(p.shape)} is placed as {tuple(p.placements)} on {p.device_mesh}: "
-                    "only parameters that one mesh of one dimension shards by rows, as fully_shard does, are supported"
-                )
+            if p.device_mesh != self.mesh:
+                raise ValueError(f"parameters are sharded by two meshes, {self.mesh} and {p.device_mesh}: use one")
             if p.dtype not in (torch.float32, torch.float64):
                 raise ValueError(f"sharded parameters of dtype {p.dtype} are not supported: keep them in float32")
-        self.group, ranks, rank = self.mesh.get_group(), self.mesh.size(), self.mesh.get_local_rank()
+        self.group, self.rank, self.ranks = self.mesh.get_group(), self.mesh.get_local_rank(), self.mesh.size()
         self.part_of: dict[Any, Tensor] = {}
         self._places: dict[Tensor, tuple[int, int, int]] = {}  # number, offset and size of the whole
         for number, p in enumerate(wholes):
             part = p.detach().to_local().requires_grad_(p.requires_grad)
-            rows = -(-p.shape[0] // ranks)
-            first = min(rank * rows, p.shape[0])
-            assert part.shape[0] == min(first + rows, p.shape[0]) - first  # rows are cut as by torch.chunk
+            first, last = rows[number]
+            assert part.shape[0] == last - first
             self.part_of[p] = part
             self._places[part] = number, first * (p.numel() // p.shape[0]), p.numel()
 
@@ -80,6 +101,26 @@ class Shards(Whole):
         word = torch.tensor(generator.initial_seed(), device=self.mesh.device_type)
         dist.broadcast(word, group=self.group, group_src=0)
         generator.manual_seed(int(word))
+
+    def together(self, call: Callable[[], Any]) -> list[Any]:
+        """Have every rank make a call; what each got, as JSON has it. An error of one is raised on all."""
+        error: Exception | None = None
+        try:
+            found = {"got": call()}
+        except Exception as met:  # whatever it is, the others must not wait for this rank
+            error, found = met, {"text": str(met), "wrong": isinstance(met, ValueError)}
+        text = torch.frombuffer(bytearray(json.dumps(found).encode()), dtype=torch.uint8)
+        longest = int(self.largest(torch.tensor(len(text), device=self.mesh.device_type)))
+        own = torch.nn.functional.pad(text, (0, longest - len(text)), value=32).to(self.mesh.device_type)
+        every = [torch.empty_like(own) for _ in range(self.ranks)]
+        dist.all_gather(every, own, group=self.group)
+        answers = [json.loads(bytes(one.tolist())) for one in every]
+        if error is not None:
+            raise error
+        for rank, answer in enumerate(answers):
+            if "got" not in answer:
+                raise (RankValueError if answer["wrong"] else RankError)(f"on rank {rank}: {answer['text']}", rank)
+        return [answer["got"] for answer in answers]
 
     def take_gradients(self) -> None:
         for whole, part in self.part_of.items():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -10,16 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from isosgd.data.sources import as_tensors
-from isosgd.errors import DivergedError
+from isosgd.errors import DivergedError, warn_caller
 from isosgd.posterior import Posterior
 from isosgd.samplers import METHODS, Sampler
 from isosgd.samplers.half import wide
 from isosgd.samplers.shards import Shards
 from isosgd.sampling.settings import versions
-from isosgd.sampling.stored import load
-from isosgd.store import Manifest, Writer
-from isosgd.store.manifest import specs_of
-from isosgd.store.writer import STORED
+from isosgd.sampling.stored import as_lines, differences, load
+from isosgd.store import Manifest, StoreError, Writer
+from isosgd.store.files import pack
+from isosgd.store.manifest import BUFFER, DTYPE_NAMES, NAME, File, specs_of
+from isosgd.store.writer import SHARED, STORED, new_file, new_state, read_state
 from isosgd.target import Likelihood, Params, Target
 from isosgd.target.modules import unwrapped
 from isosgd.target.priors import WeightDecay
@@ -44,8 +48,10 @@ class Collector:
         keep_every: steps between draws; ``auto`` begins with what the warm-up found.
         draws: kept in memory, at most.
         store: a folder to write draws to as they come, all of them; `isosgd.load` reads it. Draws of a model that is
-            sharded over ranks (`fully_shard`) must have one: all ranks make the same calls, parameters are put
-            together one after the other, and rank 0 writes them.
+            sharded over ranks (`fully_shard`) must have one: all ranks make the same calls, each writes its own rows
+            of a draw, and the draw is there before the next step.
+        resume: go on with the draws in ``store``, if there are any: call `restore`, or load the optimizer's
+            ``state_dict`` yourself, before the first step. Draws of later steps than that state's come again.
         store_dtype: dtype in which they are written; their own by default, which is float32 for parameters in bfloat16:
             draws are the float32 numbers that the optimizer steps.
 
@@ -76,6 +82,7 @@ class Collector:
         keep_every: int | Literal["auto"] = "auto",
         draws: int = MOST_DRAWS,
         store: str | Path | None = None,
+        resume: bool = False,
         store_dtype: Literal["float32", "bfloat16"] | None = None,
     ) -> None:
         if not isinstance(optimizer, Sampler):
@@ -119,12 +126,15 @@ class Collector:
         self._draws: list[Params] = []
         self._with: list[Params] = []
         self._taken: list[int] = []  # after which steps
-        self._count, self._due, self._last, self._spacing = 0, 0, 0, keep_every
+        self._count, self._due, self._spacing = 0, 0, keep_every
+        self._last: float = 0  # step; infinity when draws in the store may be of later steps than the optimizer's
         self._began = time.monotonic()
         self._writer: Writer | None = None
         self._folder = None if store is None else Path(store)
         if self._shards is not None and store is None:
             raise ValueError("draws of a model that is sharded over ranks do not stay in memory: give store=")
+        if resume and store is None:
+            raise ValueError("resume=True goes with store=, the folder of a run: give that too")
         if store is not None:
             if store_dtype not in STORED:
                 raise ValueError(f"store_dtype = {store_dtype!r} is unknown; choose 'float32', 'bfloat16' or None")
@@ -140,20 +150,47 @@ class Collector:
                 self._info(), {"loop": type(optimizer).__name__}, specs_of(drawn, STORED[store_dtype]),
                 specs_of(self._buffers),
             )  # fmt: skip
-            fixed = {} if target is None else {**target.frozen, **target.buffers}
-            if self._leads:
-                self._writer = Writer.create(Path(store), manifest, fixed)
+            self._specs = manifest.tensors | {BUFFER + name: spec for name, spec in manifest.buffers.items()}
+            self._taken = optimizer.whole.together(lambda: self._open(manifest, resume))[0]
+            self._count, self._last = len(self._taken), math.inf if self._taken else 0
+            with nullcontext() if self._writer is None else self._writer.closed_on_error():
+                optimizer.whole.together(self._see)
         elif store_dtype is not None:
             raise ValueError("store_dtype goes with store=, the folder of a run: give that too")
-        self._hook = optimizer.register_step_post_hook(lambda *_: self._step())
+        self._hooks = [
+            optimizer.register_step_post_hook(lambda *_: self._step()),
+            # Draws before a state that is saved are on the disk, in files that end there.
+            optimizer.register_state_dict_pre_hook(lambda _: None if self._writer is None else self._writer.flush()),
+        ]
 
     def __len__(self) -> int:
         return self._count
 
-    @property
-    def _leads(self) -> bool:
-        """Whether this process keeps the draws."""
-        return self._shards is None or self._shards.mesh.get_local_rank() == 0
+    def _open(self, manifest: Manifest, resume: bool) -> list[int]:
+        """On rank 0, begin the store or go on with it; the steps of its draws, or those at which their files end."""
+        folder, target = self._folder, self.target
+        if folder is None or self.optimizer.whole.rank:
+            return []
+        if not (resume and Manifest.begun(folder)):
+            fixed = {} if target is None else {**target.frozen, **target.buffers}
+            self._writer = Writer.create(folder, manifest, fixed)
+            return []
+        writer = Writer.reopen(folder)
+        with writer.closed_on_error():
+            then, now = ({"optimizer": one.identity.get("loop"), **_specs(one)} for one in (writer.manifest, manifest))
+            if found := list(differences(then, now)):
+                raise ValueError(
+                    f"{folder} holds draws of another loop:{as_lines(found)}\ngive what it was begun with, or another "
+                    "store="
+                )
+        self._writer = writer
+        return [shard.step for shard in writer.manifest.shards for _ in range(shard.start, shard.stop)]
+
+    def _see(self) -> None:
+        """Refuse a folder that rank 0 alone sees."""
+        assert self._folder is not None
+        if not (self._folder / NAME).exists():
+            raise StoreError(f"rank {self.optimizer.whole.rank} does not see {self._folder / NAME}: {SHARED}")
 
     @property
     def spacing(self) -> int:
@@ -178,24 +215,37 @@ class Collector:
 
     def _go_back(self, step: int) -> None:
         """An earlier state of the optimizer was loaded: draws after it are of a chain that was given up."""
-        left = sum(taken <= step for taken in self._taken)
-        if self._folder is not None and left < len(self._taken):
+        left, had = sum(taken <= step for taken in self._taken), len(self._taken)
+        if self._folder is not None and had and not (step or self.optimizer.resumed):
             raise ValueError(
-                f"the optimizer went back from step {self._last} to {step}, and {self._folder} holds "
-                f"{len(self._taken) - left} draws of the steps between: close() this collector and make one with "
-                f"another store=; isosgd.load(...).select(draws=slice({left})) are the draws before"
+                f"{self._folder} holds {had} draws, and the optimizer is at its beginning: call restore() before the "
+                "first step, or load the state that you saved, optimizer.load_state_dict(...); or give another store="
             )
+        if self._folder is not None and left < had:
+            self.optimizer.whole.together(lambda: None if self._writer is None else self._writer.cut(left))
         self._draws, self._with, self._taken = self._draws[:left], self._with[:left], self._taken[:left]
-        self._count = left
-        if left and self.keep_every != "auto":
-            self._due = self._taken[-1] + self.optimizer.steps_to(self.keep_every)
-        else:
-            self._due, self.keep_every = 0, self._spacing
+        self._count, self._due = left, 0
+        self.keep_every = self.spacing if left else self._spacing
+        if left:
+            group = {**self.optimizer.param_groups[0], "step": step}
+            since = self._taken[-1] if group.get("start") is None else step  # in cycles draws are due at fixed times
+            self._due = since + self.optimizer.schedule.steps_to(group, self.spacing)
+        if self._folder is not None and left < had:
+            warn_caller(
+                f"{had - left} draws of {self._folder} are dropped: they are of steps after {step}, from which the "
+                "optimizer goes on"
+            )
+        if self._folder is not None and left and self._due <= step:
+            raise ValueError(
+                f"{self._folder} ends at step {self._taken[-1]} and the optimizer goes on at step {step}: the draws "
+                "between are missing. Load the state of another step, or give another store="
+            )
 
     @torch.no_grad()
     def _keep(self) -> None:
-        draw = {name: self._whole(p) for name, p in self._params.items()}
-        if not all(bool(torch.isfinite(x).all()) for x in draw.values()):
+        draw, whole = {name: self._copied(p) for name, p in self._params.items()}, self.optimizer.whole
+        bad = any(not torch.isfinite(x).all() for x in draw.values())
+        if whole.largest(torch.tensor(float(bad), device=next(iter(self._params.values())).device)):
             error = DivergedError(
                 f"after {self._count} draws the chain is not finite any more: the draws so far are in .draws of this "
                 "error. A smaller lr, where it is yours, or a smaller bias= would help",
@@ -204,12 +254,16 @@ class Collector:
             error.draws = {name: x[0] for name, x in _stacked(self._draws).items()}
             raise error
         buffers = {name: x.detach().to("cpu", copy=True) for name, x in self._buffers.items()}
-        self._count += 1
-        self._taken.append(self.optimizer.param_groups[0]["step"])
+        step = self.optimizer.param_groups[0]["step"]
         if self._writer is not None:
             self._writer.manifest.complete = False  # until the next `posterior`
+        if self._shards is not None:
+            self._write_rows(draw, buffers, step)
+        elif self._writer is not None:
             one, other = ({name: x.unsqueeze(0) for name, x in part.items()} for part in (draw, buffers))
-            self._writer.add(0, one, other, self.optimizer.param_groups[0]["step"])
+            self._writer.add(0, one, other, step)
+        self._count += 1
+        self._taken.append(step)
         if self._folder is not None:
             return
         self._draws.append(draw)
@@ -221,20 +275,85 @@ class Collector:
             self._draws, self._with, self._taken = self._draws[1::2], self._with[1::2], self._taken[1::2]
             self._count, self.keep_every = len(self._draws), 2 * self.keep_every
 
-    def _whole(self, p: Any) -> Tensor:
-        """A copy of a parameter; of one that is sharded all ranks put it together, and rank 0 has it."""
-        if self._shards is None:
-            value = p.detach()
-            if p.dtype == torch.bfloat16:  # the sampler holds the rest of its float32
-                value = wide(value.view(torch.int16), self.optimizer.half.low(p))
-            return cast(Tensor, value.to("cpu", copy=True))
-        whole: Tensor = p.detach().full_tensor()
-        # Where it is not finite, its sum is not: every rank raises then.
-        return whole.to("cpu", copy=True) if self._leads else whole.sum().cpu()
+    def _copied(self, p: Any) -> Tensor:
+        """A copy of a parameter, or of this rank's rows of it."""
+        value = p.detach() if self._shards is None else self._shards.part_of[p].detach()
+        if p.dtype == torch.bfloat16:  # the sampler holds the rest of its float32
+            value = wide(value.view(torch.int16), self.optimizer.half.low(p))
+        return cast(Tensor, value.to("cpu", copy=True))
+
+    def _write_rows(self, draw: Params, buffers: Params, step: int) -> None:
+        """Write this rank's rows; when all ranks have written theirs, rank 0 names the files in the manifest."""
+        folder, whole = self._folder, self.optimizer.whole
+        assert folder is not None
+        every = draw if whole.rank else draw | {BUFFER + name: x for name, x in buffers.items()}
+        stored = {name: x[None, None].to(DTYPE_NAMES[self._specs[name].stored]) for name, x in every.items()}
+        name = f"draws-{self._count:06d}-{whole.rank:04d}.safetensors"
+        files = [File(**about) for about in whole.together(lambda: asdict(new_file(folder, name, stored)))]
+        whole.together(lambda: None if self._writer is None else self._writer.add_files(files, step))
+
+    def checkpoint(self, more: Any = None) -> None:
+        """Write all that the loop needs to go on from here to the store, in the place of the last checkpoint.
+
+        That is the optimizer's state, the sampled parameters and the model's buffers, and what you add. All ranks of a
+        sharded model make this call, and each writes its own part; until all have, the last checkpoint counts.
+
+        Args:
+            more: what `restore` is to give back, such as the state of the generator that chooses minibatches: dicts,
+                lists, numbers, text and tensors.
+        """
+        if self._folder is None:
+            raise ValueError("a checkpoint is written to the store: give store=")
+        folder, whole, writer = self._folder, self.optimizer.whole, self._writer
+        number = whole.together(self._next_number)[0]
+        state = {"optimizer": self.optimizer.state_dict(), "model": self._held(), "more": more}
+        name = f"checkpoint-{number:06d}-{whole.rank:04d}.safetensors"
+        written = whole.together(lambda: asdict(new_state(folder, name, *pack(state))))
+        whole.together(lambda: None if writer is None else writer.mark_files([File(**about) for about in written]))
+
+    def _next_number(self) -> int:
+        if self._writer is None and not self.optimizer.whole.rank:
+            raise ValueError("this collector is closed, and writes no checkpoint: make another one with resume=True")
+        return 0 if self._writer is None else self._writer.manifest.number
+
+    @torch.no_grad()
+    def restore(self) -> Any:
+        """Give model and optimizer back what they were at the last `checkpoint`, before the first step of a loop.
+
+        Draws after it are dropped at the next step, and come again. All ranks of a sharded model make this call; they
+        must be as many as wrote it.
+
+        Returns:
+            What `checkpoint` was given; None when there is none, and the loop begins.
+        """
+        folder, whole = self._folder, self.optimizer.whole
+        if folder is None:
+            raise ValueError("a checkpoint is read from the store: give store=, and resume=True")
+        found = Manifest.read(folder).checkpoints
+        self.optimizer.resumed = True  # at the beginning, too
+        if not found:
+            return None
+        if len(found) != whole.ranks:
+            raise ValueError(
+                f"the checkpoint in {folder} is of {len(found)} ranks, and there are {whole.ranks}: go on with as many"
+            )
+        states: list[Any] = []
+        whole.together(lambda: states.append(read_state(folder, found[whole.rank])))
+        (state,) = states
+        for name, x in self._held().items():
+            x.copy_(state["model"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        return state["more"]
+
+    def _held(self) -> Params:
+        """Sampled parameters, or this rank's rows of them, and buffers."""
+        of = {} if self._shards is None else self._shards.part_of
+        return {**dict(self.model.named_buffers()), **{name: of.get(p, p).detach() for name, p in self._params.items()}}
 
     def close(self) -> None:
         """Collect no more, and let go of the store."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         writer, self._writer = self._writer, None
         if writer is not None:
             with writer.closed_on_error():
@@ -261,10 +380,8 @@ class Collector:
         if self._folder is not None:
             if len(every) > 1:
                 raise ValueError("chains= goes with draws in memory: read each store by isosgd.load")
-            if self._writer is not None:
-                self._writer.finish(self._info())
-            if self._shards is not None:
-                self._shards.total(torch.zeros(1, device=self._shards.mesh.device_type))  # all is written
+            info = self._info()
+            self.optimizer.whole.together(lambda: None if self._writer is None else self._writer.finish(info))
             return load(self._folder, self.target, data=data)
         length = min(len(one) for one in every)
         parts = [_stacked([d for one in every for d in getattr(one, kept)[-length:]], len(every))
@@ -321,6 +438,14 @@ class Collector:
         return WarmupReport(
             not own.reason, own.reason, own.spent, own.optimisation, own.spacing, reports, structure=name
         )
+
+
+def _specs(manifest: Manifest) -> dict[str, Any]:
+    """What a draw consists of, to be compared."""
+    return {
+        kind: {name: asdict(spec) for name, spec in specs.items()}
+        for kind, specs in (("tensors", manifest.tensors), ("buffers", manifest.buffers))
+    }
 
 
 def _number(rate: Any) -> float:

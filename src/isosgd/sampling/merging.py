@@ -71,8 +71,7 @@ def copy_run(source: Path, to: Path) -> None:
     """Copy what belongs to a run; the manifest comes last."""
     to.mkdir(parents=True, exist_ok=True)
     manifest = Manifest.read(source)
-    files = (*manifest.shards, *manifest.checkpoints.values(), *([manifest.frozen] if manifest.frozen else []))
-    for file in files:
+    for file in manifest.files:
         shutil.copyfile(source / file.file, to / file.file)
     if (source / STARTS).exists():
         shutil.copyfile(source / STARTS, to / STARTS)

@@ -26,7 +26,7 @@ from isosgd.sampling.settings import versions
 from isosgd.sampling.stored import RunRequest, as_lines, differences, load
 from isosgd.store import Manifest, StoreError
 from isosgd.store.files import plain, unpack
-from isosgd.store.writer import lock, read_state
+from isosgd.store.writer import SHARED, lock, read_state
 
 Info = dict[str, Any]
 About = Callable[[RunRequest, list[ChainsResult]], Info]
@@ -141,10 +141,7 @@ def _keepers(
     ranks.gather(None)
     for name in every:
         if not (folder / name).is_dir():
-            raise StoreError(
-                f"rank {ranks.rank} does not see {folder / name}, which another rank has made: store= must be a folder "
-                "on a file system that all ranks share"
-            )
+            raise StoreError(f"rank {ranks.rank} does not see {folder / name}, which another rank has made: {SHARED}")
     if not ranks.leads:
         for chain in own:
             part = request.of_chain(chain)

@@ -127,8 +127,11 @@ def joined(folders: Sequence[Path]) -> Manifest:
     for folder, manifest in zip(folders, manifests, strict=True):
         numbers = _numbers(manifest)
         shift, end = end - numbers.start, end + len(numbers)
+        home = folder.absolute()
         for shard in manifest.shards:
-            whole.shards.append(replace(shard, first=shard.first + shift, file=str(folder.absolute() / shard.file)))
+            others = tuple(replace(one, file=str(home / one.file)) for one in shard.others)
+            moved = replace(shard, first=shard.first + shift, file=str(home / shard.file), others=others)
+            whole.shards.append(moved)
         whole.lost |= {chain + shift: length for chain, length in manifest.lost.items()}
         info = manifest.info
         whole.info["chain_indices"] += [k + shift for k in info.get("chain_indices", [])]
@@ -424,7 +427,10 @@ def _without_length(identity: Info, now: Info) -> Info:
 
 def settings_of(path: str | Path) -> tuple[Info, list[str]]:
     """The settings that a run was begun with, and the names of those options that a manifest cannot hold."""
-    settings = Manifest.read(Path(path)).identity.get("settings")
+    identity = Manifest.read(Path(path)).identity
+    settings = identity.get("settings")
+    if "loop" in identity:
+        raise StoreError(f"{path} was written by a loop: go on with it there, Collector(..., store=..., resume=True)")
     if not isinstance(settings, dict) or not isinstance(settings.get("options"), dict):
         raise StoreError(f"{path} does not say which settings it was begun with")
     settings = dict(settings)

@@ -48,6 +48,7 @@ from isosgd.target import Target
 from isosgd.target.batches import batch_length, tensors_of, tree_map, with_tensors
 from isosgd.target.likelihoods import Heteroscedastic, Tokens
 from isosgd.target.modules import MASK
+from isosgd.target.space import refuse_sharded
 
 LADDER = (1e-2, 1e-1, 1.0)
 COLD = 1e-3  # where nothing is held out; docs/trained.md says what it did
@@ -85,6 +86,8 @@ def as_starts(starts: Any, target: Target, init: Any) -> list[State] | None:
 
 def _checked(state: State, number: int, target: Target) -> dict[str, Any]:
     """A network's state where the target is, refused unless it is of the target's architecture."""
+    for name, x in state.items():
+        refuse_sharded(name, x)
     found = {name: torch.as_tensor(x).detach().to(target.device) for name, x in target.without_aliases(state).items()}
     free = target.initial()
     here = {name: tuple(x.shape) for name, x in target.constrain(free).items()}

@@ -17,12 +17,15 @@ from safetensors import safe_open
 from torch import Tensor
 
 from isosgd.errors import SamplingWarning
+from isosgd.samplers.shards import rows_of
 from isosgd.store.files import DamagedError, Entry, read_header, sha256_of
 from isosgd.store.manifest import BUFFER, DTYPE_NAMES, File, Manifest, Shard, Spec
 
 OPEN_BYTES = 1 << 26  # of shards that are kept open: pages of open files count as memory of the process
 
 Damaged = Literal["refuse", "drop"]
+Rows = Mapping[str, tuple[int, int]]
+"""First row and end, by the name of a tensor."""
 
 
 def rectangle(lengths: Mapping[int, int]) -> tuple[list[int], int]:
@@ -53,7 +56,8 @@ class Shards:
         self.good: list[Shard] = []
         for shard in manifest.shards:
             try:
-                look(folder, shard)
+                for file in shard.files:
+                    look(folder, file)
                 if verify or damaged == "drop":
                     self.check(shard)
             except DamagedError as error:
@@ -65,16 +69,33 @@ class Shards:
                 self.good.append(shard)
 
     def check(self, shard: Shard) -> None:
-        """Compare the SHA-256 and the header with the manifest."""
-        if shard.file in self._checked:
+        """Compare the SHA-256 and the header of its files with the manifest."""
+        for rank in range(len(shard.files)):
+            self._check_file(shard, rank)
+
+    def _check_file(self, shard: Shard, rank: int) -> None:
+        about = shard.files[rank]
+        if about.file in self._checked:
             return
-        path = self.folder / shard.file
-        check_file(path, shard)
+        path = self.folder / about.file
+        check_file(path, about)
         header, _ = read_header(path)
-        lead = (shard.stop - shard.start, shard.count)
-        if header != {name: Entry(DTYPE_NAMES[s.stored], (*lead, *s.shape)) for name, s in self.specs.items()}:
-            raise DamagedError(shard.file, "it holds other tensors than the manifest says")
-        self._checked.add(shard.file)
+        lead, expected = (shard.stop - shard.start, shard.count), {}
+        for name, spec in self.specs.items():
+            first, last = self._held(shard, rank, name)
+            if rank == 0 or not name.startswith(BUFFER):
+                shape = (last - first, *spec.shape[1:]) if shard.others else spec.shape
+                expected[name] = Entry(DTYPE_NAMES[spec.stored], (*lead, *shape))
+        if header != expected:
+            raise DamagedError(about.file, "it holds other tensors than the manifest says")
+        self._checked.add(about.file)
+
+    def _held(self, shard: Shard, rank: int, name: str) -> tuple[int, int]:
+        """First row and end of the rows of a tensor that a file of a shard holds."""
+        shape = self.specs[name].shape
+        if name.startswith(BUFFER) or not shape:
+            return (0, shape[0] if shape else 1) if rank == 0 else (0, 0)
+        return rows_of(shape[0], rank, len(shard.files))
 
     @property
     def specs(self) -> dict[str, Spec]:
@@ -82,25 +103,42 @@ class Shards:
         buffers = {BUFFER + name: spec for name, spec in self.manifest.buffers.items()}
         return {**self.manifest.tensors, **buffers}
 
-    def read(self, shard: Shard, names: Iterable[str], place: Any) -> dict[str, Tensor]:
-        """Parts of tensors of a shard, by their name in it, in the dtype in which they were drawn."""
-        file = self._opened(shard)
+    def read(
+        self, shard: Shard, names: Iterable[str], place: tuple[Any, Any], rows: Rows | None = None
+    ) -> dict[str, Tensor]:
+        """Parts of tensors of a shard, by their name in it, in the dtype in which they were drawn.
+
+        Args:
+            shard: where they are.
+            names: of the tensors.
+            place: which draws, and which chains.
+            rows: of tensors of which not all rows are wanted, first and end. Files with none of them are not opened.
+        """
         found = {}
         for name in names:
-            spec = self.specs[name]
-            part = file.get_slice(name)[place]
-            found[name] = part if spec.stored == spec.dtype else part.to(DTYPE_NAMES[spec.dtype])
+            spec, parts = self.specs[name], []
+            for rank in range(len(shard.files)):
+                begin, end = self._held(shard, rank, name)
+                first, last = (rows or {}).get(name, (begin, end))
+                first, last = max(first, begin), min(last, end)
+                if first < last or not (rows or shard.others):
+                    part = place if last - first == end - begin else (*place, slice(first - begin, last - begin))
+                    parts.append(self._opened(shard, rank).get_slice(name)[part])
+            parts = parts or [torch.empty(0, *spec.shape[1:], dtype=DTYPE_NAMES[spec.stored])]  # no row of one draw
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts, parts[0].ndim - len(spec.shape))
+            found[name] = whole if spec.stored == spec.dtype else whole.to(DTYPE_NAMES[spec.dtype])
         return found
 
-    def _opened(self, shard: Shard) -> Any:
-        self.check(shard)
-        if shard.file in self._open:
-            self._open.move_to_end(shard.file)
+    def _opened(self, shard: Shard, rank: int) -> Any:
+        self._check_file(shard, rank)
+        about = shard.files[rank]
+        if about.file in self._open:
+            self._open.move_to_end(about.file)
         else:
-            self._open[shard.file] = safe_open(str(self.folder / shard.file), "pt"), shard.bytes
+            self._open[about.file] = safe_open(str(self.folder / about.file), "pt"), about.bytes
             while len(self._open) > 1 and sum(size for _, size in self._open.values()) > OPEN_BYTES:
                 self._open.popitem(last=False)
-        return self._open[shard.file][0]
+        return self._open[about.file][0]
 
 
 def look(folder: Path, about: File) -> None:
@@ -199,8 +237,11 @@ class StoredDraws(Mapping[str, Tensor]):
                     filled[row] += take
         return out
 
-    def draw(self, chain: int, index: int) -> dict[str, Tensor]:
-        """One draw, by its place among those shown; negative numbers count from the end."""
+    def draw(self, chain: int, index: int, rows: Rows | None = None) -> dict[str, Tensor]:
+        """One draw, by its place among those shown; negative numbers count from the end.
+
+        Of tensors in ``rows`` only some rows are read, from first to end.
+        """
         chain, index = _place("chain", chain, self.num_chains), _place("draw", index, self.num_draws)
         number = self.chains[chain]
         first = self._first[number]
@@ -208,7 +249,8 @@ class StoredDraws(Mapping[str, Tensor]):
         at = bisect_right(ends, index)
         row = index - (ends[at - 1] if at else 0)
         names = [self._prefix + name for name in self._specs]
-        found = self._shards.read(self._runs[first][at], names, (row, number - first))
+        some = {self._prefix + name: part for name, part in (rows or {}).items()}
+        found = self._shards.read(self._runs[first][at], names, (row, number - first), some)
         return {name: found[self._prefix + name] for name in self._specs}
 
 

@@ -22,7 +22,7 @@ from isosgd.store.files import DTYPES, StoreError, dtype_name, plain, to_json, u
 FORMAT = 2  # 1 had one checkpoint for all chains
 NAME = "manifest.json"
 FROZEN = "frozen.safetensors"
-FILE_NAME = re.compile(r"(?:draws|checkpoint)-[0-9]{6,9}\.safetensors|frozen\.safetensors")
+FILE_NAME = re.compile(r"(?:(?:draws|checkpoint)-[0-9]{6,9}(?:-[0-9]{4,6})?|frozen)\.safetensors")
 PART_NAME = re.compile(r"part-[0-9]{4,6}")
 DTYPE_NAMES = {dtype_name(dtype): dtype for dtype in DTYPES.values()}
 BUFFER = "buffer:"
@@ -43,6 +43,9 @@ class Shard(File):
     """Draws ``start`` to ``stop`` of ``count`` chains from ``first`` on, which run side by side.
 
     Its tensors are ``[stop - start, count, *shape]``. ``step`` is the number of gradients that each chain had taken.
+
+    Of a model that ranks shared by rows, each rank has written its own: this file holds those of rank 0, and the
+    buffers; ``others`` are the files of the ranks after it. Which rows a rank has is what `rows_of` says.
     """
 
     first: int
@@ -50,6 +53,16 @@ class Shard(File):
     start: int
     stop: int
     step: int
+    others: tuple[File, ...] = ()
+
+    @property
+    def files(self) -> tuple[File, ...]:
+        """One for each rank that wrote it."""
+        return (self, *self.others)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the manifest."""
+        return {key: value for key, value in asdict(self).items() if key != "others" or value}
 
 
 F = TypeVar("F", bound=File)
@@ -92,7 +105,7 @@ class Manifest:
         shards: where they are.
         lost: chains that were given up, with the number of their good draws.
         frozen: tensors of the network that do not change.
-        checkpoints: from where to go on, by the first of chains that run side by side.
+        checkpoints: from where to go on, by the first of chains that run side by side; of a loop, by the rank.
         seconds: spent so far.
         number: of the next file.
         parts: folders within this one, each a run of its own, which together are this one; then there is nothing else.
@@ -126,9 +139,15 @@ class Manifest:
             "seconds": self.seconds,
             "number": self.number,
             **({"parts": self.parts} if self.parts else {}),
-            "shards": [asdict(shard) for shard in self.shards],
+            "shards": [shard.as_dict() for shard in self.shards],
         }
         write_file(folder / NAME, [b'{"sha256":"', _digest(body).encode(), b'",\n', _lines(body)[1:], b"\n"])
+
+    @property
+    def files(self) -> list[File]:
+        """All that belong to the run, this one apart."""
+        shards = [file for shard in self.shards for file in shard.files]
+        return [*shards, *self.checkpoints.values(), *([self.frozen] if self.frozen else [])]
 
     @staticmethod
     def begun(folder: Path) -> bool:
@@ -167,7 +186,8 @@ def _parsed(body: dict[str, Any]) -> Manifest:
         return {name: Spec(tuple(about["shape"]), about["dtype"], about["stored"]) for name, about in found.items()}
 
     def file(kind: type[F], about: dict[str, Any]) -> F:
-        return kind(**{**about, "file": _ours(FILE_NAME, about["file"])})
+        others = {"others": tuple(file(File, one) for one in about["others"])} if "others" in about else {}
+        return kind(**{**about, "file": _ours(FILE_NAME, about["file"]), **others})
 
     return Manifest(
         info=unpack(body["info"]),

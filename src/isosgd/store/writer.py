@@ -15,10 +15,10 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from isosgd.store.draws import Shards, check_file
+from isosgd.store.draws import Shards, check_file, look
 from isosgd.store.files import HALF_WRITTEN, StoreError, pack, raw, read_header, to_json, unpack, write_tensors
 from isosgd.store.manifest import BUFFER, DTYPE_NAMES, FILE_NAME, FROZEN, NAME, File, Manifest, Shard
 
@@ -39,6 +39,7 @@ STORED = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 Params = Mapping[str, Tensor]
 MOST_WAIT = 60.0  # seconds between two writes
 WAIT_SHARE = 0.02  # of the time of the run so far, so that a long run does not end up in countless shards
+SHARED = "store= must be a folder on a file system that all ranks share"
 COST_SHARE = 0.03  # of the time, for writes that can wait
 LOCK_WAIT = 5.0  # seconds: workers of a data loader hold the lock a little longer than the process that was killed
 
@@ -75,7 +76,7 @@ class Writer:
         with writer.closed_on_error():
             check_new(folder)  # behind the lock: another process may just have begun it
             if frozen:
-                manifest.frozen = writer._file(FROZEN, lambda path: write_tensors(path, frozen))
+                manifest.frozen = new_file(folder, FROZEN, frozen)
             writer._write_manifest(manifest)
         return writer
 
@@ -158,7 +159,7 @@ class Writer:
         """The name of a tensor in which a draw is not the one that is stored; empty when it is, bit for bit."""
         shard = next(s for s in self.manifest.shards if s.first == first and s.start <= index < s.stop)
         parts = self._copied(self._named(draw, buffers))
-        found = self._shards.read(shard, parts, index - shard.start)
+        found = self._shards.read(shard, parts, (index - shard.start, slice(None)))
         same = {name: torch.equal(raw(found[name].to(x.dtype)), raw(x)) for name, x in parts.items()}
         self._free.append(parts)
         return next((name for name, equal in same.items() if not equal), "")
@@ -193,12 +194,46 @@ class Writer:
             tensors = {key: [draw[key] for draw in gathered] for key in gathered[0]}
             about = {"first": str(first), "start": str(start)}
             name = f"draws-{len(self.manifest.shards):06d}.safetensors"
-            file = self._file(name, lambda path: write_tensors(path, tensors, about))
-            shard = Shard(file.file, file.sha256, file.bytes, first, count, start, start + len(gathered), step)
-            self._write_named(manifest, [*self.manifest.shards, shard], self.manifest.checkpoints)
-            self._shards.good.append(shard)
-            self.manifest.shards.append(shard)
+            file = new_file(self.folder, name, tensors, about)
+            self._name(manifest, Shard(**asdict(file), first=first, count=count, start=start,
+                                       stop=start + len(gathered), step=step))  # fmt: skip
             self._free += gathered
+
+    def _name(self, manifest: Manifest, shard: Shard) -> None:
+        """Write a manifest that names a shard."""
+        self._write_named(manifest, [*self.manifest.shards, shard], self.manifest.checkpoints)
+        self._shards.good.append(shard)
+        self.manifest.shards.append(shard)
+
+    def add_files(self, files: Sequence[File], step: int) -> None:
+        """Take the next draw of chain 0 from files that ranks have written, each with its rows (see `Shard`)."""
+        self._look(files)
+        self.flush()
+        start = self.stored(0)
+        self._name(self._manifest_now(), Shard(**asdict(files[0]), first=0, count=1, start=start, stop=start + 1,
+                                               step=step, others=tuple(files[1:])))  # fmt: skip
+        self._reached[0] = start + 1
+
+    def _look(self, files: Sequence[File]) -> None:
+        for file in files:
+            try:
+                look(self.folder, file)
+            except StoreError as error:
+                raise StoreError(f"a file of another rank is not seen here ({error}). {SHARED}") from error
+
+    def cut(self, draws: int) -> None:
+        """Drop all draws of chain 0 but so many first ones; those after them come from another past."""
+        self.flush()
+        kept = [shard for shard in self.manifest.shards if shard.stop <= draws]
+        if (kept[-1].stop if kept else 0) != draws:
+            raise StoreError(
+                f"{self.folder} has no file that ends with draw {draws}, and cannot be cut there: go back to a state "
+                "that was saved while draws were collected, or give another store="
+            )
+        manifest = replace(self.manifest, shards=kept, complete=False)
+        self._write_manifest(manifest)  # first: what it names is there at every instant
+        self._adopt(manifest)
+        self._clean()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -227,14 +262,23 @@ class Writer:
         """Write a checkpoint and a manifest that names it; then the one before it is gone."""
         with self._checkpoints[first].timed():
             name = f"checkpoint-{self.manifest.number:06d}.safetensors"
-            metadata = {"state": to_json(packed).decode()}
-            new = self._file(name, lambda path: write_tensors(path, tensors, metadata))
-            self.manifest.number += 1
-            old, checkpoints = self.manifest.checkpoints.get(first), {**self.manifest.checkpoints, first: new}
-            self._write_named(manifest, self.manifest.shards, checkpoints)
-            self.manifest.checkpoints = checkpoints
-            if old is not None:
-                (self.folder / old.file).unlink(missing_ok=True)
+            self._name_checkpoints(
+                manifest, {**self.manifest.checkpoints, first: new_state(self.folder, name, packed, tensors)}
+            )
+
+    def _name_checkpoints(self, manifest: Manifest, checkpoints: dict[int, File]) -> None:
+        self.manifest.number += 1
+        old = self.manifest.checkpoints
+        self._write_named(manifest, self.manifest.shards, checkpoints)
+        self.manifest.checkpoints = checkpoints
+        for file in {file.file for file in old.values()} - {file.file for file in checkpoints.values()}:
+            (self.folder / file).unlink(missing_ok=True)
+
+    def mark_files(self, files: Sequence[File]) -> None:
+        """Take files that ranks have written, each with its own state, for the checkpoint of all draws so far."""
+        self._look(files)
+        self.flush()
+        self._name_checkpoints(self._manifest_now(), dict(enumerate(files)))
 
     def checkpoints(self) -> dict[int, Any]:
         """The states of the last checkpoints, by the first of chains that run side by side."""
@@ -252,8 +296,7 @@ class Writer:
     def _clean(self) -> None:
         """Remove what a crash left behind: files of ours that the manifest does not name, and half-written ones."""
         manifest = self.manifest
-        files = (*manifest.shards, manifest.frozen, *manifest.checkpoints.values())
-        named = {file.file for file in files if file is not None}
+        named = {file.file for file in manifest.files}
         for path in self.folder.iterdir():
             half = path.name.startswith(".") and path.name.endswith(HALF_WRITTEN)
             if half or (FILE_NAME.fullmatch(path.name) and path.name not in named):
@@ -272,22 +315,32 @@ class Writer:
         try:
             manifest.write(self.folder)
         except OSError as error:
-            raise self._failed(NAME, error) from error
+            raise _failed(self.folder / NAME, error) from error
 
-    def _file(self, name: str, write: Callable[[Path], tuple[str, int]]) -> File:
-        try:
-            return File(name, *write(self.folder / name))
-        except OSError as error:
-            raise self._failed(name, error) from error
 
-    def _failed(self, name: str, error: OSError) -> OSError:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        why = "the disk is full" if full else f"{error.strerror or error}"
-        return type(error)(
-            error.errno,
-            f"{self.folder / name} cannot be written: {why}. What the manifest names is safe and isosgd.load reads it; "
-            "make room, then go on with resume=True",
-        )
+def new_file(
+    folder: Path, name: str, tensors: Mapping[str, Tensor | Sequence[Tensor]], metadata: Mapping[str, str] | None = None
+) -> File:
+    """Write a file of a run, which belongs to it once the manifest names it."""
+    try:
+        return File(name, *write_tensors(folder / name, tensors, metadata))
+    except OSError as error:
+        raise _failed(folder / name, error) from error
+
+
+def new_state(folder: Path, name: str, packed: Any, tensors: Params) -> File:
+    """Write a checkpoint: a nested state, packed."""
+    return new_file(folder, name, tensors, {"state": to_json(packed).decode()})
+
+
+def _failed(path: Path, error: OSError) -> OSError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    why = "the disk is full" if full else f"{error.strerror or error}"
+    return type(error)(
+        error.errno,
+        f"{path} cannot be written: {why}. What the manifest names is safe and isosgd.load reads it; "
+        "make room, then go on with resume=True",
+    )
 
 
 def make_folder(folder: Path) -> None:

@@ -21,6 +21,7 @@ from isosgd.target.batches import batch_length, inputs_of, labels_of, tree_map
 from isosgd.target.elementwise import Extra
 from isosgd.target.likelihoods import NAMES, Likelihood, Tokens
 from isosgd.target.params import HALF, Params, match
+from isosgd.target.space import refuse_sharded
 
 CHECKED_ROWS = 64
 """Rows of a batch on which a check runs the module; the targets are looked at in full."""
@@ -77,13 +78,8 @@ class ModuleLikelihood:
         self.labels = labels
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        sharded = next((name for name, p in model.named_parameters() if hasattr(p, "device_mesh")), None)
-        if sharded is not None:
-            raise ValueError(
-                f"parameter {sharded!r} of the model is sharded over ranks (a DTensor, as fully_shard makes them), "
-                "which sample does not take: make the target before the module is sharded, and sample the sharded one "
-                "in a loop (ISGD and Collector); or keep it whole on every rank, with parallel='data'"
-            )
+        for name, p in model.named_parameters():
+            refuse_sharded(name, p)
         self.likelihood = as_likelihood(likelihood)
         self.autocast, self.channels_last = as_autocast(autocast), bool(channels_last)
         names = select(model, sampled)

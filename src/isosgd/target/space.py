@@ -102,10 +102,22 @@ class Space:
         return {name: x.detach().clone().requires_grad_() for name, x in self.unconstrain(natural).items()}
 
 
+def refuse_sharded(name: str, value: Any) -> None:
+    """Say what to do with a DTensor: targets call modules with parameters that are whole."""
+    if hasattr(value, "device_mesh"):
+        raise ValueError(
+            f"{name!r} is sharded over ranks (a DTensor, as fully_shard makes them), which sample does not take. "
+            "Sample the sharded model in a loop, with ISGD and Collector(store=...); make its target before it is "
+            "sharded. Or, where it fits one device, put it together on every rank (full_tensor()), and sample with "
+            "parallel='data'"
+        )
+
+
 def as_parameter(name: str, value: Any) -> Tensor:
     """A user's start value as a tensor that can be sampled."""
     if not isinstance(name, str):
         raise TypeError(f"init must map names to tensors, got the key {name!r}")
+    refuse_sharded(name, value)
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
