@@ -111,6 +111,23 @@ def test_a_state_saved_in_the_warmup_resumes_bit_for_bit(name: str) -> None:
 
 
 @every_sampler
+def test_a_trained_start_is_left_as_it_is(name: str) -> None:
+    loop = Loop(name, warmup=200, trained=True)
+    start, phases = loop.place(), [loop.optimizer.phase]
+    loop.steps(12)
+    assert torch.equal(loop.place(), start)  # the noise is measured there
+    for at in (12, 120):
+        loop.steps(at - loop.optimizer.param_groups[0]["step"])
+        other = loop.resumed(warmup=200, trained=True)
+        for one in (loop, other):
+            one.steps(10)
+        assert torch.equal(loop.place(), other.place()), at
+        phases.append(loop.optimizer.phase)
+    loop.steps(80)
+    assert [*phases, loop.optimizer.phase] == [*["warming up"] * 3, "sampling"]
+
+
+@every_sampler
 def test_weight_decay_is_added_for_the_step_alone(name: str) -> None:
     """A decay is a term of the loss; the gradients that the user sees stay as they were."""
     places = []
@@ -295,6 +312,18 @@ def test_a_parameter_that_is_never_used_is_named(name: str, width: int) -> None:
     loop.optimizer = sampler
     with pytest.raises(RuntimeError, match=rf"shape \({width}, 4\) in group '1' had no gradient in 20 steps"):
         loop.steps(100)
+
+
+@pytest.mark.parametrize("preset", isosgd.PRESETS)
+def test_a_parameter_that_is_never_used_is_named_by_schemes_too(preset: str) -> None:
+    """One got a rate of 1e32."""
+    loop = Loop("isgd")
+    params = [*loop.model.parameters(), nn.Parameter(torch.ones(3, 4))]
+    settings = {"num_data": N, "batch_size": SIZE, "temperature": 1e-3}
+    for warmup, steps in ((200, 20), (10, 10)):
+        loop.optimizer = ISGD.preset(preset, params, warmup=warmup, **settings)
+        with pytest.raises(RuntimeError, match=rf"shape \(3, 4\) in group '1' had no gradient in {steps} steps"):
+            loop.steps(steps)
 
 
 def test_parameters_that_are_frozen_or_unfrozen_on_the_way_are_refused() -> None:

@@ -430,7 +430,7 @@ class ISGD(Sampler):
             )
         xi = self.injector.source.fill()
         gradient = geometry.flatten([p.grad for p in params])  # type: ignore[misc]
-        moved = geometry.displace(geometry.tensors(), gradient, xi.view(geometry.chains, -1))
+        moved = geometry.displace(self.injector.fixed(geometry.tensors()), gradient, xi.view(geometry.chains, -1))
         parts = torch.split(moved.to(xi.dtype), geometry.sizes, -1)
         torch._foreach_sub_(params, [part.reshape(p.shape) for part, p in zip(parts, params, strict=True)])
 
