@@ -533,8 +533,8 @@ class Sampler(Optimizer):
         self.whole.zero_grad(set_to_none)
 
     def _plain(self) -> bool:
-        """Whether a step of parameters in bfloat16 is one of Theorem 1 and no more, for which no copies are needed."""
-        if not self.half.every or self.batched or self.has_velocity or self.corrected or self.warming:
+        """Whether a step of parameters in bfloat16 is a stepper's and no more, which needs no copies."""
+        if not self.half.every or self.batched or self.corrected or self.warming:
             return False
         if self.capturable or self.metric is not None or any(self.noise.uses) or self._takes_gradient():
             return False
@@ -545,9 +545,10 @@ class Sampler(Optimizer):
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             move = self._next_move(group, params)
-            rate, kick = float(move.rate), float(move.rate * move.amplitude)
+            numbers = float(move.rate), float(move.rate * move.amplitude), group["weight_decay"], self.friction
             for p in params:
-                self.half.langevin_(p, rate, kick, group["weight_decay"], self.generator)
+                velocity = self.kept_like(p, "velocity", torch.float32) if self.has_velocity else None
+                self.half.step_(p, numbers, self.generator, velocity)
             group["step"] += 1
 
     @contextmanager

@@ -590,8 +590,8 @@ class OwnWarmup:
             temperature = self.groups[0]["temperature"]
             warn_caller(
                 f"the warm-up of {self.spent} steps did not settle: {self.reason}; draws may be off. Give it more "
-                f"steps (warmup=) or, around a trained network, a temperature= below {temperature:g}: then the chain stays "
-                "near it"
+                f"steps (warmup=) or, around a trained network, a temperature= below {temperature:g}: then the chain "
+                "stays near it"
             )
         self.phase = SAMPLING
         self.start, self.halves, self.images, self.axes, self.before = [], [], [], [], []
