@@ -387,9 +387,10 @@ def _draw(
 def _check_all_rows(asked: RunRequest) -> None:
     """Look at all rows of a module's data, where they and the parameters are on one device: later on, at the first."""
     tensors, start = asked.tensors, asked.start(0)
-    if tensors is not None and asked.transform is None and asked.target.module is not None:
-        if len({t.device for t in (*tensors_of(tensors), *start.values())}) == 1:
-            asked.target.check(start, tensors)
+    if tensors is None or asked.transform is not None or asked.target.module is None:
+        return
+    if len({t.device for t in (*tensors_of(tensors), *start.values())}) == 1:
+        asked.target.check(start, tensors)
 
 
 def _on_features(asked: RunRequest) -> tuple[Target, Data, Any] | None:
