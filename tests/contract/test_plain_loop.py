@@ -41,6 +41,16 @@ class Loop:
             (self.loss(SIZE // accumulate) / accumulate).backward()
         self.optimizer.step()
 
+    def losses(self, count: int) -> list[float]:
+        found = []
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            loss = self.loss()
+            loss.backward()
+            self.optimizer.step()
+            found.append(loss.item())
+        return found
+
     def place(self) -> Tensor:
         return torch.cat([self.model.weight.detach().flatten(), self.model.bias.detach()])
 
@@ -312,6 +322,20 @@ def test_a_parameter_that_is_never_used_is_named(name: str, width: int) -> None:
     loop.optimizer = sampler
     with pytest.raises(RuntimeError, match=rf"shape \({width}, 4\) in group '1' had no gradient in 20 steps"):
         loop.steps(100)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_small_network_does_not_run_away(trained: bool) -> None:
+    """With a full matrix, and no curvature to check it by, rates fell to 1e-9 or the loss was not finite."""
+    loop = Loop("isgd")
+    loop.model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+    loop.optimizer = torch.optim.Adam(loop.model.parameters(), 1e-2)
+    loop.losses(300)
+    loop.optimizer = ISGD(
+        loop.model.parameters(), num_data=N, batch_size=SIZE, trained=trained, temperature=0.01, warmup=600
+    )
+    assert sum(loop.losses(800)[-200:]) / 200 < 1.0  # half of the residuals' squares over their variance
+    assert min(group["rate"] for group in loop.optimizer.param_groups) > 1e-6
 
 
 @pytest.mark.parametrize("preset", isosgd.PRESETS)
