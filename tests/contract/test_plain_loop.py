@@ -41,6 +41,16 @@ class Loop:
             (self.loss(SIZE // accumulate) / accumulate).backward()
         self.optimizer.step()
 
+    def losses(self, count: int) -> list[float]:
+        found = []
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            loss = self.loss()
+            loss.backward()
+            self.optimizer.step()
+            found.append(loss.item())
+        return found
+
     def place(self) -> Tensor:
         return torch.cat([self.model.weight.detach().flatten(), self.model.bias.detach()])
 
@@ -108,6 +118,23 @@ def test_a_state_saved_in_the_warmup_resumes_bit_for_bit(name: str) -> None:
         assert torch.equal(loop.place(), other.place()), at
         assert other.optimizer.phase == loop.optimizer.phase
     assert seen == {"optimising", "warming up"} and loop.optimizer.phase == "sampling"
+
+
+@every_sampler
+def test_a_trained_start_is_left_as_it_is(name: str) -> None:
+    loop = Loop(name, warmup=200, trained=True)
+    start, phases = loop.place(), [loop.optimizer.phase]
+    loop.steps(12)
+    assert torch.equal(loop.place(), start)  # the noise is measured there
+    for at in (12, 120):
+        loop.steps(at - loop.optimizer.param_groups[0]["step"])
+        other = loop.resumed(warmup=200, trained=True)
+        for one in (loop, other):
+            one.steps(10)
+        assert torch.equal(loop.place(), other.place()), at
+        phases.append(loop.optimizer.phase)
+    loop.steps(80)
+    assert [*phases, loop.optimizer.phase] == [*["warming up"] * 3, "sampling"]
 
 
 @every_sampler
@@ -295,6 +322,32 @@ def test_a_parameter_that_is_never_used_is_named(name: str, width: int) -> None:
     loop.optimizer = sampler
     with pytest.raises(RuntimeError, match=rf"shape \({width}, 4\) in group '1' had no gradient in 20 steps"):
         loop.steps(100)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_small_network_does_not_run_away(trained: bool) -> None:
+    """With a full matrix, and no curvature to check it by, rates fell to 1e-9 or the loss was not finite."""
+    loop = Loop("isgd")
+    loop.model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+    loop.optimizer = torch.optim.Adam(loop.model.parameters(), 1e-2)
+    loop.losses(300)
+    loop.optimizer = ISGD(
+        loop.model.parameters(), num_data=N, batch_size=SIZE, trained=trained, temperature=0.01, warmup=600
+    )
+    assert sum(loop.losses(800)[-200:]) / 200 < 1.0  # half of the residuals' squares over their variance
+    assert min(group["rate"] for group in loop.optimizer.param_groups) > 1e-6
+
+
+@pytest.mark.parametrize("preset", isosgd.PRESETS)
+def test_a_parameter_that_is_never_used_is_named_by_schemes_too(preset: str) -> None:
+    """One got a rate of 1e32."""
+    loop = Loop("isgd")
+    params = [*loop.model.parameters(), nn.Parameter(torch.ones(3, 4))]
+    settings = {"num_data": N, "batch_size": SIZE, "temperature": 1e-3}
+    for warmup, steps in ((200, 20), (10, 10)):
+        loop.optimizer = ISGD.preset(preset, params, warmup=warmup, **settings)
+        with pytest.raises(RuntimeError, match=rf"shape \(3, 4\) in group '1' had no gradient in {steps} steps"):
+            loop.steps(steps)
 
 
 def test_parameters_that_are_frozen_or_unfrozen_on_the_way_are_refused() -> None:

@@ -75,7 +75,7 @@ def test_slopes_have_the_variance_of_the_posterior_when_resumed_in_mid_warmup_to
     other.check()
 
 
-@pytest.mark.parametrize("name", ["isgd", "sghmc"])
+@pytest.mark.parametrize("name", ["isgd", "sgld", "sghmc", "sgnht"])
 def test_the_same_with_gradients_accumulated_over_two_batches(name: str) -> None:
     loop = Regression(name, seed=20, accumulate=2)
     loop.steps(STEPS)

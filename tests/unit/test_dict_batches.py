@@ -187,7 +187,7 @@ def test_tied_language_models_are_sampled_around_a_start_and_scored_by_token():
     ("change", "message"),
     [
         ({"labels": None}, r"no 'labels', only \['input_ids', 'attention_mask'\]"),
-        ({"attention_mask": torch.zeros(60, LENGTH).long()}, "attention_mask of 20 of 20 examples is all zeros"),
+        ({"attention_mask": torch.zeros(60, LENGTH).long()}, "attention_mask of 60 of 60 examples is all zeros"),
         ({"index": torch.arange(60)}, "'index', which Reader.forward"),
         ({"labels": torch.full((60,), 7)}, "label 7"),
         ({"text": ["a"] * 60}, "'text' of type list"),
@@ -197,6 +197,19 @@ def test_bad_dicts_are_refused(change, message):
     data = {name: x for name, x in {**sequences(), **change}.items() if x is not None}
     with pytest.raises((ValueError, TypeError), match=message):
         sample(Target.from_module(Reader(), "categorical"), data, batch_size=20, **SHORT)
+
+
+def test_rows_behind_the_first_batch_are_looked_at_too():
+    data = sequences()
+    with pytest.raises(ValueError, match=r"no 'labels', only \['input_ids'\]"):
+        sample(Target.from_module(Reader(), "categorical"), {"input_ids": data["input_ids"]}, **SHORT)
+    data["labels"][59] = 7
+    with pytest.raises(ValueError, match="label 7"):
+        sample(Target.from_module(Reader(), "categorical"), data, batch_size=10, **SHORT)
+    data = texts()
+    data["attention_mask"][58] = 0
+    with pytest.raises(ValueError, match="attention_mask of 1 of 60 examples is all zeros, of example 58"):
+        sample(Target.from_module(Writer(), "tokens"), data, batch_size=10, **SHORT)
 
 
 def test_sequences_without_a_token_to_predict_are_refused():

@@ -230,16 +230,20 @@ def test_halves_are_the_nearest_bfloat16_and_what_is_not_a_number_stays_none():
     assert bool(((upper.view(torch.bfloat16).float() - x).abs() <= (x.bfloat16().float() - x).abs()).all())
 
 
-def test_a_plain_step_is_the_same_as_one_with_float32_copies():
+@pytest.mark.parametrize("kind", [SGLD, SGHMC])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_plain_step_is_the_same_as_one_with_float32_copies(kind, layout):
     def parameters(plain: bool) -> Tensor:
-        p = nn.Parameter(torch.linspace(-3, 3, 50).bfloat16())
-        sampler = SGLD([p], num_data=100, lr=1e-4, weight_decay=0.1, generator=torch.Generator().manual_seed(0),
+        p = nn.Parameter(torch.linspace(-3, 3, 72).view(2, 4, 3, 3).bfloat16().contiguous(memory_format=layout))
+        start = p.detach().clone()
+        sampler = kind([p], num_data=100, lr=1e-4, weight_decay=0.1, generator=torch.Generator().manual_seed(0),
                        innovations="normal")  # fmt: skip
         if not plain:
             sampler._plain = lambda: False  # type: ignore[method-assign]
         for step in range(5):
             p.grad = torch.full_like(p, 0.1 * step)
             sampler.step()
+        assert not torch.equal(p.detach(), start)
         return wide(p.detach().view(torch.int16), sampler.state[p]["low"])
 
     torch.testing.assert_close(parameters(True), parameters(False), rtol=1e-6, atol=1e-7)

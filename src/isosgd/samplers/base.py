@@ -44,7 +44,7 @@ from isosgd.samplers.groups import (
     trained_groups,
 )
 from isosgd.samplers.half import HalfParameters
-from isosgd.samplers.injection import Injector, Move
+from isosgd.samplers.injection import Injector, Move, capturing
 from isosgd.samplers.innovations import Innovations, make_generator
 from isosgd.samplers.metric import DiagonalMetric, Metric
 from isosgd.samplers.own_warmup import OPTIMISING, SAMPLING, WARMING_UP, OwnWarmup
@@ -73,6 +73,8 @@ class Sampler(Optimizer):
             ``torch.optim.SGD(weight_decay=...)`` adds. Also in groups.
         warmup: steps of the sampler's own warm-up, in a loop that calls nothing but `step`; left out, as many as it
             takes, and none with a rate that was given.
+        trained: whether the parameters are those of a trained network, from which that warm-up begins as they are:
+            without an initial optimisation.
         temperature: T; the target is ``exp(-f / T)`` with f the negative log joint density.
         lr: a rate of the user's, of the mean gradient, also in groups, where it may be changed from step to step;
             left out, the warm-up sets it. I-SGD and V-SGD have none.
@@ -84,7 +86,9 @@ class Sampler(Optimizer):
         generator: where all randomness comes from; saved with the state. Made from torch's seed when not given.
         chains: K when every parameter carries a leading dimension of K independent chains; rates are then ``[K]``.
         foreach: update all tensors of a group in one call.
-        capturable: keep rates in tensors on the device, so that a step can be captured in a CUDA graph.
+        capturable: keep rates in tensors on the device, so that a step can be captured in a CUDA graph, once the phase
+            is ``sampling``. A captured step does not follow ``lr``, and the noise where each replay is followed by
+            `replayed`.
         innovations: ``normal``, ``bits`` (moment-matched, see `isosgd.samplers.innovations`) or ``auto``.
         friction: of a subclass, a of Theorem 2 in (0, 1]; None for Theorem 1, which is the case 1.
         corrected: of a subclass, whether noise vectors are taken out of what is injected, correlations included; None
@@ -123,6 +127,7 @@ class Sampler(Optimizer):
         batch_size: int | None = None,
         weight_decay: float = 0.0,
         warmup: int | None = None,
+        trained: bool = False,
         temperature: float = 1.0,
         lr: float | None = None,
         bias: float = 0.02,
@@ -154,9 +159,10 @@ class Sampler(Optimizer):
         self.foreach, self.capturable = foreach, capturable
         self.corrected, self.chooses_correction = bool(corrected), corrected is None
         self.has_velocity, self.friction = friction is not None, 1.0 if friction is None else friction
-        self.batch_size, self.warmup = batch_size, warmup
+        self.batch_size, self.warmup, self.trained = batch_size, warmup, trained
         self.own: OwnWarmup | None = None
         self.driven = False
+        self._captured: list[Any] = []  # what captured steps read, which must not be freed
         groups = layer_groups(params)
         self.whole = take_shards(groups)
         if self.whole.sharded and (not self.shardable or chains is not None or capturable):
@@ -234,6 +240,7 @@ class Sampler(Optimizer):
         self.left_out = [p for p in self.left_out if all(p is not q for q in added["params"])]
         check_groups([added], self.chains)
         added["step"] = self.param_groups[0]["step"]
+        self.trained = False  # what was added is not
         self.param_groups = [*self.param_groups[:-1], *(self._wrapped(g) for g in trained_groups([added]))]
         self.half = HalfParameters(self.state, [p for group in self.param_groups for p in group["params"]])
         self.noise.reset()
@@ -434,7 +441,9 @@ class Sampler(Optimizer):
             self.own = OwnWarmup(self, None, by_scheme=True)  # for noise vectors alone
         if self.own is None and self._begins_own_warmup():
             self.own = self._own_warmup()
-        own = self.own
+        own, captured = self.own, capturing()
+        if captured:
+            self._check_capture()
         if own is not None:
             noise = own.noise(noise)  # before the prior's part is added, which has none
         if own is None and noise is None and self._plain():
@@ -451,6 +460,11 @@ class Sampler(Optimizer):
             if moves:
                 self.injector.lay_out()
                 self._update()
+        if captured:  # and not taken
+            parts = (self.injector, self.injector.source, self.metric, self.geometry)
+            self._captured += [dict(vars(part)) for part in parts if part is not None]
+            self._captured += [dict(known) for known in (*self.param_groups, *self.state.values())]
+            return loss
         for group in self.param_groups:
             group["step"] += 1
         if own is not None:
@@ -458,6 +472,40 @@ class Sampler(Optimizer):
         if moves and not self.injector.noiseless:
             self.injector.source.prefetch()
         return loss
+
+    @Optimizer.profile_hook_step  # so that whoever follows steps follows these, too
+    @torch.no_grad()
+    def replayed(self) -> None:
+        """Take note of a step that was replayed from a CUDA graph: count it, and follow the noise by its gradients.
+
+        Call it after each replay, on the same stream, with the gradients still there.
+        """
+        if any(p.grad is None for p in self.injector.params):
+            raise RuntimeError("replayed() needs the gradients of the step: call it before zero_grad()")
+        noise = None if self.own is None else self.own.noise(None)
+        if noise is not None:
+            with self.half.widened():
+                self.observe(noise)
+                if self.geometry is None:
+                    self.injector.make_plan()
+                else:
+                    self.injector.fixed(self.geometry.tensors())
+        for group in self.param_groups:
+            group["step"] += 1
+
+    def _check_capture(self) -> None:
+        """Refuse to have a step captured whose replays would not be steps."""
+        if not self.capturable:
+            why = "it was made without capturable=True"
+        elif self.phase != SAMPLING or not self.injector.layout:
+            why = f"its phase is {self.phase!r}: take steps until draws_ready, and three more"
+        elif self.schedule.changes(self.param_groups):
+            why = "its rate changes from step to step, and a captured one stays"
+        elif self._takes_gradient():
+            why = "this step takes in a noise vector: make it with track_every=None"
+        else:
+            return
+        raise RuntimeError(f"a step of this {type(self).__name__} cannot be captured in a CUDA graph: {why}")
 
     def _check_parameters(self) -> None:
         """Refuse what would silently be left out, or end in an obscure error."""
@@ -487,10 +535,10 @@ class Sampler(Optimizer):
         self.whole.zero_grad(set_to_none)
 
     def _plain(self) -> bool:
-        """Whether a step of parameters in bfloat16 is one of Theorem 1 and no more, for which no copies are needed."""
-        if not self.half.every or self.batched or self.has_velocity or self.corrected or self.warming:
+        """Whether a step of parameters in bfloat16 is a stepper's and no more, which needs no copies."""
+        if not self.half.every or self.batched or self.corrected or self.warming:
             return False
-        if self.metric is not None or any(self.noise.uses) or self._takes_gradient():
+        if self.capturable or self.metric is not None or any(self.noise.uses) or self._takes_gradient():
             return False
         return all(getattr(type(self), name) is getattr(Sampler, name) for name in ("_move", "_update", "_advance"))
 
@@ -499,9 +547,10 @@ class Sampler(Optimizer):
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             move = self._next_move(group, params)
-            rate, kick = float(move.rate), float(move.rate * move.amplitude)
+            numbers = float(move.rate), float(move.rate * move.amplitude), group["weight_decay"], self.friction
             for p in params:
-                self.half.langevin_(p, rate, kick, group["weight_decay"], self.generator)
+                velocity = self.kept_like(p, "velocity", torch.float32) if self.has_velocity else None
+                self.half.step_(p, numbers, self.generator, velocity)
             group["step"] += 1
 
     @contextmanager
@@ -549,7 +598,7 @@ class Sampler(Optimizer):
         if self.own is not None and not (self.own.by_scheme and self.own.phase == SAMPLING):
             return self.own.phase
         if any(group["rate"] is None for group in self.param_groups):
-            return OPTIMISING
+            return WARMING_UP if self.trained else OPTIMISING
         return WARMING_UP if self.param_groups[0]["step"] < (self.warmup or 0) else SAMPLING
 
     @property

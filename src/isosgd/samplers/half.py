@@ -40,18 +40,28 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     return upper.to(torch.int16), (bits - (upper << 16)).to(torch.int16)
 
 
-def langevin_halves_(upper: Tensor, low: Tensor, grad: Tensor, xi: Tensor, numbers: Tensor) -> None:
-    """``theta -= rate (grad + decay theta) + kick xi`` in place, with ``numbers`` the rate, the kick and the decay."""
-    rate, kick, decay = numbers.unbind()
+def step_halves_(
+    upper: Tensor, low: Tensor, grad: Tensor, xi: Tensor, numbers: Tensor, velocity: Tensor | None = None
+) -> None:
+    """A step of either stepper in place, ``numbers`` being the rate, the kick, the weight decay and the friction.
+
+    That is ``v <- (1 - friction) v - rate (grad + decay theta) - kick xi``, ``theta += v``; without a velocity it is
+    zero before each step.
+    """
+    rate, kick, decay, friction = numbers.unbind()
     theta = wide(upper, low)
-    found = halves(theta - rate * (grad + decay * theta) - kick * xi)
+    move = -rate * (grad + decay * theta) - kick * xi
+    if velocity is not None:
+        move = (1.0 - friction) * velocity + move
+        velocity.copy_(move)
+    found = halves(theta + move)
     upper.copy_(found[0])
     low.copy_(found[1])
 
 
 @lru_cache(maxsize=1)
 def _compiled() -> Callable[..., None]:
-    return torch.compile(langevin_halves_, dynamic=True)
+    return torch.compile(step_halves_, dynamic=True)
 
 
 class HalfParameters:
@@ -71,7 +81,7 @@ class HalfParameters:
             )
         self.state, self.params = state, [p for p in params if p.dtype == torch.bfloat16]
         self.every = bool(params) and len(self.params) == len(params)
-        self._numbers: dict[tuple[float, float, float], Tensor] = {}
+        self._numbers: dict[tuple[float, ...], Tensor] = {}
         self.unsupported_reason = ""  # of the compiler
 
     def low(self, p: Tensor) -> Tensor:
@@ -99,23 +109,24 @@ class HalfParameters:
                 data.view(torch.int16).copy_(upper)
                 p.data, p.grad = data, grad
 
-    def langevin_(self, p: Tensor, rate: float, kick: float, decay: float, generator: torch.Generator) -> None:
+    def step_(
+        self, p: Tensor, numbers: tuple[float, ...], generator: torch.Generator, velocity: Tensor | None = None
+    ) -> None:
         """A step of one parameter without a float32 copy of all of them: on a GPU in one pass over memory."""
         assert p.grad is not None
-        key = rate, kick, decay
-        if key not in self._numbers:
+        if numbers not in self._numbers:
             if len(self._numbers) > len(self.params):  # of rates that change there is no end
                 self._numbers.clear()
-            self._numbers[key] = torch.tensor(key, device=p.device)
-        xi = torch.empty(p.numel(), device=p.device).normal_(generator=generator)
-        args = [x.reshape(-1) for x in (p.detach().view(torch.int16), self.low(p), p.grad)]
-        self._step(*args, xi, self._numbers[key])
-
-    def _step(self, *args: Tensor) -> None:
-        if args[0].is_cuda and not self.unsupported_reason:
+            self._numbers[numbers] = torch.tensor(numbers, device=p.device)
+        xi = torch.empty(p.shape, device=p.device).normal_(generator=generator)
+        args = [p.detach().view(torch.int16), self.low(p), p.grad, xi, *([] if velocity is None else [velocity])]
+        if all(x.is_contiguous() for x in args):  # a flat copy of another layout would take the step in its place
+            args = [x.view(-1) for x in args]
+        args.insert(4, self._numbers[numbers])
+        if p.is_cuda and not self.unsupported_reason:
             try:
                 _compiled()(*args)
                 return
             except Exception as error:  # whatever a compiler may raise
                 self.unsupported_reason = f"{type(error).__name__}: {error}"
-        langevin_halves_(*args)
+        step_halves_(*args)

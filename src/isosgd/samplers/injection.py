@@ -6,7 +6,7 @@ one flat tensor of *kicks*, ``rate * w``, drawn, scaled and corrected at once fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import NamedTuple, cast
 
@@ -17,6 +17,11 @@ from isosgd.geometry.layer import Number, outer_factor, over_chains, take_out_
 from isosgd.noise import NoiseModel
 from isosgd.samplers.groups import Group
 from isosgd.samplers.innovations import Innovations, Source
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being recorded, in which nothing may wait for the device."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class Move(NamedTuple):
@@ -90,6 +95,18 @@ class Injector:
         self.plan: list[Planned] = []
         self.scale = torch.empty(0)
         self.noiseless = self._corrected = False
+        self._fixed: list[Tensor] = []
+
+    def fixed(self, found: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What a step reads and following the noise changes: the same values, where a captured step reads them."""
+        if not self.capturable:
+            return found
+        if not capturing():
+            if [t.shape for t in self._fixed] == [t.shape for t in found]:
+                torch._foreach_copy_(self._fixed, list(found))
+            else:
+                self._fixed = [t.clone() for t in found]
+        return self._fixed
 
     @property
     def params(self) -> list[Tensor]:
@@ -192,6 +209,10 @@ class Injector:
     def _correction(self) -> Callable[[], None] | None:
         """What takes noise vectors out of the kicks: one number scales a group, so that the order is free."""
         outers, whole = self.outer_corrections(), self.noise.whole
+        factors = [factor for *_, factor in outers if isinstance(factor, Tensor)]
+        if factors and len(factors) == len(outers):
+            fixed = self.fixed(factors)
+            outers = [(own, ring, factor) for (own, ring, _), factor in zip(outers, fixed, strict=True)]
 
         def finish() -> None:
             for own, ring, factor in outers:

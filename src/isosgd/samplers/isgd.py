@@ -93,7 +93,7 @@ class ISGD(Sampler):
         structure: the form of Lambda. ``layer``, ``single`` (the paper's SLR); or one that knows directions:
             ``diagonal``, ``lowrank``, ``kronecker``, ``full`` (see `isosgd.geometry`); ``auto`` for the one of these
             that fits the model (which a first look may still change, see `decide`); or a `Geometry`. Left out it is
-            ``layer``, and in a loop ``full`` for up to 200 parameters.
+            ``layer``, and in a loop ``full`` for up to 200 parameters of one group (a model with one layer).
         averaged: inject the mean of this step's and the last step's innovations (Leimkuhler and Matthews 2013), which
             leaves only the discretisation bias of the gradient noise; the default for a geometry.
         correction: ``outer`` corrects correlated noise and needs ``noise="paired"``, for which it is the default;
@@ -334,7 +334,8 @@ class ISGD(Sampler):
         if self.scheme == "windowed":
             if self._chooses_structure and self.geometry is None:
                 sizes = [math.prod(shape) for shape in parameter_shapes(self)]
-                if sum(sizes) <= FULL_UP_TO:
+                # Of a network the Fisher information alone, which is all that a loop shows, is no guide to a matrix.
+                if sum(sizes) <= FULL_UP_TO and len(self.param_groups) == 1:
                     self.averaged = True
                     self._take_up(Full())
             return super()._own_warmup()
@@ -430,7 +431,7 @@ class ISGD(Sampler):
             )
         xi = self.injector.source.fill()
         gradient = geometry.flatten([p.grad for p in params])  # type: ignore[misc]
-        moved = geometry.displace(geometry.tensors(), gradient, xi.view(geometry.chains, -1))
+        moved = geometry.displace(self.injector.fixed(geometry.tensors()), gradient, xi.view(geometry.chains, -1))
         parts = torch.split(moved.to(xi.dtype), geometry.sizes, -1)
         torch._foreach_sub_(params, [part.reshape(p.shape) for part, p in zip(parts, params, strict=True)])
 

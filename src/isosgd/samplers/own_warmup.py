@@ -5,7 +5,8 @@ A loop shows nothing but gradients: no loss, no second gradient on one minibatch
 - *noise vectors* are differences of successive gradients over sqrt(2), which are centred wherever the chain is: how far
   a start is from the data does not count as noise. A loop that has something better passes ``step(noise=...)``;
 - *optimising* is by Adam's steps. They are lengthened while successive gradients agree, and cut where these no longer
-  point the same way (Pflug 1990), until they are as short as the posterior is wide. Then the place is averaged;
+  point the same way (Pflug 1990), until they are as short as the posterior is wide. Then the place is averaged. A start
+  that is ``trained`` is left where it is;
 - *warming up* begins with steps that do not move and show the noise of this place alone. Windows that double follow, in
   which the chain samples; rates fall at once where they must, and rise by at most 2 from window to window;
 - *curvature* is the Fisher information ``n Var(g)``, unless gradients change with the place by significantly more than
@@ -33,6 +34,7 @@ from isosgd.errors import DivergedError, warn_caller
 from isosgd.geometry.base import FIRST_RATIO, Geometry
 from isosgd.noise import Uses, join
 from isosgd.samplers.groups import Group
+from isosgd.samplers.injection import capturing
 from isosgd.samplers.lines import Line, uncancelled
 
 if TYPE_CHECKING:
@@ -143,6 +145,8 @@ class OwnWarmup:
         self.structure = ""
         self.noise_weight = 1.0  # of gradient noise, in what it is made up for once rates are frozen
         self._remember_settings()
+        if sampler.trained:
+            self._hold_here()
 
     def _remember_settings(self) -> None:
         self.corrected = self.sampler.corrected
@@ -189,10 +193,11 @@ class OwnWarmup:
         """The noise vector of this step, where one is to be taken in: the one given, or a difference of gradients."""
         if self.by_scheme:
             self.phase = WARMING_UP if self.sampler.warming else SAMPLING
-            if given is not None or not self.sampler.estimator.centred:
-                return given
         if self.phase != SAMPLING:
             self._look_for_unused()
+        if self.by_scheme and (given is not None or not self.sampler.estimator.centred):
+            return given
+        if self.phase != SAMPLING:
             now = self.gradients()
             self.last, self.before = self.before, now
             if given is None and not self.last:
@@ -202,7 +207,7 @@ class OwnWarmup:
             return None  # nothing depends on it any more
         if given is not None:
             return self._weighed(given)
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if capturing():
             return None
         every = FOLLOW_EVERY if self.geometry is None else FOLLOW_GEOMETRY_EVERY
         turn = self.groups[0]["step"] % every
@@ -214,16 +219,17 @@ class OwnWarmup:
 
     def _look_for_unused(self) -> None:
         """Refuse a parameter that the loss does not depend on: it has no noise, hence no rate."""
-        if self.by_scheme or self.spent >= UNUSED_FOR:
+        last = min(UNUSED_FOR, self.total)
+        if self.spent >= last:
             return
         if not self.used:
             self.used = [False] * len(self.params)
         self.used = [used or p.grad is not None for used, p in zip(self.used, self.params, strict=True)]
-        if self.spent == UNUSED_FOR - 1 and not all(self.used):
+        if self.spent == last - 1 and not all(self.used):
             unused = self.params[self.used.index(False)]
             name = next(g["name"] for g in self.groups if any(p is unused for p in g["params"]))
             raise RuntimeError(
-                f"a parameter of shape {tuple(unused.shape)} in group {name!r} had no gradient in {UNUSED_FOR} steps: "
+                f"a parameter of shape {tuple(unused.shape)} in group {name!r} had no gradient in {last} steps: "
                 "leave it out of params, or requires_grad_(False)"
             )
 
@@ -252,6 +258,7 @@ class OwnWarmup:
     def stepped(self) -> None:
         """The sampler has made its move."""
         if self.by_scheme:
+            self.spent += 1
             self.phase = WARMING_UP if self.sampler.warming else SAMPLING
             return
         if self.phase != WARMING_UP or self.holding:
@@ -339,8 +346,7 @@ class OwnWarmup:
             torch._foreach_copy_(self.params, self.centre)
         self.mean = self.square = self.noise_square = self.centre = []
         self.before, self.lengths = [], []
-        self.optimisation, self.phase = self.spent, WARMING_UP
-        self.holding, self.length = True, self._first_length()
+        self._hold_here()
 
     def _short_enough(self) -> bool:
         """Whether steps are short beside the posterior, as wide as the Fisher information says."""
@@ -360,8 +366,10 @@ class OwnWarmup:
 
     # -- the noise of one place ---------------------------------------------------------------------------------------
 
-    def _first_length(self) -> int:
-        return FIRST_WINDOW if self.geometry is None else max(FIRST_WINDOW, self.geometry.min_vectors)
+    def _hold_here(self) -> None:
+        """Warm up from here, with steps that do not move."""
+        self.optimisation, self.phase, self.holding = self.spent, WARMING_UP, True
+        self.length = FIRST_WINDOW if self.geometry is None else max(FIRST_WINDOW, self.geometry.min_vectors)
 
     def _hold(self, noise: Sequence[Tensor] | None) -> None:
         if noise is not None:
@@ -579,7 +587,12 @@ class OwnWarmup:
         if ratio * (1.0 + SURE * error) < CANCELLING:
             self._weigh_noise(uncancelled(1.0 / max(self.relaxation, 1.0), self.epoch))
         if self.reason:
-            warn_caller(f"the warm-up of {self.spent} steps did not settle: {self.reason}; draws may be off")
+            temperature = self.groups[0]["temperature"]
+            warn_caller(
+                f"the warm-up of {self.spent} steps did not settle: {self.reason}; draws may be off. Give it more "
+                f"steps (warmup=) or, around a trained network, a temperature= below {temperature:g}: then the chain "
+                "stays near it"
+            )
         self.phase = SAMPLING
         self.start, self.halves, self.images, self.axes, self.before = [], [], [], [], []
         self.sampler.fit_schedule(self.spacing)

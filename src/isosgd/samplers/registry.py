@@ -23,7 +23,15 @@ from isosgd.samplers.sgrhmc import SGRHMC
 from isosgd.samplers.sgrld import SGRLD
 from isosgd.samplers.vsgd import VSGD
 
-NOT_SETTINGS = {"num_data", "temperature", "generator", "chains", "warmup", "weight_decay"}  # given by the loop
+NOT_SETTINGS = {
+    "num_data",
+    "temperature",
+    "generator",
+    "chains",
+    "warmup",
+    "trained",
+    "weight_decay",
+}  # given by the loop
 INNER = {"lr", "friction", "corrected", "schedule", "extra"}  # of `Sampler`: some subclasses have none, or their own
 
 

@@ -17,6 +17,7 @@ from isosgd.errors import DivergedError, warn_caller
 from isosgd.posterior import Posterior
 from isosgd.samplers import METHODS, Sampler
 from isosgd.samplers.half import wide
+from isosgd.samplers.injection import capturing
 from isosgd.samplers.shards import Shards
 from isosgd.sampling.settings import versions
 from isosgd.sampling.stored import as_lines, differences, load
@@ -34,6 +35,8 @@ MOST_DRAWS = 1000
 
 class Collector:
     """Keeps draws as a loop's optimizer takes its steps: nothing is to be called but `posterior`, at the end.
+
+    A step that is replayed from a CUDA graph is one for which ``optimizer.replayed()`` is called.
 
     Draws are taken while ``optimizer.draws_ready``, and are equally far apart. In memory there are at most ``draws``:
     when there are more, every other one is dropped and those to come are twice as far apart.
@@ -202,6 +205,8 @@ class Collector:
 
     def _step(self) -> None:
         optimizer = self.optimizer
+        if capturing():
+            return  # nothing has moved
         step = optimizer.param_groups[0]["step"]
         if step <= self._last:
             self._go_back(step - 1)

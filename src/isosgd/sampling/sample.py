@@ -322,6 +322,7 @@ def _draw(
     numbers = ranks.own(chains) if ranks is not None else None
     if first_chain is not None:
         numbers = list(range(first_chain, first_chain + chains))
+    _check_all_rows(asked)
     head = None if ranks is not None else _on_features(asked)
     part, its_data, watched = head or (target, data, held_out)
     schedule = Schedule(part, its_data, init, chains, batch_size, seed, place, after, transform, numbers, ranks)
@@ -383,6 +384,15 @@ def _draw(
             board.close()
 
 
+def _check_all_rows(asked: RunRequest) -> None:
+    """Look at all rows of a module's data, where they and the parameters are on one device: later on, at the first."""
+    tensors, start = asked.tensors, asked.start(0)
+    if tensors is None or asked.transform is not None or asked.target.module is None:
+        return
+    if len({t.device for t in (*tensors_of(tensors), *start.values())}) == 1:
+        asked.target.check(start, tensors)
+
+
 def _on_features(asked: RunRequest) -> tuple[Target, Data, Any] | None:
     """Target, data and held-out inputs of a sampled head, where there is one and nothing random stands before it."""
     target, tensors, given = asked.target, asked.tensors, asked.held_out
@@ -392,9 +402,7 @@ def _on_features(asked: RunRequest) -> tuple[Target, Data, Any] | None:
     head = Head.of(target, few, (start_of(asked.init, k) for k in range(asked.count)))
     if head is None:
         return None
-    start = asked.start(0)
-    target.check(start, tensors)  # of the features nothing of this could be seen
-    params = {name: x.detach() for name, x in target.constrain(start).items()}
+    params = {name: x.detach() for name, x in target.constrain(asked.start(0)).items()}
     found = head.data(tensors, params)
     if found is None:
         return None

@@ -331,7 +331,7 @@ class ModuleLikelihood:
 
     def check(self, params: Params, batch: Any) -> Any:
         """Look at a batch or all data: form, values, and that the output is not random. Returns its first rows."""
-        if not isinstance(batch, (tuple, list, Mapping)) or len(batch) < 2:
+        if not isinstance(batch, Mapping) and (not isinstance(batch, (tuple, list)) or len(batch) < 2):
             found = f"{type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
             raise ValueError(f"a batch must be (x, y) or (x1, x2, ..., y) or a dict with labels, got a {found}")
         y = self.labels_in(batch)
