@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from isosgd import Posterior, Target, priors, sample
 from isosgd.demo.toy import NOISE_VARIANCE, Toy, compare
 
-POINT, MAP, ISGD = "Adam, no prior", "Adam, prior of scale 1 (MAP)", "I-SGD, model average"
+POINT, EARLY, ISGD = "Adam", "Adam, stopped early", "I-SGD around Adam's network"
+
+
+Examples = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -27,15 +30,14 @@ class Length:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How long everything runs. The digits get most: their chain is the slowest to forget where it started."""
+    """How long everything runs. Around trained networks `sample` says that itself, unless it has a number of draws."""
 
     toy: Length = Length(3_000, 1_000, 16)
-    diabetes: Length = Length(7_000, 100, 100)
-    digits: Length = Length(7_000, 300, 100)
     adam_steps: int = 2_000
+    around: Length | None = None
 
 
-QUICK = Sizes(Length(300, 40, 5), Length(300, 20, 5), Length(300, 20, 5), 100)
+QUICK = Sizes(Length(300, 40, 5), 100, Length(300, 5, 5))
 
 
 @dataclass
@@ -75,9 +77,12 @@ def diabetes_job(seed: int, sizes: Sizes) -> Found:
 
     x, y = load_diabetes(return_X_y=True)
     x_train, x_test, y_train, y_test = train_test_split(x, y, test_size=0.2, random_state=seed)
+    x_train, x_held, y_train, y_held = train_test_split(x_train, y_train, test_size=0.2, random_state=seed)
     x_mean, x_sd, y_mean, y_sd = x_train.mean(0), x_train.std(0), y_train.mean(), float(y_train.std())
-    train = _tensors((x_train - x_mean) / x_sd, (y_train - y_mean) / y_sd)
-    test = _tensors((x_test - x_mean) / x_sd, (y_test - y_mean) / y_sd)
+    train, held_out, test = (
+        _tensors((x - x_mean) / x_sd, (y - y_mean) / y_sd)
+        for x, y in ((x_train, y_train), (x_held, y_held), (x_test, y_test))
+    )
 
     def score(posterior: Posterior) -> dict[str, float]:
         prediction = posterior.predict(test[0])
@@ -88,62 +93,62 @@ def diabetes_job(seed: int, sizes: Sizes) -> Found:
             "coverage95": float(inside.double().mean()),
         }
 
-    posteriors, rows = _three_ways(_mlp(10, 50, 1), "gaussian", train, test, seed, sizes.adam_steps, sizes.diabetes)
+    posteriors, rows = _three_ways(
+        _mlp(10, 50, 1), "gaussian", priors.FanInNormal(), (train, held_out, test), seed, sizes
+    )
     for name, posterior in posteriors.items():
         rows[name] |= score(posterior)
         rows[name]["mnll"] += math.log(y_sd)
-    return Found({"train": len(train[0]), "test": len(test[0]), "rows": rows}, {})
+    return Found({**_counts(train, held_out, test), "rows": rows}, {})
 
 
 def digits_job(seed: int, sizes: Sizes) -> Found:
-    """Handwritten digits of 8x8 pixels: 1,797 images, half of them for training."""
+    """Handwritten digits of 8x8 pixels: 1,797 images, a quarter of them for training and a quarter held out."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
     x, y = load_digits(return_X_y=True)
-    x_train, x_test, y_train, y_test = train_test_split(x, y, test_size=0.5, random_state=seed, stratify=y)
+    x_rest, x_test, y_rest, y_test = train_test_split(x, y, test_size=0.5, random_state=seed, stratify=y)
+    x_train, x_held, y_train, y_held = train_test_split(
+        x_rest, y_rest, test_size=0.5, random_state=seed, stratify=y_rest
+    )
     mean, sd = x_train.mean(0), x_train.std()  # one scale for all pixels: some are always dark
-    train = _tensors((x_train - mean) / sd, y_train)
-    test = _tensors((x_test - mean) / sd, y_test)
-
-    posteriors, rows = _three_ways(_mlp(64, 32, 10), "categorical", train, test, seed, sizes.adam_steps, sizes.digits)
+    train, held_out, test = (
+        _tensors((x - mean) / sd, y) for x, y in ((x_train, y_train), (x_held, y_held), (x_test, y_test))
+    )
+    posteriors, rows = _three_ways(
+        _mlp(64, 32, 10), "categorical", priors.Normal(1.0), (train, held_out, test), seed, sizes
+    )
     for name, posterior in posteriors.items():
         probabilities = posterior.predict(test[0]).mean.double().numpy()
         rows[name]["accuracy"] = float((probabilities.argmax(1) == y_test).mean())
         rows[name]["confidence"] = float(probabilities.max(1).mean())
-    return Found({"train": len(train[0]), "test": len(test[0]), "rows": rows}, {})
+    return Found({**_counts(train, held_out, test), "rows": rows}, {})
 
 
 def _three_ways(
     net: nn.Module,
     likelihood: str,
-    data: tuple[Tensor, Tensor],
-    test: tuple[Tensor, Tensor],
+    prior: priors.Prior,
+    data: tuple[Examples, Examples, Examples],
     seed: int,
-    adam_steps: int,
-    length: Length,
+    sizes: Sizes,
 ) -> tuple[dict[str, Posterior], dict[str, dict[str, float]]]:
-    """A point estimate, a point estimate under a prior, and draws of the posterior, started at the latter.
-
-    I-SGD samples the scales of its prior. A density of weights and scales has its mode where a scale is zero, so the
-    point estimate takes the scale 1 instead, the median of their prior.
+    """A trained network, the same training stopped where held-out examples are predicted best; draws around the first.
 
     Returns:
         The three, and for each its mean negative log likelihood on the test set (MNLL), how much higher that is than
         I-SGD's, standard errors over test examples (of the paired difference too), and what it cost. I-SGD's cost
         includes that of its start.
     """
-    point = fit_adam(Target.from_module(net, likelihood, priors.Flat()), data, adam_steps, seed)
-    start = fit_adam(Target.from_module(net, likelihood, priors.FanInNormal()), data, adam_steps, seed)
+    train, held_out, test = data
+    trained, early = fit_adam(Target.from_module(net, likelihood, priors.Flat()), train, held_out, sizes, seed)
+    start = {name: value[0, 0] for name, value in trained.draws.items()}
     sampled = sample(
-        Target.from_module(net, likelihood, priors.HierarchicalNormal()),
-        data,
-        init={name: value[0, 0] for name, value in start.draws.items()},
-        **asdict(length),
-        seed=seed,
-        progress=False,
-    )
-    posteriors = {POINT: point, MAP: start, ISGD: sampled}
+        Target.from_module(net, likelihood, prior), train, starts=[start], held_out=held_out, seed=seed,
+        progress=False, **({} if sizes.around is None else asdict(sizes.around)),
+    )  # fmt: skip
+    posteriors = {POINT: trained, EARLY: early, ISGD: sampled}
     losses = {name: -p.log_predictive(test).double() for name, p in posteriors.items()}
     rows = {}
     for name, posterior in posteriors.items():
@@ -152,36 +157,52 @@ def _three_ways(
         rows[name] = {"mnll": mean, "mnll_error": error, "excess": excess, "excess_error": excess_error}
         rows[name] |= _costs(posterior)
     for cost in ("gradients", "seconds"):
-        rows[ISGD][cost] += rows[MAP][cost]
+        rows[ISGD][cost] += rows[POINT][cost]
     return posteriors, rows
 
 
-def fit_adam(target: Target, data: tuple[Tensor, Tensor], steps: int, seed: int, batch_size: int = 64) -> Posterior:
-    """The usual point estimate, as a posterior of one draw, so that it is scored like the others.
+def fit_adam(
+    target: Target, data: Examples, held_out: Examples, sizes: Sizes, seed: int
+) -> tuple[Posterior, Posterior]:
+    """The usual point estimate, at the end and where it was best, as posteriors of one draw, scored like the others.
 
     The noise of a regression is a parameter, so that it is fitted to the residuals along with the rest.
     """
     started = time.monotonic()
-    free, num_data = target.initial(), len(data[0])
+    free, num_data, best, early = target.initial(), len(data[0]), math.inf, None
     optimizer = torch.optim.Adam(free.values(), lr=1e-3)
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        rows = torch.randint(num_data, (batch_size,), generator=generator)
+
+    def found(step: int) -> Posterior:
+        draws = {name: value.detach().clone()[None, None] for name, value in target.constrain(free).items()}
+        return Posterior(target, draws, {"method": "adam", "gradients": step, "seconds": time.monotonic() - started})
+
+    for step in range(1, sizes.adam_steps + 1):
+        rows = torch.randint(num_data, (64,), generator=generator)
         _, gradients = target.gradient(free, tuple(part[rows] for part in data), num_data)
         for leaf, gradient in zip(free.values(), gradients, strict=True):
             leaf.grad = gradient
         optimizer.step()
-    draws = {name: value.detach()[None, None] for name, value in target.constrain(free).items()}
-    return Posterior(target, draws, {"method": "adam", "gradients": steps, "seconds": time.monotonic() - started})
+        if step % 20 == 0:
+            now = found(step)
+            loss = -float(now.log_predictive(held_out).mean())
+            if loss < best:
+                best, early = loss, now
+    last = found(sizes.adam_steps)
+    return last, early or last
 
 
 def _mlp(inputs: int, hidden: int, outputs: int) -> nn.Module:
     return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
 
 
-def _tensors(x: Any, y: Any) -> tuple[Tensor, Tensor]:
+def _tensors(x: Any, y: Any) -> Examples:
     target = torch.as_tensor(y)
     return torch.as_tensor(x, dtype=torch.float32), target.float() if target.is_floating_point() else target
+
+
+def _counts(train: Examples, held_out: Examples, test: Examples) -> dict[str, int]:
+    return {"train": len(train[0]), "held_out": len(held_out[0]), "test": len(test[0])}
 
 
 def _mean(values: Tensor) -> tuple[float, float]:

@@ -442,7 +442,8 @@ class TrainedRun:
         stored = "" if more.get("store") is None else f"; nothing was written to {more['store']}"
         warn_caller(choice.reason + stored)
         found = start_posterior(self.target, self.starts)
-        info = {**found.info, "chains": len(self.starts), "draws": 1, "complete": True, **self._about(choice)}
+        spent = {"gradients": 0, "seconds": choice.seconds}
+        info = {**found.info, **spent, "chains": len(self.starts), "draws": 1, "complete": True, **self._about(choice)}
         return Posterior(self.target, found.draws, info, as_tensors(self.data), found.buffers, list(self.starts))
 
     def _about(self, choice: Choice) -> dict[str, Any]:
