@@ -60,7 +60,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/.created
 $(PEERS)/.installed: pyproject.toml constraints.txt | $(VENV)/.created
 	$(VENV)/bin/python -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[tables]' blackjax posteriors \
-		xgboost lightgbm ngboost sklearn-contrib-bde
+		xgboost lightgbm ngboost sklearn-contrib-bde ivon-opt
 	@touch $@
 
 $(VENV)/.created:

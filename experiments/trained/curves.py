@@ -3,17 +3,18 @@
     python -m experiments.trained.curves --pairs cifar10k-vgg --device cuda --data-root DIR --out results/trained/tune
 
 One run of each setting from the same trained start. ``curves.json`` gets a row for each: NLL of the average over the
-first 1, 2, 4, 8, ... draws over that of the start, on held-out and on test examples. A row of the same setting is
-replaced.
+first 1, 2, 4, 8, ... draws over that of the start, on held-out and on test examples, and the same with the start among
+the draws, with the weight that suits the held-out examples best. A row of the same setting is replaced.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from experiments.trained import runs
 from experiments.trained.__main__ import chosen
 from experiments.trained.training import start
 from isosgd import DivergedError
+from isosgd.sampling.ladder import best_share, pooled
 
 COUNTS = (1, 2, 4, 8, 12, 20, 30, 45, 60)
 PARTS = ("held_out", "test")
@@ -47,9 +49,18 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def curve(each: Tensor, before: float) -> list[float]:
-    """NLL of the average over the first draws, from that of each ``[draws, n]``, over the start's."""
-    return [round(runs.averaged(each[:count]) / before, 4) for count in COUNTS if count <= len(each)]
+def curves(each: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    """NLL of the average over the first draws over the start's, from that of each draw and example, by part."""
+    found: dict[str, list[float]] = {}
+    for count in (count for count in COUNTS if count <= len(each["test"])):
+        after = {part: (-each[part][:count]).logsumexp(0) - math.log(count) for part in PARTS}
+        share = best_share(-before["held_out"], after["held_out"])
+        for part in PARTS:
+            both = pooled(-before[part], after[part], share)
+            for name, likely in ((part, after[part]), (f"{part}_with_start", both)):
+                found.setdefault(name, []).append(round(float(-likely.mean() / before[part].mean()), 4))
+        found.setdefault("share", []).append(share)
+    return found
 
 
 def body(args: argparse.Namespace) -> None:
@@ -62,7 +73,7 @@ def body(args: argparse.Namespace) -> None:
         sets = pair.read(args.data_root, 0).to(device)
         begun = start(pair, sets, 0, args.starts)
         alone = runs.together(pair, sets, [begun])
-        before = {part: runs.averaged(runs.negative_log_likelihoods(alone, sets, part)) for part in PARTS}
+        before = {part: runs.negative_log_likelihoods(alone, sets, part)[0] for part in PARTS}
         for prior, temperature in itertools.product(args.priors, args.temperatures):
             settings = {
                 "prior": prior, "temperature": temperature, "warmup": args.warmup, "draws": COUNTS[-1],
@@ -75,7 +86,7 @@ def body(args: argparse.Namespace) -> None:
                 row["diverged"] = str(error)
             else:
                 row["seconds"] = round(time.monotonic() - began, 1)
-                row |= {part: curve(runs.negative_log_likelihoods(found, sets, part), before[part]) for part in PARTS}
+                row |= curves({part: runs.negative_log_likelihoods(found, sets, part) for part in PARTS}, before)
             rows = [other for other in rows if any(other[key] != row[key] for key in KEYS)] + [row]
             print(rows[-1], flush=True)
             write_json({"draws": COUNTS, "command": args.line, **runs.about(device), "rows": rows}, path)

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import isosgd
 from experiments.trained.pairs import Pair, Sets
-from experiments.trained.training import SCALE, Start, start
+from experiments.trained.training import SCALE, Start, start, trained_by_ivon
 from isosgd import DivergedError, Posterior, Target, priors
 from isosgd.metrics import accuracy, auroc, brier, ece, predictive_entropy, rmse
 from isosgd.posterior.comparison import ensemble_curve, worth
@@ -27,7 +27,8 @@ EPOCHS, LEAST, WARMUP, DRAWS = 10, 1500, 0.4, 30  # of a run at a given temperat
 SNAPSHOTS = 20  # of SWAG
 MASKS = 30  # of MC-dropout
 DROPOUT = 0.1  # of the network that is trained for MC-dropout where the pair's own has none
-RIVALS = ("swag", "mcdropout", "last_layer", "ensemble")
+RIVALS = ("swag", "mcdropout", "last_layer", "ivon", "ensemble")
+RATES = (0.03, 0.1, 0.3)  # of IVON, of which held-out examples choose
 PRIORS = ("default", "fan-in", "normal", "empirical", "weight-decay")
 
 
@@ -209,6 +210,12 @@ def mc_dropout(pair: Pair, sets: Sets, begun: Start, seed: int, folder: Path) ->
     )  # fmt: skip
 
 
+def ivon(pair: Pair, sets: Sets, seed: int) -> Posterior:
+    """IVON in the place of the pair's optimizer, from scratch; of three rates the one that held-out examples prefer."""
+    found = [together(pair, sets, trained_by_ivon(pair, sets, seed, rate, DRAWS)) for rate in RATES]
+    return min(found, key=lambda p: averaged(negative_log_likelihoods(p, sets, "held_out")))
+
+
 def measured(pair: Pair, sets: Sets, before: Mapping[str, float], draw: Callable[[], Posterior]) -> dict[str, Any]:
     """Scores of what a method draws, its ratio to the start, seconds, warnings and how it came about."""
     began, found = time.monotonic(), dict[str, Any]()
@@ -245,6 +252,7 @@ def run(
         "swag": lambda: swag(pair, sets, first, seed),
         "mcdropout": lambda: mc_dropout(pair, sets, first, seed, folder),
         "last_layer": lambda: sampled(pair, sets, [first], settings, seed, "last_layer"),
+        "ivon": lambda: ivon(pair, sets, seed),
     }
     found["rivals"] = {name: measured(pair, sets, before, others[name]) for name in rivals if name in others}
     if "ensemble" in rivals:

@@ -62,18 +62,49 @@ def _plain(pair: Pair, model: nn.Module, sets: Sets, seed: int) -> dict[str, Ten
         for index in torch.randperm(len(x), generator=generator, device=x.device).split(n):
             batch = x[index], y[index]
             inputs, targets = batch if sets.transform is None else sets.transform(batch, generator)
-            output = model(inputs)
-            if pair.likelihood == "gaussian":
-                variance = (2 * log_scale).exp().expand_as(targets)
-                loss = gaussian_nll_loss(output.squeeze(-1), targets, variance)
-            else:
-                loss = cross_entropy(output, targets)
+            loss = _loss(pair, model(inputs), targets, log_scale)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             if cycle is not None:
                 cycle.step()
     return {SCALE: log_scale.detach().exp()} if pair.likelihood == "gaussian" else {}
+
+
+def trained_by_ivon(pair: Pair, sets: Sets, seed: int, rate: float, draws: int) -> list[Start]:
+    """Networks drawn from what IVON has learned (``pip install ivon-opt``), with the pair's epochs and weight decay."""
+    from ivon import IVON  # of the peers' environment
+
+    (x, y), n = sets.train, pair.batch
+    torch.manual_seed(seed)
+    model = pair.model(0.0).to(x.device).train()
+    log_scale = nn.Parameter(torch.zeros((), device=x.device))
+    extra = [log_scale] if pair.likelihood == "gaussian" else []
+    optimizer = IVON([*model.parameters(), *extra], lr=rate, ess=len(x), hess_init=0.5, weight_decay=pair.weight_decay)
+    steps = pair.epochs * -(-len(x) // n)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    generator, began = torch.Generator(x.device).manual_seed(seed), time.monotonic()
+    for _ in range(pair.epochs):
+        for index in torch.randperm(len(x), generator=generator, device=x.device).split(n):
+            batch = x[index], y[index]
+            inputs, targets = batch if sets.transform is None else sets.transform(batch, generator)
+            with optimizer.sampled_params(train=True):
+                optimizer.zero_grad()
+                _loss(pair, model(inputs), targets, log_scale).backward()
+            optimizer.step()
+            cosine.step()
+    found = []
+    for _ in range(draws):
+        with optimizer.sampled_params():
+            state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+            found.append(Start(state | ({SCALE: log_scale.detach().exp()} if extra else {}), time.monotonic() - began))
+    return found
+
+
+def _loss(pair: Pair, output: Tensor, targets: Tensor, log_scale: Tensor) -> Tensor:
+    if pair.likelihood == "gaussian":
+        return gaussian_nll_loss(output.squeeze(-1), targets, (2 * log_scale).exp().expand_as(targets))
+    return cross_entropy(output, targets)
 
 
 def _fast(pair: Pair, model: nn.Module, sets: Sets, seed: int) -> dict[str, Tensor]:

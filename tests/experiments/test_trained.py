@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from experiments.trained import __main__ as command
-from experiments.trained import runs, tune
+from experiments.trained import curves, runs, tune
 from experiments.trained.networks import Transformer, cnn, small_vgg
 from experiments.trained.pairs import LISTS, Pair, Sets, adam, adamw, dense, robot_arm, rows, scikit, sgd, table
 from experiments.trained.training import SCALE, start, train
@@ -164,3 +164,22 @@ def test_mistakes_are_one_line(argv, words, capsys, tmp_path):
 def test_worth_in_networks():
     assert runs.worth(0.09, [0.1, 0.08]) == pytest.approx(4 / 3)
     assert runs.worth(0.11, [0.1, 0.08]) == 0.0
+
+
+def test_curves_have_the_start_among_the_draws():
+    """Draws that are right where the start is wrong, and the other way round, are best with it."""
+    sure, wrong = -math.log(0.9), -math.log(0.1)
+    before = {part: torch.tensor([sure, wrong] * 200, dtype=torch.float64) for part in curves.PARTS}
+    each = {part: torch.tensor([wrong, sure] * 200, dtype=torch.float64).expand(4, -1) for part in curves.PARTS}
+    found = curves.curves(each, before)
+    assert found["test"] == [1.0] * 3 and len(found["share"]) == 3  # of 1, 2 and 4 draws
+    assert found["test_with_start"][-1] == pytest.approx(math.log(2) / ((sure + wrong) / 2), abs=1e-3)
+
+
+def test_ivon_is_a_rival_where_it_is_installed(monkeypatch):
+    pytest.importorskip("ivon", reason="ivon-opt belongs to the peers' environment")
+    monkeypatch.setattr(runs, "DRAWS", 3)
+    posterior = runs.ivon(LINE, LINE.read(None, 0).limited(200), 0)
+    assert posterior.num_chains == 3 and math.isfinite(
+        runs.averaged(-posterior.log_likelihood(robot_arm(None, 0).test)[:, 0])
+    )
