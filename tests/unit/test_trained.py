@@ -102,9 +102,13 @@ def test_the_start_has_its_share_of_predictions_and_none_of_the_diagnostics() ->
         assert both.summary(new).as_dict() == alone.summary(new).as_dict()
         assert both.trust(held_out=new).readings == alone.trust(held_out=new).readings
     most = alone.with_starts(0.8)
-    assert most.info["from_start"] == 12 and most.num_draws == 15  # three of twelve draws, evenly
-    part = most.select(draws=slice(10, None))
-    assert part.info["from_start"] == 2 and part.num_draws == 5
+    assert most.info["from_start"] == 24 and most.num_draws == 30  # every second of twelve draws
+    part = most.select(draws=slice(22, None))
+    assert part.info["from_start"] == 2 and part.num_draws == part.info["draws"] == 8
+    again = alone.with_starts(0.8).with_starts(0.5)
+    assert again.info["from_start"] == 6 and again.num_draws == 12  # of the draws that were left
+    with pytest.raises(ValueError, match="3 starts for 2 chains"):
+        alone.with_starts(0.5, [*models, models[0]])
     for share in (0.0, 1.0, -1.0, 1.5):
         with pytest.raises(ValueError, match="share"):
             alone.with_starts(share)
@@ -181,6 +185,40 @@ def test_where_nothing_helps_the_draws_are_the_starts() -> None:
         posterior.trust()
 
 
+def test_a_network_that_is_sure_and_right_comes_back() -> None:
+    """Its NLL is exactly zero, so that nothing can be measured by it."""
+    model, (x, _) = nn.Linear(4, 2), HELD
+    with torch.no_grad():
+        model.weight.copy_(1e4 * torch.tensor([[-1.0], [1.0]]).expand(2, 4))
+        model.bias.zero_()
+    y = (x.sum(1) > 0).long()
+    with pytest.warns(SamplingWarning, match="the draws are the starts"):
+        found = sample(target_of(model), (x[:100], y[:100]), starts=[model], held_out=(x[100:], y[100:]), **SHORT)
+    assert found.info["gradients"] > 0 and found.info["temperature_choice"]["start_nll"] == 0
+
+
+def test_a_regression_has_the_noise_of_its_draws_beside_them() -> None:
+    """Four held-out rows know little of the noise: a network without a scale of its own takes that of the draws."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(304, 2, generator=generator)
+    y = x @ torch.tensor([[1.0], [-1.0]]) + 0.3 * torch.randn(304, 1, generator=generator)
+    model = nn.Linear(2, 1)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[0.5, -1.5]]))  # far off, so that draws are better on any four rows
+        model.bias.zero_()
+    target = Target.from_module(model, "gaussian", priors.Normal(1.0))
+    held = (x[300:], y[300:])
+    found = sample(target, (x[:300], y[:300]), starts=[model], held_out=held, **{**SHORT, "draws": 20})
+    first = found.info["from_start"]
+    scales = found.draws["likelihood.scale"][0]
+    assert first > 0 and float(scales[:first].std()) < 1e-6
+    assert float(scales[0]) == pytest.approx(float(scales[first:].log().mean().exp()), rel=0.05)
+    assert found.info["temperature_choice"]["judged"]["share"] == pytest.approx(first / found.num_draws, abs=0.05)
+    with pytest.warns(SamplingWarning, match="the draws are the starts"):
+        one = sample(target, (x[:300], y[:300]), starts=[model], held_out=(x[300:301], y[300:301]), **SHORT)
+    assert one.info["temperature_choice"]["judged"]["error"] == float("inf")  # one row judges nothing
+
+
 def test_rungs_that_diverge_are_left_out() -> None:
     model = trained()
     steep = copy.deepcopy(model)
@@ -236,7 +274,7 @@ def test_a_regression_of_few_rows_is_sampled_by_hmc_at_its_own_temperature() -> 
     )  # fmt: skip
     choice = posterior.info["temperature_choice"]
     assert posterior.info["method"] == "hmc" and posterior.info["temperature"] == 1
-    assert choice["held_out"] == 200 and len(choice["rungs"]) == 1 and choice["rungs"][0]["difference"] < 0
+    assert choice["held_out"] == 200 and choice["judged"]["difference"] < 0
     found = posterior.against_start(x[260:], y[260:])
     assert found.difference + 2 * found.standard_error < 0
 

@@ -33,6 +33,7 @@ from isosgd.target.batches import (
     inputs_of,
     label_name,
     labels_of,
+    tensors_of,
     tree_map,
     with_labels,
     with_tensors,
@@ -187,16 +188,16 @@ class Posterior:
         info = {
             key: [value[k] for k in kept] if key in by_chain and len(value) == self.num_chains else value
             for key, value in self.info.items()
-        } | {"chains": len(kept), **_counted(self.info, which)}
+        } | {"chains": len(kept), "draws": len(which), **_counted(self.info, which)}
         part = self._stack.select(kept, which)
         return Posterior(self.target, part.draws, info, self.data, part.buffers, self.starts)
 
     def with_starts(self, share: float, starts: Any = None) -> Posterior:
         """The draws beside the trained networks that chains began with, which have this ``share`` of all predictions.
 
-        The networks stand at the head of each chain, as often as their share takes. With more than half of it, some
-        draws are left out, evenly, so that there are no more than twice as many in all. `summary` and `trust` judge the
-        chains alone.
+        The networks stand at the head of each chain, as often as their share takes (``info["from_start"]``), to the
+        nearest whole number. With more than half of it, half of the draws may be left out, evenly, to save time in
+        predictions. `summary` and `trust` judge the chains alone.
 
         Args:
             share: of the networks in every average, between 0 and 1.
@@ -212,13 +213,17 @@ class Posterior:
             (8, 2)
         """
         share = between_0_and_1("share", share)
+        if self.info.get("from_start"):
+            return self._own().with_starts(share, starts)
         states = self._states(starts)
-        count = self.num_draws if share <= 0.5 else max(1, round(self.num_draws * (1 - share) / share))
-        copies = max(1, round(count * share / (1 - share)))
+        if len(states) > self.num_chains:
+            raise ValueError(f"{len(states)} starts for {self.num_chains} chains: each chain has one at its head")
+        count = math.ceil(self.num_draws * min(1.0, max(0.5, (1 - share) / share)))
+        copies = round(count * share / (1 - share))
         which = np.linspace(0, self.num_draws - 1, count).round().astype(int).tolist()
         part = self._stack.select(list(range(self.num_chains)), which)
         own = [k % len(states) for k in self.info.get("chain_indices") or range(self.num_chains)]
-        heads = self._began(states)
+        heads = self.start_draws(states)
         draws, buffers = (
             {
                 name: torch.cat([head[name][own].to(x).expand(-1, copies, *x.shape[2:]), x], 1)
@@ -226,12 +231,14 @@ class Posterior:
             }
             for head, rest in ((heads.draws, part.draws), (heads.buffers, part.buffers))
         )
-        info = {**self.info, "draws": copies + count, **_counted(self.info, which), "from_start": copies}
+        info = {**self.info, **_counted(self.info, which), "draws": copies + count, "from_start": copies}
         return Posterior(self.target, draws, info, self.data, buffers, states)
 
     def _own(self) -> Posterior:
         """What chains drew, without the networks that they began with."""
-        return self.select(draws=slice(self.info.get("from_start", 0), None))
+        found = self.select(draws=slice(self.info["from_start"], None))
+        del found.info["from_start"]
+        return found
 
     def _states(self, starts: Any) -> Sequence[State]:
         """Trained networks as given, or those that chains began with."""
@@ -240,9 +247,13 @@ class Posterior:
             raise ValueError("the networks that chains began with are not at hand: pass them, starts=[model]")
         return states
 
-    def _began(self, states: Sequence[State]) -> Posterior:
-        """Trained networks as draws. A noise scale that they lack is the one that chains found."""
-        target = self.view.target
+    def start_draws(self, starts: Any = None) -> Posterior:
+        """Trained networks as draws, one for each chain. A noise scale that they lack is the one that chains found.
+
+        Args:
+            starts: trained networks or their state_dicts; those of ``sample(starts=...)`` by default.
+        """
+        target, states = self.view.target, self._states(starts)
         free = target.unconstrain(self.draw(0, 0))
         scales = {name: self.draws[name].double().log().mean((0, 1)).exp() for name in target.extras(free)}
         params, buffers = stacked(states, target, scales)
@@ -322,15 +333,17 @@ class Posterior:
                 "levels: class labels have no quantiles; for those of a probability give function=, such as "
                 "lambda model, params, x: model(x).softmax(1)"
             )
-        parts: list[Any] = list(batches_of(x, batch_size))
         head = None if function is not None else self._head(x, place)
         if head is not None:
-            assert view.network is not None
             call, first = Mapped(head[1].predict), moved(self.draw(0, 0), place)
-            parts = [head[0].features(view.network.as_inputs(moved(part, place)), first) for part in parts]
-        averages = [Average(classes, keep=return_draws or bool(levels)) for _ in parts]
-        for block in self._stack.blocks(parts[0], device=place):  # a draw may be larger than all of the inputs
-            for part, average in zip(parts, averages, strict=True):
+        done = []
+        for parts in self._groups(x, batch_size, bounded=bool(levels)):
+            if head is not None:
+                assert view.network is not None
+                parts = [head[0].features(view.network.as_inputs(moved(part, place)), first) for part in parts]
+            averages = [Average(classes, keep=return_draws or bool(levels)) for _ in parts]
+            blocks = self._stack.blocks(parts[0], device=place)
+            for block, part, average in ((b, *each) for b in blocks for each in zip(parts, averages, strict=True)):
                 part = moved(part, place)
                 found = call(block, part)
                 if isinstance(found, dict) and "mean" not in found:
@@ -342,8 +355,20 @@ class Posterior:
                         f"inputs gave shape {list(values.shape[1:])}; leave batch_size out"
                     )
                 average.add(values, variances)
-        home = device_of(x)
-        return join([a.prediction(self.num_chains, levels, df, return_draws).to(home) for a in averages])
+            done += [a.prediction(self.num_chains, levels, df, return_draws).to(device_of(x)) for a in averages]
+        return join(done)
+
+    def _groups(self, x: Any, batch_size: int | None, bounded: bool = False) -> Iterator[list[Any]]:
+        """Batches that are gone through together for each draw: all, where a draw is larger, so that it is read once.
+
+        Otherwise, and where memory must be ``bounded`` by one batch, one after the other.
+        """
+        parts = batches_of(x, batch_size)
+        size = sum(math.prod(shape) for shape in self.shapes.values())
+        if batch_size is None or bounded or size < sum(t.numel() for t in tensors_of(x)):
+            yield from ([part] for part in parts)
+        else:
+            yield list(parts)
 
     @torch.no_grad()
     def log_likelihood(self, batch: Any, *, batch_size: int | None = None, device: Device = None) -> Tensor:
@@ -355,8 +380,8 @@ class Posterior:
             device: where to compute, as for `predict`.
         """
         batch = with_tensors(batch, self.view.target.dtype)
-        blocks = [values.to(device_of(batch)) for values in self._likely(batch, batch_size, device)]
-        return by_chain(torch.cat(blocks), self.num_chains)
+        home, likely = device_of(batch), self._likely(batch, batch_size, device)
+        return by_chain(torch.cat([torch.cat([x.to(home) for x in every]) for every in likely], 1), self.num_chains)
 
     @torch.no_grad()
     def log_predictive(self, batch: Any, *, batch_size: int | None = None, device: Device = None) -> Tensor:
@@ -367,12 +392,15 @@ class Posterior:
             batch_size: examples worked on at once; all of them by default.
             device: where to compute, as for `predict`.
         """
-        batch, total = with_tensors(batch, self.view.target.dtype), None
-        for values in self._likely(batch, batch_size, device):
-            block = values.double().logsumexp(0)
-            total = block if total is None else torch.logaddexp(total, block)
-        assert total is not None
-        return (total - math.log(len(self))).to(device_of(batch), values.dtype)
+        batch, parts = with_tensors(batch, self.view.target.dtype), []
+        for every in self._likely(batch, batch_size, device):
+            total = None
+            for values in every:
+                block = values.double().logsumexp(0)
+                total = block if total is None else torch.logaddexp(total, block)
+            assert total is not None
+            parts.append((total - math.log(len(self))).to(device_of(batch), values.dtype))
+        return torch.cat(parts)
 
     @torch.no_grad()
     def simulate(self, x: Any, *, seed: int = 0, batch_size: int | None = None, device: Device = None) -> Tensor:
@@ -414,16 +442,19 @@ class Posterior:
             parts.append(torch.stack(drawn).to(device_of(x)))
         return by_chain(torch.cat(parts, 1), self.num_chains)
 
-    def _likely(self, batch: Any, batch_size: int | None, device: Device) -> Iterator[Tensor]:
-        """Log likelihoods of all examples at some draws at a time, ``[draws, n]``."""
+    def _likely(self, batch: Any, batch_size: int | None, device: Device) -> Iterator[Iterator[Tensor]]:
+        """For some examples at a time, their log likelihoods at some draws at a time, ``[draws, n]``."""
         view, place = self.view, self._place(device, batch)
         head = None if view.network is None else self._head(view.target.inputs_of(batch), place)
-        call, parts = Mapped((view if head is None else head[1]).log_likelihood), list(batches_of(batch, batch_size))
-        if head is not None:
-            first = moved(self.draw(0, 0), place)
-            parts = [head[0].batch(moved(part, place), first) for part in parts]
-        for block in self._stack.blocks(parts[0], device=place):
-            yield torch.cat([_tensor(call(block, moved(part, place))) for part in parts], 1)
+        call = Mapped((view if head is None else head[1]).log_likelihood)
+        for parts in self._groups(batch, batch_size):
+            if head is not None:
+                parts = [head[0].batch(moved(part, place), moved(self.draw(0, 0), place)) for part in parts]
+
+            def at(block: Params, parts: list[Any] = parts) -> Tensor:
+                return torch.cat([_tensor(call(block, moved(part, place))) for part in parts], 1)
+
+            yield (at(block) for block in self._stack.blocks(parts[0], device=place))
 
     @torch.no_grad()
     def refreshed(self, batches: Any, *, device: Device = None) -> Posterior:
@@ -501,7 +532,7 @@ class Posterior:
         """
         self._check_sets()
         view = self.view
-        began = self._began(self._states(starts))
+        began = self.start_draws(starts)
         labels = None if view.network is None else view.network.labels
         if y is None:
             if not isinstance(x, Mapping):
@@ -596,7 +627,9 @@ class Posterior:
         """
         self._check_sets()
         if self.info.get("from_start"):
-            verdict = self._own().trust(
+            own = self._own()
+            own.starts = None  # it is with them that the average is compared, below
+            verdict = own.trust(
                 data, temperature=temperature, inputs=inputs, held_out=held_out, rows=rows, rhat=rhat, ess=ess,
                 examples=examples, seed=seed, device=device,
             )  # fmt: skip
@@ -655,6 +688,8 @@ class Posterior:
             arviz = importlib.import_module("arviz_base")
         except ImportError as error:
             raise ImportError('to_arviz needs arviz-base: pip install "isosgd[arviz]"') from error
+        if self.info.get("from_start"):
+            return self._own().to_arviz(data, parameters=parameters, seed=seed)
         names = list(self.shapes) if parameters is None else self._chosen(parameters)
         size = self.num_chains, self.num_draws
         stats: dict[str, Any] = {"temperature": np.full(size, float(self.info.get("temperature", 1.0)))}

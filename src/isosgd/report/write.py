@@ -80,7 +80,8 @@ def report_html(
     if rows is not None and posterior.target is not None:
         log_likelihood = posterior.log_likelihood(rows).double().cpu()
         traces = log_likelihood if found is None else found.traces.cpu()
-        followed = chains.agreement(traces.numpy(), log_likelihood.mean(-1).numpy())
+        own = slice(posterior.info.get("from_start", 0), None)  # without the networks that chains began with
+        followed = chains.agreement(traces[:, own].numpy(), log_likelihood[:, own].mean(-1).numpy())
     info = posterior.info
     about_rows = (
         f"{len(rows[-1]):,} rows that the sampler never saw."
@@ -169,7 +170,10 @@ def _lead(posterior: Posterior, subject: Subject) -> str:
     named = likelihood.get("name") if isinstance(likelihood, Mapping) else None
     what = subject.network or (target.get("model") if isinstance(target.get("model"), str) else None) or "a model"
     chains = "chain" if posterior.num_chains == 1 else "chains"
-    words = [f"{len(posterior):,} draws from {posterior.num_chains:,} {chains} of the posterior of {what}"]
+    count, first = len(posterior), posterior.num_chains * info.get("from_start", 0)
+    words = [f"{count - first:,} draws from {posterior.num_chains:,} {chains} of the posterior of {what}"]
+    if first:
+        words.append(f" beside its trained network, which has a weight of {first / count:.2g},")
     words.append(f" with {size:,} parameters" + (f" and a {named} likelihood" if named and not subject.network else ""))
     if info.get("num_data"):
         words.append(f", given {info['num_data']:,} rows")

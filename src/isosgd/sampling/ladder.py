@@ -36,7 +36,7 @@ CLOSE = 5.0  # times a temperature: nothing is tried in between
 WORSE = 0.1  # of the start's NLL, by which draws alone must be worse for hotter ones not to be tried
 HARM = 0.25  # likewise, of the one temperature of large networks, for a colder one to be taken
 FEW = 2  # examples that may look better by chance, as those do of which a network was sure and wrong
-SHARES = 20  # weights of the starts that are tried
+SHARES = tuple(k / 20 for k in range(1, 19))  # weights of the starts that are tried; more would leave draws no say
 BOTH = 2.0  # examples that speak for the starts, and as many for the draws, beside those that are held out
 SCORED = 1_000  # examples that are predicted at once
 SCALES = 33  # of the noise, tried at once
@@ -73,13 +73,13 @@ def best_share(before: Tensor, after: Tensor) -> float:
         >>> round(best_share(first, second), 2)
         0.5
         >>> best_share(right.expand(1000), wrong.expand(1000)), best_share(right, wrong)
-        (0.95, 0.6)
+        (0.9, 0.6)
     """
-    shares = [k / SHARES for k in range(1, SHARES)]
-    totals = [
-        float(pooled(before, after, share).sum()) + BOTH * (math.log(share) + math.log1p(-share)) for share in shares
-    ]
-    return shares[max(range(len(shares)), key=totals.__getitem__)]
+
+    def total(share: float) -> float:
+        return float(pooled(before, after, share).sum()) + BOTH * (math.log(share) + math.log1p(-share))
+
+    return max(SHARES, key=total)
 
 
 @dataclass(frozen=True)
@@ -105,17 +105,21 @@ class Rung:
     alone: float
 
     @classmethod
-    def of(cls, temperature: float, before: Tensor, after: Tensor, apart: bool = False) -> Rung:
+    def of(
+        cls, temperature: float, before: Tensor, after: Tensor, apart: bool = False, beside: Tensor | None = None
+    ) -> Rung:
         """From log densities of examples under the starts and under the draws.
 
-        With ``apart`` each half of the examples is judged by the weight that the other half chooses: what suits the
+        ``beside`` are those of the starts as they stand among the draws, where that is not as they stand alone. With
+        ``apart`` each half of the examples is judged by the weight that the other half chooses: what suits the
         examples best looks better on them than it is.
         """
-        share = best_share(before, after)
-        together = pooled(before, after, share)
+        beside = before if beside is None else beside
+        share = best_share(beside, after)
+        together = pooled(beside, after, share)
         for half in (slice(0, None, 2), slice(1, None, 2)) if apart and len(before) > 1 else ():
             other = slice(1 - (half.start or 0), None, 2)
-            together[half] = pooled(before[half], after[half], best_share(before[other], after[other]))
+            together[half] = pooled(beside[half], after[half], best_share(beside[other], after[other]))
         change = before - together
         error = float(change.std() / math.sqrt(len(change))) if len(change) > 1 else math.inf
         rest = float(change.sort().values[FEW:].mean()) if len(change) > FEW else math.inf
@@ -123,12 +127,16 @@ class Rung:
 
     def better(self, sure: float, without_few: bool) -> bool:
         """Than the starts, by so many standard errors; where ``without_few``, not by what `FEW` examples gain alone."""
-        return self.difference + sure * self.error < 0 and not (without_few and self.rest >= 0)
+        sure_enough = math.isfinite(self.error) and self.difference + sure * self.error < 0
+        return sure_enough and not (without_few and self.rest >= 0)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How a temperature was chosen; ``temperature`` is 0 where none helps, so that the draws are the starts."""
+    """How a temperature was chosen; ``temperature`` is 0 where none helps, so that the draws are the starts.
+
+    ``judged`` is what held-out examples say of the run, as ``rungs`` are of the trials before it.
+    """
 
     temperature: float
     reason: str
@@ -137,6 +145,7 @@ class Choice:
     rungs: tuple[Rung, ...] = field(default=())
     diverged: tuple[float, ...] = field(default=())
     seconds: float = 0.0
+    judged: Rung | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -233,7 +242,7 @@ class Ladder:
                 "takes them"
             ) from error
         self.unit = abs(float(self.before.mean())) if has_classes(target) else 1.0  # a density has no zero of its NLL
-        self.found: dict[float, tuple[Rung, Tensor]] = {}
+        self.found: dict[float, Rung] = {}
         self.places: dict[float, Place] = {}
         self.drawn: dict[float, Posterior] = {}
         self.diverged: list[float] = []
@@ -243,34 +252,35 @@ class Ladder:
         place = Place(self.starts)
         for temperature in temperatures:
             rung = self._try(temperature, place)
-            if rung is None or self._harm(rung) > WORSE:
+            if rung is None or self._harm(rung) > WORSE * self.unit:
                 break
             place = self.places[temperature]
         if not self.found or self._best.temperature == temperatures[0]:
             self._try(temperatures[0] / COLDER, Place(self.starts))
         if len(self.found) > 1:
             self._refine()
-        return self._choice()
+        return self._choice(self._best if self.found else None)
 
     def descend(self, temperature: float) -> Choice:
         """Take a temperature, or a tenth of it, or a hundredth: the first at which draws alone are not much worse."""
+        last = None
         for _ in range(DESCENTS):
             rung = self._try(temperature, Place(self.starts))
-            if rung is not None and self._harm(rung) <= HARM:
+            last = rung or last
+            if rung is not None and self._harm(rung) <= HARM * self.unit:
                 break
             temperature /= COLDER
-        return self._choice()
+        return self._choice(last)
 
     def _harm(self, rung: Rung) -> float:
-        """By how much draws alone are worse than the starts, or than the best draws, over the start's NLL."""
-        least = min(-float(self.before.mean()), *(found.alone for found, _ in self.found.values()))
-        return (rung.alone - least) / self.unit
+        """By how much draws alone are worse than the starts, or than the best draws."""
+        return rung.alone - min(-float(self.before.mean()), *(found.alone for found in self.found.values()))
 
     def _refine(self) -> None:
         """Try a temperature between the best one and the better of its neighbours, unless they are close."""
         order = sorted(self.found)
         i = order.index(self._best.temperature)
-        beside = min(order[max(0, i - 1) : i] + order[i + 1 : i + 2], key=lambda t: self.found[t][0].nll)
+        beside = min(order[max(0, i - 1) : i] + order[i + 1 : i + 2], key=lambda t: self.found[t].nll)
         if max(beside, order[i]) < CLOSE * min(beside, order[i]):
             return
         between = math.sqrt(beside * order[i])
@@ -279,7 +289,7 @@ class Ladder:
 
     @property
     def _best(self) -> Rung:
-        return min((rung for rung, _ in self.found.values()), key=lambda rung: rung.nll)
+        return min(self.found.values(), key=lambda rung: rung.nll)
 
     def _late(self) -> bool:
         return time.monotonic() > self.deadline
@@ -299,25 +309,24 @@ class Ladder:
             LOGGER.info("temperature %g diverged and is left out", temperature)
             return None
         rung = Rung.of(temperature, self.before, after)
-        self.found[temperature], self.places[temperature], self.drawn[temperature] = (rung, after), end, posterior
+        self.found[temperature], self.places[temperature], self.drawn[temperature] = rung, end, posterior
         LOGGER.info(
             "temperature %g: held-out NLL %.4g, with the start %.4g, start %.4g",
             temperature, rung.alone, rung.nll, float(-self.before.mean()),
         )  # fmt: skip
         return rung
 
-    def _choice(self) -> Choice:
+    def _choice(self, best: Rung | None) -> Choice:
         known: dict[str, Any] = {
             "start_nll": float(-self.before.mean()),
             "held_out": len(self.before),
-            "rungs": tuple(self.found[t][0] for t in sorted(self.found)),
+            "rungs": tuple(self.found[t] for t in sorted(self.found)),
             "diverged": tuple(sorted(self.diverged)),
             "seconds": time.monotonic() - self.began,
         }
-        if not self.found:
+        if best is None:
             tried = sorted(self.diverged)
             return Choice(0.0, f"every temperature of {tried} diverged: the draws are the starts", **known)
-        best = self._best
         if best.difference >= 0:
             reason = (
                 f"at no temperature do draws help to predict {len(self.before)} held-out examples (the best, T = "

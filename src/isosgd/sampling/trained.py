@@ -31,6 +31,7 @@ from isosgd.posterior.comparison import as_states
 from isosgd.progress import LOGGER
 from isosgd.sampling.ladder import (
     COLDER,
+    FEW,
     SCORED,
     Choice,
     Ladder,
@@ -296,7 +297,8 @@ class TrainedRun:
                 "the network takes them"
             )
         self.data, self.held_out = set_aside(held_out, data, target, given["seed"])
-        self.starts = list(starts)
+        self.starts = self.given = list(starts)
+        self.spent = {"gradients": 0, "seconds": 0.0}  # of trials and runs
         scored = self.held_out or (None if given["transform"] is not None else _some(self.data, target))
         if scored is not None:
             self.starts = with_noise_scales(target, starts, scored, self.device)
@@ -334,7 +336,7 @@ class TrainedRun:
         def run(temperature: float, place: Place) -> tuple[Posterior, Place]:
             ends: dict[int, Any] = {}
             lengths = self.lengths.rung_settings(self.hmc, bool(place.measured))
-            found = draw(
+            found = self._counted(draw)(
                 self.target, self.data, init=self._init(place.states), chains=chains, temperature=temperature,
                 trained=True, progress=False, deadline=end, begin=place.measured,
                 ends=ends if self.continues else None, **lengths, **self.settings,
@@ -345,7 +347,8 @@ class TrainedRun:
         coldest, hottest = self.temperatures[0], self.temperatures[-1]
         LOGGER.info("trying temperatures from %g to %g on held-out examples", coldest, hottest)
         late = math.inf if end is None else end
-        ladder = Ladder(run, self.target, self.starts, self.held_out, late, self.device)
+        heads = [self.starts[k % len(self.starts)] for k in range(chains)]  # as often as there are chains of each
+        ladder = Ladder(run, self.target, heads, self.held_out, late, self.device)
         self.before = ladder.before
         if coldest < hottest or self.descends:
             choice = ladder.descend(coldest) if self.descends else ladder.climb(self.temperatures)
@@ -355,6 +358,17 @@ class TrainedRun:
         reason = f"T = {coldest:g}, the only one to try"
         return Choice(coldest, reason, float(-self.before.mean()), len(self.before))
 
+    def _counted(self, draw: Run) -> Run:
+        """The same, but for the record of what is spent."""
+
+        def counted(*args: Any, **settings: Any) -> Posterior:
+            found = draw(*args, **settings)
+            for name in self.spent:
+                self.spent[name] += found.info.get(name, 0)
+            return found
+
+        return counted
+
     def shortened(self, choice: Choice, steps: Mapping[str, int], draws: int, deadline: float) -> dict[str, int]:
         """Steps of the warm-up and between draws that fit into the time left, by the speed of the ladder."""
         tried = len(choice.rungs) + len(choice.diverged)
@@ -362,7 +376,7 @@ class TrainedRun:
             return dict(steps)
         taken = 0
         for k in range(tried):
-            rung = self.lengths.rung_settings(self.hmc, self.continues and k > 0)
+            rung = self.lengths.rung_settings(self.hmc, self.continues and not self.descends and k > 0)
             taken += rung["warmup"] + rung["draws"] * rung["keep_every"]
         fit = (deadline - time.monotonic()) * taken / choice.seconds
         share = min(1.0, max(0.0, fit / (steps["warmup"] + draws * steps["keep_every"])))
@@ -394,7 +408,7 @@ class TrainedRun:
                 draws -= early.num_draws
             try:
                 with warnings.catch_warnings(record=True) as said:  # of a run that is not kept they would mislead
-                    found = draw(
+                    found = self._counted(draw)(
                         self.target, self.data, init=self._init(self.starts), chains=chains, trained=True,
                         temperature=choice.temperature, about_choice=self._about(choice), begin=begin,
                         **steps(draws if isinstance(draws, int) else DRAWS, bool(begin)), **{**more, "draws": draws},
@@ -407,12 +421,16 @@ class TrainedRun:
                 continue
             if early is not None and early.num_chains == found.num_chains:
                 found = _followed_by(early, found)
-            found.starts = list(self.starts)
-            judged, chosen = None, bool(choice.rungs)
+            found.starts = list(self.given)
+            judged, chosen = None, not learns_noise(self.target)
             sure = SURE_CHOSEN if chosen else SURE
             if choice.held_out and self.held_out is not None:
                 after = log_predictive(found, self.held_out, self.device)
-                judged = Rung.of(choice.temperature, self.before, after, apart=True)
+                # Among draws a network has the noise scale that these found, alone the one that suits it best.
+                beside = log_predictive(found.start_draws(), self.held_out, self.device) if not chosen else None
+                judged = Rung.of(choice.temperature, self.before, after, apart=True, beside=beside)
+                choice = replace(choice, judged=judged)
+                found.info |= self._about(choice)
             good = judged is None or judged.better(sure, chosen)
             if good or more.get("store") is not None:
                 for warning in said:
@@ -420,20 +438,22 @@ class TrainedRun:
             if judged is None:
                 return found
             if more.get("store") is not None:
-                advice = f"posterior.with_starts({judged.share:g})" if good else "a lower temperature"
+                advice = f"posterior.with_starts({judged.share:g}, starts)" if good else "the starts"
                 warn_caller(
                     f"the held-out examples are predicted best by {advice}: a stored run has its own draws alone"
                 )
                 return found
             if good:
-                what = f"the starts have a weight of {judged.share:g} in predictions"
-                LOGGER.info("held-out examples: %s", what)
-                rungs = choice.rungs or (judged,)
                 both = found.with_starts(judged.share)
-                both.info |= self._about(replace(choice, reason=f"{choice.reason}; {what}", rungs=rungs))
+                share = both.info.get("from_start", 0) / both.num_draws
+                what = f"the starts have a weight of {share:.2g} in predictions"
+                LOGGER.info("held-out examples: %s", what)
+                both.info |= {**self.spent, **self._about(replace(choice, reason=f"{choice.reason}; {what}"))}
                 return both
             useless = judged.difference >= 0
-            unsure = "" if useless else f" surely ({-judged.difference:.2g} ± {judged.error:.2g} better)"
+            unsure = "" if useless else f" surely ({-judged.difference:.2g} ± {judged.error:.2g} better"
+            if unsure:
+                unsure += f", by {FEW} examples alone)" if judged.better(sure, without_few=False) else ")"
             fault, begin = f"did not help to predict held-out examples{unsure}", {}
             choice = self._colder(choice, fault, last=not useless)  # a colder run is closer to the start, and no surer
             if choice.temperature and (end := more.get("deadline")) is not None and time.monotonic() > end:
@@ -442,8 +462,8 @@ class TrainedRun:
         stored = "" if more.get("store") is None else f"; nothing was written to {more['store']}"
         warn_caller(choice.reason + stored)
         found = start_posterior(self.target, self.starts)
-        spent = {"gradients": 0, "seconds": choice.seconds}
-        info = {**found.info, **spent, "chains": len(self.starts), "draws": 1, "complete": True, **self._about(choice)}
+        size = {"chains": len(self.starts), "draws": 1}
+        info = {**found.info, **self.spent, **size, "complete": True, **self._about(choice)}
         return Posterior(self.target, found.draws, info, as_tensors(self.data), found.buffers, list(self.starts))
 
     def _about(self, choice: Choice) -> dict[str, Any]:
