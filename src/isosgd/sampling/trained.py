@@ -446,7 +446,7 @@ class TrainedRun:
             if good:
                 both = found.with_starts(judged.share)
                 share = both.info.get("from_start", 0) / both.num_draws
-                what = f"the starts have a weight of {share:.2g} in predictions"
+                what = f"the starts have a weight of {share:.2g} in predictions; after the run NLL {judged.nll:.4g}"
                 LOGGER.info("held-out examples: %s", what)
                 both.info |= {**self.spent, **self._about(replace(choice, reason=f"{choice.reason}; {what}"))}
                 return both
