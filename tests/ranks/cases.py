@@ -353,6 +353,43 @@ def sharded() -> Any:
     }
 
 
+def sharded_bad_input() -> Any:
+    """FSDP2: what one rank alone is given, of an optimizer and of a collector."""
+    from torch.distributed.fsdp import fully_shard
+
+    rank, folder = dist.get_rank(), Path(sys.argv[1]) / "differ"
+    fully_shard(model := nn.Linear(3, 4))
+    one: dict[str, Any] = {"num_data": ROWS, "batch_size": 24, "warmup": 100}
+    two: dict[str, Any] = {"keep_every": 5, "store": folder}
+
+    def isgd(**other: Any) -> ISGD:
+        return ISGD(model.named_parameters(), **(one | other if rank else one))
+
+    def collector(leave: str = "", **other: Any) -> Collector:
+        given = {name: value for name, value in (two | other).items() if name != leave}
+        return Collector(isgd(), model, **(given if rank else two))
+
+    changes = {
+        "num_data": 100, "batch_size": 12, "temperature": 0.5, "weight_decay": 0.1, "warmup": 150, "bias": 0.1,
+        "generator": torch.Generator().manual_seed(1), "noise": "gaussian",
+    }  # fmt: skip
+    found = {name: raised(partial(isgd, **{name: value})) for name, value in changes.items()}
+    found["bad num_data"] = raised(lambda: isgd(num_data=-3))
+    found["bad lam"] = raised(lambda: isgd(lam=-1.0))
+    found["unknown"] = raised(lambda: isgd(lambada=2))
+    found["keep_every"] = raised(lambda: collector(keep_every=7))
+    found["bad keep_every"] = raised(lambda: collector(keep_every=0))
+    found["no store"] = raised(lambda: collector("store"))
+    found["fine"] = raised(lambda: collector().close())
+    if rank:
+        shutil.copytree(folder, folder.with_name("copy"))
+        (folder.with_name("copy") / "manifest.json").write_text("{}")
+    dist.barrier()
+    store = folder.with_name("copy") if rank else folder
+    found["another store"] = raised(lambda: Collector(isgd(), model, keep_every=5, store=store, resume=True))
+    return found
+
+
 def grid() -> Any:
     found = sample(conjugate(), (MEANS,), chains=2, parallel="data", **QUICK)
     return {"hashes": hashes(found), "engine": found.info["engine"]}

@@ -25,7 +25,7 @@ Found = list[dict[str, Any]]
 @pytest.fixture(scope="session")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Path]:
     every = ("chains", "chains_loader", "store", "data", "noise", "warm", "cold", "distributed_loader", "wrapped")
-    more = ("ladder", "sharded", "auto", "diverges", "bad_input", "faults", "hang_chains")
+    more = ("ladder", "sharded", "sharded_bad_input", "auto", "diverges", "bad_input", "faults", "hang_chains")
     return launch_once(tmp_path_factory, 2, *every, *more, "hang_data")  # which ends the group's use
 
 
@@ -151,6 +151,20 @@ def test_what_cannot_be_done_with_sharded_parameters_is_refused_on_every_rank(tw
     }.items():
         for rank in two[0]:
             assert words in rank["sharded"]["refused"][name], rank["sharded"]["refused"][name]
+
+
+def test_ranks_that_share_a_model_must_be_given_the_same(two: tuple[Found, Path]) -> None:
+    for rank, every in enumerate(two[0]):
+        found = dict(every["sharded_bad_input"])
+        assert found.pop("fine") == "nothing was raised"
+        assert found.pop("another store").startswith("ValueError: rank 1 was not given what rank 0 was")
+        for name in ("num_data", "lam", "keep_every"):
+            words = found.pop(f"bad {name}")
+            assert f"{name} = " in words and words.startswith("ValueError" if rank else "RankValueError: on rank 1: ")
+        assert "lambada" in found.pop("unknown")
+        assert "give store=" in found.pop("no store")
+        for name, words in found.items():
+            assert words.startswith("ValueError: rank 1 was not given what rank 0 was") and name in words, words
 
 
 def test_sharded_parameters_have_the_stationary_variance_and_a_store_for_any_number_of_ranks(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from isosgd.data.sources import Data, DataSets, Tensors, Transform, Transformed, as_tensors
+from isosgd.differences import as_lines, differences
 from isosgd.engine.schedule import Start, start_of
 from isosgd.errors import SamplingWarning, warn_caller
 from isosgd.posterior import Posterior
@@ -30,7 +30,6 @@ from isosgd.store.writer import STORED, check_new, make_folder
 from isosgd.target import Params, Target
 from isosgd.target.batches import tensors_of, tree_map
 
-SAME_LOSS = 1e-4  # relative: another machine may round otherwise, another model gives another loss
 PROBED = 64  # rows at which the loss is compared
 PLAIN = str | int | float | bool | None
 Info = dict[str, Any]
@@ -527,31 +526,3 @@ def target_identity(
         norms = torch.stack([g.double().norm().cpu() for g in gradients])
         found["loss"], found["gradient"] = float(loss), float(norms.square().sum().sqrt())
     return found
-
-
-def differences(then: Any, now: Any, where: str = "") -> Iterator[str]:
-    """What is not the same in two identities, each in a line."""
-    if isinstance(then, Mapping) and isinstance(now, Mapping):
-        for key in dict.fromkeys([*then, *now]):
-            inner = f"{where}.{key}" if where else str(key)
-            if key in then and key in now:
-                yield from differences(then[key], now[key], inner)
-            else:
-                yield f"{inner} was {'there' if key in then else 'not there'} and is {'not' if key in then else 'now'}"
-    elif isinstance(then, list | tuple) and isinstance(now, list | tuple) and len(then) == len(now):
-        for i, (a, b) in enumerate(zip(then, now, strict=True)):
-            yield from differences(a, b, f"{where}[{i}]")
-    elif isinstance(then, float) and isinstance(now, float) and where.endswith(("target.loss", "target.gradient")):
-        if math.isfinite(then) and math.isfinite(now) and abs(then - now) > SAME_LOSS * max(abs(then), abs(now), 1e-2):
-            yield f"{where} at the start was {then:.6g} and is {now:.6g}: the model or its likelihood has changed"
-    elif where.endswith("sha256") or ".start[" in where:
-        if then != now:
-            yield f"the values of {where.removesuffix('.sha256')} have changed"
-    elif then != now:
-        yield f"{where} was {then!r} and is {now!r}"
-
-
-def as_lines(found: list[str], most: int = 12) -> str:
-    """Differences, each on a line of its own."""
-    more = [f"and {len(found) - most} more"] if len(found) > most else []
-    return "".join(f"\n  {line}" for line in [*found[:most], *more])
