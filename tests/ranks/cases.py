@@ -443,6 +443,10 @@ def bad_input() -> Any:
         "unknown": said("both"),
         "hidden store": said(store=folder / f"of-{rank}"),
         "max_seconds": said(max_seconds=5.0),
+        "one unknown": said("both" if rank else "chains"),
+        "one timeout": said(rank_timeout=-1.0 if rank else 60.0),
+        "one store": said(**({"store": folder / "one"} if rank else {})),
+        "one resume": said(store=folder / "some", resume=bool(rank)),
     }
 
 

@@ -215,6 +215,10 @@ def test_bad_input_is_refused_on_every_rank(two: tuple[Found, Path], four: tuple
         "unknown": "is unknown",
         "hidden store": "does not see",
         "max_seconds": "does not go with parallel",
+        "one unknown": "parallel = 'both' is unknown",
+        "one timeout": "rank_timeout = -1.0",
+        "one store": "store= was False and is True",
+        "one resume": "resume= was False and is True",
     }
     for found in (two[0], four[0]):
         for rank, every in enumerate(found):

@@ -58,16 +58,13 @@ class Ranks:
     """
 
     def __init__(self, parallel: Parallel, timeout: float) -> None:
-        if parallel not in ("chains", "data"):
-            raise ValueError(f"parallel = {parallel!r} is unknown; choose 'chains', 'data' or None")
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-            raise ValueError(f"rank_timeout = {timeout!r} must be a positive number of seconds")
+        self.parallel, self.timeout = parallel, timeout
         if not (dist.is_available() and dist.is_initialized()):
+            self._check()
             raise ValueError(
                 f"parallel = {parallel!r} needs a process group: call torch.distributed.init_process_group('gloo') "
                 "('nccl' on GPUs) first, and start the script with torchrun"
             )
-        self.parallel, self.timeout = parallel, float(timeout)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.teams, self.team, self.shares, self.place = self.size, self.rank, 1, 0
         self.group: dist.ProcessGroup | None = None
@@ -113,7 +110,19 @@ class Ranks:
     # -- what all ranks tell each other -------------------------------------------------------------------------------
 
     def __enter__(self) -> Ranks:
+        try:
+            self._check()
+        except ValueError as error:
+            self._tell(error)
+            raise
         return self
+
+    def _check(self) -> None:
+        """Refuse bad arguments, where other ranks can be told of it."""
+        if self.parallel not in ("chains", "data"):
+            raise ValueError(f"parallel = {self.parallel!r} is unknown; choose 'chains', 'data' or None")
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float) or not self.timeout > 0:
+            raise ValueError(f"rank_timeout = {self.timeout!r} must be a positive number of seconds")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is not None and not self._told:
