@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from isosgd import ISGD, SGHMC, SGLD, SGNHT, Collector, Posterior, RankError, Target, load, priors, sample
+from isosgd import ISGD, SGHMC, SGLD, SGNHT, Collector, Posterior, RankError, Target, load, merge, priors, sample
 from isosgd.engine.chains import Chains
 from isosgd.engine.gradients import Parted
 from isosgd.engine.ranks import Ranks
@@ -419,7 +419,16 @@ def store() -> Any:
     found = draw_chains(parallel="chains", store=folder, resume=True)  # nothing is left to do
     again = raised(lambda: draw_chains(parallel="chains", store=folder))
     other = raised(lambda: sample(network(), (X, Y), chains=6, parallel="chains", store=folder, resume=True, **QUICK))
-    return {"hashes": hashes(found), "again": again, "other": other, "size": size}
+    merged = folder.with_name("merged")
+    for seed in (1, 2):
+        sample(
+            network(), (X, Y), chains=2, parallel="chains", store=folder.with_name(f"seed-{seed}"), seed=seed, **QUICK
+        )
+    if dist.get_rank() == 0:
+        merge([folder.with_name(f"seed-{seed}") for seed in (1, 2)], merged)
+    dist.barrier()
+    longer = raised(lambda: sample(network(), (X, Y), chains=4, parallel="chains", store=merged, resume=True, **QUICK))
+    return {"hashes": hashes(found), "again": again, "other": other, "size": size, "longer": longer}
 
 
 def bad_input() -> Any:

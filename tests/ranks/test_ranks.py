@@ -68,6 +68,7 @@ def test_a_store_of_two_ranks_is_read_and_extended_by_one(two: tuple[Found, Path
     assert found[0]["store"]["hashes"] == found[1]["store"]["hashes"] == found[0]["chains"]["hashes"]
     for rank in found:
         assert "already holds a run" in rank["store"]["again"] and "a run of 5 chains" in rank["store"]["other"]
+        assert "merged runs, which are extended in one process" in rank["store"]["longer"]
     posterior = load(out / "store", cases.network(), data=(cases.X, cases.Y))
     assert posterior.info["complete"] and posterior.info["chain_indices"] == [0, 1, 2, 3, 4]
     longer = resume(out / "store", cases.network(), (cases.X, cases.Y), draws=6, progress=False)

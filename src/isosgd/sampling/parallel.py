@@ -170,6 +170,13 @@ def _take_folder(folder: Path, request: RunRequest, open_ones: ExitStack) -> Non
         raise FileExistsError(
             f"{folder} already holds a run: pass resume=True to go on with it, or another folder; isosgd.load reads it"
         )
+    begun = [Manifest.read(folder / part).identity.get("settings", {}) for part in found.parts]
+    own = {(one.get("first_chain"), one.get("chains"), one.get("seed")) for one in begun}
+    if begun and own != {(chain, 1, begun[0].get("seed")) for chain in range(len(begun))}:
+        raise ValueError(
+            f"{folder} holds merged runs, which are extended in one process: isosgd.resume(store, target, data, "
+            "draws=...) without parallel="
+        )
     if len(found.parts) != request.count:
         what = f"{len(found.parts)} chains, each a part" if found.parts else "chains that one process drew together"
         raise ValueError(

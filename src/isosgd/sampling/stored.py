@@ -368,6 +368,11 @@ class RunRequest:
             tensors = specs_of(natural, STORED[self.store_dtype])
             fixed = {**self.target.frozen, **self.target.buffers}
             return Writer.create(folder, Manifest(info, identity, tensors), fixed)
+        if parts := Manifest.read(folder).parts:
+            raise ValueError(
+                f"{folder} holds a run of {len(parts)} parts, merged or drawn by ranks: in one process they go on by "
+                "isosgd.resume(store, target, data, draws=...)"
+            )
         writer = Writer.reopen(folder)  # first of all: what follows must be true while no other process writes
         with writer.closed_on_error():
             return self._going_on(writer, identity)
