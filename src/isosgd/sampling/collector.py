@@ -24,7 +24,7 @@ from isosgd.samplers.shards import Shards
 from isosgd.sampling.settings import versions
 from isosgd.sampling.stored import load
 from isosgd.store import Manifest, StoreError, Writer
-from isosgd.store.files import pack
+from isosgd.store.files import pack, plain, unpack
 from isosgd.store.manifest import BUFFER, DTYPE_NAMES, NAME, File, specs_of
 from isosgd.store.writer import SHARED, STORED, new_file, new_state, read_state
 from isosgd.target import Likelihood, Params, Target
@@ -187,10 +187,15 @@ class Collector:
             name: torch.empty(p.shape, dtype=torch.float32 if p.dtype == torch.bfloat16 else p.dtype, device="meta")
             for name, p in self._params.items()
         }
-        return Manifest(
-            self._info(), {"loop": type(self.optimizer).__name__}, specs_of(drawn, STORED[store_dtype]),
-            specs_of(self._buffers),
-        )  # fmt: skip
+        info, sampler, kept = self._info(), self.optimizer, self._shards
+        of = {id(p): group for group in sampler.param_groups for p in group["params"]}
+        groups = {name: of[id(p if kept is None else kept.part_of[p])] for name, p in self._params.items()}
+        settings = {"method": info["method"], "seed": info["seed"]}
+        for unit in ("temperature", "num_data", "weight_decay"):
+            values = {name: group[unit] for name, group in groups.items()}
+            settings[unit] = values if len(set(values.values())) > 1 else next(iter(values.values()))
+        identity = {"loop": type(sampler).__name__, "settings": settings, "target": {"describes": info["target"]}}
+        return Manifest(info, identity, specs_of(drawn, STORED[store_dtype]), specs_of(self._buffers))
 
     def _open(self, manifest: Manifest, resume: bool) -> list[int]:
         """On rank 0, begin the store or go on with it; the steps of its draws, or those at which their files end."""
@@ -201,9 +206,13 @@ class Collector:
             fixed = {} if target is None else {**target.frozen, **target.buffers}
             self._writer = Writer.create(folder, manifest, fixed)
             return []
+        if Manifest.read(folder).parts:
+            raise ValueError(f"{folder} holds merged runs, which a loop cannot extend: give another store=")
         writer = Writer.reopen(folder)
         with writer.closed_on_error():
-            then, now = ({"optimizer": one.identity.get("loop"), **_specs(one)} for one in (writer.manifest, manifest))
+            then, now = map(_compared, (writer.manifest, manifest))
+            if not (then["target"] and now["target"]):  # which a loop may leave out
+                del then["target"], now["target"]
             if found := list(differences(then, now)):
                 raise ValueError(
                     f"{folder} holds draws of another loop:{as_lines(found)}\ngive what it was begun with, or another "
@@ -421,6 +430,8 @@ class Collector:
         }
         info |= {"chains": len(every), "chain_indices": list(range(len(every))), "draws": length}
         info |= {"gradients": sum(one["gradients"] for one in infos)}
+        if len(every) > 1:
+            info["seed"] = [one["seed"] for one in infos]
         return Posterior(self.target, parts[0], info, data if data is None else as_tensors(data) or data, parts[1])
 
     def _info(self) -> dict[str, Any]:
@@ -442,7 +453,7 @@ class Collector:
             "sets": 1,
             "engine": "a loop of the user's own",
             "keep_every": [self.spacing],
-            "seed": None,
+            "seed": sampler.generator.initial_seed(),
             "warmup": [report.as_dict()],
             "rates": [{group["name"]: _number(group["rate"]) for group in sampler.param_groups}],
             "gradients": first["step"],
@@ -475,6 +486,14 @@ def _specs(manifest: Manifest) -> dict[str, Any]:
         kind: {name: asdict(spec) for name, spec in specs.items()}
         for kind, specs in (("tensors", manifest.tensors), ("buffers", manifest.buffers))
     }
+
+
+def _compared(manifest: Manifest) -> dict[str, Any]:
+    """What must be the same for a loop to go on with its store."""
+    identity = unpack(plain(manifest.identity))
+    settings = {name: value for name, value in identity.get("settings", {}).items() if name != "seed"}
+    about = {"optimizer": identity.get("loop"), "target": identity.get("target", {}).get("describes")}
+    return {**about, "settings": settings, **_specs(manifest)}
 
 
 def _number(rate: Any) -> float:

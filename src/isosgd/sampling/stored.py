@@ -50,7 +50,7 @@ def load(
 
     Args:
         path: folder of the run; or of several that sampled the same target with other seeds, which are then one: their
-            chains are numbered one run after the other (see `isosgd.merge`).
+            chains are numbered one run after the other (see `isosgd.merge`). Stores of loops (`Collector`), too.
         target: what was sampled, made as it was then; without it the draws can be looked at, but not predict.
         data: the training data, for ``posterior.summary()`` and ``posterior.trust()``.
         chains: numbers of chains, where not all are wanted. Chains that run in turn are stopped at different lengths:
@@ -194,7 +194,9 @@ def _check_alike(one: Path, first: Manifest, other: Path, second: Manifest) -> N
         return {
             "data": identity.get("data"),
             "target": about,
-            "settings": {name: settings.get(name) for name in ("method", "temperature")},
+            "loop": identity.get("loop"),
+            # Of a loop all that is known of its density; of other runs the target knows the rest.
+            "settings": {name: settings.get(name) for name in ("method", "temperature", "num_data", "weight_decay")},
             "tensors": specs,
             "buffers": buffers,
         }
@@ -216,9 +218,10 @@ def _check_seeds(folders: Sequence[Path], manifests: Sequence[Manifest]) -> None
         for number in _numbers(manifest):
             stream = manifest.identity.get("settings", {}).get("seed"), number
             if stream in owner:
+                mend = "generator=, or torch, a seed" if "loop" in manifest.identity else "run a seed="
                 raise ValueError(
                     f"{owner[stream]} and {folder} were drawn with the same seed = {stream[0]}: their draws are the "
-                    "same, or depend on each other, and would be counted twice. Give each run a seed= of its own"
+                    f"same, or depend on each other, and would be counted twice. Give each {mend} of its own"
                 )
             owner[stream] = folder
 
