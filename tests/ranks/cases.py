@@ -209,6 +209,28 @@ def wrapped() -> Any:
     return {"names": sorted(found.draws), "end": end, "steps": isgd.param_groups[0]["step"]}
 
 
+def drift() -> Any:
+    """Loops with DDP whose ranks draw the same noise, noise of their own, and one with a collector on rank 0 alone."""
+    rank = dist.get_rank()
+
+    def loop(generator: torch.Generator | None, collects: bool = True) -> int:
+        torch.manual_seed(rank)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
+        sgld = SGLD(model.parameters(), num_data=ROWS, lr=1e-3, generator=generator)
+        collector = Collector(sgld, model, keep_every=2) if collects else None
+        for rows in torch.arange(ROWS).chunk(20):
+            sgld.zero_grad()
+            (model(X[rows]) - Y[rows]).square().mean().backward()
+            sgld.step()
+        return 0 if collector is None else collector.posterior().num_draws
+
+    return {
+        "alone": loop(torch.Generator().manual_seed(1), rank == 0),
+        "same": loop(torch.Generator().manual_seed(1)),
+        "other": raised(lambda: loop(None)),
+    }
+
+
 def ladder() -> Any:
     """Temperatures that every rank tries; rank 1 finds another one best, as if its machine rounded otherwise."""
     model = nn.Linear(3, 2)

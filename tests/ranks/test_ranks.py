@@ -25,7 +25,7 @@ Found = list[dict[str, Any]]
 @pytest.fixture(scope="session")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Path]:
     every = ("chains", "chains_loader", "store", "data", "noise", "warm", "cold", "distributed_loader", "wrapped")
-    more = ("ladder", "sharded", "sharded_bad_input", "auto", "diverges", "bad_input", "faults", "hang_chains")
+    more = ("drift", "ladder", "sharded", "sharded_bad_input", "auto", "diverges", "bad_input", "faults", "hang_chains")
     return launch_once(tmp_path_factory, 2, *every, *more, "hang_data")  # which ends the group's use
 
 
@@ -125,6 +125,12 @@ def test_a_distributed_loader_is_gone_through_together(two: tuple[Found, Path]) 
 def test_modules_in_ddp_are_taken_as_they_are(two: tuple[Found, Path]) -> None:
     wrapped = same(two[0], "wrapped")  # where a loop ended, too, to the bit
     assert wrapped["names"] == ["bias", "likelihood.scale", "weight"] and wrapped["steps"] == 20
+
+
+def test_replicas_of_ddp_that_drift_apart_are_found_in_a_loop(two: tuple[Found, Path]) -> None:
+    for rank, every in enumerate(two[0]):
+        assert every["drift"]["same"] == 10 and every["drift"]["alone"] == (0 if rank else 10)
+        assert "give the optimizer of each rank a generator= of the same seed" in every["drift"]["other"]
 
 
 def test_sharded_parameters_are_the_chain_of_one_rank(two: tuple[Found, Path], four: tuple[Found, Path]) -> None:

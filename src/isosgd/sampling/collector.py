@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from isosgd.data.sources import as_tensors
 from isosgd.differences import as_lines, check_ranks, differences
+from isosgd.engine.ranks import Replicas
 from isosgd.errors import DivergedError, warn_caller
 from isosgd.posterior import Posterior
 from isosgd.samplers import METHODS, Sampler
@@ -45,7 +46,8 @@ class Collector:
 
     Args:
         optimizer: a sampler of this library, which takes the steps.
-        model: the network that it moves; within DDP or `torch.compile`, too.
+        model: the network that it moves; within DDP or `torch.compile`, too. Replicas of DDP are compared at draws:
+            where ranks draw noise of their own, that is an error.
         target: what is sampled, for predictions and diagnostics: a `Target` made from the model; or leave it out and
             give the likelihood.
         likelihood: as of `Target.from_module`, with scales of noise that are known. The prior is that of the
@@ -138,6 +140,9 @@ class Collector:
             raise ValueError(f"draws = {draws!r} must be an integer of at least 2")
         if target is not None and likelihood is not None:
             raise ValueError("target= and likelihood= both say what is sampled: pass one of them")
+        ddp = next((m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)), None)
+        group = getattr(ddp, "process_group", None)
+        self._replicas = None if group is None else Replicas(group)
         self.model = model = unwrapped(model)
         self._shards = optimizer.whole if isinstance(optimizer.whole, Shards) else None
         whole_of = {} if self._shards is None else {id(part): p for p, part in self._shards.part_of.items()}
@@ -293,6 +298,8 @@ class Collector:
             raise error
         buffers = {name: x.detach().to("cpu", copy=True) for name, x in self._buffers.items()}
         step = self.optimizer.param_groups[0]["step"]
+        if self._replicas is not None:
+            self._replicas.compare(step, draw.values())
         if self._writer is not None:
             self._writer.manifest.complete = False  # until the next `posterior`
         if self._shards is not None:
@@ -407,6 +414,8 @@ class Collector:
         """
         every = [self, *chains]
         for one in every:
+            if one._replicas is not None:
+                one._replicas.look()
             if not len(one):
                 raise ValueError(
                     f"there is no draw yet: after {one.optimizer.param_groups[0]['step']} steps the optimizer is "
