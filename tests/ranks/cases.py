@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from isosgd import ISGD, SGHMC, SGLD, SGNHT, Collector, Posterior, RankError, Target, load, priors, sample
+from isosgd import ISGD, SGHMC, SGLD, SGNHT, Collector, Posterior, RankError, Target, load, merge, priors, sample
 from isosgd.engine.chains import Chains
 from isosgd.engine.gradients import Parted
 from isosgd.engine.ranks import Ranks
@@ -209,6 +209,28 @@ def wrapped() -> Any:
     return {"names": sorted(found.draws), "end": end, "steps": isgd.param_groups[0]["step"]}
 
 
+def drift() -> Any:
+    """Loops with DDP whose ranks draw the same noise, noise of their own, and one with a collector on rank 0 alone."""
+    rank = dist.get_rank()
+
+    def loop(generator: torch.Generator | None, collects: bool = True) -> int:
+        torch.manual_seed(rank)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
+        sgld = SGLD(model.parameters(), num_data=ROWS, lr=1e-3, generator=generator)
+        collector = Collector(sgld, model, keep_every=2) if collects else None
+        for rows in torch.arange(ROWS).chunk(20):
+            sgld.zero_grad()
+            (model(X[rows]) - Y[rows]).square().mean().backward()
+            sgld.step()
+        return 0 if collector is None else collector.posterior().num_draws
+
+    return {
+        "alone": loop(torch.Generator().manual_seed(1), rank == 0),
+        "same": loop(torch.Generator().manual_seed(1)),
+        "other": raised(lambda: loop(None)),
+    }
+
+
 def ladder() -> Any:
     """Temperatures that every rank tries; rank 1 finds another one best, as if its machine rounded otherwise."""
     model = nn.Linear(3, 2)
@@ -353,6 +375,43 @@ def sharded() -> Any:
     }
 
 
+def sharded_bad_input() -> Any:
+    """FSDP2: what one rank alone is given, of an optimizer and of a collector."""
+    from torch.distributed.fsdp import fully_shard
+
+    rank, folder = dist.get_rank(), Path(sys.argv[1]) / "differ"
+    fully_shard(model := nn.Linear(3, 4))
+    one: dict[str, Any] = {"num_data": ROWS, "batch_size": 24, "warmup": 100}
+    two: dict[str, Any] = {"keep_every": 5, "store": folder}
+
+    def isgd(**other: Any) -> ISGD:
+        return ISGD(model.named_parameters(), **(one | other if rank else one))
+
+    def collector(leave: str = "", **other: Any) -> Collector:
+        given = {name: value for name, value in (two | other).items() if name != leave}
+        return Collector(isgd(), model, **(given if rank else two))
+
+    changes = {
+        "num_data": 100, "batch_size": 12, "temperature": 0.5, "weight_decay": 0.1, "warmup": 150, "bias": 0.1,
+        "generator": torch.Generator().manual_seed(1), "noise": "gaussian",
+    }  # fmt: skip
+    found = {name: raised(partial(isgd, **{name: value})) for name, value in changes.items()}
+    found["bad num_data"] = raised(lambda: isgd(num_data=-3))
+    found["bad lam"] = raised(lambda: isgd(lam=-1.0))
+    found["unknown"] = raised(lambda: isgd(lambada=2))
+    found["keep_every"] = raised(lambda: collector(keep_every=7))
+    found["bad keep_every"] = raised(lambda: collector(keep_every=0))
+    found["no store"] = raised(lambda: collector("store"))
+    found["fine"] = raised(lambda: collector().close())
+    if rank:
+        shutil.copytree(folder, folder.with_name("copy"))
+        (folder.with_name("copy") / "manifest.json").write_text("{}")
+    dist.barrier()
+    store = folder.with_name("copy") if rank else folder
+    found["another store"] = raised(lambda: Collector(isgd(), model, keep_every=5, store=store, resume=True))
+    return found
+
+
 def grid() -> Any:
     found = sample(conjugate(), (MEANS,), chains=2, parallel="data", **QUICK)
     return {"hashes": hashes(found), "engine": found.info["engine"]}
@@ -382,7 +441,16 @@ def store() -> Any:
     found = draw_chains(parallel="chains", store=folder, resume=True)  # nothing is left to do
     again = raised(lambda: draw_chains(parallel="chains", store=folder))
     other = raised(lambda: sample(network(), (X, Y), chains=6, parallel="chains", store=folder, resume=True, **QUICK))
-    return {"hashes": hashes(found), "again": again, "other": other, "size": size}
+    merged = folder.with_name("merged")
+    for seed in (1, 2):
+        sample(
+            network(), (X, Y), chains=2, parallel="chains", store=folder.with_name(f"seed-{seed}"), seed=seed, **QUICK
+        )
+    if dist.get_rank() == 0:
+        merge([folder.with_name(f"seed-{seed}") for seed in (1, 2)], merged)
+    dist.barrier()
+    longer = raised(lambda: sample(network(), (X, Y), chains=4, parallel="chains", store=merged, resume=True, **QUICK))
+    return {"hashes": hashes(found), "again": again, "other": other, "size": size, "longer": longer}
 
 
 def bad_input() -> Any:
@@ -406,6 +474,10 @@ def bad_input() -> Any:
         "unknown": said("both"),
         "hidden store": said(store=folder / f"of-{rank}"),
         "max_seconds": said(max_seconds=5.0),
+        "one unknown": said("both" if rank else "chains"),
+        "one timeout": said(rank_timeout=-1.0 if rank else 60.0),
+        "one store": said(**({"store": folder / "one"} if rank else {})),
+        "one resume": said(store=folder / "some", resume=bool(rank)),
     }
 
 

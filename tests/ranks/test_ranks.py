@@ -25,7 +25,7 @@ Found = list[dict[str, Any]]
 @pytest.fixture(scope="session")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Path]:
     every = ("chains", "chains_loader", "store", "data", "noise", "warm", "cold", "distributed_loader", "wrapped")
-    more = ("ladder", "sharded", "auto", "diverges", "bad_input", "faults", "hang_chains")
+    more = ("drift", "ladder", "sharded", "sharded_bad_input", "auto", "diverges", "bad_input", "faults", "hang_chains")
     return launch_once(tmp_path_factory, 2, *every, *more, "hang_data")  # which ends the group's use
 
 
@@ -68,6 +68,7 @@ def test_a_store_of_two_ranks_is_read_and_extended_by_one(two: tuple[Found, Path
     assert found[0]["store"]["hashes"] == found[1]["store"]["hashes"] == found[0]["chains"]["hashes"]
     for rank in found:
         assert "already holds a run" in rank["store"]["again"] and "a run of 5 chains" in rank["store"]["other"]
+        assert "merged runs, which are extended in one process" in rank["store"]["longer"]
     posterior = load(out / "store", cases.network(), data=(cases.X, cases.Y))
     assert posterior.info["complete"] and posterior.info["chain_indices"] == [0, 1, 2, 3, 4]
     longer = resume(out / "store", cases.network(), (cases.X, cases.Y), draws=6, progress=False)
@@ -126,6 +127,12 @@ def test_modules_in_ddp_are_taken_as_they_are(two: tuple[Found, Path]) -> None:
     assert wrapped["names"] == ["bias", "likelihood.scale", "weight"] and wrapped["steps"] == 20
 
 
+def test_replicas_of_ddp_that_drift_apart_are_found_in_a_loop(two: tuple[Found, Path]) -> None:
+    for rank, every in enumerate(two[0]):
+        assert every["drift"]["same"] == 10 and every["drift"]["alone"] == (0 if rank else 10)
+        assert "give the optimizer of each rank a generator= of the same seed" in every["drift"]["other"]
+
+
 def test_sharded_parameters_are_the_chain_of_one_rank(two: tuple[Found, Path], four: tuple[Found, Path]) -> None:
     for found, _ in (two, four):
         sharded = same(found, "sharded")
@@ -151,6 +158,20 @@ def test_what_cannot_be_done_with_sharded_parameters_is_refused_on_every_rank(tw
     }.items():
         for rank in two[0]:
             assert words in rank["sharded"]["refused"][name], rank["sharded"]["refused"][name]
+
+
+def test_ranks_that_share_a_model_must_be_given_the_same(two: tuple[Found, Path]) -> None:
+    for rank, every in enumerate(two[0]):
+        found = dict(every["sharded_bad_input"])
+        assert found.pop("fine") == "nothing was raised"
+        assert found.pop("another store").startswith("ValueError: rank 1 was not given what rank 0 was")
+        for name in ("num_data", "lam", "keep_every"):
+            words = found.pop(f"bad {name}")
+            assert f"{name} = " in words and words.startswith("ValueError" if rank else "RankValueError: on rank 1: ")
+        assert "lambada" in found.pop("unknown")
+        assert "give store=" in found.pop("no store")
+        for name, words in found.items():
+            assert words.startswith("ValueError: rank 1 was not given what rank 0 was") and name in words, words
 
 
 def test_sharded_parameters_have_the_stationary_variance_and_a_store_for_any_number_of_ranks(
@@ -201,6 +222,10 @@ def test_bad_input_is_refused_on_every_rank(two: tuple[Found, Path], four: tuple
         "unknown": "is unknown",
         "hidden store": "does not see",
         "max_seconds": "does not go with parallel",
+        "one unknown": "parallel = 'both' is unknown",
+        "one timeout": "rank_timeout = -1.0",
+        "one store": "store= was False and is True",
+        "one resume": "resume= was False and is True",
     }
     for found in (two[0], four[0]):
         for rank, every in enumerate(found):

@@ -19,9 +19,9 @@ PACKAGE = ROOT / "src" / "isosgd"
 
 # A part imports only what stands left of it. "isosgd" is the package's own __init__, which gathers the public names.
 ORDER = (
-    "errors", "names", "progress", "native", "target", "data", "noise", "geometry", "samplers", "store", "metrics",
-    "diagnostics", "posterior", "engine", "warmup", "baselines", "sampling", "isosgd", "trainers", "lightning",
-    "transformers", "tables", "sklearn", "report", "demo", "cli", "__main__",
+    "errors", "names", "differences", "progress", "native", "target", "data", "noise", "geometry", "samplers", "store",
+    "metrics", "diagnostics", "posterior", "engine", "warmup", "baselines", "sampling", "isosgd", "trainers",
+    "lightning", "transformers", "tables", "sklearn", "report", "demo", "cli", "__main__",
 )  # fmt: skip
 # Arrows that the order alone would allow.
 FORBIDDEN = {

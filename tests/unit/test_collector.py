@@ -356,3 +356,47 @@ def test_draws_of_bfloat16_are_the_float32_of_the_sampler(tmp_path: Path) -> Non
         weight = posterior.draws["weight"]
         assert weight.dtype == torch.float32 and torch.equal(weight[0, -1], held)
         assert len(weight.unique()) > 5 * len(weight.bfloat16().unique())
+
+
+def stored_loop(folder: Path, seed: int, **more: Any) -> Path:
+    """A loop whose draws are in a folder."""
+    given: dict[str, Any] = {"likelihood": GAUSSIAN, "lr": 1e-3, **more}
+    likelihood = given.pop("likelihood")
+    loop = Loop(seed, **given)
+    collector = Collector(loop.optimizer, loop.model, likelihood=likelihood, keep_every=2, store=folder)
+    loop.steps(20)
+    collector.close()
+    return folder
+
+
+def test_stores_of_loops_are_one_run(tmp_path: Path) -> None:
+    runs = [stored_loop(tmp_path / str(seed), seed) for seed in range(2)]
+    together = isosgd.load(runs)
+    assert (together.num_chains, together.num_draws) == (2, 10)
+    for chain, folder in enumerate(runs):
+        assert torch.equal(together.draws["weight"][chain], isosgd.load(folder).draws["weight"][0])
+    merged = isosgd.merge(runs, tmp_path / "all")
+    assert torch.equal(merged.draws["weight"], together.draws["weight"]) and merged.info["complete"]
+    assert len(set(merged.info["seed"])) == 2
+    with pytest.raises(StoreError, match="written by a loop"):
+        isosgd.resume(tmp_path / "all", merged.target, None)
+    with pytest.raises(ValueError, match="holds merged runs"):
+        resumed(tmp_path / "all", {}, 1)
+    again = stored_loop(tmp_path / "again", 0)
+    with pytest.raises(ValueError, match="same seed = "):
+        isosgd.load([runs[0], again])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"temperature": 0.5}, "settings.temperature was 1.0 and is 0.5"),
+        ({"num_data": 150}, "settings.num_data was 200 and is 150"),
+        ({"weight_decay": 0.1}, "settings.weight_decay was 0.0 and is 0.1"),
+        ({"likelihood": likelihoods.Gaussian(2.0)}, "target.describes.likelihood"),
+    ],
+)
+def test_loops_of_something_else_are_not_one_run(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    first, other = stored_loop(tmp_path / "0", 0), stored_loop(tmp_path / "1", 1, **change)
+    with pytest.raises(ValueError, match=words):
+        isosgd.load([first, other])

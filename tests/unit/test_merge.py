@@ -115,6 +115,19 @@ def test_a_merged_run_is_not_written_over(tmp_path: Path) -> None:
         sample(make_target(), (Y,), store=tmp_path / "all", **QUICK)
 
 
+def test_a_run_of_parts_goes_on_by_resume_alone(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        run(tmp_path, seed)
+    merge([tmp_path / "0", tmp_path / "1"], tmp_path / "all")
+    for chains in (1, 2):
+        with pytest.raises(ValueError, match=r"holds a run of 2 parts.*isosgd\.resume"):
+            sample(make_target(), (Y,), store=tmp_path / "all", resume=True, chains=chains, **{**QUICK, "draws": 9})
+    assert {path.name for path in (tmp_path / "all").iterdir()} == {"manifest.json", "part-0000", "part-0001"}
+    with pytest.raises(ValueError, match=r"parallel = 'chains': isosgd\.resume goes on with them in one process"):
+        resume(tmp_path / "all", make_target(), (Y,), parallel="chains")
+    assert resume(tmp_path / "all", make_target(), (Y,), draws=9, progress=False).num_draws == 9
+
+
 def test_parts_of_a_strange_manifest_do_not_lead_out(tmp_path: Path) -> None:
     run(tmp_path, 0)
     from isosgd.store import Manifest

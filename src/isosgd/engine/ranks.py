@@ -15,9 +15,10 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import wraps
+from hashlib import sha256
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -28,7 +29,7 @@ from safetensors.torch import save as tensors_to
 from torch import Tensor
 
 from isosgd.errors import RankError, RankValueError
-from isosgd.store.files import pack, to_json, unpack
+from isosgd.store.files import pack, raw, to_json, unpack
 from isosgd.target.batches import tree_map
 
 Parallel = Literal["chains", "data"]
@@ -58,16 +59,13 @@ class Ranks:
     """
 
     def __init__(self, parallel: Parallel, timeout: float) -> None:
-        if parallel not in ("chains", "data"):
-            raise ValueError(f"parallel = {parallel!r} is unknown; choose 'chains', 'data' or None")
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-            raise ValueError(f"rank_timeout = {timeout!r} must be a positive number of seconds")
+        self.parallel, self.timeout = parallel, timeout
         if not (dist.is_available() and dist.is_initialized()):
+            self._check()
             raise ValueError(
                 f"parallel = {parallel!r} needs a process group: call torch.distributed.init_process_group('gloo') "
                 "('nccl' on GPUs) first, and start the script with torchrun"
             )
-        self.parallel, self.timeout = parallel, float(timeout)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.teams, self.team, self.shares, self.place = self.size, self.rank, 1, 0
         self.group: dist.ProcessGroup | None = None
@@ -113,7 +111,19 @@ class Ranks:
     # -- what all ranks tell each other -------------------------------------------------------------------------------
 
     def __enter__(self) -> Ranks:
+        try:
+            self._check()
+        except ValueError as error:
+            self._tell(error)
+            raise
         return self
+
+    def _check(self) -> None:
+        """Refuse bad arguments, where other ranks can be told of it."""
+        if self.parallel not in ("chains", "data"):
+            raise ValueError(f"parallel = {self.parallel!r} is unknown; choose 'chains', 'data' or None")
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float) or not self.timeout > 0:
+            raise ValueError(f"rank_timeout = {self.timeout!r} must be a positive number of seconds")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is not None and not self._told:
@@ -266,6 +276,46 @@ class Ranks:
             f"{self.timeout:g} s): it hangs or has ended. With store= and resume=True the run goes on ({error})",
             gone[0],
         )
+
+
+class Replicas:
+    """Ranks of a process group with a copy each of the same parameters, as in DDP: their bits are compared at draws.
+
+    No rank waits for another here, so that some may have nothing to compare. Between two draws all ranks have met to
+    sum gradients: what they had at the draw before is known then, and all of them find what is wrong.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self._others = dist.get_rank(), dist.get_process_group_ranks(group)
+        self._store: Any = dist.distributed_c10d._get_default_store()
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # Which of several models it is: by now all ranks have met so many times.
+        met: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # private, as the store
+        self._name = f"isosgd/{attempt}/replicas/{group.group_name}/{met}"
+        self._seen: list[tuple[int, str]] = []  # at the last two draws
+
+    def compare(self, step: int, tensors: Iterable[Tensor]) -> None:
+        """Take note of tensors, and raise if those of the draw before were not the same on all ranks."""
+        self.look()
+        digest = sha256()
+        for x in tensors:
+            digest.update(raw(x).numpy())  # type: ignore[arg-type]
+        self._seen.append((step, digest.hexdigest()))
+        self._store.set(f"{self._name}/{step}/{self.rank}", self._seen[-1][1])
+        if len(self._seen) > 2:
+            self._store.delete_key(f"{self._name}/{self._seen.pop(0)[0]}/{self.rank}")
+
+    def look(self) -> None:
+        """Raise if parameters at the last draw are known not to have been the same."""
+        for step, own in self._seen[-1:]:
+            for rank in self._others:
+                key = f"{self._name}/{step}/{rank}"
+                if self._store.check([key]) and self._store.get(key).decode() != own:
+                    raise RuntimeError(
+                        f"after step {step} the parameters of ranks {self.rank} and {rank} were not the same: replicas "
+                        "of DDP must draw the same noise, give the optimizer of each rank a generator= of the same "
+                        "seed. Draws so far are of no chain"
+                    )
 
 
 def shared(call: Callable[P, T]) -> Callable[P, T]:

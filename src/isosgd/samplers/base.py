@@ -11,12 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
+from hashlib import sha256
 from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from isosgd.differences import check_ranks
 from isosgd.geometry.base import Geometry, load_into, state_of
 from isosgd.geometry.layer import Number, diagonal_scale, root
 from isosgd.geometry.rule import allowed_rate_curvature
@@ -50,7 +53,7 @@ from isosgd.samplers.metric import DiagonalMetric, Metric
 from isosgd.samplers.own_warmup import OPTIMISING, SAMPLING, WARMING_UP, OwnWarmup
 from isosgd.samplers.program import KickProgram, ScheduledProgram, StepProgram
 from isosgd.samplers.schedules import Cycles, Schedule
-from isosgd.samplers.shards import take_shards
+from isosgd.samplers.shards import is_sharded, take_shards, together
 from isosgd.samplers.steppers import hamiltonian_, langevin_
 
 LOOK_EVERY = 64  # steps between looks at parameters that were frozen
@@ -119,6 +122,32 @@ class Sampler(Optimizer):
     metric: DiagonalMetric | None = None
     geometry: Geometry | None = None
 
+    def __init_subclass__(cls, **given: Any) -> None:
+        """Have ranks that share parameters make a sampler together: what one is given must be what all are."""
+        super().__init_subclass__(**given)
+        make: Callable[..., None] = cls.__init__
+
+        @wraps(make)
+        def make_together(self: Sampler, params: ParamsLike, *args: Any, **settings: Any) -> None:
+            if type(self) is not cls:  # a subclass of it is made
+                return make(self, params, *args, **settings)
+            groups = layer_groups(params)
+            every: list[Any] = [p for group in groups for p in group["params"] if is_sharded(p)]
+            if not every or every[0].device_mesh.ndim > 1:  # which is refused
+                return make(self, groups, *args, **settings)
+            own_stream = settings.get("generator") is None
+
+            def made() -> dict[str, Any]:
+                make(self, groups, *args, **settings)
+                return self._agreed(own_stream)
+
+            check_ranks(together(every[0].device_mesh, made))
+            if own_stream:
+                self.whole.align(self.generator)
+            return None
+
+        cls.__init__ = make_together  # type: ignore[method-assign]
+
     def __init__(
         self,
         params: ParamsLike,
@@ -183,8 +212,6 @@ class Sampler(Optimizer):
         taken = {p for group in self.param_groups for p in group["params"]}
         self.left_out = [p for p in every if p not in taken]
         self.generator = make_generator(generator, self.param_groups[0]["params"][0].device)
-        if generator is None:
-            self.whole.align(self.generator)
         if self.whole.sharded and isinstance(estimator, AlphaStable):
             raise ValueError("noise = 'alpha' of sharded parameters (DTensors) is not supported: choose 'paired'")
         self.noise = NoiseModel(self, estimator, self.generator, self.batched, self.whole)
@@ -192,6 +219,25 @@ class Sampler(Optimizer):
         self.injector = Injector(self.noise, self.generator, innovations, chains, capturable, self._next_move)
         self.half = HalfParameters(self.state, [p for group in self.param_groups for p in group["params"]])
         self._follow_lr()
+
+    def _agreed(self, own_stream: bool) -> dict[str, Any]:
+        """What must be the same on all ranks that share parameters, each of which has some rows of them."""
+
+        def plain(values: dict[str, Any]) -> dict[str, Any]:
+            return {name: x for name, x in values.items() if x is None or isinstance(x, str | int | float)}
+
+        wholes = getattr(self.whole, "part_of", {})
+        return {
+            "sampler": type(self).__name__,
+            **plain(vars(self)),
+            "noise": {"kind": type(self.estimator).__name__, **plain(vars(self.estimator))},
+            "schedule": {"kind": type(self.schedule).__name__, **plain(vars(self.schedule))},
+            "structure": getattr(getattr(self, "structure", None), "name", None),
+            "innovations": self.injector.innovations,
+            "groups": {group["name"]: plain(group) | {"params": len(group["params"])} for group in self.param_groups},
+            "params": [f"{list(p.shape)} {p.dtype}" for p in wholes],
+            "generator": {"sha256": own_stream or sha256(self.generator.get_state().numpy().tobytes()).hexdigest()},
+        }
 
     # -- groups -------------------------------------------------------------------------------------------------------
 

@@ -19,14 +19,13 @@ chain now is, with neither an initial optimisation nor a curvature guard (``sche
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from isosgd.errors import SamplingWarning
+from isosgd.errors import warn_caller
 from isosgd.geometry.base import Geometry
 from isosgd.geometry.choice import FULL_UP_TO, StructureName, choose, instead, make_structure, provisional
 from isosgd.geometry.full import Full
@@ -197,12 +196,10 @@ class ISGD(Sampler):
             self._set([torch.as_tensor(lam) for _ in self.param_groups])
         temperature = self.defaults["temperature"]
         if scheme == "c" and temperature >= HOT:
-            warnings.warn(
+            warn_caller(
                 f"scheme 'c' estimates the noise at a frozen mode, but at temperature {temperature} the chain leaves "
                 f"it for places where the noise is larger; this was seen to diverge from T = {HOT} on. Use "
-                "scheme='windowed', or a lower temperature.",
-                SamplingWarning,
-                stacklevel=2,
+                "scheme='windowed', or a lower temperature."
             )
 
     @classmethod

@@ -54,6 +54,28 @@ def rows_here(p: Any) -> tuple[int, int]:
     return rows_of(p.shape[0], mesh.get_local_rank(), mesh.size())
 
 
+def together(mesh: Any, call: Callable[[], Any]) -> list[Any]:
+    """Have every rank of a mesh make a call; what each got, as JSON has it. An error of one is raised on all."""
+    error: Exception | None = None
+    try:
+        text = json.dumps({"got": call()}, default=str)
+    except Exception as met:  # whatever it is, the others must not wait for this rank
+        error, text = met, json.dumps({"text": str(met), "wrong": isinstance(met, ValueError | TypeError)})
+    own, group = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), mesh.get_group()
+    longest = torch.tensor(len(own), device=mesh.device_type)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
+    own = torch.nn.functional.pad(own, (0, int(longest) - len(own)), value=32).to(mesh.device_type)
+    every = [torch.empty_like(own) for _ in range(mesh.size())]
+    dist.all_gather(every, own, group=group)
+    answers = [json.loads(bytes(one.tolist())) for one in every]
+    if error is not None:
+        raise error
+    for rank, answer in enumerate(answers):
+        if "got" not in answer:
+            raise (RankValueError if answer["wrong"] else RankError)(f"on rank {rank}: {answer['text']}", rank)
+    return [answer["got"] for answer in answers]
+
+
 def take_shards(groups: list[Group]) -> Whole:
     """Put this rank's parts in the place of sharded parameters, and say how sums over all of them are made."""
     every = [p for group in groups for p in group["params"]]
@@ -103,24 +125,7 @@ class Shards(Whole):
         generator.manual_seed(int(word))
 
     def together(self, call: Callable[[], Any]) -> list[Any]:
-        """Have every rank make a call; what each got, as JSON has it. An error of one is raised on all."""
-        error: Exception | None = None
-        try:
-            found = {"got": call()}
-        except Exception as met:  # whatever it is, the others must not wait for this rank
-            error, found = met, {"text": str(met), "wrong": isinstance(met, ValueError)}
-        text = torch.frombuffer(bytearray(json.dumps(found).encode()), dtype=torch.uint8)
-        longest = int(self.largest(torch.tensor(len(text), device=self.mesh.device_type)))
-        own = torch.nn.functional.pad(text, (0, longest - len(text)), value=32).to(self.mesh.device_type)
-        every = [torch.empty_like(own) for _ in range(self.ranks)]
-        dist.all_gather(every, own, group=self.group)
-        answers = [json.loads(bytes(one.tolist())) for one in every]
-        if error is not None:
-            raise error
-        for rank, answer in enumerate(answers):
-            if "got" not in answer:
-                raise (RankValueError if answer["wrong"] else RankError)(f"on rank {rank}: {answer['text']}", rank)
-        return [answer["got"] for answer in answers]
+        return together(self.mesh, call)
 
     def take_gradients(self) -> None:
         for whole, part in self.part_of.items():

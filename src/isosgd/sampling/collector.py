@@ -6,6 +6,7 @@ import math
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from isosgd.data.sources import as_tensors
+from isosgd.differences import as_lines, check_ranks, differences
+from isosgd.engine.ranks import Replicas
 from isosgd.errors import DivergedError, warn_caller
 from isosgd.posterior import Posterior
 from isosgd.samplers import METHODS, Sampler
@@ -20,9 +23,9 @@ from isosgd.samplers.half import wide
 from isosgd.samplers.injection import capturing
 from isosgd.samplers.shards import Shards
 from isosgd.sampling.settings import versions
-from isosgd.sampling.stored import as_lines, differences, load
+from isosgd.sampling.stored import load
 from isosgd.store import Manifest, StoreError, Writer
-from isosgd.store.files import pack
+from isosgd.store.files import pack, plain, unpack
 from isosgd.store.manifest import BUFFER, DTYPE_NAMES, NAME, File, specs_of
 from isosgd.store.writer import SHARED, STORED, new_file, new_state, read_state
 from isosgd.target import Likelihood, Params, Target
@@ -43,7 +46,8 @@ class Collector:
 
     Args:
         optimizer: a sampler of this library, which takes the steps.
-        model: the network that it moves; within DDP or `torch.compile`, too.
+        model: the network that it moves; within DDP or `torch.compile`, too. Replicas of DDP are compared at draws:
+            where ranks draw noise of their own, that is an error.
         target: what is sampled, for predictions and diagnostics: a `Target` made from the model; or leave it out and
             give the likelihood.
         likelihood: as of `Target.from_module`, with scales of noise that are known. The prior is that of the
@@ -90,14 +94,56 @@ class Collector:
     ) -> None:
         if not isinstance(optimizer, Sampler):
             raise TypeError(f"optimizer of type {type(optimizer).__name__}: pass a sampler of isosgd, such as ISGD")
+        self.optimizer, self.keep_every, self.most = optimizer, keep_every, draws
+        self._folder = None if store is None else Path(store)
+        self._draws: list[Params] = []
+        self._with: list[Params] = []
+        self._taken: list[int] = []  # after which steps
+        self._count, self._due, self._spacing = 0, 0, keep_every
+        self._last: float = 0  # step; infinity when draws in the store may be of later steps than the optimizer's
+        self._began = time.monotonic()
+        self._writer: Writer | None = None
+        given = dict(keep_every=keep_every, draws=draws, resume=resume, store_dtype=store_dtype)
+        # Ranks that share a model find together that an argument is bad, or not that of all.
+        check_ranks(
+            optimizer.whole.together(lambda: given | self._take(model, target, likelihood, resume, store_dtype))
+        )
+        if store is not None:
+            manifest = self._manifest(store_dtype)
+            self._specs = manifest.tensors | {BUFFER + name: spec for name, spec in manifest.buffers.items()}
+            self._taken = optimizer.whole.together(lambda: self._open(manifest, resume))[0]
+            self._count, self._last = len(self._taken), math.inf if self._taken else 0
+            with nullcontext() if self._writer is None else self._writer.closed_on_error():
+                check_ranks(optimizer.whole.together(self._see), SHARED)
+        self._hooks = [
+            optimizer.register_step_post_hook(lambda *_: self._step()),
+            # Draws before a state that is saved are on the disk, in files that end there.
+            optimizer.register_state_dict_pre_hook(lambda _: None if self._writer is None else self._writer.flush()),
+        ]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def _take(
+        self,
+        model: nn.Module,
+        target: Target | None,
+        likelihood: str | Likelihood | None,
+        resume: bool,
+        store_dtype: str | None,
+    ) -> dict[str, Any]:
+        """Take in what is sampled, checked; what of it all ranks that share a model must have."""
+        optimizer, keep_every, draws, in_memory = self.optimizer, self.keep_every, self.most, self._folder is None
         if keep_every != "auto" and (isinstance(keep_every, bool) or not isinstance(keep_every, int) or keep_every < 1):
             raise ValueError(f"keep_every = {keep_every!r} must be an integer of at least 1, or 'auto'")
         if isinstance(draws, bool) or not isinstance(draws, int) or draws < 2:
             raise ValueError(f"draws = {draws!r} must be an integer of at least 2")
         if target is not None and likelihood is not None:
             raise ValueError("target= and likelihood= both say what is sampled: pass one of them")
-        model = unwrapped(model)
-        self.optimizer, self.model, self.keep_every, self.most = optimizer, model, keep_every, draws
+        ddp = next((m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)), None)
+        group = getattr(ddp, "process_group", None)
+        self._replicas = None if group is None else Replicas(group)
+        self.model = model = unwrapped(model)
         self._shards = optimizer.whole if isinstance(optimizer.whole, Shards) else None
         whole_of = {} if self._shards is None else {id(part): p for p, part in self._shards.part_of.items()}
         moved = {
@@ -126,48 +172,35 @@ class Collector:
                 )
         tracked = any(isinstance(m, nn.modules.batchnorm._NormBase) for m in model.modules())
         self._buffers = dict(model.named_buffers()) if tracked else {}
-        self._draws: list[Params] = []
-        self._with: list[Params] = []
-        self._taken: list[int] = []  # after which steps
-        self._count, self._due, self._spacing = 0, 0, keep_every
-        self._last: float = 0  # step; infinity when draws in the store may be of later steps than the optimizer's
-        self._began = time.monotonic()
-        self._writer: Writer | None = None
-        self._folder = None if store is None else Path(store)
-        if self._shards is not None and store is None:
+        if self._shards is not None and in_memory:
             raise ValueError("draws of a model that is sharded over ranks do not stay in memory: give store=")
-        if resume and store is None:
+        if resume and in_memory:
             raise ValueError("resume=True goes with store=, the folder of a run: give that too")
-        if store is not None:
-            if store_dtype not in STORED:
-                raise ValueError(f"store_dtype = {store_dtype!r} is unknown; choose 'float32', 'bfloat16' or None")
-            if keep_every == "auto" and (optimizer.given or (optimizer.own is not None and optimizer.own.by_scheme)):
-                raise ValueError(
-                    "a store keeps every draw, and at a rate of your own nothing says how many: keep_every="
-                )
-            drawn = {
-                name: torch.empty(p.shape, dtype=torch.float32 if p.dtype == torch.bfloat16 else p.dtype, device="meta")
-                for name, p in self._params.items()
-            }
-            manifest = Manifest(
-                self._info(), {"loop": type(optimizer).__name__}, specs_of(drawn, STORED[store_dtype]),
-                specs_of(self._buffers),
-            )  # fmt: skip
-            self._specs = manifest.tensors | {BUFFER + name: spec for name, spec in manifest.buffers.items()}
-            self._taken = optimizer.whole.together(lambda: self._open(manifest, resume))[0]
-            self._count, self._last = len(self._taken), math.inf if self._taken else 0
-            with nullcontext() if self._writer is None else self._writer.closed_on_error():
-                optimizer.whole.together(self._see)
-        elif store_dtype is not None:
+        if store_dtype is not None and in_memory:
             raise ValueError("store_dtype goes with store=, the folder of a run: give that too")
-        self._hooks = [
-            optimizer.register_step_post_hook(lambda *_: self._step()),
-            # Draws before a state that is saved are on the disk, in files that end there.
-            optimizer.register_state_dict_pre_hook(lambda _: None if self._writer is None else self._writer.flush()),
-        ]
+        if store_dtype not in STORED:
+            raise ValueError(f"store_dtype = {store_dtype!r} is unknown; choose 'float32', 'bfloat16' or None")
+        by_scheme = optimizer.given or (optimizer.own is not None and optimizer.own.by_scheme)
+        if not in_memory and keep_every == "auto" and by_scheme:
+            raise ValueError("a store keeps every draw, and at a rate of your own nothing says how many: keep_every=")
+        manifest = self._manifest(store_dtype)
+        return {"identity": manifest.identity, **_specs(manifest)}
 
-    def __len__(self) -> int:
-        return self._count
+    def _manifest(self, store_dtype: str | None) -> Manifest:
+        """Of a store that is begun."""
+        drawn = {
+            name: torch.empty(p.shape, dtype=torch.float32 if p.dtype == torch.bfloat16 else p.dtype, device="meta")
+            for name, p in self._params.items()
+        }
+        info, sampler, kept = self._info(), self.optimizer, self._shards
+        of = {id(p): group for group in sampler.param_groups for p in group["params"]}
+        groups = {name: of[id(p if kept is None else kept.part_of[p])] for name, p in self._params.items()}
+        settings = {"method": info["method"], "seed": info["seed"]}
+        for unit in ("temperature", "num_data", "weight_decay"):
+            values = {name: group[unit] for name, group in groups.items()}
+            settings[unit] = values if len(set(values.values())) > 1 else next(iter(values.values()))
+        identity = {"loop": type(sampler).__name__, "settings": settings, "target": {"describes": info["target"]}}
+        return Manifest(info, identity, specs_of(drawn, STORED[store_dtype]), specs_of(self._buffers))
 
     def _open(self, manifest: Manifest, resume: bool) -> list[int]:
         """On rank 0, begin the store or go on with it; the steps of its draws, or those at which their files end."""
@@ -178,9 +211,13 @@ class Collector:
             fixed = {} if target is None else {**target.frozen, **target.buffers}
             self._writer = Writer.create(folder, manifest, fixed)
             return []
+        if Manifest.read(folder).parts:
+            raise ValueError(f"{folder} holds merged runs, which a loop cannot extend: give another store=")
         writer = Writer.reopen(folder)
         with writer.closed_on_error():
-            then, now = ({"optimizer": one.identity.get("loop"), **_specs(one)} for one in (writer.manifest, manifest))
+            then, now = map(_compared, (writer.manifest, manifest))
+            if not (then["target"] and now["target"]):  # which a loop may leave out
+                del then["target"], now["target"]
             if found := list(differences(then, now)):
                 raise ValueError(
                     f"{folder} holds draws of another loop:{as_lines(found)}\ngive what it was begun with, or another "
@@ -189,11 +226,12 @@ class Collector:
         self._writer = writer
         return [shard.step for shard in writer.manifest.shards for _ in range(shard.start, shard.stop)]
 
-    def _see(self) -> None:
-        """Refuse a folder that rank 0 alone sees."""
+    def _see(self) -> dict[str, Any]:
+        """Refuse a folder that rank 0 alone sees; the manifest that is there is to be that of all."""
         assert self._folder is not None
         if not (self._folder / NAME).exists():
             raise StoreError(f"rank {self.optimizer.whole.rank} does not see {self._folder / NAME}: {SHARED}")
+        return {NAME: {"sha256": sha256((self._folder / NAME).read_bytes()).hexdigest()}}
 
     @property
     def spacing(self) -> int:
@@ -260,6 +298,8 @@ class Collector:
             raise error
         buffers = {name: x.detach().to("cpu", copy=True) for name, x in self._buffers.items()}
         step = self.optimizer.param_groups[0]["step"]
+        if self._replicas is not None:
+            self._replicas.compare(step, draw.values())
         if self._writer is not None:
             self._writer.manifest.complete = False  # until the next `posterior`
         if self._shards is not None:
@@ -374,6 +414,8 @@ class Collector:
         """
         every = [self, *chains]
         for one in every:
+            if one._replicas is not None:
+                one._replicas.look()
             if not len(one):
                 raise ValueError(
                     f"there is no draw yet: after {one.optimizer.param_groups[0]['step']} steps the optimizer is "
@@ -397,6 +439,8 @@ class Collector:
         }
         info |= {"chains": len(every), "chain_indices": list(range(len(every))), "draws": length}
         info |= {"gradients": sum(one["gradients"] for one in infos)}
+        if len(every) > 1:
+            info["seed"] = [one["seed"] for one in infos]
         return Posterior(self.target, parts[0], info, data if data is None else as_tensors(data) or data, parts[1])
 
     def _info(self) -> dict[str, Any]:
@@ -418,7 +462,7 @@ class Collector:
             "sets": 1,
             "engine": "a loop of the user's own",
             "keep_every": [self.spacing],
-            "seed": None,
+            "seed": sampler.generator.initial_seed(),
             "warmup": [report.as_dict()],
             "rates": [{group["name"]: _number(group["rate"]) for group in sampler.param_groups}],
             "gradients": first["step"],
@@ -451,6 +495,14 @@ def _specs(manifest: Manifest) -> dict[str, Any]:
         kind: {name: asdict(spec) for name, spec in specs.items()}
         for kind, specs in (("tensors", manifest.tensors), ("buffers", manifest.buffers))
     }
+
+
+def _compared(manifest: Manifest) -> dict[str, Any]:
+    """What must be the same for a loop to go on with its store."""
+    identity = unpack(plain(manifest.identity))
+    settings = {name: value for name, value in identity.get("settings", {}).items() if name != "seed"}
+    about = {"optimizer": identity.get("loop"), "target": identity.get("target", {}).get("describes")}
+    return {**about, "settings": settings, **_specs(manifest)}
 
 
 def _number(rate: Any) -> float:

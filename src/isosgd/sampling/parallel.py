@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.data import DistributedSampler
 
 from isosgd.data.sources import DataSets, as_tensors
+from isosgd.differences import check_ranks
 from isosgd.engine.chains import MakeSampler
 from isosgd.engine.ranks import Ranks
 from isosgd.engine.schedule import Schedule
@@ -23,7 +24,7 @@ from isosgd.sampling.loop import ChainsResult, DrawPlan, Note, draw_all, why_sto
 from isosgd.sampling.merging import write_parts
 from isosgd.sampling.recorders import Follower, InMemory, Interrupted, OnDisk
 from isosgd.sampling.settings import versions
-from isosgd.sampling.stored import RunRequest, as_lines, differences, load
+from isosgd.sampling.stored import RunRequest, load
 from isosgd.store import Manifest, StoreError
 from isosgd.store.files import plain, unpack
 from isosgd.store.writer import SHARED, lock, read_state
@@ -74,14 +75,11 @@ def check_sampler(ranks: Ranks | None, data: Any) -> None:
 def check_agreement(ranks: Ranks, request: RunRequest) -> None:
     """Refuse ranks that were given other settings, another target or other data."""
     own = {**request.identity(), "parallel": ranks.parallel, "versions": versions()}
-    every = ranks.gather(unpack(plain(own)))
-    for rank, other in enumerate(every):
-        found = list(differences(every[0], other))
-        if found:
-            raise ValueError(
-                f"rank {rank} was not given what rank 0 was (was: rank 0, is: rank {rank}):{as_lines(found)}\n"
-                "all ranks must make the same call; seed torch before a model is made, or load its state_dict"
-            )
+    own |= {"store=": request.store is not None, "resume=": request.resume}
+    check_ranks(
+        ranks.gather(unpack(plain(own))),
+        "all ranks must make the same call; seed torch before a model is made, or load its state_dict",
+    )
 
 
 def draw_over_ranks(
@@ -171,6 +169,13 @@ def _take_folder(folder: Path, request: RunRequest, open_ones: ExitStack) -> Non
     if not request.resume:
         raise FileExistsError(
             f"{folder} already holds a run: pass resume=True to go on with it, or another folder; isosgd.load reads it"
+        )
+    begun = [Manifest.read(folder / part).identity.get("settings", {}) for part in found.parts]
+    own = {(one.get("first_chain"), one.get("chains"), one.get("seed")) for one in begun}
+    if begun and own != {(chain, 1, begun[0].get("seed")) for chain in range(len(begun))}:
+        raise ValueError(
+            f"{folder} holds merged runs, which are extended in one process: isosgd.resume(store, target, data, "
+            "draws=...) without parallel="
         )
     if len(found.parts) != request.count:
         what = f"{len(found.parts)} chains, each a part" if found.parts else "chains that one process drew together"

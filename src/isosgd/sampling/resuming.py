@@ -62,6 +62,12 @@ def resume(
         >>> folder.cleanup()
     """
     if parts := Manifest.read(Path(path)).parts:
+        if options.get("parallel") is not None:
+            raise ValueError(
+                f"{path} holds {len(parts)} parts, and parallel = {options['parallel']!r}: isosgd.resume goes on with "
+                "them in one process; leave parallel out. A run that ranks have begun, not a merged one, goes on over "
+                "ranks by sample(..., parallel=..., store=..., resume=True)"
+            )
         for part in parts:
             resume(
                 Path(path) / part, target, data, init=init, starts=starts, device=device, progress=progress,

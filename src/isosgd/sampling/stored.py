@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from isosgd.data.sources import Data, DataSets, Tensors, Transform, Transformed, as_tensors
+from isosgd.differences import as_lines, differences
 from isosgd.engine.schedule import Start, start_of
 from isosgd.errors import SamplingWarning, warn_caller
 from isosgd.posterior import Posterior
@@ -30,7 +30,6 @@ from isosgd.store.writer import STORED, check_new, make_folder
 from isosgd.target import Params, Target
 from isosgd.target.batches import tensors_of, tree_map
 
-SAME_LOSS = 1e-4  # relative: another machine may round otherwise, another model gives another loss
 PROBED = 64  # rows at which the loss is compared
 PLAIN = str | int | float | bool | None
 Info = dict[str, Any]
@@ -51,7 +50,7 @@ def load(
 
     Args:
         path: folder of the run; or of several that sampled the same target with other seeds, which are then one: their
-            chains are numbered one run after the other (see `isosgd.merge`).
+            chains are numbered one run after the other (see `isosgd.merge`). Stores of loops (`Collector`), too.
         target: what was sampled, made as it was then; without it the draws can be looked at, but not predict.
         data: the training data, for ``posterior.summary()`` and ``posterior.trust()``.
         chains: numbers of chains, where not all are wanted. Chains that run in turn are stopped at different lengths:
@@ -195,7 +194,9 @@ def _check_alike(one: Path, first: Manifest, other: Path, second: Manifest) -> N
         return {
             "data": identity.get("data"),
             "target": about,
-            "settings": {name: settings.get(name) for name in ("method", "temperature")},
+            "loop": identity.get("loop"),
+            # Of a loop all that is known of its density; of other runs the target knows the rest.
+            "settings": {name: settings.get(name) for name in ("method", "temperature", "num_data", "weight_decay")},
             "tensors": specs,
             "buffers": buffers,
         }
@@ -217,9 +218,10 @@ def _check_seeds(folders: Sequence[Path], manifests: Sequence[Manifest]) -> None
         for number in _numbers(manifest):
             stream = manifest.identity.get("settings", {}).get("seed"), number
             if stream in owner:
+                mend = "generator=, or torch, a seed" if "loop" in manifest.identity else "run a seed="
                 raise ValueError(
                     f"{owner[stream]} and {folder} were drawn with the same seed = {stream[0]}: their draws are the "
-                    "same, or depend on each other, and would be counted twice. Give each run a seed= of its own"
+                    f"same, or depend on each other, and would be counted twice. Give each {mend} of its own"
                 )
             owner[stream] = folder
 
@@ -369,6 +371,11 @@ class RunRequest:
             tensors = specs_of(natural, STORED[self.store_dtype])
             fixed = {**self.target.frozen, **self.target.buffers}
             return Writer.create(folder, Manifest(info, identity, tensors), fixed)
+        if parts := Manifest.read(folder).parts:
+            raise ValueError(
+                f"{folder} holds a run of {len(parts)} parts, merged or drawn by ranks: in one process they go on by "
+                "isosgd.resume(store, target, data, draws=...)"
+            )
         writer = Writer.reopen(folder)  # first of all: what follows must be true while no other process writes
         with writer.closed_on_error():
             return self._going_on(writer, identity)
@@ -527,31 +534,3 @@ def target_identity(
         norms = torch.stack([g.double().norm().cpu() for g in gradients])
         found["loss"], found["gradient"] = float(loss), float(norms.square().sum().sqrt())
     return found
-
-
-def differences(then: Any, now: Any, where: str = "") -> Iterator[str]:
-    """What is not the same in two identities, each in a line."""
-    if isinstance(then, Mapping) and isinstance(now, Mapping):
-        for key in dict.fromkeys([*then, *now]):
-            inner = f"{where}.{key}" if where else str(key)
-            if key in then and key in now:
-                yield from differences(then[key], now[key], inner)
-            else:
-                yield f"{inner} was {'there' if key in then else 'not there'} and is {'not' if key in then else 'now'}"
-    elif isinstance(then, list | tuple) and isinstance(now, list | tuple) and len(then) == len(now):
-        for i, (a, b) in enumerate(zip(then, now, strict=True)):
-            yield from differences(a, b, f"{where}[{i}]")
-    elif isinstance(then, float) and isinstance(now, float) and where.endswith(("target.loss", "target.gradient")):
-        if math.isfinite(then) and math.isfinite(now) and abs(then - now) > SAME_LOSS * max(abs(then), abs(now), 1e-2):
-            yield f"{where} at the start was {then:.6g} and is {now:.6g}: the model or its likelihood has changed"
-    elif where.endswith("sha256") or ".start[" in where:
-        if then != now:
-            yield f"the values of {where.removesuffix('.sha256')} have changed"
-    elif then != now:
-        yield f"{where} was {then!r} and is {now!r}"
-
-
-def as_lines(found: list[str], most: int = 12) -> str:
-    """Differences, each on a line of its own."""
-    more = [f"and {len(found) - most} more"] if len(found) > most else []
-    return "".join(f"\n  {line}" for line in [*found[:most], *more])
