@@ -73,7 +73,10 @@ def _plain(pair: Pair, model: nn.Module, sets: Sets, seed: int) -> dict[str, Ten
 
 def trained_by_ivon(pair: Pair, sets: Sets, seed: int, rate: float, draws: int) -> list[Start]:
     """Networks drawn from what IVON has learned (``pip install ivon-opt``), with the pair's epochs and weight decay."""
-    from ivon import IVON  # of the peers' environment
+    try:
+        from ivon import IVON
+    except ImportError as error:
+        raise ImportError("--rivals ivon needs ivon-opt, which the environment of `make bench-peers` has") from error
 
     (x, y), n = sets.train, pair.batch
     torch.manual_seed(seed)
