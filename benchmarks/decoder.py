@@ -206,9 +206,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         seconds, gb = statistics.median(times[name]), peaks[name]
         memory = "" if gb is None else f"  {gb:6.2f} GB ({gb / peaks['adamw']:.2f})"  # type: ignore[operator]
         print(f"{name:<8} {1e3 * seconds:8.2f} ms ({seconds / base:.2f} of AdamW){memory}")
-        reason = getattr(getattr(runs[name], "optimizer", None), "half", None)
-        if reason is not None and reason.unsupported_reason:
-            print(f"         not compiled: {reason.unsupported_reason[:200]}")
         found["cases"][name] = {"seconds": seconds, "ratio": seconds / base, "peak_gb": gb, "rounds": times[name]}
     if args.json:
         with open(args.json, "w") as file:

@@ -3,13 +3,10 @@
     theta <- theta - rate (g + decay theta) - kick xi                                  (Theorem 1)
     v <- (1 - a) v - rate (g + decay theta) - kick xi,  theta <- theta + v             (Theorem 2)
 
-``decay`` is the precision of a Gaussian prior over N. The innovations xi come from a counter-based generator inside the
-kernel (Philox, keyed anew each step), so that they never pass through memory; where they are averaged over two steps,
-those of the step before are made once more from its key. The kernel is Triton's, which comes with torch where there is
-a GPU, and may be captured in a CUDA graph.
-
-References:
-    Salmon, Moraes, Dror and Shaw, Parallel random numbers: as easy as 1, 2, 3, 2011 (Philox).
+``decay`` is the precision of a Gaussian prior over N. The innovations xi are made inside the kernel
+(`isosgd.samplers.philox`, keyed anew each step); where they are averaged over two steps, those of the step before are
+made once more from its key. The kernel is Triton's, which comes with torch where there is a GPU, and may be captured in
+a CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isosgd.samplers.philox import CHUNK, make_normals
 from isosgd.samplers.program import Elementwise
 
 ALIGN = 16  # tensors begin at multiples of it, so that their values are read sixteen bytes at a time
-CHUNK = 1024  # values of one program of the kernel
 WARPS = 4  # of one program
 
 
@@ -141,16 +138,11 @@ class FusedStep:
 @lru_cache(maxsize=1)
 def make_kernel() -> Any:
     """The kernel, or None where there is no Triton."""
-    try:
-        import triton
-        import triton.language as tl
-    except ImportError:
+    normals = make_normals()
+    if normals is None:
         return None
-
-    @triton.jit  # type: ignore[untyped-decorator]
-    def normals(key, counter, QUARTER: tl.constexpr):  # type: ignore[no-untyped-def]
-        a, b, c, d = tl.randn4x(key, counter)
-        return tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), [4 * QUARTER])
+    import triton
+    import triton.language as tl
 
     @triton.jit  # type: ignore[untyped-decorator]
     def kernel(  # type: ignore[no-untyped-def]

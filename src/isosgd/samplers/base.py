@@ -590,6 +590,7 @@ class Sampler(Optimizer):
 
     def _plain_step(self) -> None:
         """A step, parameter by parameter."""
+        self.half.begin_step(self.generator)
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             move = self._next_move(group, params)

@@ -9,13 +9,15 @@ with the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from isosgd.samplers.philox import CHUNK, make_normals
 
 LOW = "low"  # its name in the state
 NAN = 0x7FC00000
@@ -41,14 +43,14 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def step_halves_(
-    upper: Tensor, low: Tensor, grad: Tensor, xi: Tensor, numbers: Tensor, velocity: Tensor | None = None
+    upper: Tensor, low: Tensor, grad: Tensor, xi: Tensor, numbers: Sequence[float], velocity: Tensor | None = None
 ) -> None:
     """A step of either stepper in place, ``numbers`` being the rate, the kick, the weight decay and the friction.
 
     That is ``v <- (1 - friction) v - rate (grad + decay theta) - kick xi``, ``theta += v``; without a velocity it is
     zero before each step.
     """
-    rate, kick, decay, friction = numbers.unbind()
+    rate, kick, decay, friction = numbers
     theta = wide(upper, low)
     move = -rate * (grad + decay * theta) - kick * xi
     if velocity is not None:
@@ -60,8 +62,38 @@ def step_halves_(
 
 
 @lru_cache(maxsize=1)
-def _compiled() -> Callable[..., None]:
-    return torch.compile(step_halves_, dynamic=True)
+def make_kernel() -> Any:
+    """The same step for a GPU, with innovations of its own; None where there is no Triton."""
+    normals = make_normals()
+    if normals is None:
+        return None
+    import triton
+    import triton.language as tl
+
+    @triton.jit(do_not_specialize=["first", "count"])  # type: ignore[untyped-decorator]
+    def kernel(  # type: ignore[no-untyped-def]
+        upper, low, gradient, velocity, key, first, count, rate, kick, decay, keep, MOMENTUM: tl.constexpr,
+        QUARTER: tl.constexpr,
+    ):  # fmt: skip
+        chunk = tl.program_id(0).to(tl.int64)
+        place = chunk * (4 * QUARTER) + tl.arange(0, 4 * QUARTER)
+        inside = place < count
+        high = tl.load(upper + place, mask=inside, other=0).to(tl.int32)
+        rest = tl.load(low + place, mask=inside, other=0).to(tl.int32)
+        theta = ((high << 16) + rest).to(tl.float32, bitcast=True)
+        g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32) + decay * theta
+        counter = (first + chunk * QUARTER).to(tl.int32) + tl.arange(0, QUARTER)
+        move = -rate * g - kick * normals(tl.load(key), counter, QUARTER)
+        if MOMENTUM:
+            move += keep * tl.load(velocity + place, mask=inside, other=0.0)
+            tl.store(velocity + place, move, mask=inside)
+        theta += move
+        bits = tl.where(theta == theta, theta.to(tl.int32, bitcast=True), 0x7FC00000)
+        high = (bits + 32768) >> 16
+        tl.store(upper + place, high.to(tl.int16), mask=inside)
+        tl.store(low + place, (bits - (high << 16)).to(tl.int16), mask=inside)
+
+    return kernel
 
 
 class HalfParameters:
@@ -81,8 +113,8 @@ class HalfParameters:
             )
         self.state, self.params = state, [p for p in params if p.dtype == torch.bfloat16]
         self.every = bool(params) and len(self.params) == len(params)
-        self._numbers: dict[tuple[float, ...], Tensor] = {}
-        self.unsupported_reason = ""  # of the compiler
+        self._key: Tensor | None = None  # of a step's innovations on a GPU, and how many it has taken
+        self._first = 0
 
     def low(self, p: Tensor) -> Tensor:
         """The lower half of a parameter."""
@@ -109,24 +141,34 @@ class HalfParameters:
                 data.view(torch.int16).copy_(upper)
                 p.data, p.grad = data, grad
 
+    def begin_step(self, generator: torch.Generator) -> None:
+        """Draw what the innovations of a step on a GPU are made from."""
+        if generator.device.type == "cuda" and make_kernel() is not None:
+            if self._key is None:
+                self._key = torch.empty(1, dtype=torch.int64, device=generator.device)
+            self._key.random_(generator=generator)
+            self._first = 0
+
     def step_(
-        self, p: Tensor, numbers: tuple[float, ...], generator: torch.Generator, velocity: Tensor | None = None
+        self, p: Tensor, numbers: Sequence[float], generator: torch.Generator, velocity: Tensor | None = None
     ) -> None:
         """A step of one parameter without a float32 copy of all of them: on a GPU in one pass over memory."""
         assert p.grad is not None
-        if numbers not in self._numbers:
-            if len(self._numbers) > len(self.params):  # of rates that change there is no end
-                self._numbers.clear()
-            self._numbers[numbers] = torch.tensor(numbers, device=p.device)
+        args = [p.detach().view(torch.int16), self.low(p), p.grad, *([] if velocity is None else [velocity])]
+        plain = all(x.stride() == p.stride() for x in args) and _dense(p)
+        if self._key is not None and plain:
+            rate, kick, decay, friction = numbers
+            chunks = -(-p.numel() // CHUNK)
+            make_kernel()[(chunks,)](
+                *args[:3], args[-1], self._key, self._first, p.numel(), rate, kick, decay, 1.0 - friction,
+                MOMENTUM=velocity is not None, QUARTER=CHUNK // 4,
+            )  # fmt: skip
+            self._first += chunks * (CHUNK // 4)
+            return
         xi = torch.empty(p.shape, device=p.device).normal_(generator=generator)
-        args = [p.detach().view(torch.int16), self.low(p), p.grad, xi, *([] if velocity is None else [velocity])]
-        if all(x.is_contiguous() for x in args):  # a flat copy of another layout would take the step in its place
-            args = [x.view(-1) for x in args]
-        args.insert(4, self._numbers[numbers])
-        if p.is_cuda and not self.unsupported_reason:
-            try:
-                _compiled()(*args)
-                return
-            except Exception as error:  # whatever a compiler may raise
-                self.unsupported_reason = f"{type(error).__name__}: {error}"
-        step_halves_(*args)
+        step_halves_(args[0], args[1], args[2], xi, numbers, velocity)
+
+
+def _dense(p: Tensor) -> bool:
+    """Whether values lie in memory without gaps, in any order."""
+    return p.is_contiguous() or p.is_contiguous(memory_format=torch.channels_last)
