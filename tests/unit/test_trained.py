@@ -86,6 +86,18 @@ def test_draws_of_the_temperature_that_won_are_the_first_of_the_run() -> None:
     assert float(apart[1].min()) > 0
 
 
+def test_draws_where_predictions_get_worse_are_left_out() -> None:
+    """Under a prior that is far too narrow a chain goes from a good network to ever worse ones."""
+    model = trained(steps=60)
+    target = Target.from_module(model, "categorical", priors.Normal(0.1))
+    run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False, "draws": 32, "ladder": [1e-3, 1e-2]}
+    found = sample(target, TRAIN, starts=[model], held_out=HELD, **run)
+    choice, own = found.info["temperature_choice"], found.num_draws - found.info["from_start"]
+    assert choice["judged"]["part"] and own == [32, 16, 8][choice["judged"]["part"]]
+    assert f"by the first {own} of 32 draws" in choice["reason"]
+    assert found.against_start(*examples(2_000, 2)).ratio < 1
+
+
 def test_the_start_has_its_share_of_predictions_and_none_of_the_diagnostics() -> None:
     """Its weight is what was asked for, of any kind of prediction; chains are judged without it."""
     models, new = [trained(seed) for seed in (0, 1)], examples(50, 2)

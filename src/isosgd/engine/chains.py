@@ -400,7 +400,19 @@ class Chains:
             self.sampler.adapt(numbers, rise)
 
     def change_temperature(self, temperature: float) -> None:
-        """Rates for another temperature from the noise and the curvature that are known; both are followed again."""
+        """Rates for another temperature from the noise and the curvature that are known; both are followed again.
+
+        At the same temperature chains of the scheme ``online`` go on as they are: it has found the rates that its chain
+        came away from a mode with, and where there is more noise it would find lower ones.
+        """
+        self.warmed = True
+        sampler = self.sampler
+        if (
+            isinstance(sampler, ISGD)
+            and sampler.scheme == "online"
+            and sampler.param_groups[0]["temperature"] == temperature
+        ):
+            return
         for group in self.sampler.param_groups:
             group["temperature"], group["frozen"] = temperature, False
         if isinstance(self.sampler, ISGD) and self.geometry is not None:
@@ -410,7 +422,6 @@ class Chains:
             self.adapt(self.curvatures(), math.inf)
         if isinstance(self.sampler, ISGD):
             self.sampler.restart_scheme()
-        self.warmed = True
 
     @property
     def structure(self) -> str | None:

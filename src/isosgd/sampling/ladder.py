@@ -82,6 +82,19 @@ def best_share(before: Tensor, after: Tensor) -> float:
     return max(SHARES, key=total)
 
 
+def best_pool(before: Tensor, after: Tensor) -> tuple[int, float]:
+    """Of several averages over draws, ``[averages, n]``, the one that suits the examples best, and the starts' weight.
+
+    Example:
+        >>> right, wrong = torch.tensor([0.9]).log(), torch.tensor([0.1]).log()
+        >>> best_pool(wrong.expand(100), torch.stack([wrong.expand(100), right.expand(100)]))
+        (1, 0.05)
+    """
+    shares = [best_share(before, one) for one in after]
+    best = max(range(len(after)), key=lambda i: float(pooled(before, after[i], shares[i]).sum()))
+    return best, shares[best]
+
+
 @dataclass(frozen=True)
 class Rung:
     """A temperature that was tried.
@@ -94,6 +107,7 @@ class Rung:
         rest: the difference without the `FEW` examples that gain most.
         share: weight of the starts.
         alone: NLL by the draws alone.
+        part: which of several averages over draws it is, the one that suits the examples best.
     """
 
     temperature: float
@@ -103,27 +117,30 @@ class Rung:
     rest: float
     share: float
     alone: float
+    part: int = 0
 
     @classmethod
     def of(
         cls, temperature: float, before: Tensor, after: Tensor, apart: bool = False, beside: Tensor | None = None
     ) -> Rung:
-        """From log densities of examples under the starts and under the draws.
+        """From log densities of examples under the starts, ``[n]``, and under the draws, ``[n]`` or ``[averages, n]``.
 
         ``beside`` are those of the starts as they stand among the draws, where that is not as they stand alone. With
-        ``apart`` each half of the examples is judged by the weight that the other half chooses: what suits the
-        examples best looks better on them than it is.
+        ``apart`` each half of the examples is judged by what the other half chooses: what suits the examples best looks
+        better on them than it is.
         """
-        beside = before if beside is None else beside
-        share = best_share(beside, after)
-        together = pooled(beside, after, share)
+        beside, after = before if beside is None else beside, after.reshape(-1, len(before))
+        part, share = best_pool(beside, after)
+        together = pooled(beside, after[part], share)
         for half in (slice(0, None, 2), slice(1, None, 2)) if apart and len(before) > 1 else ():
             other = slice(1 - (half.start or 0), None, 2)
-            together[half] = pooled(beside[half], after[half], best_share(beside[other], after[other]))
+            i, weight = best_pool(beside[other], after[:, other])
+            together[half] = pooled(beside[half], after[i, half], weight)
         change = before - together
         error = float(change.std() / math.sqrt(len(change))) if len(change) > 1 else math.inf
         rest = float(change.sort().values[FEW:].mean()) if len(change) > FEW else math.inf
-        return cls(temperature, float(-together.mean()), float(change.mean()), error, rest, share, float(-after.mean()))
+        nll, alone = float(-together.mean()), float(-after[part].mean())
+        return cls(temperature, nll, float(change.mean()), error, rest, share, alone, part)
 
     def better(self, sure: float, without_few: bool) -> bool:
         """Than the starts, by so many standard errors; where ``without_few``, not by what `FEW` examples gain alone."""
@@ -172,6 +189,13 @@ def has_classes(target: Target) -> bool:
 def log_predictive(posterior: Posterior, examples: Tensors, device: Any) -> Tensor:
     """Log density of each held-out example under the average, in float64 on the CPU."""
     return posterior.log_predictive(examples, batch_size=SCORED, device=device).double().cpu()
+
+
+def log_predictive_parts(posterior: Posterior, counts: Sequence[int], examples: Tensors, device: Any) -> Tensor:
+    """The same under the average over the first draws of each chain, so many of them, ``[counts, n]``."""
+    each = posterior.log_likelihood(examples, batch_size=SCORED, device=device).double().cpu()
+    firsts = [each[:, :count].flatten(0, 1) for count in counts]
+    return torch.stack([x.logsumexp(0) - math.log(len(x)) for x in firsts])
 
 
 def with_noise_scales(target: Target, starts: Sequence[State], examples: Tensors, device: Any) -> list[State]:

@@ -42,6 +42,7 @@ from isosgd.sampling.ladder import (
     has_classes,
     last_draws,
     log_predictive,
+    log_predictive_parts,
     start_posterior,
     with_noise_scales,
 )
@@ -64,8 +65,8 @@ RUNG_DRAWS, RUNG_WARMUP = 8, 200  # draws of a rung, and gradients to measure it
 LARGE_TEMPERATURE, LARGE_WARMUP, LARGE_RUNG = 3e-2, 400, 540
 WARMUP_SHARE, DRAWS = 0.3, 30  # of the run itself
 # A rung that goes on from another has a short warm-up, in which rates at most double. The run has one as long as from
-# scratch, so that they can rise, but where they follow from the noise alone.
-CONTINUED, CONTINUED_SHARE = 60, 0.1
+# scratch, so that they can rise, but of large networks, whose run goes on with the rates that there are.
+CONTINUED = 60
 LARGE = 1 << 20  # parameters from which Lambda is one number for each layer
 HMC_ROWS, HMC_SIZE = 5_000, 50_000  # rows and parameters of a regression, at most, for HMC
 HMC_LENGTHS, HMC_RUNG = {"warmup": 1_200, "keep_every": 60}, {"warmup": 700, "keep_every": 20}
@@ -212,9 +213,7 @@ class Lengths:
         if hmc:  # whose passes through the data are steps
             return {"draws": draws, **HMC_LENGTHS}
         least, share = CONTINUED if continued else 2 * RUNG_WARMUP, WARMUP_SHARE
-        if continued and self.large:
-            share = CONTINUED_SHARE
-        warmup = max(least, round(share * self.run))
+        warmup = CONTINUED if continued and self.large else max(least, round(share * self.run))
         return {"warmup": warmup, "draws": draws, "keep_every": max(1, (self.run - warmup) // draws)}
 
     def rung_settings(self, hmc: bool = False, continued: bool = False) -> dict[str, int]:
@@ -396,8 +395,8 @@ class TrainedRun:
         that is stored does not, so that it can be resumed without the ladder; nor does one of several processes.
 
         A rung is short, and a longer run may go on to where predictions are worse. So the held-out examples have the
-        last word: they say what weight the starts have among the draws, and a run that is of no use gives way to a
-        colder one, at last to the starts themselves.
+        last word: they say how many of the draws are kept and what weight the starts have among them, and a run that is
+        of no use gives way to a colder one, at last to the starts themselves.
         """
         alone = more.get("store") is None and more.get("ranks") is None
         begin = self.place.measured if alone else {}
@@ -425,7 +424,8 @@ class TrainedRun:
             judged, chosen = None, not learns_noise(self.target)
             sure = SURE_CHOSEN if chosen else SURE
             if choice.held_out and self.held_out is not None:
-                after = log_predictive(found, self.held_out, self.device)
+                counts = parts_of(found.num_draws) if chosen else [found.num_draws]
+                after = log_predictive_parts(found, counts, self.held_out, self.device)
                 # Among draws a network has the noise scale that these found, alone the one that suits it best.
                 beside = log_predictive(found.start_draws(), self.held_out, self.device) if not chosen else None
                 judged = Rung.of(choice.temperature, self.before, after, apart=True, beside=beside)
@@ -438,15 +438,19 @@ class TrainedRun:
             if judged is None:
                 return found
             if more.get("store") is not None:
-                advice = f"posterior.with_starts({judged.share:g}, starts)" if good else "the starts"
+                some = f".select(draws=slice({counts[judged.part]}))" if judged.part else ""
+                advice = f"posterior{some}.with_starts({judged.share:g}, starts)" if good else "the starts"
                 warn_caller(
                     f"the held-out examples are predicted best by {advice}: a stored run has its own draws alone"
                 )
                 return found
             if good:
-                both = found.with_starts(judged.share)
+                part = found.select(draws=slice(counts[judged.part])) if judged.part else found
+                both = part.with_starts(judged.share)
                 share = both.info.get("from_start", 0) / both.num_draws
                 what = f"the starts have a weight of {share:.2g} in predictions; after the run NLL {judged.nll:.4g}"
+                if judged.part:
+                    what += f", by the first {counts[judged.part]} of {found.num_draws} draws"
                 LOGGER.info("held-out examples: %s", what)
                 both.info |= {**self.spent, **self._about(replace(choice, reason=f"{choice.reason}; {what}"))}
                 return both
@@ -479,6 +483,19 @@ class TrainedRun:
         LOGGER.info(reason)
         diverged = choice.diverged + ((choice.temperature,) if fault == "diverged" else ())
         return replace(choice, temperature=temperature, reason=reason, diverged=diverged)
+
+
+def parts_of(draws: int) -> list[int]:
+    """How many of the first draws of a chain may be kept: later ones may be where predictions are worse.
+
+    Example:
+        >>> parts_of(30), parts_of(9)
+        ([30, 15, 8], [9])
+    """
+    found = [draws]
+    while -(-found[-1] // 2) >= RUNG_DRAWS:
+        found.append(-(-found[-1] // 2))
+    return found
 
 
 def _followed_by(early: Posterior, late: Posterior) -> Posterior:
