@@ -1,5 +1,6 @@
 """Which parameters are sampled: patterns, heads whose features are computed once, parameters in bfloat16."""
 
+import copy
 import math
 
 import pytest
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from benchmarks import decoder
 from isosgd import SGHMC, SGLD, Sampler, Target, likelihoods, priors, sample
-from isosgd.samplers.half import halves, wide
+from isosgd.samplers.half import HalfParameters, halves, step_halves_, wide
 
 SHORT = {"draws": 8, "keep_every": 3, "warmup": 100, "structure": "layer", "progress": False, "compile": False}
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # runs this short do not settle
@@ -267,6 +268,80 @@ def test_a_loop_in_bfloat16_goes_on_from_its_state_and_float16_is_refused():
     assert torch.equal(p, q) and torch.equal(sampler.state[p]["low"], other.state[q]["low"])
     with pytest.raises(ValueError, match="float16 cannot be sampled in a loop"):
         SGLD([nn.Parameter(torch.zeros(3).half())], **settings)
+
+
+def test_weights_that_are_set_to_zero_are_zero():
+    """A mask knows of no lower halves; with a negative one the bits of zero would be no number."""
+    for zero in (0, -(1 << 15)):
+        upper, low = torch.tensor([zero] * 3, dtype=torch.int16), torch.tensor([-5, 0, 7], dtype=torch.int16)
+        assert float(wide(upper, low).abs().max()) < 1e-37
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 8, bias=False).bfloat16()
+    optimizer = SGLD(layer.parameters(), num_data=100, batch_size=10, lr=1e-3)
+    mask = torch.arange(8) % 2
+    for _ in range(20):
+        layer.weight.grad = torch.zeros_like(layer.weight)
+        optimizer.step()
+        layer.weight.data.mul_(mask)
+    assert bool(layer.weight.isfinite().all())
+
+
+def test_a_step_in_bfloat16_without_gradients_is_refused():
+    optimizer = SGLD(nn.Linear(2, 2).bfloat16().parameters(), num_data=100, batch_size=10, lr=1e-3)
+    with pytest.raises(RuntimeError, match="no parameter has a gradient"):
+        optimizer.step()
+
+
+def test_steps_with_and_without_copies_take_different_noise_and_can_be_resumed():
+    """Noise that was prefetched for a step with float32 copies is not taken again by later steps without."""
+
+    def made() -> tuple[nn.Linear, SGLD]:
+        layer = nn.Linear(128, 128, bias=False).bfloat16()  # so many weights that noise is prefetched
+        return layer, SGLD(layer.parameters(), num_data=1000, batch_size=10, lr=1e-3, noise="gaussian")
+
+    def moved(layer: nn.Linear, optimizer: SGLD) -> Tensor:
+        before = wide(layer.weight.detach().view(torch.int16), optimizer.half.low(layer.weight))
+        layer.weight.grad = torch.zeros_like(layer.weight)
+        optimizer.step()
+        after = wide(layer.weight.detach().view(torch.int16), optimizer.half.low(layer.weight))
+        return (after - before).flatten()
+
+    torch.manual_seed(0)
+    layer, optimizer = made()
+    moves = torch.stack([moved(layer, optimizer) for _ in range(60)])
+    for shift in range(12):
+        both = torch.cat([moves[50:, : 16_384 - 16], moves[:10, shift : shift + 16_384 - 16]])
+        assert float(both.corrcoef()[:10, 10:].abs().max()) < 6 / math.sqrt(16_368)
+    state, weights = copy.deepcopy((optimizer.state_dict(), layer.state_dict()))
+    wanted = [moved(layer, optimizer) for _ in range(3)]
+    layer, optimizer = made()
+    layer.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    assert all(torch.equal(moved(layer, optimizer), one) for one in wanted)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", [(0,), (1,), (1023,), (1025,), (3, 4, 5, 6)])
+def test_the_kernel_takes_the_steps_of_the_plain_code(shape):
+    torch.manual_seed(0)
+    for layout in (torch.contiguous_format, *([torch.channels_last] if len(shape) == 4 else [])):
+        p = nn.Parameter(torch.randn(shape, device="cuda").to(torch.bfloat16, memory_format=layout))
+        p.grad = torch.randn_like(p)
+        half, generator = HalfParameters({p: {}}, [p]), torch.Generator("cuda").manual_seed(0)
+        velocity, numbers = torch.randn_like(p, dtype=torch.float32), (0.01, 0.0, 0.1, 0.3)
+        upper, low, own = p.detach().view(torch.int16).clone(), half.low(p).clone(), velocity.clone()
+        step_halves_(upper, low, p.grad, torch.zeros_like(own), numbers, own)
+        half.begin_step(generator)
+        half.step_(p, numbers, generator, velocity)
+        assert not half.unsupported_reason
+        found = wide(p.detach().view(torch.int16), half.low(p))
+        torch.testing.assert_close(found, wide(upper, low), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(velocity, own, rtol=1e-6, atol=1e-6)
+        half.begin_step(generator)
+        half.step_(p, (0.0, 1.0, 0.0, 1.0), generator)
+        moves = wide(p.detach().view(torch.int16), half.low(p)) - found
+        if p.numel() > 1_000:
+            assert abs(float(moves.std()) - 1) < 4.5 / math.sqrt(2 * p.numel())
 
 
 def test_modules_in_bfloat16_with_buffers_and_a_store(tmp_path, data):

@@ -318,4 +318,7 @@ OFF_CENTRE = (
     "check that the sampler used the gradient of this target: the same data, number of data N, prior and likelihood; "
     "otherwise use a longer warmup="
 )
-RUN_LONGER = "more draws (draws=), more chains (chains=), a larger spacing (keep_every=) or a longer warmup="
+RUN_LONGER = (
+    "more draws (draws=; in a loop of your own more steps), more chains (chains=), a larger spacing (keep_every=) or a "
+    "longer warmup="
+)

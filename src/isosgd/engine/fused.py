@@ -114,12 +114,13 @@ class FusedStep:
         """One step from a flat gradient of the likelihood."""
         self.keys[1:].copy_(self.keys[:1])
         self.keys[:1].random_(generator=self.generator)
-        self.kernel[(self.chunks,)](
-            self.flat.values, gradient, self.rates, self.kicks, self.decays, self.starts, self.counts, self.owners,
-            self.keys, self.velocity, 1.0 - (self.friction or 0.0),
-            MOMENTUM=self.friction is not None, WIDE_RATES=self.wide[0], WIDE_KICKS=self.wide[1],
-            AVERAGED=self.averaged, QUARTER=CHUNK // 4, num_warps=WARPS,
-        )  # fmt: skip
+        with torch.cuda.device(gradient.device):  # Triton launches where torch is, not where its arguments are
+            self.kernel[(self.chunks,)](
+                self.flat.values, gradient, self.rates, self.kicks, self.decays, self.starts, self.counts, self.owners,
+                self.keys, self.velocity, 1.0 - (self.friction or 0.0),
+                MOMENTUM=self.friction is not None, WIDE_RATES=self.wide[0], WIDE_KICKS=self.wide[1],
+                AVERAGED=self.averaged, QUARTER=CHUNK // 4, num_warps=WARPS,
+            )  # fmt: skip
 
     def _lay_out(self, device: torch.device) -> None:
         """Cut the tensors into chunks: of each, its place, its length, and the number of its tensor."""

@@ -47,7 +47,7 @@ from isosgd.samplers.groups import (
     trained_groups,
 )
 from isosgd.samplers.half import HalfParameters
-from isosgd.samplers.injection import Injector, Move, capturing
+from isosgd.samplers.injection import NO_GRADIENT, Injector, Move, capturing
 from isosgd.samplers.innovations import Innovations, make_generator
 from isosgd.samplers.metric import DiagonalMetric, Metric
 from isosgd.samplers.own_warmup import OPTIMISING, SAMPLING, WARMING_UP, OwnWarmup
@@ -590,11 +590,14 @@ class Sampler(Optimizer):
 
     def _plain_step(self) -> None:
         """A step, parameter by parameter."""
+        if not any(p.grad is not None for p in self.half.params):
+            raise RuntimeError(NO_GRADIENT)
+        self.injector.drop_prefetched()
         self.half.begin_step(self.generator)
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             move = self._next_move(group, params)
-            numbers = float(move.rate), float(move.rate * move.amplitude), group["weight_decay"], self.friction
+            numbers = float(move.rate), float(move.rate * move.amplitude), float(group["weight_decay"]), self.friction
             for p in params:
                 velocity = self.kept_like(p, "velocity", torch.float32) if self.has_velocity else None
                 self.half.step_(p, numbers, self.generator, velocity)

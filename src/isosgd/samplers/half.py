@@ -27,12 +27,15 @@ HALF_STEP = 1 << 15  # of the upper half, in units of the lower
 def wide(upper: Tensor, low: Tensor) -> Tensor:
     """A float32 from its halves, 16-bit integers.
 
+    A zero of the upper half with a negative lower one was set by somebody else, who knew of no lower half: it is zero.
+
     Example:
         >>> x = torch.tensor([3.14159265, -1e-3])
         >>> torch.equal(wide(*halves(x)), x)
         True
     """
-    return ((upper.to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
+    rest = torch.where((upper & 0x7FFF) == 0, low.clamp_min(0), low)
+    return ((upper.to(torch.int32) << 16) + rest.to(torch.int32)).view(torch.float32)
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,6 +83,7 @@ def make_kernel() -> Any:
         inside = place < count
         high = tl.load(upper + place, mask=inside, other=0).to(tl.int32)
         rest = tl.load(low + place, mask=inside, other=0).to(tl.int32)
+        rest = tl.where((high & 0x7FFF) == 0, tl.maximum(rest, 0), rest)
         theta = ((high << 16) + rest).to(tl.float32, bitcast=True)
         g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32) + decay * theta
         counter = (first + chunk * QUARTER).to(tl.int32) + tl.arange(0, QUARTER)
@@ -115,6 +119,7 @@ class HalfParameters:
         self.every = bool(params) and len(self.params) == len(params)
         self._key: Tensor | None = None  # of a step's innovations on a GPU, and how many it has taken
         self._first = 0
+        self.unsupported_reason = ""  # of the kernel
 
     def low(self, p: Tensor) -> Tensor:
         """The lower half of a parameter."""
@@ -143,7 +148,7 @@ class HalfParameters:
 
     def begin_step(self, generator: torch.Generator) -> None:
         """Draw what the innovations of a step on a GPU are made from."""
-        if generator.device.type == "cuda" and make_kernel() is not None:
+        if generator.device.type == "cuda" and not self.unsupported_reason and make_kernel() is not None:
             if self._key is None:
                 self._key = torch.empty(1, dtype=torch.int64, device=generator.device)
             self._key.random_(generator=generator)
@@ -156,17 +161,26 @@ class HalfParameters:
         assert p.grad is not None
         args = [p.detach().view(torch.int16), self.low(p), p.grad, *([] if velocity is None else [velocity])]
         plain = all(x.stride() == p.stride() for x in args) and _dense(p)
-        if self._key is not None and plain:
-            rate, kick, decay, friction = numbers
-            chunks = -(-p.numel() // CHUNK)
-            make_kernel()[(chunks,)](
-                *args[:3], args[-1], self._key, self._first, p.numel(), rate, kick, decay, 1.0 - friction,
-                MOMENTUM=velocity is not None, QUARTER=CHUNK // 4,
-            )  # fmt: skip
-            self._first += chunks * (CHUNK // 4)
-            return
+        if plain and self._key is not None and self._key.device == p.device:
+            try:
+                self._launch(p, args, numbers)
+                return
+            except Exception as error:  # whatever a compiler may raise, before anything is written
+                self._key, self.unsupported_reason = None, f"{type(error).__name__}: {error}"
         xi = torch.empty(p.shape, device=p.device).normal_(generator=generator)
         step_halves_(args[0], args[1], args[2], xi, numbers, velocity)
+
+    def _launch(self, p: Tensor, args: Sequence[Tensor], numbers: Sequence[float]) -> None:
+        """The step by the kernel; the last of ``args`` is the velocity, where there is one."""
+        rate, kick, decay, friction = numbers
+        chunks = -(-p.numel() // CHUNK)
+        with torch.cuda.device(p.device):  # Triton launches where torch is, not where its arguments are
+            make_kernel()[(chunks,)](
+                *args[:3], args[-1], self._key, self._first, p.numel(), rate, kick, decay, 1.0 - friction,
+                MOMENTUM=len(args) > 3, QUARTER=CHUNK // 4,
+            )  # fmt: skip
+        self._first += chunks * (CHUNK // 4)
+        torch.autograd.graph.increment_version(p)  # or a graph that still needs the old values would not notice
 
 
 def _dense(p: Tensor) -> bool:

@@ -18,6 +18,8 @@ from isosgd.noise import NoiseModel
 from isosgd.samplers.groups import Group
 from isosgd.samplers.innovations import Innovations, Source
 
+NO_GRADIENT = "no parameter has a gradient: call backward() before step()"
+
 
 def capturing() -> bool:
     """Whether a CUDA graph is being recorded, in which nothing may wait for the device."""
@@ -117,6 +119,11 @@ class Injector:
         """State of the generator from which the next step follows: what has to be saved."""
         return self.generator.get_state() if self._key is None else self.source.state()
 
+    def drop_prefetched(self) -> None:
+        """Give innovations back to the generator that were drawn for a step which takes others."""
+        if self._key is not None:
+            self.source.drop_prefetched()
+
     def lay_out(self) -> None:
         """Lay out the parameters that have gradients in a flat tensor of kicks."""
         groups = self.noise.groups
@@ -127,7 +134,7 @@ class Injector:
         active = [[p for p in group["params"] if p.grad is not None] for group in groups]
         every = [p for params in active for p in params]
         if not every:
-            raise RuntimeError("no parameter has a gradient: call backward() before step()")
+            raise RuntimeError(NO_GRADIENT)
         for group, params in zip(groups, active, strict=True):
             if self.noise.uses.vectors and 0 < len(params) < len(group["params"]):
                 missing = next(p for p in group["params"] if p.grad is None)

@@ -78,15 +78,19 @@ class Source:
 
         ``scale`` multiplies them; ``finish`` is called then, perhaps in another thread, and may change ``out`` again.
         """
+        self.drop_prefetched()
+        self._scale, self._finish = scale, finish
+        if self.bits:
+            kind = self.out.numpy().dtype.type
+            self._factor: Any = kind(UNIT) if scale is None else (scale * UNIT).reshape(-1).numpy()
+
+    def drop_prefetched(self) -> None:
+        """Give what was prefetched back to the generator."""
         if self.prefetched is not None:
             self.prefetched.result()
             self.prefetched = None
             self.generator.set_state(self._before)
             self._counts = self._counts_before
-        self._scale, self._finish = scale, finish
-        if self.bits:
-            kind = self.out.numpy().dtype.type
-            self._factor: Any = kind(UNIT) if scale is None else (scale * UNIT).reshape(-1).numpy()
 
     def fill(self) -> Tensor:
         """Fresh innovations, in ``out`` unless normal ones are averaged."""
