@@ -266,9 +266,10 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
     Args:
         hidden_layers: units of each hidden layer; ``auto`` takes three whose width grows with the rows. ``()`` is a
             linear model.
-        likelihood: ``student_t``, ``gaussian``; ``heteroscedastic_t`` or ``heteroscedastic``, a Student-t or Gaussian
-            whose size depends on the inputs; ``auto`` takes one of the first two, with the tails that residuals of
-            held-out rows have before sampling begins.
+        likelihood: ``student_t``, ``gaussian``; ``loglinear_t`` or ``loglinear``, the same with a size whose logarithm
+            is linear in the inputs; ``heteroscedastic_t`` or ``heteroscedastic``, with one that is an output of the
+            network; ``auto`` takes a log-linear one, with the tails that residuals of held-out rows have before
+            sampling begins.
         chains: that run side by side.
         effort: times the usual number of steps, which follows from the size of the table.
         max_seconds: bound on the time of a fit; predictions then depend on the clock.
@@ -291,7 +292,9 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
         self,
         hidden_layers: Literal["auto"] | Sequence[int] = "auto",
         *,
-        likelihood: Literal["auto", "student_t", "gaussian", "heteroscedastic_t", "heteroscedastic"] = "auto",
+        likelihood: Literal[
+            "auto", "student_t", "gaussian", "loglinear_t", "loglinear", "heteroscedastic_t", "heteroscedastic"
+        ] = "auto",
         chains: int = 8,
         effort: float = 1.0,
         max_seconds: float | None = None,

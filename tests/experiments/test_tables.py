@@ -11,7 +11,7 @@ from experiments import tables
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.parametrize("likelihood", ["student_t", "heteroscedastic", "heteroscedastic_t"])
+@pytest.mark.parametrize("likelihood", ["auto", "student_t", "loglinear", "heteroscedastic", "heteroscedastic_t"])
 def test_scores_of_a_linear_table(likelihood: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(150, 2))
@@ -20,7 +20,7 @@ def test_scores_of_a_linear_table(likelihood: str, tmp_path: Path) -> None:
     np.savetxt(tmp_path / "tabular" / "airfoil.csv", rows, delimiter=",", header="a,b,y", comments="")
     given = {
         "data": "airfoil", "split": 0, "seed": 0, "hidden": "4", "activation": "silu", "likelihood": likelihood,
-        "scale": None, "out_scale": None, "size": 1 / 3, "df": 6.0, "chains": 2, "effort": 0.2, "max_seconds": None,
+        "scale": None, "out_scale": None, "size": None, "df": 6.0, "chains": 2, "effort": 0.2, "max_seconds": None,
         "validate": True, "device": "cpu", "threads": 1, "data_root": str(tmp_path),
     }  # fmt: skip
     found = tables.run_one(given)

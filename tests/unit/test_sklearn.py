@@ -20,7 +20,7 @@ from sklearn.utils.estimator_checks import check_estimator
 
 from isosgd.engine.gradients import Layout, Many
 from isosgd.sklearn import BayesianMLPClassifier, BayesianMLPRegressor
-from isosgd.tables.network import Network, flushed_denormals, steps_for, usual_layers
+from isosgd.tables.network import NOISES, Network, flushed_denormals, steps_for, usual_layers
 
 SHORT: dict[str, Any] = {"hidden_layers": (8,), "effort": 0.05, "chains": 2, "random_state": 0}
 SHORTEST: dict[str, Any] = {**SHORT, "hidden_layers": (4,), "effort": 0.02, "chains": 1}  # where many are fitted
@@ -238,7 +238,7 @@ def test_one_class_and_infinite_inputs_are_refused() -> None:
 # -- the network ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("likelihood", ["student_t", "gaussian", "heteroscedastic", "heteroscedastic_t", "categorical"])
+@pytest.mark.parametrize("likelihood", [*NOISES, "categorical"])
 def test_one_pass_for_all_chains_gives_the_gradients_of_each(likelihood: str) -> None:
     network = Network(3, 2 if likelihood == "categorical" else 1, likelihood, (5, 4))
     target = network.target()
@@ -333,12 +333,15 @@ def test_predictions_of_many_rows_are_made_in_parts(fitted: BayesianMLPRegressor
 def test_noise_has_the_tails_of_what_networks_leave() -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(400, 2))
-    for noise, found in ((rng.uniform(-1, 1, 400), ("gaussian", 6.0)), (rng.standard_cauchy(400), ("student_t", 6.0))):
+    for noise, found in (
+        (rng.uniform(-1, 1, 400), ("loglinear", 6.0)),
+        (rng.standard_cauchy(400), ("loglinear_t", 6.0)),
+    ):
         network = BayesianMLPRegressor(**SHORT).fit(x, x.sum(1) + noise).network_
         assert (network.likelihood, network.df) == found
 
 
-@pytest.mark.parametrize("likelihood", ["heteroscedastic", "heteroscedastic_t"])
+@pytest.mark.parametrize("likelihood", ["auto", "loglinear", "loglinear_t", "heteroscedastic", "heteroscedastic_t"])
 def test_noise_of_a_size_that_depends_on_the_inputs(likelihood: Any) -> None:
     rng = np.random.default_rng(0)
     x = rng.uniform(-2, 2, size=(300, 2))

@@ -57,7 +57,8 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
         help="what COLUMN is (default: numbers are regressed on; text, and at most 10 whole numbers, are classes)",
     )  # fmt: skip
     parser.add_argument(
-        "--likelihood", choices=("auto", "student_t", "gaussian", "heteroscedastic_t", "heteroscedastic"),
+        "--likelihood",
+        choices=("auto", "student_t", "gaussian", "loglinear_t", "loglinear", "heteroscedastic_t", "heteroscedastic"),
         help="noise of a regression (default: auto, by residuals of held-out rows)",
     )  # fmt: skip
     parser.add_argument(

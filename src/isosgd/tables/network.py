@@ -32,10 +32,14 @@ from isosgd.target.elementwise import student_t_draw, student_t_log_prob, studen
 from isosgd.warmup.optimise import decay
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu": F.relu, "tanh": torch.tanh}
-NOISES = ("auto", "student_t", "gaussian", "heteroscedastic_t", "heteroscedastic")  # of numbers
+LOG_LINEAR = "loglinear_t", "loglinear"  # noise whose size has a logarithm that is linear in the inputs
+NOISES = ("auto", "student_t", "gaussian", *LOG_LINEAR, "heteroscedastic_t", "heteroscedastic")  # of numbers
 LIKELIHOODS = (*NOISES, "categorical")
 DEGREES = 6.0, 12.0, math.inf  # of freedom, that noise may have: the last are those of a Gaussian
 SCALES = (5.0, 3.0), (2.0, 1.0)  # of hidden weights and of the output layer: in regressions, and of classes
+# Of the logarithm of the noise's squared size: its prior deviation over rows where it is linear in the inputs, and
+# prior scales of weights to it, over those of weights to the mean, where it is an output of the whole network.
+SIZE_DEVIATION, SIZE_OF_NETWORK = 2.0, 1 / 3
 
 LARGEST = 1 << 27  # numbers in a network that a folder may ask for
 
@@ -73,21 +77,24 @@ class Perceptron(nn.Module):
     """Hidden layers beside a linear path: ``gate * out(h) + skip(x)``.
 
     The gate is sampled: where a table is linear it goes to zero, and the hidden layers go back to their prior.
-    Parameters may have a leading dimension of chains, where ``x`` has it too. With a ``size`` the second half of the
-    outputs, times ``size``, is the logarithm of the squared scale of the noise around the first half:
-    ``[..., n, outputs / 2, 2]``.
+    Parameters may have a leading dimension of chains, where ``x`` has it too. With a ``size`` there are as many outputs
+    again, which times ``size`` are logarithms of the squared scale of the noise: ``[..., n, outputs, 2]``. They come
+    from the linear path alone, or where ``inner`` from the hidden layers too.
     """
 
     batched = True  # see `isosgd.target.modules.ModuleLikelihood.batched`
 
-    def __init__(self, inputs: int, outputs: int, hidden: tuple[int, ...], activation: str, size: float | None) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, hidden: tuple[int, ...], activation: str, size: float | None, inner: bool
+    ) -> None:
         super().__init__()
         self.activation, self.size = activation, size
         sizes = [inputs, *hidden]
         self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
-        self.out = nn.Linear(sizes[-1], outputs) if hidden else None
+        wide = outputs if size is None else 2 * outputs
+        self.out = nn.Linear(sizes[-1], wide if inner else outputs) if hidden else None
         self.gate = nn.Parameter(torch.full((1,), 0.2)) if hidden else None
-        self.skip = nn.Linear(inputs, outputs, bias=not hidden)
+        self.skip = nn.Linear(inputs, wide, bias=not hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs of each row."""
@@ -96,7 +103,9 @@ class Perceptron(nn.Module):
             h = ACTIVATIONS[self.activation](_affine(h, layer))
         found = _affine(x, self.skip)
         if self.out is not None and self.gate is not None:
-            found = self.gate.unsqueeze(-1) * _affine(h, self.out) + found
+            curved = self.gate.unsqueeze(-1) * _affine(h, self.out)
+            more = found.shape[-1] - curved.shape[-1]  # outputs that are linear in the inputs
+            found = (F.pad(curved, (0, more)) if more else curved) + found
         if self.size is None:
             return found
         mean, log_square = found.chunk(2, -1)
@@ -118,9 +127,10 @@ class Network:
     Attributes:
         inputs: of the network.
         outputs: numbers that are predicted, or classes.
-        likelihood: ``student_t``, ``gaussian``, ``categorical``; ``heteroscedastic_t`` and ``heteroscedastic``, the
-            first two with a size of the noise that depends on the inputs; or ``auto``, for one of the first two by
-            what trained networks leave of rows that were held out.
+        likelihood: ``student_t``, ``gaussian``, ``categorical``; ``loglinear_t`` and ``loglinear``, the first two with
+            a size of the noise whose logarithm is linear in the inputs; ``heteroscedastic_t`` and ``heteroscedastic``,
+            with one that is a second output of the network; or ``auto``, for one of the log-linear by what trained
+            networks leave of rows that were held out.
         hidden: units of each hidden layer; none for a linear model.
         activation: ``silu``, ``relu`` or ``tanh``.
         scale: of the prior of hidden weights, over ``1 / sqrt(fan_in)``; by default 5, and 2 for classes.
@@ -128,12 +138,12 @@ class Network:
         df: degrees of freedom of a Student-t.
         seed: of the weights that training begins with.
         size: prior scales of weights to the size of the noise, where that depends on the inputs, over those of weights
-            to the mean.
+            to the mean; by default `SIZE_DEVIATION` over the root of the number of inputs, or `SIZE_OF_NETWORK`.
 
     Where the size of the noise depends on the inputs, its scale is ``s exp(r(x) / 2)``: ``s`` is sampled as that of
-    noise of one size is, and ``r`` is a second output of the same network, gate and linear path included. Weights to
-    it have smaller prior scales than those to the mean, and start at zero: noise of one size is where training begins,
-    and what the prior favours, so that little is lost where it is true.
+    noise of one size is, and ``r`` is linear in x, or a second output of the same network, gate and linear path
+    included. Weights to it start at zero: noise of one size is where training begins. A network of its own for ``r``
+    was worse than both.
     """
 
     inputs: int
@@ -145,9 +155,12 @@ class Network:
     out: float | None = None
     df: float = 6.0
     seed: int = 0
-    size: float = 1 / 3
+    size: float | None = None
 
     def __post_init__(self) -> None:
+        if self.size is None:
+            linear = SIZE_DEVIATION / math.sqrt(max(1, self.inputs))
+            object.__setattr__(self, "size", SIZE_OF_NETWORK if self._inner else linear)
         for name, usual in zip(("scale", "out"), SCALES[self.likelihood == "categorical"], strict=True):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, usual)
@@ -165,27 +178,30 @@ class Network:
         """How many there are, biases among them."""
         sizes = [self.inputs, *self.hidden]
         inner = sum((a + 1) * b for a, b in itertools.pairwise(sizes))
-        return inner + self._width * (self.inputs + 1 + (self.hidden[-1] if self.hidden else 0)) + bool(self.hidden)
-
-    @property
-    def _width(self) -> int:
-        return (1 + self._sizes) * self.outputs
+        linear = (1 + self._sizes) * self.outputs * (self.inputs + (not self.hidden))
+        curved = (1 + self._inner) * self.outputs * (self.hidden[-1] + 1) + 1 if self.hidden else 0
+        return inner + linear + curved
 
     @property
     def _sizes(self) -> bool:
-        """Whether the size of the noise is an output, too."""
+        """Whether the size of the noise depends on the inputs."""
+        return self._inner or self.likelihood in ("auto", *LOG_LINEAR)
+
+    @property
+    def _inner(self) -> bool:
+        """Whether the size of the noise is an output of the hidden layers, too."""
         return self.likelihood in ("heteroscedastic", "heteroscedastic_t")
 
     @property
     def tails(self) -> float:
         """Degrees of freedom of the noise, infinitely many of a Gaussian."""
-        return math.inf if self.likelihood in ("gaussian", "heteroscedastic") else self.df
+        return math.inf if self.likelihood in ("gaussian", "loglinear", "heteroscedastic") else self.df
 
     def target(self) -> Target:
         """The posterior of the network."""
         many = self.outputs if self.outputs > 1 else None
         noise: likelihoods.Likelihood
-        if self.likelihood in ("auto", "student_t"):
+        if self.likelihood == "student_t":
             noise = likelihoods.StudentT(self.df, outputs=many)
         elif self.likelihood == "gaussian":
             noise = likelihoods.Gaussian(outputs=many)
@@ -206,10 +222,10 @@ class Network:
         Example:
             >>> noise = torch.randn(2_000, 1, generator=torch.Generator().manual_seed(0))
             >>> Network(3, 1, "auto").with_noise_of(noise).likelihood
-            'gaussian'
+            'loglinear'
             >>> found = Network(3, 1, "auto").with_noise_of(noise**3)
             >>> found.likelihood, found.df
-            ('student_t', 6.0)
+            ('loglinear_t', 6.0)
         """
         if self.likelihood != "auto":
             return self
@@ -222,7 +238,9 @@ class Network:
 
         df = max(DEGREES, key=best)
         return (
-            replace(self, likelihood="student_t", df=df) if math.isfinite(df) else replace(self, likelihood="gaussian")
+            replace(self, likelihood="loglinear_t", df=df)
+            if math.isfinite(df)
+            else replace(self, likelihood="loglinear")
         )
 
     def start(self, chain: int) -> dict[str, Tensor]:
@@ -244,7 +262,8 @@ class Network:
     def _made(self, chain: int) -> Perceptron:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(np.random.SeedSequence((self.seed, chain, 1)).generate_state(1)[0]))
-            net = Perceptron(self.inputs, self._width, self.hidden, self.activation, self.size if self._sizes else None)
+            size = self.size if self._sizes else None
+            net = Perceptron(self.inputs, self.outputs, self.hidden, self.activation, size, self._inner)
             for layer in net.hidden:
                 assert isinstance(layer, nn.Linear)
                 nn.init.normal_(layer.weight, std=math.sqrt(2.0 / layer.in_features))  # He et al. (2015)
@@ -331,7 +350,8 @@ def trained_starts(
     natural = target.constrain(layout.views(saved))
     if network.likelihood == "auto":
         said = functional_call(network._made(0), {name: natural[name] for name in network.start(0)}, (test[0],))
-        network = network.with_noise_of((test[1] - said).flatten(0, 1))
+        residuals = (test[1] - said[..., 0]) * (-0.5 * said[..., 1]).exp()  # of noise of one size
+        network = network.with_noise_of(residuals.flatten(0, 1))
     return [{name: value[chain].clone() for name, value in natural.items()} for chain in range(chains)], i, network
 
 
