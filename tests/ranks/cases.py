@@ -43,6 +43,8 @@ ROWS, WIDTH = 240, 400
 X = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1, keepdim=True) + 0.3 * torch.randn(ROWS, 1, generator=torch.Generator().manual_seed(1))
 MEANS = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2))
+TABLE = torch.randn(ROWS, 30, generator=torch.Generator().manual_seed(6))
+RESPONSES = TABLE.mean(1) + 0.3 * torch.randn(ROWS, generator=torch.Generator().manual_seed(7))
 QUICK: dict[str, Any] = {"draws": 4, "keep_every": 3, "warmup": 100, "progress": False, "batch_size": 24}
 STEPS: dict[str, Any] = {"keep_every": 20, "warmup": 0, "progress": False, "batch_size": 24}
 STATIONARY: dict[str, Any] = {"draws": 25, "keep_every": 16, "warmup": 200, "progress": False, "batch_size": 48}
@@ -61,6 +63,14 @@ def conjugate() -> Target:
     return Target(
         lambda p, b: -0.5 * (b[0] - p["mu"]).square().sum(-1), priors.Normal(10.0), init={"mu": torch.zeros(WIDTH)}
     )
+
+
+def regression() -> Target:
+    """A conjugate regression, of known noise; where it begins the gradient is far from zero."""
+    return Target(
+        lambda p, b: -0.5 * ((b[1] - b[0] @ p["w"]) / 0.3).square(), priors.Normal(10.0),
+        init={"w": torch.full((30,), 0.1)},
+    )  # fmt: skip
 
 
 def cliff() -> Target:
@@ -177,6 +187,60 @@ def noise() -> Any:
             squares += found[0].square() / calls
         exact = MEANS.var(0, correction=0) / 24
         return {"ratio": float((squares / exact).mean()), "gradients": run.gradients, "calls": calls}
+
+
+def noise_estimates(seed: int, ranks: Ranks | None = None, data: Any = (TABLE, RESPONSES), times: int = 20) -> Any:
+    """Variances, their trace and lambda where the chain begins, each from 30 minibatches, and this so many times."""
+    size = 24 if isinstance(data, tuple) else None
+    schedule = Schedule(regression(), data, None, 1, size, seed, None, None, None, [0], ranks)
+    options = {"structure": "layer", "correction": "diagonal", "summary": "max"}
+    make = sampler_factory("isgd", ROWS, 1.0, 24, 1, options)
+    _, run = next(iter(schedule.runs(make)))
+    (group,) = run.sampler.param_groups
+    found: dict[str, list[Any]] = {"variances": [], "trace": [], "lam": []}
+    for _ in range(times):
+        run.sampler.forget_noise()
+        for _ in range(30):
+            assert run.observe_noise()
+        (variances,) = run.sampler.noise.variances(group)
+        run.sampler.adapt([0.0], rise=torch.inf)  # by the noise alone
+        found["variances"].append(variances.tolist())
+        found["trace"].append(float(variances.sum()))
+        found["lam"].append(float(group["lam"]))
+    assert torch.equal(run.params["w"], regression().initial()["w"])
+    return found | {"gradients": run.gradients}
+
+
+def noise_of_ranks() -> Any:
+    """Noise estimates from the differences between ranks, of tensors and of loaders; and what they cost."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with Ranks("data", 60.0) as ranks:
+        ranks.arrange(1)
+        ranks.connect(torch.device("cpu"))
+        source = TensorDataset(TABLE, RESPONSES)
+        sampler: Any = DistributedSampler(source, num_replicas=size, rank=rank, seed=5)
+        batches = DataLoader(source, batch_size=24 // size, sampler=sampler)
+        found = {"tensors": noise_estimates(0, ranks), "loader": noise_estimates(0, ranks, batches)}
+    return found | {"measured": gradients_taken(1), "not measured": gradients_taken(100_000)}
+
+
+def gradients_taken(noise_every: int) -> Any:
+    """How often this rank differentiates in a run of 100 steps, and examples of each time."""
+    gradient, rows = Target.gradient, []
+
+    def counted(self: Target, params: Any, batch: Any, *args: Any) -> Any:
+        rows.append(len(batch[0]))
+        return gradient(self, params, batch, *args)
+
+    Target.gradient = counted  # type: ignore[method-assign]
+    try:
+        settings: dict[str, Any] = {**STEPS, "lam": 20.0, "structure": "layer", "noise_every": noise_every}
+        data = TABLE, RESPONSES
+        found = sample(regression(), data, chains=1, draws=5, method="isgd", parallel="data", **settings)
+    finally:
+        Target.gradient = gradient  # type: ignore[method-assign]
+    counts = {str(n): rows.count(n) for n in sorted(set(rows))}
+    return {"calls": counts, "gradients": found.info["gradients"], "hash": hashes(found)}
 
 
 def distributed_loader() -> Any:

@@ -24,14 +24,22 @@ Found = list[dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Path]:
-    every = ("chains", "chains_loader", "store", "data", "noise", "warm", "cold", "distributed_loader", "wrapped")
-    more = ("drift", "ladder", "sharded", "sharded_bad_input", "auto", "diverges", "bad_input", "faults", "hang_chains")
-    return launch_once(tmp_path_factory, 2, *every, *more, "hang_data")  # which ends the group's use
+    every = ("chains", "chains_loader", "store", "data", "noise", "noise_of_ranks", "warm", "cold", "wrapped")
+    more = ("distributed_loader", "drift", "ladder", "sharded", "sharded_bad_input", "auto", "diverges", "bad_input")
+    last = ("faults", "hang_chains", "hang_data")  # which ends the group's use
+    return launch_once(tmp_path_factory, 2, *every, *more, *last)
 
 
 @pytest.fixture(scope="session")
 def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Path]:
-    return launch_once(tmp_path_factory, 4, "chains", "data", "noise", "warm", "cold", "sharded", "grid", "bad_input")
+    every = ("chains", "data", "noise", "noise_of_ranks", "warm", "cold", "sharded", "grid", "bad_input")
+    return launch_once(tmp_path_factory, 4, *every)
+
+
+@pytest.fixture(scope="session")
+def three(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Path]:
+    """One rank against two: the parts that noise vectors are differences of have not the same size."""
+    return launch_once(tmp_path_factory, 3, "noise", "noise_of_ranks")
 
 
 @cache
@@ -101,12 +109,60 @@ def test_the_stationary_variance_is_that_of_the_posterior(
         assert within_error(same(found, case)["ratios"])
 
 
-def test_noise_between_ranks_is_that_of_minibatches(two: tuple[Found, Path], four: tuple[Found, Path]) -> None:
-    for found in (two[0], four[0]):
+def test_noise_between_ranks_is_that_of_minibatches(
+    two: tuple[Found, Path], three: tuple[Found, Path], four: tuple[Found, Path]
+) -> None:
+    for found in (two[0], three[0], four[0]):
         noise = same(found, "noise")
         # Squares of normal numbers, so many in each of the dimensions; no gradient more than steps.
         assert abs(noise["ratio"] - 1.0) < 4.0 * (2.0 / (noise["calls"] * cases.WIDTH)) ** 0.5
         assert noise["gradients"] == noise["calls"]
+
+
+@cache
+def halves(seed: int, times: int) -> Any:
+    """Noise estimates from paired halves in one process."""
+    return cases.noise_estimates(seed, times=times)
+
+
+def moments(estimates: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and its squared standard error, from estimates of minibatches that are independent."""
+    every = torch.tensor(estimates, dtype=torch.float64)
+    return every.mean(0), every.var(0) / len(every)
+
+
+@pytest.mark.parametrize("name", ["variances", "trace", "lam"])
+@pytest.mark.parametrize("source", ["tensors", "loader"])
+def test_the_noise_estimate_of_ranks_is_that_of_paired_halves(
+    two: tuple[Found, Path], three: tuple[Found, Path], four: tuple[Found, Path], source: str, name: str
+) -> None:
+    expected, error = moments(halves(1, 100)[name])  # of other minibatches than the ranks'
+    for found in (two[0], three[0], four[0]):
+        mean, own_error = moments(same(found, "noise_of_ranks")[source][name])
+        tolerance = 5.0 * (error + own_error).sqrt()  # of 31 numbers, twice three times
+        assert ((mean - expected).abs() < tolerance).all(), (len(found), (mean / expected).tolist())
+        # One rank against two, taken for halves, would be 1 / 8 too much: the smallest mistake.
+        assert name != "trace" or tolerance < expected / 8
+
+
+def test_noise_vectors_between_ranks_are_those_of_paired_halves_of_the_same_minibatches(
+    two: tuple[Found, Path], four: tuple[Found, Path]
+) -> None:
+    for found in (two[0], four[0]):
+        variances = torch.tensor(same(found, "noise_of_ranks")["tensors"]["variances"])
+        torch.testing.assert_close(variances, torch.tensor(halves(0, 20)["variances"]), rtol=1e-4, atol=0.0)
+
+
+def test_measuring_the_noise_between_ranks_costs_no_gradient(
+    two: tuple[Found, Path], three: tuple[Found, Path], four: tuple[Found, Path]
+) -> None:
+    for found in (two[0], three[0], four[0]):
+        noise = same(found, "noise_of_ranks")
+        assert noise["tensors"]["gradients"] == noise["loader"]["gradients"] == 20 * 30
+        measured, plain = noise["measured"], noise["not measured"]
+        assert measured["hash"] != plain["hash"]  # what was measured counts in the steps
+        assert measured["calls"] == plain["calls"] and measured["gradients"] == plain["gradients"] == 100
+        assert measured["calls"][str(24 // len(found))] == 100
 
 
 def test_mistakes_are_found(two: tuple[Found, Path]) -> None:
