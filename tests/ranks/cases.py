@@ -28,7 +28,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from isosgd import ISGD, SGHMC, SGLD, SGNHT, Collector, Posterior, RankError, Target, load, merge, priors, sample
+from isosgd import (
+    ISGD,
+    SGHMC,
+    SGLD,
+    SGNHT,
+    Collector,
+    Posterior,
+    RankError,
+    Target,
+    likelihoods,
+    load,
+    merge,
+    priors,
+    sample,
+)
 from isosgd.engine.chains import Chains
 from isosgd.engine.gradients import Parted
 from isosgd.engine.ranks import Ranks
@@ -466,7 +480,20 @@ def sharded_bad_input() -> Any:
     found["keep_every"] = raised(lambda: collector(keep_every=7))
     found["bad keep_every"] = raised(lambda: collector(keep_every=0))
     found["no store"] = raised(lambda: collector("store"))
-    found["fine"] = raised(lambda: collector().close())
+
+    def of_own_model(seed: int, buffer_seed: int) -> None:
+        torch.manual_seed(seed)
+        own = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        own[1].running_mean.fill_(float(rank))  # type: ignore[union-attr, operator]  # as each rank's examples have it
+        own.register_buffer("directions", torch.randn(3, generator=torch.Generator().manual_seed(buffer_seed)))
+        target = Target.from_module(own, likelihoods.Gaussian(1.0), priors.Flat())
+        fully_shard(own)
+        optimizer = ISGD(own.named_parameters(), **one)
+        Collector(optimizer, own, target, keep_every=5, store=folder.with_name("own")).close()
+
+    found["values of target.0.weight"] = raised(lambda: of_own_model(rank, 0))
+    found["values of buffers of the model.directions"] = raised(lambda: of_own_model(0, rank))
+    found["fine"] = raised(lambda: collector().close()) + raised(lambda: of_own_model(0, 0))
     if rank:
         shutil.copytree(folder, folder.with_name("copy"))
         (folder.with_name("copy") / "manifest.json").write_text("{}")

@@ -21,9 +21,9 @@ from isosgd.posterior import Posterior
 from isosgd.samplers import METHODS, Sampler
 from isosgd.samplers.half import wide
 from isosgd.samplers.injection import capturing
-from isosgd.samplers.shards import Shards
+from isosgd.samplers.shards import Shards, is_sharded
 from isosgd.sampling.settings import versions
-from isosgd.sampling.stored import load
+from isosgd.sampling.stored import fingerprint, load
 from isosgd.store import Manifest, StoreError, Writer
 from isosgd.store.files import pack, plain, unpack
 from isosgd.store.manifest import BUFFER, DTYPE_NAMES, NAME, File, specs_of
@@ -34,6 +34,10 @@ from isosgd.target.priors import WeightDecay
 from isosgd.warmup.reports import GroupReport, WarmupReport
 
 MOST_DRAWS = 1000
+SAME_MODEL = (
+    "all ranks must make the same call, with the same model: seed torch before it is made, or have all ranks load its "
+    "state_dict, before fully_shard"
+)
 
 
 class Collector:
@@ -106,7 +110,8 @@ class Collector:
         given = dict(keep_every=keep_every, draws=draws, resume=resume, store_dtype=store_dtype)
         # Ranks that share a model find together that an argument is bad, or not that of all.
         check_ranks(
-            optimizer.whole.together(lambda: given | self._take(model, target, likelihood, resume, store_dtype))
+            optimizer.whole.together(lambda: given | self._take(model, target, likelihood, resume, store_dtype)),
+            SAME_MODEL,
         )
         if store is not None:
             manifest = self._manifest(store_dtype)
@@ -184,7 +189,24 @@ class Collector:
         if not in_memory and keep_every == "auto" and by_scheme:
             raise ValueError("a store keeps every draw, and at a rate of your own nothing says how many: keep_every=")
         manifest = self._manifest(store_dtype)
-        return {"identity": manifest.identity, **_specs(manifest)}
+        return {"identity": manifest.identity, **_specs(manifest), **self._whole_on_each_rank()}
+
+    def _whole_on_each_rank(self) -> dict[str, Any]:
+        """Fingerprints of what every rank that shares a model has a copy of.
+
+        Of sharded parameters each rank has its own rows alone: that these were cut from one model cannot be seen. But
+        a target holds the model as it was before, and buffers are not sharded. Running statistics of normalisation are
+        those of the rank's examples.
+        """
+        if self._shards is None:
+            return {}
+        layers = {name: m for name, m in self.model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)}
+        buffers = {n: x for n, x in self.model.named_buffers() if n.rpartition(".")[0] not in layers}
+        start = {} if self.target is None else {**self.target.initial(), **self.target.frozen}
+        return {
+            kind: {name: fingerprint(x) for name, x in tensors.items() if not is_sharded(x)}
+            for kind, tensors in (("target", start), ("buffers of the model", buffers))
+        }
 
     def _manifest(self, store_dtype: str | None) -> Manifest:
         """Of a store that is begun."""
