@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
 from isosgd import (
     ISGD,
@@ -632,6 +632,108 @@ def faults() -> Any:
     found["summed"] = flat(trajectory(parallel="data")).tolist()
     Parted._like = staticmethod(mean)  # type: ignore[method-assign]
     return found
+
+
+LABELS = (Y[:, 0] > 0).long()
+AFTER: dict[str, Any] = {
+    "draws": 4, "keep_every": 5, "warmup": 100, "structure": "layer", "temperature": 0.1, "progress": False, "seed": 3
+}  # fmt: skip
+
+
+def bits(module: nn.Module) -> str:
+    return hashlib.sha256(b"".join(x.detach().numpy().tobytes() for x in module.state_dict().values())).hexdigest()
+
+
+def trained_by(fit: Callable[..., tuple[Any, nn.Module]], likelihood: str, data: Any, held_out: Any) -> Any:
+    """What callbacks of trainers sample in this process group, against calls of `sample` after the training."""
+    found: dict[str, Any] = {}
+    for parallel, chains in (("data", 1), ("chains", 3)):
+        asked = {**AFTER, "parallel": parallel, "chains": chains}
+        posterior, module = fit(**asked)
+        shares, before = dist.get_world_size() if parallel == "data" else 1, bits(module)
+        sampler: Any = DistributedSampler(data, shares, dist.get_rank() % shares, seed=3)
+        batches: Any = DataLoader(data, batch_size=12, sampler=sampler)
+        target = Target.from_module(module, likelihood, "empirical")
+        again = sample(target, batches, starts=[module], **asked)
+        found[parallel] = {
+            "trained": before,
+            "draws": hashes(posterior),
+            "again": hashes(again),
+            "num_data": posterior.info["num_data"],
+            "engine": posterior.info["engine"],
+            "left": bits(module) == before,
+        }
+    found["not said"] = raised(lambda: fit(**AFTER))
+    found["sampler"] = raised(lambda: fit(**AFTER, parallel="data", sampler=WeightedRandomSampler([1.0] * ROWS, ROWS)))
+    found["few chains"] = raised(lambda: fit(**AFTER, parallel="chains"))
+    found["auto"] = raised(lambda: fit(**AFTER | {"parallel": "data", "temperature": "auto", "held_out": held_out}))
+    return found
+
+
+def lightning() -> Any:
+    """A network with BatchNorm, whose statistics are those of each rank's examples, in Lightning's DDP."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+    from isosgd.lightning import Sampling
+
+    class Classifier(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.net(x)
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    data = TensorDataset(X, LABELS)
+
+    def fit(sampler: Any = None, **settings: Any) -> Any:
+        torch.manual_seed(0)
+        module, callback = Classifier(), Sampling("categorical", **settings)
+        loader = DataLoader(data, batch_size=12, shuffle=sampler is None, sampler=sampler)
+        pl.Trainer(
+            max_epochs=2, callbacks=[callback], accelerator="cpu", devices=dist.get_world_size(), strategy="ddp",
+            plugins=[TorchElasticEnvironment()], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, use_distributed_sampler=sampler is None, default_root_dir=sys.argv[1],
+        ).fit(module, loader)  # fmt: skip
+        return callback.posterior, module
+
+    return trained_by(fit, "categorical", data, (X, LABELS))
+
+
+def transformers() -> Any:
+    """A language model in the DDP of Hugging Face's Trainer."""
+    import transformers as hf
+
+    from isosgd.transformers import Sampling
+
+    config = hf.LlamaConfig(
+        vocab_size=23, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=8, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    ids = torch.randint(3, 23, (ROWS, 6), generator=torch.Generator().manual_seed(8))
+    data: Any = [{"input_ids": one, "labels": one} for one in ids]
+
+    def fit(sampler: Any = None, **settings: Any) -> Any:
+        torch.manual_seed(0)
+        model, callback = hf.LlamaForCausalLM(config), Sampling("tokens", **settings)
+        args = hf.TrainingArguments(
+            output_dir=sys.argv[1], use_cpu=True, report_to=[], per_device_train_batch_size=12, num_train_epochs=1,
+            save_strategy="no", logging_strategy="no", disable_tqdm=True, seed=0, ddp_backend="gloo",
+        )  # fmt: skip
+        trainer: Any = hf.Trainer(model, args=args, train_dataset=data, eval_dataset=data, callbacks=[callback])
+        if sampler is not None:
+            trainer._get_train_sampler = lambda *_: sampler
+        trainer.train()
+        return callback.posterior, model
+
+    return trained_by(fit, "tokens", data, {"input_ids": ids, "labels": ids})
 
 
 def killed() -> Any:

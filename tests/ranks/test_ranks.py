@@ -322,3 +322,10 @@ def test_what_a_rank_gave_before_it_failed_is_taken() -> None:
     assert ranks_of(Meeting(["round1", "error"]), 0).gather(3) == [3, 7]
     with pytest.raises(RankError, match="on rank 1: it broke"):
         ranks_of(Meeting(["error"]), 0).gather(3)
+
+
+def test_ranks_give_tensors_that_lie_in_the_same_memory() -> None:
+    """As buffers of transformers do, which every draw has."""
+    x, store = torch.arange(4.0), dist.HashStore()
+    ranks_of(store, 1)._put("round1", [x, x, x[1:]])
+    assert [one.tolist() for one in ranks_of(store, 0).gather(None)[1]] == [[0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 3]]

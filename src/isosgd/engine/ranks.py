@@ -15,7 +15,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import wraps
 from hashlib import sha256
@@ -158,7 +158,7 @@ class Ranks:
 
     def _put(self, name: str, value: Any) -> None:
         packed, tensors = pack(value)
-        text, content = to_json(packed), tensors_to({k: x.detach().cpu().contiguous() for k, x in tensors.items()})
+        text, content = to_json(packed), tensors_to(_apart(tensors))
         every, key = len(text).to_bytes(8, "little") + text + content, self._key(name, self.rank)
         chunks = range(0, len(every), CHUNK)
         for i, start in enumerate(chunks):
@@ -276,6 +276,18 @@ class Ranks:
             f"{self.timeout:g} s): it hangs or has ended. With store= and resume=True the run goes on ({error})",
             gone[0],
         )
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors on the CPU, copied where several lie in the same memory: safetensors refuses those."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, x in tensors.items():
+        x = x.detach().cpu().contiguous()
+        place = x.untyped_storage().data_ptr()
+        found[name] = x.clone() if place in seen else x
+        seen.add(place)
+    return found
 
 
 class Replicas:
