@@ -288,17 +288,24 @@ def wrapped() -> Any:
 
 
 def drift() -> Any:
-    """Loops with DDP whose ranks draw the same noise, noise of their own, and one with a collector on rank 0 alone."""
+    """Loops with DDP whose ranks draw the same noise, noise of their own, and one with a collector on rank 0 alone.
+
+    A trainer holds the DDP around a model: the collector is then given the model within. And chains of each rank alone.
+    """
     rank = dist.get_rank()
 
-    def loop(generator: torch.Generator | None, collects: bool = True) -> int:
+    def loop(
+        generator: torch.Generator | None, collects: bool = True, within: bool = False, alone: bool = False
+    ) -> int:
+        torch.manual_seed(0 if alone else rank)
+        model: nn.Module = nn.Linear(3, 1)
         torch.manual_seed(rank)
-        model = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
-        sgld = SGLD(model.parameters(), num_data=ROWS, lr=1e-3, generator=generator)
-        collector = Collector(sgld, model, keep_every=2) if collects else None
+        ddp = model if alone else nn.parallel.DistributedDataParallel(model)
+        sgld = SGLD(ddp.parameters(), num_data=ROWS, lr=1e-3, weight_decay=0.1, generator=generator)
+        collector = Collector(sgld, model if within else ddp, keep_every=2) if collects else None
         for rows in torch.arange(ROWS).chunk(20):
             sgld.zero_grad()
-            (model(X[rows]) - Y[rows]).square().mean().backward()
+            (ddp(X[rows]) - Y[rows]).square().mean().backward()
             sgld.step()
         return 0 if collector is None else collector.posterior().num_draws
 
@@ -306,6 +313,9 @@ def drift() -> Any:
         "alone": loop(torch.Generator().manual_seed(1), rank == 0),
         "same": loop(torch.Generator().manual_seed(1)),
         "other": raised(lambda: loop(None)),
+        "same within": loop(torch.Generator().manual_seed(1), within=True),
+        "other within": raised(lambda: loop(None, within=True)),
+        "chains": loop(None, alone=True),  # of one start, and with the same examples at every step
     }
 
 
@@ -670,6 +680,16 @@ def trained_by(fit: Callable[..., tuple[Any, nn.Module]], likelihood: str, data:
     return found
 
 
+def by_seed(module: nn.Module, seed: int) -> SGLD:
+    generator = torch.Generator().manual_seed(seed)
+    return SGLD(module.parameters(), num_data=ROWS, lr=1e-4, generator=generator)
+
+
+def in_loop(by_sgld: Callable[[int], Posterior]) -> Any:
+    """Draws of the optimizer of a trainer, of which each rank has those of its own steps."""
+    return {"same noise": hashes(by_sgld(1)), "own noise": raised(lambda: by_sgld(dist.get_rank()))}
+
+
 def lightning() -> Any:
     """A network with BatchNorm, whose statistics are those of each rank's examples, in Lightning's DDP."""
     import lightning.pytorch as pl
@@ -693,18 +713,30 @@ def lightning() -> Any:
 
     data = TensorDataset(X, LABELS)
 
-    def fit(sampler: Any = None, **settings: Any) -> Any:
-        torch.manual_seed(0)
-        module, callback = Classifier(), Sampling("categorical", **settings)
+    def train(module: Any, callbacks: list[Any], sampler: Any) -> None:
         loader = DataLoader(data, batch_size=12, shuffle=sampler is None, sampler=sampler)
         pl.Trainer(
-            max_epochs=2, callbacks=[callback], accelerator="cpu", devices=dist.get_world_size(), strategy="ddp",
+            max_epochs=2, callbacks=callbacks, accelerator="cpu", devices=dist.get_world_size(), strategy="ddp",
             plugins=[TorchElasticEnvironment()], logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, use_distributed_sampler=sampler is None, default_root_dir=sys.argv[1],
         ).fit(module, loader)  # fmt: skip
+
+    def fit(sampler: Any = None, **settings: Any) -> Any:
+        torch.manual_seed(0)
+        module, callback = Classifier(), Sampling("categorical", **settings)
+        train(module, [callback], sampler)
         return callback.posterior, module
 
-    return trained_by(fit, "categorical", data, (X, LABELS))
+    def by_sgld(seed: int) -> Posterior:
+        """SGLD as the optimizer of the fit itself."""
+        module = Classifier()
+        sgld = by_seed(module, seed)
+        module.configure_optimizers = lambda: sgld  # type: ignore[method-assign]
+        collector = Collector(sgld, module, keep_every=2)
+        train(module, [], None)
+        return collector.posterior()
+
+    return trained_by(fit, "categorical", data, (X, LABELS)) | in_loop(by_sgld)
 
 
 def transformers() -> Any:
@@ -720,20 +752,31 @@ def transformers() -> Any:
     ids = torch.randint(3, 23, (ROWS, 6), generator=torch.Generator().manual_seed(8))
     data: Any = [{"input_ids": one, "labels": one} for one in ids]
 
-    def fit(sampler: Any = None, **settings: Any) -> Any:
-        torch.manual_seed(0)
-        model, callback = hf.LlamaForCausalLM(config), Sampling("tokens", **settings)
+    def trainer_of(model: nn.Module, **more: Any) -> Any:
         args = hf.TrainingArguments(
             output_dir=sys.argv[1], use_cpu=True, report_to=[], per_device_train_batch_size=12, num_train_epochs=1,
             save_strategy="no", logging_strategy="no", disable_tqdm=True, seed=0, ddp_backend="gloo",
         )  # fmt: skip
-        trainer: Any = hf.Trainer(model, args=args, train_dataset=data, eval_dataset=data, callbacks=[callback])
+        return hf.Trainer(model, args=args, train_dataset=data, **more)
+
+    def fit(sampler: Any = None, **settings: Any) -> Any:
+        torch.manual_seed(0)
+        model, callback = hf.LlamaForCausalLM(config), Sampling("tokens", **settings)
+        trainer = trainer_of(model, callbacks=[callback])
         if sampler is not None:
             trainer._get_train_sampler = lambda *_: sampler
         trainer.train()
         return callback.posterior, model
 
-    return trained_by(fit, "tokens", data, {"input_ids": ids, "labels": ids})
+    def by_sgld(seed: int) -> Posterior:
+        model = hf.LlamaForCausalLM(config)
+        sgld = by_seed(model, seed)
+        collector = Collector(sgld, model, keep_every=2)
+        trainer_of(model, optimizers=(sgld, torch.optim.lr_scheduler.ConstantLR(sgld, 1.0))).train()
+        return collector.posterior()
+
+    held_out = {"input_ids": ids, "labels": ids}
+    return trained_by(fit, "tokens", data, held_out) | in_loop(by_sgld)
 
 
 def killed() -> Any:

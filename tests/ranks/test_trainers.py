@@ -41,3 +41,9 @@ def test_what_processes_of_a_trainer_cannot_share_is_refused_on_each(found: list
         assert "with a WeightedRandomSampler, which cannot be shared out" in rank["sampler"]
         assert "chains = 1 are fewer than the 2 ranks" in rank["few chains"]
         assert "Pass the data as tensors, or a temperature" in rank["auto"]
+
+
+def test_a_sampler_as_the_optimizer_of_a_trainer_draws_one_chain_or_ends_with_an_error(found: list[Any]) -> None:
+    assert found[0]["same noise"] == found[1]["same noise"]
+    for rank in found:
+        assert "give the optimizer of each rank a generator= of the same seed" in rank["own noise"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from isosgd.data.sources import as_tensors
@@ -51,7 +52,7 @@ class Collector:
     Args:
         optimizer: a sampler of this library, which takes the steps.
         model: the network that it moves; within DDP or `torch.compile`, too. Replicas of DDP are compared at draws:
-            where ranks draw noise of their own, that is an error.
+            where ranks draw noise of their own, that is an error. So are models that a trainer has put into its DDP.
         target: what is sampled, for predictions and diagnostics: a `Target` made from the model; or leave it out and
             give the likelihood.
         likelihood: as of `Target.from_module`, with scales of noise that are known. The prior is that of the
@@ -147,9 +148,10 @@ class Collector:
             raise ValueError("target= and likelihood= both say what is sampled: pass one of them")
         ddp = next((m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)), None)
         group = getattr(ddp, "process_group", None)
-        self._replicas = None if group is None else Replicas(group)
         self.model = model = unwrapped(model)
         self._shards = optimizer.whole if isinstance(optimizer.whole, Shards) else None
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self._replicas = Replicas(group) if several and self._shards is None else None
         whole_of = {} if self._shards is None else {id(part): p for p, part in self._shards.part_of.items()}
         moved = {
             id(whole_of.get(id(p), p)): float(g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]
@@ -321,7 +323,7 @@ class Collector:
         buffers = {name: x.detach().to("cpu", copy=True) for name, x in self._buffers.items()}
         step = self.optimizer.param_groups[0]["step"]
         if self._replicas is not None:
-            self._replicas.compare(step, draw.values())
+            self._replicas.compare(step, draw.values(), (p.grad for p in self._params.values()))
         if self._writer is not None:
             self._writer.manifest.complete = False  # until the next `posterior`
         if self._shards is not None:
