@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import isosgd.engine.ranks
 from isosgd import Posterior, RankError, load, resume, sample
-from isosgd.engine.ranks import Ranks
+from isosgd.engine.gradients import Parted, Single
+from isosgd.engine.ranks import Ranks, checksum
 from tests.ranks import cases
 from tests.ranks.launch import launch_once
 
@@ -331,3 +333,35 @@ def test_ranks_give_tensors_that_lie_in_the_same_memory() -> None:
     x, store = torch.arange(4.0), dist.HashStore()
     ranks_of(store, 1)._put("round1", [x, x, x[1:]])
     assert [one.tolist() for one in ranks_of(store, 0).gather(None)[1]] == [[0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 3]]
+
+
+class Alone:
+    """What `Parted` asks of ranks, of one alone."""
+
+    place, shares = 0, 1
+
+    def sum_(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_a_loss_that_is_kept_does_not_keep_the_gradient() -> None:
+    """Warm-ups keep losses: in the memory of gradients, 50 of them took that of 50 models."""
+    single = Single(cases.conjugate(), cases.ROWS)
+    params = cases.conjugate().initial()
+    found = Parted(single, Alone(), cut=True)(params, (cases.MEANS[:8],))  # type: ignore[arg-type]
+    wanted = single(params, (cases.MEANS[:8],))
+    assert found.loss.untyped_storage().nbytes() == 4
+    torch.testing.assert_close(found.loss, wanted.loss)
+    torch.testing.assert_close(found.gradients, wanted.gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checksum_is_another_one_where_any_bit_or_place_is(monkeypatch: Any, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(isosgd.engine.ranks, "PART", 4)
+    one, two = torch.arange(1.0, 7.0).to(dtype), torch.arange(3.0).to(dtype)
+    every = {int(checksum([one, two])), int(checksum([one.flip(0), two])), int(checksum([one, two.flip(0)]))}
+    for place in range(6):
+        other = one.clone()
+        other.view(torch.uint8)[place * one.element_size()] ^= 1
+        every.add(int(checksum([other, two])))
+    assert len(every) == 9 and checksum([one.clone(), two.clone()]) == checksum([one, two])

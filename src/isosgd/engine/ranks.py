@@ -37,6 +37,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 TIMEOUT = 1_800.0  # seconds
 CHUNK = 1 << 22  # bytes: a TCPStore refuses values of more than 8 MB
+PART = 1 << 20  # numbers of which a checksum is made at once
 BEAT_EVERY, LOOK_EVERY = 1.0, 0.02  # seconds
 GRACE = 10.0  # seconds that ranks have to say that they, too, are waiting
 _calls, _loops = itertools.count(), itertools.count()  # every rank makes the same calls in the same order
@@ -236,8 +237,7 @@ class Ranks:
         """Raise unless tensors have the same bits on all ranks of the team."""
         if self.group is None:
             return
-        bits = torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in tensors]).long()
-        digest = (bits * (torch.arange(len(bits), device=bits.device) % 65_521 + 1)).sum()
+        digest = checksum(tensors)
         ends = torch.stack([digest, -digest])
         self._wait(lambda: dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
         if int(ends[0]) != -int(ends[1]):
@@ -276,6 +276,19 @@ class Ranks:
             f"{self.timeout:g} s): it hangs or has ended. With store= and resume=True the run goes on ({error})",
             gone[0],
         )
+
+
+def checksum(tensors: Iterable[Tensor]) -> Tensor:
+    """A number that any other bit would change, in most cases; a small part of the tensors is copied at a time."""
+    digest: Tensor | None = None
+    for t in tensors:
+        bits = t.detach().reshape(-1).view(torch.int32 if t.element_size() % 4 == 0 else torch.uint8)
+        weights = 2 * torch.arange(min(len(bits), PART), device=t.device) + 1  # odd, so that no bit is lost
+        digest = weights.new_zeros(()) if digest is None else digest
+        for part in torch.split(bits, PART):
+            digest = digest * 1_000_003 + (part * weights[: len(part)]).sum()  # modulo 2^64
+    assert digest is not None
+    return digest
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
