@@ -5,6 +5,10 @@ the best of ``--rounds`` for speed: by the clock, which needs two idle cores, an
 does not. Bytes are those that a rank writes to its sockets (``/proc/self/io``, Linux), beside what a ring all-reduce
 should move: ``2 (R - 1) / R`` times the gradient, twice that in steps that measure the noise; for FSDP2, parameters
 gathered twice, ``(R - 1) / R`` times them each, and a reduce-scatter of gradients, for which gloo takes an all-reduce.
+
+With ``--memory`` it prints what a short run of I-SGD with ``structure="layer"`` takes at its peak, a warm-up and a draw
+that is written included: the resident memory of a process (Linux), in numbers a parameter, beside the same of a small
+network.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -25,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from isosgd import ISGD, Target, sample
+from isosgd import ISGD, Target, likelihoods, sample
 
 ROWS, INPUTS, HIDDEN, EVERY = 2_000, 64, 256, 16
 
@@ -69,18 +74,48 @@ def draw(parallel: Any, chains: int, steps: int) -> float:
     return time.monotonic() - began
 
 
+def memory(folder: str, width: int = 1_000) -> float:
+    """Numbers a parameter that this process holds at the peak of a run on this many ranks."""
+    found = []
+    for size in (20, width):  # what comes with the first run is there before the second
+        torch.manual_seed(0)
+        before = resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        layers = [layer for _ in range(4) for layer in (nn.Linear(size, size, bias=False), nn.Tanh())]
+        model, x = nn.Sequential(*layers), torch.randn(64, size)
+        sample(
+            Target.from_module(model, likelihoods.Gaussian(1.0)), (x, x), chains=1, batch_size=16, structure="layer",
+            parallel="data" if dist.get_world_size() > 1 else None, warmup=100, draws=1, keep_every=4, compile=False,
+            progress=False, store=f"{folder}/{size}",
+        )  # fmt: skip
+        found.append((resident("VmHWM") - before) / (4 * 4 * size**2))
+    return found[-1]
+
+
+def resident(which: str) -> int:
+    """Bytes of memory of this process: now (``VmRSS``), or the most that there were (``VmHWM``)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(which)))
+
+
 def written() -> int:
     """Bytes that this process has written, to files and sockets."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("wchar")))
 
 
-def on_rank(steps: int, rounds: int) -> None:
+def on_rank(steps: int, rounds: int, folder: str) -> None:
     """What each process does; rank 0 prints a line of JSON."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     size = dist.get_world_size()
+    if folder:
+        numbers = memory(folder)
+        if dist.get_rank() == 0:
+            print(json.dumps({"numbers": numbers}))
+        dist.destroy_process_group()
+        return
     times = []
     for _ in range(rounds if size != 4 else 0):
         busy = time.process_time()
@@ -97,12 +132,15 @@ def on_rank(steps: int, rounds: int) -> None:
     dist.destroy_process_group()
 
 
-def launch(size: int, steps: int, rounds: int) -> dict[str, Any]:
+def launch(size: int, steps: int, rounds: int, folder: str = "") -> dict[str, Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     given = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(size)}
+    if folder:
+        given["MALLOC_MMAP_THRESHOLD_"] = "65536"  # memory of tensors that are freed goes back to the system
     words = [sys.executable, "-m", "benchmarks.ranks", "--steps", str(steps), "--rounds", str(rounds)]
+    words += ["--folder", folder]
     jobs = [
         subprocess.Popen(
             words, env={**given, "RANK": str(rank), "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True
@@ -118,9 +156,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1_000, help="of each chain (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="of which the best counts (%(default)s)")
+    parser.add_argument("--memory", action="store_true", help="only say what memory a process takes")
+    parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if "RANK" in os.environ:
-        on_rank(args.steps, args.rounds)
+        on_rank(args.steps, args.rounds, args.folder)
+        return
+    if args.memory:
+        for ranks in (1, 2, 4):
+            with tempfile.TemporaryDirectory() as folder:
+                numbers = launch(ranks, 0, 0, folder)["numbers"]
+            print(f"{ranks} processes: {numbers:.1f} numbers a parameter at the peak", flush=True)
         return
     size = sum(x.numel() for x in target().initial().values())
     found = {ranks: launch(ranks, args.steps, args.rounds) for ranks in (1, 2, 4)}

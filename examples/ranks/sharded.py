@@ -18,7 +18,7 @@ if torch.cuda.is_available():
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
-torch.manual_seed(0)  # the same data on every rank
+torch.manual_seed(0)  # the same data and the same model on every rank: each keeps rows of its own copy
 N, n = 500, 50
 x = torch.randn(N, 3, device=device)
 y = x @ torch.tensor([[1.0], [-2.0], [0.5]], device=device) + 0.5 * torch.randn(N, 1, device=device)

@@ -29,7 +29,8 @@ class Sampling(pl.Callback):
         what: the likelihood of the module's ``forward`` (see `isosgd.Target.from_module`), under the prior
             ``"empirical"``; or a function from the `LightningModule` to a `Target`, such as
             ``lambda module: Target.from_module(module.net, "categorical", weight_decay=1e-4)``.
-        settings: of `isosgd.sample`: ``draws``, ``store``, ``temperature``, ``seed`` and so on.
+        settings: of `isosgd.sample`: ``draws``, ``store``, ``temperature``, ``seed`` and so on. A fit by DDP needs
+            ``parallel``, which says what the processes share, and a ``temperature``.
 
     Attributes:
         posterior: the draws, after the fit.
@@ -45,11 +46,9 @@ class Sampling(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot be sampled before time is spent on it."""
-        if trainer.world_size > 1:
-            raise RuntimeError(
-                f"sampling on {trainer.world_size} devices is not supported: fit with Trainer(devices=1), or call "
-                "isosgd.sample(starts=[module]) after the fit"
-            )
+        strategy = trainer.strategy
+        replicated = isinstance(strategy, pl.strategies.DDPStrategy)
+        self.after_fit.check_processes(trainer.world_size, replicated, type(strategy).__name__)
         self.after_fit.check(pl_module, trainer.train_dataloader, self._validation(trainer))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

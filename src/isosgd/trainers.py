@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from isosgd.errors import SamplingWarning
 from isosgd.posterior import Posterior
@@ -58,6 +59,26 @@ class AfterFit:
             raise TypeError(f"the function from a module gave {target!r}: return Target.from_module(...) of it")
         return target
 
+    def check_processes(self, count: int, replicated: bool, how: str) -> None:
+        """Refuse a training in several processes that sampling cannot follow.
+
+        Args:
+            count: of the processes.
+            replicated: whether each holds the whole network.
+            how: what the trainer calls this kind of training.
+        """
+        if count > 1 and not replicated:
+            raise RuntimeError(
+                f"sampling after a training in {count} processes by {how}: only replicas (DDP) can be sampled here. A "
+                "model that is sharded is sampled in a loop, with ISGD and Collector"
+            )
+        if count > 1 and self.settings.get("parallel") is None:
+            raise RuntimeError(
+                f"sampling in {count} processes: say how they share it, by Sampling(..., temperature=..., "
+                "parallel='data') for a chain whose minibatches they share, or by parallel='chains' with as many "
+                "chains= or more; or train in one process"
+            )
+
     def check(self, module: nn.Module, data: Any, held_out: Any) -> None:
         """Refuse before the training what `sample` would refuse after it, and forget draws of an earlier training.
 
@@ -77,6 +98,9 @@ class AfterFit:
             data: the trainer's loader.
             held_out: the trainer's validation loader, if there is one.
         """
+        if self._ranks() > 1:
+            for buffer in module.buffers():  # as DDP does before every pass: until then they are of a rank's examples
+                dist.broadcast(buffer, 0)
         self.posterior = sample(**self._call(module, data, held_out))
         return self.posterior
 
@@ -88,10 +112,19 @@ class AfterFit:
             if only_check and held_out is not None:
                 held_out = list(islice(_in_this_process(held_out), 1))
             settings["held_out"] = held_out
+        if (ranks := self._ranks()) > 1:
+            chains = settings.get("chains", 1)  # which `sample` checks
+            shares = ranks // chains if settings["parallel"] == "data" and chains in range(1, ranks + 1) else 1
+            data = _of_rank(data, dist.get_rank() % shares, shares, settings.get("seed", 0))
         target = self.target_of(module)
         assert target.module is not None
         start = {**target.module.values, **target.frozen, **target.buffers}
         return {"target": target, "data": _in_this_process(data) if only_check else data, "starts": [start], **settings}
+
+    def _ranks(self) -> int:
+        """Processes that sample together."""
+        together = self.settings.get("parallel") is not None and dist.is_available() and dist.is_initialized()
+        return dist.get_world_size() if together else 1
 
 
 def _one_loader(data: Any, what: str, advice: str) -> Any:
@@ -104,6 +137,36 @@ def _one_loader(data: Any, what: str, advice: str) -> Any:
         return data if data is not None and len(data) else None
     except TypeError:  # of an `IterableDataset` the length is not known
         return data
+
+
+def _of_rank(loader: Any, place: int, shares: int, seed: int) -> DataLoader[Any]:
+    """A loader of the same data, of which this rank has the examples that no other of its chain has.
+
+    Trainers cut batches for their processes in ways of their own. N, and who has which examples, is known of one way.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    cut: Any = batches
+    while hasattr(cut, "batch_sampler"):  # of accelerate, which deals batches out
+        cut = cut.batch_sampler
+    sampler, size = getattr(cut, "sampler", None), getattr(cut, "batch_size", None)
+    known = isinstance(sampler, SequentialSampler | RandomSampler | DistributedSampler)
+    if isinstance(getattr(loader, "dataset", None), IterableDataset) or not known or size is None:
+        raise ValueError(
+            f"the training data are a {type(loader).__name__} with a {type(sampler).__name__}, which cannot be shared "
+            "out among processes: a DataLoader is needed, over a data set of known length, in its order or shuffled. "
+            "Or train in one process"
+        )
+    if getattr(batches, "split_batches", False):
+        size //= dist.get_world_size()
+    shuffle = getattr(sampler, "shuffle", not isinstance(sampler, SequentialSampler))
+    return DataLoader(
+        loader.dataset,
+        batch_size=size,
+        sampler=DistributedSampler(loader.dataset, shares, place, shuffle, seed),
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        drop_last=bool(getattr(cut, "drop_last", False)),
+    )
 
 
 def _in_this_process(loader: Any) -> Any:

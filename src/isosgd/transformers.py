@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ try:
 except ImportError as error:
     raise ImportError('isosgd.transformers needs transformers: pip install "isosgd[transformers]"') from error
 
+SHARDED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"  # set by `accelerate launch`
+
 
 class Sampling(transformers.TrainerCallback):
     """The last phase of a training: draws around the network, on the training loader.
@@ -31,6 +34,7 @@ class Sampling(transformers.TrainerCallback):
             ``lambda model: Target.from_module(model, "tokens", sampled="*lora_*")``.
         settings: of `isosgd.sample`: ``draws``, ``store``, ``temperature``, ``held_out`` and so on. The data that the
             `Trainer` was last evaluated on (those of a `SamplingTrainer` always) choose the temperature by default.
+            In several processes (DDP) ``parallel`` says what they share, and a ``temperature`` is needed.
 
     Attributes:
         posterior: the draws, after the training.
@@ -46,11 +50,8 @@ class Sampling(transformers.TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse what cannot be sampled before time is spent on it."""
-        if args.world_size > 1:
-            raise RuntimeError(
-                f"sampling in {args.world_size} processes is not supported: train in one, or call "
-                "isosgd.sample(starts=[model]) afterwards"
-            )
+        sharded = args.fsdp or args.deepspeed or any(os.environ.get(name) == "true" for name in SHARDED)
+        self.after_fit.check_processes(args.world_size, not sharded, "FSDP or DeepSpeed")
         self.after_fit.check(kwargs["model"], kwargs["train_dataloader"], kwargs["eval_dataloader"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

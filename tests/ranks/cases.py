@@ -26,9 +26,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
-from isosgd import ISGD, SGHMC, SGLD, SGNHT, Collector, Posterior, RankError, Target, load, merge, priors, sample
+from isosgd import (
+    ISGD,
+    SGHMC,
+    SGLD,
+    SGNHT,
+    Collector,
+    Posterior,
+    RankError,
+    Target,
+    likelihoods,
+    load,
+    merge,
+    priors,
+    sample,
+)
 from isosgd.engine.chains import Chains
 from isosgd.engine.gradients import Parted
 from isosgd.engine.ranks import Ranks
@@ -43,6 +57,8 @@ ROWS, WIDTH = 240, 400
 X = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1, keepdim=True) + 0.3 * torch.randn(ROWS, 1, generator=torch.Generator().manual_seed(1))
 MEANS = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2))
+TABLE = torch.randn(ROWS, 30, generator=torch.Generator().manual_seed(6))
+RESPONSES = TABLE.mean(1) + 0.3 * torch.randn(ROWS, generator=torch.Generator().manual_seed(7))
 QUICK: dict[str, Any] = {"draws": 4, "keep_every": 3, "warmup": 100, "progress": False, "batch_size": 24}
 STEPS: dict[str, Any] = {"keep_every": 20, "warmup": 0, "progress": False, "batch_size": 24}
 STATIONARY: dict[str, Any] = {"draws": 25, "keep_every": 16, "warmup": 200, "progress": False, "batch_size": 48}
@@ -61,6 +77,14 @@ def conjugate() -> Target:
     return Target(
         lambda p, b: -0.5 * (b[0] - p["mu"]).square().sum(-1), priors.Normal(10.0), init={"mu": torch.zeros(WIDTH)}
     )
+
+
+def regression() -> Target:
+    """A conjugate regression, of known noise; where it begins the gradient is far from zero."""
+    return Target(
+        lambda p, b: -0.5 * ((b[1] - b[0] @ p["w"]) / 0.3).square(), priors.Normal(10.0),
+        init={"w": torch.full((30,), 0.1)},
+    )  # fmt: skip
 
 
 def cliff() -> Target:
@@ -179,6 +203,60 @@ def noise() -> Any:
         return {"ratio": float((squares / exact).mean()), "gradients": run.gradients, "calls": calls}
 
 
+def noise_estimates(seed: int, ranks: Ranks | None = None, data: Any = (TABLE, RESPONSES), times: int = 20) -> Any:
+    """Variances, their trace and lambda where the chain begins, each from 30 minibatches, and this so many times."""
+    size = 24 if isinstance(data, tuple) else None
+    schedule = Schedule(regression(), data, None, 1, size, seed, None, None, None, [0], ranks)
+    options = {"structure": "layer", "correction": "diagonal", "summary": "max"}
+    make = sampler_factory("isgd", ROWS, 1.0, 24, 1, options)
+    _, run = next(iter(schedule.runs(make)))
+    (group,) = run.sampler.param_groups
+    found: dict[str, list[Any]] = {"variances": [], "trace": [], "lam": []}
+    for _ in range(times):
+        run.sampler.forget_noise()
+        for _ in range(30):
+            assert run.observe_noise()
+        (variances,) = run.sampler.noise.variances(group)
+        run.sampler.adapt([0.0], rise=torch.inf)  # by the noise alone
+        found["variances"].append(variances.tolist())
+        found["trace"].append(float(variances.sum()))
+        found["lam"].append(float(group["lam"]))
+    assert torch.equal(run.params["w"], regression().initial()["w"])
+    return found | {"gradients": run.gradients}
+
+
+def noise_of_ranks() -> Any:
+    """Noise estimates from the differences between ranks, of tensors and of loaders; and what they cost."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with Ranks("data", 60.0) as ranks:
+        ranks.arrange(1)
+        ranks.connect(torch.device("cpu"))
+        source = TensorDataset(TABLE, RESPONSES)
+        sampler: Any = DistributedSampler(source, num_replicas=size, rank=rank, seed=5)
+        batches = DataLoader(source, batch_size=24 // size, sampler=sampler)
+        found = {"tensors": noise_estimates(0, ranks), "loader": noise_estimates(0, ranks, batches)}
+    return found | {"measured": gradients_taken(1), "not measured": gradients_taken(100_000)}
+
+
+def gradients_taken(noise_every: int) -> Any:
+    """How often this rank differentiates in a run of 100 steps, and examples of each time."""
+    gradient, rows = Target.gradient, []
+
+    def counted(self: Target, params: Any, batch: Any, *args: Any) -> Any:
+        rows.append(len(batch[0]))
+        return gradient(self, params, batch, *args)
+
+    Target.gradient = counted  # type: ignore[method-assign]
+    try:
+        settings: dict[str, Any] = {**STEPS, "lam": 20.0, "structure": "layer", "noise_every": noise_every}
+        data = TABLE, RESPONSES
+        found = sample(regression(), data, chains=1, draws=5, method="isgd", parallel="data", **settings)
+    finally:
+        Target.gradient = gradient  # type: ignore[method-assign]
+    counts = {str(n): rows.count(n) for n in sorted(set(rows))}
+    return {"calls": counts, "gradients": found.info["gradients"], "hash": hashes(found)}
+
+
 def distributed_loader() -> Any:
     rank, size = dist.get_rank(), dist.get_world_size()
     source = TensorDataset(MEANS)
@@ -210,17 +288,24 @@ def wrapped() -> Any:
 
 
 def drift() -> Any:
-    """Loops with DDP whose ranks draw the same noise, noise of their own, and one with a collector on rank 0 alone."""
+    """Loops with DDP whose ranks draw the same noise, noise of their own, and one with a collector on rank 0 alone.
+
+    A trainer holds the DDP around a model: the collector is then given the model within. And chains of each rank alone.
+    """
     rank = dist.get_rank()
 
-    def loop(generator: torch.Generator | None, collects: bool = True) -> int:
+    def loop(
+        generator: torch.Generator | None, collects: bool = True, within: bool = False, alone: bool = False
+    ) -> int:
+        torch.manual_seed(0 if alone else rank)
+        model: nn.Module = nn.Linear(3, 1)
         torch.manual_seed(rank)
-        model = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
-        sgld = SGLD(model.parameters(), num_data=ROWS, lr=1e-3, generator=generator)
-        collector = Collector(sgld, model, keep_every=2) if collects else None
+        ddp = model if alone else nn.parallel.DistributedDataParallel(model)
+        sgld = SGLD(ddp.parameters(), num_data=ROWS, lr=1e-3, weight_decay=0.1, generator=generator)
+        collector = Collector(sgld, model if within else ddp, keep_every=2) if collects else None
         for rows in torch.arange(ROWS).chunk(20):
             sgld.zero_grad()
-            (model(X[rows]) - Y[rows]).square().mean().backward()
+            (ddp(X[rows]) - Y[rows]).square().mean().backward()
             sgld.step()
         return 0 if collector is None else collector.posterior().num_draws
 
@@ -228,6 +313,9 @@ def drift() -> Any:
         "alone": loop(torch.Generator().manual_seed(1), rank == 0),
         "same": loop(torch.Generator().manual_seed(1)),
         "other": raised(lambda: loop(None)),
+        "same within": loop(torch.Generator().manual_seed(1), within=True),
+        "other within": raised(lambda: loop(None, within=True)),
+        "chains": loop(None, alone=True),  # of one start, and with the same examples at every step
     }
 
 
@@ -402,7 +490,20 @@ def sharded_bad_input() -> Any:
     found["keep_every"] = raised(lambda: collector(keep_every=7))
     found["bad keep_every"] = raised(lambda: collector(keep_every=0))
     found["no store"] = raised(lambda: collector("store"))
-    found["fine"] = raised(lambda: collector().close())
+
+    def of_own_model(seed: int, buffer_seed: int) -> None:
+        torch.manual_seed(seed)
+        own = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        own[1].running_mean.fill_(float(rank))  # type: ignore[union-attr, operator]  # as each rank's examples have it
+        own.register_buffer("directions", torch.randn(3, generator=torch.Generator().manual_seed(buffer_seed)))
+        target = Target.from_module(own, likelihoods.Gaussian(1.0), priors.Flat())
+        fully_shard(own)
+        optimizer = ISGD(own.named_parameters(), **one)
+        Collector(optimizer, own, target, keep_every=5, store=folder.with_name("own")).close()
+
+    found["values of target.0.weight"] = raised(lambda: of_own_model(rank, 0))
+    found["values of buffers of the model.directions"] = raised(lambda: of_own_model(0, rank))
+    found["fine"] = raised(lambda: collector().close()) + raised(lambda: of_own_model(0, 0))
     if rank:
         shutil.copytree(folder, folder.with_name("copy"))
         (folder.with_name("copy") / "manifest.json").write_text("{}")
@@ -541,6 +642,141 @@ def faults() -> Any:
     found["summed"] = flat(trajectory(parallel="data")).tolist()
     Parted._like = staticmethod(mean)  # type: ignore[method-assign]
     return found
+
+
+LABELS = (Y[:, 0] > 0).long()
+AFTER: dict[str, Any] = {
+    "draws": 4, "keep_every": 5, "warmup": 100, "structure": "layer", "temperature": 0.1, "progress": False, "seed": 3
+}  # fmt: skip
+
+
+def bits(module: nn.Module) -> str:
+    return hashlib.sha256(b"".join(x.detach().numpy().tobytes() for x in module.state_dict().values())).hexdigest()
+
+
+def trained_by(fit: Callable[..., tuple[Any, nn.Module]], likelihood: str, data: Any, held_out: Any) -> Any:
+    """What callbacks of trainers sample in this process group, against calls of `sample` after the training."""
+    found: dict[str, Any] = {}
+    for parallel, chains in (("data", 1), ("chains", 3)):
+        asked = {**AFTER, "parallel": parallel, "chains": chains}
+        posterior, module = fit(**asked)
+        shares, before = dist.get_world_size() if parallel == "data" else 1, bits(module)
+        sampler: Any = DistributedSampler(data, shares, dist.get_rank() % shares, seed=3)
+        batches: Any = DataLoader(data, batch_size=12, sampler=sampler)
+        target = Target.from_module(module, likelihood, "empirical")
+        again = sample(target, batches, starts=[module], **asked)
+        found[parallel] = {
+            "trained": before,
+            "draws": hashes(posterior),
+            "again": hashes(again),
+            "num_data": posterior.info["num_data"],
+            "engine": posterior.info["engine"],
+            "left": bits(module) == before,
+        }
+    found["not said"] = raised(lambda: fit(**AFTER))
+    found["sampler"] = raised(lambda: fit(**AFTER, parallel="data", sampler=WeightedRandomSampler([1.0] * ROWS, ROWS)))
+    found["few chains"] = raised(lambda: fit(**AFTER, parallel="chains"))
+    found["auto"] = raised(lambda: fit(**AFTER | {"parallel": "data", "temperature": "auto", "held_out": held_out}))
+    return found
+
+
+def by_seed(module: nn.Module, seed: int) -> SGLD:
+    generator = torch.Generator().manual_seed(seed)
+    return SGLD(module.parameters(), num_data=ROWS, lr=1e-4, generator=generator)
+
+
+def in_loop(by_sgld: Callable[[int], Posterior]) -> Any:
+    """Draws of the optimizer of a trainer, of which each rank has those of its own steps."""
+    return {"same noise": hashes(by_sgld(1)), "own noise": raised(lambda: by_sgld(dist.get_rank()))}
+
+
+def lightning() -> Any:
+    """A network with BatchNorm, whose statistics are those of each rank's examples, in Lightning's DDP."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+    from isosgd.lightning import Sampling
+
+    class Classifier(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.net(x)
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    data = TensorDataset(X, LABELS)
+
+    def train(module: Any, callbacks: list[Any], sampler: Any) -> None:
+        loader = DataLoader(data, batch_size=12, shuffle=sampler is None, sampler=sampler)
+        pl.Trainer(
+            max_epochs=2, callbacks=callbacks, accelerator="cpu", devices=dist.get_world_size(), strategy="ddp",
+            plugins=[TorchElasticEnvironment()], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, use_distributed_sampler=sampler is None, default_root_dir=sys.argv[1],
+        ).fit(module, loader)  # fmt: skip
+
+    def fit(sampler: Any = None, **settings: Any) -> Any:
+        torch.manual_seed(0)
+        module, callback = Classifier(), Sampling("categorical", **settings)
+        train(module, [callback], sampler)
+        return callback.posterior, module
+
+    def by_sgld(seed: int) -> Posterior:
+        """SGLD as the optimizer of the fit itself."""
+        module = Classifier()
+        sgld = by_seed(module, seed)
+        module.configure_optimizers = lambda: sgld  # type: ignore[method-assign]
+        collector = Collector(sgld, module, keep_every=2)
+        train(module, [], None)
+        return collector.posterior()
+
+    return trained_by(fit, "categorical", data, (X, LABELS)) | in_loop(by_sgld)
+
+
+def transformers() -> Any:
+    """A language model in the DDP of Hugging Face's Trainer."""
+    import transformers as hf
+
+    from isosgd.transformers import Sampling
+
+    config = hf.LlamaConfig(
+        vocab_size=23, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=8, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    ids = torch.randint(3, 23, (ROWS, 6), generator=torch.Generator().manual_seed(8))
+    data: Any = [{"input_ids": one, "labels": one} for one in ids]
+
+    def trainer_of(model: nn.Module, **more: Any) -> Any:
+        args = hf.TrainingArguments(
+            output_dir=sys.argv[1], use_cpu=True, report_to=[], per_device_train_batch_size=12, num_train_epochs=1,
+            save_strategy="no", logging_strategy="no", disable_tqdm=True, seed=0, ddp_backend="gloo",
+        )  # fmt: skip
+        return hf.Trainer(model, args=args, train_dataset=data, **more)
+
+    def fit(sampler: Any = None, **settings: Any) -> Any:
+        torch.manual_seed(0)
+        model, callback = hf.LlamaForCausalLM(config), Sampling("tokens", **settings)
+        trainer = trainer_of(model, callbacks=[callback])
+        if sampler is not None:
+            trainer._get_train_sampler = lambda *_: sampler
+        trainer.train()
+        return callback.posterior, model
+
+    def by_sgld(seed: int) -> Posterior:
+        model = hf.LlamaForCausalLM(config)
+        sgld = by_seed(model, seed)
+        collector = Collector(sgld, model, keep_every=2)
+        trainer_of(model, optimizers=(sgld, torch.optim.lr_scheduler.ConstantLR(sgld, 1.0))).train()
+        return collector.posterior()
+
+    held_out = {"input_ids": ids, "labels": ids}
+    return trained_by(fit, "tokens", data, held_out) | in_loop(by_sgld)
 
 
 def killed() -> Any:

@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import isosgd.engine.ranks
 from isosgd import Posterior, RankError, load, resume, sample
-from isosgd.engine.ranks import Ranks
+from isosgd.engine.gradients import Parted, Single
+from isosgd.engine.ranks import Ranks, checksum
 from tests.ranks import cases
 from tests.ranks.launch import launch_once
 
@@ -24,14 +26,22 @@ Found = list[dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Path]:
-    every = ("chains", "chains_loader", "store", "data", "noise", "warm", "cold", "distributed_loader", "wrapped")
-    more = ("drift", "ladder", "sharded", "sharded_bad_input", "auto", "diverges", "bad_input", "faults", "hang_chains")
-    return launch_once(tmp_path_factory, 2, *every, *more, "hang_data")  # which ends the group's use
+    every = ("chains", "chains_loader", "store", "data", "noise", "noise_of_ranks", "warm", "cold", "wrapped")
+    more = ("distributed_loader", "drift", "ladder", "sharded", "sharded_bad_input", "auto", "diverges", "bad_input")
+    last = ("faults", "hang_chains", "hang_data")  # which ends the group's use
+    return launch_once(tmp_path_factory, 2, *every, *more, *last)
 
 
 @pytest.fixture(scope="session")
 def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Path]:
-    return launch_once(tmp_path_factory, 4, "chains", "data", "noise", "warm", "cold", "sharded", "grid", "bad_input")
+    every = ("chains", "data", "noise", "noise_of_ranks", "warm", "cold", "sharded", "grid", "bad_input")
+    return launch_once(tmp_path_factory, 4, *every)
+
+
+@pytest.fixture(scope="session")
+def three(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Path]:
+    """One rank against two: the parts that noise vectors are differences of have not the same size."""
+    return launch_once(tmp_path_factory, 3, "noise", "noise_of_ranks")
 
 
 @cache
@@ -101,12 +111,60 @@ def test_the_stationary_variance_is_that_of_the_posterior(
         assert within_error(same(found, case)["ratios"])
 
 
-def test_noise_between_ranks_is_that_of_minibatches(two: tuple[Found, Path], four: tuple[Found, Path]) -> None:
-    for found in (two[0], four[0]):
+def test_noise_between_ranks_is_that_of_minibatches(
+    two: tuple[Found, Path], three: tuple[Found, Path], four: tuple[Found, Path]
+) -> None:
+    for found in (two[0], three[0], four[0]):
         noise = same(found, "noise")
         # Squares of normal numbers, so many in each of the dimensions; no gradient more than steps.
         assert abs(noise["ratio"] - 1.0) < 4.0 * (2.0 / (noise["calls"] * cases.WIDTH)) ** 0.5
         assert noise["gradients"] == noise["calls"]
+
+
+@cache
+def halves(seed: int, times: int) -> Any:
+    """Noise estimates from paired halves in one process."""
+    return cases.noise_estimates(seed, times=times)
+
+
+def moments(estimates: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and its squared standard error, from estimates of minibatches that are independent."""
+    every = torch.tensor(estimates, dtype=torch.float64)
+    return every.mean(0), every.var(0) / len(every)
+
+
+@pytest.mark.parametrize("name", ["variances", "trace", "lam"])
+@pytest.mark.parametrize("source", ["tensors", "loader"])
+def test_the_noise_estimate_of_ranks_is_that_of_paired_halves(
+    two: tuple[Found, Path], three: tuple[Found, Path], four: tuple[Found, Path], source: str, name: str
+) -> None:
+    expected, error = moments(halves(1, 100)[name])  # of other minibatches than the ranks'
+    for found in (two[0], three[0], four[0]):
+        mean, own_error = moments(same(found, "noise_of_ranks")[source][name])
+        tolerance = 5.0 * (error + own_error).sqrt()  # of 31 numbers, twice three times
+        assert ((mean - expected).abs() < tolerance).all(), (len(found), (mean / expected).tolist())
+        # One rank against two, taken for halves, would be 1 / 8 too much: the smallest mistake.
+        assert name != "trace" or tolerance < expected / 8
+
+
+def test_noise_vectors_between_ranks_are_those_of_paired_halves_of_the_same_minibatches(
+    two: tuple[Found, Path], four: tuple[Found, Path]
+) -> None:
+    for found in (two[0], four[0]):
+        variances = torch.tensor(same(found, "noise_of_ranks")["tensors"]["variances"])
+        torch.testing.assert_close(variances, torch.tensor(halves(0, 20)["variances"]), rtol=1e-4, atol=0.0)
+
+
+def test_measuring_the_noise_between_ranks_costs_no_gradient(
+    two: tuple[Found, Path], three: tuple[Found, Path], four: tuple[Found, Path]
+) -> None:
+    for found in (two[0], three[0], four[0]):
+        noise = same(found, "noise_of_ranks")
+        assert noise["tensors"]["gradients"] == noise["loader"]["gradients"] == 20 * 30
+        measured, plain = noise["measured"], noise["not measured"]
+        assert measured["hash"] != plain["hash"]  # what was measured counts in the steps
+        assert measured["calls"] == plain["calls"] and measured["gradients"] == plain["gradients"] == 100
+        assert measured["calls"][str(24 // len(found))] == 100
 
 
 def test_mistakes_are_found(two: tuple[Found, Path]) -> None:
@@ -130,7 +188,9 @@ def test_modules_in_ddp_are_taken_as_they_are(two: tuple[Found, Path]) -> None:
 def test_replicas_of_ddp_that_drift_apart_are_found_in_a_loop(two: tuple[Found, Path]) -> None:
     for rank, every in enumerate(two[0]):
         assert every["drift"]["same"] == 10 and every["drift"]["alone"] == (0 if rank else 10)
-        assert "give the optimizer of each rank a generator= of the same seed" in every["drift"]["other"]
+        assert every["drift"]["same within"] == every["drift"]["chains"] == 10
+        for name in ("other", "other within"):
+            assert "give the optimizer of each rank a generator= of the same seed" in every["drift"][name]
 
 
 def test_sharded_parameters_are_the_chain_of_one_rank(two: tuple[Found, Path], four: tuple[Found, Path]) -> None:
@@ -163,7 +223,7 @@ def test_what_cannot_be_done_with_sharded_parameters_is_refused_on_every_rank(tw
 def test_ranks_that_share_a_model_must_be_given_the_same(two: tuple[Found, Path]) -> None:
     for rank, every in enumerate(two[0]):
         found = dict(every["sharded_bad_input"])
-        assert found.pop("fine") == "nothing was raised"
+        assert found.pop("fine") == 2 * "nothing was raised"
         assert found.pop("another store").startswith("ValueError: rank 1 was not given what rank 0 was")
         for name in ("num_data", "lam", "keep_every"):
             words = found.pop(f"bad {name}")
@@ -266,3 +326,42 @@ def test_what_a_rank_gave_before_it_failed_is_taken() -> None:
     assert ranks_of(Meeting(["round1", "error"]), 0).gather(3) == [3, 7]
     with pytest.raises(RankError, match="on rank 1: it broke"):
         ranks_of(Meeting(["error"]), 0).gather(3)
+
+
+def test_ranks_give_tensors_that_lie_in_the_same_memory() -> None:
+    """As buffers of transformers do, which every draw has."""
+    x, store = torch.arange(4.0), dist.HashStore()
+    ranks_of(store, 1)._put("round1", [x, x, x[1:]])
+    assert [one.tolist() for one in ranks_of(store, 0).gather(None)[1]] == [[0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 3]]
+
+
+class Alone:
+    """What `Parted` asks of ranks, of one alone."""
+
+    place, shares = 0, 1
+
+    def sum_(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_a_loss_that_is_kept_does_not_keep_the_gradient() -> None:
+    """Warm-ups keep losses: in the memory of gradients, 50 of them took that of 50 models."""
+    single = Single(cases.conjugate(), cases.ROWS)
+    params = cases.conjugate().initial()
+    found = Parted(single, Alone(), cut=True)(params, (cases.MEANS[:8],))  # type: ignore[arg-type]
+    wanted = single(params, (cases.MEANS[:8],))
+    assert found.loss.untyped_storage().nbytes() == 4
+    torch.testing.assert_close(found.loss, wanted.loss)
+    torch.testing.assert_close(found.gradients, wanted.gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checksum_is_another_one_where_any_bit_or_place_is(monkeypatch: Any, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(isosgd.engine.ranks, "PART", 4)
+    one, two = torch.arange(1.0, 7.0).to(dtype), torch.arange(3.0).to(dtype)
+    every = {int(checksum([one, two])), int(checksum([one.flip(0), two])), int(checksum([one, two.flip(0)]))}
+    for place in range(6):
+        other = one.clone()
+        other.view(torch.uint8)[place * one.element_size()] ^= 1
+        every.add(int(checksum([other, two])))
+    assert len(every) == 9 and checksum([one.clone(), two.clone()]) == checksum([one, two])

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -315,6 +316,27 @@ def test_a_trainer_refuses_settings_before_the_training(tmp_path):
             model, args=arguments(tmp_path), train_dataset=rows, eval_dataset=rows, sampling=sampling
         ).train()
     assert torch.equal(model.lm_head.weight, before)
+
+
+@pytest.mark.parametrize("how", [{"fsdp": ["full_shard"]}, {"deepspeed": "config.json"}, {}])
+def test_a_trainer_with_a_sharded_model_is_refused(monkeypatch, how):
+    from isosgd.transformers import Sampling
+
+    if not how:
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    args = SimpleNamespace(**{"world_size": 2, "fsdp": [], "deepspeed": None, **how})
+    with pytest.raises(RuntimeError, match="in 2 processes by FSDP or DeepSpeed: only replicas"):
+        Sampling("tokens", parallel="data").on_train_begin(args, None, None)
+
+
+def test_a_lightning_strategy_that_shards_the_model_is_refused():
+    from lightning.pytorch.strategies import FSDPStrategy
+
+    from isosgd.lightning import Sampling
+
+    trainer: Any = SimpleNamespace(world_size=2, strategy=FSDPStrategy())
+    with pytest.raises(RuntimeError, match="in 2 processes by FSDPStrategy: only replicas"):
+        Sampling("categorical", parallel="data").on_train_start(trainer, lightning_module())
 
 
 def test_adapters_of_a_peft_model_alone_are_sampled_and_the_draws_are_those_of_sample(tmp_path):

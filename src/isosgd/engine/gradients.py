@@ -75,11 +75,13 @@ class Parted:
             batch = self._part(batch)
         n = batch_length(batch)
         loss, gradients, _ = self.single(params, batch)
-        row = torch.cat([g.reshape(-1) for g in gradients] + [loss, torch.ones_like(loss)]) * n
+        row = torch.cat([g.reshape(-1) for g in gradients] + [loss, torch.ones_like(loss)]).mul_(n)
         sums = row.new_zeros(2 if split else 1, len(row))
         sums[int(split and self.ranks.place >= self.ranks.shares // 2)] = row
+        del row  # of a large model every copy counts
         self.ranks.sum_(sums)
-        sizes, means = sums[:, -1], (sums / sums[:, -1:])[:, :-1]
+        sizes, means = sums[:, -1].clone(), sums[:, :-1]
+        means.div_(sizes.unsqueeze(-1))
         noise = None
         if split:
             n1, n2 = (round(size) for size in sizes.tolist())
@@ -87,7 +89,8 @@ class Parted:
             noise = self._like(gradients, difference)
         else:
             whole = means[0]
-        return Found(whole[-1:], self._like(gradients, whole), noise)
+        # The loss is kept for longer than the gradient, in whose memory it lies.
+        return Found(whole[-1:].clone(), self._like(gradients, whole), noise)
 
     def _part(self, batch: Batch) -> Batch:
         """This rank's examples."""

@@ -15,7 +15,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import wraps
 from hashlib import sha256
@@ -37,9 +37,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 TIMEOUT = 1_800.0  # seconds
 CHUNK = 1 << 22  # bytes: a TCPStore refuses values of more than 8 MB
+PART = 1 << 20  # numbers of which a checksum is made at once
 BEAT_EVERY, LOOK_EVERY = 1.0, 0.02  # seconds
 GRACE = 10.0  # seconds that ranks have to say that they, too, are waiting
-_calls = itertools.count()  # every rank makes the same calls in the same order
+_calls, _loops = itertools.count(), itertools.count()  # every rank makes the same calls in the same order
 
 
 class Ranks:
@@ -158,7 +159,7 @@ class Ranks:
 
     def _put(self, name: str, value: Any) -> None:
         packed, tensors = pack(value)
-        text, content = to_json(packed), tensors_to({k: x.detach().cpu().contiguous() for k, x in tensors.items()})
+        text, content = to_json(packed), tensors_to(_apart(tensors))
         every, key = len(text).to_bytes(8, "little") + text + content, self._key(name, self.rank)
         chunks = range(0, len(every), CHUNK)
         for i, start in enumerate(chunks):
@@ -236,8 +237,7 @@ class Ranks:
         """Raise unless tensors have the same bits on all ranks of the team."""
         if self.group is None:
             return
-        bits = torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in tensors]).long()
-        digest = (bits * (torch.arange(len(bits), device=bits.device) % 65_521 + 1)).sum()
+        digest = checksum(tensors)
         ends = torch.stack([digest, -digest])
         self._wait(lambda: dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
         if int(ends[0]) != -int(ends[1]):
@@ -278,44 +278,94 @@ class Ranks:
         )
 
 
+def checksum(tensors: Iterable[Tensor]) -> Tensor:
+    """A number that any other bit would change, in most cases; a small part of the tensors is copied at a time."""
+    digest: Tensor | None = None
+    for t in tensors:
+        bits = t.detach().reshape(-1).view(torch.int32 if t.element_size() % 4 == 0 else torch.uint8)
+        weights = 2 * torch.arange(min(len(bits), PART), device=t.device) + 1  # odd, so that no bit is lost
+        digest = weights.new_zeros(()) if digest is None else digest
+        for part in torch.split(bits, PART):
+            digest = digest * 1_000_003 + (part * weights[: len(part)]).sum()  # modulo 2^64
+    assert digest is not None
+    return digest
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors on the CPU, copied where several lie in the same memory: safetensors refuses those."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, x in tensors.items():
+        x = x.detach().cpu().contiguous()
+        place = x.untyped_storage().data_ptr()
+        found[name] = x.clone() if place in seen else x
+        seen.add(place)
+    return found
+
+
 class Replicas:
     """Ranks of a process group with a copy each of the same parameters, as in DDP: their bits are compared at draws.
 
     No rank waits for another here, so that some may have nothing to compare. Between two draws all ranks have met to
     sum gradients: what they had at the draw before is known then, and all of them find what is wrong.
+
+    Whether a model is a replica cannot be seen where a trainer holds the DDP around it. Then it is one if ranks whose
+    parameters differ have the same gradients, to the bit, at the next draw: these are means over all ranks. Chains that
+    ranks run each for itself have other gradients.
+
+    Args:
+        group: the ranks, of a model that is known to be in DDP; None for all, of a model that may be.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self._others = dist.get_rank(), dist.get_process_group_ranks(group)
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.rank, self.known = dist.get_rank(), group is not None
+        self._others = dist.get_process_group_ranks(group)
         self._store: Any = dist.distributed_c10d._get_default_store()
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        # Which of several models it is: by now all ranks have met so many times.
-        met: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # private, as the store
-        self._name = f"isosgd/{attempt}/replicas/{group.group_name}/{met}"
-        self._seen: list[tuple[int, str]] = []  # at the last two draws
+        if group is None:
+            which = f"loops/{next(_loops)}"
+        else:  # which of several models it is: by now all ranks have met so many times
+            met: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # private, as the store
+            which = f"{group.group_name}/{met}"
+        self._name = f"isosgd/{attempt}/replicas/{which}"
+        self._seen: list[tuple[int, list[str]]] = []  # at the last three draws
 
-    def compare(self, step: int, tensors: Iterable[Tensor]) -> None:
-        """Take note of tensors, and raise if those of the draw before were not the same on all ranks."""
+    def compare(self, step: int, tensors: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
+        """Take note of tensors and gradients, and raise if draws before this one were not the same on all ranks."""
         self.look()
-        digest = sha256()
-        for x in tensors:
-            digest.update(raw(x).numpy())  # type: ignore[arg-type]
-        self._seen.append((step, digest.hexdigest()))
-        self._store.set(f"{self._name}/{step}/{self.rank}", self._seen[-1][1])
-        if len(self._seen) > 2:
+        slopes = [] if self.known else list(gradients)
+        given = [x for x in slopes if x is not None and bool(x.any())]
+        # Gradients that are not there, or zero, are nobody's.
+        own = [_digest(tensors), _digest(given) if given or self.known else f"none of {self.rank}"]
+        self._seen.append((step, own))
+        self._store.set(f"{self._name}/{step}/{self.rank}", " ".join(own))
+        if len(self._seen) > 3:
             self._store.delete_key(f"{self._name}/{self._seen.pop(0)[0]}/{self.rank}")
 
     def look(self) -> None:
-        """Raise if parameters at the last draw are known not to have been the same."""
-        for step, own in self._seen[-1:]:
-            for rank in self._others:
-                key = f"{self._name}/{step}/{rank}"
-                if self._store.check([key]) and self._store.get(key).decode() != own:
-                    raise RuntimeError(
-                        f"after step {step} the parameters of ranks {self.rank} and {rank} were not the same: replicas "
-                        "of DDP must draw the same noise, give the optimizer of each rank a generator= of the same "
-                        "seed. Draws so far are of no chain"
-                    )
+        """Raise if parameters at the last draws are known not to have been the same."""
+        draws = self._seen[-2:]
+        if len(draws) < (1 if self.known else 2):
+            return
+        (step, (own, _)), (after, (_, slope)) = draws[-1 if self.known else 0], draws[-1]
+        for rank in self._others:
+            keys = [f"{self._name}/{number}/{rank}" for number in (step, after)]
+            if not all(self._store.check([key]) for key in keys):
+                continue
+            (params, _), (_, gradient) = (self._store.get(key).decode().split(" ", 1) for key in keys)
+            if params != own and gradient == slope:
+                raise RuntimeError(
+                    f"after step {step} the parameters of ranks {self.rank} and {rank} were not the same: replicas "
+                    "of DDP must draw the same noise, give the optimizer of each rank a generator= of the same "
+                    "seed. Draws so far are of no chain"
+                )
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    digest = sha256()
+    for x in tensors:
+        digest.update(raw(x).numpy())  # type: ignore[arg-type]
+    return digest.hexdigest()
 
 
 def shared(call: Callable[P, T]) -> Callable[P, T]:

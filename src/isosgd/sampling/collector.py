@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from isosgd.data.sources import as_tensors
@@ -21,9 +22,9 @@ from isosgd.posterior import Posterior
 from isosgd.samplers import METHODS, Sampler
 from isosgd.samplers.half import wide
 from isosgd.samplers.injection import capturing
-from isosgd.samplers.shards import Shards
+from isosgd.samplers.shards import Shards, is_sharded
 from isosgd.sampling.settings import versions
-from isosgd.sampling.stored import load
+from isosgd.sampling.stored import fingerprint, load
 from isosgd.store import Manifest, StoreError, Writer
 from isosgd.store.files import pack, plain, unpack
 from isosgd.store.manifest import BUFFER, DTYPE_NAMES, NAME, File, specs_of
@@ -34,6 +35,10 @@ from isosgd.target.priors import WeightDecay
 from isosgd.warmup.reports import GroupReport, WarmupReport
 
 MOST_DRAWS = 1000
+SAME_MODEL = (
+    "all ranks must make the same call, with the same model: seed torch before it is made, or have all ranks load its "
+    "state_dict, before fully_shard"
+)
 
 
 class Collector:
@@ -47,7 +52,7 @@ class Collector:
     Args:
         optimizer: a sampler of this library, which takes the steps.
         model: the network that it moves; within DDP or `torch.compile`, too. Replicas of DDP are compared at draws:
-            where ranks draw noise of their own, that is an error.
+            where ranks draw noise of their own, that is an error. So are models that a trainer has put into its DDP.
         target: what is sampled, for predictions and diagnostics: a `Target` made from the model; or leave it out and
             give the likelihood.
         likelihood: as of `Target.from_module`, with scales of noise that are known. The prior is that of the
@@ -106,7 +111,8 @@ class Collector:
         given = dict(keep_every=keep_every, draws=draws, resume=resume, store_dtype=store_dtype)
         # Ranks that share a model find together that an argument is bad, or not that of all.
         check_ranks(
-            optimizer.whole.together(lambda: given | self._take(model, target, likelihood, resume, store_dtype))
+            optimizer.whole.together(lambda: given | self._take(model, target, likelihood, resume, store_dtype)),
+            SAME_MODEL,
         )
         if store is not None:
             manifest = self._manifest(store_dtype)
@@ -142,9 +148,10 @@ class Collector:
             raise ValueError("target= and likelihood= both say what is sampled: pass one of them")
         ddp = next((m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)), None)
         group = getattr(ddp, "process_group", None)
-        self._replicas = None if group is None else Replicas(group)
         self.model = model = unwrapped(model)
         self._shards = optimizer.whole if isinstance(optimizer.whole, Shards) else None
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self._replicas = Replicas(group) if several and self._shards is None else None
         whole_of = {} if self._shards is None else {id(part): p for p, part in self._shards.part_of.items()}
         moved = {
             id(whole_of.get(id(p), p)): float(g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]
@@ -184,7 +191,24 @@ class Collector:
         if not in_memory and keep_every == "auto" and by_scheme:
             raise ValueError("a store keeps every draw, and at a rate of your own nothing says how many: keep_every=")
         manifest = self._manifest(store_dtype)
-        return {"identity": manifest.identity, **_specs(manifest)}
+        return {"identity": manifest.identity, **_specs(manifest), **self._whole_on_each_rank()}
+
+    def _whole_on_each_rank(self) -> dict[str, Any]:
+        """Fingerprints of what every rank that shares a model has a copy of.
+
+        Of sharded parameters each rank has its own rows alone: that these were cut from one model cannot be seen. But
+        a target holds the model as it was before, and buffers are not sharded. Running statistics of normalisation are
+        those of the rank's examples.
+        """
+        if self._shards is None:
+            return {}
+        layers = {name: m for name, m in self.model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)}
+        buffers = {n: x for n, x in self.model.named_buffers() if n.rpartition(".")[0] not in layers}
+        start = {} if self.target is None else {**self.target.initial(), **self.target.frozen}
+        return {
+            kind: {name: fingerprint(x) for name, x in tensors.items() if not is_sharded(x)}
+            for kind, tensors in (("target", start), ("buffers of the model", buffers))
+        }
 
     def _manifest(self, store_dtype: str | None) -> Manifest:
         """Of a store that is begun."""
@@ -299,7 +323,7 @@ class Collector:
         buffers = {name: x.detach().to("cpu", copy=True) for name, x in self._buffers.items()}
         step = self.optimizer.param_groups[0]["step"]
         if self._replicas is not None:
-            self._replicas.compare(step, draw.values())
+            self._replicas.compare(step, draw.values(), (p.grad for p in self._params.values()))
         if self._writer is not None:
             self._writer.manifest.complete = False  # until the next `posterior`
         if self._shards is not None:
