@@ -268,7 +268,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
             linear model.
         likelihood: ``student_t``, ``gaussian``; ``loglinear_t`` or ``loglinear``, the same with a size whose logarithm
             is linear in the inputs; ``heteroscedastic_t`` or ``heteroscedastic``, with one that is an output of the
-            network; ``auto`` takes a log-linear one, with the tails that residuals of held-out rows have before
+            network; ``auto`` takes one of the first four, by how rows that were held out are predicted before
             sampling begins.
         chains: that run side by side.
         effort: times the usual number of steps, which follows from the size of the table.

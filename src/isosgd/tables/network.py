@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +49,7 @@ TRAINED_ON = 128  # rows of a step
 RATE = 1e-2
 LOOKS, SCORED = 40, 2_000  # at the rows that were held out, and how many of them
 MEMORY = 0.9, 0.99
+SURE = 2.0  # standard errors by which noise of a changing size must predict better
 TRAINING_TIME = 0.25  # share of the time of a fit that has a limit
 TRAINING_BY_ROWS, TRAINING = 2.5, (300, 4_000)  # steps for each row, and the least and the most of them
 
@@ -129,8 +130,8 @@ class Network:
         outputs: numbers that are predicted, or classes.
         likelihood: ``student_t``, ``gaussian``, ``categorical``; ``loglinear_t`` and ``loglinear``, the first two with
             a size of the noise whose logarithm is linear in the inputs; ``heteroscedastic_t`` and ``heteroscedastic``,
-            with one that is a second output of the network; or ``auto``, for one of the log-linear by what trained
-            networks leave of rows that were held out.
+            with one that is a second output of the network; or ``auto``, for one of the first two or a log-linear one,
+            by how trained networks predict rows that were held out.
         hidden: units of each hidden layer; none for a linear model.
         activation: ``silu``, ``relu`` or ``tanh``.
         scale: of the prior of hidden weights, over ``1 / sqrt(fan_in)``; by default 5, and 2 for classes.
@@ -185,7 +186,7 @@ class Network:
     @property
     def _sizes(self) -> bool:
         """Whether the size of the noise depends on the inputs."""
-        return self._inner or self.likelihood in ("auto", *LOG_LINEAR)
+        return self._inner or self.likelihood in LOG_LINEAR
 
     @property
     def _inner(self) -> bool:
@@ -201,7 +202,7 @@ class Network:
         """The posterior of the network."""
         many = self.outputs if self.outputs > 1 else None
         noise: likelihoods.Likelihood
-        if self.likelihood == "student_t":
+        if self.likelihood in ("auto", "student_t"):
             noise = likelihoods.StudentT(self.df, outputs=many)
         elif self.likelihood == "gaussian":
             noise = likelihoods.Gaussian(outputs=many)
@@ -216,19 +217,17 @@ class Network:
             table["gate"] = priors.Normal(1.0)
         return Target.from_module(self._made(0), noise, table)
 
-    def with_noise_of(self, residuals: Tensor) -> Network:
+    def with_tails_of(self, residuals: Tensor) -> Network:
         """The network whose noise fits residuals ``[m, outputs]`` best, by the likelihood at its best scale.
 
         Example:
             >>> noise = torch.randn(2_000, 1, generator=torch.Generator().manual_seed(0))
-            >>> Network(3, 1, "auto").with_noise_of(noise).likelihood
-            'loglinear'
-            >>> found = Network(3, 1, "auto").with_noise_of(noise**3)
+            >>> Network(3, 1, "student_t").with_tails_of(noise).likelihood
+            'gaussian'
+            >>> found = Network(3, 1, "loglinear_t").with_tails_of(noise**3)
             >>> found.likelihood, found.df
             ('loglinear_t', 6.0)
         """
-        if self.likelihood != "auto":
-            return self
         unit = residuals.double().square().mean(0).sqrt().clamp_min(1e-12)
         scales = torch.logspace(-1.5, 0.2, 60, dtype=torch.float64, device=unit.device)[:, None, None]
         z = residuals.double() / unit / scales  # [scales, m, outputs]
@@ -237,11 +236,9 @@ class Network:
             return float((student_t_log_prob(z, df) - scales.log()).mean(1).amax(0).sum())
 
         df = max(DEGREES, key=best)
-        return (
-            replace(self, likelihood="loglinear_t", df=df)
-            if math.isfinite(df)
-            else replace(self, likelihood="loglinear")
-        )
+        if math.isfinite(df):
+            return replace(self, df=df)
+        return replace(self, likelihood={"student_t": "gaussian", "loglinear_t": "loglinear"}[self.likelihood])
 
     def start(self, chain: int) -> dict[str, Tensor]:
         """Weights of a new network for each chain; everything else starts where the target says."""
@@ -301,21 +298,35 @@ def _between(value: float, least: float, most: float) -> float:
     return min(max(value, least), most)
 
 
+class Starts(NamedTuple):
+    """A trained network for each chain, the steps that were taken, and how rows that were held out are predicted.
+
+    These are negative log likelihoods ``[chains, m]`` and, of numbers, residuals over the size of the noise that is
+    predicted, ``[chains * m, outputs]``.
+    """
+
+    states: list[dict[str, Tensor]]
+    steps: int
+    losses: Tensor
+    residuals: Tensor | None
+
+
 def trained_starts(
     network: Network,
-    target: Target,
     x: Tensor,
     y: Tensor,
     chains: int,
     steps: int,
     seed: int,
     deadline: float = math.inf,
-) -> tuple[list[dict[str, Tensor]], int, Network]:
-    """A trained network for each chain, the steps that were taken, and the network with the noise that was found.
+) -> Starts:
+    """Networks that chains start at.
 
     By Adam on nine tenths of the rows, kept where it predicts the others best. All networks are trained in one batched
-    computation, each on rows of its own choice. After the ``deadline`` (`time.monotonic`) they are taken as they are.
+    computation, each on rows of its own choice, which follows from the seed. After the ``deadline`` (`time.monotonic`)
+    they are taken as they are.
     """
+    target = network.target()
     n = len(x)
     generator = torch.Generator().manual_seed(seed)
     held = min(max(1, round(HELD_OUT * n)), n - 1)
@@ -347,12 +358,35 @@ def trained_starts(
             best, saved = torch.where(lower, loss, best), torch.where(lower.unsqueeze(-1), theta, saved)
             if time.monotonic() > deadline:
                 break
-    natural = target.constrain(layout.views(saved))
-    if network.likelihood == "auto":
-        said = functional_call(network._made(0), {name: natural[name] for name in network.start(0)}, (test[0],))
-        residuals = (test[1] - said[..., 0]) * (-0.5 * said[..., 1]).exp()  # of noise of one size
-        network = network.with_noise_of(residuals.flatten(0, 1))
-    return [{name: value[chain].clone() for name, value in natural.items()} for chain in range(chains)], i, network
+    natural, residuals = target.constrain(layout.views(saved)), None
+    with torch.no_grad():
+        losses = -target.log_likelihood_by_chain(layout.views(saved), test)
+        if network.likelihood != "categorical":
+            said = functional_call(network._made(0), {name: natural[name] for name in network.start(0)}, (test[0],))
+            mean, log_square = said.unbind(-1) if network._sizes else (said, torch.zeros_like(said))
+            residuals = ((test[1] - mean) * (-0.5 * log_square).exp()).flatten(0, 1)
+    states = [{name: value[chain].clone() for name, value in natural.items()} for chain in range(chains)]
+    return Starts(states, i, losses, residuals)
+
+
+def starts_of(
+    network: Network, x: Tensor, y: Tensor, chains: int, steps: int, seed: int, seconds: float
+) -> tuple[Network, Starts]:
+    """Trained networks, and the network with the noise that is sampled; ``seconds`` bound the training.
+
+    Where the noise is to be found, networks with noise of one size and with a log-linear one are trained on the same
+    rows, and the second is taken if it predicts those that were held out better by `SURE` standard errors.
+    """
+    if network.likelihood != "auto":
+        return network, trained_starts(network, x, y, chains, steps, seed, time.monotonic() + seconds)
+    found = []
+    for likelihood in ("student_t", "loglinear_t"):
+        kind = replace(network, likelihood=likelihood, size=None)
+        found.append((kind, trained_starts(kind, x, y, chains, steps, seed, time.monotonic() + seconds / 2)))
+    change = (found[1][1].losses - found[0][1].losses).double().flatten()
+    best, starts = found[bool(change.mean() < -SURE * change.std() / math.sqrt(len(change)))]
+    assert starts.residuals is not None
+    return best.with_tails_of(starts.residuals), starts._replace(steps=sum(other.steps for _, other in found))
 
 
 def sample_network(
@@ -397,8 +431,8 @@ def sample_network(
     with flushed_denormals():
         target.check(target.initial(device=place), (x, y))
         began, limit = time.monotonic(), math.inf if max_seconds is None else max_seconds
-        deadline = began + TRAINING_TIME * limit
-        starts, taken, network = trained_starts(network, target, x, y, chains, training, seed, deadline)
+        network, trained = starts_of(network, x, y, chains, training, seed, TRAINING_TIME * limit)
+        starts = trained.states
         if begin is not None:
             begin(network)
         left = None
@@ -406,7 +440,7 @@ def sample_network(
             spent = time.monotonic() - began
             left = max(max_seconds - spent, 0.1 * max_seconds)
             # What a gradient takes is guessed from the training's, so that draws come in equal measure until the end.
-            fit = left * taken / (spent * max(1.0, len(x) / TRAINED_ON))
+            fit = left * trained.steps / (spent * max(1.0, len(x) / TRAINED_ON))
             share = min(1.0, fit / (steps["warmup"] + steps["draws"] * steps["keep_every"]))
             steps["warmup"] = max(LEAST_WARMUP, int(share * steps["warmup"]))
             steps["keep_every"] = max(2, int(share * steps["keep_every"]))
