@@ -90,9 +90,7 @@ def check_means(posterior: Posterior) -> None:
         assert bool(((chain.mean(0) - mean).abs() < 4 * sd / independent.sqrt()).all())
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*come out too large:isosgd.errors.SamplingWarning"
-)  # by rounding, on some machines
+@pytest.mark.filterwarnings("ignore:.*come out too large:isosgd.errors.SamplingWarning")  # on some machines
 def test_rows_of_a_bootstrap_are_data_sets_too() -> None:
     y = clusters(1)[0]
     rows = torch.stack([torch.arange(N // 2), torch.arange(N // 2, N)])
