@@ -47,7 +47,7 @@ class Sampling(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot be sampled before time is spent on it."""
         strategy = trainer.strategy
-        replicated = isinstance(strategy, pl.strategies.DDPStrategy)
+        replicated = type(strategy) is pl.strategies.DDPStrategy  # DeepSpeed's is one of its kind
         self.after_fit.check_processes(trainer.world_size, replicated, type(strategy).__name__)
         self.after_fit.check(pl_module, trainer.train_dataloader, self._validation(trainer))
 

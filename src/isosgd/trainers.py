@@ -149,8 +149,7 @@ def _of_rank(loader: Any, place: int, shares: int, seed: int) -> DataLoader[Any]
     while hasattr(cut, "batch_sampler"):  # of accelerate, which deals batches out
         cut = cut.batch_sampler
     sampler, size = getattr(cut, "sampler", None), getattr(cut, "batch_size", None)
-    known = isinstance(sampler, SequentialSampler | RandomSampler | DistributedSampler)
-    if isinstance(getattr(loader, "dataset", None), IterableDataset) or not known or size is None:
+    if isinstance(getattr(loader, "dataset", None), IterableDataset) or not _takes_all(sampler, loader) or size is None:
         raise ValueError(
             f"the training data are a {type(loader).__name__} with a {type(sampler).__name__}, which cannot be shared "
             "out among processes: a DataLoader is needed, over a data set of known length, in its order or shuffled. "
@@ -167,6 +166,13 @@ def _of_rank(loader: Any, place: int, shares: int, seed: int) -> DataLoader[Any]
         num_workers=loader.num_workers,
         drop_last=bool(getattr(cut, "drop_last", False)),
     )
+
+
+def _takes_all(sampler: Any, loader: Any) -> bool:
+    """Whether a sampler goes through all of the data, in their order or shuffled; wrapped ones may leave some out."""
+    if isinstance(sampler, DistributedSampler):
+        return sampler.dataset is loader.dataset
+    return isinstance(sampler, SequentialSampler | RandomSampler) and len(sampler) == len(loader.dataset)
 
 
 def _in_this_process(loader: Any) -> Any:

@@ -337,6 +337,7 @@ def loop_psgld() -> Draws:
 TOLERANCE = 0.01
 FRAGILE = {
     *("isgd_regression_full", "isgd_kronecker", "isgd_lowrank", "isgd_lowrank_chains", "chains_in_turn"),
+    "sgfs_full",
     *("all_data", "all_data_network"),
 }
 

@@ -718,7 +718,7 @@ def lightning() -> Any:
         pl.Trainer(
             max_epochs=2, callbacks=callbacks, accelerator="cpu", devices=dist.get_world_size(), strategy="ddp",
             plugins=[TorchElasticEnvironment()], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, use_distributed_sampler=sampler is None, default_root_dir=sys.argv[1],
+            enable_model_summary=False, default_root_dir=sys.argv[1],
         ).fit(module, loader)  # fmt: skip
 
     def fit(sampler: Any = None, **settings: Any) -> Any:

@@ -400,19 +400,8 @@ class Chains:
             self.sampler.adapt(numbers, rise)
 
     def change_temperature(self, temperature: float) -> None:
-        """Rates for another temperature from the noise and the curvature that are known; both are followed again.
-
-        At the same temperature chains of the scheme ``online`` go on as they are: it has found the rates that its chain
-        came away from a mode with, and where there is more noise it would find lower ones.
-        """
+        """Rates for another temperature from the noise and the curvature that are known; both are followed again."""
         self.warmed = True
-        sampler = self.sampler
-        if (
-            isinstance(sampler, ISGD)
-            and sampler.scheme == "online"
-            and sampler.param_groups[0]["temperature"] == temperature
-        ):
-            return
         for group in self.sampler.param_groups:
             group["temperature"], group["frozen"] = temperature, False
         if isinstance(self.sampler, ISGD) and self.geometry is not None:

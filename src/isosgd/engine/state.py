@@ -21,6 +21,8 @@ State = dict[str, Any]
 FORMAT = 2  # of a state; one of another format is refused
 STIFFNESS = ("image", "length", "probes", "turn")
 
+AS_IS = "as it is"  # in a state: chains that go on from it keep their rates
+
 
 def state_of(chains: Chains) -> State:
     """The state of chains. Its tensors are theirs, not copies: write them before the next step."""
@@ -94,10 +96,16 @@ def moved(state: Any, device: torch.device, copy: bool = False) -> Any:
 
 
 def take_over(chains: Chains, state: State) -> None:
-    """Go on from where chains at another temperature ended, with the noise and the curvature that they measured."""
+    """Go on from where chains at another temperature ended, with the noise and the curvature that they measured.
+
+    With `AS_IS` in the state, which is then of the same temperature, rates stay as they are.
+    """
     temperature = chains.sampler.param_groups[0]["temperature"]
     load_state(chains, moved(state, chains.alive.device, copy=True), same_batches=False)
-    chains.change_temperature(temperature)
+    if state.get(AS_IS):
+        chains.warmed = True
+    else:
+        chains.change_temperature(temperature)
 
 
 def _curvature(curvature: Curvature) -> State:

@@ -381,7 +381,7 @@ class ISGD(Sampler):
 
     def cut_warmup(self) -> None:
         """End the warm-up of a scheme here, with the rate that the noise seen so far suggests."""
-        if self.scheme == "online" and self.noise.ready():
+        if self.scheme == "online" and self.warming and self.noise.ready():
             self._adapt_groups(None, rise=math.inf)
         self.warmup = self.param_groups[0]["step"]
         self.refresh()

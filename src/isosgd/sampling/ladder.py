@@ -85,13 +85,15 @@ def best_share(before: Tensor, after: Tensor) -> float:
 def best_pool(before: Tensor, after: Tensor) -> tuple[int, float]:
     """Of several averages over draws, ``[averages, n]``, the one that suits the examples best, and the starts' weight.
 
+    The first is that over all draws, and taken unless another is better by `BOTH` in the log likelihood of them all.
+
     Example:
         >>> right, wrong = torch.tensor([0.9]).log(), torch.tensor([0.1]).log()
         >>> best_pool(wrong.expand(100), torch.stack([wrong.expand(100), right.expand(100)]))
         (1, 0.05)
     """
     shares = [best_share(before, one) for one in after]
-    best = max(range(len(after)), key=lambda i: float(pooled(before, after[i], shares[i]).sum()))
+    best = max(range(len(after)), key=lambda i: float(pooled(before, after[i], shares[i]).sum()) - BOTH * bool(i))
     return best, shares[best]
 
 

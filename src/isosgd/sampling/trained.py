@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from isosgd.baselines import BASELINES
 from isosgd.data.sources import DataSets, Tensors, as_tensors, size_of
+from isosgd.engine.state import AS_IS
 from isosgd.errors import DivergedError, warn_caller
 from isosgd.posterior import Posterior
 from isosgd.posterior.comparison import as_states
@@ -364,6 +365,10 @@ class TrainedRun:
             found = draw(*args, **settings)
             for name in self.spent:
                 self.spent[name] += found.info.get(name, 0)
+            # Chains that go on from others count on.
+            self.spent["gradients"] -= sum(
+                state["gradients"] * len(state["alive"]) for state in settings["begin"].values()
+            )
             return found
 
         return counted
@@ -402,16 +407,20 @@ class TrainedRun:
         begin = self.place.measured if alone else {}
         while choice.temperature > 0:
             draws: Any = more["draws"]
+            lengths = steps(draws if isinstance(draws, int) else DRAWS, bool(begin))
+            if begin and self.descends and lengths["warmup"] <= CONTINUED:
+                # The rates with which the chain came away from a mode; where there is more noise they would be lower.
+                begin = {first: {**state, AS_IS: True} for first, state in begin.items()}
             early = self.early if begin and isinstance(draws, int) and draws >= 2 * RUNG_DRAWS else None
             if early is not None:
                 draws -= early.num_draws
+                lengths = steps(draws, True)
             try:
                 with warnings.catch_warnings(record=True) as said:  # of a run that is not kept they would mislead
                     found = self._counted(draw)(
                         self.target, self.data, init=self._init(self.starts), chains=chains, trained=True,
                         temperature=choice.temperature, about_choice=self._about(choice), begin=begin,
-                        **steps(draws if isinstance(draws, int) else DRAWS, bool(begin)), **{**more, "draws": draws},
-                        **self.settings,
+                        **lengths, **{**more, "draws": draws}, **self.settings,
                     )  # fmt: skip
             except DivergedError:
                 if not choice.held_out or more.get("store") is not None:
@@ -445,7 +454,7 @@ class TrainedRun:
                 )
                 return found
             if good:
-                part = found.select(draws=slice(counts[judged.part])) if judged.part else found
+                part = self._first(counts[judged.part], found, early) if judged.part else found
                 both = part.with_starts(judged.share)
                 share = both.info.get("from_start", 0) / both.num_draws
                 what = f"the starts have a weight of {share:.2g} in predictions; after the run NLL {judged.nll:.4g}"
@@ -469,6 +478,14 @@ class TrainedRun:
         size = {"chains": len(self.starts), "draws": 1}
         info = {**found.info, **self.spent, **size, "complete": True, **self._about(choice)}
         return Posterior(self.target, found.draws, info, as_tensors(self.data), found.buffers, list(self.starts))
+
+    def _first(self, count: int, found: Posterior, early: Posterior | None) -> Posterior:
+        """The first draws of each chain, with what is known of them: those of the trial are described by it."""
+        of_trial = early is not None and early.num_chains == found.num_chains and count <= early.num_draws
+        part = (early if early is not None and of_trial else found).select(draws=slice(count))
+        part.starts = list(self.given)
+        part.info.pop("stopped", None)  # which is said of all draws
+        return part
 
     def _about(self, choice: Choice) -> dict[str, Any]:
         return {"temperature_choice": choice.as_dict(), "starts": len(self.starts)}

@@ -49,7 +49,7 @@ TRAINED_ON = 128  # rows of a step
 RATE = 1e-2
 LOOKS, SCORED = 40, 2_000  # at the rows that were held out, and how many of them
 MEMORY = 0.9, 0.99
-SURE = 2.0  # standard errors by which noise of a changing size must predict better
+SURE, LEAST_ROWS = 2.0, 10  # standard errors by which noise of a changing size must predict so many rows better
 TRAINING_TIME = 0.25  # share of the time of a fit that has a limit
 TRAINING_BY_ROWS, TRAINING = 2.5, (300, 4_000)  # steps for each row, and the least and the most of them
 
@@ -301,12 +301,13 @@ def _between(value: float, least: float, most: float) -> float:
 class Starts(NamedTuple):
     """A trained network for each chain, the steps that were taken, and how rows that were held out are predicted.
 
-    These are negative log likelihoods ``[chains, m]`` and, of numbers, residuals over the size of the noise that is
-    predicted, ``[chains * m, outputs]``.
+    These rows are ``[chains, m]``, and so are their negative log likelihoods; of numbers there are residuals over the
+    size of the noise that is predicted, ``[chains * m, outputs]``.
     """
 
     states: list[dict[str, Tensor]]
     steps: int
+    rows: Tensor
     losses: Tensor
     residuals: Tensor | None
 
@@ -366,7 +367,7 @@ def trained_starts(
             mean, log_square = said.unbind(-1) if network._sizes else (said, torch.zeros_like(said))
             residuals = ((test[1] - mean) * (-0.5 * log_square).exp()).flatten(0, 1)
     states = [{name: value[chain].clone() for name, value in natural.items()} for chain in range(chains)]
-    return Starts(states, i, losses, residuals)
+    return Starts(states, i, seen, losses, residuals)
 
 
 def starts_of(
@@ -381,10 +382,15 @@ def starts_of(
         return network, trained_starts(network, x, y, chains, steps, seed, time.monotonic() + seconds)
     found = []
     for likelihood in ("student_t", "loglinear_t"):
-        kind = replace(network, likelihood=likelihood, size=None)
+        kind = replace(network, likelihood=likelihood)
         found.append((kind, trained_starts(kind, x, y, chains, steps, seed, time.monotonic() + seconds / 2)))
     change = (found[1][1].losses - found[0][1].losses).double().flatten()
-    best, starts = found[bool(change.mean() < -SURE * change.std() / math.sqrt(len(change)))]
+    rows = found[0][1].rows.flatten()  # several networks may have left out the same ones
+    times = torch.bincount(rows, minlength=len(x))
+    by_row = (change.new_zeros(len(x)).index_add_(0, rows, change) / times)[times > 0]
+    enough = len(by_row) >= LEAST_ROWS
+    sure = enough and bool(by_row.mean() < -SURE * by_row.std() / math.sqrt(len(by_row)))
+    best, starts = found[sure]
     assert starts.residuals is not None
     return best.with_tails_of(starts.residuals), starts._replace(steps=sum(other.steps for _, other in found))
 
