@@ -86,6 +86,7 @@ def test_draws_of_the_temperature_that_won_are_the_first_of_the_run() -> None:
     assert float(apart[1].min()) > 0
 
 
+@pytest.mark.long
 def test_gradients_of_trials_are_counted_once() -> None:
     """Each trial goes on from the last one, and the run from one of them."""
     settings = {**SHORT, "ladder": [1e-4, 1e-3, 1e-2, 1e-1]}
@@ -95,6 +96,7 @@ def test_gradients_of_trials_are_counted_once() -> None:
     assert 220 + 132 * tried < found.info["gradients"] < 220 + 132 * tried + 2 * 272  # one or two trials from the start
 
 
+@pytest.mark.long
 def test_draws_where_predictions_get_worse_are_left_out() -> None:
     """Under a prior that is far too narrow a chain goes from a good network to ever worse ones."""
     model = trained(steps=60)
