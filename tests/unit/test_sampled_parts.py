@@ -321,6 +321,22 @@ def test_steps_with_and_without_copies_take_different_noise_and_can_be_resumed()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("kind", "lr"), [(SGLD, 0.02), (SGHMC, 1e-3)])
+def test_the_kernel_has_the_posteriors_variance(kind, lr):
+    """Of f / N = |theta - 1|^2 / 2 at T = .25 it is T / N, but for a hundredth by the step size."""
+    count, n, temperature = 100_000, 1_000, 0.25
+    p = nn.Parameter(torch.ones(count, device="cuda", dtype=torch.bfloat16))
+    optimizer = kind([p], num_data=n, batch_size=50, lr=lr, temperature=temperature)
+    found = []
+    for step in range(3_000):
+        p.grad = p.detach() - 1.0
+        optimizer.step()
+        if step > 1_000 and step % 50 == 0:
+            found.append(wide(p.detach().view(torch.int16), optimizer.state[p]["low"]) - 1.0)
+    assert float(torch.stack(found).square().mean()) * n / temperature == pytest.approx(1.0, abs=0.03)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("shape", [(0,), (1,), (1023,), (1025,), (3, 4, 5, 6)])
 def test_the_kernel_takes_the_steps_of_the_plain_code(shape):
     torch.manual_seed(0)

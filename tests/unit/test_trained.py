@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import time
 from typing import Any
 
@@ -94,6 +95,28 @@ def test_gradients_of_trials_are_counted_once() -> None:
     tried = len(found.info["temperature_choice"]["rungs"])
     assert tried >= 4
     assert 220 + 132 * tried < found.info["gradients"] < 220 + 132 * tried + 2 * 272  # one or two trials from the start
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*the statistics of the minibatch:UserWarning")
+def test_the_run_of_a_network_with_batchnorm_keeps_the_rates_of_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless another warm-up is asked for."""
+    name, rates = "_draw", list[Any]()
+
+    def followed(*args: Any, **settings: Any) -> Any:
+        found = draw(*args, **settings)
+        rates.append(found.info["rates"])
+        return found
+
+    module = sys.modules["isosgd.sampling.sample"]
+    draw = getattr(module, name)
+    monkeypatch.setattr(module, name, followed)
+    model = trained(norm=True)
+    for warmup in ("auto", 400):
+        rates.clear()
+        run = {"batch_size": 16, "compile": False, "progress": False, "warmup": warmup, "ladder": None}
+        sample(target_of(model), TRAIN, starts=[model], held_out=HELD, **run)
+        assert len(rates) >= 2 and (rates[-1] == rates[-2]) == (warmup == "auto")
 
 
 @pytest.mark.long

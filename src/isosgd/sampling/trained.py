@@ -407,14 +407,13 @@ class TrainedRun:
         begin = self.place.measured if alone else {}
         while choice.temperature > 0:
             draws: Any = more["draws"]
-            lengths = steps(draws if isinstance(draws, int) else DRAWS, bool(begin))
-            if begin and self.descends and lengths["warmup"] <= CONTINUED:
-                # The rates with which the chain came away from a mode; where there is more noise they would be lower.
-                begin = {first: {**state, AS_IS: True} for first, state in begin.items()}
             early = self.early if begin and isinstance(draws, int) and draws >= 2 * RUNG_DRAWS else None
             if early is not None:
                 draws -= early.num_draws
-                lengths = steps(draws, True)
+            lengths = steps(draws if isinstance(draws, int) else DRAWS, bool(begin))
+            if self.descends and lengths["warmup"] <= CONTINUED:
+                # The rates with which the chain came away from a mode; where there is more noise they would be lower.
+                begin = {first: {**state, AS_IS: True} for first, state in begin.items()}
             try:
                 with warnings.catch_warnings(record=True) as said:  # of a run that is not kept they would mislead
                     found = self._counted(draw)(
@@ -481,8 +480,9 @@ class TrainedRun:
 
     def _first(self, count: int, found: Posterior, early: Posterior | None) -> Posterior:
         """The first draws of each chain, with what is known of them: those of the trial are described by it."""
-        of_trial = early is not None and early.num_chains == found.num_chains and count <= early.num_draws
-        part = (early if early is not None and of_trial else found).select(draws=slice(count))
+        if early is not None and early.num_chains == found.num_chains and count <= early.num_draws:
+            found = early
+        part = found.select(draws=slice(count))
         part.starts = list(self.given)
         part.info.pop("stopped", None)  # which is said of all draws
         return part

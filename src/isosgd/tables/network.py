@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from isosgd import Posterior, Target, likelihoods, load, priors, resume, sample
 from isosgd.engine.gradients import Layout, Many, stacked
+from isosgd.progress import LOGGER
 from isosgd.sampling.merging import STARTS
 from isosgd.sampling.settings import check_room
 from isosgd.store import Manifest
@@ -388,9 +389,12 @@ def starts_of(
     rows = found[0][1].rows.flatten()  # several networks may have left out the same ones
     times = torch.bincount(rows, minlength=len(x))
     by_row = (change.new_zeros(len(x)).index_add_(0, rows, change) / times)[times > 0]
-    enough = len(by_row) >= LEAST_ROWS
-    sure = enough and bool(by_row.mean() < -SURE * by_row.std() / math.sqrt(len(by_row)))
-    best, starts = found[sure]
+    error = float(by_row.std()) / math.sqrt(len(by_row)) if len(by_row) >= LEAST_ROWS else math.inf
+    best, starts = found[float(by_row.mean()) < -SURE * error]
+    LOGGER.info(
+        "NLL of %d rows that starts were not trained on, with noise of a log-linear size less of one: %.3f ± %.3f",
+        len(by_row), float(by_row.mean()), error,
+    )  # fmt: skip
     assert starts.residuals is not None
     return best.with_tails_of(starts.residuals), starts._replace(steps=sum(other.steps for _, other in found))
 
