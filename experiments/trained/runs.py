@@ -27,7 +27,7 @@ EPOCHS, LEAST, WARMUP, DRAWS = 10, 1500, 0.4, 30  # of a run at a given temperat
 SNAPSHOTS = 20  # of SWAG
 MASKS = 30  # of MC-dropout
 DROPOUT = 0.1  # of the network that is trained for MC-dropout where the pair's own has none
-RIVALS = ("swag", "mcdropout", "last_layer", "ivon", "ensemble")
+RIVALS = ("calibrated", "swag", "mcdropout", "last_layer", "ivon", "ensemble")
 RATES = (0.03, 0.1, 0.3)  # of IVON, of which held-out examples choose
 PRIORS = ("default", "fan-in", "normal", "empirical", "weight-decay")
 
@@ -249,6 +249,7 @@ def run(
     found: dict[str, Any] = {"seed": seed, "training_seconds": first.seconds, "start": before}
     found["average"] = measured(pair, sets, before, lambda: sampled(pair, sets, every[:starts], settings, seed))
     others: dict[str, Callable[[], Posterior]] = {
+        "calibrated": lambda: together(pair, sets, every[:starts]).calibrated(*sets.held_out, batch_size=BATCH),
         "swag": lambda: swag(pair, sets, first, seed),
         "mcdropout": lambda: mc_dropout(pair, sets, first, seed, folder),
         "last_layer": lambda: sampled(pair, sets, [first], settings, seed, "last_layer"),

@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from isosgd.diagnostics.summary import PosteriorSummary, summary_of
 from isosgd.diagnostics.traces import as_array
 from isosgd.diagnostics.verdict import ESS, RHAT, Verdict, judge
 from isosgd.metrics.checks import between_0_and_1
+from isosgd.posterior.calibration import TEMPERATURES, Densities, best_temperature, can_be_scaled
 from isosgd.posterior.comparison import STARTS, Comparison, State, as_states, compare, stacked
 from isosgd.posterior.draws import Draws, Mapped, Stack, batches_of, by_chain, device_of, moved, place_of
 from isosgd.posterior.prediction import Average, Prediction, join
@@ -173,8 +175,48 @@ class Posterior:
                 "target=...)"
             )
         if self._view is None:
-            self._view = View(self.target)
+            self._view = View(self.target, self.softmax_temperature)
         return self._view
+
+    @property
+    def softmax_temperature(self) -> float:
+        """By which the logits of every draw are divided in predictions, where they are of classes; see `calibrated`."""
+        return float(self.info.get("softmax_temperature", 1.0))
+
+    def at_softmax_temperature(self, temperature: float) -> Posterior:
+        """The same draws, with their logits divided by this number in predictions.
+
+        Averages and log likelihoods are of these logits; `summary` and `trust` judge the draws as they were sampled.
+
+        Args:
+            temperature: above 1, predictions are less sure; 1 for those of the network as it is.
+        """
+        if not (math.isfinite(temperature) and temperature > 0):
+            raise ValueError(f"softmax temperature = {temperature!r} must be a positive number; 1 changes nothing")
+        if not can_be_scaled(self.view.network and self.view.network.likelihood):
+            raise ValueError(
+                "a softmax temperature is for classes: make the target by Target.from_module with the likelihood "
+                "'categorical' or 'bernoulli'"
+            )
+        info = {**self.info, "softmax_temperature": float(temperature)}
+        return Posterior(self.target, self.draws, info, self.data, self.buffers, self.starts)
+
+    def calibrated(self, x: Any, y: Any = None, *, batch_size: int | None = None, device: Device = None) -> Posterior:
+        """The same draws at the `softmax_temperature` that suits examples best which no network was trained on.
+
+        ``sample(starts=..., held_out=...)`` does that by itself. A few examples change little: those that gain most
+        are left out, and as many unseen ones are taken to have labels at random.
+
+        Args:
+            x: inputs, as for `predict`.
+            y: their labels; may be left out where ``x`` is a dict that has them.
+            batch_size: examples worked on at once; all of them by default.
+            device: where to compute, as for `predict`.
+        """
+        plain = self.at_softmax_temperature(1.0)
+        batch = self._examples(x, y, "calibrated")[1]
+        found = Densities.of(*plain.likelihoods_at(batch, TEMPERATURES, batch_size, device), TEMPERATURES)
+        return plain.at_softmax_temperature(TEMPERATURES[best_temperature(found)])
 
     def select(self, chains: Sequence[int] | None = None, draws: slice | None = None) -> Posterior:
         """Some chains and some draws of each, such as ``select(chains=[0, 1], draws=slice(100, None))``."""
@@ -234,10 +276,16 @@ class Posterior:
         info = {**self.info, **_counted(self.info, which), "draws": copies + count, "from_start": copies}
         return Posterior(self.target, draws, info, self.data, buffers, states)
 
+    @property
+    def _as_drawn(self) -> bool:
+        """Whether these are what chains drew, as they drew it."""
+        return not self.info.get("from_start") and self.softmax_temperature == 1
+
     def _own(self) -> Posterior:
-        """What chains drew, without the networks that they began with."""
-        found = self.select(draws=slice(self.info["from_start"], None))
-        del found.info["from_start"]
+        """What chains drew, without the networks that they began with, and at the softmax temperature 1."""
+        found = self.select(draws=slice(self.info.get("from_start", 0), None))
+        for name in ("from_start", "softmax_temperature"):
+            found.info.pop(name, None)
         return found
 
     def _states(self, starts: Any) -> Sequence[State]:
@@ -442,11 +490,19 @@ class Posterior:
             parts.append(torch.stack(drawn).to(device_of(x)))
         return by_chain(torch.cat(parts, 1), self.num_chains)
 
-    def _likely(self, batch: Any, batch_size: int | None, device: Device) -> Iterator[Iterator[Tensor]]:
-        """For some examples at a time, their log likelihoods at some draws at a time, ``[draws, n]``."""
+    def _likely(
+        self, batch: Any, batch_size: int | None, device: Device, temperatures: tuple[float, ...] = ()
+    ) -> Iterator[Iterator[Tensor]]:
+        """For some examples at a time, their log likelihoods at some draws at a time, ``[draws, n]``.
+
+        With softmax temperatures ``[draws, n, temperatures, 2]``, as `View.log_likelihoods_at` gives them.
+        """
         view, place = self.view, self._place(device, batch)
         head = None if view.network is None else self._head(view.target.inputs_of(batch), place)
-        call = Mapped((view if head is None else head[1]).log_likelihood)
+        at_draw = view if head is None else head[1]
+        call = Mapped(
+            partial(at_draw.log_likelihoods_at, temperatures=temperatures) if temperatures else at_draw.log_likelihood
+        )
         for parts in self._groups(batch, batch_size):
             if head is not None:
                 parts = [head[0].batch(moved(part, place), moved(self.draw(0, 0), place)) for part in parts]
@@ -498,6 +554,42 @@ class Posterior:
                 stacklevel=4,
             )
 
+    @torch.no_grad()
+    def likelihoods_at(
+        self, batch: Any, temperatures: tuple[float, ...], batch_size: int | None = None, device: Device = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log likelihoods of examples at softmax temperatures, ``[chains, draws, n, temperatures]``, on the CPU.
+
+        And what they would be on average with labels at random, ``[temperatures]``.
+
+        Args:
+            batch: examples as in the data, for instance ``(x, y)``.
+            temperatures: beside that of the draws; ``(1.0,)`` where predictions are not of classes.
+            batch_size: examples worked on at once; all of them by default.
+            device: where to compute, as for `predict`.
+        """
+        batch, parts = with_tensors(batch, self.view.target.dtype), list[list[Tensor]]()
+        random, count = torch.zeros(len(temperatures), dtype=torch.float64), 0
+        for every in self._likely(batch, batch_size, device, temperatures):
+            parts.append([])
+            for found in every:
+                parts[-1].append(found[..., 0].cpu())
+                random += found[..., 1].double().sum((0, 1)).cpu()
+                count += found[..., 1].numel() // len(temperatures)
+        each = torch.cat([torch.cat(part) for part in parts], 1)
+        return by_chain(each, self.num_chains), random / count
+
+    def _examples(self, x: Any, y: Any, caller: str) -> tuple[Any, Any]:
+        """Inputs, and these with labels as a batch."""
+        view = self.view
+        labels = None if view.network is None else view.network.labels
+        if y is None:
+            if not isinstance(x, Mapping):
+                raise TypeError(f"{caller}(x, y) needs y, what is to be predicted; only a dict may have it in x")
+            y = x[label_name(x, labels)]
+        inputs = with_tensors(inputs_of(x, labels) if isinstance(x, Mapping) else x, view.target.dtype)
+        return inputs, with_tensors(with_labels(inputs, y, labels), view.target.dtype)
+
     # ---------------------------------------------------------------- whether it was worth it
 
     @torch.no_grad()
@@ -533,13 +625,7 @@ class Posterior:
         self._check_sets()
         view = self.view
         began = self.start_draws(starts)
-        labels = None if view.network is None else view.network.labels
-        if y is None:
-            if not isinstance(x, Mapping):
-                raise TypeError("against_start(x, y) needs y, what is to be predicted; only a dict may have it in x")
-            y = x[label_name(x, labels)]
-        inputs = with_tensors(inputs_of(x, labels) if isinstance(x, Mapping) else x, view.target.dtype)
-        batch = with_tensors(with_labels(inputs, y, labels), view.target.dtype)
+        inputs, batch = self._examples(x, y, "against_start")
         each = began.log_likelihood(batch, batch_size=batch_size, device=device)[:, 0]
         average = self.log_predictive(batch, batch_size=batch_size, device=device)
         predicted = None
@@ -549,7 +635,7 @@ class Posterior:
             assert found is not None
             mean = self.predict(inputs, batch_size=batch_size, device=device).mean
             predicted = [*(one.cpu() for one in found[:, 0]), mean.cpu()]
-        y = (labels_of(batch, labels) if view.network is None else view.network.labels_in(batch)).cpu()
+        y = (labels_of(batch) if view.network is None else view.network.labels_in(batch)).cpu()
         if view.network is not None and isinstance(view.network.likelihood, Tokens) and predicted is not None:
             pairs = [view.network.likelihood.scored(one, y) for one in predicted]
             predicted, y = [one for one, _ in pairs], pairs[0][1]
@@ -585,7 +671,7 @@ class Posterior:
         if isinstance(examples, bool) or not isinstance(examples, int) or examples < 1:
             raise ValueError(f"examples = {examples!r} must be an integer of at least 1")
         self._check_sets()
-        if self.info.get("from_start"):
+        if not self._as_drawn:
             return self._own().summary(data, inputs=inputs, parameters=parameters, examples=examples, device=device)
         traces = self._function_traces(data, inputs, examples, device)
         for name in self._chosen(parameters):
@@ -626,7 +712,7 @@ class Posterior:
             device: where to compute, as for `predict`.
         """
         self._check_sets()
-        if self.info.get("from_start"):
+        if not self._as_drawn and self.info.get("method") != STARTS:
             own = self._own()
             own.starts = None  # it is with them that the average is compared, below
             verdict = own.trust(
@@ -688,7 +774,7 @@ class Posterior:
             arviz = importlib.import_module("arviz_base")
         except ImportError as error:
             raise ImportError('to_arviz needs arviz-base: pip install "isosgd[arviz]"') from error
-        if self.info.get("from_start"):
+        if not self._as_drawn:
             return self._own().to_arviz(data, parameters=parameters, seed=seed)
         names = list(self.shapes) if parameters is None else self._chosen(parameters)
         size = self.num_chains, self.num_draws

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from isosgd.posterior.calibration import mean_over_labels
 from isosgd.posterior.draws import moved
-from isosgd.target import Params, Target
+from isosgd.target import Likelihood, Params, Target
 from isosgd.target.batches import inputs_of, tree_map, with_tensors
 from isosgd.target.heads import Head
 from isosgd.target.modules import ModuleLikelihood
@@ -30,13 +31,14 @@ class View:
 
     Args:
         target: what was sampled.
+        softmax_temperature: by which the network's logits are divided.
     """
 
-    def __init__(self, target: Target) -> None:
-        self.target, self._tried = target, False
+    def __init__(self, target: Target, softmax_temperature: float = 1.0) -> None:
+        self.target, self.softmax_temperature, self._tried = target, softmax_temperature, False
         self._head: tuple[Head, View] | None = None
         likelihood = target._log_likelihood
-        self.network = Network(likelihood) if isinstance(likelihood, ModuleLikelihood) else None
+        self.network = Network(likelihood, softmax_temperature) if isinstance(likelihood, ModuleLikelihood) else None
         about = target.describe()["likelihood"]
         name = str(about["name"])
         self.classes = self.network is not None and name in CLASSES
@@ -54,19 +56,47 @@ class View:
         if not self._tried:
             few = tree_map(lambda t: t[:2] if t.ndim else t, inputs)
             found = None if self.network is None else Head.of(self.target, few)
-            self._tried, self._head = True, None if found is None else (found, View(found.target))
+            self._tried, self._head = True, None
+            if found is not None:
+                self._head = found, View(found.target, self.softmax_temperature)
         return self._head
+
+    def _network_at(self, natural: Params) -> Network | None:
+        """The network, where it does something at these parameters that the target does not."""
+        other = self.network is not None and (self.softmax_temperature != 1 or self.network.holds(natural))
+        return self.network if other else None
 
     def log_likelihood(self, natural: Params, batch: Any) -> Tensor:
         """Log likelihood of each example."""
-        if self.network is not None and self.network.holds(natural):
-            return self.network(natural, batch)
+        if (network := self._network_at(natural)) is not None:
+            return network(natural, batch)
         return self.target.log_likelihood(self.target.unconstrain(natural), batch)
+
+    def log_likelihoods_at(self, natural: Params, batch: Any, temperatures: Sequence[float]) -> Tensor:
+        """Log likelihood of each example at softmax temperatures, and its mean over labels, ``[n, temperatures, 2]``.
+
+        Of predictions that are not of classes at temperature 1 alone, and 0 as the mean.
+        """
+        if tuple(temperatures) == (1.0,):
+            found = self.log_likelihood(natural, batch)
+            return torch.stack([found, torch.zeros_like(found)], -1)[:, None]
+        assert self.network is not None
+        likelihood = self.network.likelihood
+        assert isinstance(likelihood, Likelihood)
+        output = self.network.output(natural, self.network.inputs_in(batch))
+        logits, y = self.network.logits(output, natural), self.network.labels_in(batch)
+        return torch.stack(
+            [
+                torch.stack([likelihood.log_prob(logits / t, y, natural), mean_over_labels(likelihood, logits / t)], -1)
+                for t in temperatures
+            ],
+            1,
+        )
 
     def predict(self, natural: Params, x: Any) -> Any:
         """What the target predicts."""
-        if self.network is not None and self.network.holds(natural):
-            return self.network.predict(natural, x)
+        if (network := self._network_at(natural)) is not None:
+            return network.predict(natural, x)
         return self.target.predictive(self.target.unconstrain(natural), x)
 
     def apply(self, function: Function, natural: Params, x: Any) -> Any:
@@ -84,9 +114,9 @@ class Network(ModuleLikelihood):
     whatever mode the module was in.
     """
 
-    def __init__(self, of: ModuleLikelihood) -> None:
+    def __init__(self, of: ModuleLikelihood, softmax_temperature: float = 1.0) -> None:
         vars(self).update(vars(of))
-        self._plain = of
+        self._plain, self._softmax_temperature = of, softmax_temperature
         tensors = [*of._module.parameters(), *of._module.buffers()]
         self._module = copy.deepcopy(of._module, {id(x): x for x in tensors})
         self._buffers = {name for name, _ in of._module.named_buffers()}
@@ -103,6 +133,11 @@ class Network(ModuleLikelihood):
     def holds(self, natural: Params) -> bool:
         """Whether buffers came with these parameters."""
         return not self._buffers.isdisjoint(natural)
+
+    def logits(self, output: Any, params: Params) -> Any:
+        """Of an output, over the softmax temperature."""
+        found = super().logits(output, params)
+        return found if self._softmax_temperature == 1 else found / self._softmax_temperature
 
     def output(self, params: Params, inputs: Sequence[Any] | Mapping[str, Any]) -> Any:
         """The module's output at these parameters and buffers."""

@@ -181,6 +181,8 @@ def _lead(posterior: Posterior, subject: Subject) -> str:
         words.append(f"; by {METHODS.get(info['method'], info['method'])}")
     if info.get("temperature") is not None:
         words.append(f" at temperature {info['temperature']:g}")
+    if posterior.softmax_temperature != 1:
+        words.append(f", predictions at softmax temperature {posterior.softmax_temperature:.2g}")
     if info.get("seconds"):
         words.append(f", in {_duration(info['seconds'])}")
     return "".join(words) + "."

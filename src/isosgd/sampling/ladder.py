@@ -2,7 +2,8 @@
 
 Draws are scored beside the starts: predictions of both are pooled, with the weights that suit the examples best. Draws
 of a high temperature are worse than the starts, each alone and after a short run all together, and yet know what the
-starts do not.
+starts do not. Predictions of classes are scored at the softmax temperature that suits the examples best
+(`isosgd.posterior.calibration`), those of the starts alone, too.
 
 Each run is hotter than the last and goes on from where that one ended, until draws alone get clearly worse; then one
 beside the best. Of large networks one temperature is tried, and colder ones only where it does harm: short runs do not
@@ -24,6 +25,7 @@ from torch import Tensor
 from isosgd.data.sources import Tensors
 from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.posterior import Posterior
+from isosgd.posterior.calibration import FEW, TEMPERATURES, Densities, best_temperature, can_be_scaled
 from isosgd.posterior.comparison import STARTS, stacked
 from isosgd.progress import LOGGER
 from isosgd.target import Target
@@ -35,7 +37,6 @@ DESCENTS = 3  # temperatures of large networks, at most
 CLOSE = 5.0  # times a temperature: nothing is tried in between
 WORSE = 0.1  # of the start's NLL, by which draws alone must be worse for hotter ones not to be tried
 HARM = 0.25  # likewise, of the one temperature of large networks, for a colder one to be taken
-FEW = 2  # examples that may look better by chance, as those do of which a network was sure and wrong
 SHARES = tuple(k / 20 for k in range(1, 19))  # weights of the starts that are tried; more would leave draws no say
 BOTH = 2.0  # examples that speak for the starts, and as many for the draws, beside those that are held out
 SCORED = 1_000  # examples that are predicted at once
@@ -82,19 +83,32 @@ def best_share(before: Tensor, after: Tensor) -> float:
     return max(SHARES, key=total)
 
 
-def best_pool(before: Tensor, after: Tensor) -> tuple[int, float]:
-    """Of several averages over draws, ``[averages, n]``, the one that suits the examples best, and the starts' weight.
+def best_pool(before: Densities, after: Densities) -> tuple[int, int, float]:
+    """Of several averages over draws the one that suits the examples best, the softmax temperature, the starts' weight.
 
     The first is that over all draws, and taken unless another is better by `BOTH` in the log likelihood of them all.
 
+    Returns:
+        Number of the average, index of the softmax temperature, weight.
+
     Example:
         >>> right, wrong = torch.tensor([0.9]).log(), torch.tensor([0.1]).log()
-        >>> best_pool(wrong.expand(100), torch.stack([wrong.expand(100), right.expand(100)]))
-        (1, 0.05)
+        >>> before, after = torch.full((1, 1, 100), -2.3), torch.stack([wrong.expand(100), right.expand(100)])[None]
+        >>> best_pool(Densities(before, torch.zeros(1), (1.0,)), Densities(after, torch.zeros(1), (1.0,)))
+        (1, 0, 0.05)
     """
-    shares = [best_share(before, one) for one in after]
-    best = max(range(len(after)), key=lambda i: float(pooled(before, after[i], shares[i]).sum()) - BOTH * bool(i))
-    return best, shares[best]
+    found = []
+    for part in range(after.values.shape[1]):
+        for index in range(len(after.temperatures)):
+            starts, draws = before.values[index, 0], after.values[index, part]
+            share = best_share(starts, draws)
+            total = float(pooled(starts, draws, share).sum()) - BOTH * bool(part)
+            if index != after.one:
+                plain = pooled(before.values[after.one, 0], after.values[after.one, part], share)
+                total -= after.unlikely(index, pooled(starts, draws, share) - plain)
+            found.append((total, part, index, share))
+    _, part, index, share = max(found, key=lambda one: one[0])
+    return part, index, share
 
 
 @dataclass(frozen=True)
@@ -108,8 +122,9 @@ class Rung:
         error: standard error of it.
         rest: the difference without the `FEW` examples that gain most.
         share: weight of the starts.
-        alone: NLL by the draws alone.
+        alone: NLL by the draws alone, at the softmax temperature 1.
         part: which of several averages over draws it is, the one that suits the examples best.
+        softmax_temperature: of starts and draws together.
     """
 
     temperature: float
@@ -120,29 +135,27 @@ class Rung:
     share: float
     alone: float
     part: int = 0
+    softmax_temperature: float = 1.0
 
     @classmethod
-    def of(
-        cls, temperature: float, before: Tensor, after: Tensor, apart: bool = False, beside: Tensor | None = None
-    ) -> Rung:
-        """From log densities of examples under the starts, ``[n]``, and under the draws, ``[n]`` or ``[averages, n]``.
+    def of(cls, temperature: float, before: Tensor, beside: Densities, after: Densities, apart: bool = False) -> Rung:
+        """From log densities of examples under the starts, ``[n]``, and under starts and draws that are to be pooled.
 
-        ``beside`` are those of the starts as they stand among the draws, where that is not as they stand alone. With
-        ``apart`` each half of the examples is judged by what the other half chooses: what suits the examples best looks
-        better on them than it is.
+        With ``apart`` each half of the examples is judged by what the other half chooses: what suits the examples best
+        looks better on them than it is.
         """
-        beside, after = before if beside is None else beside, after.reshape(-1, len(before))
-        part, share = best_pool(beside, after)
-        together = pooled(beside, after[part], share)
+        part, index, share = best_pool(beside, after)
+        together = pooled(beside.values[index, 0], after.values[index, part], share)
         for half in (slice(0, None, 2), slice(1, None, 2)) if apart and len(before) > 1 else ():
             other = slice(1 - (half.start or 0), None, 2)
-            i, weight = best_pool(beside[other], after[:, other])
-            together[half] = pooled(beside[half], after[i, half], weight)
+            i, t, weight = best_pool(beside.some(other), after.some(other))
+            together[half] = pooled(beside.values[t, 0, half], after.values[t, i, half], weight)
         change = before - together
         error = float(change.std() / math.sqrt(len(change))) if len(change) > 1 else math.inf
         rest = float(change.sort().values[FEW:].mean()) if len(change) > FEW else math.inf
-        nll, alone = float(-together.mean()), float(-after[part].mean())
-        return cls(temperature, nll, float(change.mean()), error, rest, share, alone, part)
+        nll, alone = float(-together.mean()), float(-after.values[after.one, part].mean())
+        hotness = after.temperatures[index]
+        return cls(temperature, nll, float(change.mean()), error, rest, share, alone, part, hotness)
 
     def better(self, sure: float, without_few: bool) -> bool:
         """Than the starts, by so many standard errors; where ``without_few``, not by what `FEW` examples gain alone."""
@@ -154,12 +167,15 @@ class Rung:
 class Choice:
     """How a temperature was chosen; ``temperature`` is 0 where none helps, so that the draws are the starts.
 
-    ``judged`` is what held-out examples say of the run, as ``rungs`` are of the trials before it.
+    ``softmax_temperature`` and ``calibrated_nll`` are of the starts alone. ``judged`` is what held-out examples say of
+    the run, as ``rungs`` are of the trials before it; their differences are to the starts, calibrated.
     """
 
     temperature: float
     reason: str
     start_nll: float = math.nan
+    softmax_temperature: float = 1.0
+    calibrated_nll: float = math.nan
     held_out: int = 0
     rungs: tuple[Rung, ...] = field(default=())
     diverged: tuple[float, ...] = field(default=())
@@ -188,16 +204,15 @@ def has_classes(target: Target) -> bool:
     return isinstance(likelihood, Categorical | Bernoulli | Tokens)
 
 
-def log_predictive(posterior: Posterior, examples: Tensors, device: Any) -> Tensor:
-    """Log density of each held-out example under the average, in float64 on the CPU."""
-    return posterior.log_predictive(examples, batch_size=SCORED, device=device).double().cpu()
+def densities(posterior: Posterior, examples: Tensors, device: Any, counts: Sequence[int] = ()) -> Densities:
+    """Log densities of held-out examples at softmax temperatures, where predictions are of classes.
 
-
-def log_predictive_parts(posterior: Posterior, counts: Sequence[int], examples: Tensors, device: Any) -> Tensor:
-    """The same under the average over the first draws of each chain, so many of them, ``[counts, n]``."""
-    each = posterior.log_likelihood(examples, batch_size=SCORED, device=device).double().cpu()
-    firsts = [each[:, :count].flatten(0, 1) for count in counts]
-    return torch.stack([x.logsumexp(0) - math.log(len(x)) for x in firsts])
+    They are under the average over all draws, or those over the first draws of each chain, as many as ``counts``.
+    """
+    assert posterior.target is not None
+    likelihood = None if posterior.target.module is None else posterior.target.module.likelihood
+    temperatures = TEMPERATURES if can_be_scaled(likelihood) else (1.0,)
+    return Densities.of(*posterior.likelihoods_at(examples, temperatures, SCORED, device), temperatures, counts)
 
 
 def with_noise_scales(target: Target, starts: Sequence[State], examples: Tensors, device: Any) -> list[State]:
@@ -260,18 +275,37 @@ class Ladder:
         self.run, self.starts, self.held_out, self.device = run, starts, held_out, device
         self.began, self.deadline = time.monotonic(), deadline
         try:
-            self.before = log_predictive(start_posterior(target, starts), held_out, device)
+            self.beside = densities(start_posterior(target, starts), held_out, device)
         except (RuntimeError, IndexError) as error:
             shapes = [list(t.shape) for t in tensors_of(held_out)]
             raise ValueError(
                 f"held_out of shapes {shapes} cannot be predicted by the start ({error}): pass examples as the network "
                 "takes them"
             ) from error
-        self.unit = abs(float(self.before.mean())) if has_classes(target) else 1.0  # a density has no zero of its NLL
+        calibrated = best_temperature(self.beside)
+        self.softmax_temperature, self.before = self.beside.temperatures[calibrated], self.beside.values[calibrated, 0]
+        self.start_nll = -float(self.beside.values[self.beside.one, 0].mean())
+        self.unit = abs(self.start_nll) if has_classes(target) else 1.0  # a density has no zero of its NLL
         self.found: dict[float, Rung] = {}
         self.places: dict[float, Place] = {}
         self.drawn: dict[float, Posterior] = {}
         self.diverged: list[float] = []
+
+    @property
+    def about_starts(self) -> dict[str, Any]:
+        """What held-out examples say of the starts alone."""
+        return {
+            "start_nll": self.start_nll,
+            "softmax_temperature": self.softmax_temperature,
+            "calibrated_nll": -float(self.before.mean()),
+        }
+
+    def said(self) -> str:
+        """The same in words."""
+        plain = f"of the start {self.start_nll:.4g}"
+        if self.softmax_temperature == 1:
+            return plain
+        return f"{plain}, calibrated {-float(self.before.mean()):.4g}"
 
     def climb(self, temperatures: Sequence[float]) -> Choice:
         """Try temperatures from cold to hot, colder ones if the coldest was best, and one beside the best."""
@@ -296,11 +330,11 @@ class Ladder:
             if rung is not None and self._harm(rung) <= HARM * self.unit:
                 break
             temperature /= COLDER
-        return self._choice(last)
+        return self._choice(last, tried_enough=False)
 
     def _harm(self, rung: Rung) -> float:
         """By how much draws alone are worse than the starts, or than the best draws."""
-        return rung.alone - min(-float(self.before.mean()), *(found.alone for found in self.found.values()))
+        return rung.alone - min(self.start_nll, *(found.alone for found in self.found.values()))
 
     def _refine(self) -> None:
         """Try a temperature between the best one and the better of its neighbours, unless they are close."""
@@ -327,24 +361,25 @@ class Ladder:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", SamplingWarning)  # a rung is short, and nobody looks at its draws
                 posterior, end = self.run(temperature, place)
-            after = log_predictive(posterior, self.held_out, self.device)
+            after = densities(posterior, self.held_out, self.device)
         except DivergedError:
-            after = torch.full_like(self.before, -math.inf)
-        if not bool(after.isfinite().all()):
+            after = None
+        if after is None or not bool(after.values.isfinite().all()):
             self.diverged.append(temperature)
             LOGGER.info("temperature %g diverged and is left out", temperature)
             return None
-        rung = Rung.of(temperature, self.before, after)
+        rung = Rung.of(temperature, self.before, self.beside, after)
         self.found[temperature], self.places[temperature], self.drawn[temperature] = rung, end, posterior
         LOGGER.info(
             "temperature %g: held-out NLL %.4g, with the start %.4g, start %.4g",
-            temperature, rung.alone, rung.nll, float(-self.before.mean()),
+            temperature, rung.alone, rung.nll, self.start_nll,
         )  # fmt: skip
         return rung
 
-    def _choice(self, best: Rung | None) -> Choice:
+    def _choice(self, best: Rung | None, tried_enough: bool = True) -> Choice:
+        """That of the best rung; where ``tried_enough``, none if it does not help."""
         known: dict[str, Any] = {
-            "start_nll": float(-self.before.mean()),
+            **self.about_starts,
             "held_out": len(self.before),
             "rungs": tuple(self.found[t] for t in sorted(self.found)),
             "diverged": tuple(sorted(self.diverged)),
@@ -353,15 +388,13 @@ class Ladder:
         if best is None:
             tried = sorted(self.diverged)
             return Choice(0.0, f"every temperature of {tried} diverged: the draws are the starts", **known)
-        if best.difference >= 0:
+        if best.difference >= 0 and tried_enough:
             reason = (
                 f"at no temperature do draws help to predict {len(self.before)} held-out examples (the best, T = "
-                f"{best.temperature:.3g}, has an NLL of {best.alone:.4g}, the start {known['start_nll']:.4g}): the "
-                "draws are the starts"
+                f"{best.temperature:.3g}, has an NLL of {best.nll:.4g}, {self.said()}): the draws are the starts"
             )
             return Choice(0.0, reason, **known)
         reason = (
-            f"T = {best.temperature:.3g} by {len(self.before)} held-out examples: NLL {best.nll:.4g}, of the start "
-            f"{known['start_nll']:.4g}"
+            f"T = {best.temperature:.3g} by {len(self.before)} held-out examples: NLL {best.nll:.4g}, {self.said()}"
         )
         return Choice(best.temperature, reason, **known)

@@ -28,11 +28,11 @@ from isosgd.data.sources import DataSets, Tensors, as_tensors, size_of
 from isosgd.engine.state import AS_IS
 from isosgd.errors import DivergedError, warn_caller
 from isosgd.posterior import Posterior
+from isosgd.posterior.calibration import FEW
 from isosgd.posterior.comparison import as_states
 from isosgd.progress import LOGGER
 from isosgd.sampling.ladder import (
     COLDER,
-    FEW,
     SCORED,
     Choice,
     Ladder,
@@ -40,10 +40,9 @@ from isosgd.sampling.ladder import (
     Rung,
     State,
     check_ladder,
+    densities,
     has_classes,
     last_draws,
-    log_predictive,
-    log_predictive_parts,
     start_posterior,
     with_noise_scales,
 )
@@ -349,14 +348,14 @@ class TrainedRun:
         late = math.inf if end is None else end
         heads = [self.starts[k % len(self.starts)] for k in range(chains)]  # as often as there are chains of each
         ladder = Ladder(run, self.target, heads, self.held_out, late, self.device)
-        self.before = ladder.before
+        self.before, self.beside = ladder.before, ladder.beside
         if coldest < hottest or self.descends:
             choice = ladder.descend(coldest) if self.descends else ladder.climb(self.temperatures)
             self.place = ladder.places.get(choice.temperature, self.place)
             self.early = ladder.drawn.get(choice.temperature)
             return choice
         reason = f"T = {coldest:g}, the only one to try"
-        return Choice(coldest, reason, float(-self.before.mean()), len(self.before))
+        return Choice(coldest, reason, held_out=len(self.before), **ladder.about_starts)
 
     def _counted(self, draw: Run) -> Run:
         """The same, but for the record of what is spent."""
@@ -433,10 +432,10 @@ class TrainedRun:
             sure = SURE_CHOSEN if chosen else SURE
             if choice.held_out and self.held_out is not None:
                 counts = parts_of(found.num_draws) if chosen else [found.num_draws]
-                after = log_predictive_parts(found, counts, self.held_out, self.device)
+                after = densities(found, self.held_out, self.device, counts)
                 # Among draws a network has the noise scale that these found, alone the one that suits it best.
-                beside = log_predictive(found.start_draws(), self.held_out, self.device) if not chosen else None
-                judged = Rung.of(choice.temperature, self.before, after, apart=True, beside=beside)
+                beside = self.beside if chosen else densities(found.start_draws(), self.held_out, self.device)
+                judged = Rung.of(choice.temperature, self.before, beside, after, apart=True)
                 choice = replace(choice, judged=judged)
                 found.info |= self._about(choice)
             good = judged is None or judged.better(sure, chosen)
@@ -447,7 +446,9 @@ class TrainedRun:
                 return found
             if more.get("store") is not None:
                 some = f".select(draws=slice({counts[judged.part]}))" if judged.part else ""
+                scale = judged.softmax_temperature if good else choice.softmax_temperature
                 advice = f"posterior{some}.with_starts({judged.share:g}, starts)" if good else "the starts"
+                advice += f" at the softmax temperature {scale:.2g}" if scale != 1 else ""
                 warn_caller(
                     f"the held-out examples are predicted best by {advice}: a stored run has its own draws alone"
                 )
@@ -455,8 +456,12 @@ class TrainedRun:
             if good:
                 part = self._first(counts[judged.part], found, early) if judged.part else found
                 both = part.with_starts(judged.share)
+                if judged.softmax_temperature != 1:
+                    both = both.at_softmax_temperature(judged.softmax_temperature)
                 share = both.info.get("from_start", 0) / both.num_draws
                 what = f"the starts have a weight of {share:.2g} in predictions; after the run NLL {judged.nll:.4g}"
+                if judged.softmax_temperature != 1:
+                    what += f" at the softmax temperature {judged.softmax_temperature:.2g}"
                 if judged.part:
                     what += f", by the first {counts[judged.part]} of {found.num_draws} draws"
                 LOGGER.info("held-out examples: %s", what)
@@ -467,14 +472,20 @@ class TrainedRun:
             if unsure:
                 unsure += f", by {FEW} examples alone)" if judged.better(sure, without_few=False) else ")"
             fault, begin = f"did not help to predict held-out examples{unsure}", {}
-            choice = self._colder(choice, fault, last=not useless)  # a colder run is closer to the start, and no surer
+            # A colder run is closer to the start, and no surer; and a trial that was of no use was no better.
+            choice = self._colder(choice, fault, last=not useless or all(r.difference >= 0 for r in choice.rungs))
             if choice.temperature and (end := more.get("deadline")) is not None and time.monotonic() > end:
                 late = "max_seconds ended before a colder one: the draws are the starts"
                 choice = replace(choice, temperature=0.0, reason=choice.reason.partition(": ")[0] + f", and {late}")
         stored = "" if more.get("store") is None else f"; nothing was written to {more['store']}"
+        if choice.softmax_temperature != 1:
+            scaled = f"predicted at the softmax temperature {choice.softmax_temperature:.2g}"
+            choice = replace(choice, reason=f"{choice.reason}, {scaled} (NLL {choice.calibrated_nll:.4g})")
         warn_caller(choice.reason + stored)
         found = start_posterior(self.target, self.starts)
-        size = {"chains": len(self.starts), "draws": 1}
+        size: dict[str, Any] = {"chains": len(self.starts), "draws": 1}
+        if choice.softmax_temperature != 1:
+            size["softmax_temperature"] = choice.softmax_temperature
         info = {**found.info, **self.spent, **size, "complete": True, **self._about(choice)}
         return Posterior(self.target, found.draws, info, as_tensors(self.data), found.buffers, list(self.starts))
 

@@ -1,0 +1,145 @@
+"""Softmax temperatures: predictions of classes that are as sure as held-out examples say they should be."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from isosgd import Posterior, Target, priors, sample
+
+pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
+
+SURENESS = 3.0  # logits are so many times too large
+
+
+def examples(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Labels drawn by the probabilities of a linear model whose logits are ``x``."""
+    generator = torch.Generator().manual_seed(seed)
+    x = 1.5 * torch.randn(count, 3, generator=generator)
+    return x, x.softmax(1).multinomial(1, generator=generator)[:, 0]
+
+
+def too_sure(draws: int = 5, spread: float = 0.0) -> Posterior:
+    """Draws around the true model with logits that are too large."""
+    model = nn.Linear(3, 3, bias=False)
+    noise = spread * torch.randn(1, draws, 3, 3, generator=torch.Generator().manual_seed(3))
+    return Posterior(
+        Target.from_module(model, "categorical", priors.Normal(1.0)),
+        {"weight": SURENESS * (torch.eye(3).expand(1, draws, 3, 3) + noise)},
+        {"method": "isgd", "temperature": 1.0},
+        starts=[{"weight": SURENESS * torch.eye(3)}],
+    )
+
+
+def test_the_temperature_that_is_known_is_found() -> None:
+    found = too_sure().calibrated(*examples(20_000, 0))
+    assert found.softmax_temperature == pytest.approx(SURENESS, rel=0.06)  # temperatures are a tenth apart
+    new = examples(20_000, 1)
+    assert found.predict(new[0]).mean == pytest.approx(new[0].softmax(1), abs=0.02)
+    gain = found.log_predictive(new) - too_sure().log_predictive(new)
+    assert float(gain.mean()) > 5 * float(gain.std()) / math.sqrt(len(gain))
+
+
+def test_all_predictions_are_of_the_same_logits() -> None:
+    """Averages, densities, outcomes and entropies, and those of parts of the draws."""
+    posterior = too_sure(draws=6, spread=0.3).at_softmax_temperature(2.0)
+    x, y = examples(50, 2)
+    each = torch.stack([(x @ w.T / 2).softmax(1) for w in posterior.draws["weight"][0]])
+    found = posterior.predict(x, return_draws=True)
+    torch.testing.assert_close(found.mean, each.mean(0))
+    assert found.draws is not None
+    torch.testing.assert_close(found.draws[0], each)
+    torch.testing.assert_close(found.expected_entropy, torch.special.entr(each).sum(2).mean(0))
+    of_label = each[:, torch.arange(50), y]
+    torch.testing.assert_close(posterior.log_likelihood((x, y))[0], of_label.log())
+    torch.testing.assert_close(posterior.log_predictive((x, y)), of_label.mean(0).log())
+    one = posterior.select(draws=slice(0, 1)).predict(x).mean
+    torch.testing.assert_close(one, each[0])
+    drawn = posterior.simulate(x[:1].expand(4_000, 3))[0]
+    share = torch.stack([(drawn == k).double().mean(1) for k in range(3)], 1)
+    assert float((share - each[:, 0]).abs().max()) < 5 * 0.5 / math.sqrt(4_000)
+    beside = posterior.with_starts(0.5)
+    assert beside.softmax_temperature == 2.0
+    torch.testing.assert_close(beside.predict(x).mean, 0.5 * each.mean(0) + 0.5 * (SURENESS * x / 2).softmax(1))
+
+
+def test_a_head_whose_features_are_shared_is_scaled_too() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    target = Target.from_module(model, "categorical", priors.Normal(1.0), sampled="last_layer")
+    run: dict[str, Any] = {"draws": 3, "warmup": 100, "batch_size": 20, "progress": False, "compile": False}
+    posterior = sample(target, examples(100, 0), **run, keep_every=20)
+    x, _ = examples(20, 1)
+    plain = posterior.predict(x, return_draws=True).draws
+    scaled = posterior.at_softmax_temperature(2.0).predict(x, return_draws=True).draws
+    assert plain is not None and scaled is not None
+    torch.testing.assert_close(scaled, (plain.log() / 2).softmax(-1))
+
+
+def test_what_is_sampled_is_judged_as_it_was_sampled() -> None:
+    target = Target.from_module(nn.Linear(3, 3), "categorical", priors.Normal(1.0))
+    data = examples(200, 0)
+    posterior = sample(target, data, draws=60, warmup=300, keep_every=5, batch_size=50, compile=False, progress=False)
+    scaled = posterior.at_softmax_temperature(3.0)
+    assert scaled.trust().as_dict() == posterior.trust().as_dict()
+    assert scaled.summary().as_dict() == posterior.summary().as_dict()
+    assert scaled.trust(held_out=data).temperature == posterior.trust(held_out=data).temperature
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_few_examples_that_are_all_right_do_not_make_a_network_surer(seed: int) -> None:
+    """Nor does one that is wrong make it much less sure."""
+    x, _ = examples(40, seed)
+    model, right = too_sure(), x.argmax(1)
+    assert 0.9 < model.calibrated(x, right).softmax_temperature < 1.1
+    wrong = torch.where(torch.arange(40) == 0, x.argmin(1), right)
+    assert 0.9 < model.calibrated(x, wrong).softmax_temperature < 1.5
+    many = x.repeat(100, 1)
+    assert model.calibrated(many, many.argmax(1)).softmax_temperature < 0.7
+
+
+def test_yes_or_no() -> None:
+    """Logits of one output, twice too large."""
+    generator = torch.Generator().manual_seed(0)
+    x = 2 * torch.randn(10_000, 1, generator=generator)
+    y = x.sigmoid().bernoulli(generator=generator)
+    target = Target.from_module(nn.Linear(1, 1, bias=False), "bernoulli", priors.Normal(1.0))
+    posterior = Posterior(target, {"weight": torch.full((1, 1, 1, 1), 2.0)}, {})
+    found = posterior.calibrated(x, y)
+    assert found.softmax_temperature == pytest.approx(2.0, rel=0.1)
+    torch.testing.assert_close(found.predict(x).mean, (2 * x / found.softmax_temperature).sigmoid())
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_other_temperatures_are_refused(value: float) -> None:
+    with pytest.raises(ValueError, match=f"softmax temperature = {value!r} must be a positive number"):
+        too_sure().at_softmax_temperature(value)
+
+
+def test_numbers_have_no_softmax_temperature() -> None:
+    target = Target.from_module(nn.Linear(1, 1), "gaussian")
+    draws = {"weight": torch.zeros(1, 2, 1, 1), "bias": torch.zeros(1, 2, 1), "likelihood.scale": torch.ones(1, 2)}
+    with pytest.raises(ValueError, match="a softmax temperature is for classes"):
+        Posterior(target, draws, {}).calibrated(torch.zeros(3, 1), torch.zeros(3, 1))
+
+
+def test_a_trained_network_that_is_too_sure_comes_back_calibrated() -> None:
+    """Its own draws are left: the chain cannot improve on the true model."""
+    model = nn.Linear(3, 3, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(SURENESS * torch.eye(3))
+    target = Target.from_module(model, "categorical", priors.Normal(1.0))
+    run: dict[str, Any] = {"draws": 4, "warmup": 200, "keep_every": 1, "batch_size": 50, "compile": False}
+    posterior = sample(
+        target, examples(300, 0), starts=[model], held_out=examples(2_000, 1), ladder=[1e-8], progress=False, **run
+    )
+    assert posterior.softmax_temperature == pytest.approx(SURENESS, rel=0.15)
+    choice = posterior.info["temperature_choice"]
+    assert choice["softmax_temperature"] == pytest.approx(SURENESS, rel=0.15)
+    assert choice["calibrated_nll"] < choice["start_nll"] and "softmax temperature" in choice["reason"]
+    new = examples(20_000, 2)
+    found = posterior.against_start(*new)
+    assert found.helps and found.average.ece < 0.5 * found.start.ece
