@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from isosgd import Posterior, Target, load, sample
 
-QUICK: dict[str, Any] = {"draws": 8, "warmup": 250, "keep_every": 2, "progress": False, "compile": False}
+QUICK: dict[str, Any] = {"draws": 8, "warmup": 200, "keep_every": 2, "progress": False, "compile": False}
 
 
 @pytest.fixture

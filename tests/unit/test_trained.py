@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import time
 from typing import Any
@@ -34,7 +35,12 @@ def examples(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def trained(seed: int = 0, steps: int = 300, norm: bool = False) -> nn.Module:
-    """A network that has fitted the noise of few examples."""
+    """A network that has fitted the noise of few examples; a copy for each test."""
+    return copy.deepcopy(_trained(seed, steps, norm))
+
+
+@functools.cache
+def _trained(seed: int, steps: int, norm: bool) -> nn.Module:
     torch.manual_seed(seed)
     layers = [nn.Linear(4, 16), *([nn.BatchNorm1d(16)] if norm else []), nn.ReLU(), nn.Linear(16, 2)]
     model, (x, y) = nn.Sequential(*layers), examples(100, 0)
