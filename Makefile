@@ -4,7 +4,8 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 PEERS  := .venv-peers
 # Two workers with one thread each: tiny tensors gain nothing from more threads, and lose much when they compete.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
+# Compiled tests are kept, whatever the environment says: to rewrite all asserts again takes seconds.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -48,7 +48,7 @@ WARMED: list[dict[str, Any]] = [
     ),
     *({"method": "isgd-momentum"}, {"method": "adaptive-sghmc"}, {"method": "csghmc", "cycle": 7}),
 ]
-SOME = [{"method": "sgld", "lr": 1e-3}, {"structure": "diagonal"}]
+SOME = [{"method": "sgld", "lr": 1e-3}, pytest.param({"structure": "diagonal"}, marks=pytest.mark.long)]
 
 
 def make_target() -> Target:

@@ -48,7 +48,8 @@ def test_it_ends_when_the_budget_does_and_warns() -> None:
 def test_a_run_that_was_stopped_ends_where_it_would_have(
     chains: int, budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = auto(chains=chains, budget=budget)
+    options: dict[str, Any] = {"chains": chains, "budget": budget, "keep_every": 1}
+    whole = auto(**options)
     keep, count = recorders.OnDisk.keep, [0]
 
     def stop(self: Any, *args: Any) -> None:
@@ -59,13 +60,14 @@ def test_a_run_that_was_stopped_ends_where_it_would_have(
 
     monkeypatch.setattr(recorders.OnDisk, "keep", stop)
     with pytest.raises(Interrupted):
-        auto(chains=chains, budget=budget, store=tmp_path / "run")
+        auto(store=tmp_path / "run", **options)
     again = resume(tmp_path / "run", target(), (Y,), progress=False)
     assert again.num_draws == whole.num_draws and again.info["stopped"] == whole.info["stopped"]
     assert torch.equal(whole.draws["mu"], again.draws["mu"])
     assert resume(tmp_path / "run", target(), (Y,)).info["stopped"] == whole.info["stopped"]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(NOT_CONVERGED)
 def test_held_out_predictions_are_what_counts() -> None:
     """The data say nothing of the slope, which therefore mixes slowly: predictions have converged at 0 alone."""
@@ -158,7 +160,7 @@ def test_a_chain_in_turn_that_fails_does_not_count(bad: int, warmup: int) -> Non
 
 @TURNS
 @pytest.mark.filterwarnings(NOT_CONVERGED)
-@pytest.mark.parametrize("moment", [10, 42])
+@pytest.mark.parametrize("moment", [pytest.param(10, marks=pytest.mark.long), 42])
 def test_chains_in_turn_that_were_stopped_end_where_they_would_have(
     moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
