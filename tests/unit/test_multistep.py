@@ -145,7 +145,6 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
         keep(self, *args)
 
     monkeypatch.setattr(recorders.OnDisk, "keep", stop)
-    monkeypatch.setattr("isosgd.store.writer.CHECKPOINT_SECONDS", 0.0, raising=False)
     with pytest.raises(Interrupted):
         quick(store=tmp_path / "run", **settings)
     again = quick(store=tmp_path / "run", resume=True, **settings)
