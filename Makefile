@@ -20,7 +20,7 @@ help: ## Show this list
 demo: $(VENV)/.installed-demo ## Sample posteriors that are known exactly, and two real data sets; figures in demo-output/
 	$(PY) -m isosgd.demo --out demo-output
 
-test: lint ## Lint, the tests to run before every commit, and every doctest
+test: lint ## Lint, the tests to run before every commit, and doctests
 	$(PYTEST) -m "not long and not slow"
 
 test-long: $(VENV)/.installed-dev ## The long tests: statistics, experiments, runs that are killed, compiled and native code
