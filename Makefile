@@ -4,7 +4,8 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 PEERS  := .venv-peers
 # Two workers with one thread each: tiny tensors gain nothing from more threads, and lose much when they compete.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
+# Compiled tests are kept, whatever the environment says: to rewrite all asserts again takes seconds.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -19,7 +20,7 @@ help: ## Show this list
 demo: $(VENV)/.installed-demo ## Sample posteriors that are known exactly, and two real data sets; figures in demo-output/
 	$(PY) -m isosgd.demo --out demo-output
 
-test: lint ## Lint, the tests to run before every commit, and every doctest
+test: lint ## Lint, the tests to run before every commit, and doctests
 	$(PYTEST) -m "not long and not slow"
 
 test-long: $(VENV)/.installed-dev ## The long tests: statistics, experiments, runs that are killed, compiled and native code

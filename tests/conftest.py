@@ -21,6 +21,16 @@ settings.register_profile("isosgd", derandomize=True, deadline=None)
 settings.load_profile("isosgd")
 
 
+LONG_DOCTESTS = {"isosgd"}  # the package's own: `sample` with nothing given; README.md begins in the same way
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Doctests have no marks of their own."""
+    for item in items:
+        if isinstance(item, pytest.DoctestItem) and item.name in LONG_DOCTESTS:
+            item.add_marker(pytest.mark.long)
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     """Code that forgets its generator still gives the same result on every run."""

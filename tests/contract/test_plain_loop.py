@@ -1,6 +1,7 @@
 """Every sampler in the loop that everybody writes: loss, backward, step; told ``num_data`` and ``batch_size`` alone."""
 
 import copy
+import functools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 import isosgd
 from isosgd import ISGD, METHODS, SamplingWarning
 
-N, SIZE, NOISE = 400, 40, 0.5
+N, SIZE, NOISE, WARMUP = 400, 40, 0.5, 300
 OPTIMIZERS = {name: kind for name, kind in METHODS.items() if name != "hmc"}
 every_sampler = pytest.mark.parametrize("name", OPTIMIZERS)
 with_a_rate = pytest.mark.parametrize("name", [name for name, kind in OPTIMIZERS.items() if kind.has_lr])
@@ -69,16 +70,44 @@ class Loop:
         covariance = torch.linalg.inv(x.T @ x) * NOISE**2
         return (covariance @ x.T @ self.y.double() / NOISE**2).flatten(), covariance.diagonal().sqrt()
 
-    def resumed(self, **settings: Any) -> "Loop":
-        """Another loop, from copies of the states of this one."""
-        saved = copy.deepcopy({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
-        name = next(name for name, kind in METHODS.items() if kind is type(self.optimizer))
-        found = Loop(name, seed=99, **settings)
-        found.x, found.y = self.x, self.y
-        found.generator.set_state(self.generator.get_state())
-        found.model.load_state_dict(saved["model"])
-        found.optimizer.load_state_dict(saved["optimizer"])
-        return found
+    def saved(self) -> dict[str, Any]:
+        """A copy of all states."""
+        states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return copy.deepcopy({**states, "batches": self.generator.get_state()})
+
+    def load(self, saved: dict[str, Any]) -> None:
+        saved = copy.deepcopy(saved)
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.generator.set_state(saved["batches"])
+
+
+def resumed(name: str, saved: dict[str, Any], **settings: Any) -> Loop:
+    """A loop whose model, sampler and batches began otherwise, and go on from a saved state."""
+    found, data = Loop(name, seed=99, **settings), Loop(name)
+    found.x, found.y = data.x, data.y
+    found.load(saved)
+    return found
+
+
+class Course:
+    """One loop through its warm-up, and ten steps on; tests only read it."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = Loop(name, warmup=WARMUP)
+        self.phases, self.ready, self.places = list[str](), list[bool](), list[Tensor]()
+        self.states = dict[int, dict[str, Any]]()
+        for step in range(WARMUP + 11):
+            if step:
+                self.loop.step()
+            self.phases.append(self.loop.optimizer.phase)
+            self.ready.append(self.loop.optimizer.draws_ready)
+            self.places.append(self.loop.place())
+            if step in (0, 30, 160, 200, 250, WARMUP):
+                self.states[step] = self.loop.saved()
+
+
+course = functools.cache(Course)
 
 
 @pytest.fixture(autouse=True)
@@ -90,50 +119,52 @@ def unsettled_is_no_error() -> Iterator[None]:
 
 @every_sampler
 def test_a_plain_loop_comes_to_sample_near_the_posterior(name: str) -> None:
-    loop = Loop(name, warmup=600)
-    phases = [loop.optimizer.phase]
-    assert not loop.optimizer.draws_ready
-    for _ in range(600):
-        loop.step()
-        phases.append(loop.optimizer.phase)
-    assert list(dict.fromkeys(phases)) == ["optimising", "warming up", "sampling"]
-    assert [phase == "sampling" for phase in phases].index(True) == 600
-    mean, deviation = loop.exact()
-    assert (((loop.place() - mean) / deviation).abs() < 8).all()
-    before = loop.place()
-    loop.step()
-    assert not torch.equal(before, loop.place()) and loop.optimizer.draws_ready == loop.optimizer.sampling
+    found = course(name)
+    assert list(dict.fromkeys(found.phases)) == ["optimising", "warming up", "sampling"]
+    assert found.phases.index("sampling") == WARMUP and not any(found.ready[:WARMUP])
+    assert found.loop.optimizer.draws_ready == found.loop.optimizer.sampling
+    mean, deviation = found.loop.exact()
+    assert (((found.places[WARMUP] - mean) / deviation).abs() < 8).all()
+    assert not torch.equal(found.places[WARMUP], found.places[WARMUP + 1])
 
 
 @every_sampler
 def test_a_state_saved_in_the_warmup_resumes_bit_for_bit(name: str) -> None:
-    loop, seen = Loop(name, warmup=300), set()
-    for at, more in ((30, 10), (160, 10), (200, 40), (250, 60)):
-        loop.steps(at - loop.optimizer.param_groups[0]["step"])
-        other = loop.resumed(warmup=300)
-        assert other.optimizer.phase == loop.optimizer.phase
+    found, seen = course(name), set()
+    for at, more in ((0, 30), (30, 10), (160, 10), (200, 40), (250, 60)):
+        other = resumed(name, found.states[at], warmup=WARMUP)
+        assert other.optimizer.phase == found.phases[at]
         seen.add(other.optimizer.phase)
-        loop.steps(more)
         other.steps(more)
-        assert torch.equal(loop.place(), other.place()), at
-        assert other.optimizer.phase == loop.optimizer.phase
-    assert seen == {"optimising", "warming up"} and loop.optimizer.phase == "sampling"
+        assert torch.equal(other.place(), found.places[at + more]), at
+        assert other.optimizer.phase == found.phases[at + more]
+    assert seen == {"optimising", "warming up"} and other.optimizer.phase == "sampling"
+
+
+@every_sampler
+def test_a_state_from_before_the_first_step_begins_anew(name: str) -> None:
+    loop = Loop(name, warmup=WARMUP)
+    saved = loop.saved()
+    loop.steps(30)
+    loop.load(saved)
+    loop.steps(30)
+    assert torch.equal(loop.place(), course(name).places[30])
 
 
 @every_sampler
 def test_a_trained_start_is_left_as_it_is(name: str) -> None:
-    loop = Loop(name, warmup=200, trained=True)
+    loop = Loop(name, warmup=100, trained=True)
     start, phases = loop.place(), [loop.optimizer.phase]
     loop.steps(12)
     assert torch.equal(loop.place(), start)  # the noise is measured there
-    for at in (12, 120):
+    for at in (12, 60):
         loop.steps(at - loop.optimizer.param_groups[0]["step"])
-        other = loop.resumed(warmup=200, trained=True)
+        other = resumed(name, loop.saved(), warmup=100, trained=True)
         for one in (loop, other):
             one.steps(10)
         assert torch.equal(loop.place(), other.place()), at
         phases.append(loop.optimizer.phase)
-    loop.steps(80)
+    loop.steps(30)
     assert [*phases, loop.optimizer.phase] == [*["warming up"] * 3, "sampling"]
 
 
@@ -142,8 +173,8 @@ def test_weight_decay_is_added_for_the_step_alone(name: str) -> None:
     """A decay is a term of the loss; the gradients that the user sees stay as they were."""
     places = []
     for decay in (0.0, 0.3):
-        loop = Loop(name, weight_decay=decay, warmup=200)
-        for _ in range(150):
+        loop = Loop(name, weight_decay=decay, warmup=100)
+        for _ in range(80):
             loop.optimizer.zero_grad()
             loss = loop.loss()
             if not decay:
@@ -158,18 +189,19 @@ def test_weight_decay_is_added_for_the_step_alone(name: str) -> None:
 
 @every_sampler
 def test_closures_change_nothing(name: str) -> None:
-    plain, closed = Loop(name, warmup=120), Loop(name, warmup=120)
-    for _ in range(130):
-        plain.step()
+    found = course(name)
+    for at, more in ((0, 20), (160, 10), (250, 60)):
+        loop = resumed(name, found.states[at], warmup=WARMUP)
 
-        def closure() -> Tensor:
-            closed.optimizer.zero_grad()
-            loss = closed.loss()
+        def closure(loop: Loop = loop) -> Tensor:
+            loop.optimizer.zero_grad()
+            loss = loop.loss()
             loss.backward()
             return loss
 
-        assert closed.optimizer.step(closure).item() > 0
-    assert torch.equal(plain.place(), closed.place())
+        for _ in range(more):
+            assert loop.optimizer.step(closure).item() > 0
+        assert torch.equal(loop.place(), found.places[at + more]), at
 
 
 @pytest.mark.parametrize("name", ["isgd", "sgld", "sgnht"])
@@ -217,16 +249,15 @@ def test_a_scheduler_sets_the_rate_that_a_step_has(name: str) -> None:
         scheduler.step()
     assert rates == pytest.approx([1e-6] * 3 + [5e-7] * 3 + [2.5e-7])
     assert loop.optimizer.phase == "sampling"
-    other = loop.resumed(lr=1e-6)
+    other = resumed(name, loop.saved(), lr=1e-6)
     assert other.optimizer.param_groups[0]["lr"] == pytest.approx(2.5e-7)
 
 
 @with_a_rate
 def test_a_rate_that_the_warmup_finds_cannot_be_scheduled_before_and_can_be_after(name: str) -> None:
-    loop = Loop(name, warmup=200)
     with pytest.raises(ValueError, match="finds its rate in its warm-up; give lr="):
-        torch.optim.lr_scheduler.StepLR(loop.optimizer, 10)
-    loop.steps(200)
+        torch.optim.lr_scheduler.StepLR(Loop(name, warmup=WARMUP).optimizer, 10)
+    loop = resumed(name, course(name).states[WARMUP], warmup=WARMUP)
     found = loop.optimizer.param_groups[0]["lr"]
     assert loop.optimizer.phase == "sampling" and found == loop.optimizer.param_groups[0]["rate"]
     scheduler = torch.optim.lr_scheduler.ExponentialLR(loop.optimizer, 0.5)
@@ -263,15 +294,15 @@ def test_parameters_without_names_make_a_group_of_each_layer() -> None:
 
 @pytest.mark.parametrize("name", [name for name, kind in OPTIMIZERS.items() if kind.grows])
 def test_a_group_can_be_added(name: str) -> None:
-    loop = Loop(name, warmup=200, **({"structure": "layer"} if name == "isgd" else {}))
-    loop.steps(205)
+    loop = Loop(name, warmup=120, **({"structure": "layer"} if name == "isgd" else {}))
+    loop.steps(125)
     assert loop.optimizer.phase == "sampling"
     more = torch.zeros(2, requires_grad=True)
     with pytest.raises(ValueError, match="two groups have the name '0'"):
         loop.optimizer.add_param_group({"name": "0", "params": [more]})
     loop.optimizer.add_param_group({"params": [more]})
     assert loop.optimizer.phase == "optimising" and not loop.optimizer.draws_ready
-    for _ in range(200):
+    for _ in range(120):
         loop.optimizer.zero_grad()
         (loop.loss() + (more - torch.randn(40, 2).mean(0)).square().sum() / 2).backward()
         loop.optimizer.step()
@@ -290,26 +321,9 @@ def test_a_model_that_fits_every_example_has_no_noise_and_says_so() -> None:
             sampler.step()
 
 
-@every_sampler
-def test_a_state_from_before_the_first_step_begins_anew(name: str) -> None:
-    loop = Loop(name)
-    saved = copy.deepcopy({"model": loop.model.state_dict(), "optimizer": loop.optimizer.state_dict()})
-    batches = loop.generator.get_state()
-    loop.steps(30)
-    first = loop.place()
-    loop.model.load_state_dict(saved["model"])
-    loop.optimizer.load_state_dict(saved["optimizer"])
-    loop.generator.set_state(batches)
-    loop.steps(30)
-    assert torch.equal(loop.place(), first)
-
-
-@every_sampler
-def test_steps_of_a_warmup_are_no_draws(name: str) -> None:
-    settings: dict[str, Any] = {"warmup": 120}
-    if METHODS[name].has_lr:
-        settings["lr"] = 1e-4
-    loop = Loop(name, **settings)
+@with_a_rate
+def test_steps_of_a_warmup_at_a_given_rate_are_no_draws(name: str) -> None:
+    loop = Loop(name, warmup=120, lr=1e-4)
     assert not len(loop.steps(119))
     loop.steps(2)
     assert loop.optimizer.phase == "sampling"

@@ -204,6 +204,7 @@ def test_the_oracle_stops_where_runs_fail() -> None:
     assert runs.walk(lambda lr: math.inf, [1.0, 2.0]) is None
 
 
+@pytest.mark.long
 def test_the_benchmark_writes_what_it_found(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

@@ -122,6 +122,7 @@ def test_ratio_of_a_density_does_not_depend_on_its_unit():
         assert runs.ratio(LINE, {"nll": shift - 0.1}, {"nll": shift}) == pytest.approx(math.exp(-0.1))
 
 
+@pytest.mark.long
 def test_all_methods_of_a_pair_go_to_its_file(tmp_path, short, monkeypatch, capsys):
     monkeypatch.setitem(LISTS, "tune", (TINY,))
     every = [rival for rival in runs.RIVALS if rival != "ivon" or importlib.util.find_spec("ivon")]
@@ -138,6 +139,7 @@ def test_all_methods_of_a_pair_go_to_its_file(tmp_path, short, monkeypatch, caps
     assert "median" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_map_of_temperatures_goes_on_where_it_was(tmp_path, short, monkeypatch, capsys):
     monkeypatch.setitem(LISTS, "tune", (TINY,))
     monkeypatch.setattr(tune.windows, "MOST_OPTIMISATION_SHARE", 0.5)

@@ -208,7 +208,9 @@ def test_the_target_has_the_gradients_it_says(reduction):
         assert abs(found.mean() - 0.3) < 4 * found.std() / math.sqrt(len(found))
 
 
-@pytest.mark.parametrize("fault", ["noise without N", "momentum at unit variance"])
+@pytest.mark.parametrize(
+    "fault", ["noise without N", pytest.param("momentum at unit variance", marks=pytest.mark.long)]
+)
 def test_the_description_alone_runs_alike(fault):
     make, description, *_ = FAULTS[fault]
     lr = make([torch.zeros(1)]).defaults["lr"]
@@ -235,7 +237,12 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+OFTEN = {"summed", "decoupled decay", "corrected"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in OTHERS]
+)
 def test_other_descriptions_do_what_is_stated(name):
     """Each at its own seed: the tests are independent."""
     seed, loop = sorted(OTHERS).index(name), Loop(num_data=N, lr=1e-3, **OTHERS[name])

@@ -134,7 +134,7 @@ def swag_z(known: Any, rank: int, temperature: float, gap: int) -> Tensor:
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("rank", "temperature", "gap"), SWAG_CASES)
-@pytest.mark.parametrize("kind", ["independent", "correlated"])
+@pytest.mark.parametrize("kind", [pytest.param("independent", marks=pytest.mark.long), "correlated"])
 def test_swag_has_the_covariance_of_sgd_and_of_its_fit(
     gaussian_posterior: type, kind: str, rank: int, temperature: float, gap: int
 ) -> None:

@@ -58,11 +58,8 @@ def test_means_and_variances_of_a_regression(way: str) -> None:
     check(posterior, mean, precision / given.get("temperature", 1.0))
 
 
-@pytest.mark.quick
 @pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")
-@pytest.mark.parametrize(
-    ("structure", "before", "after"), [("layer", 0.1, 1.0), pytest.param("lowrank", 1.0, 0.3, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("structure", "before", "after"), [("layer", 0.1, 1.0), ("lowrank", 1.0, 0.3)])
 def test_chains_that_go_on_at_another_temperature(structure: str, before: float, after: float) -> None:
     """As the rungs of a ladder do: with what was measured at one temperature, and a short warm-up at the next."""
     target, data, mean, precision = regression()

@@ -119,6 +119,7 @@ def test_a_full_lambda_is_hot_where_noise_is_larger_than_on_average() -> None:
     assert "structure=" not in message
 
 
+@pytest.mark.long
 def test_correlated_noise_in_the_warmup_slows_a_diagonal_lambda_and_is_not_hot_then() -> None:
     """The whole way through `sample`: noise of rank one and a twentieth, known in the warm-up."""
     g = torch.Generator().manual_seed(0)

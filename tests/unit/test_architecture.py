@@ -9,6 +9,7 @@ import importlib.metadata
 import re
 import sys
 import tomllib
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -43,20 +44,24 @@ def part_of(path: Path) -> str:
     return "isosgd" if first == "__init__" else first
 
 
+def statements(body: Iterable[ast.AST], at_module_level: bool) -> Iterator[tuple[ast.AST, bool]]:
+    """Every statement, those inside others too, and whether it runs when the module is imported."""
+    for node in body:
+        if isinstance(node, ast.stmt):
+            yield node, at_module_level
+        if isinstance(node, ast.stmt | ast.excepthandler | ast.match_case):
+            inner = at_module_level and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            yield from statements(ast.iter_child_nodes(node), inner)
+
+
 @cache
 def imported_modules(source: str, module: str, is_package: bool) -> list[tuple[int, str, bool]]:
     """(line, full dotted name, at module level) of every import, relative ones resolved.
 
     `from a import b` is `a.b`: whether b is a module or a name in a, the part it comes from is the same.
     """
-    tree, found = ast.parse(source), []
-    deferred = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
+    found = []
+    for node, at_module_level in statements(ast.parse(source).body, at_module_level=True):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -66,7 +71,7 @@ def imported_modules(source: str, module: str, is_package: bool) -> list[tuple[i
             names = [f"{base}.{alias.name}" for alias in node.names]
         else:
             continue
-        found += [(node.lineno, name, node not in deferred) for name in names]
+        found += [(node.lineno, name, at_module_level) for name in names]
     return found
 
 

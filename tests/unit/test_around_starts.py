@@ -49,7 +49,8 @@ def test_a_short_time_still_gives_draws_or_the_starts() -> None:
 def test_the_reason_says_what_weight_the_start_has() -> None:
     model, data, held_out = trained(steps=3)
     target = Target.from_module(model, "categorical", prior="empirical")
-    posterior = sample(target, data, starts=[model], held_out=held_out, progress=False, compile=False)
+    short: dict[str, Any] = {"warmup": 200, "draws": 8, "keep_every": 5, "ladder": [1e-2], "compile": False}
+    posterior = sample(target, data, starts=[model], held_out=held_out, progress=False, **short)
     reason = posterior.info["temperature_choice"]["reason"]
     assert posterior.info["temperature"] > 0, reason
     assert posterior.info["draws"] == posterior.num_draws

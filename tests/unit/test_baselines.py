@@ -61,20 +61,17 @@ def test_a_mask_on_weights_is_a_mask_on_units(name: str) -> None:
     model = Flat(copy.deepcopy(layer))
     x = torch.randn(5, *shape)
     posterior = sampled(model, x, torch.zeros(5, 1), "mcdropout", p=0.4, draws=20, warmup=0)
+    axis = x.ndim - 1 if isinstance(layer, nn.Linear) else 1
+    view = [-1 if i == axis else 1 for i in range(x.ndim)]
+    candidates = torch.tensor(list(itertools.product([0.0, 1.0], repeat=units)))
+    outputs = torch.stack([model(x * bits.view(view) / 0.6).detach() for bits in candidates])
     seen = set()
     for natural in posterior:
         # The mask that the draw was made with, read off its weights.
         weight, whole = natural["layer.weight"], model.layer.weight.detach()
         ratio = weight / whole * 0.6
-        candidates = [torch.tensor(bits) for bits in itertools.product([0.0, 1.0], repeat=units)]
-        axis = x.ndim - 1 if isinstance(layer, nn.Linear) else 1
-        view = [-1 if i == axis else 1 for i in range(x.ndim)]
         output = posterior.target.predictive(posterior.target.unconstrain(natural), x)["mean"]
-        fits = [
-            bits
-            for bits in candidates
-            if torch.allclose(model(x * bits.view(view) / 0.6).detach(), output, rtol=1e-4, atol=1e-5)
-        ]
+        fits = candidates[torch.isclose(outputs, output, rtol=1e-4, atol=1e-5).flatten(1).all(1)]
         assert len(fits) == 1 and torch.allclose(ratio, (ratio > 0.5).float())
         assert torch.equal(natural["layer.bias"], model.layer.bias.detach())
         seen.add(tuple(fits[0].tolist()))

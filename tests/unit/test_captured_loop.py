@@ -57,6 +57,11 @@ class Loop:
         settings = {"num_data": N, "batch_size": SIZE, "capturable": True, **settings}
         self.optimizer = METHODS[name](self.model.parameters(), **settings)
 
+    def load(self, other: Loop) -> None:
+        self.model.load_state_dict(other.model.state_dict())
+        self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
+        self.batches.set_state(other.batches.get_state())
+
     def next(self) -> None:
         self.rows.copy_(torch.randint(N, (SIZE,), generator=self.batches))
 
@@ -95,6 +100,8 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Any:
 )
 def test_replays_of_a_captured_step_are_the_steps_of_the_loop(name: str, more: dict[str, Any], capture: Any) -> None:
     plain, captured = Loop(name, warmup=120, **more), Loop(name, warmup=120, **more)
+    plain.until(123)
+    captured.load(plain)
     for loop in (plain, captured):
         loop.until(130)  # the noise is next followed by the eager loop at 143
     captured.next()

@@ -297,7 +297,7 @@ def test_a_script_is_sampled_diagnosed_and_reported(script, tmp_path, capsys):
         "--chains",
         "2",
         "--warmup",
-        "300",
+        "150",
     ]
     argv += ["--keep-every", "2", "--option", "structure=layer", "--json"]
     told = strict(run(argv, capsys).out)
@@ -311,7 +311,7 @@ def test_a_script_is_sampled_diagnosed_and_reported(script, tmp_path, capsys):
 
 
 def test_a_script_s_report_says_how_to_do_it_again_and_not_where_it_lay(script, tmp_path, capsys):
-    settings = ["--draws", "10", "--chains", "1", "--warmup", "300", "--keep-every", "2", "--seed", "3"]
+    settings = ["--draws", "10", "--chains", "1", "--warmup", "150", "--keep-every", "2", "--seed", "3"]
     settings += ["--store-dtype", "bfloat16", "--option", "structure=layer", "--option", "bias=0.05"]
     run(["sample", f"{script}:target", "--out", tmp_path / "run", *settings], capsys)
     page = (tmp_path / "run" / "report.html").read_text()
@@ -334,7 +334,7 @@ def test_a_table_s_report_names_no_folders_of_this_machine(fitted, tmp_path, cap
 
 def test_a_function_may_make_the_target(script, tmp_path, capsys):
     argv = ["sample", f"{script}:made", "--out", tmp_path / "run", "--draws", "10", "--chains", "1"]
-    run([*argv, "--warmup", "300", "--keep-every", "2", "--no-report"], capsys)
+    run([*argv, "--warmup", "150", "--keep-every", "2", "--no-report"], capsys)
     script.rename(tmp_path / "moved.py")
     assert "no script" in run(["report", tmp_path / "run"], capsys, code=1).err
     run(["report", tmp_path / "run", "--script", f"{tmp_path / 'moved.py'}:made"], capsys)

@@ -68,7 +68,9 @@ def errors(step_size: float, structure: str = "lowrank", temperature: float = 1.
     return sampler.error
 
 
-@pytest.mark.parametrize(("structure", "temperature"), [("lowrank", 0.1), ("full", 1.0)])
+@pytest.mark.parametrize(
+    ("structure", "temperature"), [pytest.param("lowrank", 0.1, marks=pytest.mark.long), ("full", 1.0)]
+)
 def test_energy_is_kept_the_better_the_shorter_the_steps(structure: str, temperature: float) -> None:
     """Leapfrog steps: the error falls with the square of the step."""
     long, short = errors(4e-3, structure, temperature), errors(2.5e-4, structure, temperature)
@@ -259,7 +261,7 @@ def after(
     ("structure", "steps"),
     [
         ("lowrank", 5),
-        ("lowrank", 17),
+        pytest.param("lowrank", 17, marks=pytest.mark.long),
         ("diagonal", 17),
         pytest.param("kronecker", 17, marks=pytest.mark.long),
         ("full", 17),

@@ -109,7 +109,7 @@ def loop(sampler: LocalSampler, w: nn.Parameter, slope: float, noise: float, ste
     return torch.stack(draws)
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.3])
+@pytest.mark.parametrize("noise", [pytest.param(0.0, marks=pytest.mark.long), 0.3])
 def test_the_sampler_has_the_right_variance_in_a_loop(noise: float) -> None:
     torch.manual_seed(0)
     w = nn.Parameter(torch.zeros(200))

@@ -174,6 +174,7 @@ def test_the_command_merges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "already holds a run" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_fits_of_one_table_with_other_seeds_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn", reason="scikit-learn is not installed: it reads tables")
     from isosgd import sklearn

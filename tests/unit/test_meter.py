@@ -123,6 +123,7 @@ def test_exact_draws_are_trusted(temperature: float) -> None:
     assert whole.error / temperature < 0.03
 
 
+@pytest.mark.long
 def test_few_draws_bring_no_bias() -> None:
     """Each half takes its centre from the other; a mean of the same draws would read 1 - 1/8 here."""
     found = np.array([exact((1, 8), seed).trust(rows=60).readings[0].temperature for seed in range(100)])

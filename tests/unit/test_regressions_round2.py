@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from isosgd import Posterior, Target, load, sample
 
-QUICK: dict[str, Any] = {"draws": 8, "warmup": 250, "keep_every": 2, "progress": False, "compile": False}
+QUICK: dict[str, Any] = {"draws": 8, "warmup": 200, "keep_every": 2, "progress": False, "compile": False}
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_arrays_and_frames_are_data(kind: str, likelihood: str) -> None:
         y = (y[:, 0] > 0).long()
     target = Target.from_module(network(outputs=1 if likelihood == "gaussian" else 2), likelihood, num_data=120)
     data = _forms(kind, x, y)
-    posterior = sample(target, data, structure="layer", **QUICK)
+    posterior = sample(target, data, structure="layer", **{**QUICK, "warmup": 100})
     assert {v.dtype for v in posterior.draws.values()} == {torch.float32}
     inputs = x.double().numpy() if kind == "batches" else data[0]
     torch.testing.assert_close(posterior.predict(inputs).mean, posterior.predict(x).mean)

@@ -492,7 +492,7 @@ def test_an_extended_run_is_the_one_that_was_asked_for_at_once(tmp_path: Path, w
     if way == "all data":
         settings = {**QUICK, "batch_size": "all", "structure": "diagonal", "warmup": 600, "chains": 2}
     elif way == "warm-up":
-        settings = {**QUICK, "chains": 2, "structure": "diagonal", "warmup": 160}
+        settings = {**QUICK, "chains": 2, "structure": "layer", "warmup": 120}
     wanted = sample(make_target(model()), (X, Y), **{**settings, "draws": 9})
     sample(make_target(model()), (X, Y), store=tmp_path, **settings)
     assert load(tmp_path).info["complete"] and load(tmp_path).num_draws == 4

@@ -211,7 +211,11 @@ RATE = 0.005 * 400 * 0.05**2  # times the curvature: 0.005
 
 @pytest.mark.parametrize(
     ("sampler", "settings"),
-    [(SGLD, {"lr": RATE}), (SGLD, {"lr": RATE, "weight_decay": 1e-9}), (SGHMC, {"lr": RATE / 20, "friction": 0.05})],
+    [
+        (SGLD, {"lr": RATE}),
+        pytest.param(SGLD, {"lr": RATE, "weight_decay": 1e-9}, marks=pytest.mark.long),  # the same steps: see below
+        (SGHMC, {"lr": RATE / 20, "friction": 0.05}),
+    ],
 )
 def test_samplers_in_a_loop_lose_nothing_in_bfloat16(sampler, settings):
     found, _ = levels(sampler, torch.bfloat16, **settings)
@@ -377,6 +381,7 @@ def test_densities_that_start_in_bfloat16_are_sampled_in_float32():
     assert posterior.draws["mu"].dtype == torch.float32
 
 
+@pytest.mark.long
 def test_the_benchmark_of_a_decoder_runs():
     found = decoder.main(["--size", "tiny", "--rounds", "1", "--cases", "sgld"])
     assert set(found["cases"]) == {"adamw", "sgld"} and found["cases"]["sgld"]["ratio"] > 0

@@ -18,7 +18,7 @@ from isosgd.target import Params
 pytestmark = pytest.mark.filterwarnings("ignore:.*did not settle:isosgd.errors.SamplingWarning")
 
 N = 80
-QUICK = {"draws": 6, "keep_every": 3, "warmup": 240, "batch_size": 16, "compile": False, "progress": False}
+QUICK = {"draws": 6, "keep_every": 3, "warmup": 120, "batch_size": 16, "compile": False, "progress": False}
 
 
 def log_likelihood(params: Params, batch: Any) -> Tensor:

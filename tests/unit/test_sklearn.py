@@ -23,6 +23,7 @@ from isosgd.sklearn import BayesianMLPClassifier, BayesianMLPRegressor
 from isosgd.tables.network import NOISES, Network, flushed_denormals, steps_for, usual_layers
 
 SHORT: dict[str, Any] = {"hidden_layers": (8,), "effort": 0.05, "chains": 2, "random_state": 0}
+OTHER_SIZES = ("loglinear", "loglinear_t", "heteroscedastic", "heteroscedastic_t")
 SHORTEST: dict[str, Any] = {**SHORT, "hidden_layers": (4,), "effort": 0.02, "chains": 1}  # where many are fitted
 
 
@@ -64,11 +65,15 @@ def test_scikit_learns_own_checks_pass(kind: Any) -> None:
 
 
 def test_copies_and_pickles_predict_the_same(fitted: BayesianMLPRegressor) -> None:
-    x, y = linear(80, 0)
+    x, _ = linear(80, 0)
     again = copy.deepcopy(fitted)  # by the same state as a pickle
     assert np.array_equal(again.predict(x), fitted.predict(x))
     assert again.trust_.summary == fitted.trust_.summary
-    assert np.array_equal(clone(fitted).fit(x, y).predict(x), fitted.predict(x))
+
+
+def test_a_clone_is_fitted_to_the_same(frame_model: BayesianMLPRegressor) -> None:
+    frame, y = mixed(40, 0)
+    assert np.array_equal(clone(frame_model).fit(frame, y).predict(frame), frame_model.predict(frame))
 
 
 @pytest.mark.long
@@ -273,7 +278,7 @@ def test_denormals_are_as_they_were_afterwards() -> None:
 
 def test_rows_that_repeat_are_like_themselves() -> None:
     frame = pd.DataFrame({"a": list("uvwu") * 20, "b": [0, 1, 1, 1] * 20})
-    model = BayesianMLPRegressor(**SHORT).fit(frame, np.arange(80.0))
+    model = BayesianMLPRegressor(**SHORTEST).fit(frame, np.arange(80.0))
     assert not any(model.unlike(frame))
 
 
@@ -282,7 +287,7 @@ def test_a_fit_that_was_interrupted_predicts_nothing(monkeypatch: pytest.MonkeyP
         raise KeyboardInterrupt
 
     x, y = linear(40, 0)
-    model = BayesianMLPRegressor(**SHORT).fit(x, y)
+    model = BayesianMLPRegressor(**SHORTEST).fit(x, y)
     monkeypatch.setattr("isosgd.sklearn.sample_network", interrupted)
     with pytest.raises(KeyboardInterrupt):
         model.fit(x, 100 * y)
@@ -332,16 +337,19 @@ def test_predictions_of_many_rows_are_made_in_parts(fitted: BayesianMLPRegressor
 
 def test_noise_has_the_tails_of_what_networks_leave() -> None:
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(400, 2))
+    x = rng.normal(size=(200, 2))
     for noise, found in (
-        (rng.uniform(-1, 1, 400), ("gaussian", 6.0)),
-        (rng.standard_cauchy(400), ("student_t", 6.0)),
+        (rng.uniform(-1, 1, 200), ("gaussian", 6.0)),
+        (rng.standard_cauchy(200), ("student_t", 6.0)),
     ):
-        network = BayesianMLPRegressor(**SHORT).fit(x, x.sum(1) + noise).network_
+        network = BayesianMLPRegressor(**SHORTEST).fit(x, x.sum(1) + noise).network_
         assert (network.likelihood, network.df) == found
 
 
-@pytest.mark.parametrize("likelihood", ["auto", "loglinear", "loglinear_t", "heteroscedastic", "heteroscedastic_t"])
+@pytest.mark.parametrize(
+    "likelihood",
+    ["auto", *(pytest.param(name, marks=pytest.mark.long) for name in OTHER_SIZES)],
+)
 def test_noise_of_a_size_that_depends_on_the_inputs(likelihood: Any) -> None:
     rng = np.random.default_rng(0)
     x = rng.uniform(-2, 2, size=(300, 2))
@@ -365,12 +373,11 @@ def test_noise_of_a_size_that_depends_on_the_inputs(likelihood: Any) -> None:
 def test_columns_named_by_integers_are_names() -> None:
     rng = np.random.default_rng(0)
     frame = pd.DataFrame({2019: rng.normal(size=40), 2020: rng.choice(["a", "b"], 40), 2021: rng.normal(size=40)})
-    model = BayesianMLPRegressor(hidden_layers=(4,), chains=2, effort=0.05, random_state=0)
-    fitted = model.fit(frame, frame[2019] + (frame[2020] == "a"))
+    fitted = BayesianMLPRegressor(**SHORTEST).fit(frame, frame[2019] + (frame[2020] == "a"))
     with pytest.raises(ValueError, match="lacks the column 2019, with which the model was fitted"):
         fitted.predict(frame.rename(columns={2019: 2018}))
     assert fitted.predict(frame).shape == (40,) and fitted.columns_.numbers == [2019, 2021]
-    numbers = BayesianMLPRegressor(**SHORT).fit(frame[[2019, 2021]], frame[2019])
+    numbers = BayesianMLPRegressor(**SHORTEST).fit(frame[[2019, 2021]], frame[2019])
     assert np.array_equal(numbers.predict(frame[[2019, 2021]].to_numpy()), numbers.predict(frame[[2019, 2021]]))
 
 

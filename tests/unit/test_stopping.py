@@ -1,5 +1,7 @@
 """draws="auto": until predictions have converged or the budget ends, and it is said which."""
 
+import math
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from isosgd import DataSets, Interrupted, Posterior, Target, likelihoods, priors, resume, sample
-from isosgd.sampling import recorders
 from isosgd.sampling.stopping import looks
 
 Y = torch.randn(80, generator=torch.Generator().manual_seed(0))
@@ -17,8 +18,13 @@ SETTINGS: dict[str, Any] = {"method": "sgld", "lr": 0.3, "warmup": 0, "batch_siz
 NOT_CONVERGED = "ignore:draws = 'auto'. not converged:isosgd.errors.SamplingWarning"
 
 
-def target(predict: bool = False) -> Target:
+def target(predict: bool = False, patience: float = math.inf) -> Target:
+    """The mean of a normal; the user stops it after so many gradients."""
+    calls = count()
+
     def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
+        if next(calls) >= patience:
+            raise KeyboardInterrupt
         return -0.5 * (batch[0] - params["mu"]) ** 2
 
     own = (lambda params, x: params["mu"] + 0.0 * x) if predict else None
@@ -45,27 +51,19 @@ def test_it_ends_when_the_budget_does_and_warns() -> None:
 
 @pytest.mark.filterwarnings(NOT_CONVERGED)
 @pytest.mark.parametrize(("chains", "budget"), [(1, 70), (4, 70)])
-def test_a_run_that_was_stopped_ends_where_it_would_have(
-    chains: int, budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = auto(chains=chains, budget=budget)
-    keep, count = recorders.OnDisk.keep, [0]
-
-    def stop(self: Any, *args: Any) -> None:
-        count[0] += 1
-        if count[0] == 60:
-            raise KeyboardInterrupt
-        keep(self, *args)
-
-    monkeypatch.setattr(recorders.OnDisk, "keep", stop)
-    with pytest.raises(Interrupted):
-        auto(chains=chains, budget=budget, store=tmp_path / "run")
+def test_a_run_that_was_stopped_ends_where_it_would_have(chains: int, budget: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"chains": chains, "budget": budget, "keep_every": 1}
+    whole = auto(**options)
+    with pytest.raises(Interrupted) as stopped:
+        auto(target=target(patience=60), store=tmp_path / "run", **options)
+    assert stopped.value.posterior is not None and 0 < stopped.value.posterior.num_draws < whole.num_draws
     again = resume(tmp_path / "run", target(), (Y,), progress=False)
     assert again.num_draws == whole.num_draws and again.info["stopped"] == whole.info["stopped"]
     assert torch.equal(whole.draws["mu"], again.draws["mu"])
     assert resume(tmp_path / "run", target(), (Y,)).info["stopped"] == whole.info["stopped"]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(NOT_CONVERGED)
 def test_held_out_predictions_are_what_counts() -> None:
     """The data say nothing of the slope, which therefore mixes slowly: predictions have converged at 0 alone."""
@@ -98,15 +96,18 @@ def test_chains_of_other_data_sets_are_not_compared() -> None:
 # ------------------------------------------------------------------------------------------------ chains in turn
 
 
-def in_turn(fails: int | None = None) -> Target:
+def in_turn(fails: int | None = None, patience: float = math.inf) -> Target:
     """A likelihood that cannot be mapped over chains, so that they run in turn; two of its modes are far apart.
 
     Args:
         fails: a chain that starts above 1000 diverges after so many gradients.
+        patience: the user stops it after so many.
     """
-    left = [fails]
+    left, calls = [fails], count()
 
     def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
+        if next(calls) >= patience:
+            raise KeyboardInterrupt
         where = float(params["mu"].detach())  # this is what cannot be mapped
         if where > 1000 and left[0] is not None:
             left[0] -= 1
@@ -158,42 +159,23 @@ def test_a_chain_in_turn_that_fails_does_not_count(bad: int, warmup: int) -> Non
 
 @TURNS
 @pytest.mark.filterwarnings(NOT_CONVERGED)
-@pytest.mark.parametrize("moment", [10, 42])
+@pytest.mark.parametrize("patience", [pytest.param(40, marks=pytest.mark.long), 170])
 def test_chains_in_turn_that_were_stopped_end_where_they_would_have(
-    moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    patience: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"chains": 2, "budget": 28, "init": starts(0.0, 0.1)}
     whole = auto(target=in_turn(), **options)
-    keep, count = recorders.OnDisk.keep, [0]
-
-    def stop(self: Any, *args: Any) -> None:
-        count[0] += 1
-        if count[0] == moment:
-            raise KeyboardInterrupt
-        keep(self, *args)
-
     monkeypatch.setattr("isosgd.store.writer.LEAST_WAIT", 0.0)
-    monkeypatch.setattr(recorders.OnDisk, "keep", stop)
     with pytest.raises(Interrupted):
-        auto(target=in_turn(), store=tmp_path / "run", **options)
+        auto(target=in_turn(patience=patience), store=tmp_path / "run", **options)
     again = resume(tmp_path / "run", in_turn(), (Y,), init=options["init"], progress=False)
     assert torch.equal(whole.draws["mu"], again.draws["mu"]) and again.info["stopped"] == whole.info["stopped"]
 
 
 @TURNS
 def test_ctrl_c_between_rounds_leaves_the_draws_of_all_chains() -> None:
-    target = in_turn()
-    stop, count = target._log_likelihood, [0]
-
-    def impatient(params: dict[str, Tensor], batch: Any) -> Tensor:
-        count[0] += 1
-        if count[0] > 200:
-            raise KeyboardInterrupt
-        return stop(params, batch)
-
-    target._log_likelihood = impatient
     with pytest.raises(Interrupted) as caught:
-        auto(target=target, chains=2, init=starts(0.0, 0.1))
+        auto(target=in_turn(patience=200), chains=2, init=starts(0.0, 0.1))
     assert caught.value.posterior is not None and caught.value.posterior.num_chains == 2
 
 

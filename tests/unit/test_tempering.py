@@ -56,6 +56,7 @@ def test_fixed_scales_are_tempered_as_before():
     assert sample(target, (torch.randn(100),), **run).info["density"] == "likelihood * prior: the posterior"
 
 
+@pytest.mark.long
 def test_the_meter_reads_the_density_that_was_sampled():
     """Of the scale itself, too, though its prior is not tempered."""
     y = torch.randn(200, 8, generator=torch.Generator().manual_seed(0)) + torch.linspace(-1, 1, 8)

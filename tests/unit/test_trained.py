@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import time
 from typing import Any
@@ -34,7 +35,12 @@ def examples(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def trained(seed: int = 0, steps: int = 300, norm: bool = False) -> nn.Module:
-    """A network that has fitted the noise of few examples."""
+    """A network that has fitted the noise of few examples; a copy for each test."""
+    return copy.deepcopy(_trained(seed, steps, norm))
+
+
+@functools.cache
+def _trained(seed: int, steps: int, norm: bool) -> nn.Module:
     torch.manual_seed(seed)
     layers = [nn.Linear(4, 16), *([nn.BatchNorm1d(16)] if norm else []), nn.ReLU(), nn.Linear(16, 2)]
     model, (x, y) = nn.Sequential(*layers), examples(100, 0)
@@ -160,6 +166,7 @@ def test_the_start_has_its_share_of_predictions_and_none_of_the_diagnostics() ->
             alone.with_starts(share)
 
 
+@pytest.mark.long
 def test_a_gain_that_may_be_chance_is_not_tried_again_colder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Better than the start, but not by so many standard errors: the start comes back at once."""
     monkeypatch.setattr("isosgd.sampling.trained.SURE_CHOSEN", 1e6)
@@ -190,7 +197,8 @@ def test_chains_take_the_networks_in_turns_with_their_buffers() -> None:
     models = [trained(seed, norm=True).train() for seed in (0, 1)]
     with pytest.warns(UserWarning, match="statistics of the minibatch"):
         target = target_of(models[0])
-    posterior = sample(target, TRAIN, starts=models, chains=4, temperature=1e-6, **SHORT)
+    short = {**SHORT, "warmup": 100, "structure": "layer"}
+    posterior = sample(target, TRAIN, starts=models, chains=4, temperature=1e-6, **short)
     assert posterior.num_chains == 4 and posterior.info["starts"] == 2
     weights = posterior.draws["0.weight"][:, -1]
     for chain in range(4):
@@ -232,6 +240,7 @@ def test_where_nothing_helps_the_draws_are_the_starts() -> None:
         posterior.trust()
 
 
+@pytest.mark.long
 def test_a_network_that_is_sure_and_right_comes_back() -> None:
     """Its NLL is exactly zero, so that nothing can be measured by it."""
     model, (x, _) = nn.Linear(4, 2), HELD
@@ -239,8 +248,9 @@ def test_a_network_that_is_sure_and_right_comes_back() -> None:
         model.weight.copy_(1e4 * torch.tensor([[-1.0], [1.0]]).expand(2, 4))
         model.bias.zero_()
     y = (x.sum(1) > 0).long()
+    held, settings = (x[100:], y[100:]), {**SHORT, "ladder": [1e-3, 1e-2]}
     with pytest.warns(SamplingWarning, match="the draws are the starts"):
-        found = sample(target_of(model), (x[:100], y[:100]), starts=[model], held_out=(x[100:], y[100:]), **SHORT)
+        found = sample(target_of(model), (x[:100], y[:100]), starts=[model], held_out=held, **settings)
     assert found.info["gradients"] > 0 and found.info["temperature_choice"]["start_nll"] == 0
 
 

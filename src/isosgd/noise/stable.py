@@ -43,18 +43,14 @@ def match_gaussian(alpha: float) -> float:
     s = np.linspace(0.0, 12.0**0.25, 4001)
     t = s**4
     weight = 2.0 * np.exp(-0.5 * t * t) / math.sqrt(2.0 * math.pi) * 4.0 * s**3 * (s[1] - s[0])
-
-    def slope(r: float) -> float:
+    r = 0.7
+    for _ in range(7):  # Newton's steps; five are enough for every tabulated alpha
         z = (r * t) ** alpha
-        return math.sqrt(math.pi) - 2.0 * math.sqrt(2.0 * math.pi) * float(
-            np.sum(weight * (1.0 - alpha * z) * np.exp(-z))
-        )
-
-    low, high = 0.3, 2.0  # slope(low) < 0 < slope(high) for every tabulated alpha
-    for _ in range(60):
-        middle = 0.5 * (low + high)
-        low, high = (middle, high) if slope(middle) < 0 else (low, middle)
-    return 0.5 * (low + high)
+        density = 2.0 * math.sqrt(2.0 * math.pi) * weight * np.exp(-z)
+        slope = math.sqrt(math.pi) - float(np.sum(density * (1.0 - alpha * z)))
+        bend = float(np.sum(density * z * (1.0 + alpha - alpha * z))) * alpha / r
+        r -= slope / bend
+    return r
 
 
 @lru_cache(maxsize=1)

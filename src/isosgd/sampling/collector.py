@@ -72,7 +72,7 @@ class Collector:
         >>> _ = torch.manual_seed(0)
         >>> model, x = nn.Linear(1, 1), torch.randn(200, 1)
         >>> y = 2 * x + torch.randn(200, 1)
-        >>> optimizer = ISGD(model.parameters(), num_data=200, batch_size=50, warmup=2000)
+        >>> optimizer = ISGD(model.parameters(), num_data=200, batch_size=50, warmup=800)
         >>> collector = Collector(optimizer, model, likelihood=likelihoods.Gaussian(1.0), keep_every=5)
         >>> while len(collector) < 20:
         ...     rows = torch.randint(200, (50,))

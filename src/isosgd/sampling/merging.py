@@ -46,7 +46,7 @@ def merge(runs: Sequence[str | Path], out: str | Path, target: Target | None = N
         >>> folder = tempfile.TemporaryDirectory()
         >>> runs = [f"{folder.name}/{seed}" for seed in range(2)]
         >>> for seed, run in enumerate(runs):
-        ...     _ = sample(target, (y,), draws=20, keep_every=5, warmup=1000, progress=False, store=run, seed=seed)
+        ...     _ = sample(target, (y,), draws=20, keep_every=5, warmup=400, progress=False, store=run, seed=seed)
         >>> merge(runs, f"{folder.name}/all", target).num_chains
         2
         >>> folder.cleanup()

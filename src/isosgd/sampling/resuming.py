@@ -54,7 +54,7 @@ def resume(
         >>> y = torch.randn(200, generator=torch.Generator().manual_seed(0))
         >>> target = Target(lambda p, b: -0.5 * (b[0] - p["mu"]) ** 2, priors.Normal(10.0), init={"mu": 0.0})
         >>> folder = tempfile.TemporaryDirectory()
-        >>> _ = sample(target, (y,), draws=20, keep_every=5, warmup=1000, progress=False, store=folder.name)
+        >>> _ = sample(target, (y,), draws=20, keep_every=5, warmup=400, progress=False, store=folder.name)
         >>> len(resume(folder.name, target, (y,)))
         20
         >>> len(resume(folder.name, target, (y,), draws=30, progress=False))
