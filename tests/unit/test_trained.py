@@ -76,6 +76,21 @@ def test_an_overfitted_network_is_better_by_held_out_examples_and_says_how() -> 
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("steps", "said"), [(3, True), (60, False)])
+def test_a_network_that_was_not_trained_to_the_end_is_optimised_first(steps: int, said: bool) -> None:
+    """Then draws are far better than those that go on from it; what is compared with is the network as it was given."""
+    model, new = trained(steps=steps), examples(2_000, 2)
+    run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False}
+    found = sample(target_of(model), TRAIN, starts=model, held_out=HELD, **run)
+    choice = found.info["temperature_choice"]
+    assert ("not trained to the end" in choice["reason"]) is said
+    against = found.against_start(*new)
+    with torch.no_grad():
+        assert against.start.nll == pytest.approx(float(nn.functional.cross_entropy(model(new[0]), new[1])), rel=1e-4)
+    assert against.ratio < (0.75 if said else 1.01)
+
+
+@pytest.mark.long
 def test_draws_of_the_temperature_that_won_are_the_first_of_the_run() -> None:
     """The trial's eight come before those that go on from it; where lengths are given, all draws are as asked for."""
     model, run = trained(), {"batch_size": 16, "compile": False, "progress": False, "draws": 16}

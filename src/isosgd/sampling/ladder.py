@@ -6,8 +6,11 @@ starts do not. Predictions of classes are scored at the softmax temperature that
 (`isosgd.posterior.calibration`), those of the starts alone, too.
 
 Each run is hotter than the last and goes on from where that one ended, until draws alone get clearly worse; then one
-beside the best. Of large networks one temperature is tried, and colder ones only where it does harm: short runs do not
-tell temperatures apart there.
+beside the best. Where even the coldest draws are far better than the starts, these were not trained to the end, and an
+initial optimisation comes first.
+
+Of large networks one temperature is tried, and colder ones only where it does harm: short runs do not tell temperatures
+apart there.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from isosgd.target.likelihoods import Bernoulli, Categorical, Tokens
 COLDER = 10.0  # a rung so much colder than the coldest is tried where that one was best
 DESCENTS = 3  # temperatures of large networks, at most
 CLOSE = 5.0  # times a temperature: nothing is tried in between
+UNTRAINED = 5.0  # standard errors by which the coldest draws are better than a network that was not trained to the end
 WORSE = 0.1  # of the start's NLL, by which draws alone must be worse for hotter ones not to be tried
 HARM = 0.25  # likewise, of the one temperature of large networks, for a colder one to be taken
 SHARES = tuple(k / 20 for k in range(1, 19))  # weights of the starts that are tried; more would leave draws no say
@@ -260,7 +264,7 @@ class Ladder:
     """Temperatures tried one after the other.
 
     Args:
-        run: samples at a temperature from a place, and says where it ended.
+        run: samples at a temperature from a place, after an initial optimisation or without, and says where it ended.
         target: what is sampled.
         starts: the trained networks.
         held_out: examples to score by.
@@ -269,7 +273,7 @@ class Ladder:
     """
 
     def __init__(
-        self, run: Callable[[float, Place], tuple[Posterior, Place]], target: Target, starts: Sequence[State],
+        self, run: Callable[[float, Place, bool], tuple[Posterior, Place]], target: Target, starts: Sequence[State],
         held_out: Tensors, deadline: float, device: Any,
     ) -> None:  # fmt: skip
         self.run, self.starts, self.held_out, self.device = run, starts, held_out, device
@@ -290,6 +294,7 @@ class Ladder:
         self.places: dict[float, Place] = {}
         self.drawn: dict[float, Posterior] = {}
         self.diverged: list[float] = []
+        self.optimised = False  # whether chains began with an initial optimisation
 
     @property
     def about_starts(self) -> dict[str, Any]:
@@ -312,11 +317,14 @@ class Ladder:
         place = Place(self.starts)
         for temperature in temperatures:
             rung = self._try(temperature, place)
+            if rung is not None and temperature == temperatures[0] and rung.better(UNTRAINED, without_few=True):
+                rung = self._optimise(rung)
             if rung is None or self._harm(rung) > WORSE * self.unit:
                 break
             place = self.places[temperature]
         if not self.found or self._best.temperature == temperatures[0]:
-            self._try(temperatures[0] / COLDER, Place(self.starts))
+            begin = self.places[temperatures[0]] if self.optimised else Place(self.starts)
+            self._try(temperatures[0] / COLDER, begin)
         if len(self.found) > 1:
             self._refine()
         return self._choice(self._best if self.found else None)
@@ -331,6 +339,18 @@ class Ladder:
                 break
             temperature /= COLDER
         return self._choice(last, tried_enough=False)
+
+    def _optimise(self, cold: Rung) -> Rung:
+        """The same after an initial optimisation, if that is better."""
+        temperature = cold.temperature
+        kept = self.places[temperature], self.drawn[temperature]
+        LOGGER.info("the network was not trained to the end: an initial optimisation comes first")
+        rung = self._try(temperature, Place(self.starts), optimise=True)
+        self.optimised = rung is not None and rung.nll < cold.nll
+        if rung is not None and self.optimised:
+            return rung
+        self.found[temperature], (self.places[temperature], self.drawn[temperature]) = cold, kept
+        return cold
 
     def _harm(self, rung: Rung) -> float:
         """By how much draws alone are worse than the starts, or than the best draws."""
@@ -354,13 +374,13 @@ class Ladder:
     def _late(self) -> bool:
         return time.monotonic() > self.deadline
 
-    def _try(self, temperature: float, place: Place) -> Rung | None:
+    def _try(self, temperature: float, place: Place, optimise: bool = False) -> Rung | None:
         if self.found and self._late():
             return None
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", SamplingWarning)  # a rung is short, and nobody looks at its draws
-                posterior, end = self.run(temperature, place)
+                posterior, end = self.run(temperature, place, optimise)
             after = densities(posterior, self.held_out, self.device)
         except DivergedError:
             after = None
@@ -397,4 +417,6 @@ class Ladder:
         reason = (
             f"T = {best.temperature:.3g} by {len(self.before)} held-out examples: NLL {best.nll:.4g}, {self.said()}"
         )
+        if self.optimised:
+            reason += "; the network was not trained to the end, so that chains began with an initial optimisation"
         return Choice(best.temperature, reason, **known)

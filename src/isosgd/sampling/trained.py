@@ -332,12 +332,14 @@ class TrainedRun:
         now = time.monotonic()
         end = None if deadline is None else now + LADDER_SHARE * (deadline - now)
 
-        def run(temperature: float, place: Place) -> tuple[Posterior, Place]:
+        def run(temperature: float, place: Place, optimise: bool) -> tuple[Posterior, Place]:
             ends: dict[int, Any] = {}
             lengths = self.lengths.rung_settings(self.hmc, bool(place.measured))
+            if optimise:
+                lengths["warmup"] = max(lengths["warmup"], self.lengths.run // 2)
             found = self._counted(draw)(
                 self.target, self.data, init=self._init(place.states), chains=chains, temperature=temperature,
-                trained=True, progress=False, deadline=end, begin=place.measured,
+                trained=not optimise, progress=False, deadline=end, begin=place.measured,
                 ends=ends if self.continues else None, **lengths, **self.settings,
             )  # fmt: skip
             whole = not found.info["dropped"]  # else what was measured would leave chains out of all runs to come
