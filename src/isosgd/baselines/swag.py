@@ -93,6 +93,8 @@ class SWAG(Baseline):
     """
 
     targets = "a Gaussian around SGD's mean, covariance from H S + S H = rate Var(g)"
+    paper = "Maddox et al. 2019"
+    departures = "the rate is chosen; plain SGD, no momentum; variances centred as they come"
     tempered = True
 
     def __init__(self, *, lr: float | None = None, rank: int = 20, snapshots: int = 40, train_lr: float = 0.01) -> None:
