@@ -19,6 +19,11 @@ class SamplingWarning(UserWarning):
 _PACKAGE = str(Path(__file__).parent)
 
 
+def first_line(error: BaseException) -> str:
+    """The kind of an error and the first line of its message, for a sentence."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:500]}".removesuffix(": ")
+
+
 def warn_caller(message: str) -> None:
     """A `SamplingWarning` that names the line which called the library, however deep it comes up."""
     level, frame = 1, sys._getframe()

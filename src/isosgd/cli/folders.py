@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from isosgd import Posterior, Target, load
-from isosgd.cli.common import first_line
+from isosgd.errors import first_line
 from isosgd.report import Subject, write_report
 from isosgd.samplers import METHODS
 from isosgd.sampling.stopping import MOST_DRAWS

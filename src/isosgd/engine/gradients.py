@@ -16,6 +16,7 @@ from torch.func import grad_and_value, vmap
 from isosgd.data.sources import Batch, batch_length, halves
 from isosgd.engine.compiled import Compiled, Tensors, repeat
 from isosgd.engine.ranks import Ranks
+from isosgd.errors import first_line
 from isosgd.native import perceptron
 from isosgd.noise import join_halves
 from isosgd.target import Params, Target
@@ -288,7 +289,7 @@ def batchable(target: Target, params: Params, batch: Batch, num_data: int) -> st
     try:
         loss, gradient, _ = Many(target, num_data, layout).flat(theta, two, split=False)
     except Exception as error:  # whatever a user's code may raise under vmap
-        return f"the model cannot be mapped over chains ({type(error).__name__}: {_first_line(error)})"
+        return f"the model cannot be mapped over chains ({first_line(error)})"
     expected = torch.cat([g.reshape(-1) for g in wanted.gradients])
     scale = expected.abs().amax().clamp_min(1e-4)  # vanishing gradients differ by rounding alone
     loss_off = (loss - wanted.loss).abs().amax() / wanted.loss.abs().amax().clamp_min(1.0)
@@ -296,10 +297,6 @@ def batchable(target: Target, params: Params, batch: Batch, num_data: int) -> st
     if not off < 1e-2 and bool(torch.isfinite(expected).all()):
         return f"mapped over chains the model gives other gradients (off by {off:.1g} of their largest)"
     return ""
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]
 
 
 def stacked(starts: Sequence[Params]) -> Params:

@@ -221,11 +221,6 @@ class Geometry(ABC):
         """Whether a compiled step of these tensors is one operation, which reads rows as they lie."""
         return False
 
-    @property
-    def tracks_level(self) -> bool:
-        """Whether the level of the noise is followed, so that every step has to measure it; see `Full`."""
-        return False
-
     # -- rates ----------------------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -25,8 +25,9 @@ from isosgd.sampling.stopping import Watch, looks, verdict
 from isosgd.sampling.stored import RunRequest
 from isosgd.target import Params
 from isosgd.warmup.alarms import warn_of
+from isosgd.warmup.base import Mark
 from isosgd.warmup.reports import GroupReport, WarmupReport
-from isosgd.warmup.windows import Mark, warm_up, warmup_of
+from isosgd.warmup.windows import warmup_of
 
 GUESSED_SPACING = 100  # for the progress bar, until the spacing is known
 NOISE_EVERY = 16  # in sampling the noise is followed, not found: every so many steps one is split in halves ...
@@ -511,4 +512,7 @@ def _find_rates(
         _check_rates(run, plan)
         return [WarmupReport(True, "", 0, 0, None) for _ in range(run.count)]
     steps = None if plan.warmup == "auto" else int(plan.warmup)
-    return warm_up(run, steps, bar, plan.keep_every == "auto", mark, saved, glide)
+    warmup = warmup_of(run, steps, bar, mark, glide)
+    if saved is not None:
+        warmup.load(saved)
+    return warmup.run(plan.keep_every == "auto")

@@ -31,8 +31,7 @@ from isosgd.noise.stable import TailMeter
 from isosgd.progress import Progress
 from isosgd.samplers import ISGD
 from isosgd.samplers.isgd import PAPER_STEPS
-from isosgd.warmup.base import LENGTH, Array, State, Warmup
-from isosgd.warmup.base import Mark as Mark
+from isosgd.warmup.base import LENGTH, Array, Mark, Warmup
 from isosgd.warmup.hmc import HMCWarmup
 from isosgd.warmup.optimise import InitialOptimisation
 from isosgd.warmup.reports import GroupReport, WarmupReport, direction_reports, drifting, group_reports
@@ -59,35 +58,6 @@ MOST_TRIES = 4  # minibatches for each noise vector of the first estimate
 TAILS_EVERY = 16  # steps between looks at the tails of the noise, where gradients are captured
 
 
-def warm_up(
-    chains: Chains,
-    steps: int | None,
-    progress: Progress,
-    measure_spacing: bool,
-    mark: Mark = lambda state: None,
-    saved: State | None = None,
-    multi_step: LeapfrogMultiStep | None = None,
-) -> list[WarmupReport]:
-    """Run the warm-up of chains and freeze their rates.
-
-    Args:
-        chains: they are left where sampling starts.
-        steps: gradients to spend on each; None for as many as it takes, up to a limit.
-        progress: told of every step.
-        measure_spacing: whether to measure how far apart draws should be.
-        mark: called between windows, with what gives the state of the warm-up there, beside that of the chains.
-        saved: such a state, from which to go on. The chains must have been brought to where they were.
-        multi_step: takes several leapfrog steps in a call.
-
-    Returns:
-        One report for each chain.
-    """
-    warmup = warmup_of(chains, steps, progress, mark, multi_step)
-    if saved is not None:
-        warmup.load(saved)
-    return warmup.run(measure_spacing)
-
-
 def warmup_of(
     chains: Chains,
     steps: int | None,
@@ -95,7 +65,15 @@ def warmup_of(
     mark: Mark = lambda state: None,
     multi_step: LeapfrogMultiStep | None = None,
 ) -> WindowedWarmup | HMCWarmup:
-    """The warm-up that `warm_up` runs."""
+    """The warm-up of chains, whose ``run`` leaves them where sampling starts, with frozen rates.
+
+    Args:
+        chains: that are warmed up.
+        steps: gradients to spend on each; None for as many as it takes, up to a limit.
+        progress: told of every step.
+        mark: called between windows, with what gives the state of the warm-up there, beside that of the chains.
+        multi_step: takes several leapfrog steps in a call.
+    """
     given = MOST_STEPS if steps is None else steps, steps is not None, progress, mark
     return WindowedWarmup(chains, *given) if chains.hmc is None else HMCWarmup(chains, *given, multi_step)
 
@@ -145,6 +123,7 @@ class WindowedWarmup(Warmup):
             )
 
     def run(self, measure_spacing: bool) -> list[WarmupReport]:
+        """A report for each chain; ``measure_spacing`` says whether to measure how far apart draws should be."""
         chains, sampler, self.measure_spacing = self.chains, self.chains.sampler, measure_spacing
         self.check()
         if isinstance(sampler, ISGD) and sampler.scheme != "windowed":
