@@ -38,9 +38,6 @@ class Run:
     """A run and what it takes to go on with it, to predict and to report.
 
     Attributes:
-        folder: of the run.
-        target: what is sampled.
-        data: training data.
         heldout: rows left out, if any.
         init: where chains start, as `isosgd.sample` takes it.
         subject: names and units for the report.
@@ -109,7 +106,6 @@ def open_run(folder: Path, script: str | None = None, drop_damaged: bool = False
     """The run in a folder that ``fit`` or ``sample`` wrote, or `isosgd.sample` with ``store=``.
 
     Args:
-        folder: of the run.
         script: ``SCRIPT.py:target`` that makes target and data, for runs that were begun from Python.
         drop_damaged: do without draws in damaged files.
     """

@@ -46,8 +46,6 @@ class Transformed:
 
     Args:
         function: of a batch and a generator; None for none.
-        seed: of the generator.
-        device: of the batches.
     """
 
     def __init__(self, function: Transform | None, seed: int, device: torch.device) -> None:
@@ -58,7 +56,6 @@ class Transformed:
         """The transformed batch.
 
         Args:
-            batch: of examples.
             lead: dimensions before that of the examples: chains and steps are one long batch to the user's function.
             generator: in place of the own one.
         """

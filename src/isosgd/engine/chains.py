@@ -39,11 +39,8 @@ class Chains:
     finite stays where it is and is left out from then on (`failures`); the others go on.
 
     Args:
-        target: what is sampled.
         starts: free parameters of each chain, leaves that require gradients.
         batches: the minibatches; with a leading chain dimension when there are many.
-        num_data: N.
-        make_sampler: builds the sampler.
         seed: of the sampler and of the curvature probes.
         together: whether they run in one batched computation. A single chain need not: its parameters then have no
             chain dimension, so that any model will do.

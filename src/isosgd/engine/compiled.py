@@ -57,11 +57,8 @@ class Compiled:
     What cannot be compiled (there may be no compiler on the machine) goes on as it is; ``unsupported_reason`` tells.
 
     Args:
-        function: of tensors.
         after: calls before it is compiled; None for never, 0 for at once.
-        log: takes a line for the user.
         what: is compiled, in words.
-        options: of the compiler.
     """
 
     def __init__(
@@ -103,14 +100,7 @@ class Compiled:
 
 
 def repeat(body: Callable[[int, Tensors], Tensors], count: Tensor, most: int, state: Tensors) -> Tensors:
-    """What ``body(0, .)``, ``body(1, .)``, ... make of a state: a loop, inside of the code where it is compiled.
-
-    Args:
-        body: one step; takes its number.
-        count: of steps, a tensor.
-        most: steps at most.
-        state: tensors, whose shapes stay.
-    """
+    """What ``body(0, .)``, ``body(1, .)``, ... make of a state: a loop, inside of the code where it is compiled."""
     if not torch.compiler.is_compiling():
         for k in range(int(count)):
             state = body(k, state)
@@ -138,9 +128,7 @@ def block(count: int, each: float, cache: int) -> int:
     """Chains that take their steps one after the other, so that what they read every time stays in the cache.
 
     Args:
-        count: of all chains.
         each: bytes that a chain reads and writes in a step.
-        cache: its size in bytes.
     """
     return next(size for size in range(count, 0, -1) if count % size == 0 and (size * each <= cache or size == 1))
 
@@ -187,8 +175,6 @@ class Repeated:
     """Calls a step so many times, in a way of its own (``fast``) or step by step.
 
     Args:
-        step: what is compiled.
-        most: how often at most.
         after: None for not compiled, 0 for compiled.
     """
 

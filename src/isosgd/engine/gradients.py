@@ -35,8 +35,6 @@ class Single:
     """Gradients of one chain, whose parameters have no chain dimension.
 
     Args:
-        target: what is sampled.
-        num_data: N.
         prior_weight: of the prior in the loss, see `isosgd.Target.prior_weight`.
     """
 
@@ -109,11 +107,7 @@ class Parted:
 
 
 class Layout:
-    """Where named parameters lie in a flat vector.
-
-    Args:
-        params: of one chain.
-    """
+    """Where named parameters lie in a flat vector."""
 
     def __init__(self, params: Params) -> None:
         self.shapes = {name: tuple(x.shape) for name, x in params.items()}
@@ -138,11 +132,7 @@ class Many:
     After so many calls that it pays, they are compiled.
 
     Args:
-        target: what is sampled.
-        num_data: N.
-        layout: of the parameters of one chain.
         compile_after: calls after which the rest is compiled; None for never.
-        prior_weight: as for `Single`.
     """
 
     def __init__(
@@ -188,7 +178,6 @@ class Many:
         """Loss and gradient at flat parameters, part after part, so that what the layers give stays in the cache.
 
         Args:
-            theta: flat parameters ``[chains, d]``.
             parts: of the batch, equally large, ``[parts, chains, rows, ...]``.
             rest: of the batch, ``[chains, rows, ...]``; empty when there is none.
         """
@@ -271,14 +260,7 @@ class Many:
 
 
 def batchable(target: Target, params: Params, batch: Batch, num_data: int) -> str:
-    """Why chains of this target cannot run in one batched computation; empty when they can.
-
-    Args:
-        target: what is sampled.
-        params: of one chain, which require gradients.
-        batch: a minibatch of one chain.
-        num_data: N.
-    """
+    """Why chains of this target cannot run in one batched computation; empty when they can."""
     dtypes = {x.dtype for x in params.values()}
     if len(dtypes) > 1:
         return f"its parameters have several dtypes ({', '.join(sorted(map(str, dtypes)))})"

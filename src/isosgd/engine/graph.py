@@ -129,13 +129,7 @@ class GraphGradients:
 
 
 class FusedUpdate:
-    """The update of a step that acts on each parameter on its own: one pass over memory.
-
-    Args:
-        run: the chain.
-        program: its sampler's steps.
-        like: a first step.
-    """
+    """The update of a step that acts on each parameter on its own: one pass over memory."""
 
     def __init__(self, run: Chains, program: StepProgram, like: Elementwise) -> None:
         assert run.graph is not None and run.graph.decays is not None
@@ -171,12 +165,7 @@ class FusedUpdate:
 
 
 class ProgramUpdate:
-    """The update of any sampler that exports its steps as a function of tensors.
-
-    Args:
-        run: the chain.
-        program: its sampler's steps.
-    """
+    """The update of any sampler that exports its steps as a function of tensors."""
 
     def __init__(self, run: Chains, program: StepProgram) -> None:
         assert run.graph is not None
@@ -274,13 +263,7 @@ class GraphSteps:
 
     @torch.no_grad()
     def take_steps(self, done: int, steps: int, tick: Callable[[int], None]) -> None:
-        """Take so many steps. Whether they were good is asked once, at the end.
-
-        Args:
-            done: steps that were taken before, since the warm-up.
-            steps: to take.
-            tick: told how many were taken.
-        """
+        """Take so many steps. Whether they were good is asked once, at the end."""
         run = self.run
         start = self.graph.flat.values.clone()
         self.update.begin()

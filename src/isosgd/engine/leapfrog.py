@@ -46,8 +46,6 @@ class LeapfrogMultiStep:
 
     Args:
         run: the chains, of HMC; `unsupported_reason` must be empty.
-        compiled: whether to compile.
-        log: takes a line for the user.
     """
 
     def __init__(self, run: Chains, compiled: bool = True, log: Callable[[str], None] | None = None) -> None:

@@ -65,8 +65,6 @@ class MultiStep:
     Args:
         run: the chains; `unsupported_reason` must be empty.
         noise_every: where the noise is followed, every k-th step is split in halves.
-        compiled: whether to compile.
-        log: takes a line for the user.
 
     Attributes:
         failed: why the steps could not be compiled.

@@ -102,12 +102,7 @@ def make_kernel() -> Any:
 
 
 class HalfParameters:
-    """The parameters of a sampler that are in bfloat16.
-
-    Args:
-        state: of the optimizer.
-        params: all of its parameters.
-    """
+    """The parameters of a sampler that are in bfloat16."""
 
     def __init__(self, state: Any, params: list[Tensor]) -> None:
         wrong = next((p for p in params if p.dtype == torch.float16), None)

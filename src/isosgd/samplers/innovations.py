@@ -98,10 +98,7 @@ class Source:
             (self.prefetched or self._start()).result()
             self.prefetched = None
             return self.out
-        if self._draws_part is None:
-            self.out.normal_(generator=self.generator)
-        else:
-            self._draws_part(self.out)
+        self._draw(self.out)
         if self._scale is not None:
             self.out.mul_(self._scale)
         if self._finish is not None:
@@ -118,6 +115,12 @@ class Source:
         """Start on the next innovations; ``out`` is written over."""
         if self.bits and self.prefetched is None:
             self.prefetched = self._start()
+
+    def _draw(self, out: Tensor) -> None:
+        if self._draws_part is None:
+            out.normal_(generator=self.generator)
+        else:
+            self._draws_part(out)
 
     def _start(self) -> Future[None]:
         self._before, self._counts_before = self.generator.get_state(), self._counts

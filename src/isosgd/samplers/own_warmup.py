@@ -75,7 +75,6 @@ class OwnWarmup:
     """The warm-up of a sampler by itself. `step` is called once for each step of the sampler.
 
     Args:
-        sampler: which is driven.
         budget: steps that it takes, all of them; None for as many as it takes, up to a limit.
         by_scheme: whether the sampler estimates its rates by a scheme of its own, and only takes noise vectors.
 

@@ -208,17 +208,7 @@ def _as_target(target: Target | nn.Module, likelihood: Any, data: Any) -> Target
 
 
 class _Neighbourhood:
-    """The mean loss and its gradient around a start, for some chains at once.
-
-    Args:
-        target: the model.
-        data: as given to `llc`.
-        init: start values where they are not the target's own.
-        chains: how many.
-        batch_size: as given to `llc`.
-        seed: of minibatches.
-        device: where to compute.
-    """
+    """The mean loss and its gradient around a start, for some chains at once."""
 
     def __init__(
         self, target: Target, data: Any, init: Any, chains: int, batch_size: Any, seed: int, device: Any

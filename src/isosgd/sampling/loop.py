@@ -269,8 +269,6 @@ def draw_all(
 
     Args:
         runs: chains that run side by side, with the index of the first of them, and where their draws go.
-        plan: what is asked for.
-        bar: told of every step.
         note: told of gradients, loss and rates at every draw, and of the first chain's index.
         ranks: other processes that draw chains of the same run, by which convergence is judged too.
     """
@@ -312,12 +310,6 @@ def draw_all(
 class _Drawing:
     """Chains that are being drawn from.
 
-    Args:
-        run: the chains.
-        first: index of the first of them.
-        keeper: where draws go.
-        steps: what draws, with pauses.
-
     Attributes:
         watch: what they predict; None when they have come to their end.
     """
@@ -347,11 +339,7 @@ def draw_from(
     """Warm up chains and draw from them; with ``auto``, pause before the first draw and where convergence is judged.
 
     Args:
-        run: the chains.
         first: index of the first of them.
-        plan: what is asked for.
-        bar: told of every step.
-        keeper: where draws go.
         saved: a state that `keeper` was told of, from which to go on.
         note: told of gradients, loss and rates at every draw, and of the first chain's index.
 

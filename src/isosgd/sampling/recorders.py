@@ -106,13 +106,7 @@ def _chain(draws: list[Params], k: int) -> Params:
 
 
 class OnDisk(Keeper):
-    """Writes draws to a store as they come, and checkpoints.
-
-    Args:
-        request: what is drawn from.
-        about: says how the draws come about, from what has been found out so far.
-        writer: of the store.
-    """
+    """Writes draws to a store as they come, and checkpoints."""
 
     def __init__(self, request: RunRequest, about: About, writer: Writer) -> None:
         super().__init__(request, about)

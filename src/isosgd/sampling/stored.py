@@ -512,10 +512,7 @@ def target_identity(
     """What can be told of a target: how it describes itself, where chains start, and what it says at some data.
 
     Args:
-        target: what is sampled.
-        data: checked.
         starts: free parameters of each chain.
-        transform: what minibatches go through.
     """
     found: dict[str, Any] = {
         "describes": target.describe(),

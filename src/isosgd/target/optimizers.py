@@ -18,8 +18,6 @@ def decays_of(optimizer: optim.Optimizer, model: nn.Module, names: list[str]) ->
 
     Args:
         optimizer: of the training; it holds the module's own parameters.
-        model: the network.
-        names: of the parameters that are sampled.
     """
     if not isinstance(optimizer, optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")

@@ -68,9 +68,7 @@ def warmup_of(
     """The warm-up of chains, whose ``run`` leaves them where sampling starts, with frozen rates.
 
     Args:
-        chains: that are warmed up.
         steps: gradients to spend on each; None for as many as it takes, up to a limit.
-        progress: told of every step.
         mark: called between windows, with what gives the state of the warm-up there, beside that of the chains.
         multi_step: takes several leapfrog steps in a call.
     """
