@@ -32,6 +32,12 @@ def warn_caller(message: str) -> None:
     warnings.warn(message, SamplingWarning, stacklevel=level)
 
 
+def check_integer(name: str, value: object, least: int, more: str = "") -> None:
+    """Refuse what is no integer of at least so much; ``more`` goes on with the sentence."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} = {value!r} must be an integer of at least {least}{more}")
+
+
 class DivergedError(RuntimeError):
     """A chain met a loss or a gradient that is not finite and was stopped.
 
