@@ -73,14 +73,6 @@ class Transformed:
             )
         return tree_map(lambda t: t.unflatten(0, shape), found) if lead else found
 
-    def state(self) -> Tensor:
-        """What is needed to go on with the same random numbers."""
-        return self.generator.get_state()
-
-    def load_state(self, state: Tensor) -> None:
-        """Go on from what `state` gave."""
-        self.generator.set_state(state.cpu())
-
 
 class TensorBatches:
     """Minibatches drawn independently, with replacement, from tensors that share their first dimension.
@@ -178,12 +170,12 @@ class TensorBatches:
 
     def state(self) -> dict[str, Any]:
         """What is needed to go on with the same batches."""
-        return {"generator": self.generator.get_state(), "transform": self.transform.state()}
+        return {"generator": self.generator.get_state(), "transform": self.transform.generator.get_state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave."""
         self.generator.set_state(state["generator"].cpu())
-        self.transform.load_state(state["transform"])
+        self.transform.generator.set_state(state["transform"].cpu())
 
 
 class IterableBatches:
@@ -248,9 +240,8 @@ class IterableBatches:
 
     def state(self) -> dict[str, Any]:
         """What is needed to go on with the same batches, where that is possible at all."""
-        taken = self._taken - (self._peeked is not None)
-        passes = self._passes - 1
-        return {"before": self._before, "passes": passes, "taken": taken, "transform": self.transform.state()}
+        taken, transform = self._taken - (self._peeked is not None), self.transform.generator.get_state()
+        return {"before": self._before, "passes": self._passes - 1, "taken": taken, "transform": transform}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave: begin that pass again and skip what was taken from it."""
@@ -260,7 +251,7 @@ class IterableBatches:
         self._begin()
         for _ in range(state["taken"]):
             self._take()
-        self.transform.load_state(state["transform"])
+        self.transform.generator.set_state(state["transform"].cpu())
 
     def _take(self) -> Batch | None:
         batch = next(self._iterator, None)

@@ -485,8 +485,8 @@ class Sampler(Optimizer):
         self._follow_lr()
         if self.own is None and noise is None and self.given and self.needs_vectors and not self.driven:
             self.own = OwnWarmup(self, None, by_scheme=True)  # for noise vectors alone
-        if self.own is None and self._begins_own_warmup():
-            self.own = self._own_warmup()
+        if self.own is None and not (self.driven or self.given) and any(g["rate"] is None for g in self.param_groups):
+            self.own = self._own_warmup()  # nobody else has set rates, or will
         own, captured = self.own, capturing()
         if captured:
             self._check_capture()
@@ -617,10 +617,6 @@ class Sampler(Optimizer):
                 p.grad = grad
 
     # -- a warm-up of its own -----------------------------------------------------------------------------------------
-
-    def _begins_own_warmup(self) -> bool:
-        """Whether nobody else has set rates, or will."""
-        return not (self.driven or self.given or all(group["rate"] is not None for group in self.param_groups))
 
     def _own_warmup(self) -> OwnWarmup:
         """A warm-up of its own, from its beginning."""

@@ -141,10 +141,6 @@ class HMC(Sampler):
             self.put(self.home)
         self.home, self.place = None, 0
 
-    def report_step_size(self) -> None:
-        """Let every group's rate be that of a step."""
-        report_rates(self, self.step_size)
-
     def _update(self) -> None:
         geometry, energy = self.geometry, self.energy
         if not geometry.known:
