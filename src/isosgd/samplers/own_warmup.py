@@ -629,34 +629,22 @@ class OwnWarmup:
 
     def _unsettled(self, last: bool) -> str:
         """Why the chain has not settled; empty when it has."""
-        groups, temperature = self.groups, self.groups[0]["temperature"]
-        if not temperature:
+        groups = self.groups
+        if not groups[0]["temperature"]:
             return ""
-        ratios = [float(group["rate"]) / old for group, old in zip(groups, self.old_rates, strict=True)]
+        rates = [float(group["rate"]) for group in groups]
+        ratios = [rate / old for rate, old in zip(rates, self.old_rates, strict=True)]
         if last:
             ratios = [min(ratio, 1.0) for ratio in ratios]
-        for group, ratio in zip(groups, ratios, strict=True):
-            if max(ratio, 1.0 / ratio) > SETTLED_RATIO:
-                name = group["name"]
-                return f"the rate of group {name!r} still changes (by {ratio:.2f} in the last {self.length} steps)"
-        total, squares, count = self.signal.tolist()
         bounds = self._bounds()
         if self.geometry is not None:  # the same in the metric of P, over all groups
-            rates = [float(group["rate"]) for group in groups]
             bounds = [sum(b * rate for b, rate in zip(bounds, rates, strict=True))] * len(bounds)
-        for i, (group, bound) in enumerate(zip(groups, bounds, strict=True)):
-            mean = total[i] / max(count[i], 1.0)
-            error = SURE * math.sqrt(max(squares[i] / max(count[i], 1.0) - mean**2, 0.0) / max(count[i], 1.0))
-            if mean - error > SIGNAL_RATIO * bound:
-                return (
-                    f"the gradient of group {group['name']!r} is still {math.sqrt(mean / bound):.1f} times what it can "
-                    "be at stationarity: the chain is on its way"
-                )
-        if self.length < RELAXATIONS * self.relaxation:
-            return (
-                f"{self.length} steps are few beside the {self.relaxation:.0f} in which the chain forgets where it was"
-            )
-        return self._drifting()
+        signals = []
+        for total, squares, count, bound in zip(*self.signal.tolist(), bounds, strict=True):
+            n = max(count, 1.0)
+            mean = total / n
+            signals.append((mean, SURE * math.sqrt(max(squares / n - mean**2, 0.0) / n), bound))
+        return unsettled(groups, ratios, signals, self.length, self.relaxation) or self._drifting()
 
     def _drifting(self) -> str:
         """Whether the mean gradient of the window's first half shows again in its second."""
@@ -670,6 +658,41 @@ class OwnWarmup:
             if found > DRIFTING * spread:
                 return f"the gradient of group {group['name']!r} points the same way all through the last window"
         return ""
+
+
+def unsettled(
+    groups: Sequence[Group],
+    ratios: Sequence[float],
+    signals: Sequence[tuple[float, float, float]],
+    steps: int,
+    relaxation: float,
+) -> str:
+    """Why a chain has not settled in its last window of so many steps; empty where none of this speaks against it.
+
+    Args:
+        groups: of parameters, which have names.
+        ratios: of their rates, after the window and before it.
+        signals: of each group the squared length of its gradient, `SURE` standard errors of it, and what it can be at
+            stationarity: there ``E|grad f / N|^2 = T tr(H) / N``, with top curvature h at most ``T d h / N``.
+        relaxation: steps in which the slowest group forgets where it was, along its stiffest direction.
+    """
+    for group, ratio in zip(groups, ratios, strict=True):
+        if max(ratio, 1.0 / ratio) > SETTLED_RATIO:
+            name = group["name"]
+            return f"the rate of group {name!r} still changes (by {ratio:.2f} in the last window of {steps} steps)"
+    for group, (square, error, bound) in zip(groups, signals, strict=True):
+        if square - error > SIGNAL_RATIO * bound:
+            times = math.sqrt(square / bound)
+            return (
+                f"the gradient of group {group['name']!r} is still {times:.1f} times what it can be at stationarity: "
+                "the chain is still on its way"
+            )
+    if steps < RELAXATIONS * relaxation:
+        return (
+            f"the last window of {steps} steps is short beside the {relaxation:.0f} in which the chain forgets where "
+            "it was, even along the stiffest direction of its slowest group"
+        )
+    return ""
 
 
 # -- lines through gradients over places, and noise that cancels over an epoch --------------------------------------
