@@ -310,9 +310,11 @@ def _draw(
             "method": method,
             "options": {name: described(value) for name, value in options.items()},
             "seed": seed,
+            "temperature": temperature,
+            "density": f"none: {BASELINES[method].kind.targets}",
+            "target": target.describe(),
+            "versions": versions(),
         }
-        described_run |= {"temperature": temperature, "density": f"none: {BASELINES[method].kind.targets}"}
-        described_run |= {"target": target.describe(), "versions": versions()}
         baseline = BaselineRun(
             method, target, data, init, most, chains, batch_size, keep_every, warmup, temperature, seed, place,
             after, progress, given, transform,
