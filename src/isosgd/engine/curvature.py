@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from isosgd.geometry.base import Geometry
-from isosgd.noise import dot
+from isosgd.noise.model import dot
 
 MEMORY = 0.1  # weight of a new probe, once ten have been taken
 LONG_MEMORY = 0.03  # for `Stiffness`: minibatches differ in their stiffest direction, which looks like stiffness

@@ -18,7 +18,7 @@ from isosgd.engine.compiled import Compiled, Tensors, repeat
 from isosgd.engine.ranks import Ranks
 from isosgd.errors import first_line
 from isosgd.native import perceptron
-from isosgd.noise import join_halves
+from isosgd.noise.estimators import join_halves
 from isosgd.target import Params, Target
 from isosgd.target.batches import tensors_of, tree_map
 

@@ -18,7 +18,7 @@ from isosgd.engine.chains import Chains
 from isosgd.engine.compiled import CACHE, LOOP, Compiled, Tensors, block, bytes_of, repeat
 from isosgd.engine.gradients import Many, batchable
 from isosgd.engine.multistep import LARGE
-from isosgd.noise import dot
+from isosgd.noise.model import dot
 from isosgd.samplers.hmc import HMC
 
 MOST = 1 << 16  # steps of a trajectory

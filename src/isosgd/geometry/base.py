@@ -24,7 +24,7 @@ from torch import Tensor
 
 from isosgd.geometry.layer import Number
 from isosgd.geometry.rule import Rule
-from isosgd.noise import dot, flat
+from isosgd.noise.model import dot, flat
 
 FIRST_RATIO = 4.0  # curvature over H that is assumed first: at a mode, where chains start, both are less than elsewhere
 MOST_EXCESS = 0.1  # temperature that noise which is not expressed may add in the worst direction

@@ -40,7 +40,7 @@ from isosgd.geometry.linalg import (
 )
 from isosgd.geometry.rule import Rule, damped
 from isosgd.native import lowrank
-from isosgd.noise import dot
+from isosgd.noise.model import dot
 
 RANK = 20  # directions, by default
 LARGE = 1_000_000  # parameters from which S is kept in bfloat16 on an accelerator

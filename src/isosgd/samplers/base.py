@@ -1,6 +1,6 @@
 """What every sampler shares: groups and units, rates, the step, and the state that is saved.
 
-A sampler *has* a model of its gradient noise (`isosgd.noise.NoiseModel`), a schedule of its rates
+A sampler *has* a model of its gradient noise (`isosgd.noise.model.NoiseModel`), a schedule of its rates
 (`isosgd.samplers.schedules`) and an `Injector` that draws what it injects. It may have a metric
 (`isosgd.samplers.metric`), and a Lambda that knows directions (`isosgd.geometry`). What is left to tell samplers apart
 is the `Move` of a group. Where nobody else sets its rates, it has an `isosgd.samplers.own_warmup.OwnWarmup`.
@@ -23,17 +23,8 @@ from isosgd.differences import check_ranks
 from isosgd.geometry.base import Geometry, load_into, state_of
 from isosgd.geometry.layer import Number, diagonal_scale, root
 from isosgd.geometry.rule import allowed_rate_curvature
-from isosgd.noise import (
-    AlphaStable,
-    NoiseEstimator,
-    NoiseModel,
-    NoiseName,
-    Summary,
-    Uses,
-    join,
-    make_estimator,
-    summarise,
-)
+from isosgd.noise.estimators import AlphaStable, NoiseEstimator, NoiseName, make_estimator
+from isosgd.noise.model import NoiseModel, Summary, Uses, join, summarise
 from isosgd.samplers.groups import (
     Group,
     OwnRateGroup,

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from isosgd.errors import DivergedError, warn_caller
 from isosgd.geometry.base import FIRST_RATIO, Geometry
-from isosgd.noise import Uses, join
+from isosgd.noise.model import Uses, join
 from isosgd.samplers.groups import Group
 from isosgd.samplers.injection import capturing
 

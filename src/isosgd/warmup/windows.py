@@ -26,7 +26,7 @@ from torch import Tensor
 from isosgd.engine.chains import Chains
 from isosgd.engine.leapfrog import LeapfrogMultiStep
 from isosgd.geometry.base import FIRST_RATIO
-from isosgd.noise import dot
+from isosgd.noise.model import dot
 from isosgd.noise.stable import TailMeter
 from isosgd.progress import Progress
 from isosgd.samplers import ISGD
