@@ -73,7 +73,7 @@ def ours(chains: int, steps: int, method: str, warmup: int, options: dict[str, A
     from isosgd.progress import Progress
     from isosgd.sampling.loop import DrawPlan
     from isosgd.sampling.settings import sampler_factory
-    from isosgd.warmup.windows import warm_up
+    from isosgd.warmup.windows import warmup_of
 
     torch.manual_seed(0)
     target = Target.from_module(mlp(FEATURES, HIDDEN, 1), likelihoods.Gaussian(NOISE), priors.FanInNormal())
@@ -81,7 +81,7 @@ def ours(chains: int, steps: int, method: str, warmup: int, options: dict[str, A
     make = sampler_factory(method, schedule.num_data, 1.0, BATCH, 1, dict(options))
     _, run = next(iter(schedule.runs(make)))
     if warmup:
-        warm_up(run, warmup, Progress(1, show=False), measure_spacing=False)
+        warmup_of(run, warmup, Progress(1, show=False)).run(measure_spacing=False)
     if said := unsupported_reason(run):
         raise SystemExit(f"{method} takes single steps: {said}")
     stride = MultiStep(run, DrawPlan(1, 1, 1, None, chains).noise_interval(run))

@@ -19,12 +19,23 @@ class SamplingWarning(UserWarning):
 _PACKAGE = str(Path(__file__).parent)
 
 
+def first_line(error: BaseException) -> str:
+    """The kind of an error and the first line of its message, for a sentence."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:500]}".removesuffix(": ")
+
+
 def warn_caller(message: str) -> None:
     """A `SamplingWarning` that names the line which called the library, however deep it comes up."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, SamplingWarning, stacklevel=level)
+
+
+def check_integer(name: str, value: object, least: int, more: str = "") -> None:
+    """Refuse what is no integer of at least so much; ``more`` goes on with the sentence."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} = {value!r} must be an integer of at least {least}{more}")
 
 
 class DivergedError(RuntimeError):

@@ -91,13 +91,7 @@ class AfterFit:
             check_sample(**self._call(module, data, held_out, only_check=True))
 
     def sample(self, module: nn.Module, data: Any, held_out: Any) -> Posterior:
-        """Draw around the network as it is now.
-
-        Args:
-            module: the trained one.
-            data: the trainer's loader.
-            held_out: the trainer's validation loader, if there is one.
-        """
+        """Draw around the network as it is now."""
         if self._ranks() > 1:
             for buffer in module.buffers():  # as DDP does before every pass: until then they are of a rank's examples
                 dist.broadcast(buffer, 0)

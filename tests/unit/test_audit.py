@@ -300,7 +300,7 @@ def test_an_audit_leaves_a_sampler_as_it_was():
         ({"momentum": 1.0}, "momentum = 1.0"),
         ({"friction": 0.0}, "friction = 0.0"),
         ({"weight_decay": -1.0}, "weight_decay = -1.0"),
-        ({"loss_reduction": "median"}, "'mean', 'sum', 'full'"),
+        ({"loss_reduction": "median"}, "'mean', 'sum' or 'full'"),
         ({"loss_reduction": "sum"}, "give batch_size"),
         ({"batch_size": 60001}, "larger than num_data"),
         ({"noise": -1.0}, "noise = -1.0"),

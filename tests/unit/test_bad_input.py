@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from isosgd import ISGD, PRESETS, SGHMC, SGLD, VSGD, DivergedError, Target, priors, sample
-from isosgd.noise import AlphaStable, MovingAverage, join_halves, make_estimator, summarise
+from isosgd.noise import AlphaStable, MovingAverage, join_halves, make_estimator
+from isosgd.noise.model import summarise
 from isosgd.target import Params
 
 X = torch.linspace(-1, 1, 40)[:, None]

@@ -17,7 +17,7 @@ from isosgd.progress import Progress
 from isosgd.samplers.innovations import fill_steps
 from isosgd.sampling import recorders
 from isosgd.sampling.settings import sampler_factory
-from isosgd.warmup.windows import warm_up
+from isosgd.warmup.windows import warmup_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")
 
@@ -68,7 +68,7 @@ def make_chains(chains: int, options: dict[str, Any], data: Any = (X, Y)) -> Cha
     )
     if "lr" not in options:
         budget = 200 if options.get("structure") in ("full", "lowrank") else 120
-        warm_up(run, budget, Progress(1, show=False), measure_spacing=False)
+        warmup_of(run, budget, Progress(1, show=False)).run(measure_spacing=False)
     return run
 
 

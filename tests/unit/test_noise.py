@@ -6,17 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isosgd.noise import (
-    AlphaStable,
-    MovingAverage,
-    NoiseEstimator,
-    join_halves,
-    make_estimator,
-    paired_backward,
-    power_step,
-    summarise,
-    top_eigenvalue,
-)
+from isosgd.noise import AlphaStable, MovingAverage, NoiseEstimator, join_halves, make_estimator, paired_backward
+from isosgd.noise.model import power_step, summarise, top_eigenvalue
 
 SIGMAS = 4.5  # z-scores beyond it come about by chance once in 150,000 tests
 

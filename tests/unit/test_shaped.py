@@ -153,7 +153,8 @@ def test_a_step_is_that_of_theorem_1(kind: str, stretch: float) -> None:
     for slot, rate in zip((slice(0, 11), slice(11, 16)), shaped.group_rates().unbind(-1), strict=True):
         assert rate.tolist() == pytest.approx([float(pull.diagonal()[slot].log().mean().exp())])
     assert shaped.clipped().tolist() == [0.0]
-    torch.testing.assert_close(shaped.unit_rate, rule().rate_curvature(shaped.curvature_ratio) / stretch)
+    ratio = shaped.curvature_ratio
+    torch.testing.assert_close(shaped.unit_rate, rule().scale * ratio / rule().factor(ratio) / stretch)
 
 
 def test_the_full_matrix_is_exact_for_parameters_in_very_different_units() -> None:

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from isosgd.engine.chains import Chains
 from isosgd.progress import Progress
 from isosgd.samplers.schedules import cosine
 from isosgd.target import Params, Target
 from isosgd.target.elementwise import check_positive
-from isosgd.target.modules import ModuleLikelihood
 
 LOOKS, PROBES = 50, 20  # gradients for the noise and for the curvature when a rate is chosen
 STABLE = 0.5  # largest chosen rate, in 1 / h; twice that in `snapshots`, where it falls again
@@ -42,7 +41,10 @@ class TrainingPlan:
 class Baseline(ABC):
     """A method with draws like those of a sampler, but not of the posterior."""
 
+    family: ClassVar[str] = "baseline"
     targets: ClassVar[str] = "not the posterior"
+    paper: ClassVar[str]
+    departures: ClassVar[str]
     tempered: ClassVar[bool] = False
     """Whether a temperature has a meaning."""
 
@@ -155,9 +157,3 @@ class Training:
         free = self.chains.layout.views(flat)
         leaves = self.chains.params
         return self.chains.target.constrain({name: x.to(leaves[name].dtype) for name, x in free.items()})
-
-
-def module_of(target: Target) -> nn.Module | None:
-    """The target's own copy of the user's network; None for a target of functions."""
-    likelihood = target._log_likelihood
-    return likelihood._module if isinstance(likelihood, ModuleLikelihood) else None

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from isosgd.baselines.base import Baseline, Start, Training, TrainingPlan, module_of
+from isosgd.baselines.base import Baseline, Start, Training, TrainingPlan
 from isosgd.target import Params, Target
 
 
@@ -29,14 +29,16 @@ class Ensemble(Baseline):
     """
 
     targets = "modes, one for each training"
+    paper = "Lakshminarayanan, Pritzel, Blundell 2017"
+    departures = "Adam at a rate that falls along a cosine; no adversarial examples"
 
     def members(self, draws: int) -> int:
         return draws
 
     def starts(self, target: Target, seed: int) -> Start | None:
-        module = module_of(target)
-        if module is None:
+        if target.module is None:
             return None
+        module = target.module._module
         names = {name for name, _ in module.named_parameters()}
         return _Fresh(module, {name: x for name, x in target.initial().items() if name in names}, seed)
 

@@ -16,7 +16,7 @@ from torch.func import vmap
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.dropout import _DropoutNd
 
-from isosgd.baselines.base import Baseline, Training, TrainingPlan, module_of
+from isosgd.baselines.base import Baseline, Training, TrainingPlan
 from isosgd.engine.chains import Chains
 from isosgd.target import Params, Target
 from isosgd.target.params import match
@@ -53,6 +53,8 @@ class MCDropout(Baseline):
     """
 
     targets = "dropout masks on the weights of least mean loss under dropout"
+    paper = "Gal, Ghahramani 2016"
+    departures = "one mask for all examples of a draw, folded into its weights; of convolutions, whole channels"
 
     def __init__(self, *, p: Rates = None, units: Mapping[str, int] | None = None, train_lr: float = 0.01) -> None:
         super().__init__(train_lr=train_lr)
@@ -130,13 +132,13 @@ class MaskedWeight(NamedTuple):
 
 def masked_weights(target: Target, p: Rates, units: Mapping[str, int] | None, example: Any) -> list[MaskedWeight]:
     """Where dropout acts; an example shows in which order the model calls its layers."""
-    free, module = target.initial(), module_of(target)
-    if module is None:
+    free = target.initial()
+    if target.module is None:
         found = _by_axis(target, free, p, units)
     elif units is not None:
         raise ValueError("units is for targets that are not modules: this one has layers, name them in p")
     else:
-        found = _by_layer(target, module, free, p, example)
+        found = _by_layer(target, target.module._module, free, p, example)
     weights = [weight for weight in found if weight.p > 0]
     if not weights:
         raise ValueError(

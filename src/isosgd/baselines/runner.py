@@ -14,9 +14,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from isosgd.baselines.base import Baseline, Training, TrainingPlan, module_of
+from isosgd.baselines.base import Baseline, Training, TrainingPlan
 from isosgd.baselines.ensemble import Ensemble
 from isosgd.baselines.mcdropout import MCDropout
 from isosgd.baselines.snapshots import Snapshots
@@ -41,32 +40,7 @@ EXAMPLES = 8
 REFRESH_BATCH = 500  # examples in a batch for BatchNorm statistics
 
 BASELINES: Mapping[str, Method] = MappingProxyType(
-    {
-        "mcdropout": Method(
-            MCDropout,
-            "baseline",
-            "Gal, Ghahramani 2016",
-            "one mask for all examples of a draw, folded into its weights; of convolutions, whole channels",
-        ),
-        "swag": Method(
-            SWAG,
-            "baseline",
-            "Maddox et al. 2019",
-            "the rate is chosen; plain SGD, no momentum; variances centred as they come",
-        ),
-        "ensemble": Method(
-            Ensemble,
-            "baseline",
-            "Lakshminarayanan, Pritzel, Blundell 2017",
-            "Adam at a rate that falls along a cosine; no adversarial examples",
-        ),
-        "snapshots": Method(
-            Snapshots,
-            "baseline",
-            "Huang et al. 2017; Mandt, Hoffman, Blei 2017",
-            "the rate is chosen; plain SGD, no momentum; a first training with Adam",
-        ),
-    }
+    {"mcdropout": Method(MCDropout), "swag": Method(SWAG), "ensemble": Method(Ensemble), "snapshots": Method(Snapshots)}
 )
 
 
@@ -260,9 +234,8 @@ def with_statistics(
     ``chain_indices`` are those of its chains, in the order of data sets, each with so many ``chains``.
     """
     assert posterior.target is not None
-    module = module_of(posterior.target)
-    norms = [] if module is None else [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training]
-    if all(norm.running_mean is None for norm in norms):
+    module = posterior.target.module
+    if module is None or not module.statistics:
         return posterior
     if not isinstance(data, DataSets):
         return posterior.refreshed(_in_batches(data, transform))

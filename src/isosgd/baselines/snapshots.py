@@ -37,6 +37,8 @@ class Snapshots(Baseline):
     """
 
     targets = "where SGD stops: minima, or at a constant rate the Gaussian of vsgd"
+    paper = "Huang et al. 2017; Mandt, Hoffman, Blei 2017"
+    departures = "the rate is chosen; plain SGD, no momentum; a first training with Adam"
 
     def __init__(self, *, schedule: Schedule = "cyclical", lr: float | None = None, train_lr: float = 0.01) -> None:
         super().__init__(train_lr=train_lr)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from isosgd.baselines.base import LOOKS, PROBES, STABLE, Baseline, Training, TrainingPlan
+from isosgd.errors import check_integer
 from isosgd.target import Params
 from isosgd.target.elementwise import check_positive
 
@@ -93,6 +94,8 @@ class SWAG(Baseline):
     """
 
     targets = "a Gaussian around SGD's mean, covariance from H S + S H = rate Var(g)"
+    paper = "Maddox et al. 2019"
+    departures = "the rate is chosen; plain SGD, no momentum; variances centred as they come"
     tempered = True
 
     def __init__(self, *, lr: float | None = None, rank: int = 20, snapshots: int = 40, train_lr: float = 0.01) -> None:
@@ -100,8 +103,7 @@ class SWAG(Baseline):
         self.lr = None if lr is None else check_positive("lr", lr)
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 or rank == 1:
             raise ValueError(f"rank = {rank!r} must be 0 or an integer of at least 2: a part is divided by rank - 1")
-        if isinstance(snapshots, bool) or not isinstance(snapshots, int) or snapshots < 2:
-            raise ValueError(f"snapshots = {snapshots!r} must be an integer of at least 2")
+        check_integer("snapshots", snapshots, 2)
         self.rank, self.snapshots = rank, snapshots
 
     def spacing(self, plan: TrainingPlan) -> int:

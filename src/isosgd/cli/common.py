@@ -44,11 +44,6 @@ def print_json(value: Any) -> None:
     print(json.dumps(json_values(value), indent=1, allow_nan=False, default=str), flush=True)
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error, with its kind."""
-    return f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
-
-
 def add_run(parser: argparse.ArgumentParser) -> None:
     """The argument RUN, and where its target comes from when the folder does not say."""
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from isosgd import Posterior, Target, load
-from isosgd.cli.common import first_line
+from isosgd.errors import first_line
 from isosgd.report import Subject, write_report
 from isosgd.samplers import METHODS
 from isosgd.sampling.stopping import MOST_DRAWS
@@ -38,9 +38,6 @@ class Run:
     """A run and what it takes to go on with it, to predict and to report.
 
     Attributes:
-        folder: of the run.
-        target: what is sampled.
-        data: training data.
         heldout: rows left out, if any.
         init: where chains start, as `isosgd.sample` takes it.
         subject: names and units for the report.
@@ -109,7 +106,6 @@ def open_run(folder: Path, script: str | None = None, drop_damaged: bool = False
     """The run in a folder that ``fit`` or ``sample`` wrote, or `isosgd.sample` with ``store=``.
 
     Args:
-        folder: of the run.
         script: ``SCRIPT.py:target`` that makes target and data, for runs that were begun from Python.
         drop_damaged: do without draws in damaged files.
     """

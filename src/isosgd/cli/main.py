@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import isosgd
 from isosgd.cli import audit, runs, tables
-from isosgd.cli.common import STOPPED, add_json, first_line, print_json
+from isosgd.cli.common import STOPPED, add_json, print_json
+from isosgd.errors import first_line
 from isosgd.store import DamagedError
 
 TRACEBACK = "ISOSGD_TRACEBACK"

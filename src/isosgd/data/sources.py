@@ -46,8 +46,6 @@ class Transformed:
 
     Args:
         function: of a batch and a generator; None for none.
-        seed: of the generator.
-        device: of the batches.
     """
 
     def __init__(self, function: Transform | None, seed: int, device: torch.device) -> None:
@@ -58,7 +56,6 @@ class Transformed:
         """The transformed batch.
 
         Args:
-            batch: of examples.
             lead: dimensions before that of the examples: chains and steps are one long batch to the user's function.
             generator: in place of the own one.
         """
@@ -75,14 +72,6 @@ class Transformed:
                 "batch like the one it is given, (inputs, targets), with the same number of examples in each tensor"
             )
         return tree_map(lambda t: t.unflatten(0, shape), found) if lead else found
-
-    def state(self) -> Tensor:
-        """What is needed to go on with the same random numbers."""
-        return self.generator.get_state()
-
-    def load_state(self, state: Tensor) -> None:
-        """Go on from what `state` gave."""
-        self.generator.set_state(state.cpu())
 
 
 class TensorBatches:
@@ -181,12 +170,12 @@ class TensorBatches:
 
     def state(self) -> dict[str, Any]:
         """What is needed to go on with the same batches."""
-        return {"generator": self.generator.get_state(), "transform": self.transform.state()}
+        return {"generator": self.generator.get_state(), "transform": self.transform.generator.get_state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave."""
         self.generator.set_state(state["generator"].cpu())
-        self.transform.load_state(state["transform"])
+        self.transform.generator.set_state(state["transform"].cpu())
 
 
 class IterableBatches:
@@ -251,9 +240,8 @@ class IterableBatches:
 
     def state(self) -> dict[str, Any]:
         """What is needed to go on with the same batches, where that is possible at all."""
-        taken = self._taken - (self._peeked is not None)
-        passes = self._passes - 1
-        return {"before": self._before, "passes": passes, "taken": taken, "transform": self.transform.state()}
+        taken, transform = self._taken - (self._peeked is not None), self.transform.generator.get_state()
+        return {"before": self._before, "passes": self._passes - 1, "taken": taken, "transform": transform}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave: begin that pass again and skip what was taken from it."""
@@ -263,7 +251,7 @@ class IterableBatches:
         self._begin()
         for _ in range(state["taken"]):
             self._take()
-        self.transform.load_state(state["transform"])
+        self.transform.generator.set_state(state["transform"].cpu())
 
     def _take(self) -> Batch | None:
         batch = next(self._iterator, None)

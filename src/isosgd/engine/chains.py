@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,26 +21,15 @@ from isosgd.samplers.hmc import HMC
 from isosgd.target import Params, Target
 from isosgd.target.batches import batch_length
 
+if TYPE_CHECKING:
+    from isosgd.engine.graph import GraphGradients
+
 REFRESH_BATCHES, REFRESH_SIZE = 5, 500  # minibatches from which BatchNorm statistics of a draw are averaged
 SCALE = 0.5  # information of an example about the logarithm of a noise scale, at the least
 
 
-class MakeSampler(Protocol):
-    """Builds the sampler of chains from their groups of parameters."""
-
-    def __call__(self, groups: list[dict[str, Any]], generator: torch.Generator, chains: int | None) -> Sampler: ...
-
-
-class CapturedGradients(Protocol):
-    """Minibatches and gradients whose tensors stay in their places, see `isosgd.engine.graph`."""
-
-    batch: Any
-
-    def next(self) -> Any:
-        """The next minibatch."""
-
-    def __call__(self) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Loss, gradients and whether they are finite, at the last minibatch."""
+MakeSampler = Callable[[list[dict[str, Any]], torch.Generator, int | None], Sampler]
+"""Builds the sampler of chains from their groups of parameters, a generator, and their number."""
 
 
 class Chains:
@@ -50,11 +39,8 @@ class Chains:
     finite stays where it is and is left out from then on (`failures`); the others go on.
 
     Args:
-        target: what is sampled.
         starts: free parameters of each chain, leaves that require gradients.
         batches: the minibatches; with a leading chain dimension when there are many.
-        num_data: N.
-        make_sampler: builds the sampler.
         seed: of the sampler and of the curvature probes.
         together: whether they run in one batched computation. A single chain need not: its parameters then have no
             chain dimension, so that any model will do.
@@ -136,7 +122,7 @@ class Chains:
         self.warmed = False  # whether they go on from chains whose noise and curvature were measured
         self.deadline = math.inf  # by `time.monotonic`, for the warm-up
         self._before: list[Tensor] | None = None  # the last gradient, where noise is the difference of two
-        self.graph: CapturedGradients | None = None  # minibatches and gradients as CUDA graphs
+        self.graph: GraphGradients | None = None  # minibatches and gradients as CUDA graphs
         self.graph_unsupported = ""
         self.keys: Tensor | None = None  # of the fused step's random numbers, for going on
         self._suspect = torch.zeros(1, dtype=torch.bool, device=device)  # a gradient was not finite, not looked at yet
@@ -159,6 +145,10 @@ class Chains:
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
         """Tensors like the parameters as one ``[chains, d]``, detached."""
         return torch.cat([t.detach().reshape(self.count, -1) for t in tensors], dim=-1)
+
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """``[chains, d]`` as tensors like the parameters."""
+        return list(self.layout.views(flat if self.many is not None else flat[0]).values())
 
     # -- gradients and steps ------------------------------------------------------------------------------------------
 
@@ -334,8 +324,7 @@ class Chains:
     def whiten(self, x: Tensor, power: float = 0.5) -> Tensor:
         """``P^power`` times flat vectors."""
         assert self.sampler.whitening is not None
-        parts = self.layout.views(x if self.many is not None else x[0])
-        return self.flat(self.sampler.whitening.whiten([parts[name] for name in self.params], power))
+        return self.flat(self.sampler.whitening.whiten(self.parts(x), power))
 
     @property
     def geometry(self) -> Geometry | None:
@@ -469,10 +458,7 @@ class Chains:
         """Buffers that go with a draw, ``[chains, *shape]``: those that are not the target's, and fresh statistics.
 
         BatchNorm layers in training mode normalise by the minibatch while sampling; predictions need statistics of
-        the data at the draw, which are averages over minibatches that no step sees.
-
-        Args:
-            number: of the draw.
+        the data at the draw, which are averages over minibatches that no step sees. Draws are numbered.
         """
         found = self.fixed_buffers()
         module = self.target.module
@@ -487,15 +473,15 @@ class Chains:
         return found | {name: torch.stack([one[name] for one in each]) for name in each[0]}
 
     def fixed_buffers(self) -> Params:
-        """Buffers that are not the target's, ``[chains, *shape]``; their names are found once."""
-        if self.own_buffers is None:
-            self.own_buffers = self._changed_buffers()
-        return {name: self.buffers[name].expand(self.count, *self.buffers[name].shape) for name in self.own_buffers}
+        """Buffers that are not the target's, ``[chains, *shape]``: given by ``init``, or changed by passes.
 
-    def _changed_buffers(self) -> list[str]:
-        """Names of the buffers that are not those of the target: given by ``init``, or changed by passes."""
-        known, given = self.target.buffers, self.given_buffers
-        return [n for n, x in self.buffers.items() if n in given or not torch.equal(x.to(known[n]), known[n])]
+        Their names are found once.
+        """
+        if self.own_buffers is None:
+            known, given = self.target.buffers, self.given_buffers
+            changed = [n for n, x in self.buffers.items() if n in given or not torch.equal(x.to(known[n]), known[n])]
+            self.own_buffers = changed
+        return {name: self.buffers[name].expand(self.count, *self.buffers[name].shape) for name in self.own_buffers}
 
     def snapshot(self) -> list[Tensor]:
         """A copy of where the chains are."""
@@ -516,8 +502,9 @@ class Chains:
     @torch.no_grad()
     def shift(self, move: Tensor) -> None:
         """Move the parameters, flat."""
-        parts = self.layout.views(move if self.many is not None else move[0])
-        torch._foreach_add_(self.leaves, [parts[name].to(x.dtype) for name, x in self.params.items()])
+        torch._foreach_add_(
+            self.leaves, [part.to(x.dtype) for part, x in zip(self.parts(move), self.leaves, strict=True)]
+        )
 
     # -- failures -----------------------------------------------------------------------------------------------------
 
@@ -544,9 +531,8 @@ class Chains:
             if not bad and bool(torch.isfinite(loss[k])):
                 what, bad = "the gradient overflows", [self.labels[0]]
             self.failures[k] = DivergedError(
-                f"after {self.gradients} gradients {what}. The state before it is kept in .state. If it "
-                "happens at the start, "
-                "check init and data; later, a longer warm-up, a smaller bias= or a lower temperature help.",
+                f"after {self.gradients} gradients {what}. The state before it is kept in .state. If it happens at the "
+                "start, check init and data; later, a longer warm-up, a smaller bias= or a lower temperature help.",
                 step=self.gradients,
                 group=bad[0] if bad else None,
                 state={name: x[k].clone() for name, x in natural.items()},

@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import platform
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._higher_order_ops.while_loop import while_loop
 
+from isosgd.errors import first_line
+
 COMPILE_AFTER = 500  # calls: compiling takes about as long as a few thousand do
 Tensors = tuple[Tensor, ...]
 Found = tuple[Tensor, Tensor, Tensor]  # parameters, losses of the last step, and sums of losses over all
+Log = Callable[[str], None]
+"""Takes a line for the user."""
 WHAT = "the steps of all chains"
+WARM_UPS = 3  # runs before a capture, in which libraries choose and load what they use
 CACHE = 3 << 18  # bytes, of a core's own ...
 SHARED = 6 << 20  # ... and of the next one: fast enough for what a step reads once, and fewer calls are made
 # Shapes are fixed and tensors are ours, so that nothing has to be checked at every call.
@@ -52,18 +57,15 @@ class Compiled:
     What cannot be compiled (there may be no compiler on the machine) goes on as it is; ``unsupported_reason`` tells.
 
     Args:
-        function: of tensors.
         after: calls before it is compiled; None for never, 0 for at once.
-        log: takes a line for the user.
         what: is compiled, in words.
-        options: of the compiler.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
         after: int | None,
-        log: Callable[[str], None] | None = None,
+        log: Log | None = None,
         what: str = "the gradient of all chains",
         options: dict[str, Any] | None = None,
     ) -> None:
@@ -81,7 +83,7 @@ class Compiled:
         try:
             return self._fast(*args) if self._fast is not None and self._ready else self._first(*args)
         except Exception as error:  # whatever the compiler may raise; it may also be called upon later
-            self.unsupported_reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+            self.unsupported_reason = first_line(error)
             return self.function(*args)
 
     def _first(self, *args: Any) -> Any:
@@ -98,14 +100,7 @@ class Compiled:
 
 
 def repeat(body: Callable[[int, Tensors], Tensors], count: Tensor, most: int, state: Tensors) -> Tensors:
-    """What ``body(0, .)``, ``body(1, .)``, ... make of a state: a loop, inside of the code where it is compiled.
-
-    Args:
-        body: one step; takes its number.
-        count: of steps, a tensor.
-        most: steps at most.
-        state: tensors, whose shapes stay.
-    """
+    """What ``body(0, .)``, ``body(1, .)``, ... make of a state: a loop, inside of the code where it is compiled."""
     if not torch.compiler.is_compiling():
         for k in range(int(count)):
             state = body(k, state)
@@ -133,40 +128,69 @@ def block(count: int, each: float, cache: int) -> int:
     """Chains that take their steps one after the other, so that what they read every time stays in the cache.
 
     Args:
-        count: of all chains.
         each: bytes that a chain reads and writes in a step.
-        cache: its size in bytes.
     """
     return next(size for size in range(count, 0, -1) if count % size == 0 and (size * each <= cache or size == 1))
 
 
-class IndexedStep(Protocol):
-    """Step k: from parameters, and from minibatches and innovations of all steps, to new parameters and losses."""
+class Captured:
+    """A function without arguments as a CUDA graph.
 
-    def __call__(
-        self, k: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors, /
-    ) -> tuple[Tensor, Tensor]: ...
+    Args:
+        body: it may not wait for the device; what it reads and writes must stay in its place.
+        generators: that it draws from.
+        keep: tensors that the runs before the capture must leave as they are.
+    """
+
+    def __init__(self, body: Callable[[], None], generators: Sequence[torch.Generator], keep: Sequence[Tensor]) -> None:
+        before = [generator.get_state() for generator in generators]
+        values = [x.detach().clone() for x in keep]
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                body()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            self.graph.register_generator_state(generator)
+        with torch.cuda.graph(self.graph):
+            body()
+        with torch.no_grad():
+            for x, value in zip(keep, values, strict=True):
+                x.copy_(value)
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
+
+    def __call__(self) -> None:
+        """Run it once."""
+        self.graph.replay()
+
+
+IndexedStep = Callable[[int, Tensor, Tensors, Tensor, Tensors], tuple[Tensor, Tensor]]
+"""Step k: from parameters, and from minibatches and innovations of all steps, to new parameters and losses."""
 
 
 class Repeated:
-    """Calls a step so many times.
+    """Calls a step so many times, in a way of its own (``fast``) or step by step.
 
     Args:
-        step: what is compiled.
-        most: how often at most.
         after: None for not compiled, 0 for compiled.
-        log: takes a line for the user.
     """
 
-    def __init__(
-        self, step: IndexedStep, most: int, after: int | None, log: Callable[[str], None] | None = None
-    ) -> None:
+    def __init__(self, step: IndexedStep, most: int, after: int | None) -> None:
         self.step, self.most, self.compiled = step, most, after is not None
         self.unsupported_reason = ""
 
     def __call__(self, count: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
         """What ``count`` steps lead to."""
-        return self.plain(count, theta, batch, xi, tensors)
+        if not self.compiled or self.unsupported_reason:
+            return self.plain(count, theta, batch, xi, tensors)
+        return self.fast(count, theta, batch, xi, tensors)
+
+    def fast(self, count: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
+        """The same, in compiled code."""
+        raise NotImplementedError
 
     def plain(self, count: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
         """The same, step by step."""
@@ -180,25 +204,16 @@ class Repeated:
 class Looped(Repeated):
     """The loop is in the compiled code, so that it is compiled as fast as a single step, and called as one.
 
-    Args:
-        step: what is compiled.
-        most: how often at most.
-        after: None for not compiled, 0 for compiled.
-        log: takes a line for the user.
-        beside: bytes that a chain writes and reads again within a step.
+    Of the arguments ``beside`` are the bytes that a chain writes and reads again within a step.
     """
 
-    def __init__(
-        self, step: IndexedStep, most: int, after: int | None, log: Callable[[str], None] | None = None, beside: int = 0
-    ) -> None:
-        super().__init__(step, most, after, log)
+    def __init__(self, step: IndexedStep, most: int, after: int | None, log: Log | None, beside: int) -> None:
+        super().__init__(step, most, after)
         self.beside = beside
         self.loop = Compiled(self._loop, after, log, WHAT, LOOP)
         self._padded: tuple[Tensors, Tensor] | None = None
 
-    def __call__(self, count: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
-        if not self.compiled or self.unsupported_reason:
-            return self.plain(count, theta, batch, xi, tensors)
+    def fast(self, count: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
         if len(batch[0]) < self.most:  # the compiled code knows one shape
             batch, xi = self._pad(batch, xi)
         each = bytes_of((theta, *tensors, *(t[0] for t in batch))) / len(theta) + self.beside
@@ -239,12 +254,10 @@ class Looped(Repeated):
 class GraphLoop(Repeated):
     """Full calls are one CUDA graph: no work of the host between its steps. Shorter ones go step by step."""
 
-    def __init__(
-        self, step: IndexedStep, most: int, after: int | None, log: Callable[[str], None] | None = None
-    ) -> None:
-        super().__init__(step, most, after, log)
+    def __init__(self, step: IndexedStep, most: int, after: int | None, log: Log | None) -> None:
+        super().__init__(step, most, after)
         self.single = Compiled(self._single, after, log, WHAT)
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph: Captured | None = None
         self.inputs: list[Tensor] = []
         self.outputs: Found | None = None
 
@@ -260,21 +273,19 @@ class GraphLoop(Repeated):
             total = total + loss
         return theta, loss, total
 
-    def __call__(self, count: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
-        if not self.compiled or self.unsupported_reason or count < self.most:
+    def fast(self, count: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
+        if count < self.most:
             return self.plain(count, theta, batch, xi, tensors)
         given = [theta, *batch, xi, *tensors]
         if self.graph is None:
             try:
                 self._capture(given, len(batch))
             except Exception as error:  # whatever a capture may raise
-                self.unsupported_reason = (
-                    f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
-                )
+                self.unsupported_reason = first_line(error)
                 return self.plain(count, theta, batch, xi, tensors)
         assert self.graph is not None and self.outputs is not None
         torch._foreach_copy_(self.inputs, given)
-        self.graph.replay()
+        self.graph()
         theta, loss, total = self.outputs
         return theta.clone(), loss.clone(), total.clone()
 
@@ -282,15 +293,11 @@ class GraphLoop(Repeated):
         self.inputs = [t.clone() for t in given]
         theta, *rest = self.inputs
         args = self.most, theta, tuple(rest[:parts]), rest[parts], tuple(rest[parts + 1 :])
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self.plain(*args)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+
+        def body() -> None:
             self.outputs = self.plain(*args)
-        self.graph = graph
+
+        self.graph = Captured(body, [], [])
 
 
 @contextmanager

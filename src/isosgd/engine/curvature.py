@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from isosgd.geometry.base import Geometry
-from isosgd.noise import dot
+from isosgd.noise.model import dot
 
 MEMORY = 0.1  # weight of a new probe, once ten have been taken
 LONG_MEMORY = 0.03  # for `Stiffness`: minibatches differ in their stiffest direction, which looks like stiffness
@@ -34,10 +34,6 @@ class Stiffness:
 
     Power iteration in the metric of H: a vector of gradient changes w stands for the displacement ``H^-1 w``, and its
     length ``sqrt(w . H^-1 w)`` tends to the top eigenvalue of H^-1 times the Hessian.
-
-    Args:
-        like: the parameters, flat.
-        seed: of the start vectors.
     """
 
     def __init__(self, like: Tensor, seed: int) -> None:
@@ -88,11 +84,7 @@ class Curvature:
     """Running estimate of the top curvature of each group.
 
     Args:
-        like: the parameters, flat.
         slots: where each group lies in them.
-        temperature: T.
-        num_data: N.
-        seed: of the start vectors and the signs.
     """
 
     def __init__(self, like: Tensor, slots: Sequence[slice], temperature: float, num_data: int, seed: int) -> None:
@@ -103,12 +95,7 @@ class Curvature:
 
     @torch.no_grad()
     def probe(self, theta: Tensor, change: Change) -> None:
-        """One power iteration.
-
-        Args:
-            theta: the parameters.
-            change: how gradients change.
-        """
+        """One power iteration."""
         weight = max(MEMORY, 1.0 / (self.probes // 2 + 1))
         if self.probes % 2 == 0:
             signs = 2 * torch.randint(2, (len(self.slots),), generator=self.generator, device=theta.device) - 1

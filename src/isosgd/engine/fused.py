@@ -71,10 +71,8 @@ class FusedStep:
     """Steps of flat parameters by the kernel.
 
     Args:
-        flat: the parameters.
         like: a first step, which says which of its numbers are tensors.
         decays: precision of each tensor's Gaussian prior, over N.
-        generator: from which every step takes a key.
     """
 
     def __init__(

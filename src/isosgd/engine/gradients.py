@@ -16,8 +16,9 @@ from torch.func import grad_and_value, vmap
 from isosgd.data.sources import Batch, batch_length, halves
 from isosgd.engine.compiled import Compiled, Tensors, repeat
 from isosgd.engine.ranks import Ranks
+from isosgd.errors import first_line
 from isosgd.native import perceptron
-from isosgd.noise import join_halves
+from isosgd.noise.estimators import join_halves
 from isosgd.target import Params, Target
 from isosgd.target.batches import tensors_of, tree_map
 
@@ -34,8 +35,6 @@ class Single:
     """Gradients of one chain, whose parameters have no chain dimension.
 
     Args:
-        target: what is sampled.
-        num_data: N.
         prior_weight: of the prior in the loss, see `isosgd.Target.prior_weight`.
     """
 
@@ -108,11 +107,7 @@ class Parted:
 
 
 class Layout:
-    """Where named parameters lie in a flat vector.
-
-    Args:
-        params: of one chain.
-    """
+    """Where named parameters lie in a flat vector."""
 
     def __init__(self, params: Params) -> None:
         self.shapes = {name: tuple(x.shape) for name, x in params.items()}
@@ -137,11 +132,7 @@ class Many:
     After so many calls that it pays, they are compiled.
 
     Args:
-        target: what is sampled.
-        num_data: N.
-        layout: of the parameters of one chain.
         compile_after: calls after which the rest is compiled; None for never.
-        prior_weight: as for `Single`.
     """
 
     def __init__(
@@ -187,7 +178,6 @@ class Many:
         """Loss and gradient at flat parameters, part after part, so that what the layers give stays in the cache.
 
         Args:
-            theta: flat parameters ``[chains, d]``.
             parts: of the batch, equally large, ``[parts, chains, rows, ...]``.
             rest: of the batch, ``[chains, rows, ...]``; empty when there is none.
         """
@@ -270,14 +260,7 @@ class Many:
 
 
 def batchable(target: Target, params: Params, batch: Batch, num_data: int) -> str:
-    """Why chains of this target cannot run in one batched computation; empty when they can.
-
-    Args:
-        target: what is sampled.
-        params: of one chain, which require gradients.
-        batch: a minibatch of one chain.
-        num_data: N.
-    """
+    """Why chains of this target cannot run in one batched computation; empty when they can."""
     dtypes = {x.dtype for x in params.values()}
     if len(dtypes) > 1:
         return f"its parameters have several dtypes ({', '.join(sorted(map(str, dtypes)))})"
@@ -288,7 +271,7 @@ def batchable(target: Target, params: Params, batch: Batch, num_data: int) -> st
     try:
         loss, gradient, _ = Many(target, num_data, layout).flat(theta, two, split=False)
     except Exception as error:  # whatever a user's code may raise under vmap
-        return f"the model cannot be mapped over chains ({type(error).__name__}: {_first_line(error)})"
+        return f"the model cannot be mapped over chains ({first_line(error)})"
     expected = torch.cat([g.reshape(-1) for g in wanted.gradients])
     scale = expected.abs().amax().clamp_min(1e-4)  # vanishing gradients differ by rounding alone
     loss_off = (loss - wanted.loss).abs().amax() / wanted.loss.abs().amax().clamp_min(1.0)
@@ -296,10 +279,6 @@ def batchable(target: Target, params: Params, batch: Batch, num_data: int) -> st
     if not off < 1e-2 and bool(torch.isfinite(expected).all()):
         return f"mapped over chains the model gives other gradients (off by {off:.1g} of their largest)"
     return ""
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]
 
 
 def stacked(starts: Sequence[Params]) -> Params:

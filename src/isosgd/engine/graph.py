@@ -10,7 +10,7 @@ Noise vectors are differences of successive gradients, over sqrt(2), so that the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,45 +18,11 @@ from torch import Tensor
 
 from isosgd.data.sources import IterableBatches, TensorBatches
 from isosgd.engine.chains import Chains
+from isosgd.engine.compiled import Captured
 from isosgd.engine.fused import FlatParameters, FusedStep
+from isosgd.errors import first_line
 from isosgd.samplers.program import Elementwise, StepProgram
 from isosgd.target.batches import tensors_of, tree_map
-
-WARM_UPS = 3  # runs before a capture, in which libraries choose and load what they use
-
-
-class Captured:
-    """A function without arguments as a CUDA graph.
-
-    Args:
-        body: it may not wait for the device; what it reads and writes must stay in its place.
-        generators: that it draws from.
-        keep: tensors that the runs before the capture must leave as they are.
-    """
-
-    def __init__(self, body: Callable[[], None], generators: Sequence[torch.Generator], keep: Sequence[Tensor]) -> None:
-        before = [generator.get_state() for generator in generators]
-        values = [x.detach().clone() for x in keep]
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                body()
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        for generator in generators:
-            self.graph.register_generator_state(generator)
-        with torch.cuda.graph(self.graph):
-            body()
-        with torch.no_grad():
-            for x, value in zip(keep, values, strict=True):
-                x.copy_(value)
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
-
-    def __call__(self) -> None:
-        """Run it once."""
-        self.graph.replay()
 
 
 def unsupported_reason(run: Chains) -> str:
@@ -81,7 +47,7 @@ def accelerate(run: Chains) -> None:
         try:
             run.graph = GraphGradients(run)
         except Exception as error:  # whatever a user's model may raise while it is captured
-            run.graph_unsupported = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+            run.graph_unsupported = first_line(error)
 
 
 class GraphGradients:
@@ -163,16 +129,10 @@ class GraphGradients:
 
 
 class FusedUpdate:
-    """The update of a step that acts on each parameter on its own: one pass over memory.
-
-    Args:
-        run: the chain.
-        program: its sampler's steps.
-        like: a first step.
-    """
+    """The update of a step that acts on each parameter on its own: one pass over memory."""
 
     def __init__(self, run: Chains, program: StepProgram, like: Elementwise) -> None:
-        assert isinstance(run.graph, GraphGradients) and run.graph.decays is not None
+        assert run.graph is not None and run.graph.decays is not None
         self.run, self.program = run, program
         self.fused = FusedStep(run.graph.flat, like, run.graph.decays, run.sampler.generator)
         if run.keys is not None:
@@ -205,15 +165,10 @@ class FusedUpdate:
 
 
 class ProgramUpdate:
-    """The update of any sampler that exports its steps as a function of tensors.
-
-    Args:
-        run: the chain.
-        program: its sampler's steps.
-    """
+    """The update of any sampler that exports its steps as a function of tensors."""
 
     def __init__(self, run: Chains, program: StepProgram) -> None:
-        assert isinstance(run.graph, GraphGradients)
+        assert run.graph is not None
         self.run, self.program, self.graph = run, program, run.graph
         self.state = program.begin()
         self.now = torch.zeros(1, program.width, dtype=program.dtype, device=self.state.device)
@@ -276,7 +231,7 @@ class GraphSteps:
     """
 
     def __init__(self, run: Chains, noise_every: int) -> None:
-        assert isinstance(run.graph, GraphGradients)
+        assert run.graph is not None
         self.run, self.graph, self.noise_every = run, run.graph, noise_every
         program = run.sampler.program()
         if isinstance(program, str):
@@ -308,13 +263,7 @@ class GraphSteps:
 
     @torch.no_grad()
     def take_steps(self, done: int, steps: int, tick: Callable[[int], None]) -> None:
-        """Take so many steps. Whether they were good is asked once, at the end.
-
-        Args:
-            done: steps that were taken before, since the warm-up.
-            steps: to take.
-            tick: told how many were taken.
-        """
+        """Take so many steps. Whether they were good is asked once, at the end."""
         run = self.run
         start = self.graph.flat.values.clone()
         self.update.begin()
@@ -323,7 +272,7 @@ class GraphSteps:
             due = self.program.follows_noise and (i + 1) % self.noise_every == 0 and whole_before
             if due:
                 self._before.copy_(self.graph.gradient)
-            whole_before = self._from_loader() if self._loader else self._from_tensors()
+            whole_before = self._take_step()
             if due and whole_before:
                 noise = (self.graph.gradient - self._before).mul_(math.sqrt(0.5))
                 run.sampler.observe(self.graph.flat.views(noise))
@@ -338,16 +287,10 @@ class GraphSteps:
             self.graph.flat.values.copy_(start)
             run.diverged()
 
-    def _from_tensors(self) -> bool:
+    def _take_step(self) -> bool:
+        """A step at the next batch; whether that was of the usual size."""
+        if self._loader and (batch := self.graph.next()) is not self.graph.batch:
+            self._step_at(batch)
+            return False
         self._step()
         return True
-
-    def _from_loader(self) -> bool:
-        """A step at the loader's next batch; whether that was of the usual size."""
-        batch = self.graph.next()
-        usual = batch is self.graph.batch
-        if usual:
-            self._step()
-        else:
-            self._step_at(batch)
-        return usual

@@ -18,7 +18,7 @@ from isosgd.engine.chains import Chains
 from isosgd.engine.compiled import CACHE, LOOP, Compiled, Tensors, block, bytes_of, repeat
 from isosgd.engine.gradients import Many, batchable
 from isosgd.engine.multistep import LARGE
-from isosgd.noise import dot
+from isosgd.noise.model import dot
 from isosgd.samplers.hmc import HMC
 
 MOST = 1 << 16  # steps of a trajectory
@@ -46,8 +46,6 @@ class LeapfrogMultiStep:
 
     Args:
         run: the chains, of HMC; `unsupported_reason` must be empty.
-        compiled: whether to compile.
-        log: takes a line for the user.
     """
 
     def __init__(self, run: Chains, compiled: bool = True, log: Callable[[str], None] | None = None) -> None:

@@ -11,7 +11,7 @@ follows the level of the noise all of them are, and the level is a further colum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,8 +65,6 @@ class MultiStep:
     Args:
         run: the chains; `unsupported_reason` must be empty.
         noise_every: where the noise is followed, every k-th step is split in halves.
-        compiled: whether to compile.
-        log: takes a line for the user.
 
     Attributes:
         failed: why the steps could not be compiled.
@@ -105,20 +103,10 @@ class MultiStep:
 
     # -- the step, of tensors alone -----------------------------------------------------------------------------------
 
-    def step(self, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        """Where one step leads to from flat parameters ``[chains, d]``, and the losses."""
-        theta, loss, _ = self._stepped(theta, batch, xi, tensors, self.program.needs_noise)
-        return theta, loss
-
-    def split(self, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
-        """The same with a noise vector, from halves of the minibatch."""
-        theta, loss, noise = self._stepped(theta, batch, xi, tensors, True)
-        assert noise is not None
-        return theta, loss, noise
-
-    def _stepped(
-        self, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors, split: bool
+    def step(
+        self, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors, split: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Where one step leads to from flat parameters ``[chains, d]``, the losses, and with ``split`` the noise."""
         loss, gradient, noise = self.gradient.flat(self.program.parameters(theta), batch, split)
         return self.program.move(theta, gradient, noise, xi, tensors), loss, noise
 
@@ -128,7 +116,9 @@ class MultiStep:
 
     def _kth(self, k: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """Step k of a call."""
-        return self.step(theta, self._at(batch, k), self.program.innovation(xi, k), tensors)
+        xi = self.program.innovation(xi, k)
+        theta, loss, _ = self.step(theta, self._at(batch, k), xi, tensors, self.program.needs_noise)
+        return theta, loss
 
     def _functions(self, tensors: Tensors) -> tuple[Repeated, Compiled]:
         """The loop over steps and the split step, for tensors of such shapes."""
@@ -139,7 +129,7 @@ class MultiStep:
             assert isinstance(run.batches, TensorBatches)
             between = run.layout.between(run.batches.batch_size, run.leaves[0].dtype)
             loop = GraphLoop(*given) if run.leaves[0].is_cuda else Looped(*given, between)
-            split = Compiled(self.split, after, self.log, "steps that follow the noise", UNCHECKED)
+            split = Compiled(self.step, after, self.log, "steps that follow the noise", UNCHECKED)
             self.known[key] = loop, split
         return self.known[key]
 
@@ -207,8 +197,7 @@ class MultiStep:
         self.program.count(steps)
         if noise is not None:
             noise = torch.where(finite.unsqueeze(-1), noise, 0.0) if run.failures else noise
-            parts = run.layout.views(noise if run.many is not None else noise[0])
-            run.sampler.observe([parts[name] for name in run.params])
+            run.sampler.observe(run.parts(noise))
         return after
 
     def _drop(self, theta: Tensor, steps: int, batch: Tensors, xi: Tensor, tensors: Tensors, bad: Tensor) -> None:
@@ -225,12 +214,8 @@ class MultiStep:
                 self.program.finish(theta)
                 run.gradients = before + k
                 try:
-                    run.drop(new, loss, self._parts(gradient))
+                    run.drop(new, loss, run.parts(gradient))
                 finally:
                     run.gradients = before
             moved = self.program.move(theta, gradient, noise, self.program.innovation(xi, k), tensors)
             theta = torch.where(run.alive.unsqueeze(-1), moved, theta)
-
-    def _parts(self, gradient: Tensor) -> Sequence[Tensor]:
-        parts = self.run.layout.views(gradient if self.run.many is not None else gradient[0])
-        return [parts[name] for name in self.run.params]

@@ -42,15 +42,11 @@ class Schedule:
     """Everything about a run that is known before the first step.
 
     Args:
-        target: what is sampled.
         data: checked, where it is sampled.
         init: start values in natural parameters, or a function from the number of a chain to them.
         chains: chains of each data set.
         batch_size: n; a default by the number of examples when None; or ``all``.
-        seed: of everything.
-        device: where to sample.
         compile_after: gradients of chains that run together after which the rest is compiled; None for never.
-        transform: what minibatches go through, on the device.
         numbers: of the chains that are run here, each on its own; all of them, together if possible, when None.
         ranks: processes that share the run; None for this one alone.
 

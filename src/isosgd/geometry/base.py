@@ -24,7 +24,7 @@ from torch import Tensor
 
 from isosgd.geometry.layer import Number
 from isosgd.geometry.rule import Rule
-from isosgd.noise import dot, flat
+from isosgd.noise.model import dot, flat
 
 FIRST_RATIO = 4.0  # curvature over H that is assumed first: at a mode, where chains start, both are less than elsewhere
 MOST_EXCESS = 0.1  # temperature that noise which is not expressed may add in the worst direction
@@ -219,11 +219,6 @@ class Geometry(ABC):
 
     def reads_rows(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a compiled step of these tensors is one operation, which reads rows as they lie."""
-        return False
-
-    @property
-    def tracks_level(self) -> bool:
-        """Whether the level of the noise is followed, so that every step has to measure it; see `Full`."""
         return False
 
     # -- rates ----------------------------------------------------------------------------------------------------

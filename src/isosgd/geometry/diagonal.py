@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isosgd.geometry.base import MOST_EXCESS, Geometry
 from isosgd.geometry.rule import Rule, damped
-from isosgd.noise import dot, power_step
+from isosgd.noise.model import dot, power_step
 
 
 class AxisRates:

@@ -218,6 +218,7 @@ class Full(Geometry):
 
     @property
     def tracks_level(self) -> bool:
+        """Whether the level of the noise is followed, so that every step has to measure it."""
         return self.sight.numel() > 0
 
     def levels(self, tensors: Sequence[Tensor], level: Tensor, noise: Tensor) -> Tensor:

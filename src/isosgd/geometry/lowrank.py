@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isosgd.errors import check_integer
 from isosgd.geometry.base import Geometry, WorstDirection
 from isosgd.geometry.linalg import (
     blocks,
@@ -39,7 +40,7 @@ from isosgd.geometry.linalg import (
 )
 from isosgd.geometry.rule import Rule, damped
 from isosgd.native import lowrank
-from isosgd.noise import dot
+from isosgd.noise.model import dot
 
 RANK = 20  # directions, by default
 LARGE = 1_000_000  # parameters from which S is kept in bfloat16 on an accelerator
@@ -159,8 +160,7 @@ class LowRank(Geometry):
     )
 
     def __init__(self, rank: int = RANK, damping: float = 0.1, dtype: torch.dtype | None = None) -> None:
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-            raise ValueError(f"rank = {rank!r} must be an integer of at least 1; for none use structure='diagonal'")
+        check_integer("rank", rank, 1, "; for none use structure='diagonal'")
         if not damping >= 0:
             raise ValueError(f"damping = {damping} must not be negative; 0.1 is the default")
         if dtype is not None and not dtype.is_floating_point:

@@ -125,10 +125,6 @@ class Rule:
         by_bias = (variance / (4.0 * self.batch_size * self.bias)).sqrt()
         return torch.maximum(variance / HIGHEST, by_bias).clamp_min(noise)
 
-    def rate_curvature(self, curvature_ratio: Tensor) -> Tensor:
-        """The top of ``rate * curvature`` that this gives."""
-        return self.scale * curvature_ratio / self.factor(curvature_ratio)
-
 
 def damped(h: Tensor, damping: float, slots: Sequence[slice]) -> Tensor:
     """Curvatures ``[chains, d]`` with a share of each layer's mean added, so that none is nearly zero."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from isosgd.errors import check_integer
 from isosgd.metrics import checks
 from isosgd.metrics.checks import Reduction, reduce
 
@@ -86,8 +87,7 @@ def reliability(probabilities: Tensor, y: Tensor, bins: int = 15) -> Reliability
     probabilities, y = _checked(probabilities, y)
     confidence, predicted = probabilities.max(1)
     right = (predicted == y).double()
-    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
-        raise ValueError(f"bins = {bins!r} must be an integer of at least 1")
+    check_integer("bins", bins, 1)
     place = (confidence * bins).long().clamp(0, bins - 1)
     count = place.bincount(minlength=bins)
     mean_confidence = place.bincount(confidence, bins) / count

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isosgd.errors import first_line
+
 HERE = Path(__file__).parent
 SOURCE = HERE / "operations.cpp"
 FLAGS = (
@@ -75,7 +77,7 @@ def _load() -> str:
         for name, function in SHAPES.items():
             torch.library.register_fake(f"isosgd::{name}", function)
     except Exception as error:  # whatever a compiler or a loader may have to say
-        reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+        reason = first_line(error)
         warnings.warn(f"small networks are slower here than they could be: {reason}", RuntimeWarning, stacklevel=2)
     return reason
 

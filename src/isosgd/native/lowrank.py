@@ -15,33 +15,15 @@ def ready(basis: Tensor, *others: Tensor) -> bool:
     return basis.shape[-1] >= build.FEWEST and basis.numel() >= LEAST and build.ready(basis, *others)
 
 
-def displace(
-    basis: Tensor,
-    back: Tensor,
-    add: Tensor,
-    rate: Tensor,
-    amplitude: Tensor,
-    gradient: Tensor,
-    own: Tensor,
-    shared: Tensor,
-) -> Tensor:
+def displace(*tensors: Tensor) -> Tensor:
     """``rate force + S^T (back S force + add shared)`` with ``force = gradient + amplitude own``, S the basis.
 
-    All tensors have a leading dimension of chains.
+    The tensors are basis, back, add, rate, amplitude, gradient, own and shared; all have a leading dimension of chains.
     """
-    found: Tensor = torch.ops.isosgd.lowrank_displace(basis, back, add, rate, amplitude, gradient, own, shared)
+    found: Tensor = torch.ops.isosgd.lowrank_displace(*tensors)
     return found
 
 
 @build.shapes("lowrank_displace")
-def _displacement(
-    basis: Tensor,
-    back: Tensor,
-    add: Tensor,
-    rate: Tensor,
-    amplitude: Tensor,
-    gradient: Tensor,
-    own: Tensor,
-    shared: Tensor,
-) -> Tensor:
-    return torch.empty_like(gradient, memory_format=torch.contiguous_format)
+def _displacement(basis: Tensor, back: Tensor, add: Tensor, rate: Tensor, amplitude: Tensor, *rest: Tensor) -> Tensor:
+    return torch.empty_like(rest[0], memory_format=torch.contiguous_format)  # like the gradient

@@ -9,35 +9,13 @@ from isosgd.noise.estimators import (
     make_estimator,
     paired_backward,
 )
-from isosgd.noise.model import (
-    NoiseModel,
-    Summary,
-    Uses,
-    Whole,
-    dot,
-    flat,
-    join,
-    power_step,
-    summarise,
-    top_eigenvalue,
-)
 
 __all__ = [
     "AlphaStable",
     "MovingAverage",
     "NoiseEstimator",
-    "NoiseModel",
     "NoiseName",
-    "Summary",
-    "Uses",
-    "Whole",
-    "dot",
-    "flat",
-    "join",
     "join_halves",
     "make_estimator",
     "paired_backward",
-    "power_step",
-    "summarise",
-    "top_eigenvalue",
 ]

@@ -136,14 +136,14 @@ def section(title: str, words: str, *parts: str) -> str:
     return f"<section>\n<h2>{escape(title)}</h2>\n<p>{escape(words)}</p>\n{body}\n</section>" if body else ""
 
 
-def figures(found: Iterable[Figure | None], beside: str = "") -> str:
-    """Plots side by side where there is room; ``beside`` is put into the next place."""
+def figures(found: Iterable[Figure | None]) -> str:
+    """Plots side by side where there is room."""
     cells = "\n".join(
         f"<figure><h3>{escape(f.title)}</h3>{f.svg}<figcaption>{escape(f.caption)}</figcaption></figure>"
         for f in found
         if f is not None
     )
-    return f'<div class="figures">\n{cells}\n{beside}</div>' if cells or beside else ""
+    return f'<div class="figures">\n{cells}\n</div>' if cells else ""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isosgd.noise import Uses, join
 from isosgd.noise.estimators import state_dtype
+from isosgd.noise.model import Uses, join
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
 from isosgd.samplers.injection import Move

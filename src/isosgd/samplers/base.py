@@ -1,6 +1,6 @@
 """What every sampler shares: groups and units, rates, the step, and the state that is saved.
 
-A sampler *has* a model of its gradient noise (`isosgd.noise.NoiseModel`), a schedule of its rates
+A sampler *has* a model of its gradient noise (`isosgd.noise.model.NoiseModel`), a schedule of its rates
 (`isosgd.samplers.schedules`) and an `Injector` that draws what it injects. It may have a metric
 (`isosgd.samplers.metric`), and a Lambda that knows directions (`isosgd.geometry`). What is left to tell samplers apart
 is the `Move` of a group. Where nobody else sets its rates, it has an `isosgd.samplers.own_warmup.OwnWarmup`.
@@ -23,17 +23,8 @@ from isosgd.differences import check_ranks
 from isosgd.geometry.base import Geometry, load_into, state_of
 from isosgd.geometry.layer import Number, diagonal_scale, root
 from isosgd.geometry.rule import allowed_rate_curvature
-from isosgd.noise import (
-    AlphaStable,
-    NoiseEstimator,
-    NoiseModel,
-    NoiseName,
-    Summary,
-    Uses,
-    join,
-    make_estimator,
-    summarise,
-)
+from isosgd.noise.estimators import AlphaStable, NoiseEstimator, NoiseName, make_estimator
+from isosgd.noise.model import NoiseModel, Summary, Uses, join, summarise
 from isosgd.samplers.groups import (
     Group,
     OwnRateGroup,
@@ -485,8 +476,8 @@ class Sampler(Optimizer):
         self._follow_lr()
         if self.own is None and noise is None and self.given and self.needs_vectors and not self.driven:
             self.own = OwnWarmup(self, None, by_scheme=True)  # for noise vectors alone
-        if self.own is None and self._begins_own_warmup():
-            self.own = self._own_warmup()
+        if self.own is None and not (self.driven or self.given) and any(g["rate"] is None for g in self.param_groups):
+            self.own = self._own_warmup()  # nobody else has set rates, or will
         own, captured = self.own, capturing()
         if captured:
             self._check_capture()
@@ -617,10 +608,6 @@ class Sampler(Optimizer):
                 p.grad = grad
 
     # -- a warm-up of its own -----------------------------------------------------------------------------------------
-
-    def _begins_own_warmup(self) -> bool:
-        """Whether nobody else has set rates, or will."""
-        return not (self.driven or self.given or all(group["rate"] is not None for group in self.param_groups))
 
     def _own_warmup(self) -> OwnWarmup:
         """A warm-up of its own, from its beginning."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isosgd.errors import first_line
 from isosgd.samplers.philox import CHUNK, make_normals
 
 LOW = "low"  # its name in the state
@@ -101,12 +102,7 @@ def make_kernel() -> Any:
 
 
 class HalfParameters:
-    """The parameters of a sampler that are in bfloat16.
-
-    Args:
-        state: of the optimizer.
-        params: all of its parameters.
-    """
+    """The parameters of a sampler that are in bfloat16."""
 
     def __init__(self, state: Any, params: list[Tensor]) -> None:
         wrong = next((p for p in params if p.dtype == torch.float16), None)
@@ -166,7 +162,7 @@ class HalfParameters:
                 self._launch(p, args, numbers)
                 return
             except Exception as error:  # whatever a compiler may raise, before anything is written
-                self._key, self.unsupported_reason = None, f"{type(error).__name__}: {error}"
+                self._key, self.unsupported_reason = None, first_line(error)
         xi = torch.empty(p.shape, device=p.device).normal_(generator=generator)
         step_halves_(args[0], args[1], args[2], xi, numbers, velocity)
 

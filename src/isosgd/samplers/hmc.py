@@ -27,7 +27,8 @@ from isosgd.geometry.base import Geometry, load_into, state_of
 from isosgd.geometry.choice import StructureName, choose, make_structure
 from isosgd.geometry.layer import Number
 from isosgd.geometry.rule import Rule
-from isosgd.noise import AlphaStable, dot
+from isosgd.noise.estimators import AlphaStable
+from isosgd.noise.model import dot
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
 from isosgd.samplers.injection import Move
@@ -140,10 +141,6 @@ class HMC(Sampler):
         if self.home is not None:
             self.put(self.home)
         self.home, self.place = None, 0
-
-    def report_step_size(self) -> None:
-        """Let every group's rate be that of a step."""
-        report_rates(self, self.step_size)
 
     def _update(self) -> None:
         geometry, energy = self.geometry, self.energy

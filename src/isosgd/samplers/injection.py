@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from isosgd.geometry.layer import Number, outer_factor, over_chains, take_out_
-from isosgd.noise import NoiseModel
+from isosgd.noise.model import NoiseModel
 from isosgd.samplers.groups import Group
 from isosgd.samplers.innovations import Innovations, Source
 

@@ -32,7 +32,8 @@ from isosgd.geometry.full import Full
 from isosgd.geometry.layer import Correction, Number, PerGroup, diagonal_scale
 from isosgd.geometry.lowrank import LowRank
 from isosgd.geometry.rule import Rule, allowed_rate_curvature
-from isosgd.noise import AlphaStable, MovingAverage, Summary, Uses, join
+from isosgd.noise.estimators import AlphaStable, MovingAverage
+from isosgd.noise.model import Summary, Uses, join
 from isosgd.samplers.base import Sampler, slow_rise
 from isosgd.samplers.groups import Group, ParamsLike, check_choice
 from isosgd.samplers.injection import Move

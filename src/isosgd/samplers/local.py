@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from isosgd.errors import check_integer
 from isosgd.samplers.groups import trained_groups
 
 BEND = 0.25
@@ -97,8 +98,7 @@ class LocalSampler(Optimizer):
             raise ValueError(f"nbeta = {nbeta!r} must be positive and finite: N / log N")
         if not (math.isfinite(localization) and localization >= 0):
             raise ValueError(f"localization = {localization!r} must be finite and at least 0")
-        if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 10:
-            raise ValueError(f"warmup = {warmup!r} must be an integer of at least 10")
+        check_integer("warmup", warmup, 10)
         self.warmup, self.chains, self.noise, self.generator = warmup, chains, noise, generator
         self.step_size, self.steps, self._weight, self._log_step = FIRST_STEP, 0, SHRINK, 0.0
         super().__init__(params, {"nbeta": nbeta, "localization": localization, "optimize_over": None})

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from isosgd.noise import NoiseModel, dot, join, power_step, top_eigenvalue
+from isosgd.noise.model import NoiseModel, dot, join, power_step, top_eigenvalue
 from isosgd.samplers.groups import Group
 
 Learn = Callable[[Group, list[Tensor]], None]

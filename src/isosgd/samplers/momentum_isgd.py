@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from isosgd.geometry.layer import Number
-from isosgd.noise import AlphaStable
+from isosgd.noise.estimators import AlphaStable
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
 from isosgd.samplers.injection import Move

@@ -25,22 +25,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from isosgd.errors import DivergedError, warn_caller
 from isosgd.geometry.base import FIRST_RATIO, Geometry
-from isosgd.noise import Uses, join
+from isosgd.noise.model import Uses, join
 from isosgd.samplers.groups import Group
 from isosgd.samplers.injection import capturing
-from isosgd.samplers.lines import Line, uncancelled
 
 if TYPE_CHECKING:
     from isosgd.samplers.base import Sampler
 
-Phase = Literal["optimising", "warming up", "sampling"]
 OPTIMISING, WARMING_UP, SAMPLING = "optimising", "warming up", "sampling"
 
 MOST_STEPS = 20_000  # of the whole warm-up, unless the user says
@@ -60,6 +58,7 @@ SILENT = 1e-12  # of the squared gradient at the start, below which there is rou
 RUNAWAY = 100.0  # times the squared gradient that it can be, or was where the chain was held
 UNUSED_FOR = 20  # steps in which a parameter that is used has a gradient
 LEAST_POINTS = 5  # for a line
+LEAST_EPOCHS = 4  # to compare means over
 PAIR_EVERY = 2
 FOLLOW_EVERY, FOLLOW_GEOMETRY_EVERY = 16, 128  # steps between noise vectors, once rates are frozen
 SETTLED_RATIO, SIGNAL_RATIO, RELAXATIONS = 1.5, 2.0, 5.0
@@ -76,7 +75,6 @@ class OwnWarmup:
     """The warm-up of a sampler by itself. `step` is called once for each step of the sampler.
 
     Args:
-        sampler: which is driven.
         budget: steps that it takes, all of them; None for as many as it takes, up to a limit.
         by_scheme: whether the sampler estimates its rates by a scheme of its own, and only takes noise vectors.
 
@@ -415,12 +413,12 @@ class OwnWarmup:
     def _bounds(self) -> list[float]:
         """What the squared mean gradient of each group can be at stationarity, ``T tr(H) / N``, at the most."""
         return [
-            group["temperature"] * h * self._size(group) / group["num_data"]
+            group["temperature"]
+            * h
+            * self.whole.size(sum(p.numel() for p in group["params"]), group["params"])
+            / group["num_data"]
             for group, h in zip(self.groups, self.curvatures, strict=True)
         ]
-
-    def _size(self, group: Group) -> int:
-        return self.whole.size(sum(p.numel() for p in group["params"]), group["params"])
 
     def _prior(self) -> dict[str, Any]:
         """What a geometry is told of the curvature of the prior: that of weight decay."""
@@ -631,34 +629,22 @@ class OwnWarmup:
 
     def _unsettled(self, last: bool) -> str:
         """Why the chain has not settled; empty when it has."""
-        groups, temperature = self.groups, self.groups[0]["temperature"]
-        if not temperature:
+        groups = self.groups
+        if not groups[0]["temperature"]:
             return ""
-        ratios = [float(group["rate"]) / old for group, old in zip(groups, self.old_rates, strict=True)]
+        rates = [float(group["rate"]) for group in groups]
+        ratios = [rate / old for rate, old in zip(rates, self.old_rates, strict=True)]
         if last:
             ratios = [min(ratio, 1.0) for ratio in ratios]
-        for group, ratio in zip(groups, ratios, strict=True):
-            if max(ratio, 1.0 / ratio) > SETTLED_RATIO:
-                name = group["name"]
-                return f"the rate of group {name!r} still changes (by {ratio:.2f} in the last {self.length} steps)"
-        total, squares, count = self.signal.tolist()
         bounds = self._bounds()
         if self.geometry is not None:  # the same in the metric of P, over all groups
-            rates = [float(group["rate"]) for group in groups]
             bounds = [sum(b * rate for b, rate in zip(bounds, rates, strict=True))] * len(bounds)
-        for i, (group, bound) in enumerate(zip(groups, bounds, strict=True)):
-            mean = total[i] / max(count[i], 1.0)
-            error = SURE * math.sqrt(max(squares[i] / max(count[i], 1.0) - mean**2, 0.0) / max(count[i], 1.0))
-            if mean - error > SIGNAL_RATIO * bound:
-                return (
-                    f"the gradient of group {group['name']!r} is still {math.sqrt(mean / bound):.1f} times what it can "
-                    "be at stationarity: the chain is on its way"
-                )
-        if self.length < RELAXATIONS * self.relaxation:
-            return (
-                f"{self.length} steps are few beside the {self.relaxation:.0f} in which the chain forgets where it was"
-            )
-        return self._drifting()
+        signals = []
+        for total, squares, count, bound in zip(*self.signal.tolist(), bounds, strict=True):
+            n = max(count, 1.0)
+            mean = total / n
+            signals.append((mean, SURE * math.sqrt(max(squares / n - mean**2, 0.0) / n), bound))
+        return unsettled(groups, ratios, signals, self.length, self.relaxation) or self._drifting()
 
     def _drifting(self) -> str:
         """Whether the mean gradient of the window's first half shows again in its second."""
@@ -672,3 +658,111 @@ class OwnWarmup:
             if found > DRIFTING * spread:
                 return f"the gradient of group {group['name']!r} points the same way all through the last window"
         return ""
+
+
+def unsettled(
+    groups: Sequence[Group],
+    ratios: Sequence[float],
+    signals: Sequence[tuple[float, float, float]],
+    steps: int,
+    relaxation: float,
+) -> str:
+    """Why a chain has not settled in its last window of so many steps; empty where none of this speaks against it.
+
+    Args:
+        groups: of parameters, which have names.
+        ratios: of their rates, after the window and before it.
+        signals: of each group the squared length of its gradient, `SURE` standard errors of it, and what it can be at
+            stationarity: there ``E|grad f / N|^2 = T tr(H) / N``, with top curvature h at most ``T d h / N``.
+        relaxation: steps in which the slowest group forgets where it was, along its stiffest direction.
+    """
+    for group, ratio in zip(groups, ratios, strict=True):
+        if max(ratio, 1.0 / ratio) > SETTLED_RATIO:
+            name = group["name"]
+            return f"the rate of group {name!r} still changes (by {ratio:.2f} in the last window of {steps} steps)"
+    for group, (square, error, bound) in zip(groups, signals, strict=True):
+        if square - error > SIGNAL_RATIO * bound:
+            times = math.sqrt(square / bound)
+            return (
+                f"the gradient of group {group['name']!r} is still {times:.1f} times what it can be at stationarity: "
+                "the chain is still on its way"
+            )
+    if steps < RELAXATIONS * relaxation:
+        return (
+            f"the last window of {steps} steps is short beside the {relaxation:.0f} in which the chain forgets where "
+            "it was, even along the stiffest direction of its slowest group"
+        )
+    return ""
+
+
+# -- lines through gradients over places, and noise that cancels over an epoch --------------------------------------
+
+
+def uncancelled(pull: float, epoch: int) -> float:
+    """Share of the gradient noise that acts on a chain where batches go through the data without replacement.
+
+    Noise sums up to zero over an epoch of E steps: at the lag k < E its covariance is ``-V / (E - 1)``, in the share
+    ``1 - k / E`` of all places. A chain that forgets the share a = ``pull`` of its past in a step weighs it with
+    ``(1 - a)^k``.
+
+    Example:
+        >>> round(uncancelled(1e-6, 20), 2), round(uncancelled(0.05, 20), 2), round(uncancelled(1.0, 20), 2)
+        (0.0, 0.28, 1.0)
+    """
+    lags = range(1, epoch)
+    return 1.0 - 2.0 / (epoch - 1) * sum((1.0 - k / epoch) * max(1.0 - pull, 0.0) ** k for k in lags)
+
+
+class Line:
+    """Straight lines through points that come one after the other, several at once: slopes and their errors.
+
+    Example:
+        >>> line = Line(1, torch.device("cpu"))
+        >>> for x in range(10):
+        ...     line.take(torch.tensor([float(x)]), torch.tensor([3.0 * x + (-1) ** x]))
+        >>> [round(float(found), 1) for found in line.slopes()]
+        [2.9, 0.1]
+    """
+
+    kept = ("count", "sums", "block", "blocks")
+
+    def __init__(self, lines: int, device: torch.device) -> None:
+        self.count, self.sums = 0, torch.zeros(5, lines, dtype=torch.float64, device=device)
+        self.block = torch.zeros(3, lines, dtype=torch.float64, device=device)  # sums of x, y and 1 in this epoch
+        self.blocks: list[Tensor] = []  # of epochs that were seen as a whole
+
+    def take(self, x: Tensor, y: Tensor, epoch: int = 0, place: int = 0) -> None:
+        """Take in a point of each line, at its place in an epoch of so many points."""
+        x, y = x.double(), y.double()
+        self.sums += torch.stack([x, y, x * x, x * y, y * y])
+        self.count += 1
+        if not epoch:
+            return
+        if place == 0:
+            self.block = torch.zeros_like(self.block)
+        self.block += torch.stack([x, y, torch.ones_like(x)])
+        if place == epoch - 1 and int(self.block[2, 0]) == epoch:
+            self.blocks.append(self.block)
+
+    def block_noise(self) -> tuple[float, float]:
+        """Variance of the means over epochs, over what independent points would have, and its relative error."""
+        if len(self.blocks) < LEAST_EPOCHS:
+            return 1.0, math.inf
+        x, y, _, xy, yy = self.sums
+        slope = self.slopes()[0]
+        every = torch.stack(self.blocks)  # [epochs, 3, lines]
+        left = (every[:, 1] - slope * every[:, 0]) / every[:, 2]
+        noise = (yy - y * y / self.count - slope * (xy - x * y / self.count)).clamp_min(0.0) / (self.count - 2)
+        found = (left.var(0) * every[0, 2]).sum() / noise.sum().clamp_min(torch.finfo(noise.dtype).tiny)
+        return float(found), math.sqrt(2.0 / ((len(self.blocks) - 1) * len(slope)))
+
+    def slopes(self, pooled: bool = False) -> tuple[Tensor, Tensor]:
+        """Slope of each line and its standard error; ``pooled`` for one slope of all."""
+        x, y, xx, xy, yy = self.sums
+        xx, xy, yy = xx - x * x / self.count, xy - x * y / self.count, yy - y * y / self.count
+        if pooled:
+            xx, xy, yy = (total.sum().reshape(1) for total in (xx, xy, yy))
+        slope = xy / xx.clamp_min(torch.finfo(xx.dtype).tiny)
+        freedom = max(self.count - 2, 1) * (self.sums.shape[1] if pooled else 1)
+        error = ((yy - slope * xy).clamp_min(0.0) / freedom / xx.clamp_min(torch.finfo(xx.dtype).tiny)).sqrt()
+        return slope, error

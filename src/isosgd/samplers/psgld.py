@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isosgd.noise import MovingAverage
-from isosgd.noise.estimators import state_dtype
+from isosgd.noise.estimators import MovingAverage, state_dtype
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
 from isosgd.samplers.metric import DiagonalMetric, check_eps, rms_metric

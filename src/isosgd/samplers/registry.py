@@ -40,24 +40,14 @@ class Method:
     """A method that can be asked for by name.
 
     Attributes:
-        kind: the class, with what it ``targets``.
-        family: ``langevin`` (Theorem 1), ``hamiltonian`` (Theorem 2), ``metropolis`` (all data, accept or reject), or
-            ``baseline``.
-        paper: where it comes from.
-        departures: where our code departs from it, in a line; the docstring of ``kind`` says more.
+        kind: the class. It says its ``family``: ``langevin`` (Theorem 1), ``hamiltonian`` (Theorem 2), ``metropolis``
+            (all data, accept or reject), or ``baseline``; its ``paper``; what it ``targets``; and its ``departures``
+            from the paper, in a line, of which its docstring says more.
         options: settings of `isosgd.sample` that differ from the defaults of ``kind``.
     """
 
     kind: type[Any]
-    family: str
-    paper: str
-    departures: str
     options: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def targets(self) -> str:
-        """The density it draws from, and the condition."""
-        return str(self.kind.targets)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -79,8 +69,8 @@ class Method:
             >>> psgld["family"], psgld["settings"]["alpha"]
             ('langevin', 0.99)
         """
-        told = ("family", "paper", "targets", "departures", "settings")
-        return {"name": name, **{part: getattr(self, part) for part in told}}
+        told = {part: getattr(self.kind, part) for part in ("family", "paper", "targets", "departures")}
+        return {"name": name, **told, "settings": self.settings}
 
 
 METHODS: dict[str, type[Sampler]] = {
@@ -103,8 +93,5 @@ METHODS: dict[str, type[Sampler]] = {
 OPTIONS = {"isgd": {"structure": "auto"}}  # the class alone has one lambda a layer, as the paper has
 
 REGISTRY: Mapping[str, Method] = MappingProxyType(
-    {
-        name: Method(kind, kind.family, kind.paper, kind.departures, OPTIONS.get(name, {}))
-        for name, kind in METHODS.items()
-    }
+    {name: Method(kind, OPTIONS.get(name, {})) for name, kind in METHODS.items()}
 )

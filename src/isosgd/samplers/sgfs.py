@@ -18,8 +18,8 @@ from torch import Tensor
 
 from isosgd.geometry.layer import Number, diagonal_scale
 from isosgd.geometry.linalg import times
-from isosgd.noise import Summary, join
 from isosgd.noise.estimators import state_dtype
+from isosgd.noise.model import Summary, join
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
 from isosgd.samplers.injection import Move

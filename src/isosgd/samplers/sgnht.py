@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from isosgd.geometry.layer import Number
-from isosgd.noise import dot, join
+from isosgd.noise.model import dot, join
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
 from isosgd.samplers.program import StepProgram, Tensors

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from isosgd.geometry.layer import Number
-from isosgd.noise import Summary
+from isosgd.noise.model import Summary
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
 from isosgd.samplers.metric import DiagonalMetric

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isosgd.noise import flat
 from isosgd.noise.estimators import state_dtype
+from isosgd.noise.model import flat
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import ParamsLike
 from isosgd.samplers.metric import DiagonalMetric

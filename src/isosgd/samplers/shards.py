@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isosgd.errors import RankError, RankValueError
-from isosgd.noise import Whole
+from isosgd.noise.model import Whole
 from isosgd.samplers.groups import Group
 
 BLOCK = 1 << 14  # numbers that are drawn at once

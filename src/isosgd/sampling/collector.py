@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from isosgd.data.sources import as_tensors
 from isosgd.differences import as_lines, check_ranks, differences
 from isosgd.engine.ranks import Replicas
-from isosgd.errors import DivergedError, warn_caller
+from isosgd.errors import DivergedError, check_integer, warn_caller
 from isosgd.posterior import Posterior
 from isosgd.samplers import METHODS, Sampler
 from isosgd.samplers.half import wide
@@ -140,10 +140,9 @@ class Collector:
     ) -> dict[str, Any]:
         """Take in what is sampled, checked; what of it all ranks that share a model must have."""
         optimizer, keep_every, draws, in_memory = self.optimizer, self.keep_every, self.most, self._folder is None
-        if keep_every != "auto" and (isinstance(keep_every, bool) or not isinstance(keep_every, int) or keep_every < 1):
-            raise ValueError(f"keep_every = {keep_every!r} must be an integer of at least 1, or 'auto'")
-        if isinstance(draws, bool) or not isinstance(draws, int) or draws < 2:
-            raise ValueError(f"draws = {draws!r} must be an integer of at least 2")
+        if keep_every != "auto":
+            check_integer("keep_every", keep_every, 1, ", or 'auto'")
+        check_integer("draws", draws, 2)
         if target is not None and likelihood is not None:
             raise ValueError("target= and likelihood= both say what is sampled: pass one of them")
         ddp = next((m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)), None)

@@ -29,6 +29,7 @@ from isosgd.data.sources import Batch, IterableBatches, TensorBatches, as_data, 
 from isosgd.diagnostics.meter import Reading, readings
 from isosgd.diagnostics.traces import Array, as_array, ess, rhat
 from isosgd.diagnostics.verdict import Conclusion, Verdict
+from isosgd.errors import check_integer
 from isosgd.posterior import Posterior
 from isosgd.posterior.draws import Mapped, batches_of
 from isosgd.posterior.temperature import CHUNK, value_and_slope
@@ -135,8 +136,7 @@ def llc(
         (True, 1000)
     """
     for name, value in (("chains", chains), ("draws", draws), ("keep_every", keep_every)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < (4 if name == "draws" else 1):
-            raise ValueError(f"{name} = {value!r} must be an integer of at least {4 if name == 'draws' else 1}")
+        check_integer(name, value, 4 if name == "draws" else 1)
     place = _Neighbourhood(_as_target(target, likelihood, data), data, init, chains, batch_size, seed, device)
     nbeta = place.num_data / math.log(place.num_data) if nbeta is None else float(nbeta)
     leaves = {name: nn.Parameter(x.expand(chains, *x.shape).clone()) for name, x in place.start.items()}
@@ -208,17 +208,7 @@ def _as_target(target: Target | nn.Module, likelihood: Any, data: Any) -> Target
 
 
 class _Neighbourhood:
-    """The mean loss and its gradient around a start, for some chains at once.
-
-    Args:
-        target: the model.
-        data: as given to `llc`.
-        init: start values where they are not the target's own.
-        chains: how many.
-        batch_size: as given to `llc`.
-        seed: of minibatches.
-        device: where to compute.
-    """
+    """The mean loss and its gradient around a start, for some chains at once."""
 
     def __init__(
         self, target: Target, data: Any, init: Any, chains: int, batch_size: Any, seed: int, device: Any

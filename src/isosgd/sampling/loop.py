@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,12 +19,15 @@ from isosgd.engine.leapfrog import LeapfrogMultiStep
 from isosgd.engine.multistep import MultiStep
 from isosgd.engine.ranks import Ranks
 from isosgd.engine.state import failure_from, failure_state, load_state, moved, state_of, take_over
-from isosgd.errors import DivergedError
+from isosgd.errors import DivergedError, warn_caller
 from isosgd.progress import Progress
 from isosgd.sampling.stopping import Watch, looks, verdict
+from isosgd.sampling.stored import RunRequest
+from isosgd.target import Params
 from isosgd.warmup.alarms import warn_of
+from isosgd.warmup.base import Mark
 from isosgd.warmup.reports import GroupReport, WarmupReport
-from isosgd.warmup.windows import Mark, warm_up, warmup_of
+from isosgd.warmup.windows import warmup_of
 
 GUESSED_SPACING = 100  # for the progress bar, until the spacing is known
 NOISE_EVERY = 16  # in sampling the noise is followed, not found: every so many steps one is split in halves ...
@@ -37,6 +40,7 @@ WARMUP_TIME = 0.5  # share of the time of a run that has a limit, after which th
 
 State = dict[str, Any]
 Auto = Literal["auto"]
+Note = Callable[[int, Tensor, dict[str, Any], int], None]
 
 
 @dataclass(frozen=True)
@@ -146,9 +150,26 @@ class ChainsResult:
         return ChainsResult(**{**state, "reports": reports, "failures": failures})
 
 
+About = Callable[[list[ChainsResult]], dict[str, Any]]
+
+
 def why_stopped(outcomes: list[ChainsResult]) -> str:
     """Why draws that end by themselves did: of all chains that have not failed it is the same."""
     return next((outcome.stopped for outcome in outcomes if outcome.stopped), "")
+
+
+def report_end(
+    plan: DrawPlan, failures: Mapping[int, DivergedError], outcomes: list[ChainsResult], warns: bool = True
+) -> None:
+    """Raise where every chain has failed; warn of those that were dropped, and of draws that have not converged."""
+    if len(failures) == plan.total:
+        raise next(iter(failures.values()))
+    if not warns:
+        return
+    for chain, failure in sorted(failures.items()):
+        warn_caller(f"chain {chain} was dropped: {failure}")
+    if plan.auto and not (stopped := why_stopped(outcomes)).startswith("converged"):
+        warn_caller(f"draws = 'auto': {stopped}")
 
 
 def report_from(state: State) -> WarmupReport:
@@ -162,26 +183,76 @@ def report_from(state: State) -> WarmupReport:
     return WarmupReport(**{**state, "groups": [GroupReport(**group) for group in state["groups"]]})
 
 
-class Keeper(Protocol):
-    """Where draws go."""
+class Keeper:
+    """Where draws go, and where chains go on from. This one keeps no draws: another rank has those of a shared chain.
 
-    def keep(self, run: Chains, first: int, number: int) -> None:
-        """Take draw ``number``, where the chains are now."""
+    Args:
+        request: what is drawn from.
+        about: says how the draws come about, from what has been found out so far.
+    """
 
-    def warmed(self, outcome: ChainsResult) -> None:
-        """Told when chains have warmed up."""
+    def __init__(self, request: RunRequest, about: About) -> None:
+        self.request, self.about = request, about
+        self.ended: dict[int, ChainsResult] = {}  # by the first of chains that run side by side
+        self.current: dict[int, ChainsResult] = {}
+        self.saved: dict[int, State] = {}  # from where chains go on
+        self.started = time.monotonic()
 
-    def mark(self, first: int, state: Callable[[], State]) -> None:
-        """Told wherever the chains could go on from later, with what gives their state."""
+    @property
+    def outcomes(self) -> list[ChainsResult]:
+        """Of chains that have come to their end."""
+        return [self.ended[first] for first in sorted(self.ended)]
+
+    def every(self) -> list[ChainsResult]:
+        """Of all chains that have been warmed up."""
+        both = {**self.current, **self.ended}
+        return [both[first] for first in sorted(both)]
+
+    def adopt(self, saved: dict[int, State]) -> None:
+        """Take checkpoints for where chains go on from, or have come to their end."""
+        self.saved = saved
+        outcomes = {first: state["outcome"] for first, state in saved.items() if state["outcome"] is not None}
+        self.ended = {first: ChainsResult.from_state(state) for first, state in outcomes.items()}
 
     def restored(self, first: int, run: Chains, plan: DrawPlan) -> tuple[ChainsResult | None, State | None]:
-        """What came of these chains, where they had come to their end in an earlier session; else from where to go."""
+        """What came of these chains, if they have come to their end already, or from where they go on."""
+        saved = self.saved.get(first)
+        if first in self.ended and self.ended[first].is_end(plan):
+            run.batches.load_state(self.ended[first].batches)  # what follows takes its data from where they ended
+            return self.ended[first], None
+        self.ended.pop(first, None)
+        return None, None if saved is None else saved["current"]
+
+    def warmed(self, outcome: ChainsResult) -> None:
+        """These chains are being drawn from."""
+        self.current[outcome.first] = outcome
+
+    def keep(self, run: Chains, first: int, number: int) -> None:
+        """Take draw ``number``, where the chains are now, and the buffers that go with it."""
+
+    def mark(self, first: int, state: Callable[[], State]) -> None:
+        """Chains could go on from here later, from their state."""
 
     def finished(self, outcome: ChainsResult, state: Callable[[], State] | None) -> None:
-        """Told when chains have come to their end, with what gives their state; None when all of them failed."""
+        """These chains have come to their end, in a state; None when all of them failed."""
+        self.ended[outcome.first] = outcome
+        self.current.pop(outcome.first, None)
 
+    def failures(self) -> dict[int, DivergedError]:
+        """Why chains were given up, with the draws they had."""
+        found = {}
+        for outcome in self.outcomes:
+            for k, error in outcome.failures.items():
+                error.draws = self.draws_of(outcome, k)
+                found[outcome.first + k] = error
+        return found
 
-Note = Callable[[int, Tensor, dict[str, Any], int], None]
+    def draws_of(self, outcome: ChainsResult, k: int) -> Params:
+        """The good draws of a chain that was given up, ``[draws, *shape]``."""
+        return {}
+
+    def close(self) -> None:
+        """Let go of everything."""
 
 
 def draw_all(
@@ -198,8 +269,6 @@ def draw_all(
 
     Args:
         runs: chains that run side by side, with the index of the first of them, and where their draws go.
-        plan: what is asked for.
-        bar: told of every step.
         note: told of gradients, loss and rates at every draw, and of the first chain's index.
         ranks: other processes that draw chains of the same run, by which convergence is judged too.
     """
@@ -241,12 +310,6 @@ def draw_all(
 class _Drawing:
     """Chains that are being drawn from.
 
-    Args:
-        run: the chains.
-        first: index of the first of them.
-        keeper: where draws go.
-        steps: what draws, with pauses.
-
     Attributes:
         watch: what they predict; None when they have come to their end.
     """
@@ -276,11 +339,7 @@ def draw_from(
     """Warm up chains and draw from them; with ``auto``, pause before the first draw and where convergence is judged.
 
     Args:
-        run: the chains.
         first: index of the first of them.
-        plan: what is asked for.
-        bar: told of every step.
-        keeper: where draws go.
         saved: a state that `keeper` was told of, from which to go on.
         note: told of gradients, loss and rates at every draw, and of the first chain's index.
 
@@ -441,4 +500,7 @@ def _find_rates(
         _check_rates(run, plan)
         return [WarmupReport(True, "", 0, 0, None) for _ in range(run.count)]
     steps = None if plan.warmup == "auto" else int(plan.warmup)
-    return warm_up(run, steps, bar, plan.keep_every == "auto", mark, saved, glide)
+    warmup = warmup_of(run, steps, bar, mark, glide)
+    if saved is not None:
+        warmup.load(saved)
+    return warmup.run(plan.keep_every == "auto")

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,18 @@ from isosgd.differences import check_ranks
 from isosgd.engine.chains import MakeSampler
 from isosgd.engine.ranks import Ranks
 from isosgd.engine.schedule import Schedule
-from isosgd.errors import DivergedError, SamplingWarning, warn_caller
+from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.posterior import Posterior
 from isosgd.progress import Progress
 from isosgd.samplers import METHODS
-from isosgd.sampling.loop import ChainsResult, DrawPlan, Note, draw_all, why_stopped
+from isosgd.sampling.loop import ChainsResult, DrawPlan, Keeper, Note, draw_all, report_end
 from isosgd.sampling.merging import write_parts
-from isosgd.sampling.recorders import Follower, InMemory, Interrupted, OnDisk
+from isosgd.sampling.recorders import InMemory, Interrupted, OnDisk
 from isosgd.sampling.settings import versions
 from isosgd.sampling.stored import RunRequest, load
 from isosgd.store import Manifest, StoreError
 from isosgd.store.files import plain, unpack
-from isosgd.store.writer import SHARED, lock, read_state
+from isosgd.store.writer import SHARED, check_new, lock, read_state
 
 Info = dict[str, Any]
 About = Callable[[RunRequest, list[ChainsResult]], Info]
@@ -114,23 +115,20 @@ def draw_over_ranks(
         return _shared(ranks, request, plan, about, list(keepers.values()))
 
 
-def _keepers(
-    ranks: Ranks, request: RunRequest, about: About, open_ones: ExitStack
-) -> dict[int, InMemory | OnDisk | Follower]:
+def _keepers(ranks: Ranks, request: RunRequest, about: About, open_ones: ExitStack) -> dict[int, Keeper]:
     """Where the draws of each chain of this rank go; without those that have all that is asked for."""
     own = ranks.own(request.count)
     if request.store is None:
-        kind = InMemory if ranks.leads else Follower
-        keeper = kind(request, lambda outcomes: about(request, outcomes))
-        return dict.fromkeys(own, keeper)
+        kind = InMemory if ranks.leads else Keeper
+        return dict.fromkeys(own, kind(request, partial(about, request)))
     folder = Path(request.store)
     if ranks.rank == 0:
         _take_folder(folder, request, open_ones)
     ranks.gather(None)  # what is there is looked at before anything is written
-    keepers: dict[int, InMemory | OnDisk | Follower] = {}
+    keepers: dict[int, Keeper] = {}
     for chain in own if ranks.leads else []:
         part = request.of_chain(chain)
-        known = _known(part, about)
+        known = partial(about, part)
         writer = part.open(known([]))
         if writer is not None:
             open_ones.callback(writer.close)
@@ -145,17 +143,13 @@ def _keepers(
             part = request.of_chain(chain)
             manifest = Manifest.read(folder / every[chain])
             if not manifest.complete:
-                keepers[chain] = follower = Follower(part, _known(part, about))
+                keepers[chain] = follower = Keeper(part, partial(about, part))
                 states = {k: read_state(folder / every[chain], file) for k, file in manifest.checkpoints.items()}
                 follower.adopt(states)
     ranks.gather(None)  # from here on checkpoints are written over
     if ranks.rank == 0:
         write_parts(folder, every)
     return keepers
-
-
-def _known(part: RunRequest, about: About) -> Callable[[list[ChainsResult]], Info]:
-    return lambda outcomes: about(part, outcomes)
 
 
 def _take_folder(folder: Path, request: RunRequest, open_ones: ExitStack) -> None:
@@ -167,9 +161,7 @@ def _take_folder(folder: Path, request: RunRequest, open_ones: ExitStack) -> Non
         return
     found = Manifest.read(folder)
     if not request.resume:
-        raise FileExistsError(
-            f"{folder} already holds a run: pass resume=True to go on with it, or another folder; isosgd.load reads it"
-        )
+        check_new(folder)
     begun = [Manifest.read(folder / part).identity.get("settings", {}) for part in found.parts]
     own = {(one.get("first_chain"), one.get("chains"), one.get("seed")) for one in begun}
     if begun and own != {(chain, 1, begun[0].get("seed")) for chain in range(len(begun))}:
@@ -185,17 +177,14 @@ def _take_folder(folder: Path, request: RunRequest, open_ones: ExitStack) -> Non
         )
 
 
-def _shared(
-    ranks: Ranks, request: RunRequest, plan: DrawPlan, about: About, keepers: list[InMemory | OnDisk | Follower]
-) -> Posterior:
+def _shared(ranks: Ranks, request: RunRequest, plan: DrawPlan, about: About, keepers: list[Keeper]) -> Posterior:
     """All draws, on every rank."""
     if request.store is None:
-        found = InMemory(request, lambda outcomes: about(request, outcomes))
+        found = InMemory(request, partial(about, request))
         if isinstance(keepers[0], InMemory):
             found = keepers[0]
         found.share(ranks)
-        _say_failures(ranks, found.failures(), request.count)
-        _say_stopped(ranks, plan, found.outcomes)
+        report_end(plan, found.failures(), found.outcomes, warns=ranks.rank == 0)
         return found.posterior()
     failures: dict[int, DivergedError] = {}
     for keeper in keepers:
@@ -206,20 +195,6 @@ def _shared(
     every = ranks.gather([outcome.state() for outcome in outcomes])
     all_outcomes = [ChainsResult.from_state(state) for found in every for state in found]
     lost = {o.first: e for o in all_outcomes for e in o.failures.values()}
-    _say_failures(ranks, {**lost, **failures}, request.count)
-    _say_stopped(ranks, plan, all_outcomes)
+    report_end(plan, {**lost, **failures}, all_outcomes, warns=ranks.rank == 0)
     assert request.store is not None
     return load(request.store, request.target, data=request.tensors)
-
-
-def _say_failures(ranks: Ranks, failures: dict[int, DivergedError], count: int) -> None:
-    if len(failures) == count:
-        raise next(iter(failures.values()))
-    if ranks.rank == 0:
-        for chain, failure in sorted(failures.items()):
-            warn_caller(f"chain {chain} was dropped: {failure}")
-
-
-def _say_stopped(ranks: Ranks, plan: DrawPlan, outcomes: list[ChainsResult]) -> None:
-    if plan.auto and ranks.rank == 0 and not (stopped := why_stopped(outcomes)).startswith("converged"):
-        warn_caller(f"draws = 'auto': {stopped}")

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from isosgd.engine.chains import Chains
 from isosgd.engine.ranks import Ranks
-from isosgd.errors import DivergedError, SamplingWarning
+from isosgd.errors import SamplingWarning
 from isosgd.posterior import Posterior
-from isosgd.sampling.loop import ChainsResult, DrawPlan, State
+from isosgd.sampling.loop import About, ChainsResult, Keeper, State
 from isosgd.sampling.stored import RunRequest, info_of, load
 from isosgd.store import Shards, StoredDraws, Writer, rectangle
 from isosgd.store.files import dtype_name
@@ -23,7 +23,6 @@ from isosgd.store.manifest import Spec, specs_of
 from isosgd.target import Params
 
 Info = dict[str, Any]
-About = Callable[[list[ChainsResult]], Info]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -38,83 +37,7 @@ class Interrupted(KeyboardInterrupt):
         self.posterior = posterior
 
 
-class _Recorder:
-    """What both have in common.
-
-    Args:
-        request: what is drawn from.
-        about: says how the draws come about, from what has been found out so far.
-    """
-
-    def __init__(self, request: RunRequest, about: About) -> None:
-        self.request, self.about = request, about
-        self.ended: dict[int, ChainsResult] = {}  # by the first of chains that run side by side
-        self.current: dict[int, ChainsResult] = {}
-        self.saved: dict[int, State] = {}  # from where chains go on
-        self.started = time.monotonic()
-
-    @property
-    def outcomes(self) -> list[ChainsResult]:
-        """Of chains that have come to their end."""
-        return [self.ended[first] for first in sorted(self.ended)]
-
-    def every(self) -> list[ChainsResult]:
-        """Of all chains that have been warmed up."""
-        both = {**self.current, **self.ended}
-        return [both[first] for first in sorted(both)]
-
-    def adopt(self, saved: dict[int, State]) -> None:
-        """Take checkpoints for where chains go on from, or have come to their end."""
-        self.saved = saved
-        outcomes = {first: state["outcome"] for first, state in saved.items() if state["outcome"] is not None}
-        self.ended = {first: ChainsResult.from_state(state) for first, state in outcomes.items()}
-
-    def restored(self, first: int, run: Chains, plan: DrawPlan) -> tuple[ChainsResult | None, State | None]:
-        """What came of these chains, if they have come to their end already, or from where they go on."""
-        saved = self.saved.get(first)
-        if first in self.ended and self.ended[first].is_end(plan):
-            run.batches.load_state(self.ended[first].batches)  # what follows takes its data from where they ended
-            return self.ended[first], None
-        self.ended.pop(first, None)
-        return None, None if saved is None else saved["current"]
-
-    def warmed(self, outcome: ChainsResult) -> None:
-        """These chains are being drawn from."""
-        self.current[outcome.first] = outcome
-
-    def finished(self, outcome: ChainsResult, state: Callable[[], State] | None) -> None:
-        """These chains have come to their end."""
-        self.ended[outcome.first] = outcome
-        self.current.pop(outcome.first, None)
-
-    def failures(self) -> dict[int, DivergedError]:
-        """Why chains were given up, with the draws they had."""
-        found = {}
-        for outcome in self.outcomes:
-            for k, error in outcome.failures.items():
-                error.draws = self.draws_of(outcome, k)
-                found[outcome.first + k] = error
-        return found
-
-    def keep(self, run: Chains, first: int, number: int) -> None:
-        """Take a draw, and the buffers that go with it."""
-
-    def mark(self, first: int, state: Callable[[], State]) -> None:
-        """Chains could go on from here."""
-
-    def draws_of(self, outcome: ChainsResult, k: int) -> Params:
-        """The good draws of a chain that was given up, ``[draws, *shape]``."""
-        return {}
-
-    def close(self) -> None:
-        """Let go of everything."""
-
-
-class Follower(_Recorder):
-    """Keeps nothing: another rank keeps the draws of a chain that several share."""
-
-
-class InMemory(_Recorder):
+class InMemory(Keeper):
     """Keeps draws in memory."""
 
     def __init__(self, request: RunRequest, about: About) -> None:
@@ -182,14 +105,8 @@ def _chain(draws: list[Params], k: int) -> Params:
     return {name: torch.stack([draw[name][k] for draw in draws]) for name in draws[0]} if draws else {}
 
 
-class OnDisk(_Recorder):
-    """Writes draws to a store as they come, and checkpoints.
-
-    Args:
-        request: what is drawn from.
-        about: says how the draws come about, from what has been found out so far.
-        writer: of the store.
-    """
+class OnDisk(Keeper):
+    """Writes draws to a store as they come, and checkpoints."""
 
     def __init__(self, request: RunRequest, about: About, writer: Writer) -> None:
         super().__init__(request, about)

@@ -18,12 +18,11 @@ from isosgd.data.sources import Data, Transform, as_data
 from isosgd.diagnostics import Log
 from isosgd.engine.ranks import TIMEOUT, Parallel, Ranks, shared
 from isosgd.engine.schedule import Schedule, Start, start_of
-from isosgd.errors import warn_caller
 from isosgd.posterior import Posterior
 from isosgd.progress import Progress
 from isosgd.samplers import ISGD, METHODS
 from isosgd.sampling.ladder import Choice
-from isosgd.sampling.loop import ChainsResult, DrawPlan, check_warmup, draw_all, why_stopped
+from isosgd.sampling.loop import ChainsResult, DrawPlan, check_warmup, draw_all, report_end, why_stopped
 from isosgd.sampling.parallel import check_call, check_request, check_sampler, draw_over_ranks
 from isosgd.sampling.recorders import InMemory, OnDisk, keep_at_once
 from isosgd.sampling.settings import (
@@ -311,9 +310,11 @@ def _draw(
             "method": method,
             "options": {name: described(value) for name, value in options.items()},
             "seed": seed,
+            "temperature": temperature,
+            "density": f"none: {BASELINES[method].kind.targets}",
+            "target": target.describe(),
+            "versions": versions(),
         }
-        described_run |= {"temperature": temperature, "density": f"none: {BASELINES[method].kind.targets}"}
-        described_run |= {"target": target.describe(), "versions": versions()}
         baseline = BaselineRun(
             method, target, data, init, most, chains, batch_size, keep_every, warmup, temperature, seed, place,
             after, progress, given, transform,
@@ -368,13 +369,7 @@ def _draw(
     try:
         with bar:
             draw_all(((first, run, keeper) for first, run in schedule.runs(make_sampler)), plan, bar, note)
-        failures = keeper.failures()
-        if len(failures) == schedule.count:
-            raise next(iter(failures.values()))
-        for index, failure in failures.items():
-            warn_caller(f"chain {index} was dropped: {failure}")
-        if draws == "auto" and not (stopped := why_stopped(keeper.outcomes)).startswith("converged"):
-            warn_caller(f"draws = 'auto': {stopped}")
+        report_end(plan, keeper.failures(), keeper.outcomes)
         return keeper.posterior()
     except KeyboardInterrupt:
         raise keeper.interrupted() from None

@@ -11,17 +11,36 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from isosgd.baselines import BASELINES
 from isosgd.data.sources import ALL, Size
 from isosgd.engine.chains import MakeSampler
 from isosgd.engine.compiled import COMPILE_AFTER
+from isosgd.errors import check_integer
 from isosgd.native import build
-from isosgd.samplers import METHODS, PRESETS, REGISTRY, Sampler
-from isosgd.sampling.methods import EVERY
+from isosgd.samplers import METHODS, PRESETS, REGISTRY, Method, Sampler
 from isosgd.sampling.stopping import MOST_DRAWS
 from isosgd.target import Params
 
+EVERY: dict[str, Method] = {**REGISTRY, **BASELINES}  # samplers of the posterior, and baselines
 OURS = {"batch_size", "warmup", "budget", "sets"}  # settings that `sample` gives
 OBJECT = 500  # bytes that a tensor takes up beside its numbers
+
+
+def methods() -> list[dict[str, Any]]:
+    """Every method with its family, what it targets, where it departs from its paper, and its settings and defaults.
+
+    Those of the families ``langevin`` and ``hamiltonian`` are also optimizers, the classes in `isosgd.METHODS`. That of
+    the family ``metropolis``, HMC, takes all data for every gradient, and runs through `isosgd.sample`. Those of the
+    family ``baseline`` are not samplers of the posterior: they yield draws of something else, for comparison.
+
+    Example:
+        >>> {row["family"] for row in methods()} == {"langevin", "hamiltonian", "metropolis", "baseline"}
+        True
+        >>> swag = next(row for row in methods() if row["name"] == "swag")
+        >>> swag["settings"]["rank"]
+        20
+    """
+    return [method.row(name) for name, method in EVERY.items()]
 
 
 def compile_after(options: dict[str, Any]) -> int | None:
@@ -35,8 +54,8 @@ def compile_after(options: dict[str, Any]) -> int | None:
 def noise_every(options: dict[str, Any]) -> int | None:
     """How often the noise is measured while draws are taken, where that is said; the option is taken out."""
     found: int | None = options.pop("noise_every", None)
-    if found is not None and (isinstance(found, bool) or not isinstance(found, int) or found < 1):
-        raise ValueError(f"noise_every = {found!r} must be an integer of at least 1")
+    if found is not None:
+        check_integer("noise_every", found, 1)
     return found
 
 
@@ -101,11 +120,8 @@ def check_settings(method: str, draws: Any, chains: int, keep_every: Any, warmup
         ("keep_every", keep_every, 1),
         ("warmup", warmup, 0),
     ):
-        if value == "auto" and name != "chains":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            auto = " or 'auto'" if name != "chains" else ""
-            raise ValueError(f"{name} = {value!r} must be an integer of at least {least}{auto}")
+        if value != "auto" or name == "chains":
+            check_integer(name, value, least, "" if name == "chains" else " or 'auto'")
     number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
     if not (number and math.isfinite(temperature) and temperature > 0):
         raise ValueError(
@@ -129,8 +145,8 @@ def most_draws(draws: int | Literal["auto"], budget: int | None, held_out: Any, 
         return draws
     if method not in METHODS:
         raise ValueError(f"draws = 'auto' asks whether chains have converged; {method} has none: give it a number")
-    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
-        raise ValueError(f"budget = {budget!r} must be an integer of at least 1: draws of each chain, at most")
+    if budget is not None:
+        check_integer("budget", budget, 1, ": draws of each chain, at most")
     return MOST_DRAWS if budget is None else budget
 
 

@@ -45,7 +45,6 @@ class Watch:
     """Takes down what chains predict, draw after draw.
 
     Args:
-        run: the chains.
         held_out: inputs at which to predict; some of the training data when None.
         traces: those of draws that were taken before, ``[draws, chains, traces]``.
     """

@@ -17,7 +17,7 @@ from torch import Tensor
 from isosgd.data.sources import Data, DataSets, Tensors, Transform, Transformed, as_tensors
 from isosgd.differences import as_lines, differences
 from isosgd.engine.schedule import Start, start_of
-from isosgd.errors import SamplingWarning, warn_caller
+from isosgd.errors import SamplingWarning, check_integer, warn_caller
 from isosgd.posterior import Posterior
 from isosgd.samplers import METHODS
 from isosgd.sampling.settings import versions
@@ -309,9 +309,7 @@ class RunRequest:
             raise ValueError(f"store_dtype = {self.store_dtype!r} is unknown; choose 'float32', 'bfloat16' or None")
         if self.store is None and (self.resume or self.store_dtype is not None):
             raise ValueError("resume and store_dtype go with store=, the folder of a run: give that too")
-        seed = self.settings["seed"]
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise ValueError(f"seed = {seed!r} must be an integer of at least 0")
+        check_integer("seed", self.settings["seed"], 0)
         if self.store is not None and not isinstance(self.store, str | Path):
             raise TypeError(f"store = {self.store!r} must be the path of a folder")
 
@@ -512,10 +510,7 @@ def target_identity(
     """What can be told of a target: how it describes itself, where chains start, and what it says at some data.
 
     Args:
-        target: what is sampled.
-        data: checked.
         starts: free parameters of each chain.
-        transform: what minibatches go through.
     """
     found: dict[str, Any] = {
         "describes": target.describe(),

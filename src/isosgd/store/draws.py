@@ -109,8 +109,6 @@ class Shards:
         """Parts of tensors of a shard, by their name in it, in the dtype in which they were drawn.
 
         Args:
-            shard: where they are.
-            names: of the tensors.
             place: which draws, and which chains.
             rows: of tensors of which not all rows are wanted, first and end. Files with none of them are not opened.
         """
@@ -164,7 +162,6 @@ class StoredDraws(Mapping[str, Tensor]):
     ``draws[name]`` reads all of one; ``draws.draw(chain, index)`` reads one draw, from mapped memory.
 
     Args:
-        shards: the files.
         chains: numbers of the chains to show; by default those that have not been given up, with the number of draws
             that makes for most draws in all (chains that run in turn may have been stopped at different lengths).
         buffers: show the buffers that go with the draws, not the draws.

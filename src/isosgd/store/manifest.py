@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -75,11 +74,6 @@ class Spec:
     shape: tuple[int, ...]
     dtype: str
     stored: str
-
-    @property
-    def bytes(self) -> int:
-        """Of one of them."""
-        return math.prod(self.shape) * DTYPE_NAMES[self.stored].itemsize
 
 
 def specs_of(tensors: Mapping[str, Tensor], stored: torch.dtype | None = None) -> dict[str, Spec]:

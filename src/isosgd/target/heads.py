@@ -50,10 +50,6 @@ class _Shell(nn.Module):
 class Head:
     """The sampled head of a network.
 
-    Args:
-        target: of the whole network.
-        path: of the head in it.
-
     Attributes:
         target: of the head alone; its batches are ``(*features, y)``.
     """
@@ -74,7 +70,6 @@ class Head:
         """The head of a target, tried out on inputs; None where there is none, or something before it may change.
 
         Args:
-            target: of a network.
             inputs: some, as the network takes them.
             inits: start values, which may hold buffers.
         """

@@ -213,7 +213,6 @@ class ModuleLikelihood:
         """BatchNorm statistics at these parameters: plain averages over batches, as `torch.optim.swa_utils.update_bn`.
 
         Args:
-            params: natural parameters.
             batches: of examples; all but the last of each go to the module.
         """
         first = params[self._sampled_places[0][2]]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn, optim
 
 from isosgd.names import layer_of
 from isosgd.target.elementwise import (
@@ -37,7 +37,6 @@ from isosgd.target.elementwise import (
     total,
 )
 from isosgd.target.params import Params, lookup, match
-from isosgd.target.relevance import Relevance
 
 __all__ = [
     "Around",
@@ -58,6 +57,13 @@ __all__ = [
     "StudentT",
     "WeightDecay",
 ]
+
+
+PENALISED = (
+    optim.SGD, optim.Adam, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta, optim.RMSprop,
+    optim.ASGD,
+)  # fmt: skip
+"""Optimizers whose decay is the gradient of a penalty, unless a group says that it is decoupled."""
 
 
 def fan_in_factor(x: Tensor) -> float:
@@ -180,6 +186,42 @@ class WeightDecay(Prior):
         )
 
 
+def decays_of(optimizer: optim.Optimizer, model: nn.Module, names: list[str]) -> dict[str, float]:
+    """Weight decay of each of these parameters of a module, by name.
+
+    Args:
+        optimizer: of the training; it holds the module's own parameters.
+    """
+    if not isinstance(optimizer, optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    found: dict[int, float] = {}
+    for group in optimizer.param_groups:
+        decay = float(group.get("weight_decay", 0.0))
+        if decay and _decoupled(optimizer, group):
+            raise ValueError(
+                f"the weight decay of {type(optimizer).__name__} is not the gradient of a penalty, so there is no "
+                "prior that it stands for: it shrinks weights beside steps that are divided by the size of gradients. "
+                "Pass prior='empirical', whose scales are those of the trained layers, or a prior of your own"
+            )
+        found |= {id(p): decay for p in group["params"]}
+    parameters = dict(model.named_parameters())
+    missing = [name for name in names if id(parameters[name]) not in found]
+    if missing:
+        what = "none of the parameters" if len(missing) == len(names) else f"the parameter {missing[0]!r} not"
+        raise ValueError(
+            f"the optimizer holds {what} of this model: pass the optimizer that it was trained with and the model "
+            "itself, not a copy of it, or weight_decay="
+        )
+    return {name: found[id(parameters[name])] for name in names}
+
+
+def _decoupled(optimizer: optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether the decay of a group is that of no penalty, as far as is known."""
+    if isinstance(optimizer, optim.AdamW) or not isinstance(optimizer, PENALISED):
+        return True
+    return bool(group.get("decoupled_weight_decay", False))
+
+
 @dataclass(frozen=True)
 class Around(Prior):
     """Normal entries around given values: a pull to a trained network, for sampling near it (see `isosgd.llc`).
@@ -229,6 +271,12 @@ class Around(Prior):
         return {"name": "Around", "precision": self.precision, "root_mean_squares_of_start": sizes}
 
 
+def _check_hyper(prior: HierarchicalNormal | Relevance) -> None:
+    if not isinstance(prior.hyper, PositivePrior):
+        kind = type(prior).__name__
+        raise TypeError(f"{kind}: hyper = {prior.hyper!r}; give a prior of positive numbers: HalfCauchy()")
+
+
 class _Groups:
     """Which scale rules which tensor: for each tensor its group, number of entries and fixed factor of the scale."""
 
@@ -271,10 +319,7 @@ class HierarchicalNormal(Prior):
     groups: _Groups | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.hyper, PositivePrior):
-            raise TypeError(
-                f"HierarchicalNormal: hyper = {self.hyper!r}; give a prior of positive numbers: HalfCauchy()"
-            )
+        _check_hyper(self)
         if self.per not in ("all", "layer", "tensor"):
             raise ValueError(f"HierarchicalNormal: per = {self.per!r}; choose 'all', 'layer' or 'tensor'")
 
@@ -331,6 +376,72 @@ class HierarchicalNormal(Prior):
             "fan_in": self.fan_in,
             "parameter": self.name,
         }
+
+
+@dataclass(frozen=True)
+class Relevance(Prior):
+    """Normal weights of a first layer, with a scale for each input that is sampled too.
+
+    Weights ``[outputs, inputs]`` are ``N(0, scale_j^2 / inputs)`` in column j. The scales are the positive parameter
+    ``"prior.relevance"``, ``[inputs]``: an input that explains nothing gets a small one, and drops out.
+
+    Args:
+        hyper: prior of each scale.
+        name: name of the scales among the parameters.
+
+    Example:
+        >>> import torch
+        >>> from isosgd import Target, priors
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> prior = {"0.weight": priors.Relevance(), "*": priors.HierarchicalNormal()}
+        >>> Target.from_module(model, "gaussian", prior).initial()["prior.relevance"].shape
+        torch.Size([3])
+
+    References:
+        Neal (1996), Bayesian learning for neural networks. MacKay (1994), Bayesian methods for backpropagation
+        networks.
+    """
+
+    hyper: PositivePrior = field(default_factory=HalfCauchy)
+    name: str = "prior.relevance"
+
+    def __post_init__(self) -> None:
+        _check_hyper(self)
+
+    def _weight(self, params: Params) -> tuple[str, Tensor]:
+        found = {name: x for name, x in params.items() if name != self.name}
+        weights = [(name, x) for name, x in found.items() if x.ndim == 2]
+        if len(found) != 1 or len(weights) != 1:
+            shapes = {name: tuple(x.shape) for name, x in found.items()}
+            raise ValueError(
+                f"Relevance is the prior of one matrix of weights [outputs, inputs], but it was given {shapes}: name "
+                "the weight of the first layer, and another prior for the rest, as in {'0.weight': Relevance(), '*': "
+                "Normal()}"
+            )
+        return weights[0]
+
+    def extra(self, params: Params) -> dict[str, Extra]:
+        x = next((x for name, x in params.items() if name != self.name and x.ndim == 2), None)
+        inputs = 1 if x is None else x.shape[1]  # where it fits nothing, `_weight` says so
+        like = next(iter(params.values()))
+        return {self.name: Extra(like.new_full((inputs,), self.hyper.median), self.hyper)}
+
+    def log_prob(self, params: Params) -> Tensor:
+        _, x = self._weight(params)
+        scale = params[self.name]
+        stds = scale / math.sqrt(x.shape[1])
+        normal = -0.5 * x.square().sum(0) / stds.square() - x.shape[0] * (stds.log() + 0.5 * LOG_2PI)
+        return normal.sum() + self.hyper.log_prob({self.name: scale})
+
+    def grad(self, params: Params) -> Params:
+        name, x = self._weight(params)
+        scale = params[self.name]
+        precision = x.shape[1] * scale**-2
+        by_scale = (x.square().sum(0) * precision - x.shape[0]) / scale
+        return {name: -precision * x, self.name: by_scale + self.hyper.grad({self.name: scale})[self.name]}
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "Relevance", "hyper": self.hyper.describe(), "parameter": self.name}
 
 
 @dataclass(frozen=True)

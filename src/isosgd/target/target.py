@@ -17,9 +17,8 @@ from isosgd.target.batches import batch_length, count_examples, inputs_of, label
 from isosgd.target.elementwise import Flat, Normal, PositivePrior
 from isosgd.target.likelihoods import Likelihood
 from isosgd.target.modules import Autocast, ModuleLikelihood, Select, check_autocast, unwrapped
-from isosgd.target.optimizers import decays_of
 from isosgd.target.params import Params
-from isosgd.target.priors import FanInNormal, Joint, PriorLike, WeightDecay, as_prior
+from isosgd.target.priors import FanInNormal, Joint, PriorLike, WeightDecay, as_prior, decays_of
 from isosgd.target.space import Space, as_parameter
 
 

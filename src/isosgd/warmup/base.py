@@ -73,10 +73,8 @@ class Warmup:
     """A warm-up of chains, which it leaves where sampling starts.
 
     Args:
-        chains: that are warmed up.
         budget: gradients to spend on each.
         exact: whether all of them are to be spent; otherwise as many as it takes.
-        progress: told of every step.
         mark: called between windows, with what gives the state of the warm-up there.
 
     Attributes:

@@ -27,6 +27,7 @@ from isosgd.engine.chains import Chains
 from isosgd.engine.leapfrog import LeapfrogMultiStep
 from isosgd.progress import Progress
 from isosgd.samplers.hmc import HMC
+from isosgd.samplers.isgd import report_rates
 from isosgd.warmup.base import Array, Mark, Warmup
 from isosgd.warmup.optimise import Adam, decay
 from isosgd.warmup.reports import GroupReport, WarmupReport, drifting
@@ -247,7 +248,7 @@ class HMCWarmup(Warmup):
     def _reports(self, keep: int | None) -> list[WarmupReport]:
         sampler, geometry, groups = self.sampler, self.sampler.geometry, self.sampler.param_groups
         assert self.loss is not None
-        sampler.report_step_size()
+        report_rates(sampler, sampler.step_size)
         rates, squares = self.chains.rates().cpu().numpy(), sampler.step_size.double().cpu().numpy()
         structure, conditioning = self.chains.structure, self.chains.conditioning()
         reports = []

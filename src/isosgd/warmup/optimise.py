@@ -203,10 +203,10 @@ class InitialOptimisation:
             rate = torch.zeros_like(chains.curvature.own)
             for slot, column in zip(chains.slots, rates.unbind(-1), strict=True):
                 rate[:, slot] = column.unsqueeze(-1)
-            speeds = chains.layout.views((rate * self.free) if chains.many is not None else (rate * self.free)[0])
+            speeds = chains.parts(rate * self.free)
             with torch.no_grad():
                 grads = [cast(Tensor, leaf.grad) for leaf in chains.leaves]
-                pulls = list(torch._foreach_mul(list(speeds.values()), grads))
+                pulls = list(torch._foreach_mul(speeds, grads))
                 hamiltonian_(chains.leaves, velocity, pulls, 1.0, FRICTION)
             self._count()
         return losses

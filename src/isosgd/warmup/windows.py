@@ -26,13 +26,13 @@ from torch import Tensor
 from isosgd.engine.chains import Chains
 from isosgd.engine.leapfrog import LeapfrogMultiStep
 from isosgd.geometry.base import FIRST_RATIO
-from isosgd.noise import dot
+from isosgd.noise.model import dot
 from isosgd.noise.stable import TailMeter
 from isosgd.progress import Progress
 from isosgd.samplers import ISGD
 from isosgd.samplers.isgd import PAPER_STEPS
-from isosgd.warmup.base import LENGTH, Array, State, Warmup
-from isosgd.warmup.base import Mark as Mark
+from isosgd.samplers.own_warmup import SETTLED_RATIO, SURE, unsettled
+from isosgd.warmup.base import LENGTH, Array, Mark, Warmup
 from isosgd.warmup.hmc import HMCWarmup
 from isosgd.warmup.optimise import InitialOptimisation
 from isosgd.warmup.reports import GroupReport, WarmupReport, direction_reports, drifting, group_reports
@@ -45,9 +45,6 @@ SPLIT_EVERY = 2
 ADAPT_EVERY = 20
 VECTORS = 8  # noise vectors in the last window, over the least that tell a Lambda's shape
 EARLY_RISE = 10.0
-SETTLED_RATIO = 1.5
-SIGNAL_RATIO = 2.0
-RELAXATIONS = 5.0
 MOST_STEPS = 20_000
 MOST_OPTIMISATION_SHARE = 0.5
 CHECK_SHARE, MOST_CHECKED = 0.05, 400  # of the budget, for trying the last rates ...
@@ -59,35 +56,6 @@ MOST_TRIES = 4  # minibatches for each noise vector of the first estimate
 TAILS_EVERY = 16  # steps between looks at the tails of the noise, where gradients are captured
 
 
-def warm_up(
-    chains: Chains,
-    steps: int | None,
-    progress: Progress,
-    measure_spacing: bool,
-    mark: Mark = lambda state: None,
-    saved: State | None = None,
-    multi_step: LeapfrogMultiStep | None = None,
-) -> list[WarmupReport]:
-    """Run the warm-up of chains and freeze their rates.
-
-    Args:
-        chains: they are left where sampling starts.
-        steps: gradients to spend on each; None for as many as it takes, up to a limit.
-        progress: told of every step.
-        measure_spacing: whether to measure how far apart draws should be.
-        mark: called between windows, with what gives the state of the warm-up there, beside that of the chains.
-        saved: such a state, from which to go on. The chains must have been brought to where they were.
-        multi_step: takes several leapfrog steps in a call.
-
-    Returns:
-        One report for each chain.
-    """
-    warmup = warmup_of(chains, steps, progress, mark, multi_step)
-    if saved is not None:
-        warmup.load(saved)
-    return warmup.run(measure_spacing)
-
-
 def warmup_of(
     chains: Chains,
     steps: int | None,
@@ -95,7 +63,13 @@ def warmup_of(
     mark: Mark = lambda state: None,
     multi_step: LeapfrogMultiStep | None = None,
 ) -> WindowedWarmup | HMCWarmup:
-    """The warm-up that `warm_up` runs."""
+    """The warm-up of chains, whose ``run`` leaves them where sampling starts, with frozen rates.
+
+    Args:
+        steps: gradients to spend on each; None for as many as it takes, up to a limit.
+        mark: called between windows, with what gives the state of the warm-up there, beside that of the chains.
+        multi_step: takes several leapfrog steps in a call.
+    """
     given = MOST_STEPS if steps is None else steps, steps is not None, progress, mark
     return WindowedWarmup(chains, *given) if chains.hmc is None else HMCWarmup(chains, *given, multi_step)
 
@@ -145,6 +119,7 @@ class WindowedWarmup(Warmup):
             )
 
     def run(self, measure_spacing: bool) -> list[WarmupReport]:
+        """A report for each chain; ``measure_spacing`` says whether to measure how far apart draws should be."""
         chains, sampler, self.measure_spacing = self.chains, self.chains.sampler, measure_spacing
         self.check()
         if isinstance(sampler, ISGD) and sampler.scheme != "windowed":
@@ -368,40 +343,22 @@ class WindowedWarmup(Warmup):
 
     def _verdict(self, k: int, old: Array, losses: Array, signal: Array) -> str:
         assert self.curvatures is not None
-        groups = self.chains.sampler.param_groups
-        rates, curvatures = self._rates()[k], self.curvatures[k]
+        sampler, rates, curvatures = self.chains.sampler, self._rates()[k], self.curvatures[k]
         ratios = rates / old
         if self.last:
             # No window is left to use a higher rate; that the old one was low did no harm, only cost time.
             ratios = np.minimum(ratios, 1.0)
-        worst = int(np.abs(np.log(ratios)).argmax())
-        if max(ratios[worst], 1.0 / ratios[worst]) > SETTLED_RATIO:
-            return (
-                f"the rate of group {groups[worst]['name']!r} still changes (by {ratios[worst]:.2f} in the last window "
-                f"of {len(losses)} steps): a longer warmup= or a start closer to a mode (init=) would help"
-            )
         sizes = np.array([slot.stop - slot.start for slot in self.chains.slots])
-        # At stationarity E|grad f / N|^2 = T tr(H) / N: with top curvature h it cannot exceed T d h / N.
-        most = groups[0]["temperature"] * curvatures * sizes / groups[0]["num_data"]
+        scale = sampler.param_groups[0]["temperature"] / sampler.param_groups[0]["num_data"]
+        most = scale * curvatures * sizes
         if self.chains.geometry is not None:  # the same in the metric of P, over all groups
-            most = groups[0]["temperature"] * rates * curvatures * sizes.sum() / groups[0]["num_data"]
-        found, error = signal.mean(0), 3.0 * signal.std(0) / math.sqrt(len(signal))
-        for group, value, spread, bound in zip(groups, found, error, most, strict=True):
-            if value - spread > SIGNAL_RATIO * bound:
-                return (
-                    f"the gradient of group {group['name']!r} is still {math.sqrt(value / bound):.1f} times what it "
-                    "can be at stationarity: the chain is still on its way; a longer warmup= or a start closer to a "
-                    "mode (init=) would help"
-                )
-        slowest = int((rates * curvatures).argmin())
-        relaxation = self.chains.sampler.friction / max(float(rates[slowest] * curvatures[slowest]), 1e-12)
-        if len(losses) < RELAXATIONS * relaxation:
-            return (
-                f"the last window of {len(losses)} steps is short beside the {relaxation:.0f} steps that group "
-                f"{groups[slowest]['name']!r} takes to forget where it was, even along its stiffest direction: a "
-                "longer warmup=, a larger batch_size= or a higher temperature would help"
-            )
-        return drifting(losses)
+            most = scale * rates * curvatures * sizes.sum()
+        found, error = signal.mean(0), SURE * signal.std(0) / math.sqrt(len(signal))
+        signals = list(zip(found, error, most, strict=True))
+        relaxation = sampler.friction / max(float((rates * curvatures).min()), 1e-12)
+        reason = unsettled(sampler.param_groups, list(ratios), signals, len(losses), relaxation)
+        mend = "a longer warmup=, a start closer to a mode (init=) or a larger batch_size= would help"
+        return f"{reason}: {mend}" if reason else drifting(losses)
 
     # -- the paper's schemes ------------------------------------------------------------------------------------------
 

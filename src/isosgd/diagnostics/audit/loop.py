@@ -13,14 +13,14 @@ known exactly. In the limit of small steps it gives ``T = N sigma^2 / (2 a lr s)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from isosgd.geometry.rule import variance_inflation
+from isosgd.samplers.groups import check_choice
 
 MANY = 1000  # examples; from here on a temperature of 1/N is not a coincidence
 SMALL = 1e-8  # what theta forgets in a period, in the limit of small steps
@@ -84,10 +84,9 @@ class Loop:
     curvature: float | None = None
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                listed = ", ".join(map(repr, choices))
-                raise ValueError(f"{name} = {getattr(self, name)!r} is unknown; choose one of {listed}")
+        for name, kind in get_type_hints(Loop).items():
+            if get_origin(kind) is Literal:
+                check_choice(name, getattr(self, name), get_args(kind))
         for name in ("num_data", "batch_size", "refresh_every", "reused", "replicas", "assumed_num_data"):
             _check_number(name, getattr(self, name), 1, "an integer of at least 1", int)
         for name in ("lr", "curvature", "prior_precision"):
@@ -256,12 +255,6 @@ class Loop:
         return self.decay_precision + in_loss * (self.prior_precision or 0.0)
 
 
-_CHOICES: dict[str, Sequence[str | None]] = {
-    "loss_reduction": ("mean", "sum", "full"),
-    "noise_on": ("velocity", "parameters"),
-    "order": ("kick", "move"),
-    "minibatches": ("independent", "epoch"),
-}
 NAMES = tuple(field.name for field in fields(Loop))
 
 

@@ -58,13 +58,6 @@ class Measured:
     gradient_noise: float
     steps: int
 
-    def agrees(self, errors: float = 4.0, within: float = 0.05) -> bool:
-        """Whether measured and expected agree, by ``errors`` standard errors and by a relative error."""
-        if self.expected is None or not math.isfinite(self.temperature):
-            return False
-        off = abs(self.temperature - self.expected)
-        return off <= max(errors * self.error, 1e-3 * self.expected) and off <= within * self.expected
-
 
 def measure(loop: Loop, make: Factory, seed: int = 0) -> Measured:
     """Run an optimizer on the conjugate target and measure its temperature.
