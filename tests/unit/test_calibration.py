@@ -138,7 +138,7 @@ def test_a_trained_network_that_is_too_sure_comes_back_calibrated() -> None:
     )
     assert posterior.softmax_temperature == pytest.approx(SURENESS, rel=0.15)
     choice = posterior.info["temperature_choice"]
-    assert choice["softmax_temperature"] == pytest.approx(SURENESS, rel=0.15)
+    assert choice["start_softmax_temperature"] == pytest.approx(SURENESS, rel=0.15)
     assert choice["calibrated_nll"] < choice["start_nll"] and "softmax temperature" in choice["reason"]
     new = examples(20_000, 2)
     found = posterior.against_start(*new)

@@ -8,7 +8,7 @@ thing.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from isosgd.target.likelihoods import Bernoulli, Categorical, Likelihood
 
 TEMPERATURES = tuple(math.exp(k / 10) for k in range(-5, 26))
-ONE = TEMPERATURES.index(1.0)
 FEW = 2  # examples that may look better by chance, as those do of which a network was sure and wrong
 
 
@@ -27,13 +26,17 @@ def can_be_scaled(likelihood: object) -> bool:
     return isinstance(likelihood, Categorical | Bernoulli)
 
 
-def mean_over_labels(likelihood: Likelihood, logits: Tensor) -> Tensor:
-    """Mean of the log probabilities of all labels, ``[n]``: what an example with a random label would have."""
+def label_and_mean(likelihood: Likelihood, logits: Tensor, y: Tensor) -> Tensor:
+    """Log probability of each example's label, and the mean over all labels that can be, ``[n, 2]``."""
     if isinstance(likelihood, Categorical):
-        each = logits.log_softmax(1).mean(1)
+        every = logits.log_softmax(1)
+        label = every.gather(1, y.long().reshape(len(y), 1, *every.shape[2:])).squeeze(1)
     else:
-        each = 0.5 * (F.logsigmoid(logits) + F.logsigmoid(-logits))
-    return each if each.ndim == 1 else each.flatten(1).sum(1)
+        every = torch.stack([F.logsigmoid(-logits), F.logsigmoid(logits)], 1)
+        label = torch.where(y.reshape(logits.shape) > 0, every[:, 1], every[:, 0])
+    possible = every > -math.inf
+    mean = every.masked_fill(~possible, 0.0).sum(1) / possible.sum(1)
+    return torch.stack([label.reshape(len(y), -1).sum(1), mean.reshape(len(y), -1).sum(1)], -1)
 
 
 @dataclass(frozen=True)
@@ -51,16 +54,11 @@ class Densities:
     temperatures: tuple[float, ...]
 
     @classmethod
-    def of(
-        cls, likely: Tensor, random: Tensor, temperatures: tuple[float, ...], counts: Sequence[int] = ()
-    ) -> Densities:
-        """From `Posterior.likelihoods_at` of the same temperatures.
-
-        Averages are over all draws, or one for each of ``counts`` over so many of the first draws of each chain.
-        """
-        firsts = [likely[:, :count].flatten(0, 1) for count in counts or [likely.shape[1]]]
-        values = torch.stack([x.double().logsumexp(0).T - math.log(len(x)) for x in firsts], 1)
-        return cls(values, random, temperatures)
+    def joined(cls, parts: Sequence[Densities]) -> Densities:
+        """Those of some examples after the others."""
+        sizes = torch.tensor([len(part) for part in parts], dtype=torch.float64)
+        random = (torch.stack([part.random for part in parts]) * sizes[:, None]).sum(0) / sizes.sum()
+        return cls(torch.cat([part.values for part in parts], -1), random, parts[0].temperatures)
 
     @property
     def one(self) -> int:
@@ -75,6 +73,11 @@ class Densities:
         """The same of some of the examples."""
         return Densities(self.values[..., which], self.random, self.temperatures)
 
+    def plain(self) -> Densities:
+        """The same at temperature 1 alone."""
+        only = slice(self.one, self.one + 1)
+        return Densities(self.values[only], self.random[only], (1.0,))
+
     def unlikely(self, index: int, gain: Tensor) -> float:
         """What speaks against a temperature, for log densities that ``gain`` so much beside those of temperature 1.
 
@@ -83,6 +86,36 @@ class Densities:
         """
         most = gain.topk(min(FEW, len(gain))).values.clamp_min(0).sum()
         return float(most) - FEW * min(0.0, float(self.random[index] - self.random[self.one]))
+
+
+class Averages:
+    """Sums over draws as they come, so that memory does not grow with them.
+
+    Args:
+        temperatures: of the softmax.
+        counts: draws of each chain, the first ones, that are averaged over.
+        draws: of each chain in all.
+    """
+
+    def __init__(self, temperatures: tuple[float, ...], counts: Sequence[int], draws: int) -> None:
+        self.temperatures, self.counts, self.draws = temperatures, counts, draws
+
+    def over(self, blocks: Iterable[Tensor]) -> Densities:
+        """From blocks of draws, chain after chain, ``[draws, n, temperatures, 2]``."""
+        sums: list[Tensor | None] = [None] * len(self.counts)
+        random, done, taken = torch.zeros(len(self.temperatures), dtype=torch.float64), 0, [0] * len(self.counts)
+        for block in blocks:
+            each, place = block[..., 0].double(), torch.arange(done, done + len(block)) % self.draws
+            for i, count in enumerate(self.counts):
+                if bool((mine := place < count).any()):
+                    found = each[mine.to(each.device)].logsumexp(0)
+                    before = sums[i]
+                    sums[i] = found if before is None else torch.logaddexp(before, found)
+                    taken[i] += int(mine.sum())
+            random += block[..., 1].double().mean(1).sum(0).cpu()
+            done += len(block)
+        values = [x.T.cpu() - math.log(n) for x, n in zip(sums, taken, strict=True) if x is not None]
+        return Densities(torch.stack(values, 1), random / done, self.temperatures)
 
 
 def best_temperature(found: Densities) -> int:

@@ -22,7 +22,7 @@ from isosgd.diagnostics.summary import PosteriorSummary, summary_of
 from isosgd.diagnostics.traces import as_array
 from isosgd.diagnostics.verdict import ESS, RHAT, Verdict, judge
 from isosgd.metrics.checks import between_0_and_1
-from isosgd.posterior.calibration import TEMPERATURES, Densities, best_temperature, can_be_scaled
+from isosgd.posterior.calibration import TEMPERATURES, Averages, Densities, best_temperature, can_be_scaled
 from isosgd.posterior.comparison import STARTS, Comparison, State, as_states, compare, stacked
 from isosgd.posterior.draws import Draws, Mapped, Stack, batches_of, by_chain, device_of, moved, place_of
 from isosgd.posterior.prediction import Average, Prediction, join
@@ -191,7 +191,7 @@ class Posterior:
         Args:
             temperature: above 1, predictions are less sure; 1 for those of the network as it is.
         """
-        if not (math.isfinite(temperature) and temperature > 0):
+        if not isinstance(temperature, int | float) or not (math.isfinite(temperature) and temperature > 0):
             raise ValueError(f"softmax temperature = {temperature!r} must be a positive number; 1 changes nothing")
         if not can_be_scaled(self.view.network and self.view.network.likelihood):
             raise ValueError(
@@ -214,8 +214,7 @@ class Posterior:
             device: where to compute, as for `predict`.
         """
         plain = self.at_softmax_temperature(1.0)
-        batch = self._examples(x, y, "calibrated")[1]
-        found = Densities.of(*plain.likelihoods_at(batch, TEMPERATURES, batch_size, device), TEMPERATURES)
+        found = plain.densities(self._examples(x, y, "calibrated")[1], batch_size=batch_size, device=device)
         return plain.at_softmax_temperature(TEMPERATURES[best_temperature(found)])
 
     def select(self, chains: Sequence[int] | None = None, draws: slice | None = None) -> Posterior:
@@ -256,7 +255,9 @@ class Posterior:
         """
         share = between_0_and_1("share", share)
         if self.info.get("from_start"):
-            return self._own().with_starts(share, starts)
+            drawn = self.select(draws=slice(self.info["from_start"], None))
+            del drawn.info["from_start"]
+            return drawn.with_starts(share, starts)
         states = self._states(starts)
         if len(states) > self.num_chains:
             raise ValueError(f"{len(states)} starts for {self.num_chains} chains: each chain has one at its head")
@@ -342,7 +343,8 @@ class Posterior:
             x: inputs, as the model or the target's ``predict`` takes them, on any device: predictions come back there.
             batch_size: inputs worked on at once; all of them by default.
             function: a user's ``(model, params, x) -> Tensor[n, ...]``, averaged in place of the target's own
-                prediction; ``model`` is the network at a draw, to be called with inputs. A dict of ``mean`` and
+                prediction; ``model`` is the network at a draw, to be called with inputs, and its outputs are not
+                divided by the `softmax_temperature`. A dict of ``mean`` and
                 ``variance`` counts as normal noise around the mean.
             levels: quantiles of y to find, such as ``(0.025, 0.5, 0.975)``: those of the mixture over draws.
             refresh: batches of training data, or of inputs, over which each draw's BatchNorm statistics are found
@@ -555,29 +557,30 @@ class Posterior:
             )
 
     @torch.no_grad()
-    def likelihoods_at(
-        self, batch: Any, temperatures: tuple[float, ...], batch_size: int | None = None, device: Device = None
-    ) -> tuple[Tensor, Tensor]:
-        """Log likelihoods of examples at softmax temperatures, ``[chains, draws, n, temperatures]``, on the CPU.
-
-        And what they would be on average with labels at random, ``[temperatures]``.
+    def densities(
+        self, batch: Any, counts: Sequence[int] = (), *, scaled: bool = True, batch_size: int | None = None,
+        device: Device = None,
+    ) -> Densities:  # fmt: skip
+        """Log densities of examples under averages over draws, at softmax temperatures where these are of classes.
 
         Args:
             batch: examples as in the data, for instance ``(x, y)``.
-            temperatures: beside that of the draws; ``(1.0,)`` where predictions are not of classes.
+            counts: draws of each chain, the first ones, that are averaged over; all of them by default.
+            scaled: False for the softmax temperature of the draws alone.
             batch_size: examples worked on at once; all of them by default.
             device: where to compute, as for `predict`.
         """
-        batch, parts = with_tensors(batch, self.view.target.dtype), list[list[Tensor]]()
-        random, count = torch.zeros(len(temperatures), dtype=torch.float64), 0
-        for every in self._likely(batch, batch_size, device, temperatures):
-            parts.append([])
-            for found in every:
-                parts[-1].append(found[..., 0].cpu())
-                random += found[..., 1].double().sum((0, 1)).cpu()
-                count += found[..., 1].numel() // len(temperatures)
-        each = torch.cat([torch.cat(part) for part in parts], 1)
-        return by_chain(each, self.num_chains), random / count
+        batch, network = with_tensors(batch, self.view.target.dtype), self.view.network
+        temperatures: tuple[float, ...] = (1.0,)
+        if network is not None and can_be_scaled(network.likelihood):
+            temperatures, place = TEMPERATURES if scaled else temperatures, self._place(device, batch)
+            first = next(iter(self._stack.blocks(None, 1, place)))
+            network.check({name: x[0] for name, x in first.items()}, moved(batch, place))
+        found = [
+            Averages(temperatures, counts or [self.num_draws], self.num_draws).over(every)
+            for every in self._likely(batch, batch_size, device, temperatures)
+        ]
+        return Densities.joined(found)
 
     def _examples(self, x: Any, y: Any, caller: str) -> tuple[Any, Any]:
         """Inputs, and these with labels as a batch."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from isosgd.posterior.calibration import mean_over_labels
+from isosgd.posterior.calibration import label_and_mean
 from isosgd.posterior.draws import moved
 from isosgd.target import Likelihood, Params, Target
 from isosgd.target.batches import inputs_of, tree_map, with_tensors
@@ -85,13 +85,7 @@ class View:
         assert isinstance(likelihood, Likelihood)
         output = self.network.output(natural, self.network.inputs_in(batch))
         logits, y = self.network.logits(output, natural), self.network.labels_in(batch)
-        return torch.stack(
-            [
-                torch.stack([likelihood.log_prob(logits / t, y, natural), mean_over_labels(likelihood, logits / t)], -1)
-                for t in temperatures
-            ],
-            1,
-        )
+        return torch.stack([label_and_mean(likelihood, logits / t, y) for t in temperatures], 1)
 
     def predict(self, natural: Params, x: Any) -> Any:
         """What the target predicts."""

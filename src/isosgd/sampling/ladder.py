@@ -2,8 +2,9 @@
 
 Draws are scored beside the starts: predictions of both are pooled, with the weights that suit the examples best. Draws
 of a high temperature are worse than the starts, each alone and after a short run all together, and yet know what the
-starts do not. Predictions of classes are scored at the softmax temperature that suits the examples best
-(`isosgd.posterior.calibration`), those of the starts alone, too.
+starts do not. Trials are scored as they are. In the end predictions of classes are scored at the softmax temperature
+that suits the examples best (`isosgd.posterior.calibration`), and so are those of the starts alone: a trial is too
+short to be better than starts that are calibrated, and says the less about a long run.
 
 Each run is hotter than the last and goes on from where that one ended, until draws alone get clearly worse; then one
 beside the best. Where even the coldest draws are far better than the starts, these were not trained to the end, and an
@@ -28,7 +29,7 @@ from torch import Tensor
 from isosgd.data.sources import Tensors
 from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.posterior import Posterior
-from isosgd.posterior.calibration import FEW, TEMPERATURES, Densities, best_temperature, can_be_scaled
+from isosgd.posterior.calibration import FEW, Densities, best_temperature
 from isosgd.posterior.comparison import STARTS, stacked
 from isosgd.progress import LOGGER
 from isosgd.target import Target
@@ -142,18 +143,22 @@ class Rung:
     softmax_temperature: float = 1.0
 
     @classmethod
-    def of(cls, temperature: float, before: Tensor, beside: Densities, after: Densities, apart: bool = False) -> Rung:
-        """From log densities of examples under the starts, ``[n]``, and under starts and draws that are to be pooled.
+    def of(
+        cls, temperature: float, starts: Densities, beside: Densities, after: Densities, apart: bool = False
+    ) -> Rung:
+        """From log densities of examples under the starts alone, and under starts and draws that are to be pooled.
 
         With ``apart`` each half of the examples is judged by what the other half chooses: what suits the examples best
-        looks better on them than it is.
+        looks better on them than it is. That holds for the starts' softmax temperature, too.
         """
         part, index, share = best_pool(beside, after)
         together = pooled(beside.values[index, 0], after.values[index, part], share)
+        before = starts.values[best_temperature(starts), 0].clone()
         for half in (slice(0, None, 2), slice(1, None, 2)) if apart and len(before) > 1 else ():
             other = slice(1 - (half.start or 0), None, 2)
             i, t, weight = best_pool(beside.some(other), after.some(other))
             together[half] = pooled(beside.values[t, 0, half], after.values[t, i, half], weight)
+            before[half] = starts.values[best_temperature(starts.some(other)), 0, half]
         change = before - together
         error = float(change.std() / math.sqrt(len(change))) if len(change) > 1 else math.inf
         rest = float(change.sort().values[FEW:].mean()) if len(change) > FEW else math.inf
@@ -171,14 +176,15 @@ class Rung:
 class Choice:
     """How a temperature was chosen; ``temperature`` is 0 where none helps, so that the draws are the starts.
 
-    ``softmax_temperature`` and ``calibrated_nll`` are of the starts alone. ``judged`` is what held-out examples say of
-    the run, as ``rungs`` are of the trials before it; their differences are to the starts, calibrated.
+    ``start_softmax_temperature`` and ``calibrated_nll`` are of the starts alone. ``judged`` is what held-out examples
+    say of the run, with its difference to the calibrated starts; ``rungs`` are the trials before it, with differences
+    to the starts as they are.
     """
 
     temperature: float
     reason: str
     start_nll: float = math.nan
-    softmax_temperature: float = 1.0
+    start_softmax_temperature: float = 1.0
     calibrated_nll: float = math.nan
     held_out: int = 0
     rungs: tuple[Rung, ...] = field(default=())
@@ -208,15 +214,11 @@ def has_classes(target: Target) -> bool:
     return isinstance(likelihood, Categorical | Bernoulli | Tokens)
 
 
-def densities(posterior: Posterior, examples: Tensors, device: Any, counts: Sequence[int] = ()) -> Densities:
-    """Log densities of held-out examples at softmax temperatures, where predictions are of classes.
-
-    They are under the average over all draws, or those over the first draws of each chain, as many as ``counts``.
-    """
-    assert posterior.target is not None
-    likelihood = None if posterior.target.module is None else posterior.target.module.likelihood
-    temperatures = TEMPERATURES if can_be_scaled(likelihood) else (1.0,)
-    return Densities.of(*posterior.likelihoods_at(examples, temperatures, SCORED, device), temperatures, counts)
+def densities(
+    posterior: Posterior, examples: Tensors, device: Any, counts: Sequence[int] = (), scaled: bool = True
+) -> Densities:
+    """Log densities of held-out examples, some at a time."""
+    return posterior.densities(examples, counts, scaled=scaled, batch_size=SCORED, device=device)
 
 
 def with_noise_scales(target: Target, starts: Sequence[State], examples: Tensors, device: Any) -> list[State]:
@@ -266,7 +268,8 @@ class Ladder:
     Args:
         run: samples at a temperature from a place, after an initial optimisation or without, and says where it ended.
         target: what is sampled.
-        starts: the trained networks.
+        starts: the trained networks, one for each chain.
+        networks: how many different ones there are, the first of ``starts``.
         held_out: examples to score by.
         deadline: after which no other rung is begun.
         device: where to score.
@@ -274,20 +277,23 @@ class Ladder:
 
     def __init__(
         self, run: Callable[[float, Place, bool], tuple[Posterior, Place]], target: Target, starts: Sequence[State],
-        held_out: Tensors, deadline: float, device: Any,
+        networks: int, held_out: Tensors, deadline: float, device: Any,
     ) -> None:  # fmt: skip
         self.run, self.starts, self.held_out, self.device = run, starts, held_out, device
         self.began, self.deadline = time.monotonic(), deadline
         try:
-            self.beside = densities(start_posterior(target, starts), held_out, device)
+            self.beside = self.alone = densities(start_posterior(target, starts), held_out, device)
         except (RuntimeError, IndexError) as error:
             shapes = [list(t.shape) for t in tensors_of(held_out)]
             raise ValueError(
                 f"held_out of shapes {shapes} cannot be predicted by the start ({error}): pass examples as the network "
                 "takes them"
             ) from error
-        calibrated = best_temperature(self.beside)
-        self.softmax_temperature, self.before = self.beside.temperatures[calibrated], self.beside.values[calibrated, 0]
+        if len(starts) % networks:  # some have more chains than others; what comes back has each of them once
+            self.alone = densities(start_posterior(target, starts[:networks]), held_out, device)
+        calibrated = best_temperature(self.alone)
+        self.softmax_temperature = self.alone.temperatures[calibrated]
+        self.calibrated_nll = -float(self.alone.values[calibrated, 0].mean())
         self.start_nll = -float(self.beside.values[self.beside.one, 0].mean())
         self.unit = abs(self.start_nll) if has_classes(target) else 1.0  # a density has no zero of its NLL
         self.found: dict[float, Rung] = {}
@@ -301,8 +307,8 @@ class Ladder:
         """What held-out examples say of the starts alone."""
         return {
             "start_nll": self.start_nll,
-            "softmax_temperature": self.softmax_temperature,
-            "calibrated_nll": -float(self.before.mean()),
+            "start_softmax_temperature": self.softmax_temperature,
+            "calibrated_nll": self.calibrated_nll,
         }
 
     def said(self) -> str:
@@ -310,14 +316,14 @@ class Ladder:
         plain = f"of the start {self.start_nll:.4g}"
         if self.softmax_temperature == 1:
             return plain
-        return f"{plain}, calibrated {-float(self.before.mean()):.4g}"
+        return f"{plain}, calibrated {self.calibrated_nll:.4g}"
 
     def climb(self, temperatures: Sequence[float]) -> Choice:
         """Try temperatures from cold to hot, colder ones if the coldest was best, and one beside the best."""
         place = Place(self.starts)
         for temperature in temperatures:
             rung = self._try(temperature, place)
-            if rung is not None and temperature == temperatures[0] and rung.better(UNTRAINED, without_few=True):
+            if rung is not None and temperature == temperatures[0] and self._untrained(temperature):
                 rung = self._optimise(rung)
             if rung is None or self._harm(rung) > WORSE * self.unit:
                 break
@@ -339,6 +345,11 @@ class Ladder:
                 break
             temperature /= COLDER
         return self._choice(last, tried_enough=False)
+
+    def _untrained(self, temperature: float) -> bool:
+        """Whether draws are far better than the starts, and not only less sure."""
+        after = densities(self.drawn[temperature], self.held_out, self.device)
+        return Rung.of(temperature, self.alone, self.beside, after).better(UNTRAINED, without_few=True)
 
     def _optimise(self, cold: Rung) -> Rung:
         """The same after an initial optimisation, if that is better."""
@@ -381,14 +392,14 @@ class Ladder:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", SamplingWarning)  # a rung is short, and nobody looks at its draws
                 posterior, end = self.run(temperature, place, optimise)
-            after = densities(posterior, self.held_out, self.device)
+            after = densities(posterior, self.held_out, self.device, scaled=False)
         except DivergedError:
             after = None
         if after is None or not bool(after.values.isfinite().all()):
             self.diverged.append(temperature)
             LOGGER.info("temperature %g diverged and is left out", temperature)
             return None
-        rung = Rung.of(temperature, self.before, self.beside, after)
+        rung = Rung.of(temperature, self.beside.plain(), self.beside.plain(), after)
         self.found[temperature], self.places[temperature], self.drawn[temperature] = rung, end, posterior
         LOGGER.info(
             "temperature %g: held-out NLL %.4g, with the start %.4g, start %.4g",
@@ -400,7 +411,7 @@ class Ladder:
         """That of the best rung; where ``tried_enough``, none if it does not help."""
         known: dict[str, Any] = {
             **self.about_starts,
-            "held_out": len(self.before),
+            "held_out": len(self.beside),
             "rungs": tuple(self.found[t] for t in sorted(self.found)),
             "diverged": tuple(sorted(self.diverged)),
             "seconds": time.monotonic() - self.began,
@@ -410,12 +421,12 @@ class Ladder:
             return Choice(0.0, f"every temperature of {tried} diverged: the draws are the starts", **known)
         if best.difference >= 0 and tried_enough:
             reason = (
-                f"at no temperature do draws help to predict {len(self.before)} held-out examples (the best, T = "
+                f"at no temperature do draws help to predict {len(self.beside)} held-out examples (the best, T = "
                 f"{best.temperature:.3g}, has an NLL of {best.nll:.4g}, {self.said()}): the draws are the starts"
             )
             return Choice(0.0, reason, **known)
         reason = (
-            f"T = {best.temperature:.3g} by {len(self.before)} held-out examples: NLL {best.nll:.4g}, {self.said()}"
+            f"T = {best.temperature:.3g} by {len(self.beside)} held-out examples: NLL {best.nll:.4g}, {self.said()}"
         )
         if self.optimised:
             reason += "; the network was not trained to the end, so that chains began with an initial optimisation"

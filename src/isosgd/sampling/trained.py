@@ -349,15 +349,16 @@ class TrainedRun:
         LOGGER.info("trying temperatures from %g to %g on held-out examples", coldest, hottest)
         late = math.inf if end is None else end
         heads = [self.starts[k % len(self.starts)] for k in range(chains)]  # as often as there are chains of each
-        ladder = Ladder(run, self.target, heads, self.held_out, late, self.device)
-        self.before, self.beside = ladder.before, ladder.beside
+        networks = min(chains, len(self.starts))
+        ladder = Ladder(run, self.target, heads, networks, self.held_out, late, self.device)
+        self.alone, self.beside = ladder.alone, ladder.beside
         if coldest < hottest or self.descends:
             choice = ladder.descend(coldest) if self.descends else ladder.climb(self.temperatures)
             self.place = ladder.places.get(choice.temperature, self.place)
             self.early = ladder.drawn.get(choice.temperature)
             return choice
         reason = f"T = {coldest:g}, the only one to try"
-        return Choice(coldest, reason, held_out=len(self.before), **ladder.about_starts)
+        return Choice(coldest, reason, held_out=len(self.beside), **ladder.about_starts)
 
     def _counted(self, draw: Run) -> Run:
         """The same, but for the record of what is spent."""
@@ -437,7 +438,7 @@ class TrainedRun:
                 after = densities(found, self.held_out, self.device, counts)
                 # Among draws a network has the noise scale that these found, alone the one that suits it best.
                 beside = self.beside if chosen else densities(found.start_draws(), self.held_out, self.device)
-                judged = Rung.of(choice.temperature, self.before, beside, after, apart=True)
+                judged = Rung.of(choice.temperature, self.alone, beside, after, apart=True)
                 choice = replace(choice, judged=judged)
                 found.info |= self._about(choice)
             good = judged is None or judged.better(sure, chosen)
@@ -448,7 +449,7 @@ class TrainedRun:
                 return found
             if more.get("store") is not None:
                 some = f".select(draws=slice({counts[judged.part]}))" if judged.part else ""
-                scale = judged.softmax_temperature if good else choice.softmax_temperature
+                scale = judged.softmax_temperature if good else choice.start_softmax_temperature
                 advice = f"posterior{some}.with_starts({judged.share:g}, starts)" if good else "the starts"
                 advice += f" at the softmax temperature {scale:.2g}" if scale != 1 else ""
                 warn_caller(
@@ -474,20 +475,20 @@ class TrainedRun:
             if unsure:
                 unsure += f", by {FEW} examples alone)" if judged.better(sure, without_few=False) else ")"
             fault, begin = f"did not help to predict held-out examples{unsure}", {}
-            # A colder run is closer to the start, and no surer; and a trial that was of no use was no better.
-            choice = self._colder(choice, fault, last=not useless or all(r.difference >= 0 for r in choice.rungs))
+            # A colder run is closer to the start: it helps where draws are worse than that, and is no surer.
+            choice = self._colder(choice, fault, last=not useless or judged.alone <= choice.start_nll)
             if choice.temperature and (end := more.get("deadline")) is not None and time.monotonic() > end:
                 late = "max_seconds ended before a colder one: the draws are the starts"
                 choice = replace(choice, temperature=0.0, reason=choice.reason.partition(": ")[0] + f", and {late}")
         stored = "" if more.get("store") is None else f"; nothing was written to {more['store']}"
-        if choice.softmax_temperature != 1:
-            scaled = f"predicted at the softmax temperature {choice.softmax_temperature:.2g}"
+        if choice.start_softmax_temperature != 1:
+            scaled = f"predicted at the softmax temperature {choice.start_softmax_temperature:.2g}"
             choice = replace(choice, reason=f"{choice.reason}, {scaled} (NLL {choice.calibrated_nll:.4g})")
         warn_caller(choice.reason + stored)
         found = start_posterior(self.target, self.starts)
         size: dict[str, Any] = {"chains": len(self.starts), "draws": 1}
-        if choice.softmax_temperature != 1:
-            size["softmax_temperature"] = choice.softmax_temperature
+        if choice.start_softmax_temperature != 1:
+            size["softmax_temperature"] = choice.start_softmax_temperature
         info = {**found.info, **self.spent, **size, "complete": True, **self._about(choice)}
         return Posterior(self.target, found.draws, info, as_tensors(self.data), found.buffers, list(self.starts))
 
