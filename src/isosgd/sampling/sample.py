@@ -139,10 +139,11 @@ def sample(
         log: a folder for TensorBoard, which shows loss and rates at every draw (needs the extra ``tensorboard``).
         budget: with ``draws="auto"``, draws of each chain at most; 2,000 by default.
         held_out: with ``temperature="auto"``, examples that the starts were not trained on: ``(x, y)``, a loader, or a
-            share of the data such as 0.1 that is set aside. With ``draws="auto"``, inputs at which predictions are
+            share of the data such as 0.1 that is set aside. Predictions of classes are then calibrated by them, too
+            (`Posterior.softmax_temperature`). With ``draws="auto"``, inputs at which predictions are
             watched; some of the training data by default.
-        ladder: temperatures to try with ``temperature="auto"``; 0.01, 0.1 and 1 by default; 0.01, 0.03 and 0.1
-            with the preset ``windowed``, which large networks and BatchNorm in training mode get; 1 alone where the
+        ladder: temperatures to try with ``temperature="auto"``; 0.01, 0.1 and 1 by default; 0.03, and colder where
+            it does harm, with the preset ``windowed``, which large networks and BatchNorm in training mode get; 1 alone where the
             likelihood samples a scale of its noise, which a colder density would believe too small.
         max_seconds: bound on the time of the whole call: the warm-up and the draws end early. At least one draw of each
             chain is taken. The initial optimisation does not watch it.
