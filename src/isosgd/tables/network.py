@@ -24,6 +24,7 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 from isosgd import Posterior, Target, likelihoods, load, priors, resume, sample
+from isosgd.engine.compiled import fastest_products
 from isosgd.engine.gradients import Layout, Many, stacked
 from isosgd.progress import LOGGER
 from isosgd.sampling.merging import STARTS
@@ -43,6 +44,8 @@ SCALES = (5.0, 3.0), (2.0, 1.0)  # of hidden weights and of the output layer: in
 SIZE_DEVIATION, SIZE_OF_NETWORK = 2.0, 1 / 3
 
 LARGEST = 1 << 27  # numbers in a network that a folder may ask for
+
+SKIP = "skip.weight", "skip.bias"  # parameters of the linear path
 
 # Of the starts: networks trained by Adam, each on other rows, and taken where they predict the others best.
 HELD_OUT = 0.1  # share of the rows that a start is not trained on
@@ -108,8 +111,14 @@ class Perceptron(nn.Module):
             curved = self.gate.unsqueeze(-1) * _affine(h, self.out)
             more = found.shape[-1] - curved.shape[-1]  # outputs that are linear in the inputs
             found = (F.pad(curved, (0, more)) if more else curved) + found
+        return self.arranged(found)
+
+    def arranged(self, found: Tensor, back: bool = False) -> Tensor:
+        """What the layers give, as the likelihood takes it; ``back``: a gradient of the second as one of the first."""
         if self.size is None:
             return found
+        if back:
+            return torch.cat([found[..., 0], self.size * found[..., 1]], -1)
         mean, log_square = found.chunk(2, -1)
         return torch.stack([mean, self.size * log_square], -1)
 
@@ -321,34 +330,45 @@ def trained_starts(
     steps: int,
     seed: int,
     deadline: float = math.inf,
-) -> Starts:
+    both: bool = False,
+) -> list[Starts]:
     """Networks that chains start at.
 
     By Adam on nine tenths of the rows, kept where it predicts the others best. All networks are trained in one batched
     computation, each on rows of its own choice, which follows from the seed. After the ``deadline`` (`time.monotonic`)
-    they are taken as they are.
+    they are taken as they are. With ``both``, of a network with log-linear noise, as many with noise of one size are
+    trained on the same rows, and come first.
     """
     target = network.target()
     n = len(x)
     generator = torch.Generator().manual_seed(seed)
     held = min(max(1, round(HELD_OUT * n)), n - 1)
     order = torch.stack([torch.randperm(n, generator=generator) for _ in range(chains)]).to(x.device)
-    inside, outside = order[:, held:], order[:, :held]
     params = stacked([target.initial(network.start(chain), x.device) for chain in range(chains)])
     layout = Layout({name: p[0] for name, p in params.items()})
     theta = torch.cat([p.detach().reshape(chains, -1) for p in params.values()], -1)
+    free = torch.ones_like(theta)
+    if both:  # noise of one size is log-linear noise whose weights stay where they start, at zero
+        fixed = free.clone()
+        for name, value in layout.views(fixed).items():
+            if name in SKIP:
+                value[:, network.outputs :] = 0.0
+        theta, order, free = torch.cat([fixed * theta, theta]), order.repeat(2, 1), torch.cat([fixed, free])
+    inside, outside = order[:, held:], order[:, :held]
     many = Many(target, n - held, layout)
     seen = outside[:, :SCORED]
     train, test = (x[inside], y[inside]) if n - held <= TRAINED_ON else None, (x[seen], y[seen])
-    lane = torch.arange(chains, device=x.device).unsqueeze(-1)
+    lane = torch.arange(len(theta), device=x.device).unsqueeze(-1)
     mean, square, best = torch.zeros_like(theta), torch.zeros_like(theta), torch.full_like(theta[:, 0], math.inf)
     saved, every, i = theta, max(1, steps // LOOKS), 0
     for i in range(1, steps + 1):
         part = train
         if part is None:
-            rows = inside[lane, torch.randint(n - held, (chains, TRAINED_ON), generator=generator).to(x.device)]
+            chosen = torch.randint(n - held, (chains, TRAINED_ON), generator=generator)
+            rows = inside[lane, chosen.to(x.device).repeat(len(theta) // chains, 1)]
             part = x[rows], y[rows]
         _, gradient, _ = many.flat(theta, part, False)
+        gradient.mul_(free)
         mean.lerp_(gradient, 1.0 - MEMORY[0])
         square.lerp_(gradient.square(), 1.0 - MEMORY[1])
         root = (square / (1.0 - MEMORY[1] ** i)).sqrt_().add_(1e-8)
@@ -366,9 +386,17 @@ def trained_starts(
         if network.likelihood != "categorical":
             said = functional_call(network._made(0), {name: natural[name] for name in network.start(0)}, (test[0],))
             mean, log_square = said.unbind(-1) if network._sizes else (said, torch.zeros_like(said))
-            residuals = ((test[1] - mean) * (-0.5 * log_square).exp()).flatten(0, 1)
-    states = [{name: value[chain].clone() for name, value in natural.items()} for chain in range(chains)]
-    return Starts(states, i, seen, losses, residuals)
+            residuals = (test[1] - mean) * (-0.5 * log_square).exp()
+    found = []
+    for k in range(0, len(theta), chains):
+        own = slice(k, k + chains)
+        states = [{name: value[chain].clone() for name, value in natural.items()} for chain in range(k, k + chains)]
+        if both and not k:
+            for state in states:
+                state |= {name: state[name][: network.outputs].clone() for name in SKIP if name in state}
+        left = None if residuals is None else residuals[own].flatten(0, 1)
+        found.append(Starts(states, i, seen[own], losses[own], left))
+    return found
 
 
 def starts_of(
@@ -379,24 +407,24 @@ def starts_of(
     Where the noise is to be found, networks with noise of one size and with a log-linear one are trained on the same
     rows, and the second is taken if it predicts those that were held out better by `SURE` standard errors.
     """
+    deadline = time.monotonic() + seconds
     if network.likelihood != "auto":
-        return network, trained_starts(network, x, y, chains, steps, seed, time.monotonic() + seconds)
-    found = []
-    for likelihood in ("student_t", "loglinear_t"):
-        kind = replace(network, likelihood=likelihood)
-        found.append((kind, trained_starts(kind, x, y, chains, steps, seed, time.monotonic() + seconds / 2)))
-    change = (found[1][1].losses - found[0][1].losses).double().flatten()
-    rows = found[0][1].rows.flatten()  # several networks may have left out the same ones
+        return network, trained_starts(network, x, y, chains, steps, seed, deadline)[0]
+    kinds = [replace(network, likelihood=likelihood) for likelihood in ("student_t", "loglinear_t")]
+    found = trained_starts(kinds[1], x, y, chains, steps, seed, deadline, both=True)
+    change = (found[1].losses - found[0].losses).double().flatten()
+    rows = found[0].rows.flatten()  # several networks may have left out the same ones
     times = torch.bincount(rows, minlength=len(x))
     by_row = (change.new_zeros(len(x)).index_add_(0, rows, change) / times)[times > 0]
     error = float(by_row.std()) / math.sqrt(len(by_row)) if len(by_row) >= LEAST_ROWS else math.inf
-    best, starts = found[float(by_row.mean()) < -SURE * error]
+    changing = float(by_row.mean()) < -SURE * error
     LOGGER.info(
         "NLL of %d rows that starts were not trained on, with noise of a log-linear size less of one: %.3f ± %.3f",
         len(by_row), float(by_row.mean()), error,
     )  # fmt: skip
+    starts = found[changing]
     assert starts.residuals is not None
-    return best.with_tails_of(starts.residuals), starts._replace(steps=sum(other.steps for _, other in found))
+    return kinds[changing].with_tails_of(starts.residuals), starts._replace(steps=2 * starts.steps)
 
 
 def sample_network(
@@ -438,7 +466,7 @@ def sample_network(
     else:
         rough = network.weights * chains * len(x) < FEW_PARAMETERS
         steps |= {"method": "hmc", "structure": "diagonal" if rough else "lowrank"}
-    with flushed_denormals():
+    with flushed_denormals(), fastest_products(place):
         target.check(target.initial(device=place), (x, y))
         began, limit = time.monotonic(), math.inf if max_seconds is None else max_seconds
         network, trained = starts_of(network, x, y, chains, training, seed, TRAINING_TIME * limit)
