@@ -22,7 +22,7 @@ from sklearn.utils.estimator_checks import check_estimator
 from isosgd.engine.gradients import Layout, Many
 from isosgd.native.build import switched_off
 from isosgd.sklearn import BayesianMLPClassifier, BayesianMLPRegressor
-from isosgd.tables.network import NOISES, Network, flushed_denormals, steps_for, usual_layers
+from isosgd.tables.network import NOISES, Network, fast_arithmetic, steps_for, usual_layers
 
 SHORT: dict[str, Any] = {"hidden_layers": (8,), "effort": 0.05, "chains": 2, "random_state": 0}
 SHORTEST: dict[str, Any] = {**SHORT, "hidden_layers": (4,), "effort": 0.02, "chains": 1}  # where many are fitted
@@ -289,11 +289,16 @@ def test_effort_lengthens_chains_and_size_shortens_them() -> None:
     assert steps_for(20_000, large, 8, 1.0)["warmup"] < steps_for(5_000, large, 8, 1.0)["warmup"]
 
 
-def test_denormals_are_as_they_were_afterwards() -> None:
-    tiny = torch.tensor([1e-40])
-    with flushed_denormals():
-        assert float(tiny * 1.0) == 0
-    assert float(tiny * 1.0) > 0
+def test_denormals_and_threads_are_as_they_were_afterwards() -> None:
+    tiny, threads = torch.tensor([1e-40]), torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        for products, used in ((1_000, 1), (1 << 30, 2)):
+            with fast_arithmetic(torch.device("cpu"), products):
+                assert float(tiny * 1.0) == 0 and torch.get_num_threads() == used
+            assert float(tiny * 1.0) > 0 and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_rows_that_repeat_are_like_themselves() -> None:

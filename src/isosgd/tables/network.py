@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from isosgd import Posterior, Target, likelihoods, load, priors, resume, sample
 from isosgd.engine.compiled import fastest_products
 from isosgd.engine.gradients import Layout, Many, stacked
+from isosgd.native.layers import THREADED
 from isosgd.progress import LOGGER
 from isosgd.sampling.merging import STARTS
 from isosgd.sampling.settings import check_room
@@ -33,12 +34,13 @@ from isosgd.store import Manifest
 from isosgd.target.elementwise import student_t_draw, student_t_log_prob, student_t_variance
 from isosgd.warmup.optimise import decay
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu": F.relu, "tanh": torch.tanh}
 LOG_LINEAR = "loglinear_t", "loglinear"  # noise whose size has a logarithm that is linear in the inputs
 NOISES = ("auto", "student_t", "gaussian", *LOG_LINEAR, "heteroscedastic_t", "heteroscedastic")  # of numbers
 LIKELIHOODS = (*NOISES, "categorical")
 DEGREES = 6.0, 12.0, math.inf  # of freedom, that noise may have: the last are those of a Gaussian
 SCALES = (5.0, 3.0), (2.0, 1.0)  # of hidden weights and of the output layer: in regressions, and of classes
+LINEAR = 1.0, 1.0  # of the linear path, likewise
+GATE = 1.0
 # Of the logarithm of the noise's squared size: its prior deviation over rows where it is linear in the inputs, and
 # prior scales of weights to it, over those of weights to the mean, where it is an output of the whole network.
 SIZE_DEVIATION, SIZE_OF_NETWORK = 2.0, 1 / 3
@@ -89,11 +91,9 @@ class Perceptron(nn.Module):
 
     batched = True  # see `isosgd.target.modules.ModuleLikelihood.batched`
 
-    def __init__(
-        self, inputs: int, outputs: int, hidden: tuple[int, ...], activation: str, size: float | None, inner: bool
-    ) -> None:
+    def __init__(self, inputs: int, outputs: int, hidden: tuple[int, ...], size: float | None, inner: bool) -> None:
         super().__init__()
-        self.activation, self.size = activation, size
+        self.size = size
         sizes = [inputs, *hidden]
         self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
         wide = outputs if size is None else 2 * outputs
@@ -105,7 +105,7 @@ class Perceptron(nn.Module):
         """Outputs of each row."""
         h = x
         for layer in self.hidden:
-            h = ACTIVATIONS[self.activation](_affine(h, layer))
+            h = F.silu(_affine(h, layer))
         found = _affine(x, self.skip)
         if self.out is not None and self.gate is not None:
             curved = self.gate.unsqueeze(-1) * _affine(h, self.out)
@@ -143,7 +143,6 @@ class Network:
             with one that is a second output of the network; or ``auto``, for one of the first two or a log-linear one,
             by how trained networks predict rows that were held out.
         hidden: units of each hidden layer; none for a linear model.
-        activation: ``silu``, ``relu`` or ``tanh``.
         scale: of the prior of hidden weights, over ``1 / sqrt(fan_in)``; by default 5, and 2 for classes.
         out: the same of the output layer; by default 3, and 1 for classes.
         df: degrees of freedom of a Student-t.
@@ -161,7 +160,6 @@ class Network:
     outputs: int
     likelihood: str = "student_t"
     hidden: tuple[int, ...] = (64, 64, 64)
-    activation: str = "silu"
     scale: float | None = None
     out: float | None = None
     df: float = 6.0
@@ -177,8 +175,6 @@ class Network:
                 object.__setattr__(self, name, usual)
         if self.likelihood not in LIKELIHOODS:
             raise ValueError(f"likelihood = {self.likelihood!r} is unknown; choose one of {', '.join(LIKELIHOODS)}")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation = {self.activation!r} is unknown; choose one of {', '.join(ACTIVATIONS)}")
         if any(isinstance(units, bool) or not isinstance(units, int) or units < 1 for units in self.hidden):
             raise ValueError(f"hidden layers {self.hidden!r}: give the units of each, such as (64, 64, 64)")
         if self.weights > LARGEST:
@@ -220,11 +216,12 @@ class Network:
             noise = likelihoods.Categorical()
         else:
             noise = likelihoods.Heteroscedastic(self.tails, scale=None, outputs=many)
-        table: dict[str, priors.Prior] = {"skip.weight": priors.Normal(1.0), "*.bias": priors.Normal(1.0)}
+        linear = LINEAR[self.likelihood == "categorical"]
+        table: dict[str, priors.Prior] = {"skip.weight": priors.Normal(linear), "*.bias": priors.Normal(1.0)}
         assert self.scale is not None and self.out is not None
         if self.hidden:
             table |= {"hidden.*.weight": priors.FanInNormal(self.scale), "out.weight": priors.FanInNormal(self.out)}
-            table["gate"] = priors.Normal(1.0)
+            table["gate"] = priors.Normal(GATE)
         return Target.from_module(self._made(0), noise, table)
 
     def with_tails_of(self, residuals: Tensor) -> Network:
@@ -270,7 +267,7 @@ class Network:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(np.random.SeedSequence((self.seed, chain, 1)).generate_state(1)[0]))
             size = self.size if self._sizes else None
-            net = Perceptron(self.inputs, self.outputs, self.hidden, self.activation, size, self._inner)
+            net = Perceptron(self.inputs, self.outputs, self.hidden, size, self._inner)
             for layer in net.hidden:
                 assert isinstance(layer, nn.Linear)
                 nn.init.normal_(layer.weight, std=math.sqrt(2.0 / layer.in_features))  # He et al. (2015)
@@ -466,7 +463,7 @@ def sample_network(
     else:
         rough = network.weights * chains * len(x) < FEW_PARAMETERS
         steps |= {"method": "hmc", "structure": "diagonal" if rough else "lowrank"}
-    with flushed_denormals(), fastest_products(place):
+    with fast_arithmetic(place, network.weights * chains * len(x)):
         target.check(target.initial(device=place), (x, y))
         began, limit = time.monotonic(), math.inf if max_seconds is None else max_seconds
         network, trained = starts_of(network, x, y, chains, training, seed, TRAINING_TIME * limit)
@@ -512,7 +509,7 @@ def resume_network(
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{Path(store) / STARTS} cannot be read ({error}): begin another run") from error
     starts = [{name: p[k] for name, p in found.items()} for k in range(len(next(iter(found.values()))))]
-    with flushed_denormals():
+    with fast_arithmetic(place, network.weights * len(starts) * len(x)):
         return resume(
             store, network.target(), (x.to(place), y.to(place)), starts=starts, device=place, progress=progress,
             draws=draws,
@@ -520,17 +517,24 @@ def resume_network(
 
 
 @contextmanager
-def flushed_denormals() -> Iterator[None]:
-    """While open, numbers too small for a float's full precision are zero: products with them take many times longer.
+def fast_arithmetic(device: torch.device, products: int) -> Iterator[None]:
+    """While open, torch computes as small networks need it.
 
-    Saturated units have such slopes.
+    - Numbers too small for a float's full precision are zero: products with them take many times longer, and saturated
+      units have such slopes.
+    - One thread is used where a gradient has few products of rows and weights: two are no faster on idle cores, and
+      wait for each other on busy ones.
     """
-    before = float(torch.tensor([1e-40]) * 1.0) == 0.0
+    flushed, threads = float(torch.tensor([1e-40]) * 1.0) == 0.0, torch.get_num_threads()
     torch.set_flush_denormal(True)
+    if products < THREADED:
+        torch.set_num_threads(1)
     try:
-        yield
+        with fastest_products(device):
+            yield
     finally:
-        torch.set_flush_denormal(before)
+        torch.set_flush_denormal(flushed)
+        torch.set_num_threads(threads)
 
 
 @torch.no_grad()
