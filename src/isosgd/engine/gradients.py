@@ -159,7 +159,8 @@ class Many:
     ) -> None:
         self.target, self.num_data, self.layout, self.prior_weight = target, num_data, layout, prior_weight
         self.network = target.perceptron()
-        self.layers = Layers(layout.shapes) if target.batched else None  # parameters of all chains in one pass
+        self.batched = target.batched  # parameters of all chains in one pass
+        self.layers = Layers(layout.shapes) if target.layered else None
         self.prior: FlatPrior | None = None
         self.evaluate = Compiled(self.flat, compile_after)
 
@@ -215,7 +216,7 @@ class Many:
 
     def _each(self, theta: Tensor, batch: Batch, halves: bool = False) -> tuple[Tensor, Tensor]:
         """Gradients and mean negative log likelihoods of the chains, or of both halves of their batches."""
-        if self.layers is not None:
+        if self.batched:
             if not halves:
                 return self._batched(theta, batch)
             both = self._batched(theta.repeat_interleave(2, 0), tree_map(lambda t: t.flatten(0, 1), batch))
@@ -281,7 +282,7 @@ class Many:
 
     def _scores(self, theta: Tensor) -> Tensor:
         """Gradients of the log prior of the chains, in closed form where there is one."""
-        if self.layers is not None:
+        if self.batched:
             return self.flat_prior(theta).score(theta)
         return vmap(self._score)(theta)
 

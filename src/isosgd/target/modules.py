@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import UninitializedParameter
@@ -305,18 +305,25 @@ class ModuleLikelihood:
     @property
     def batched(self) -> bool:
         """Whether the module says, by an attribute ``batched``, that it takes parameters of many chains in one pass."""
+        return isinstance(self.likelihood, Likelihood) and getattr(self._module, "batched", False) is True
+
+    @property
+    def layered(self) -> bool:
+        """Whether it is a `batched` module whose layers are those of `isosgd.native.layers`, which it then arranges."""
         closed = isinstance(self.likelihood, Likelihood) and type(self.likelihood).slopes is not Likelihood.slopes
-        return closed and getattr(self._module, "batched", False) is True
+        return closed and self.batched and hasattr(self._module, "arranged")
 
     def by_chain(self, params: Params, batch: Any) -> Tensor:
         """Log likelihoods ``[chains, n]``; parameters and batch have a leading dimension of chains."""
         assert isinstance(self.likelihood, Likelihood)
         own, output, y = {name: params[name] for name in self.extra()}, self.output(params, batch[:-1]), batch[-1]
+        if type(self.likelihood) not in NAMES.values():
+            return vmap(self.likelihood.log_prob)(output, y, own)
         # Rows of all chains are one batch, each with the scale of its chain: vmap takes as long as all else.
         return self.likelihood.log_prob(output.flatten(0, 1), y.flatten(0, 1), self._by_row(own, y)).view(y.shape[:2])
 
     def slopes_by_chain(self, found: Tensor, own: Params, y: Tensor) -> tuple[Tensor, Tensor, Params]:
-        """Log likelihoods from what the layers of a `batched` module give, and the derivatives of their sums.
+        """Log likelihoods from what the layers of a `layered` module give, and the derivatives of their sums.
 
         They are ``[chains, n]``, like ``found`` and like the likelihood's own parameters.
         """

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from isosgd.target.elementwise import LOG_2PI, Extra, Normal, PositivePrior, Prior
+from isosgd.target.elementwise import LOG_2PI, Extra, Flat, Normal, PositivePrior, Prior
 from isosgd.target.params import HALF, Params, match
 from isosgd.target.priors import Joint
 
@@ -82,11 +82,11 @@ class Space:
 
     @property
     def entries(self) -> bool:
-        """Whether the prior is one of independent entries: normal ones, and positive ones under priors of such."""
+        """Whether the prior is one of independent entries: normal, flat, and positive ones under priors of such."""
         if not isinstance(self.prior, Joint):
             return False
         return all(
-            isinstance(prior, PositivePrior if name in self.positive else Normal)
+            isinstance(prior, PositivePrior if name in self.positive else Normal | Flat)
             for prior, names in self.prior.parts
             for name in names
         )
@@ -129,13 +129,14 @@ class FlatPrior:
         precisions = []
         for name, shape in shapes.items():
             begin, end = end, end + torch.Size(shape).numel()
-            prior, scale = priors[name], priors[name].scale_of(name)
-            normal = isinstance(prior, Normal)
-            precisions += [scale**-2 if normal else 0.0] * (end - begin)
-            if normal:
+            prior, precision = priors[name], 0.0
+            if isinstance(prior, Normal):
+                scale = prior.scale_of(name)
+                precision = scale**-2
                 self.constant -= (end - begin) * (math.log(scale) + 0.5 * LOG_2PI)
-            else:
-                self.others.append((slice(begin, end), prior, scale))
+            elif isinstance(prior, PositivePrior):
+                self.others.append((slice(begin, end), prior, prior.scale_of(name)))
+            precisions += [precision] * (end - begin)
         self.precisions = torch.tensor(precisions, dtype=like.dtype, device=like.device)
 
     def log_prob(self, theta: Tensor) -> Tensor:

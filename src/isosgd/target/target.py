@@ -320,6 +320,11 @@ class Target:
         """Names of the sampled scales that the likelihood and the prior bring along."""
         return list(self._bound(free).extras)
 
+    @property
+    def layered(self) -> bool:
+        """Whether it is `batched`, and gradients can come from `isosgd.native.layers`."""
+        return self.batched and self.module is not None and self.module.layered
+
     def likelihood_extras(self) -> list[str]:
         """Names of those that the likelihood brings along."""
         return list(self._own)
