@@ -39,8 +39,7 @@ NOISES = ("auto", "student_t", "gaussian", *LOG_LINEAR, "heteroscedastic_t", "he
 LIKELIHOODS = (*NOISES, "categorical")
 DEGREES = 6.0, 12.0, math.inf  # of freedom, that noise may have: the last are those of a Gaussian
 SCALES = (5.0, 3.0), (2.0, 1.0)  # of hidden weights and of the output layer: in regressions, and of classes
-LINEAR = 1.0, 1.0  # of the linear path, likewise
-GATE = 1.0
+LINEAR = 7.0  # of the linear path of classes: prior deviation of a logit over rows
 # Of the logarithm of the noise's squared size: its prior deviation over rows where it is linear in the inputs, and
 # prior scales of weights to it, over those of weights to the mean, where it is an output of the whole network.
 SIZE_DEVIATION, SIZE_OF_NETWORK = 2.0, 1 / 3
@@ -145,6 +144,8 @@ class Network:
         hidden: units of each hidden layer; none for a linear model.
         scale: of the prior of hidden weights, over ``1 / sqrt(fan_in)``; by default 5, and 2 for classes.
         out: the same of the output layer; by default 3, and 1 for classes.
+        linear: prior scale of weights of the linear path; by default 1, of classes `LINEAR` over the root of the number
+            of inputs.
         df: degrees of freedom of a Student-t.
         seed: of the weights that training begins with.
         size: prior scales of weights to the size of the noise, where that depends on the inputs, over those of weights
@@ -165,12 +166,15 @@ class Network:
     df: float = 6.0
     seed: int = 0
     size: float | None = None
+    linear: float | None = None
 
     def __post_init__(self) -> None:
         if self.size is None:
             linear = SIZE_DEVIATION / math.sqrt(max(1, self.inputs))
             object.__setattr__(self, "size", SIZE_OF_NETWORK if self._inner else linear)
-        for name, usual in zip(("scale", "out"), SCALES[self.likelihood == "categorical"], strict=True):
+        classes = self.likelihood == "categorical"
+        linear = LINEAR / math.sqrt(max(1, self.inputs)) if classes else 1.0
+        for name, usual in zip(("scale", "out", "linear"), (*SCALES[classes], linear), strict=True):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, usual)
         if self.likelihood not in LIKELIHOODS:
@@ -216,12 +220,11 @@ class Network:
             noise = likelihoods.Categorical()
         else:
             noise = likelihoods.Heteroscedastic(self.tails, scale=None, outputs=many)
-        linear = LINEAR[self.likelihood == "categorical"]
-        table: dict[str, priors.Prior] = {"skip.weight": priors.Normal(linear), "*.bias": priors.Normal(1.0)}
-        assert self.scale is not None and self.out is not None
+        assert self.scale is not None and self.out is not None and self.linear is not None
+        table: dict[str, priors.Prior] = {"skip.weight": priors.Normal(self.linear), "*.bias": priors.Normal(1.0)}
         if self.hidden:
             table |= {"hidden.*.weight": priors.FanInNormal(self.scale), "out.weight": priors.FanInNormal(self.out)}
-            table["gate"] = priors.Normal(GATE)
+            table["gate"] = priors.Normal(1.0)
         return Target.from_module(self._made(0), noise, table)
 
     def with_tails_of(self, residuals: Tensor) -> Network:
