@@ -21,6 +21,7 @@ from sklearn.utils.estimator_checks import check_estimator
 
 from isosgd.engine.gradients import Layout, Many
 from isosgd.native.build import switched_off
+from isosgd.native.layers import Layers
 from isosgd.sklearn import BayesianMLPClassifier, BayesianMLPRegressor
 from isosgd.tables.network import NOISES, Network, fast_arithmetic, steps_for, usual_layers
 
@@ -267,6 +268,20 @@ def test_one_pass_for_all_chains_gives_the_gradients_of_each(likelihood: str, hi
             assert (gradient[k] - flat).abs().max() < 1e-5 * flat.abs().max(), "more than rounding"
             prior = many.flat_prior(theta).log_prob(theta)[k]
             assert torch.isclose(prior.double(), target.log_prior(free), rtol=1e-5)
+
+
+def test_threads_of_the_library_share_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {name: tuple(p.shape) for name, p in Network(3, 1, "student_t", (16, 20)).start(0).items()}
+    layers, draw = Layers(shapes), torch.Generator().manual_seed(0)
+    theta = torch.randn(5, layers.total, generator=draw)
+    x, slope = torch.randn(5, 200, 3, generator=draw), torch.randn(5, 200, 1, generator=draw)
+    if not layers.fits(theta, x):
+        pytest.skip("there is no compiler")
+    alone = layers.forward(theta, x), layers.backward(theta, x, slope)
+    monkeypatch.setattr("isosgd.native.layers.THREADED", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    together = layers.forward(theta, x), layers.backward(theta, x, slope)
+    assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
 
 
 def test_chains_that_have_diverged_show_it() -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 HERE = Path(__file__).parent
 OPERATIONS, LAYERS = "operations.cpp", "layers.cpp"
 FLAGS = (
-    *("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp"),
+    *("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),  # what is not a number stays so
 )
 FEWEST = 16  # floats in a row that an operation takes: the longest vector of a processor (`LANES` in vectors.h)
@@ -133,7 +133,13 @@ def _compiler() -> list[str]:
 def _built(source: str) -> Path:
     root = Path(torch.__file__).parent
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    command = [*_compiler(), *FLAGS, native, str(HERE / source)]
+    command = [
+        *_compiler(),
+        *FLAGS,
+        native,
+        "-fopenmp" if source == OPERATIONS else "-fopenmp-simd",
+        str(HERE / source),
+    ]
     if source == OPERATIONS:
         command += [
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",

@@ -3,7 +3,7 @@
 // Of a row x of one chain: h = x, then h = silu(W h + b) layer by layer, and out = skip x, to whose first entries
 // gate (V h + c) is added. Without headers of torch, so that it is built in seconds.
 
-#include <cstring>
+#include <thread>
 #include <vector>
 
 #include "dense.h"
@@ -138,14 +138,17 @@ void backward(const Net& net, const float* theta, const float* x, const float* k
   for (int64_t o = 0; o < net.curved; o++) found[net.offset + o] *= gate;
 }
 
+// f(k, scratch) for each chain, shared among threads.
 template <class F>
 void each(int64_t chains, int64_t threads, int64_t scratch, F f) {
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-  for (int64_t k = 0; k < chains; k++) {
-    thread_local std::vector<float> own;
-    if (own.size() < static_cast<size_t>(scratch)) own.resize(scratch);
-    f(k, own.data());
-  }
+  const auto some = [&](int64_t first) {
+    std::vector<float> own(scratch);
+    for (int64_t k = first; k < chains; k += threads) f(k, own.data());
+  };
+  std::vector<std::thread> others;
+  for (int64_t t = 1; t < threads; t++) others.emplace_back(some, t);
+  some(0);
+  for (auto& other : others) other.join();
 }
 
 }  // namespace
