@@ -525,8 +525,7 @@ def fast_arithmetic(device: torch.device, products: int) -> Iterator[None]:
 
     - Numbers too small for a float's full precision are zero: products with them take many times longer, and saturated
       units have such slopes.
-    - One thread is used where a gradient has few products of rows and weights: two are no faster on idle cores, and
-      wait for each other on busy ones.
+    - One thread is used where a gradient has few products of rows and weights: two wait for each other on busy cores.
     """
     flushed, threads = float(torch.tensor([1e-40]) * 1.0) == 0.0, torch.get_num_threads()
     torch.set_flush_denormal(True)
