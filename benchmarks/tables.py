@@ -1,13 +1,14 @@
 """Tables: our estimators against bde, boosting, scikit-learn's own and NGBoost, on the same splits.
 
     python -m benchmarks.tables [--data airfoil diabetes cancer] [--methods isosgd bde xgboost] [--seeds 0 1 2 3 4]
-        [--data-root DIR] [--effort 1] [--out FILE]
+        [--data-root DIR] [--effort 1] [--validate] [--out FILE]
 
 Regressions are scored in standard units of the training targets: RMSE, NLL, CRPS, share of targets within their 95%
 interval; classifications by accuracy, NLL and ECE. Seconds are those of fit and prediction. What is not installed is
 left out; the peers live in an environment of their own (`make bench-peers`). Methods run at their defaults, scaled
 inputs given to all; bde with the settings of its own benchmark (4 x 16 units, 10 members), since its defaults are those
-of a smoke test. A method without a predictive distribution has no NLL, CRPS or coverage.
+of a smoke test. A method without a predictive distribution has no NLL, CRPS or coverage. Beside the linear model others
+have the difference of their NLL from its, with the standard error over the rows of all splits.
 """
 
 from __future__ import annotations
@@ -154,8 +155,8 @@ METHODS: dict[str, Callable[..., dict[str, Array]]] = {
 # -- scores -----------------------------------------------------------------------------------------------------------
 
 
-def scores(found: dict[str, Any], y: Array) -> dict[str, float | None]:
-    """Of a prediction."""
+def scores(found: dict[str, Any], y: Array) -> tuple[dict[str, float | None], Array | None]:
+    """Of a prediction; and the NLL of each row, where there is one."""
     if "proba" in found:
         p = np.clip(found["proba"], 1e-12, 1.0)
         sure, right = p.max(1), p.argmax(1) == y
@@ -163,10 +164,10 @@ def scores(found: dict[str, Any], y: Array) -> dict[str, float | None]:
         gaps = [abs(np.mean(right[bins == b]) - np.mean(sure[bins == b])) * np.mean(bins == b) for b in set(bins)]
         nll = -np.log(p[np.arange(len(y)), y])
         return {"accuracy": float(np.mean(right)), "nll": float(nll.mean()), "ece": float(sum(gaps)),
-                "nll_error": float(nll.std() / math.sqrt(len(y)))}  # fmt: skip
+                "nll_error": float(nll.std() / math.sqrt(len(y)))}, nll  # fmt: skip
     rmse = float(np.sqrt(np.mean((found["mean"] - y) ** 2)))
     if "samples" not in found:
-        return {"rmse": rmse, "nll": None, "crps": None, "coverage": None}
+        return {"rmse": rmse, "nll": None, "crps": None, "coverage": None}, None
     ordered = np.sort(found["samples"], 0)
     count = len(ordered)
     weights = (2 * np.arange(1, count + 1) - count - 1)[:, None]
@@ -179,7 +180,7 @@ def scores(found: dict[str, Any], y: Array) -> dict[str, float | None]:
         "crps": float((np.abs(ordered - y).mean(0) - spread).mean()),
         "coverage": float(np.mean((y >= low) & (y <= high))),
         "nll_error": float(nll.std() / math.sqrt(len(y))),
-    }
+    }, nll
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -189,16 +190,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4], help="of splits and methods")
     parser.add_argument("--effort", type=float, default=1.0, help="of ours")
+    parser.add_argument("--validate", action="store_true", help="score a fifth of the training rows, not the test rows")
     parser.add_argument("--data-root", type=Path)
     parser.add_argument("--out", type=Path, help="file to add a line of JSON to for each fit")
     args = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     for name in args.data:
         classes = name not in REGRESSIONS
+        by_row: dict[str, list[Array]] = {}
         for method in args.methods:
             each = []
             for seed in args.seeds:
                 x, test_x, y, test_y = rows_of(name, seed, args.data_root)
+                if args.validate:
+                    strata = y if classes else None
+                    x, test_x, y, test_y = train_test_split(
+                        x, y, test_size=0.2, random_state=100 + seed, stratify=strata
+                    )
                 scaler = StandardScaler().fit(x)
                 x, test_x = scaler.transform(x), scaler.transform(test_x)
                 if not classes:
@@ -206,13 +214,16 @@ def main(argv: list[str] | None = None) -> int:
                     y, test_y = (y - middle) / unit, (test_y - middle) / unit
                 began = time.perf_counter()
                 try:
-                    found = scores(METHODS[method](x, y, test_x, seed, classes, args.effort), test_y)
+                    found, losses = scores(METHODS[method](x, y, test_x, seed, classes, args.effort), test_y)
                 except ImportError as error:
                     print(f"{name} {method}: left out ({error})", flush=True)
                     break
-                line = {"data": name, "method": method, "seed": seed, "effort": args.effort, "rows": len(x), **found,
+                line = {"data": name, "method": method, "seed": seed, "effort": args.effort, "validate": args.validate,
+                        "rows": len(x), **found,
                         "seconds": round(time.perf_counter() - began, 2)}  # fmt: skip
                 each.append(line)
+                if losses is not None:
+                    by_row.setdefault(method, []).append(losses)
                 if args.out is not None:
                     args.out.parent.mkdir(parents=True, exist_ok=True)
                     with args.out.open("a", encoding="utf-8") as file:
@@ -221,6 +232,10 @@ def main(argv: list[str] | None = None) -> int:
                 keys = [k for k in each[0] if k in ("rmse", "nll", "crps", "coverage", "accuracy", "ece", "seconds")]
                 shown = [f"{k} {np.median([e[k] for e in each]):.4g}" for k in keys if each[0][k] is not None]
                 print(f"{name} {method}: {', '.join(shown)}", flush=True)
+        for method in [m for m in by_row if m != "linear" and "linear" in by_row]:
+            less = np.concatenate(by_row[method]) - np.concatenate(by_row["linear"])
+            error = less.std() / math.sqrt(len(less))
+            print(f"{name} {method}: NLL less the linear model's {less.mean():.4f} ± {error:.4f}", flush=True)
     return 0
 
 

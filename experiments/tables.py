@@ -33,7 +33,7 @@ UCI = {
     "wine": "wine-quality-red", "yacht": "yacht",
 }  # fmt: skip
 GRID = (
-    "data", "split", "seed", "hidden", "activation", "likelihood", "scale", "out_scale", "size", "df", "chains",
+    "data", "split", "seed", "hidden", "likelihood", "scale", "out_scale", "size", "df", "chains",
     "effort",
 )  # fmt: skip
 REPEATS = 4  # targets drawn around each draw, for intervals
@@ -81,7 +81,7 @@ def run_one(given: dict[str, Any]) -> dict[str, Any]:
     train, test = tensors(x, y), tensors(test_x, test_y)
     hidden = usual_layers(len(x)) if given["hidden"] == "auto" else tuple(map(int, given["hidden"].split(",")))
     network = Network(
-        train[0].shape[1], 1, given["likelihood"], hidden, given["activation"], given["scale"], given["out_scale"],
+        train[0].shape[1], 1, given["likelihood"], hidden, given["scale"], given["out_scale"],
         given["df"], given["seed"], given["size"],
     )  # fmt: skip
     began, decided = time.time(), list[Network]()
@@ -134,7 +134,6 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--seed", nargs="+", type=int, default=[0])
     parser.add_argument("--hidden", nargs="+", default=["auto"], help="units of the layers, such as 64,64,64")
-    parser.add_argument("--activation", nargs="+", default=["silu"])
     parser.add_argument("--likelihood", nargs="+", default=["auto"])
     parser.add_argument("--scale", nargs="+", type=float, default=[None], help="of hidden weights' prior")
     parser.add_argument("--out-scale", nargs="+", type=float, default=[None], help="of the output layer's")

@@ -537,7 +537,9 @@ def opened(folder: str | Path, damaged: Damaged = "refuse") -> BayesianMLPRegres
         made.n_features_in_ = len(made.columns_.numbers if names is None else names)
         if names is not None and all(isinstance(name, str) for name in names):
             made.feature_names_in_ = np.array(names, dtype=object)
-        made.network_ = Network(**{**state["network"], "hidden": tuple(state["network"]["hidden"])})
+        given = {"linear": 1.0, **state["network"]}  # which older folders lack
+        given.pop("activation", None)  # and which they have
+        made.network_ = Network(**{**given, "hidden": tuple(given["hidden"])})
         made._take(state["target"])
         if made.network_.inputs != len(made.columns_.scale) or made.network_.outputs != made._outputs:
             raise ValueError("the network has not as many inputs and outputs as the columns")

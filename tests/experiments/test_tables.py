@@ -19,7 +19,7 @@ def test_scores_of_a_linear_table(likelihood: str, tmp_path: Path) -> None:
     rows = np.column_stack([x, x @ [2.0, -1.0] + 0.5 * rng.normal(size=150)])
     np.savetxt(tmp_path / "tabular" / "airfoil.csv", rows, delimiter=",", header="a,b,y", comments="")
     given = {
-        "data": "airfoil", "split": 0, "seed": 0, "hidden": "4", "activation": "silu", "likelihood": likelihood,
+        "data": "airfoil", "split": 0, "seed": 0, "hidden": "4", "likelihood": likelihood,
         "scale": None, "out_scale": None, "size": None, "df": 6.0, "chains": 2, "effort": 0.2, "max_seconds": None,
         "validate": True, "device": "cpu", "threads": 1, "data_root": str(tmp_path),
     }  # fmt: skip

@@ -219,3 +219,36 @@ def test_gradients_that_vanish_are_not_compared_by_their_rounding(generator: tor
     model, x = wide(), torch.randn(33, 20, generator=generator)
     target = Target.from_module(model, lambda output, y: -(output - y).square()[:, 0], priors.Flat())
     assert batchable(target, target.initial(), (x, model(x).detach()), 33) == ""
+
+
+class Batched(nn.Module):
+    """A module of a user's that takes parameters of all chains in one pass; its names are those of tables."""
+
+    batched = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.ModuleList([nn.Linear(3, 20)])
+        self.last = nn.Linear(20, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.hidden[0], self.last):
+            assert isinstance(layer, nn.Linear)
+            x = torch.tanh(x) @ layer.weight.mT + layer.bias.unsqueeze(-2)
+        return x
+
+
+@pytest.mark.parametrize("likelihood", ["bernoulli", "gaussian"])
+def test_a_batched_module_of_a_user_keeps_its_own_gradients(likelihood: str) -> None:
+    target = Target.from_module(Batched(), likelihood, {"*.weight": priors.Normal(0.5), "*.bias": priors.Flat()})
+    layout = Layout(target.initial())
+    draw = torch.Generator().manual_seed(0)
+    theta = torch.randn(2, sum(layout.sizes), generator=draw)
+    x = torch.randn(2, 400, 3, generator=draw)
+    y = (x[..., :1] > 0).float()
+    loss, gradient, _ = Many(target, 400, layout).flat(theta, (x, y), split=False)
+    for k in range(2):
+        free = {name: p.clone().requires_grad_() for name, p in layout.views(theta[k]).items()}
+        one, wanted = target.gradient(free, (x[k], y[k]), 400)
+        torch.testing.assert_close(loss[k], one)
+        torch.testing.assert_close(gradient[k], torch.cat([g.flatten() for g in wanted]), rtol=1e-4, atol=1e-5)

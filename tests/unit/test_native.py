@@ -350,7 +350,7 @@ def test_what_was_built_is_found_again(fresh: pytest.MonkeyPatch, tmp_path: Path
 
     fresh.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     fresh.setattr(build.subprocess, "run", run)
-    first, again = build._built(), build._built()
+    first, again = build._built(build.OPERATIONS), build._built(build.OPERATIONS)
     assert first == again and first.read_bytes() == b"built" and len(called) == 1
     fresh.setattr(build, "_processor", lambda: "another")
-    assert build._built() != first and len(called) == 2
+    assert build._built(build.OPERATIONS) != first and len(called) == 2

@@ -1,6 +1,7 @@
 """The estimators of scikit-learn: what they take, what they give, and that they know how sure they are."""
 
 import copy
+import math
 import warnings
 from typing import Any
 
@@ -19,8 +20,10 @@ from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 from isosgd.engine.gradients import Layout, Many
+from isosgd.native.build import switched_off
+from isosgd.native.layers import Layers
 from isosgd.sklearn import BayesianMLPClassifier, BayesianMLPRegressor
-from isosgd.tables.network import NOISES, Network, flushed_denormals, steps_for, usual_layers
+from isosgd.tables.network import NOISES, Network, fast_arithmetic, steps_for, usual_layers
 
 SHORT: dict[str, Any] = {"hidden_layers": (8,), "effort": 0.05, "chains": 2, "random_state": 0}
 OTHER_SIZES = ("loglinear", "loglinear_t", "heteroscedastic", "heteroscedastic_t")
@@ -243,22 +246,59 @@ def test_one_class_and_infinite_inputs_are_refused() -> None:
 # -- the network ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("hidden", [(), (5, 4), (17, 16, 34)])  # the last is wide enough for the library in C++
 @pytest.mark.parametrize("likelihood", [*NOISES, "categorical"])
-def test_one_pass_for_all_chains_gives_the_gradients_of_each(likelihood: str) -> None:
-    network = Network(3, 2 if likelihood == "categorical" else 1, likelihood, (5, 4))
-    target = network.target()
+def test_one_pass_for_all_chains_gives_the_gradients_of_each(likelihood: str, hidden: tuple[int, ...]) -> None:
+    outputs = 3 if likelihood == "categorical" else 2
+    network = Network(3, outputs, likelihood, hidden)
+    target, draw = network.target(), torch.Generator().manual_seed(0)
     starts = [target.initial(network.start(chain)) for chain in range(3)]
     layout = Layout(starts[0])
     theta = torch.stack([torch.cat([p.detach().flatten() for p in start.values()]) for start in starts])
-    x = torch.randn(3, 10, 3)
-    y = torch.randint(2, (3, 10)) if likelihood == "categorical" else torch.randn(3, 10, 1)
+    theta += 0.3 * torch.randn(theta.shape, generator=draw)  # no weight is zero
+    many, n = Many(target, 300, layout), 301
+    x = 3 * torch.randn(3, n, 3, generator=draw)
+    labels = torch.randint(3, (3, n), generator=draw)
+    y = labels if likelihood == "categorical" else torch.randn(3, n, outputs, generator=draw)
+    assert many.layers is not None and many.layers.fits(theta, x) == (hidden == (17, 16, 34) and not switched_off())
     for split in (False, True):
-        loss, gradient, noise = Many(target, 10, layout).flat(theta, (x, y), split)
+        loss, gradient, noise = many.flat(theta, (x, y), split)
         assert (noise is not None) == split
-        for k, start in enumerate(starts):
-            one, wanted = target.gradient(start, (x[k], y[k]), 10)
-            assert torch.allclose(loss[k], one, atol=1e-5)
-            assert torch.allclose(gradient[k], torch.cat([g.flatten() for g in wanted]), atol=1e-4)
+        for k in range(3):
+            free = {name: p.double().requires_grad_() for name, p in layout.views(theta[k]).items()}
+            batch = x[k].double(), y[k] if likelihood == "categorical" else y[k].double()
+            one, wanted = target.gradient(free, batch, 300)
+            flat = torch.cat([g.flatten() for g in wanted])
+            assert abs(loss[k] - one) < 1e-5 * one.abs()
+            assert (gradient[k] - flat).abs().max() < 1e-5 * flat.abs().max(), "more than rounding"
+            prior = many.flat_prior(theta).log_prob(theta)[k]
+            assert torch.isclose(prior.double(), target.log_prior(free), rtol=1e-5)
+
+
+def test_threads_of_the_library_share_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {name: tuple(p.shape) for name, p in Network(3, 1, "student_t", (16, 20)).start(0).items()}
+    layers, draw = Layers(shapes), torch.Generator().manual_seed(0)
+    theta = torch.randn(5, layers.total, generator=draw)
+    x, slope = torch.randn(5, 200, 3, generator=draw), torch.randn(5, 200, 1, generator=draw)
+    if not layers.fits(theta, x):
+        pytest.skip("there is no compiler")
+    alone = layers.forward(theta, x), layers.backward(theta, x, slope)
+    monkeypatch.setattr("isosgd.native.layers.THREADED", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    together = layers.forward(theta, x), layers.backward(theta, x, slope)
+    assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
+
+
+def test_chains_that_have_diverged_show_it() -> None:
+    network = Network(3, 1, "student_t", (16, 16))
+    target = network.target()
+    layout = Layout(target.initial(network.start(0)))
+    theta = torch.cat([p.detach().flatten() for p in target.initial(network.start(0)).values()]).repeat(3, 1)
+    theta[1, layout.slots["hidden.0.weight"]] = math.nan
+    theta[2, layout.slots["hidden.0.weight"]] = math.inf
+    loss, gradient, _ = Many(target, 50, layout).flat(theta, (torch.ones(3, 50, 3), torch.ones(3, 50, 1)), False)
+    assert loss.isfinite().tolist() == [True, False, False]
+    assert gradient.isfinite().all(1).tolist() == [True, False, False]
 
 
 def test_effort_lengthens_chains_and_size_shortens_them() -> None:
@@ -269,11 +309,16 @@ def test_effort_lengthens_chains_and_size_shortens_them() -> None:
     assert steps_for(20_000, large, 8, 1.0)["warmup"] < steps_for(5_000, large, 8, 1.0)["warmup"]
 
 
-def test_denormals_are_as_they_were_afterwards() -> None:
-    tiny = torch.tensor([1e-40])
-    with flushed_denormals():
-        assert float(tiny * 1.0) == 0
-    assert float(tiny * 1.0) > 0
+def test_denormals_and_threads_are_as_they_were_afterwards() -> None:
+    tiny, threads = torch.tensor([1e-40]), torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        for products, used in ((1_000, 1), (1 << 30, 2)):
+            with fast_arithmetic(torch.device("cpu"), products):
+                assert float(tiny * 1.0) == 0 and torch.get_num_threads() == used
+            assert float(tiny * 1.0) > 0 and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_rows_that_repeat_are_like_themselves() -> None:
@@ -337,12 +382,12 @@ def test_predictions_of_many_rows_are_made_in_parts(fitted: BayesianMLPRegressor
 
 def test_noise_has_the_tails_of_what_networks_leave() -> None:
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(200, 2))
+    x = rng.normal(size=(400, 2))
     for noise, found in (
-        (rng.uniform(-1, 1, 200), ("gaussian", 6.0)),
-        (rng.standard_cauchy(200), ("student_t", 6.0)),
+        (rng.uniform(-1, 1, 400), ("gaussian", 6.0)),
+        (rng.standard_cauchy(400), ("student_t", 6.0)),
     ):
-        network = BayesianMLPRegressor(**SHORTEST).fit(x, x.sum(1) + noise).network_
+        network = BayesianMLPRegressor(**SHORT).fit(x, x.sum(1) + noise).network_
         assert (network.likelihood, network.df) == found
 
 

@@ -444,6 +444,9 @@ class Chains:
         """Log prior as it counts in the loss, `prior_weight` times that of the target, ``[chains]``."""
         if self.many is None:
             return self.prior_weight * self.target.log_prior(self.params).unsqueeze(0)
+        if isinstance(self.differentiate, Many) and self.target.batched:
+            theta = self.flat(self.leaves)
+            return self.prior_weight * self.differentiate.flat_prior(theta).log_prob(theta)
         return self.prior_weight * vmap(self.target.log_prior)(self.params)
 
     @torch.no_grad()

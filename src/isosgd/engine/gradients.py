@@ -6,6 +6,7 @@ model can be: `batchable` tries, compares, and says why not.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,9 +19,11 @@ from isosgd.engine.compiled import Compiled, Tensors, repeat
 from isosgd.engine.ranks import Ranks
 from isosgd.errors import first_line
 from isosgd.native import perceptron
+from isosgd.native.layers import Layers
 from isosgd.noise.estimators import join_halves
 from isosgd.target import Params, Target
 from isosgd.target.batches import tensors_of, tree_map
+from isosgd.target.space import FlatPrior
 
 
 class Found(NamedTuple):
@@ -112,6 +115,8 @@ class Layout:
     def __init__(self, params: Params) -> None:
         self.shapes = {name: tuple(x.shape) for name, x in params.items()}
         self.sizes = [x.numel() for x in params.values()]
+        ends = list(itertools.accumulate(self.sizes))
+        self.slots = {name: slice(end - size, end) for name, size, end in zip(params, self.sizes, ends, strict=True)}
 
     def between(self, rows: int, dtype: torch.dtype) -> int:
         """Bytes of what layers give for so many rows, as if every matrix were that of a linear layer: a guess."""
@@ -145,6 +150,9 @@ class Many:
     ) -> None:
         self.target, self.num_data, self.layout, self.prior_weight = target, num_data, layout, prior_weight
         self.network = target.perceptron()
+        self.batched = target.batched  # parameters of all chains in one pass
+        self.layers = Layers(layout.shapes) if target.layered else None
+        self.prior: FlatPrior | None = None
         self.evaluate = Compiled(self.flat, compile_after)
 
     def __call__(self, params: Params, batch: Batch, split: bool = False) -> Found:
@@ -198,7 +206,7 @@ class Many:
 
     def _each(self, theta: Tensor, batch: Batch, halves: bool = False) -> tuple[Tensor, Tensor]:
         """Gradients and mean negative log likelihoods of the chains, or of both halves of their batches."""
-        if self.target.batched:
+        if self.batched:
             if not halves:
                 return self._batched(theta, batch)
             both = self._batched(theta.repeat_interleave(2, 0), tree_map(lambda t: t.flatten(0, 1), batch))
@@ -212,6 +220,8 @@ class Many:
 
     def _batched(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The same of a module that takes parameters of all chains in one pass: their losses do not meet in a sum."""
+        if self.layers is not None and self.layers.fits(theta, batch[0]):
+            return self._native(self.layers, theta, batch)
 
         def total(theta: Tensor) -> tuple[Tensor, Tensor]:
             losses = -self.target.log_likelihood_by_chain(self.layout.views(theta), batch).mean(-1)
@@ -225,6 +235,19 @@ class Many:
             whole, losses = total(leaf)
             (gradient,) = torch.autograd.grad(whole, leaf)
         return gradient, losses.detach()
+
+    @torch.no_grad()
+    def _native(self, layers: Layers, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The same by a library of our own."""
+        theta, (x, y) = theta.contiguous(), batch
+        x = x if x[0].is_contiguous() else x.contiguous()  # chains may share them
+        slots, shapes = self.layout.slots, self.layout.shapes
+        own = {name: theta[:, slots[name]].view(len(theta), *shapes[name]) for name in self.target.likelihood_extras()}
+        each, slope, rest = self.target.slopes_by_chain(layers.forward(theta, x), own, y)
+        gradient = layers.backward(theta, x, slope.contiguous())
+        for name, found in rest.items():
+            gradient[:, slots[name]] = found.reshape(len(theta), -1)
+        return gradient / -y.shape[1], -each.mean(-1)
 
     def _fused(self, names: perceptron.Names, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The same of a network of one hidden layer: its two operations, and the likelihood in between."""
@@ -249,10 +272,15 @@ class Many:
 
     def _scores(self, theta: Tensor) -> Tensor:
         """Gradients of the log prior of the chains, in closed form where there is one."""
-        if self.target.batched:  # priors of single entries do not mind a leading dimension
-            scores = self.target.prior_score(self.layout.views(theta))
-            return torch.cat([scores[name].reshape(len(theta), -1) for name in self.layout.shapes], -1)
+        if self.batched:
+            return self.flat_prior(theta).score(theta)
         return vmap(self._score)(theta)
+
+    def flat_prior(self, like: Tensor) -> FlatPrior:
+        """The log prior of a batched target."""
+        if self.prior is None or self.prior.precisions.dtype != like.dtype:
+            self.prior = self.target.flat_prior(self.layout.shapes, like)
+        return self.prior
 
     def _score(self, theta: Tensor) -> Tensor:
         scores = self.target.prior_score(self.layout.views(theta))

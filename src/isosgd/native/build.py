@@ -1,12 +1,14 @@
 """Operations of our own in C++, built once by the machine's compiler, which compiled steps need anyway.
 
-Only compiled code calls them, where the calls are so many that building pays. Without a compiler everything goes on as
+Those of ``operations.cpp`` are called by compiled code alone, where the calls are so many that building pays: with
+torch's headers it takes half a minute. Those of ``layers.cpp`` take seconds. Without a compiler everything goes on as
 before, and slower; ``ISOSGD_NATIVE=0`` asks for that. What was built is kept for the next run, in torch's folder for
 extensions.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import os
@@ -26,9 +28,9 @@ from torch import Tensor
 from isosgd.errors import first_line
 
 HERE = Path(__file__).parent
-SOURCE = HERE / "operations.cpp"
+OPERATIONS, LAYERS = "operations.cpp", "layers.cpp"
 FLAGS = (
-    *("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp"),
+    *("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),  # what is not a number stays so
 )
 FEWEST = 16  # floats in a row that an operation takes: the longest vector of a processor (`LANES` in vectors.h)
@@ -47,7 +49,12 @@ def shapes(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def ready(*tensors: Tensor) -> bool:
     """Whether such tensors can go to an operation: float32, on a CPU, and it is built or can be."""
-    return all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors) and not unsupported_reason()
+    return fits(*tensors) and not unsupported_reason()
+
+
+def fits(*tensors: Tensor) -> bool:
+    """Whether operations take such tensors, where they are built."""
+    return all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
 
 
 def switched_off() -> str:
@@ -68,17 +75,54 @@ def _load() -> str:
     if reason := switched_off():
         return reason
     try:
-        place = _built()
-        try:
-            torch.ops.load_library(str(place))  # type: ignore[no-untyped-call]
-        except OSError:  # of another system, or cut short: once more
-            place.unlink()
-            torch.ops.load_library(str(_built()))  # type: ignore[no-untyped-call]
+        _opened(OPERATIONS, torch.ops.load_library)
         for name, function in SHAPES.items():
             torch.library.register_fake(f"isosgd::{name}", function)
     except Exception as error:  # whatever a compiler or a loader may have to say
-        reason = first_line(error)
-        warnings.warn(f"small networks are slower here than they could be: {reason}", RuntimeWarning, stacklevel=2)
+        reason = _warned(error)
+    return reason
+
+
+def layers_unsupported() -> bool:
+    """Whether ``layers.cpp`` is not built and cannot be."""
+    return _layers() is None
+
+
+def layers() -> Any:
+    """The library of ``layers.cpp``."""
+    library = _layers()
+    assert library is not None, "ask layers_unsupported() first"
+    return library
+
+
+@functools.cache
+def _layers() -> ctypes.CDLL | None:
+    if switched_off():
+        return None
+    try:
+        library: ctypes.CDLL = _opened(LAYERS, ctypes.CDLL)
+    except Exception as error:  # as above
+        _warned(error)
+        return None
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    given: list[Any] = [pointer, number, number, pointer, pointer, number]
+    for function, more in ((library.isosgd_forward, 2), (library.isosgd_backward, 3)):
+        function.argtypes, function.restype = [*given, *[pointer] * more], None
+    return library
+
+
+def _opened(source: str, load: Callable[[str], Any]) -> Any:
+    place = _built(source)
+    try:
+        return load(str(place))
+    except OSError:  # of another system, or cut short: once more
+        place.unlink()
+        return load(str(_built(source)))
+
+
+def _warned(error: Exception) -> str:
+    reason = first_line(error)
+    warnings.warn(f"small networks are slower here than they could be: {reason}", RuntimeWarning, stacklevel=3)
     return reason
 
 
@@ -88,20 +132,28 @@ def _compiler() -> list[str]:
     return shlex.split(given) if given else []
 
 
-def _built() -> Path:
+def _built(source: str) -> Path:
     root = Path(torch.__file__).parent
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     command = [
-        *(*_compiler(), *FLAGS, native, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"),
-        *(f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}", str(SOURCE)),
-        *(f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"),
+        *_compiler(),
+        *FLAGS,
+        native,
+        "-fopenmp" if source == OPERATIONS else "-fopenmp-simd",
+        str(HERE / source),
     ]
+    if source == OPERATIONS:
+        command += [
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+            *(f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"),
+            *(f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"),
+        ]
     # Built for this very processor, and homes are shared between machines.
-    texts = [path.read_text() for path in (SOURCE, *sorted(HERE.glob("*.h")))]
+    texts = [path.read_text() for path in (HERE / source, *sorted(HERE.glob("*.h")))]
     identity = "\n".join([*texts, torch.__version__, _processor(), *platform.libc_ver(), *command])
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
     cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or home) / "isosgd"
-    place = cache / f"operations-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    place = cache / f"{Path(source).stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if not place.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:

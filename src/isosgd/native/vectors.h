@@ -28,4 +28,21 @@ inline float sum(Vec a) {
   return s;
 }
 
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+
+// 1 / (1 + e^-a) to rounding; beyond 40 as there, and of what is not a number some number.
+inline Vec sigmoid(Vec a) {
+  a = -(a < 40.0f ? a : 40.0f + Vec{});
+  a = a < 40.0f ? a : 40.0f + Vec{};
+  // e^a = 2^n e^r, by Cephes' polynomial; adding 1.5 * 2^23 rounds to an integer, which is in the lowest bits then.
+  const Vec magic = 12582912.0f + Vec{}, shifted = a * 1.44269504f + magic, n = shifted - magic;
+  const Vec r = a - n * 0.693359375f + n * 2.12194440e-4f;
+  const Vec square = r * r;
+  Vec p = (1.9875691500e-4f * r + 1.3981999507e-3f) * square + (8.3334519073e-3f * r + 4.1665795894e-2f);
+  p = p * square + (1.6666665459e-1f * r + 5.0000001201e-1f);
+  p = p * square + (r + 1.0f);
+  const Ints power = (reinterpret_cast<Ints>(shifted) - reinterpret_cast<Ints>(magic) + 127) << 23;
+  return 1.0f / (1.0f + p * reinterpret_cast<Vec>(power));
+}
+
 }  // namespace isosgd

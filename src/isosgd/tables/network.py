@@ -24,7 +24,9 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 from isosgd import Posterior, Target, likelihoods, load, priors, resume, sample
+from isosgd.engine.compiled import fastest_products
 from isosgd.engine.gradients import Layout, Many, stacked
+from isosgd.native.layers import THREADED
 from isosgd.progress import LOGGER
 from isosgd.sampling.merging import STARTS
 from isosgd.sampling.settings import check_room
@@ -32,17 +34,19 @@ from isosgd.store import Manifest
 from isosgd.target.elementwise import student_t_draw, student_t_log_prob, student_t_variance
 from isosgd.warmup.optimise import decay
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu": F.relu, "tanh": torch.tanh}
 LOG_LINEAR = "loglinear_t", "loglinear"  # noise whose size has a logarithm that is linear in the inputs
 NOISES = ("auto", "student_t", "gaussian", *LOG_LINEAR, "heteroscedastic_t", "heteroscedastic")  # of numbers
 LIKELIHOODS = (*NOISES, "categorical")
 DEGREES = 6.0, 12.0, math.inf  # of freedom, that noise may have: the last are those of a Gaussian
 SCALES = (5.0, 3.0), (2.0, 1.0)  # of hidden weights and of the output layer: in regressions, and of classes
+LINEAR = 7.0  # of the linear path of classes: prior deviation of a logit over rows
 # Of the logarithm of the noise's squared size: its prior deviation over rows where it is linear in the inputs, and
 # prior scales of weights to it, over those of weights to the mean, where it is an output of the whole network.
 SIZE_DEVIATION, SIZE_OF_NETWORK = 2.0, 1 / 3
 
 LARGEST = 1 << 27  # numbers in a network that a folder may ask for
+
+SKIP = "skip.weight", "skip.bias"  # parameters of the linear path
 
 # Of the starts: networks trained by Adam, each on other rows, and taken where they predict the others best.
 HELD_OUT = 0.1  # share of the rows that a start is not trained on
@@ -86,11 +90,9 @@ class Perceptron(nn.Module):
 
     batched = True  # see `isosgd.target.modules.ModuleLikelihood.batched`
 
-    def __init__(
-        self, inputs: int, outputs: int, hidden: tuple[int, ...], activation: str, size: float | None, inner: bool
-    ) -> None:
+    def __init__(self, inputs: int, outputs: int, hidden: tuple[int, ...], size: float | None, inner: bool) -> None:
         super().__init__()
-        self.activation, self.size = activation, size
+        self.size = size
         sizes = [inputs, *hidden]
         self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
         wide = outputs if size is None else 2 * outputs
@@ -102,14 +104,20 @@ class Perceptron(nn.Module):
         """Outputs of each row."""
         h = x
         for layer in self.hidden:
-            h = ACTIVATIONS[self.activation](_affine(h, layer))
+            h = F.silu(_affine(h, layer))
         found = _affine(x, self.skip)
         if self.out is not None and self.gate is not None:
             curved = self.gate.unsqueeze(-1) * _affine(h, self.out)
             more = found.shape[-1] - curved.shape[-1]  # outputs that are linear in the inputs
             found = (F.pad(curved, (0, more)) if more else curved) + found
+        return self.arranged(found)
+
+    def arranged(self, found: Tensor, back: bool = False) -> Tensor:
+        """What the layers give, as the likelihood takes it; ``back``: a gradient of the second as one of the first."""
         if self.size is None:
             return found
+        if back:
+            return torch.cat([found[..., 0], self.size * found[..., 1]], -1)
         mean, log_square = found.chunk(2, -1)
         return torch.stack([mean, self.size * log_square], -1)
 
@@ -134,9 +142,10 @@ class Network:
             with one that is a second output of the network; or ``auto``, for one of the first two or a log-linear one,
             by how trained networks predict rows that were held out.
         hidden: units of each hidden layer; none for a linear model.
-        activation: ``silu``, ``relu`` or ``tanh``.
         scale: of the prior of hidden weights, over ``1 / sqrt(fan_in)``; by default 5, and 2 for classes.
         out: the same of the output layer; by default 3, and 1 for classes.
+        linear: prior scale of weights of the linear path; by default 1, of classes `LINEAR` over the root of the number
+            of inputs.
         df: degrees of freedom of a Student-t.
         seed: of the weights that training begins with.
         size: prior scales of weights to the size of the noise, where that depends on the inputs, over those of weights
@@ -152,24 +161,24 @@ class Network:
     outputs: int
     likelihood: str = "student_t"
     hidden: tuple[int, ...] = (64, 64, 64)
-    activation: str = "silu"
     scale: float | None = None
     out: float | None = None
     df: float = 6.0
     seed: int = 0
     size: float | None = None
+    linear: float | None = None
 
     def __post_init__(self) -> None:
         if self.size is None:
             linear = SIZE_DEVIATION / math.sqrt(max(1, self.inputs))
             object.__setattr__(self, "size", SIZE_OF_NETWORK if self._inner else linear)
-        for name, usual in zip(("scale", "out"), SCALES[self.likelihood == "categorical"], strict=True):
+        classes = self.likelihood == "categorical"
+        linear = LINEAR / math.sqrt(max(1, self.inputs)) if classes else 1.0
+        for name, usual in zip(("scale", "out", "linear"), (*SCALES[classes], linear), strict=True):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, usual)
         if self.likelihood not in LIKELIHOODS:
             raise ValueError(f"likelihood = {self.likelihood!r} is unknown; choose one of {', '.join(LIKELIHOODS)}")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation = {self.activation!r} is unknown; choose one of {', '.join(ACTIVATIONS)}")
         if any(isinstance(units, bool) or not isinstance(units, int) or units < 1 for units in self.hidden):
             raise ValueError(f"hidden layers {self.hidden!r}: give the units of each, such as (64, 64, 64)")
         if self.weights > LARGEST:
@@ -211,8 +220,8 @@ class Network:
             noise = likelihoods.Categorical()
         else:
             noise = likelihoods.Heteroscedastic(self.tails, scale=None, outputs=many)
-        table: dict[str, priors.Prior] = {"skip.weight": priors.Normal(1.0), "*.bias": priors.Normal(1.0)}
-        assert self.scale is not None and self.out is not None
+        assert self.scale is not None and self.out is not None and self.linear is not None
+        table: dict[str, priors.Prior] = {"skip.weight": priors.Normal(self.linear), "*.bias": priors.Normal(1.0)}
         if self.hidden:
             table |= {"hidden.*.weight": priors.FanInNormal(self.scale), "out.weight": priors.FanInNormal(self.out)}
             table["gate"] = priors.Normal(1.0)
@@ -261,7 +270,7 @@ class Network:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(np.random.SeedSequence((self.seed, chain, 1)).generate_state(1)[0]))
             size = self.size if self._sizes else None
-            net = Perceptron(self.inputs, self.outputs, self.hidden, self.activation, size, self._inner)
+            net = Perceptron(self.inputs, self.outputs, self.hidden, size, self._inner)
             for layer in net.hidden:
                 assert isinstance(layer, nn.Linear)
                 nn.init.normal_(layer.weight, std=math.sqrt(2.0 / layer.in_features))  # He et al. (2015)
@@ -321,34 +330,45 @@ def trained_starts(
     steps: int,
     seed: int,
     deadline: float = math.inf,
-) -> Starts:
+    both: bool = False,
+) -> list[Starts]:
     """Networks that chains start at.
 
     By Adam on nine tenths of the rows, kept where it predicts the others best. All networks are trained in one batched
     computation, each on rows of its own choice, which follows from the seed. After the ``deadline`` (`time.monotonic`)
-    they are taken as they are.
+    they are taken as they are. With ``both``, of a network with log-linear noise, as many with noise of one size are
+    trained on the same rows, and come first.
     """
     target = network.target()
     n = len(x)
     generator = torch.Generator().manual_seed(seed)
     held = min(max(1, round(HELD_OUT * n)), n - 1)
     order = torch.stack([torch.randperm(n, generator=generator) for _ in range(chains)]).to(x.device)
-    inside, outside = order[:, held:], order[:, :held]
     params = stacked([target.initial(network.start(chain), x.device) for chain in range(chains)])
     layout = Layout({name: p[0] for name, p in params.items()})
     theta = torch.cat([p.detach().reshape(chains, -1) for p in params.values()], -1)
+    free = torch.ones_like(theta)
+    if both:  # noise of one size is log-linear noise whose weights stay where they start, at zero
+        fixed = free.clone()
+        for name, value in layout.views(fixed).items():
+            if name in SKIP:
+                value[:, network.outputs :] = 0.0
+        theta, order, free = torch.cat([fixed * theta, theta]), order.repeat(2, 1), torch.cat([fixed, free])
+    inside, outside = order[:, held:], order[:, :held]
     many = Many(target, n - held, layout)
     seen = outside[:, :SCORED]
     train, test = (x[inside], y[inside]) if n - held <= TRAINED_ON else None, (x[seen], y[seen])
-    lane = torch.arange(chains, device=x.device).unsqueeze(-1)
+    lane = torch.arange(len(theta), device=x.device).unsqueeze(-1)
     mean, square, best = torch.zeros_like(theta), torch.zeros_like(theta), torch.full_like(theta[:, 0], math.inf)
     saved, every, i = theta, max(1, steps // LOOKS), 0
     for i in range(1, steps + 1):
         part = train
         if part is None:
-            rows = inside[lane, torch.randint(n - held, (chains, TRAINED_ON), generator=generator).to(x.device)]
+            chosen = torch.randint(n - held, (chains, TRAINED_ON), generator=generator)
+            rows = inside[lane, chosen.to(x.device).repeat(len(theta) // chains, 1)]
             part = x[rows], y[rows]
         _, gradient, _ = many.flat(theta, part, False)
+        gradient.mul_(free)
         mean.lerp_(gradient, 1.0 - MEMORY[0])
         square.lerp_(gradient.square(), 1.0 - MEMORY[1])
         root = (square / (1.0 - MEMORY[1] ** i)).sqrt_().add_(1e-8)
@@ -366,9 +386,17 @@ def trained_starts(
         if network.likelihood != "categorical":
             said = functional_call(network._made(0), {name: natural[name] for name in network.start(0)}, (test[0],))
             mean, log_square = said.unbind(-1) if network._sizes else (said, torch.zeros_like(said))
-            residuals = ((test[1] - mean) * (-0.5 * log_square).exp()).flatten(0, 1)
-    states = [{name: value[chain].clone() for name, value in natural.items()} for chain in range(chains)]
-    return Starts(states, i, seen, losses, residuals)
+            residuals = (test[1] - mean) * (-0.5 * log_square).exp()
+    found = []
+    for k in range(0, len(theta), chains):
+        own = slice(k, k + chains)
+        states = [{name: value[chain].clone() for name, value in natural.items()} for chain in range(k, k + chains)]
+        if both and not k:
+            for state in states:
+                state |= {name: state[name][: network.outputs].clone() for name in SKIP if name in state}
+        left = None if residuals is None else residuals[own].flatten(0, 1)
+        found.append(Starts(states, i, seen[own], losses[own], left))
+    return found
 
 
 def starts_of(
@@ -379,24 +407,24 @@ def starts_of(
     Where the noise is to be found, networks with noise of one size and with a log-linear one are trained on the same
     rows, and the second is taken if it predicts those that were held out better by `SURE` standard errors.
     """
+    deadline = time.monotonic() + seconds
     if network.likelihood != "auto":
-        return network, trained_starts(network, x, y, chains, steps, seed, time.monotonic() + seconds)
-    found = []
-    for likelihood in ("student_t", "loglinear_t"):
-        kind = replace(network, likelihood=likelihood)
-        found.append((kind, trained_starts(kind, x, y, chains, steps, seed, time.monotonic() + seconds / 2)))
-    change = (found[1][1].losses - found[0][1].losses).double().flatten()
-    rows = found[0][1].rows.flatten()  # several networks may have left out the same ones
+        return network, trained_starts(network, x, y, chains, steps, seed, deadline)[0]
+    kinds = [replace(network, likelihood=likelihood) for likelihood in ("student_t", "loglinear_t")]
+    found = trained_starts(kinds[1], x, y, chains, steps, seed, deadline, both=True)
+    change = (found[1].losses - found[0].losses).double().flatten()
+    rows = found[0].rows.flatten()  # several networks may have left out the same ones
     times = torch.bincount(rows, minlength=len(x))
     by_row = (change.new_zeros(len(x)).index_add_(0, rows, change) / times)[times > 0]
     error = float(by_row.std()) / math.sqrt(len(by_row)) if len(by_row) >= LEAST_ROWS else math.inf
-    best, starts = found[float(by_row.mean()) < -SURE * error]
+    changing = float(by_row.mean()) < -SURE * error
     LOGGER.info(
         "NLL of %d rows that starts were not trained on, with noise of a log-linear size less of one: %.3f ± %.3f",
         len(by_row), float(by_row.mean()), error,
     )  # fmt: skip
+    starts = found[changing]
     assert starts.residuals is not None
-    return best.with_tails_of(starts.residuals), starts._replace(steps=sum(other.steps for _, other in found))
+    return kinds[changing].with_tails_of(starts.residuals), starts._replace(steps=2 * starts.steps)
 
 
 def sample_network(
@@ -438,7 +466,7 @@ def sample_network(
     else:
         rough = network.weights * chains * len(x) < FEW_PARAMETERS
         steps |= {"method": "hmc", "structure": "diagonal" if rough else "lowrank"}
-    with flushed_denormals():
+    with fast_arithmetic(place, network.weights * chains * len(x)):
         target.check(target.initial(device=place), (x, y))
         began, limit = time.monotonic(), math.inf if max_seconds is None else max_seconds
         network, trained = starts_of(network, x, y, chains, training, seed, TRAINING_TIME * limit)
@@ -484,7 +512,7 @@ def resume_network(
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{Path(store) / STARTS} cannot be read ({error}): begin another run") from error
     starts = [{name: p[k] for name, p in found.items()} for k in range(len(next(iter(found.values()))))]
-    with flushed_denormals():
+    with fast_arithmetic(place, network.weights * len(starts) * len(x)):
         return resume(
             store, network.target(), (x.to(place), y.to(place)), starts=starts, device=place, progress=progress,
             draws=draws,
@@ -492,17 +520,23 @@ def resume_network(
 
 
 @contextmanager
-def flushed_denormals() -> Iterator[None]:
-    """While open, numbers too small for a float's full precision are zero: products with them take many times longer.
+def fast_arithmetic(device: torch.device, products: int) -> Iterator[None]:
+    """While open, torch computes as small networks need it.
 
-    Saturated units have such slopes.
+    - Numbers too small for a float's full precision are zero: products with them take many times longer, and saturated
+      units have such slopes.
+    - One thread is used where a gradient has few products of rows and weights: two wait for each other on busy cores.
     """
-    before = float(torch.tensor([1e-40]) * 1.0) == 0.0
+    flushed, threads = float(torch.tensor([1e-40]) * 1.0) == 0.0, torch.get_num_threads()
     torch.set_flush_denormal(True)
+    if products < THREADED:
+        torch.set_num_threads(1)
     try:
-        yield
+        with fastest_products(device):
+            yield
     finally:
-        torch.set_flush_denormal(before)
+        torch.set_flush_denormal(flushed)
+        torch.set_num_threads(threads)
 
 
 @torch.no_grad()

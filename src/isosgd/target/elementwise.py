@@ -70,6 +70,21 @@ def student_t_log_prob(z: Tensor, df: float) -> Tensor:
     return constant - (df + 1) / 2 * (z.square() / df).log1p()
 
 
+def student_t_slopes(residual: Tensor, scale: Tensor | float, df: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log density of Student-t noise of a scale, and its derivatives in the location and in the logarithm of the scale.
+
+    Example:
+        >>> scale = torch.tensor(2.0, requires_grad=True)
+        >>> density, _, slope = student_t_slopes(torch.tensor(3.0), scale, 5.0)
+        >>> bool(torch.isclose(scale * torch.autograd.grad(density, scale)[0], slope))
+        True
+    """
+    z = residual / scale
+    pull = z if df == math.inf else (df + 1) * z / (df + z.square())
+    log_scale = math.log(scale) if isinstance(scale, float) else scale.log()
+    return student_t_log_prob(z, df) - log_scale, pull / scale, pull * z - 1
+
+
 def student_t_draw(like: Tensor, df: float, generator: torch.Generator) -> Tensor:
     """Standard Student-t numbers of the shape of another tensor; normal ones where ``df`` is infinite."""
     normal = torch.randn(like.shape, generator=generator, device=like.device, dtype=like.dtype)

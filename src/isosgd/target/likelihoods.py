@@ -25,6 +25,7 @@ from isosgd.target.elementwise import (
     check_positive,
     student_t_draw,
     student_t_log_prob,
+    student_t_slopes,
     student_t_variance,
 )
 from isosgd.target.params import Params
@@ -64,6 +65,18 @@ class Likelihood(ABC):
     @abstractmethod
     def log_prob(self, output: Tensor, y: Tensor, params: Params) -> Tensor:
         """Log probability of each example: shape ``[n]``."""
+
+    def slopes(self, output: Tensor, y: Tensor, params: Params) -> tuple[Tensor, Tensor, Params]:
+        """`log_prob`, and the derivatives of its sum in the output and in parameters; each row has some of its own."""
+        raise NotImplementedError(f"{type(self).__name__} has no slopes in closed form")
+
+    def _noise_slopes(
+        self, location: Tensor, y: Tensor, scale: Tensor | float, df: float, params: Params
+    ) -> tuple[Tensor, Tensor, Tensor, Params]:
+        """`slopes` of Student-t noise: in the location, in the logarithm of the scale, and in parameters."""
+        found, inner, by_log = student_t_slopes(y - location, scale, df)
+        own = {} if isinstance(self.scale, float) else {SCALE: by_log / params[SCALE]}
+        return _by_example(found), inner, by_log, own
 
     @abstractmethod
     def mean(self, output: Tensor, params: Params) -> Tensor:
@@ -144,6 +157,11 @@ class Categorical(Likelihood):
         y = self._labels(output, y)
         # By default torch skips the label -100 silently; no label is to be skipped here.
         return _by_example(-F.cross_entropy(output, y.long(), reduction="none", ignore_index=NO_LABEL))
+
+    def slopes(self, output: Tensor, y: Tensor, params: Params) -> tuple[Tensor, Tensor, Params]:
+        found, y = output.log_softmax(1), self._labels(output, y).long().unsqueeze(1)
+        slope = (-found.exp()).scatter_add_(1, y, torch.ones_like(found[:, :1]))
+        return found.gather(1, y).squeeze(1), slope, {}
 
     @staticmethod
     def _labels(output: Tensor, y: Tensor) -> Tensor:
@@ -303,6 +321,11 @@ class Gaussian(Likelihood):
         squares = F.mse_loss(output, y, reduction="none")
         return _by_example(squares * (-0.5 / scale**2) - (_log(scale) + 0.5 * LOG_2PI))
 
+    def slopes(self, output: Tensor, y: Tensor, params: Params) -> tuple[Tensor, Tensor, Params]:
+        location, y = _align(output, y)
+        found, slope, _, own = self._noise_slopes(location, y, self.scale_at(params), math.inf, params)
+        return found, slope.view_as(output), own
+
     def mean(self, output: Tensor, params: Params) -> Tensor:
         return output
 
@@ -335,6 +358,11 @@ class StudentT(Likelihood):
         output, y = _align(output, y)
         scale = self.scale_at(params)
         return _by_example(student_t_log_prob((y - output) / scale, self.df) - _log(scale))
+
+    def slopes(self, output: Tensor, y: Tensor, params: Params) -> tuple[Tensor, Tensor, Params]:
+        location, y = _align(output, y)
+        found, slope, _, own = self._noise_slopes(location, y, self.scale_at(params), self.df, params)
+        return found, slope.view_as(output), own
 
     def mean(self, output: Tensor, params: Params) -> Tensor:
         return output
@@ -400,6 +428,13 @@ class Heteroscedastic(Likelihood):
         location, y = _align(location, y)
         log_scale = log_scale.reshape(location.shape)
         return _by_example(student_t_log_prob((y - location) * (-log_scale).exp(), self._tails) - log_scale)
+
+    def slopes(self, output: Tensor, y: Tensor, params: Params) -> tuple[Tensor, Tensor, Params]:
+        location, log_scale = self._split(output, params)
+        location, y = _align(location, y)
+        scale = log_scale.reshape(location.shape).exp()
+        found, inner, by_log, own = self._noise_slopes(location, y, scale, self._tails, params)
+        return found, torch.stack([inner, 0.5 * by_log], -1).view_as(output), own
 
     def mean(self, output: Tensor, params: Params) -> Tensor:
         return self._pair(output)[0]

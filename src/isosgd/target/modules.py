@@ -306,6 +306,12 @@ class ModuleLikelihood:
         """Whether the module says, by an attribute ``batched``, that it takes parameters of many chains in one pass."""
         return isinstance(self.likelihood, Likelihood) and getattr(self._module, "batched", False) is True
 
+    @property
+    def layered(self) -> bool:
+        """Whether it is a `batched` module whose layers are those of `isosgd.native.layers`, which it then arranges."""
+        closed = isinstance(self.likelihood, Likelihood) and type(self.likelihood).slopes is not Likelihood.slopes
+        return closed and self.batched and hasattr(self._module, "arranged")
+
     def by_chain(self, params: Params, batch: Any) -> Tensor:
         """Log likelihoods ``[chains, n]``; parameters and batch have a leading dimension of chains."""
         assert isinstance(self.likelihood, Likelihood)
@@ -313,10 +319,26 @@ class ModuleLikelihood:
         if type(self.likelihood) not in NAMES.values():
             return vmap(self.likelihood.log_prob)(output, y, own)
         # Rows of all chains are one batch, each with the scale of its chain: vmap takes as long as all else.
+        return self.likelihood.log_prob(output.flatten(0, 1), y.flatten(0, 1), self._by_row(own, y)).view(y.shape[:2])
+
+    def slopes_by_chain(self, found: Tensor, own: Params, y: Tensor) -> tuple[Tensor, Tensor, Params]:
+        """Log likelihoods from what the layers of a `layered` module give, and the derivatives of their sums.
+
+        They are ``[chains, n]``, like ``found`` and like the likelihood's own parameters.
+        """
+        assert isinstance(self.likelihood, Likelihood)
+        arranged: Any = self._module.arranged
+        output = arranged(found).flatten(0, 1)
+        each, slope, by_row = self.likelihood.slopes(output, y.flatten(0, 1), self._by_row(own, y))
+        rest = {name: by_row[name].view(len(y), y.shape[1], *s.shape[1:]).sum(1) for name, s in own.items()}
+        return each.view(y.shape[:2]), arranged(slope, back=True).view_as(found), rest
+
+    @staticmethod
+    def _by_row(own: Params, y: Tensor) -> Params:
+        """Parameters of all chains as those of the rows of all chains."""
         last = (-1,) if y.dim() > 2 else ()
         spread = {name: s.reshape(len(y), 1, *last).expand(-1, y.shape[1], *last) for name, s in own.items()}
-        rows = {name: s.flatten(0, 1) for name, s in spread.items()}
-        return self.likelihood.log_prob(output.flatten(0, 1), y.flatten(0, 1), rows).view(y.shape[:2])
+        return {name: s.flatten(0, 1) for name, s in spread.items()}
 
     def perceptron(self) -> perceptron.Names | None:
         """Where the module is a network of one hidden layer, all sampled: the names of its parameters."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from isosgd.target.elementwise import Extra, PositivePrior, Prior
+from isosgd.target.elementwise import LOG_2PI, Extra, Flat, Normal, PositivePrior, Prior
 from isosgd.target.params import HALF, Params, match
 from isosgd.target.priors import Joint
 
@@ -79,6 +80,17 @@ class Space:
             scores[name] = scores[name] * natural[name] + 1
         return scores
 
+    @property
+    def entries(self) -> bool:
+        """Whether the prior is one of independent entries: normal, flat, and positive ones under priors of such."""
+        if not isinstance(self.prior, Joint):
+            return False
+        return all(
+            isinstance(prior, PositivePrior if name in self.positive else Normal | Flat)
+            for prior, names in self.prior.parts
+            for name in names
+        )
+
     def start(self, given: Params, device: torch.device | str | None, dtype: torch.dtype | None) -> Params:
         """New free leaf tensors from the given natural values, checked, and the space's own for the rest."""
         unknown = [name for name in given if name not in self.values]
@@ -100,6 +112,47 @@ class Space:
                 raise ValueError(f"init[{name!r}] must be positive, its least value is {value.min().item():g}")
             natural[name] = value.to(device or home.device, dtype or home.dtype)
         return {name: x.detach().clone().requires_grad_() for name, x in self.unconstrain(natural).items()}
+
+
+class FlatPrior:
+    """The log prior at flat parameters ``[chains, d]``, where it is one of independent entries, `Space.entries`.
+
+    Args:
+        space: of the parameters.
+        shapes: of the parameters of a chain, in the order in which they are flat.
+        like: a tensor of their type and device.
+    """
+
+    def __init__(self, space: Space, shapes: Mapping[str, tuple[int, ...]], like: Tensor) -> None:
+        priors = {name: prior for prior, names in cast(Joint, space.prior).parts for name in names}
+        self.others, self.constant, end = list[tuple[slice, Prior, float]](), 0.0, 0
+        precisions = []
+        for name, shape in shapes.items():
+            begin, end = end, end + torch.Size(shape).numel()
+            prior, precision = priors[name], 0.0
+            if isinstance(prior, Normal):
+                scale = prior.scale_of(name)
+                precision = scale**-2
+                self.constant -= (end - begin) * (math.log(scale) + 0.5 * LOG_2PI)
+            elif isinstance(prior, PositivePrior):
+                self.others.append((slice(begin, end), prior, prior.scale_of(name)))
+            precisions += [precision] * (end - begin)
+        self.precisions = torch.tensor(precisions, dtype=like.dtype, device=like.device)
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        """As `Space.log_prior`, of each chain."""
+        found = self.constant - 0.5 * theta.square() @ self.precisions
+        for slot, prior, scale in self.others:
+            found = found + (prior.density(theta[:, slot].exp(), scale) + theta[:, slot]).sum(-1)
+        return found
+
+    def score(self, theta: Tensor) -> Tensor:
+        """As `Space.score`."""
+        found = theta * -self.precisions
+        for slot, prior, scale in self.others:
+            natural = theta[:, slot].exp()
+            found[:, slot] = prior.score(natural, scale) * natural + 1
+        return found
 
 
 def refuse_sharded(name: str, value: Any) -> None:

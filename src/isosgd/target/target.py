@@ -14,12 +14,12 @@ from torch.func import vmap
 from isosgd.names import layer_of
 from isosgd.native import perceptron
 from isosgd.target.batches import batch_length, count_examples, inputs_of, labels_of
-from isosgd.target.elementwise import Flat, Normal, PositivePrior
+from isosgd.target.elementwise import Flat, Normal
 from isosgd.target.likelihoods import Likelihood
 from isosgd.target.modules import Autocast, ModuleLikelihood, Select, check_autocast, unwrapped
 from isosgd.target.params import Params
 from isosgd.target.priors import FanInNormal, Joint, PriorLike, WeightDecay, as_prior, decays_of
-from isosgd.target.space import Space, as_parameter
+from isosgd.target.space import FlatPrior, Space, as_parameter
 
 
 class Target:
@@ -319,6 +319,15 @@ class Target:
         """Names of the sampled scales that the likelihood and the prior bring along."""
         return list(self._bound(free).extras)
 
+    @property
+    def layered(self) -> bool:
+        """Whether it is `batched`, and gradients can come from `isosgd.native.layers`."""
+        return self.batched and self.module is not None and self.module.layered
+
+    def likelihood_extras(self) -> list[str]:
+        """Names of those that the likelihood brings along."""
+        return list(self._own)
+
     def noise_scales(self) -> list[str]:
         """Names of those of the likelihood that are scales of the noise."""
         return [name for name, extra in self._own.items() if extra.noise_scale]
@@ -385,15 +394,25 @@ class Target:
     @property
     def batched(self) -> bool:
         """Whether chains are a leading dimension to it: its module says so, and its priors are those of entries."""
-        if self.module is None or not self.module.batched or self._space is None:
-            return False
-        prior = self._space.prior
-        return isinstance(prior, Joint) and all(isinstance(p, Normal | Flat | PositivePrior) for p, _ in prior.parts)
+        return self.module is not None and self.module.batched and self._space is not None and self._space.entries
 
     def log_likelihood_by_chain(self, free: Params, batch: Any) -> Tensor:
         """Log likelihoods ``[chains, n]`` at free parameters of many chains, in one pass through a `batched` module."""
         assert self.module is not None
         return self.module.by_chain(self.constrain(free), batch)
+
+    def slopes_by_chain(self, found: Tensor, own: Params, y: Tensor) -> tuple[Tensor, Tensor, Params]:
+        """The same from what a module's layers give and the likelihood's own free parameters; and its derivatives."""
+        assert self.module is not None
+        natural = self.constrain(own)
+        each, slope, rest = self.module.slopes_by_chain(found, natural, y)
+        positive = self._bound(own).positive  # chain rule through the exponential
+        return each, slope, {name: x * natural[name] if name in positive else x for name, x in rest.items()}
+
+    def flat_prior(self, shapes: Mapping[str, tuple[int, ...]], like: Tensor) -> FlatPrior:
+        """The log prior at flat parameters, where it is `batched`."""
+        assert self._space is not None
+        return FlatPrior(self._space, shapes, like)
 
     def log_prior(self, free: Params) -> Tensor:
         """Log density of the free parameters under the prior, Jacobian included."""

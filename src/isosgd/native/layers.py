@@ -1,0 +1,78 @@
+"""Hidden layers of SiLU units beside a linear path, of many chains in one call (``layers.cpp``).
+
+The network is `isosgd.tables.network.Perceptron`. Its products are so small that to call torch for each of them, and
+autograd for their gradients, takes several times as long as they do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isosgd.native import build
+
+LEAST = 20_000  # products of rows and weights of all chains: below, the library is not worth to be built
+THREADED = 10_000_000  # such products: below, a second thread gains less than it loses where the machine is busy
+
+
+class Layers:
+    """Outputs and gradients of the networks of all chains, from flat parameters ``[chains, d]``.
+
+    Args:
+        shapes: of the parameters of a chain, in the order in which they are flat.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        begin, at = 0, dict[str, int]()
+        for name, shape in shapes.items():
+            at[name] = begin
+            begin += int(torch.Size(shape).numel())
+        self.total, self.kept = begin, torch.empty(0)
+        count = sum(name.startswith("hidden.") and name.endswith(".weight") for name in shapes)
+        hidden = [f"hidden.{i}.weight" for i in range(count)]
+        self.units = sum(shapes[name][0] for name in hidden)
+        self.wide = bool(hidden) and min(shapes[name][0] for name in hidden) >= build.FEWEST
+        if not self.wide:
+            return
+        self.outs, self.inputs = shapes["skip.weight"]
+        layers = [(*reversed(shapes[name]), at[name], at[name.replace("weight", "bias")]) for name in hidden]
+        numbers = [
+            *(self.total, 0, self.inputs, self.outs, shapes["out.weight"][0]),
+            *(at[name] for name in ("skip.weight", "gate", "out.weight", "out.bias")),
+            *(len(layers), *(number for layer in layers for number in layer)),
+        ]
+        self.numbers = (ctypes.c_int64 * len(numbers))(*numbers)  # in the order of ``Net``; the second are the rows
+
+    def fits(self, theta: Tensor, x: Tensor) -> bool:
+        """Whether the library is there, and worth its call, for parameters and inputs ``[chains, n, inputs]``."""
+        if not self.wide or torch.compiler.is_compiling() or x.shape[1] * theta.numel() < LEAST:
+            return False
+        return build.fits(theta, x) and not build.layers_unsupported()
+
+    def _given(self, theta: Tensor, x: Tensor) -> tuple[Any, ...]:
+        """What both calls are given first."""
+        assert theta.shape == (len(x), self.total) and x.shape[2] == self.inputs
+        assert theta.is_contiguous() and x[0].is_contiguous()
+        self.numbers[1] = x.shape[1]
+        threads = min(torch.get_num_threads(), len(x)) if x.shape[1] * theta.numel() >= THREADED else 1
+        return self.numbers, len(x), threads, theta.data_ptr(), x.data_ptr(), x.stride(0)
+
+    def forward(self, theta: Tensor, x: Tensor) -> Tensor:
+        """Outputs ``[chains, n, outputs]``, from contiguous tensors; what layers give is kept for `backward`."""
+        size = len(x), 2 * x.shape[1] * self.units
+        if self.kept.shape != size:
+            self.kept = theta.new_empty(size)
+        output = theta.new_empty(*x.shape[:2], self.outs)
+        build.layers().isosgd_forward(*self._given(theta, x), output.data_ptr(), self.kept.data_ptr())
+        return output
+
+    def backward(self, theta: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+        """Gradients ``[chains, d]`` from those of the outputs, after `forward` at the same place."""
+        assert slope.shape == (*x.shape[:2], self.outs) and slope.is_contiguous()
+        found = torch.empty_like(theta)
+        build.layers().isosgd_backward(*self._given(theta, x), self.kept.data_ptr(), slope.data_ptr(), found.data_ptr())
+        return found
