@@ -143,3 +143,49 @@ def test_a_trained_network_that_is_too_sure_comes_back_calibrated() -> None:
     new = examples(20_000, 2)
     found = posterior.against_start(*new)
     assert found.helps and found.average.ece < 0.5 * found.start.ece
+
+
+def test_examples_that_cannot_be_scored_are_refused() -> None:
+    """By the call itself, too: what is not a number would choose any temperature."""
+    posterior, (x, y) = too_sure(), examples(40, 0)
+    broken = torch.where(torch.arange(40)[:, None] == 7, math.nan, x)
+    for inputs, labels, message in ((broken, y, "NaN"), (x, y.float(), "integers"), (x, y + 5, "label")):
+        with pytest.raises(ValueError, match=message):
+            posterior.calibrated(inputs, labels)
+    model = nn.Linear(3, 3, bias=False)
+    target = Target.from_module(model, "categorical", priors.Normal(1.0))
+    with pytest.raises(ValueError, match="NaN"):
+        sample(target, (x, y), starts=[model], held_out=(broken, y), batch_size=10, progress=False)
+
+
+def test_classes_that_a_network_masks_out_do_not_make_it_surer() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([self.inner(x), torch.full((len(x), 2), -math.inf)], 1)
+
+    x, _ = examples(40, 1)
+    target = Target.from_module(Masked(), "categorical", priors.Normal(1.0))
+    posterior = Posterior(target, {"inner.weight": SURENESS * torch.eye(3).expand(1, 2, 3, 3)}, {})
+    assert 0.9 < posterior.calibrated(x, x.argmax(1)).softmax_temperature < 1.1
+
+
+def test_another_weight_of_the_starts_keeps_the_temperature() -> None:
+    both = too_sure(draws=6, spread=0.3).with_starts(0.5).at_softmax_temperature(2.0)
+    again = both.with_starts(0.25)
+    assert again.softmax_temperature == 2.0 and again.info["from_start"] == 2
+
+
+def test_the_first_draws_of_each_chain_are_averaged() -> None:
+    posterior = too_sure(draws=6, spread=0.3)
+    three = Posterior(posterior.target, {"weight": posterior.draws["weight"].reshape(2, 3, 3, 3)}, {})
+    batch = examples(30, 4)
+    found = three.densities(batch, [3, 1], batch_size=7)
+    for i, some in enumerate((three, three.select(draws=slice(0, 1)))):
+        for index in (found.one, 3, 20):
+            scaled = some.at_softmax_temperature(found.temperatures[index])
+            wanted = scaled.log_predictive(batch).double()
+            torch.testing.assert_close(found.values[index, i], wanted, rtol=1e-5, atol=1e-5)
