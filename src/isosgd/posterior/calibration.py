@@ -88,34 +88,28 @@ class Densities:
         return float(most) - FEW * min(0.0, float(self.random[index] - self.random[self.one]))
 
 
-class Averages:
-    """Sums over draws as they come, so that memory does not grow with them.
+def averaged(blocks: Iterable[Tensor], temperatures: tuple[float, ...], counts: Sequence[int], draws: int) -> Densities:
+    """From log likelihoods of draws, chain after chain, in blocks ``[draws, n, temperatures, 2]``: none is kept.
 
     Args:
+        blocks: with what labels at random would have beside those of the examples.
         temperatures: of the softmax.
         counts: draws of each chain, the first ones, that are averaged over.
         draws: of each chain in all.
     """
-
-    def __init__(self, temperatures: tuple[float, ...], counts: Sequence[int], draws: int) -> None:
-        self.temperatures, self.counts, self.draws = temperatures, counts, draws
-
-    def over(self, blocks: Iterable[Tensor]) -> Densities:
-        """From blocks of draws, chain after chain, ``[draws, n, temperatures, 2]``."""
-        sums: list[Tensor | None] = [None] * len(self.counts)
-        random, done, taken = torch.zeros(len(self.temperatures), dtype=torch.float64), 0, [0] * len(self.counts)
-        for block in blocks:
-            each, place = block[..., 0].double(), torch.arange(done, done + len(block)) % self.draws
-            for i, count in enumerate(self.counts):
-                if bool((mine := place < count).any()):
-                    found = each[mine.to(each.device)].logsumexp(0)
-                    before = sums[i]
-                    sums[i] = found if before is None else torch.logaddexp(before, found)
-                    taken[i] += int(mine.sum())
-            random += block[..., 1].double().mean(1).sum(0).cpu()
-            done += len(block)
-        values = [x.T.cpu() - math.log(n) for x, n in zip(sums, taken, strict=True) if x is not None]
-        return Densities(torch.stack(values, 1), random / done, self.temperatures)
+    sums: list[Tensor | None] = [None] * len(counts)
+    random, done, taken = torch.zeros(len(temperatures), dtype=torch.float64), 0, [0] * len(counts)
+    for block in blocks:
+        each, place = block[..., 0].double(), torch.arange(done, done + len(block)) % draws
+        for i, count in enumerate(counts):
+            if bool((mine := place < count).any()):
+                found, before = each[mine.to(each.device)].logsumexp(0), sums[i]
+                sums[i] = found if before is None else torch.logaddexp(before, found)
+                taken[i] += int(mine.sum())
+        random += block[..., 1].double().mean(1).sum(0).cpu()
+        done += len(block)
+    values = [x.T.cpu() - math.log(n) for x, n in zip(sums, taken, strict=True) if x is not None]
+    return Densities(torch.stack(values, 1), random / done, temperatures)
 
 
 def best_temperature(found: Densities) -> int:

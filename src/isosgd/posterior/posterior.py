@@ -22,7 +22,7 @@ from isosgd.diagnostics.summary import PosteriorSummary, summary_of
 from isosgd.diagnostics.traces import as_array
 from isosgd.diagnostics.verdict import ESS, RHAT, Verdict, judge
 from isosgd.metrics.checks import between_0_and_1
-from isosgd.posterior.calibration import TEMPERATURES, Averages, Densities, best_temperature, can_be_scaled
+from isosgd.posterior.calibration import TEMPERATURES, Densities, averaged, best_temperature, can_be_scaled
 from isosgd.posterior.comparison import STARTS, Comparison, State, as_states, compare, stacked
 from isosgd.posterior.draws import Draws, Mapped, Stack, batches_of, by_chain, device_of, moved, place_of
 from isosgd.posterior.prediction import Average, Prediction, join
@@ -255,9 +255,7 @@ class Posterior:
         """
         share = between_0_and_1("share", share)
         if self.info.get("from_start"):
-            drawn = self.select(draws=slice(self.info["from_start"], None))
-            del drawn.info["from_start"]
-            return drawn.with_starts(share, starts)
+            return self._without_starts().with_starts(share, starts)
         states = self._states(starts)
         if len(states) > self.num_chains:
             raise ValueError(f"{len(states)} starts for {self.num_chains} chains: each chain has one at its head")
@@ -282,11 +280,16 @@ class Posterior:
         """Whether these are what chains drew, as they drew it."""
         return not self.info.get("from_start") and self.softmax_temperature == 1
 
-    def _own(self) -> Posterior:
-        """What chains drew, without the networks that they began with, and at the softmax temperature 1."""
+    def _without_starts(self) -> Posterior:
+        """Without the networks that chains began with."""
         found = self.select(draws=slice(self.info.get("from_start", 0), None))
-        for name in ("from_start", "softmax_temperature"):
-            found.info.pop(name, None)
+        found.info.pop("from_start", None)
+        return found
+
+    def _own(self) -> Posterior:
+        """What chains drew, as they drew it: without the networks that they began with, at softmax temperature 1."""
+        found = self._without_starts()
+        found.info.pop("softmax_temperature", None)
         return found
 
     def _states(self, starts: Any) -> Sequence[State]:
@@ -344,8 +347,8 @@ class Posterior:
             batch_size: inputs worked on at once; all of them by default.
             function: a user's ``(model, params, x) -> Tensor[n, ...]``, averaged in place of the target's own
                 prediction; ``model`` is the network at a draw, to be called with inputs, and its outputs are not
-                divided by the `softmax_temperature`. A dict of ``mean`` and
-                ``variance`` counts as normal noise around the mean.
+                divided by the `softmax_temperature`. A dict of ``mean`` and ``variance`` counts as normal noise around
+                the mean.
             levels: quantiles of y to find, such as ``(0.025, 0.5, 0.975)``: those of the mixture over draws.
             refresh: batches of training data, or of inputs, over which each draw's BatchNorm statistics are found
                 anew.
@@ -577,7 +580,7 @@ class Posterior:
             first = next(iter(self._stack.blocks(None, 1, place)))
             network.check({name: x[0] for name, x in first.items()}, moved(batch, place))
         found = [
-            Averages(temperatures, counts or [self.num_draws], self.num_draws).over(every)
+            averaged(every, temperatures, counts or [self.num_draws], self.num_draws)
             for every in self._likely(batch, batch_size, device, temperatures)
         ]
         return Densities.joined(found)

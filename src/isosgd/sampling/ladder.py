@@ -429,5 +429,5 @@ class Ladder:
             f"T = {best.temperature:.3g} by {len(self.beside)} held-out examples: NLL {best.nll:.4g}, {self.said()}"
         )
         if self.optimised:
-            reason += "; the network was not trained to the end, so that chains began with an initial optimisation"
+            reason += "; the network was not trained to the end"
         return Choice(best.temperature, reason, **known)

@@ -351,14 +351,14 @@ class TrainedRun:
         heads = [self.starts[k % len(self.starts)] for k in range(chains)]  # as often as there are chains of each
         networks = min(chains, len(self.starts))
         ladder = Ladder(run, self.target, heads, networks, self.held_out, late, self.device)
-        self.alone, self.beside = ladder.alone, ladder.beside
+        self.ladder = ladder
         if coldest < hottest or self.descends:
             choice = ladder.descend(coldest) if self.descends else ladder.climb(self.temperatures)
             self.place = ladder.places.get(choice.temperature, self.place)
             self.early = ladder.drawn.get(choice.temperature)
             return choice
         reason = f"T = {coldest:g}, the only one to try"
-        return Choice(coldest, reason, held_out=len(self.beside), **ladder.about_starts)
+        return Choice(coldest, reason, held_out=len(ladder.beside), **ladder.about_starts)
 
     def _counted(self, draw: Run) -> Run:
         """The same, but for the record of what is spent."""
@@ -437,8 +437,8 @@ class TrainedRun:
                 counts = parts_of(found.num_draws) if chosen else [found.num_draws]
                 after = densities(found, self.held_out, self.device, counts)
                 # Among draws a network has the noise scale that these found, alone the one that suits it best.
-                beside = self.beside if chosen else densities(found.start_draws(), self.held_out, self.device)
-                judged = Rung.of(choice.temperature, self.alone, beside, after, apart=True)
+                beside = self.ladder.beside if chosen else densities(found.start_draws(), self.held_out, self.device)
+                judged = Rung.of(choice.temperature, self.ladder.alone, beside, after, apart=True)
                 choice = replace(choice, judged=judged)
                 found.info |= self._about(choice)
             good = judged is None or judged.better(sure, chosen)
@@ -465,6 +465,8 @@ class TrainedRun:
                 what = f"the starts have a weight of {share:.2g} in predictions; after the run NLL {judged.nll:.4g}"
                 if judged.softmax_temperature != 1:
                     what += f" at the softmax temperature {judged.softmax_temperature:.2g}"
+                if begin and self.ladder.optimised:
+                    what = f"chains began with an initial optimisation; {what}"
                 if judged.part:
                     what += f", by the first {counts[judged.part]} of {found.num_draws} draws"
                 LOGGER.info("held-out examples: %s", what)
