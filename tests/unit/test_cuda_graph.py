@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from isosgd import Target, priors, sample
+from isosgd.engine.compiled import Captured
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -134,3 +135,26 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_why() -> None:
     data = torch.randn(200, 4, device="cuda"), torch.randn(200, 1, device="cuda")
     posterior = sample(target, data, draws=3, warmup=300, keep_every=5, structure="layer", progress=False)
     assert "eager (" in posterior.info["engine"]
+
+
+def test_a_capture_that_fails_leaves_generators_and_values_as_they_were() -> None:
+    torch.cuda.manual_seed(3)
+    generator, kept = torch.Generator("cuda").manual_seed(5), torch.zeros(2, device="cuda")
+    wanted = torch.randn(4, device="cuda", generator=torch.Generator("cuda").manual_seed(5))
+
+    def waits() -> None:
+        kept.add_(torch.rand(2, device="cuda", generator=generator))
+        float(torch.rand(2, device="cuda").sum())
+
+    with pytest.raises(RuntimeError):
+        Captured(waits, [generator], [kept])
+    assert torch.equal(torch.randn(4, device="cuda", generator=generator), wanted)
+    drawn = torch.randn(4, device="cuda")
+    torch.cuda.manual_seed(3)
+    assert torch.equal(drawn, torch.randn(4, device="cuda")) and float(kept.abs().sum()) == 0
+
+    def adds() -> None:
+        kept.add_(1.0)
+
+    Captured(adds, [generator], [kept])()
+    assert kept.tolist() == [1.0, 1.0]

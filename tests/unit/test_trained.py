@@ -67,7 +67,7 @@ def test_an_overfitted_network_is_better_by_held_out_examples_and_says_how() -> 
     choice = posterior.info["temperature_choice"]
     assert posterior.info["temperature"] == choice["temperature"] > 0
     assert choice["held_out"] == 400 and "held-out" in choice["reason"]
-    assert all(rung["nll"] > 0 for rung in choice["rungs"]) and len(choice["rungs"]) >= 2
+    assert [rung["temperature"] for rung in choice["rungs"]] == [0.3] and choice["rungs"][0]["nll"] > 0
     new = examples(2_000, 2)
     words = str(posterior.trust(held_out=new)).splitlines()
     assert words[0].startswith("Against the start: NLL -") and words[1].startswith("Temperature: T = ")
@@ -80,7 +80,7 @@ def test_an_overfitted_network_is_better_by_held_out_examples_and_says_how() -> 
 def test_a_network_that_was_not_trained_to_the_end_is_optimised_first(steps: int, said: bool) -> None:
     """Then draws are far better than those that go on from it; what is compared with is the network as it was given."""
     model, new = trained(steps=steps), examples(2_000, 2)
-    run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False}
+    run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False, "ladder": [0.01, 0.1]}
     found = sample(target_of(model), TRAIN, starts=model, held_out=HELD, **run)
     choice = found.info["temperature_choice"]
     assert ("not trained to the end" in choice["reason"]) is said
@@ -88,6 +88,46 @@ def test_a_network_that_was_not_trained_to_the_end_is_optimised_first(steps: int
     with torch.no_grad():
         assert against.start.nll == pytest.approx(float(nn.functional.cross_entropy(model(new[0]), new[1])), rel=1e-4)
     assert against.ratio < (0.75 if said else 1.01)
+
+
+def fitted(apart: float) -> tuple[nn.Module, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """A network of two classes that lie so far apart, its data, and examples that it was not trained on."""
+
+    def made(count: int, seed: int) -> tuple[Tensor, Tensor]:
+        x, y = examples(count, seed)[0], (examples(count, seed)[0][:, 0] > 0).long()
+        x[:, 0] += apart * (y - 0.5)
+        return x, y
+
+    torch.manual_seed(0)
+    model, (x, y) = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2)), made(100, 0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(300):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model, (x, y), made(400, 1)
+
+
+def test_where_every_trial_does_harm_the_starts_come_back_without_a_run() -> None:
+    model, data, held_out = fitted(apart=8.0)
+    run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False}
+    with pytest.warns(SamplingWarning, match="at no temperature do draws help"):
+        found = sample(target_of(model), data, starts=[model], held_out=held_out, **run)
+    tried = [rung["temperature"] for rung in found.info["temperature_choice"]["rungs"]]
+    assert tried == pytest.approx([0.03, 0.0949, 0.3], rel=1e-3)
+    assert len(found) == 1 and found.info["gradients"] == 3 * 400
+
+
+@pytest.mark.long
+def test_a_run_that_is_not_surely_better_is_followed_by_a_colder_one() -> None:
+    """And by no third one: the second decides."""
+    model, data, held_out = fitted(apart=0.0)
+    run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False}
+    found = sample(target_of(model), data, starts=[model], held_out=held_out, **run)
+    reason = found.info["temperature_choice"]["reason"]
+    assert reason.startswith("the run at T = 0.3 did not help to predict held-out examples surely (")
+    assert "T = 0.0949 was taken" in reason and found.info["temperature"] == pytest.approx(0.3 / 10**0.5)
+    assert 2 * 1_300 < found.info["gradients"] - 400 < 2 * 1_400
 
 
 @pytest.mark.long

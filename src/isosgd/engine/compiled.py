@@ -133,6 +133,11 @@ def block(count: int, each: float, cache: int) -> int:
     return next(size for size in range(count, 0, -1) if count % size == 0 and (size * each <= cache or size == 1))
 
 
+def _end_capture(generator: torch.Generator) -> None:
+    """After a capture that failed: otherwise torch lets nobody draw from it again ("outside graph capture")."""
+    generator.graphsafe_set_state(torch.Generator(generator.device).graphsafe_get_state())
+
+
 class Captured:
     """A function without arguments as a CUDA graph.
 
@@ -143,8 +148,22 @@ class Captured:
     """
 
     def __init__(self, body: Callable[[], None], generators: Sequence[torch.Generator], keep: Sequence[Tensor]) -> None:
-        before = [generator.get_state() for generator in generators]
-        values = [x.detach().clone() for x in keep]
+        every = [*generators, torch.cuda.default_generators[torch.cuda.current_device()]]  # which every graph knows
+        before, values = [generator.get_state() for generator in every], [x.detach().clone() for x in keep]
+        try:
+            self._capture(body, generators)
+        except Exception:
+            for generator in every:
+                _end_capture(generator)
+            raise
+        finally:
+            with torch.no_grad():
+                for x, value in zip(keep, values, strict=True):
+                    x.copy_(value)
+            for generator, state in zip(every, before, strict=True):
+                generator.set_state(state)
+
+    def _capture(self, body: Callable[[], None], generators: Sequence[torch.Generator]) -> None:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -156,11 +175,6 @@ class Captured:
             self.graph.register_generator_state(generator)
         with torch.cuda.graph(self.graph):
             body()
-        with torch.no_grad():
-            for x, value in zip(keep, values, strict=True):
-                x.copy_(value)
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
 
     def __call__(self) -> None:
         """Run it once."""

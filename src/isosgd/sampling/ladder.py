@@ -6,12 +6,12 @@ starts do not. Trials are scored as they are. In the end predictions of classes 
 that suits the examples best (`isosgd.posterior.calibration`), and so are those of the starts alone: a trial is too
 short to be better than starts that are calibrated, and says the less about a long run.
 
-Each run is hotter than the last and goes on from where that one ended, until draws alone get clearly worse; then one
-beside the best. Where even the coldest draws are far better than the starts, these were not trained to the end, and an
-initial optimisation comes first.
+By default a high temperature comes first, and colder ones only where it does harm: short runs do not tell temperatures
+apart, but for those that are too high. Of temperatures that are given, each run is hotter than the last and goes on from
+where that one ended, until draws alone get clearly worse; then one beside the best.
 
-Of large networks one temperature is tried, and colder ones only where it does harm: short runs do not tell temperatures
-apart there.
+Where draws of the first trial are far better than the starts, these were not trained to the end, and an initial
+optimisation comes first.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ from isosgd.target.batches import tensors_of
 from isosgd.target.likelihoods import Bernoulli, Categorical, Tokens
 
 COLDER = 10.0  # a rung so much colder than the coldest is tried where that one was best
-DESCENTS = 3  # temperatures of large networks, at most
+COOLER = 10**0.5  # times a temperature: the next that is tried, where the first is a high one
+DESCENTS = 3  # temperatures from hot to cold, at most
 CLOSE = 5.0  # times a temperature: nothing is tried in between
 UNTRAINED = 5.0  # standard errors by which the coldest draws are better than a network that was not trained to the end
 WORSE = 0.1  # of the start's NLL, by which draws alone must be worse for hotter ones not to be tried
-HARM = 0.25  # likewise, of the one temperature of large networks, for a colder one to be taken
+HARM = 0.25  # likewise, for a colder one to be tried where temperatures fall
 SHARES = tuple(k / 20 for k in range(1, 19))  # weights of the starts that are tried; more would leave draws no say
 BOTH = 2.0  # examples that speak for the starts, and as many for the draws, beside those that are held out
 SCORED = 1_000  # examples that are predicted at once
@@ -335,16 +336,19 @@ class Ladder:
             self._refine()
         return self._choice(self._best if self.found else None)
 
-    def descend(self, temperature: float) -> Choice:
-        """Take a temperature, or a tenth of it, or a hundredth: the first at which draws alone are not much worse."""
-        last = None
-        for _ in range(DESCENTS):
+    def descend(self, temperature: float, colder: float) -> Choice:
+        """Take a temperature, or ever colder ones: the first at which draws alone are not much worse than the starts."""
+        last, harm = None, True
+        for k in range(DESCENTS):
             rung = self._try(temperature, Place(self.starts))
+            if rung is not None and not k and self._untrained(temperature):
+                rung = self._optimise(rung)
             last = rung or last
-            if rung is not None and self._harm(rung) <= HARM * self.unit:
+            harm = rung is None or self._harm(rung) > HARM * self.unit
+            if not harm:
                 break
-            temperature /= COLDER
-        return self._choice(last, tried_enough=False)
+            temperature /= colder
+        return self._choice(last, tried_enough=harm)
 
     def _untrained(self, temperature: float) -> bool:
         """Whether draws are far better than the starts, and not only less sure."""

@@ -33,6 +33,7 @@ from isosgd.posterior.comparison import as_states
 from isosgd.progress import LOGGER
 from isosgd.sampling.ladder import (
     COLDER,
+    COOLER,
     SCORED,
     Choice,
     Ladder,
@@ -52,14 +53,15 @@ from isosgd.target.likelihoods import Heteroscedastic, Tokens
 from isosgd.target.modules import MASK
 from isosgd.target.space import refuse_sharded
 
-LADDER = (1e-2, 1e-1, 1.0)
+HOT = 0.3  # tried first; of large networks LARGE_TEMPERATURE
 COLD = 1e-3  # where nothing is held out; docs/trained.md says what it did
 # Standard errors by which held-out examples must be predicted better than by the starts: where they chose the
 # temperature; and where they did not, since it is that of the posterior. There the average is better more often than
 # some dozens of rows can tell, and only draws that are clearly worse are left.
 SURE_CHOSEN, SURE = 1.0, -1.0
 EPOCHS, LEAST = 10, 2_000  # of gradients in all, and gradients at least
-LADDER_SHARE, RUNGS = 1 / 3, 5
+LADDER_SHARE, RUNGS, TRIAL_SHARE = 1 / 3, 5, 0.1
+RUNS = 2  # at most, if held-out examples do not speak for the first: a colder one
 RUNG_DRAWS, RUNG_WARMUP = 8, 200  # draws of a rung, and gradients to measure its noise by
 # Of large networks and those with BatchNorm, which have one rung that the run goes on from.
 LARGE_TEMPERATURE, LARGE_WARMUP, LARGE_RUNG = 3e-2, 400, 540
@@ -200,12 +202,13 @@ class Lengths:
     large: bool
 
     @classmethod
-    def of(cls, num_data: int, batch_size: int, large: bool = False) -> Lengths:
-        """About `EPOCHS` epochs, at most a third of them on the ladder."""
+    def of(cls, num_data: int, batch_size: int, large: bool = False, descends: bool = False) -> Lengths:
+        """About `EPOCHS` epochs, about a third of them on the ladder; one that ``descends`` has mostly one trial."""
         total = max(LEAST, EPOCHS * -(-num_data // batch_size))
         if large:
             return cls(LARGE_RUNG, max(LEAST, total - LARGE_RUNG - LARGE_WARMUP), large)
-        rung = max(CONTINUED + 5 * RUNG_DRAWS, round(LADDER_SHARE * total / RUNGS))
+        each = CONTINUED + round(TRIAL_SHARE * total) if descends else round(LADDER_SHARE * total / RUNGS)
+        rung = max(CONTINUED + 5 * RUNG_DRAWS, each)
         return cls(rung, round((1 - LADDER_SHARE) * total), large)
 
     def settings(self, draws: int, hmc: bool = False, continued: bool = False) -> dict[str, int]:
@@ -312,10 +315,12 @@ class TrainedRun:
         size = given["batch_size"] if as_tensors(self.data) is not None else _loaded_size(self.data)
         self.hmc = method == "hmc" or given["batch_size"] == "all"
         large = self.settings.get("preset") == "windowed"
-        own = (1.0,) if learns_noise(target) else (LARGE_TEMPERATURE,) if large else LADDER
-        self.temperatures = check_ladder(own if ladder is None else ladder)
-        self.descends = large and ladder is None and not learns_noise(target)
-        self.lengths = Lengths.of(num_data, size_of("all" if self.hmc else size, num_data), large)
+        own = 1.0 if learns_noise(target) else LARGE_TEMPERATURE if large else HOT
+        self.temperatures = check_ladder([own] if ladder is None else ladder)
+        self.descends = ladder is None and not learns_noise(target)
+        self.cooling = COLDER if large else COOLER  # from one trial to the next
+        size = size_of("all" if self.hmc else size, num_data)
+        self.lengths = Lengths.of(num_data, size, large, self.descends)
         self.early: Posterior | None = None  # what the rung that the run goes on from has drawn
 
     def _init(self, states: Sequence[State]) -> Callable[[int], State]:
@@ -353,7 +358,7 @@ class TrainedRun:
         ladder = Ladder(run, self.target, heads, networks, self.held_out, late, self.device)
         self.ladder = ladder
         if coldest < hottest or self.descends:
-            choice = ladder.descend(coldest) if self.descends else ladder.climb(self.temperatures)
+            choice = ladder.descend(coldest, self.cooling) if self.descends else ladder.climb(self.temperatures)
             self.place = ladder.places.get(choice.temperature, self.place)
             self.early = ladder.drawn.get(choice.temperature)
             return choice
@@ -406,8 +411,9 @@ class TrainedRun:
         of no use gives way to a colder one, at last to the starts themselves.
         """
         alone = more.get("store") is None and more.get("ranks") is None
-        begin = self.place.measured if alone else {}
+        begin, runs = self.place.measured if alone else {}, 0
         while choice.temperature > 0:
+            runs += 1
             draws: Any = more["draws"]
             early = self.early if begin and isinstance(draws, int) and draws >= 2 * RUNG_DRAWS else None
             if early is not None:
@@ -477,8 +483,9 @@ class TrainedRun:
             if unsure:
                 unsure += f", by {FEW} examples alone)" if judged.better(sure, without_few=False) else ")"
             fault, begin = f"did not help to predict held-out examples{unsure}", {}
-            # A colder run is closer to the start: it helps where draws are worse than that, and is no surer.
-            choice = self._colder(choice, fault, last=not useless or judged.alone <= choice.start_nll)
+            # A colder run is closer to the start: it helps where draws are worse than that, and may be surer.
+            last = runs == RUNS or (useless and judged.alone <= choice.start_nll)
+            choice = self._colder(choice, fault, COLDER if useless else COOLER, last)
             if choice.temperature and (end := more.get("deadline")) is not None and time.monotonic() > end:
                 late = "max_seconds ended before a colder one: the draws are the starts"
                 choice = replace(choice, temperature=0.0, reason=choice.reason.partition(": ")[0] + f", and {late}")
@@ -506,9 +513,9 @@ class TrainedRun:
     def _about(self, choice: Choice) -> dict[str, Any]:
         return {"temperature_choice": choice.as_dict(), "starts": len(self.starts)}
 
-    def _colder(self, choice: Choice, fault: str, last: bool = False) -> Choice:
-        """A tenth of the temperature; 0 where that is below what a rung would be, or nothing else is to be tried."""
-        temperature = choice.temperature / COLDER
+    def _colder(self, choice: Choice, fault: str, factor: float = COLDER, last: bool = False) -> Choice:
+        """A lower temperature; 0 where that is below what a rung would be, or nothing else is to be tried."""
+        temperature = choice.temperature / factor
         if last or not choice.rungs or temperature < min(self.temperatures[0] / COLDER, COLD) / 2:
             temperature = 0.0
         what = f"T = {temperature:.3g} was taken" if temperature else "the draws are the starts"
