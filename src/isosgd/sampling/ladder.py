@@ -7,8 +7,8 @@ that suits the examples best (`isosgd.posterior.calibration`), and so are those 
 short to be better than starts that are calibrated, and says the less about a long run.
 
 By default a high temperature comes first, and colder ones only where it does harm: short runs do not tell temperatures
-apart, but for those that are too high. Of temperatures that are given, each run is hotter than the last and goes on from
-where that one ended, until draws alone get clearly worse; then one beside the best.
+apart, but for those that are too high. Of temperatures that are given, each run is hotter than the last and goes on
+from where that one ended, until draws alone get clearly worse; then one beside the best.
 
 Where draws of the first trial are far better than the starts, these were not trained to the end, and an initial
 optimisation comes first.
@@ -337,7 +337,7 @@ class Ladder:
         return self._choice(self._best if self.found else None)
 
     def descend(self, temperature: float, colder: float) -> Choice:
-        """Take a temperature, or ever colder ones: the first at which draws alone are not much worse than the starts."""
+        """Take a temperature, or ever colder ones: the first at which draws alone are not much worse than starts."""
         last, harm = None, True
         for k in range(DESCENTS):
             rung = self._try(temperature, Place(self.starts))

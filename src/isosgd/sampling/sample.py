@@ -143,8 +143,8 @@ def sample(
             (`Posterior.softmax_temperature`). With ``draws="auto"``, inputs at which predictions are
             watched; some of the training data by default.
         ladder: temperatures to try with ``temperature="auto"``, from cold to hot. By default 0.3, and colder ones where
-            that does harm; 0.03 with the preset ``windowed``, which large networks and BatchNorm in training mode get; 1
-            alone where the likelihood samples a scale of its noise, which a colder density would believe too small.
+            that does harm; 0.03 with the preset ``windowed``, which large networks and BatchNorm in training mode get;
+            1 alone where the likelihood samples a scale of its noise, which a colder density would believe too small.
         max_seconds: bound on the time of the whole call: the warm-up and the draws end early. At least one draw of each
             chain is taken. The initial optimisation does not watch it.
         transform: a function ``(batch, generator) -> batch`` that every minibatch goes through on its device, such as
