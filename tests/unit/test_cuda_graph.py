@@ -148,6 +148,7 @@ def test_a_capture_that_fails_leaves_generators_and_values_as_they_were() -> Non
 
     with pytest.raises(RuntimeError):
         Captured(waits, [generator], [kept])
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert torch.equal(torch.randn(4, device="cuda", generator=generator), wanted)
     drawn = torch.randn(4, device="cuda")
     torch.cuda.manual_seed(3)

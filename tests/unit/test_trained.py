@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from isosgd import SamplingWarning, Target, priors, sample
+from isosgd import DivergedError, SamplingWarning, Target, priors, sample
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
 
@@ -130,6 +130,62 @@ def test_a_run_that_is_not_surely_better_is_followed_by_a_colder_one() -> None:
     assert 2 * 1_300 < found.info["gradients"] - 400 < 2 * 1_400
 
 
+def judged_as(monkeypatch: pytest.MonkeyPatch, fates: list[str], **settings: Any) -> tuple[list[float], Any]:
+    """Temperatures of the runs after the trials, where each ends as said: "diverged", or not surely better."""
+    module, ran = sys.modules["isosgd.sampling.sample"], list[float]()
+    draw = module._draw  # type: ignore[attr-defined]
+
+    def fated(*args: Any, **given: Any) -> Any:
+        if "about_choice" in given:
+            ran.append(given["temperature"])
+            if fates[len(ran) - 1] == "diverged":
+                raise DivergedError("as said", step=0, group=None, state={})
+        return draw(*args, **given)
+
+    monkeypatch.setattr(module, "_draw", fated)
+    monkeypatch.setattr("isosgd.sampling.trained.SURE_CHOSEN", 1e6)
+    model, data, held_out = fitted(apart=0.0)
+    run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False, "draws": 8, "keep_every": 5}
+    with pytest.warns(SamplingWarning, match="the draws are the starts"):
+        found = sample(target_of(model), data, starts=[model], **{"held_out": held_out, **run, **settings})
+    return ran, found
+
+
+def test_at_most_two_runs_are_judged_however_many_diverge(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran, _ = judged_as(monkeypatch, ["unsure", "diverged", "unsure", "never"])
+    assert ran == pytest.approx([0.3, 0.0949, 0.00949], rel=1e-3)
+
+
+def test_without_a_warm_up_there_is_no_second_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could not go on from the trial, and would have no rates."""
+    assert judged_as(monkeypatch, ["unsure", "never"], warmup=0)[0] == [0.3]
+
+
+def test_two_held_out_examples_are_too_few_for_a_second_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, (x, y) = fitted(apart=0.0)
+    wrong = model(x).argmax(1) != y  # so that trials do not all do harm
+    assert len(judged_as(monkeypatch, ["unsure", "never"], held_out=(x[wrong][:2], y[wrong][:2]))[0]) == 1
+
+
+def test_where_time_ends_the_trials_that_is_said() -> None:
+    model, data, held_out = fitted(apart=8.0)
+    run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False, "max_seconds": 0.05}
+    with pytest.warns(SamplingWarning, match="max_seconds ended before a colder one"):
+        found = sample(target_of(model), data, starts=[model], held_out=held_out, **run)
+    assert len(found.info["temperature_choice"]["rungs"]) == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("steps", "more"), [(3, True), (60, False)])
+def test_an_overfitted_network_is_not_optimised_first(steps: int, more: bool) -> None:
+    """Its draws may be better by any number of standard errors; it is too sure, as one that is undertrained is not."""
+    model, held_out = trained(steps=steps), examples(20_000, 1)
+    run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False}
+    found = sample(target_of(model), TRAIN, starts=[model], held_out=held_out, **run)
+    assert "not trained to the end" not in found.info["temperature_choice"]["reason"] or more
+    assert (found.info["gradients"] > 2_500) is more  # with the optimisation, whether that was kept or not
+
+
 @pytest.mark.long
 def test_draws_of_the_temperature_that_won_are_the_first_of_the_run() -> None:
     """The trial's eight come before those that go on from it; where lengths are given, all draws are as asked for."""
@@ -221,8 +277,8 @@ def test_the_start_has_its_share_of_predictions_and_none_of_the_diagnostics() ->
 
 
 @pytest.mark.long
-def test_a_gain_that_may_be_chance_is_not_tried_again_colder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Better than the start, but not by so many standard errors: the start comes back at once."""
+def test_a_gain_that_may_be_chance_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Better than the start, but not by so many standard errors: the start comes back; one temperature is one run."""
     monkeypatch.setattr("isosgd.sampling.trained.SURE_CHOSEN", 1e6)
     model, settings = trained(steps=10), {**SHORT, "ladder": [1.0], "keep_every": 50}
     with pytest.warns(SamplingWarning, match=r"surely \(0\.\d+ ± 0\.\d+ better\): the draws are the starts"):

@@ -133,9 +133,17 @@ def block(count: int, each: float, cache: int) -> int:
     return next(size for size in range(count, 0, -1) if count % size == 0 and (size * each <= cache or size == 1))
 
 
-def _end_capture(generator: torch.Generator) -> None:
-    """After a capture that failed: otherwise torch lets nobody draw from it again ("outside graph capture")."""
-    generator.graphsafe_set_state(torch.Generator(generator.device).graphsafe_get_state())
+def _end_capture(generators: Sequence[torch.Generator], stream: torch.cuda.Stream) -> None:
+    """After a capture that failed torch lets nobody draw from the generators it knew, and stays on the stream it had.
+
+    One that succeeds puts these, and the default one, right in their place, so that earlier graphs still know them.
+    """
+    torch.cuda.set_stream(stream)
+    empty, one = torch.cuda.CUDAGraph(), torch.zeros(1, device=stream.device)
+    for generator in generators:
+        empty.register_generator_state(generator)
+    with torch.cuda.graph(empty):
+        one.add_(1.0)
 
 
 class Captured:
@@ -150,12 +158,17 @@ class Captured:
     def __init__(self, body: Callable[[], None], generators: Sequence[torch.Generator], keep: Sequence[Tensor]) -> None:
         every = [*generators, torch.cuda.default_generators[torch.cuda.current_device()]]  # which every graph knows
         before, values = [generator.get_state() for generator in every], [x.detach().clone() for x in keep]
+        place, self.graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
         try:
-            self._capture(body, generators)
-        except Exception:
-            for generator in every:
-                _end_capture(generator)
-            raise
+            self._warm_up(body)
+            for generator in generators:
+                self.graph.register_generator_state(generator)
+            try:
+                with torch.cuda.graph(self.graph):
+                    body()
+            except BaseException:
+                _end_capture(generators, place)
+                raise
         finally:
             with torch.no_grad():
                 for x, value in zip(keep, values, strict=True):
@@ -163,18 +176,13 @@ class Captured:
             for generator, state in zip(every, before, strict=True):
                 generator.set_state(state)
 
-    def _capture(self, body: Callable[[], None], generators: Sequence[torch.Generator]) -> None:
+    def _warm_up(self, body: Callable[[], None]) -> None:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
                 body()
         torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        for generator in generators:
-            self.graph.register_generator_state(generator)
-        with torch.cuda.graph(self.graph):
-            body()
 
     def __call__(self) -> None:
         """Run it once."""

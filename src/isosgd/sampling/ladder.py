@@ -40,7 +40,7 @@ COLDER = 10.0  # a rung so much colder than the coldest is tried where that one 
 COOLER = 10**0.5  # times a temperature: the next that is tried, where the first is a high one
 DESCENTS = 3  # temperatures from hot to cold, at most
 CLOSE = 5.0  # times a temperature: nothing is tried in between
-UNTRAINED = 5.0  # standard errors by which the coldest draws are better than a network that was not trained to the end
+UNTRAINED = 5.0  # standard errors by which the first draws are better than a network that was not trained to the end
 WORSE = 0.1  # of the start's NLL, by which draws alone must be worse for hotter ones not to be tried
 HARM = 0.25  # likewise, for a colder one to be tried where temperatures fall
 SHARES = tuple(k / 20 for k in range(1, 19))  # weights of the starts that are tried; more would leave draws no say
@@ -274,13 +274,14 @@ class Ladder:
         held_out: examples to score by.
         deadline: after which no other rung is begun.
         device: where to score.
+        optimises: whether networks that were not trained to the end are: not where a run cannot go on from a trial.
     """
 
     def __init__(
         self, run: Callable[[float, Place, bool], tuple[Posterior, Place]], target: Target, starts: Sequence[State],
-        networks: int, held_out: Tensors, deadline: float, device: Any,
+        networks: int, held_out: Tensors, deadline: float, device: Any, optimises: bool = True,
     ) -> None:  # fmt: skip
-        self.run, self.starts, self.held_out, self.device = run, starts, held_out, device
+        self.run, self.starts, self.held_out, self.device, self.optimises = run, starts, held_out, device, optimises
         self.began, self.deadline = time.monotonic(), deadline
         try:
             self.beside = self.alone = densities(start_posterior(target, starts), held_out, device)
@@ -338,20 +339,23 @@ class Ladder:
 
     def descend(self, temperature: float, colder: float) -> Choice:
         """Take a temperature, or ever colder ones: the first at which draws alone are not much worse than starts."""
-        last, harm = None, True
+        place = Place(self.starts)
         for k in range(DESCENTS):
-            rung = self._try(temperature, Place(self.starts))
+            if self.found and self._late():
+                return self._choice(self._best, more="; max_seconds ended before a colder one")
+            rung = self._try(temperature, place)
             if rung is not None and not k and self._untrained(temperature):
                 rung = self._optimise(rung)
-            last = rung or last
-            harm = rung is None or self._harm(rung) > HARM * self.unit
-            if not harm:
-                break
+                place = self.places[temperature] if self.optimised else place
+            if rung is not None and self._harm(rung) <= HARM * self.unit:
+                return self._choice(rung, tried_enough=False)
             temperature /= colder
-        return self._choice(last, tried_enough=harm)
+        return self._choice(self._best if self.found else None)
 
     def _untrained(self, temperature: float) -> bool:
-        """Whether draws are far better than the starts, and not only less sure."""
+        """Whether draws are far better than the starts, though these are not too sure, as overfitted ones are."""
+        if not self.optimises or self.softmax_temperature > 1:
+            return False
         after = densities(self.drawn[temperature], self.held_out, self.device)
         return Rung.of(temperature, self.alone, self.beside, after).better(UNTRAINED, without_few=True)
 
@@ -411,8 +415,8 @@ class Ladder:
         )  # fmt: skip
         return rung
 
-    def _choice(self, best: Rung | None, tried_enough: bool = True) -> Choice:
-        """That of the best rung; where ``tried_enough``, none if it does not help."""
+    def _choice(self, best: Rung | None, tried_enough: bool = True, more: str = "") -> Choice:
+        """That of the best rung; where ``tried_enough``, none if it does not help. ``more`` ends the reason."""
         known: dict[str, Any] = {
             **self.about_starts,
             "held_out": len(self.beside),
@@ -421,12 +425,12 @@ class Ladder:
             "seconds": time.monotonic() - self.began,
         }
         if best is None:
-            tried = sorted(self.diverged)
-            return Choice(0.0, f"every temperature of {tried} diverged: the draws are the starts", **known)
+            tried = ", ".join(f"{t:.3g}" for t in sorted(self.diverged))
+            return Choice(0.0, f"every temperature of {tried} diverged: the draws are the starts{more}", **known)
         if best.difference >= 0 and tried_enough:
             reason = (
                 f"at no temperature do draws help to predict {len(self.beside)} held-out examples (the best, T = "
-                f"{best.temperature:.3g}, has an NLL of {best.nll:.4g}, {self.said()}): the draws are the starts"
+                f"{best.temperature:.3g}, has an NLL of {best.nll:.4g}, {self.said()}): the draws are the starts{more}"
             )
             return Choice(0.0, reason, **known)
         reason = (
@@ -434,4 +438,4 @@ class Ladder:
         )
         if self.optimised:
             reason += "; the network was not trained to the end"
-        return Choice(best.temperature, reason, **known)
+        return Choice(best.temperature, reason + more, **known)

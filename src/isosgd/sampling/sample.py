@@ -118,10 +118,10 @@ def sample(
             ``method="hmc"``, and ``info["method"]`` then says ``hmc``.
         keep_every: steps between draws; ``auto`` measures the autocorrelation of predictions in the warm-up.
         warmup: gradients to spend before the first draw; ``auto`` goes on until the chain has settled.
-        temperature: T; 1, the posterior, by default. ``auto``, the default with ``starts``, tries a ladder of
-            temperatures from the start and takes the one that predicts ``held_out`` examples best, and of its draws
-            those up to where they predict best; where none is better than the start by a standard error, the draws
-            are the starts. Without held-out examples T is 1e-3, of a regression 1.
+        temperature: T; 1, the posterior, by default. ``auto``, the default with ``starts``, tries temperatures from the
+            start on ``held_out`` examples (see ``ladder``), and keeps of the draws those up to where they predict
+            best; where they are not better than the start by a standard error, the draws are the starts. Without
+            held-out examples T is 1e-3, of a regression 1.
             ``info["temperature_choice"]`` says how it was chosen. With a prior whose scales are fixed the density is
             ``(likelihood * prior)^(1/T)``, that is ``exp(-f / T)``. Where scales of the prior are sampled
             (`HierarchicalNormal`, `Relevance`) the likelihood alone is tempered, ``likelihood^(1/T) * prior``: as if

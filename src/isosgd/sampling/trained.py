@@ -321,6 +321,7 @@ class TrainedRun:
         self.cooling = COLDER if large else COOLER  # from one trial to the next
         size = size_of("all" if self.hmc else size, num_data)
         self.lengths = Lengths.of(num_data, size, large, self.descends)
+        self.tried = 0  # steps of all trials
         self.early: Posterior | None = None  # what the rung that the run goes on from has drawn
 
     def _init(self, states: Sequence[State]) -> Callable[[int], State]:
@@ -342,6 +343,7 @@ class TrainedRun:
             lengths = self.lengths.rung_settings(self.hmc, bool(place.measured))
             if optimise:
                 lengths["warmup"] = max(lengths["warmup"], self.lengths.run // 2)
+            self.tried += lengths["warmup"] + lengths["draws"] * lengths["keep_every"]
             found = self._counted(draw)(
                 self.target, self.data, init=self._init(place.states), chains=chains, temperature=temperature,
                 trained=not optimise, progress=False, deadline=end, begin=place.measured,
@@ -355,7 +357,7 @@ class TrainedRun:
         late = math.inf if end is None else end
         heads = [self.starts[k % len(self.starts)] for k in range(chains)]  # as often as there are chains of each
         networks = min(chains, len(self.starts))
-        ladder = Ladder(run, self.target, heads, networks, self.held_out, late, self.device)
+        ladder = Ladder(run, self.target, heads, networks, self.held_out, late, self.device, self.continues)
         self.ladder = ladder
         if coldest < hottest or self.descends:
             choice = ladder.descend(coldest, self.cooling) if self.descends else ladder.climb(self.temperatures)
@@ -382,14 +384,9 @@ class TrainedRun:
 
     def shortened(self, choice: Choice, steps: Mapping[str, int], draws: int, deadline: float) -> dict[str, int]:
         """Steps of the warm-up and between draws that fit into the time left, by the speed of the ladder."""
-        tried = len(choice.rungs) + len(choice.diverged)
-        if not tried:
+        if not self.tried:
             return dict(steps)
-        taken = 0
-        for k in range(tried):
-            rung = self.lengths.rung_settings(self.hmc, self.continues and not self.descends and k > 0)
-            taken += rung["warmup"] + rung["draws"] * rung["keep_every"]
-        fit = (deadline - time.monotonic()) * taken / choice.seconds
+        fit = (deadline - time.monotonic()) * self.tried / choice.seconds
         share = min(1.0, max(0.0, fit / (steps["warmup"] + draws * steps["keep_every"])))
         warmup = max(min(RUNG_WARMUP, steps["warmup"]), int(share * steps["warmup"]))
         return {
@@ -410,10 +407,10 @@ class TrainedRun:
         last word: they say how many of the draws are kept and what weight the starts have among them, and a run that is
         of no use gives way to a colder one, at last to the starts themselves.
         """
-        alone = more.get("store") is None and more.get("ranks") is None
+        ranks = more.get("ranks")
+        alone = more.get("store") is None and ranks is None
         begin, runs = self.place.measured if alone else {}, 0
         while choice.temperature > 0:
-            runs += 1
             draws: Any = more["draws"]
             early = self.early if begin and isinstance(draws, int) and draws >= 2 * RUNG_DRAWS else None
             if early is not None:
@@ -432,8 +429,9 @@ class TrainedRun:
             except DivergedError:
                 if not choice.held_out or more.get("store") is not None:
                     raise
-                choice, begin = self._colder(choice, "diverged"), {}
+                choice, begin = self._in_time(self._colder(choice, "diverged"), more), {}
                 continue
+            runs += 1
             if early is not None and early.num_chains == found.num_chains:
                 found = _followed_by(early, found)
             found.starts = list(self.given)
@@ -448,6 +446,8 @@ class TrainedRun:
                 choice = replace(choice, judged=judged)
                 found.info |= self._about(choice)
             good = judged is None or judged.better(sure, chosen)
+            if ranks is not None:  # where machines round otherwise, rank 0 has its way
+                good = ranks.gather(good)[0]
             if good or more.get("store") is not None:
                 for warning in said:
                     warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
@@ -478,17 +478,18 @@ class TrainedRun:
                 LOGGER.info("held-out examples: %s", what)
                 both.info |= {**self.spent, **self._about(replace(choice, reason=f"{choice.reason}; {what}"))}
                 return both
-            useless = judged.difference >= 0
+            useless = not judged.difference < 0
             unsure = "" if useless else f" surely ({-judged.difference:.2g} ± {judged.error:.2g} better"
             if unsure:
                 unsure += f", by {FEW} examples alone)" if judged.better(sure, without_few=False) else ")"
             fault, begin = f"did not help to predict held-out examples{unsure}", {}
             # A colder run is closer to the start: it helps where draws are worse than that, and may be surer.
-            last = runs == RUNS or (useless and judged.alone <= choice.start_nll)
-            choice = self._colder(choice, fault, COLDER if useless else COOLER, last)
-            if choice.temperature and (end := more.get("deadline")) is not None and time.monotonic() > end:
-                late = "max_seconds ended before a colder one: the draws are the starts"
-                choice = replace(choice, temperature=0.0, reason=choice.reason.partition(": ")[0] + f", and {late}")
+            last = runs >= RUNS or (useless and judged.alone <= choice.start_nll)
+            last |= not (math.isfinite(judged.error) and math.isfinite(judged.rest))  # too few examples to be sure
+            last |= lengths["warmup"] == 0  # without a trial's rates there would be none
+            choice = self._in_time(self._colder(choice, fault, COLDER if useless else COOLER, last), more)
+            if ranks is not None:
+                choice = replace(choice, temperature=ranks.gather(choice.temperature)[0])
         stored = "" if more.get("store") is None else f"; nothing was written to {more['store']}"
         if choice.start_softmax_temperature != 1:
             scaled = f"predicted at the softmax temperature {choice.start_softmax_temperature:.2g}"
@@ -512,6 +513,14 @@ class TrainedRun:
 
     def _about(self, choice: Choice) -> dict[str, Any]:
         return {"temperature_choice": choice.as_dict(), "starts": len(self.starts)}
+
+    def _in_time(self, choice: Choice, more: Mapping[str, Any]) -> Choice:
+        """The same, but the starts where the time of the run is over."""
+        end = more.get("deadline")
+        if choice.temperature and end is not None and time.monotonic() > end:
+            late = "max_seconds ended before a colder one: the draws are the starts"
+            choice = replace(choice, temperature=0.0, reason=choice.reason.partition(": ")[0] + f", and {late}")
+        return choice
 
     def _colder(self, choice: Choice, fault: str, factor: float = COLDER, last: bool = False) -> Choice:
         """A lower temperature; 0 where that is below what a rung would be, or nothing else is to be tried."""
