@@ -117,7 +117,7 @@ def test_where_every_trial_does_harm_the_starts_come_back_without_a_run() -> Non
         found = sample(target_of(model), data, starts=[model], held_out=held_out, **run)
     tried = [rung["temperature"] for rung in found.info["temperature_choice"]["rungs"]]
     assert tried == pytest.approx([0.03, 0.0949, 0.3], rel=1e-3)
-    assert len(found) == 1 and found.info["gradients"] == 3 * 400
+    assert len(found) == 1 and found.info["gradients"] == 3 * 400 and found.info["engine"]
 
 
 @pytest.mark.long

@@ -321,7 +321,7 @@ class TrainedRun:
         self.cooling = COLDER if large else COOLER  # from one trial to the next
         size = size_of("all" if self.hmc else size, num_data)
         self.lengths = Lengths.of(num_data, size, large, self.descends)
-        self.tried = 0  # steps of all trials
+        self.tried, self.engine = 0, ""  # steps of all trials, and what took the last ones
         self.early: Posterior | None = None  # what the rung that the run goes on from has drawn
 
     def _init(self, states: Sequence[State]) -> Callable[[int], State]:
@@ -372,6 +372,7 @@ class TrainedRun:
 
         def counted(*args: Any, **settings: Any) -> Posterior:
             found = draw(*args, **settings)
+            self.engine = found.info.get("engine", "")
             for name in self.spent:
                 self.spent[name] += found.info.get(name, 0)
             # Chains that go on from others count on.
@@ -499,7 +500,8 @@ class TrainedRun:
         size: dict[str, Any] = {"chains": len(self.starts), "draws": 1}
         if choice.start_softmax_temperature != 1:
             size["softmax_temperature"] = choice.start_softmax_temperature
-        info = {**found.info, **self.spent, **size, "complete": True, **self._about(choice)}
+        engine = {"engine": self.engine} if self.engine else {}
+        info = {**found.info, **self.spent, **engine, **size, "complete": True, **self._about(choice)}
         return Posterior(self.target, found.draws, info, as_tensors(self.data), found.buffers, list(self.starts))
 
     def _first(self, count: int, found: Posterior, early: Posterior | None) -> Posterior:
