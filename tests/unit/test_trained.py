@@ -188,7 +188,7 @@ def test_where_time_ends_the_trials_that_is_said() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("steps", "more"), [(3, True), (60, False)])
-def test_an_overfitted_network_is_not_optimised_first(steps: int, more: bool) -> None:
+def test_networks_that_are_too_sure_are_not_optimised_first(steps: int, more: bool) -> None:
     """Its draws may be better by any number of standard errors; it is too sure, as one that is undertrained is not."""
     model, held_out = trained(steps=steps), examples(20_000, 1)
     run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import platform
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -167,7 +167,8 @@ class Captured:
                 with torch.cuda.graph(self.graph):
                     body()
             except BaseException:
-                _end_capture(generators, place)
+                with suppress(RuntimeError):  # of the two errors the first says why
+                    _end_capture(generators, place)
                 raise
         finally:
             with torch.no_grad():
