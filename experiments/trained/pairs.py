@@ -295,6 +295,7 @@ TUNE = (
     regression("diabetes-mlp", partial(scikit, "diabetes"), 10, 20),
     regression("boston-mlp", partial(benchmark, "boston"), 13, 40),
     VGG,
+    replace(VGG, name="cifar40k-vgg", read=partial(cifar_sets, tune=40_000)),
     replace(VGG, name="cifar20k-resnet56", read=partial(cifar_sets, tune=20_000), model=lambda p: resnet56(dropout=p)),
     Pair("notmnist-bn", notmnist_sets, partial(cnn, norm="batch"), sgd(lr=0.05, weight_decay=5e-4), 20),
     Pair("notmnist-overfitted", few_letters, dense(784, (256, 256), 10, True), adam(lr=1e-3), 400, one_cycle=False),

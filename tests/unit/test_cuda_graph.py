@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from isosgd import Target, priors, sample
+from isosgd.engine import leapfrog
 from isosgd.engine.compiled import Captured
+from isosgd.tables.network import Network
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -159,3 +161,41 @@ def test_a_capture_that_fails_leaves_generators_and_values_as_they_were() -> Non
 
     Captured(adds, [generator], [kept])()
     assert kept.tolist() == [1.0, 1.0]
+
+
+def test_leapfrog_steps_are_replayed_and_otherwise_taken_by_the_host() -> None:
+    data, curvature = torch.randn(2, 5, 3, device="cuda"), torch.rand(2, 3, device="cuda")
+
+    def loop(
+        count: Tensor, theta: Tensor, velocity: Tensor, gained: Tensor, own: Tensor, batch: Any, shape: Any
+    ) -> Any:
+        for _ in range(int(count)):
+            pull = own * shape[0] * (theta - batch[0].mean(1))
+            gained = gained + (pull * velocity).sum(-1)
+            velocity = velocity - pull
+            theta = theta + velocity
+        return theta, velocity, gained, theta.square().mean(-1)
+
+    def waits(*args: Any) -> Any:
+        float(args[1].sum())  # a capture may not wait for the device
+        return loop(*args)
+
+    theta, velocity = torch.randn(2, 2, 3, device="cuda").unbind()
+    replayed, plain = leapfrog.GraphLoop(loop), leapfrog.GraphLoop(waits)
+    for count, factor in ((3, 1.0), (1, 1.0), (7, 2.0)):  # the step size and Lambda may change from call to call
+        args = theta, velocity, velocity[:, 0], torch.full((2, 1), 0.1 * factor, device="cuda")
+        given = torch.tensor(count), *args, (data,), (factor * curvature,)
+        for found, wanted, other in zip(replayed(*given), loop(*given), plain(*given), strict=True):
+            torch.testing.assert_close(found, wanted)
+            torch.testing.assert_close(other, wanted)
+    assert replayed.graph is not None and not replayed.failure
+    assert plain.graph is None and plain.failure
+
+
+def test_trajectories_of_a_network_of_tables_are_a_graph() -> None:
+    x = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
+    posterior = sample(
+        Network(4, 1, "student_t", (16, 16, 16)).target(), (x, x[:, :1].sin()), method="hmc", chains=4, draws=3,
+        keep_every=4, warmup=300, seed=0, device="cuda", compile=False, progress=False,
+    )  # fmt: skip
+    assert "CUDA graph of leapfrog steps" in posterior.info["engine"]

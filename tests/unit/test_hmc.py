@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -129,6 +130,46 @@ def test_draws_are_ends_of_trajectories_not_places_on_the_way() -> None:
     run.step()
     run.step()
     assert sampler.place == 1 and not torch.equal(first["0.weight"], run.natural()["0.weight"])
+
+
+def test_long_trajectories_give_draws_on_the_way() -> None:
+    run = chains()
+    sampler = run.hmc
+    assert sampler is not None
+    sampler.step_size, sampler.length, sampler.recycles = torch.full_like(sampler.step_size, 1e-4), 5, True
+    seen = []
+    for _ in range(5):
+        run.step()
+        seen.append(run.natural()["0.weight"])
+    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(seen))  # such short steps are always accepted
+
+
+def test_a_place_on_the_way_that_would_be_rejected_is_no_draw() -> None:
+    run = chains()
+    sampler = run.hmc
+    assert sampler is not None
+    sampler.step_size, sampler.length, sampler.recycles = torch.full_like(sampler.step_size, 1e-4), 5, True
+    run.step()
+    home = run.natural()["0.weight"]
+    sampler.home_energy = sampler.home_energy - 1e4  # as if all places were far less likely than the last end
+    run.step()
+    assert torch.equal(home, run.natural()["0.weight"])
+
+
+def test_trajectories_are_longer_where_that_pays() -> None:
+    """Steps of a network are short beside its posterior's width in most directions; a regression's are not."""
+    g = torch.Generator().manual_seed(2)
+    x = torch.randn(60, 3, generator=g)
+    y = x[:, :1].sin() + 0.01 * torch.randn(60, 1, generator=g)
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 1))
+    lengths = {}
+    for name, model in (("network", network), ("line", nn.Linear(3, 1))):
+        posterior = Target.from_module(model, "gaussian", priors.Normal(1.0))
+        found = sample(posterior, (x, y), method="hmc", chains=2, draws=2, keep_every=1, warmup=700,
+                       compile=False, progress=False, seed=1)  # fmt: skip
+        lengths[name] = found.info["warmup"][0]["trajectory"]
+    assert lengths["network"] > 2 * lengths["line"]
 
 
 def test_a_batch_of_all_has_every_row_once() -> None:

@@ -246,9 +246,10 @@ def test_one_class_and_infinite_inputs_are_refused() -> None:
 # -- the network ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("by", ["the library", "torch"])
 @pytest.mark.parametrize("hidden", [(), (5, 4), (17, 16, 34)])  # the last is wide enough for the library in C++
 @pytest.mark.parametrize("likelihood", [*NOISES, "categorical"])
-def test_one_pass_for_all_chains_gives_the_gradients_of_each(likelihood: str, hidden: tuple[int, ...]) -> None:
+def test_one_pass_for_all_chains_gives_the_gradients_of_each(likelihood: str, hidden: tuple[int, ...], by: str) -> None:
     outputs = 3 if likelihood == "categorical" else 2
     network = Network(3, outputs, likelihood, hidden)
     target, draw = network.target(), torch.Generator().manual_seed(0)
@@ -261,6 +262,8 @@ def test_one_pass_for_all_chains_gives_the_gradients_of_each(likelihood: str, hi
     labels = torch.randint(3, (3, n), generator=draw)
     y = labels if likelihood == "categorical" else torch.randn(3, n, outputs, generator=draw)
     assert many.layers is not None and many.layers.fits(theta, x) == (hidden == (17, 16, 34) and not switched_off())
+    if by == "torch":
+        many.layers = None
     for split in (False, True):
         loss, gradient, noise = many.flat(theta, (x, y), split)
         assert (noise is not None) == split

@@ -356,11 +356,11 @@ class Chains:
 
     @property
     def current(self) -> Params:
-        """The parameters that count: where the last trajectory ended, while the next one is under way."""
-        home = None if self.hmc is None else self.hmc.home
-        if home is None:
+        """The parameters that count: of HMC what it has drawn, while a trajectory is under way."""
+        if self.hmc is None or self.hmc.home is None:
             return self.params
-        return self.layout.views(home.to(self.leaves[0].dtype) if self.many is not None else home[0])
+        drawn = self.hmc.drawn
+        return self.layout.views(drawn.to(self.leaves[0].dtype) if self.many is not None else drawn[0])
 
     def each(self, number: Any) -> Tensor:
         """A group's number as one for each chain."""

@@ -19,7 +19,7 @@ from isosgd.engine.compiled import Compiled, Tensors, repeat
 from isosgd.engine.ranks import Ranks
 from isosgd.errors import first_line
 from isosgd.native import perceptron
-from isosgd.native.layers import Layers
+from isosgd.native.layers import Layers, TorchLayers
 from isosgd.noise.estimators import join_halves
 from isosgd.target import Params, Target
 from isosgd.target.batches import tensors_of, tree_map
@@ -152,6 +152,7 @@ class Many:
         self.network = target.perceptron()
         self.batched = target.batched  # parameters of all chains in one pass
         self.layers = Layers(layout.shapes) if target.layered else None
+        self.in_torch = TorchLayers(layout.shapes) if target.layered else None
         self.prior: FlatPrior | None = None
         self.evaluate = Compiled(self.flat, compile_after)
 
@@ -221,7 +222,9 @@ class Many:
     def _batched(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The same of a module that takes parameters of all chains in one pass: their losses do not meet in a sum."""
         if self.layers is not None and self.layers.fits(theta, batch[0]):
-            return self._native(self.layers, theta, batch)
+            return self._without_autograd(self.layers, theta, batch)
+        if self.in_torch is not None and not torch.compiler.is_compiling():
+            return self._without_autograd(self.in_torch, theta, batch)
 
         def total(theta: Tensor) -> tuple[Tensor, Tensor]:
             losses = -self.target.log_likelihood_by_chain(self.layout.views(theta), batch).mean(-1)
@@ -237,8 +240,8 @@ class Many:
         return gradient, losses.detach()
 
     @torch.no_grad()
-    def _native(self, layers: Layers, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The same by a library of our own."""
+    def _without_autograd(self, layers: Layers | TorchLayers, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The same of the network for tables, whose derivatives are known."""
         theta, (x, y) = theta.contiguous(), batch
         x = x if x[0].is_contiguous() else x.contiguous()  # chains may share them
         slots, shapes = self.layout.slots, self.layout.shapes

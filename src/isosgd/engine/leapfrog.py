@@ -2,22 +2,25 @@
 
 The step that ends a trajectory and begins the next one is that of `isosgd.samplers.hmc.HMC`. All others are a
 loop in compiled code, a few chains at a time, and a part of the rows after the other where they are many, so that what
-is read and written stays in the cache. Nothing is drawn in it: the trajectories are the same, but for rounding.
+is read and written stays in the cache. On a GPU they are a CUDA graph. Nothing is drawn in it: the trajectories are the
+same, but for rounding.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from isosgd.data.sources import TensorBatches
 from isosgd.engine.chains import Chains
-from isosgd.engine.compiled import CACHE, LOOP, Compiled, Tensors, block, bytes_of, repeat
+from isosgd.engine.compiled import CACHE, LOOP, Captured, Compiled, Tensors, block, bytes_of, repeat
 from isosgd.engine.gradients import Many, batchable
 from isosgd.engine.multistep import LARGE
+from isosgd.errors import first_line
 from isosgd.noise.model import dot
 from isosgd.samplers.hmc import HMC
 
@@ -41,6 +44,44 @@ def unsupported_reason(run: Chains) -> str:
     return "" if run.many is not None else batchable(run.target, run.params, run.batches.next(), run.num_data)
 
 
+class GraphLoop:
+    """The loop on a GPU: a step is captured as a CUDA graph and replayed. If it cannot be, the host takes the steps.
+
+    Args:
+        loop: `LeapfrogMultiStep._loop`.
+    """
+
+    unsupported_reason = ""  # it can be called in any case
+
+    def __init__(self, loop: Callable[..., Tensors]) -> None:
+        self.loop, self.failure = loop, ""
+        self.graph: Captured | None = None
+        self.state: list[Tensor] = []  # in fixed places: parameters, velocities, gains in energy, losses
+        self.given: list[Tensor] = []  # likewise, step sizes and tensors of Lambda
+
+    def __call__(self, count: Tensor, *args: Any) -> Tensors:
+        """What so many steps lead to."""
+        theta, velocity, gained, own, batch, shape = args
+        if self.graph is None and not self.failure:
+            self.state = [t.clone() for t in (theta, velocity, gained, theta[:, 0])]
+            self.given = [t.clone() for t in (own, *shape)]
+            try:
+                self.graph = Captured(lambda: self._step(batch), [], self.state)
+            except Exception as error:  # whatever a capture may raise
+                self.failure = first_line(error)
+        if self.graph is None:
+            return self.loop(count, *args)
+        torch._foreach_copy_([*self.state[:3], *self.given], [theta, velocity, gained, own, *shape])
+        for _ in range(int(count)):
+            self.graph()
+        return tuple(t.clone() for t in self.state)
+
+    def _step(self, batch: Tensors) -> None:
+        own, *shape = self.given
+        found = self.loop(torch.ones((), dtype=torch.int64), *self.state[:3], own, batch, tuple(shape))
+        torch._foreach_copy_(self.state, list(found))
+
+
 class LeapfrogMultiStep:
     """Takes leapfrog steps, several in a call.
 
@@ -61,12 +102,21 @@ class LeapfrogMultiStep:
         parts = 1 if self.whole_chains else min(math.ceil(self.each / CACHE), self.whole)
         self.rows = self.whole // parts
         # A compiled loop knows shapes of tensors by heart; those of Lambda may change in number.
-        self.loops: dict[tuple[torch.Size, ...], Compiled] = {}
+        self.loops: dict[tuple[torch.Size, ...], Compiled | GraphLoop] = {}
 
     @property
     def unsupported_reason(self) -> str:
         """Why nothing could be compiled, so that all goes step by step; empty when it could."""
         return next((loop.unsupported_reason for loop in self.loops.values() if loop.unsupported_reason), "")
+
+    @property
+    def engine(self) -> str:
+        """What takes the steps."""
+        graphs = [loop for loop in self.loops.values() if isinstance(loop, GraphLoop)]
+        if not graphs:
+            return ", several steps a call"
+        failure = next((loop.failure for loop in graphs if loop.failure), "")
+        return f", eager ({failure})" if failure else ", CUDA graph of leapfrog steps"
 
     @property
     def remaining(self) -> int:
@@ -78,10 +128,12 @@ class LeapfrogMultiStep:
     def take_steps(self, done: int, steps: int, tick: Callable[[int], None]) -> None:
         """Take so many steps; as `isosgd.engine.multistep.MultiStep.take_steps`."""
         while steps:
-            count = min(steps, self.remaining) or 1
-            if self.remaining:
+            # Of a draw on the way the energy must be known, so that the last step is one of the sampler.
+            count = min(steps - self.sampler.recycles, self.remaining)
+            if count > 0:
                 self.leapfrog(count)
             else:
+                count = 1
                 self.run.step()
             tick(count)
             steps -= count
@@ -115,11 +167,12 @@ class LeapfrogMultiStep:
             found.append(loop(number, *given, tuple(t[part] for t in self.batch), tuple(t[part] for t in tensors)))
         return tuple(torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
 
-    def _compiled(self, tensors: Tensors) -> Compiled:
+    def _compiled(self, tensors: Tensors) -> Compiled | GraphLoop:
         key = tuple(t.shape for t in tensors)
         if key not in self.loops:
             after = 0 if self.compiled else None
-            self.loops[key] = Compiled(self._loop, after, self.log, "trajectories of all chains", LOOP)
+            compiled = Compiled(self._loop, after, self.log, "trajectories of all chains", LOOP)
+            self.loops[key] = GraphLoop(self._loop) if self.batch[0].is_cuda else compiled
         return self.loops[key]
 
     def _loop(

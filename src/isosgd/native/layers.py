@@ -1,7 +1,8 @@
-"""Hidden layers of SiLU units beside a linear path, of many chains in one call (``layers.cpp``).
+"""Hidden layers of SiLU units beside a linear path, of many chains in one call (``layers.cpp``), or by torch.
 
 The network is `isosgd.tables.network.Perceptron`. Its products are so small that to call torch for each of them, and
-autograd for their gradients, takes several times as long as they do.
+autograd for their gradients, takes several times as long as they do. On a GPU, and without a compiler, the products are
+torch's, without autograd.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from isosgd.native import build
 
@@ -75,4 +77,60 @@ class Layers:
         assert slope.shape == (*x.shape[:2], self.outs) and slope.is_contiguous()
         found = torch.empty_like(theta)
         build.layers().isosgd_backward(*self._given(theta, x), self.kept.data_ptr(), slope.data_ptr(), found.data_ptr())
+        return found
+
+
+class TorchLayers:
+    """The same by operations of torch, wherever the parameters are.
+
+    Args:
+        shapes: as of `Layers`.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.shapes = dict(shapes)
+        self.sizes = [int(torch.Size(shape).numel()) for shape in shapes.values()]
+        self.depth = sum(name.startswith("hidden.") and name.endswith(".weight") for name in shapes)
+        self.inner: list[Tensor] = []  # what hidden layers take, and at last the output layer
+        self.sums: list[Tensor] = []  # of hidden layers, before the activation
+        self.curved = torch.empty(0)  # what the output layer gives
+
+    def _views(self, theta: Tensor) -> dict[str, Tensor]:
+        parts = zip(self.shapes.items(), torch.split(theta, self.sizes, -1), strict=True)
+        return {name: part.view(len(theta), *shape) for (name, shape), part in parts}
+
+    def forward(self, theta: Tensor, x: Tensor) -> Tensor:
+        """As of `Layers`."""
+        p = self._views(theta)
+        if not self.depth:
+            return torch.baddbmm(p["skip.bias"].unsqueeze(1), x, p["skip.weight"].mT)
+        self.inner, self.sums = [x], []
+        for i in range(self.depth):
+            weight, bias = p[f"hidden.{i}.weight"], p[f"hidden.{i}.bias"]
+            self.sums.append(torch.baddbmm(bias.unsqueeze(1), self.inner[-1], weight.mT))
+            self.inner.append(F.silu(self.sums[-1]))
+        self.curved = torch.baddbmm(p["out.bias"].unsqueeze(1), self.inner[-1], p["out.weight"].mT)
+        found = torch.bmm(x, p["skip.weight"].mT)
+        found[..., : self.curved.shape[-1]].addcmul_(self.curved, p["gate"].unsqueeze(-1))
+        return found
+
+    def backward(self, theta: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+        """As of `Layers`; gradients of other parameters than the network's are left as they are."""
+        p, found = self._views(theta), torch.empty_like(theta)
+        gradient = self._views(found)
+        gradient["skip.weight"].copy_(torch.bmm(slope.mT, x))
+        if not self.depth:
+            gradient["skip.bias"].copy_(slope.sum(1))
+            return found
+        curved = slope[..., : self.curved.shape[-1]]
+        gradient["gate"].copy_((curved * self.curved).sum((1, 2)).unsqueeze(-1))
+        along = curved * p["gate"].unsqueeze(-1)
+        for i in range(self.depth, -1, -1):  # the output layer, and hidden ones from the last to the first
+            name = f"hidden.{i}" if i < self.depth else "out"
+            if i < self.depth:
+                along = torch.ops.aten.silu_backward(along, self.sums[i])
+            gradient[f"{name}.weight"].copy_(torch.bmm(along.mT, self.inner[i]))
+            gradient[f"{name}.bias"].copy_(along.sum(1))
+            if i:
+                along = torch.bmm(along, p[f"{name}.weight"])
         return found

@@ -65,6 +65,10 @@ class HMC(Sampler):
         error: energy gained on the way to where the last step was taken from.
         home: where the chains are, flat: the ends of the last trajectories that were accepted. None before the first
             step.
+        recycles: whether draws are taken on the way, too, since trajectories are longer than the steps between draws.
+        drawn: the last of them; `home` where a trajectory that ended there would have been rejected.
+        growth: squared distance that the last trajectories came from where they began, of each chain, and how fast it
+            grew at the end: its derivative by the logarithm of the length.
     """
 
     family = "metropolis"
@@ -75,7 +79,7 @@ class HMC(Sampler):
     has_lr = False
     kept = (
         *("step_size", "jittered", "velocities", "home", "home_gradient", "home_pull", "home_energy"),
-        *("gained", "acceptance", "place", "length"),
+        *("gained", "acceptance", "place", "length", "drawn"),
     )
     geometry: Geometry
     averaged = False  # innovations
@@ -113,6 +117,8 @@ class HMC(Sampler):
         self.length, self.place, self.ended = 1, 0, False
         self.error = self.jittered = self.velocities = self.gained = self.acceptance = chosen.full(0.0)
         self.home: Tensor | None = None
+        self.recycles, self.drawn = False, chosen.full(0.0)
+        self.growth = chosen.full(0.0), chosen.full(0.0)
         self.home_gradient = self.home_pull = self.home_energy = chosen.full(0.0)
 
     def rule(self) -> Rule:
@@ -159,6 +165,9 @@ class HMC(Sampler):
             self.error = torch.nan_to_num(energy - self.home_energy + self.gained, nan=torch.inf, neginf=torch.inf)
         if self.place == self.length:
             here, gradient, pull, energy = self._accept_or_reject(here, gradient, pull, energy)
+        elif self.recycles and self.home is not None:
+            # A trajectory of so many steps, accepted or rejected by itself, has the same stationary distribution.
+            self.drawn = torch.where(self._drawn(self._acceptance()).unsqueeze(-1), here, self.home)
         if self.place == 0:
             self._begin(here, gradient, pull, energy)
         self._half_kick(gradient, pull)
@@ -168,6 +177,7 @@ class HMC(Sampler):
     def _begin(self, here: Tensor, gradient: Tensor, pull: Tensor, energy: Tensor) -> None:
         """Begin a trajectory: a fresh velocity, and a step size of its own."""
         self.home, self.home_gradient, self.home_pull, self.home_energy = here, gradient, pull, energy
+        self.drawn = here
         geometry = self.geometry
         xi = self.injector.source.fill().view(geometry.chains, -1)
         drawn = torch.rand(geometry.chains, generator=self.generator, device=geometry.device, dtype=geometry.dtype)
@@ -188,9 +198,10 @@ class HMC(Sampler):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Accept or reject the trajectory; returns where the chains are then, and what is known there."""
         assert self.home is not None
-        self.acceptance = (-self.error).exp().clamp_max(1.0)
-        drawn = torch.rand(len(energy), generator=self.generator, device=energy.device, dtype=energy.dtype)
-        accepted = drawn < self.acceptance
+        moved = here - self.home
+        self.growth = dot(moved, moved), 2.0 * self.length * dot(moved, self.velocities)
+        self.acceptance = self._acceptance()
+        accepted = self._drawn(self.acceptance)
         self.place, self.ended = 0, True
         wide = accepted.unsqueeze(-1)
         return (
@@ -199,6 +210,14 @@ class HMC(Sampler):
             torch.where(wide, pull, self.home_pull),
             torch.where(accepted, energy, self.home_energy),
         )
+
+    def _acceptance(self) -> Tensor:
+        """The probability with which a trajectory that ends here is accepted."""
+        return (-self.error).exp().clamp_max(1.0)
+
+    def _drawn(self, p: Tensor) -> Tensor:
+        """Whether something of probability p happens."""
+        return torch.rand(len(p), generator=self.generator, device=p.device, dtype=p.dtype) < p
 
     @torch.no_grad()
     def put(self, flat: Tensor) -> None:

@@ -376,6 +376,8 @@ def draw_from(
             outcome.lengths = saved["lengths"]
         keeper.warmed(outcome)
         gap = outcome.reports[0].keep_every or plan.spacing
+        if run.hmc is not None:
+            run.hmc.recycles = gap < run.hmc.length
         bar.total = (plan.here or plan.total) * (
             outcome.reports[0].steps + done + run.sampler.steps_to((plan.draws - drawn) * gap)
         )
@@ -435,6 +437,8 @@ def draw_from(
     outcome.failures, outcome.gradients, outcome.drawn = run.failures, run.gradients, drawn
     single = stride is None or (isinstance(stride, LeapfrogMultiStep) and stride.unsupported_reason)
     outcome.compiled = run.compiled if single else ", several steps a call"
+    if isinstance(stride, LeapfrogMultiStep) and not single:
+        outcome.compiled = stride.engine
     if isinstance(stride, GraphSteps):
         outcome.compiled = ", CUDA graph of whole steps"
     elif run.graph is not None:

@@ -71,7 +71,7 @@ WARMUP_SHARE, DRAWS = 0.3, 30  # of the run itself
 CONTINUED = 60
 LARGE = 1 << 20  # parameters from which Lambda is one number for each layer
 HMC_ROWS, HMC_SIZE = 5_000, 50_000  # rows and parameters of a regression, at most, for HMC
-HMC_LENGTHS, HMC_RUNG = {"warmup": 1_200, "keep_every": 60}, {"warmup": 700, "keep_every": 20}
+HMC_LENGTHS, HMC_RUNG = {"warmup": 1_600, "keep_every": 100}, {"warmup": 700, "keep_every": 20}
 
 Run = Callable[..., Posterior]
 

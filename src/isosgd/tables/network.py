@@ -62,9 +62,9 @@ TRAINING_BY_ROWS, TRAINING = 2.5, (300, 4_000)  # steps for each row, and the le
 GRADIENTS_BY_ROWS, GRADIENTS = 4.0, (1_000, 8_000)  # of each chain at effort 1: these and so many a row, at the most
 MOST_WORK = 2e12  # products of weights and rows at effort 1: minutes
 LEAST_WARMUP, WARMUP_SHARE, DRAWS = 200, 0.4, 50  # HMC with a low-rank mass takes no fewer
-FEW_PARAMETERS = 500_000  # of all chains, times rows: less is not worth directions of the mass
+FEW_PARAMETERS = 5_000_000  # of all chains, times rows: less is not worth directions of the mass
 HELD = 1 << 23  # numbers of a layer that are held at once in a prediction
-ALL_ROWS = 20_000  # beyond which a gradient takes some of the rows
+ALL_ROWS = 50_000  # beyond which a gradient takes some of the rows
 WIDTH_BY_ROWS, WIDTH, DEPTH = 1 / 32, (16, 64), 3  # units of a hidden layer
 
 

@@ -45,6 +45,10 @@ ACCEPTED = 0.75  # share of trajectories that step sizes aim at
 LEAST_ACCEPTED = 0.3  # below which a chain has not found its step size
 REACH = 2.0  # length of a trajectory, in standard deviations of a direction in which the curvature is H
 MOST_LENGTH = 64  # steps of a trajectory
+# Longer ones, where they pay: the squared distance that a trajectory comes must grow with its length by more than this
+# power (2 is a straight line), judged by so many directions of trajectories; a trajectory tells of some at the most.
+WORTH, ENOUGH_TOLD, TELLING, LONGEST = 1.5, 80, 40, 256
+LENGTHENED, LONG_TRAJECTORIES = 0.6, 8  # share of the last window after which lengths stay; long ones in it, at least
 GAIN = 0.2  # of dual averaging; the usual one, .05, lets step sizes swing, and in short windows they end too small
 TRAJECTORIES = 20  # in a window, at the least: step sizes are learned from them
 FEW_TRAJECTORIES = 4  # the same where the time of a run is over
@@ -98,6 +102,7 @@ class HMCWarmup(Warmup):
         self.sampler, self.multi_step = cast(HMC, chains.sampler), multi_step
         self.length, self.optimised, self.traced = FIRST_WINDOW, 0, True
         self.last: list[Tensor] | None = None  # noise
+        self.grown, self.told = torch.zeros(2), 0  # of the last trajectories, see `_lengthen`
 
     def check(self) -> None:
         needed = self.sampler.geometry.min_vectors + 5 * LEAST_WINDOW
@@ -184,6 +189,7 @@ class HMCWarmup(Warmup):
         self.traces.begin(steps)
         step_sizes = DualAveraging(sampler.step_size.sqrt())
         self._choose_length(steps)
+        self.grown, self.told = torch.zeros(2), 0
         levels: list[Tensor] = []
         accepted: list[Tensor] = []
         every = steps + 1 if fixed else max(1, steps // (VECTORS * sampler.geometry.min_vectors))
@@ -211,6 +217,8 @@ class HMCWarmup(Warmup):
                 sampler.step_size = step_sizes.value.square()
                 if fixed and i <= steps // 4:  # step sizes are about right, so that lengths are too
                     self._choose_length(steps)
+                elif fixed and i <= LENGTHENED * steps and self._lengthen(steps):  # steps must be shorter
+                    step_sizes = DualAveraging(step_sizes.mean, bold=1.0)
         sampler.step_size = step_sizes.mean.square()
         losses, shares = _array(levels), _array(accepted[len(accepted) // 2 :]).mean(0)
         self.loss = losses.mean(0), losses.std(0)
@@ -234,6 +242,24 @@ class HMCWarmup(Warmup):
         # say so.
         reach = REACH / max(float(self.sampler.step_size.sqrt().median()), REACH / MOST_LENGTH)
         self.sampler.length = max(1, min(math.ceil(reach), MOST_LENGTH, steps // TRAJECTORIES))
+
+    def _lengthen(self, steps: int) -> bool:
+        """Trajectories twice as long, where chains come so much farther by it that it pays; whether they are.
+
+        It does where the posterior is far wider in some directions than the mass says, as those of networks are.
+        """
+        sampler = self.sampler
+        self.grown = self.grown + torch.stack([(sampler.acceptance * x).nansum() for x in sampler.growth]).cpu()
+        self.told += len(sampler.acceptance) * min(sampler.geometry.total, TELLING)
+        if self.told < ENOUGH_TOLD:
+            return False
+        distance, growth = self.grown.tolist()
+        self.grown, self.told = torch.zeros(2), 0
+        longer = 2 * sampler.length
+        if growth <= WORTH * distance or longer > min(LONGEST, steps // LONG_TRAJECTORIES):
+            return False
+        sampler.length = longer
+        return True
 
     def _unsettled(self, k: int, accepted: float, losses: Array) -> str:
         if not bool(self.chains.alive[k]):
@@ -260,7 +286,9 @@ class HMCWarmup(Warmup):
             ]
             loss = float(self.loss[0][k]), float(self.loss[1][k])
             told = not reason, reason, self.spent, self.optimised, keep, found, loss
-            reports.append(WarmupReport(*told, structure=structure, conditioning=conditioning))
+            reports.append(
+                WarmupReport(*told, structure=structure, conditioning=conditioning, trajectory=sampler.length)
+            )
         return reports
 
 

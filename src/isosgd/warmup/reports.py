@@ -61,6 +61,7 @@ class WarmupReport:
         structure: the shape of Lambda.
         restarts: how often the chain ran away and was restarted where its window began (see `isosgd.warmup.runaway`).
         conditioning: of a full matrix, the condition number that simpler shapes would leave (see `Full.conditioning`).
+        trajectory: of HMC, leapfrog steps of a trajectory.
     """
 
     settled: bool
@@ -75,6 +76,7 @@ class WarmupReport:
     structure: str | None = None
     restarts: int = 0
     conditioning: dict[str, float] | None = None
+    trajectory: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
