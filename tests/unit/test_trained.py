@@ -407,6 +407,18 @@ def test_rungs_that_diverge_are_left_out() -> None:
     assert posterior.info["temperature_choice"]["diverged"] and len(posterior) == 1
 
 
+def test_gradients_of_trials_that_diverge_are_counted() -> None:
+    """A trial goes on until it meets what is not finite, and that costs as much as one that is kept."""
+    model = trained()
+    settings = {**SHORT, "preset": "windowed", "starts": [model], "held_out": HELD}
+    one = sample(target_of(model), TRAIN, ladder=[1e30], **settings)
+    chains = sample(target_of(model), TRAIN, ladder=[1e30], chains=2, **settings)
+    trials = sample(target_of(model), TRAIN, ladder=[1e29, 1e30], **settings)
+    assert len(trials.info["temperature_choice"]["diverged"]) > 1
+    assert 0 < one.info["gradients"] < min(chains.info["gradients"], trials.info["gradients"])
+    assert one.info["seconds"] > 0
+
+
 def test_time_is_bounded_and_what_was_drawn_is_kept() -> None:
     model = trained()
     began = time.monotonic()

@@ -158,12 +158,19 @@ def why_stopped(outcomes: list[ChainsResult]) -> str:
     return next((outcome.stopped for outcome in outcomes if outcome.stopped), "")
 
 
+def gradients_of(outcomes: list[ChainsResult]) -> int:
+    """Of all chains, also of those that were dropped."""
+    return sum(outcome.gradients * outcome.count for outcome in outcomes)
+
+
 def report_end(
     plan: DrawPlan, failures: Mapping[int, DivergedError], outcomes: list[ChainsResult], warns: bool = True
 ) -> None:
     """Raise where every chain has failed; warn of those that were dropped, and of draws that have not converged."""
     if len(failures) == plan.total:
-        raise next(iter(failures.values()))
+        error = next(iter(failures.values()))
+        error.gradients = gradients_of(outcomes)
+        raise error
     if not warns:
         return
     for chain, failure in sorted(failures.items()):

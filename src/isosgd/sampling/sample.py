@@ -22,7 +22,7 @@ from isosgd.posterior import Posterior
 from isosgd.progress import Progress
 from isosgd.samplers import ISGD, METHODS
 from isosgd.sampling.ladder import Choice
-from isosgd.sampling.loop import ChainsResult, DrawPlan, check_warmup, draw_all, report_end, why_stopped
+from isosgd.sampling.loop import ChainsResult, DrawPlan, check_warmup, draw_all, gradients_of, report_end, why_stopped
 from isosgd.sampling.parallel import check_call, check_request, check_sampler, draw_over_ranks
 from isosgd.sampling.recorders import InMemory, OnDisk, keep_at_once
 from isosgd.sampling.settings import (
@@ -431,7 +431,7 @@ def _info(
         "warmup": [report.as_dict() for report in reports],
         "rates": [{group.name: group.rate for group in report.groups} for report in reports],
         "dropped": {o.first + k: str(failure) for o in outcomes for k, failure in o.failures.items()},
-        "gradients": sum(o.gradients * o.count for o in outcomes),
+        "gradients": gradients_of(outcomes),
         "target": asked.target.describe(),
         "versions": versions(),
         "threads": torch.get_num_threads(),

@@ -371,14 +371,19 @@ class TrainedRun:
         """The same, but for the record of what is spent."""
 
         def counted(*args: Any, **settings: Any) -> Posterior:
-            found = draw(*args, **settings)
+            began, on = time.monotonic(), settings["begin"].values()  # chains that go on from others count on
+
+            def count(gradients: int) -> None:
+                self.spent["gradients"] += gradients - sum(state["gradients"] * len(state["alive"]) for state in on)
+                self.spent["seconds"] += time.monotonic() - began
+
+            try:
+                found = draw(*args, **settings)
+            except DivergedError as error:
+                count(error.gradients)
+                raise
+            count(found.info["gradients"])
             self.engine = found.info.get("engine", "")
-            for name in self.spent:
-                self.spent[name] += found.info.get(name, 0)
-            # Chains that go on from others count on.
-            self.spent["gradients"] -= sum(
-                state["gradients"] * len(state["alive"]) for state in settings["begin"].values()
-            )
             return found
 
         return counted
