@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from isosgd import DivergedError, SamplingWarning, Target, priors, sample
+from isosgd import DivergedError, Posterior, SamplingWarning, Target, priors, sample
 from isosgd.sampling.ladder import Rung
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
@@ -176,6 +176,23 @@ def test_two_held_out_examples_are_too_few_for_a_second_run(monkeypatch: pytest.
     model, _, (x, y) = fitted(apart=0.0)
     wrong = model(x).argmax(1) != y  # so that trials do not all do harm
     assert len(judged_as(monkeypatch, ["unsure", "never"], held_out=(x[wrong][:2], y[wrong][:2]))[0]) == 1
+
+
+def test_held_out_examples_are_predicted_once_by_each_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the network is not too sure, so that a trial tells whether it was trained to the end."""
+    scored, densities = list[int](), Posterior.densities
+
+    def counted(posterior: Posterior, *args: Any, **settings: Any) -> Any:
+        scored.append(posterior.num_draws)
+        return densities(posterior, *args, **settings)
+
+    monkeypatch.setattr(Posterior, "densities", counted)
+    model, data, held_out = fitted(apart=8.0)
+    run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False}
+    found = sample(target_of(model), data, starts=[model], held_out=held_out, **run)
+    choice = found.info["temperature_choice"]
+    assert choice["start_softmax_temperature"] <= 1
+    assert scored == [1] + [8] * len(choice["rungs"])  # the start, and the draws of each trial
 
 
 def test_where_time_ends_the_trials_that_is_said() -> None:

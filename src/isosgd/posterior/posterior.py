@@ -561,22 +561,20 @@ class Posterior:
 
     @torch.no_grad()
     def densities(
-        self, batch: Any, counts: Sequence[int] = (), *, scaled: bool = True, batch_size: int | None = None,
-        device: Device = None,
-    ) -> Densities:  # fmt: skip
+        self, batch: Any, counts: Sequence[int] = (), *, batch_size: int | None = None, device: Device = None
+    ) -> Densities:
         """Log densities of examples under averages over draws, at softmax temperatures where these are of classes.
 
         Args:
             batch: examples as in the data, for instance ``(x, y)``.
             counts: draws of each chain, the first ones, that are averaged over; all of them by default.
-            scaled: False for the softmax temperature of the draws alone.
             batch_size: examples worked on at once; all of them by default.
             device: where to compute, as for `predict`.
         """
         batch, network = with_tensors(batch, self.view.target.dtype), self.view.network
         temperatures: tuple[float, ...] = (1.0,)
         if network is not None and can_be_scaled(network.likelihood):
-            temperatures, place = TEMPERATURES if scaled else temperatures, self._place(device, batch)
+            temperatures, place = TEMPERATURES, self._place(device, batch)
             first = next(iter(self._stack.blocks(None, 1, place)))
             network.check({name: x[0] for name, x in first.items()}, moved(batch, place))
         found = [

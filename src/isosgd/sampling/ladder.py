@@ -215,11 +215,9 @@ def has_classes(target: Target) -> bool:
     return isinstance(likelihood, Categorical | Bernoulli | Tokens)
 
 
-def densities(
-    posterior: Posterior, examples: Tensors, device: Any, counts: Sequence[int] = (), scaled: bool = True
-) -> Densities:
+def densities(posterior: Posterior, examples: Tensors, device: Any, counts: Sequence[int] = ()) -> Densities:
     """Log densities of held-out examples, some at a time."""
-    return posterior.densities(examples, counts, scaled=scaled, batch_size=SCORED, device=device)
+    return posterior.densities(examples, counts, batch_size=SCORED, device=device)
 
 
 def with_noise_scales(target: Target, starts: Sequence[State], examples: Tensors, device: Any) -> list[State]:
@@ -301,6 +299,7 @@ class Ladder:
         self.found: dict[float, Rung] = {}
         self.places: dict[float, Place] = {}
         self.drawn: dict[float, Posterior] = {}
+        self.last = self.beside  # what the last trial predicts
         self.diverged: list[float] = []
         self.optimised = False  # whether chains began with an initial optimisation
 
@@ -325,7 +324,7 @@ class Ladder:
         place = Place(self.starts)
         for temperature in temperatures:
             rung = self._try(temperature, place)
-            if rung is not None and temperature == temperatures[0] and self._untrained(temperature):
+            if rung is not None and temperature == temperatures[0] and self._untrained(rung):
                 rung = self._optimise(rung)
             if rung is None or self._harm(rung) > WORSE * self.unit:
                 break
@@ -344,7 +343,7 @@ class Ladder:
             if self.found and self._late():
                 return self._choice(self._best, more="; max_seconds ended before a colder one")
             rung = self._try(temperature, place)
-            if rung is not None and not k and self._untrained(temperature):
+            if rung is not None and not k and self._untrained(rung):
                 rung = self._optimise(rung)
                 place = self.places[temperature] if self.optimised else place
             if rung is not None and self._harm(rung) <= HARM * self.unit:
@@ -352,12 +351,11 @@ class Ladder:
             temperature /= colder
         return self._choice(self._best if self.found else None)
 
-    def _untrained(self, temperature: float) -> bool:
-        """Whether draws are far better than the starts, though these are not too sure, as overfitted ones are."""
+    def _untrained(self, first: Rung) -> bool:
+        """Whether the first draws are far better than the starts, though these are not too sure, as overfitted ones."""
         if not self.optimises or self.softmax_temperature > 1:
             return False
-        after = densities(self.drawn[temperature], self.held_out, self.device)
-        return Rung.of(temperature, self.alone, self.beside, after).better(UNTRAINED, without_few=True)
+        return Rung.of(first.temperature, self.alone, self.beside, self.last).better(UNTRAINED, without_few=True)
 
     def _optimise(self, cold: Rung) -> Rung:
         """The same after an initial optimisation, if that is better."""
@@ -400,15 +398,16 @@ class Ladder:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", SamplingWarning)  # a rung is short, and nobody looks at its draws
                 posterior, end = self.run(temperature, place, optimise)
-            after = densities(posterior, self.held_out, self.device, scaled=False)
+            after = densities(posterior, self.held_out, self.device)
         except DivergedError:
             after = None
         if after is None or not bool(after.values.isfinite().all()):
             self.diverged.append(temperature)
             LOGGER.info("temperature %g diverged and is left out", temperature)
             return None
-        rung = Rung.of(temperature, self.beside.plain(), self.beside.plain(), after)
+        rung = Rung.of(temperature, self.beside.plain(), self.beside.plain(), after.plain())
         self.found[temperature], self.places[temperature], self.drawn[temperature] = rung, end, posterior
+        self.last = after
         LOGGER.info(
             "temperature %g: held-out NLL %.4g, with the start %.4g, start %.4g",
             temperature, rung.alone, rung.nll, self.start_nll,
