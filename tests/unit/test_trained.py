@@ -448,6 +448,31 @@ def test_time_is_bounded_and_what_was_drawn_is_kept() -> None:
     assert posterior.info["stopped"].startswith("max_seconds")
 
 
+class SlowToScore(nn.Module):
+    """Takes 20 ms for all held-out examples, each draw on its own, and no time for a minibatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, 8, 2), nn.Linear(8, 2)  # filters are not mapped over draws
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == len(HELD[0]):
+            time.sleep(0.02)
+        found: Tensor = self.last(self.first(x.reshape(-1, 1, 2, 2)).flatten(1).relu())
+        return found
+
+
+@pytest.mark.parametrize("ladder", [None, [0.1]])
+def test_time_is_left_to_judge_the_draws_by_held_out_examples(ladder: list[float] | None) -> None:
+    """They are as many as fit: 200 of them would take four seconds to score."""
+    torch.manual_seed(0)
+    model, began = SlowToScore(), time.monotonic()
+    run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False, "draws": 200, "max_seconds": 1.5}
+    found = sample(target_of(model), TRAIN, starts=[model], held_out=HELD, ladder=ladder, **run)
+    assert time.monotonic() - began < 2.5
+    assert found.info["temperature_choice"]["judged"] is not None
+
+
 def test_a_regression_that_is_right_is_not_beaten_by_its_noise_scale() -> None:
     """A network has no scale of the noise: it is scored under its best one, so that learning that is no gain."""
     generator = torch.Generator().manual_seed(0)

@@ -282,15 +282,18 @@ class Ladder:
         self.run, self.starts, self.held_out, self.device, self.optimises = run, starts, held_out, device, optimises
         self.began, self.deadline = time.monotonic(), deadline
         try:
-            self.beside = self.alone = densities(start_posterior(target, starts), held_out, device)
+            self.beside = self.alone = self._scored(start_posterior(target, starts))
         except (RuntimeError, IndexError) as error:
             shapes = [list(t.shape) for t in tensors_of(held_out)]
             raise ValueError(
                 f"held_out of shapes {shapes} cannot be predicted by the start ({error}): pass examples as the network "
                 "takes them"
             ) from error
+        now, one = time.monotonic(), self.beside.values[0, 0]
+        best_share(one, one)
+        self.pooling = (time.monotonic() - now) * len(self.beside.temperatures)  # seconds to pool an average with them
         if len(starts) % networks:  # some have more chains than others; what comes back has each of them once
-            self.alone = densities(start_posterior(target, starts[:networks]), held_out, device)
+            self.alone = self._scored(start_posterior(target, starts[:networks]))
         calibrated = best_temperature(self.alone)
         self.softmax_temperature = self.alone.temperatures[calibrated]
         self.calibrated_nll = -float(self.alone.values[calibrated, 0].mean())
@@ -302,6 +305,13 @@ class Ladder:
         self.last = self.beside  # what the last trial predicts
         self.diverged: list[float] = []
         self.optimised = False  # whether chains began with an initial optimisation
+
+    def _scored(self, posterior: Posterior) -> Densities:
+        """Log densities of the held-out examples; takes the time."""
+        now = time.monotonic()
+        found = densities(posterior, self.held_out, self.device)
+        self.scoring = (time.monotonic() - now) / len(posterior)  # seconds a draw
+        return found
 
     @property
     def about_starts(self) -> dict[str, Any]:
@@ -398,7 +408,7 @@ class Ladder:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", SamplingWarning)  # a rung is short, and nobody looks at its draws
                 posterior, end = self.run(temperature, place, optimise)
-            after = densities(posterior, self.held_out, self.device)
+            after = self._scored(posterior)
         except DivergedError:
             after = None
         if after is None or not bool(after.values.isfinite().all()):

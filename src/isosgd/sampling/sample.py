@@ -264,6 +264,7 @@ def _draw(
     transform: Transform | None = None,
     trained: bool = False,
     deadline: float | None = None,
+    scoring: float = 0.0,
     about_choice: dict[str, Any] | None = None,
     ranks: Ranks | None = None,
     first_chain: int | None = None,
@@ -273,6 +274,7 @@ def _draw(
 ) -> Posterior:
     """`sample` at a temperature that is known; ``about_choice`` goes into ``info``.
 
+    After the draws each of them takes ``scoring`` seconds, which count before the ``deadline``.
     ``first_chain`` is given where chains are a part of a run that several processes drew, each on its own. ``begin``
     and ``ends`` are states of chains at another temperature, to go on from and to leave behind.
     """
@@ -331,7 +333,7 @@ def _draw(
     schedule.engine_note = "" if head is None else ", features of the head computed once"
     plan = DrawPlan(
         most, keep_every, warmup, noise_every(given), schedule.count, after, draws == "auto", schedule.chains, watched,
-        trained, deadline, None if numbers is None else len(numbers), begin or {}, ends,
+        trained, deadline, None if numbers is None else len(numbers), begin or {}, ends, scoring,
     )  # fmt: skip
     if METHODS[method] is ISGD:
         given.setdefault("budget", None if warmup == "auto" else warmup)

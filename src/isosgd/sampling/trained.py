@@ -335,7 +335,7 @@ class TrainedRun:
         if self.held_out is None:
             own = self.own_temperature
             return Choice(own, f"T = {own:g} by default: no examples were held out (held_out=) to choose by")
-        now = time.monotonic()
+        now, self.chains = time.monotonic(), chains
         end = None if deadline is None else now + LADDER_SHARE * (deadline - now)
 
         def run(temperature: float, place: Place, optimise: bool) -> tuple[Posterior, Place]:
@@ -392,13 +392,17 @@ class TrainedRun:
         """Steps of the warm-up and between draws that fit into the time left, by the speed of the ladder."""
         if not self.tried:
             return dict(steps)
-        fit = (deadline - time.monotonic()) * self.tried / choice.seconds
+        fit = (deadline - self._judging(draws, draws) - time.monotonic()) * self.tried / choice.seconds
         share = min(1.0, max(0.0, fit / (steps["warmup"] + draws * steps["keep_every"])))
         warmup = max(min(RUNG_WARMUP, steps["warmup"]), int(share * steps["warmup"]))
         return {
             "warmup": warmup,
             "keep_every": max(1, int((fit - warmup) / draws) if share < 1 else steps["keep_every"]),
         }
+
+    def _judging(self, draws: int, total: int) -> float:
+        """Seconds that held-out examples take for so many draws of each chain, and for averages over all of them."""
+        return draws * self.chains * self.ladder.scoring + 2 * len(parts_of(total)) * self.ladder.pooling
 
     def posterior(
         self, choice: Choice, draw: Run, chains: int, more: Mapping[str, Any],
@@ -425,12 +429,17 @@ class TrainedRun:
             if self.descends and lengths["warmup"] <= CONTINUED:
                 # The rates with which the chain came away from a mode; where there is more noise they would be lower.
                 begin = {first: {**state, AS_IS: True} for first, state in begin.items()}
+            settings = {**more, "draws": draws}
+            if choice.held_out and more.get("deadline") is not None:  # to judge the run by them takes its time, too
+                drawn, total = 1 if early is None else 1 + early.num_draws, more["draws"]
+                judging = self._judging(drawn, total if isinstance(total, int) else DRAWS)
+                settings |= {"deadline": more["deadline"] - judging, "scoring": self.ladder.scoring}
             try:
                 with warnings.catch_warnings(record=True) as said:  # of a run that is not kept they would mislead
                     found = self._counted(draw)(
                         self.target, self.data, init=self._init(self.starts), chains=chains, trained=True,
                         temperature=choice.temperature, about_choice=self._about(choice), begin=begin,
-                        **lengths, **{**more, "draws": draws}, **self.settings,
+                        **lengths, **settings, **self.settings,
                     )  # fmt: skip
             except DivergedError:
                 if not choice.held_out or more.get("store") is not None:
