@@ -7,6 +7,7 @@ import functools
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from isosgd import DivergedError, Posterior, SamplingWarning, Target, priors, sample
+from isosgd import DivergedError, Posterior, SamplingWarning, Target, load, priors, sample
 from isosgd.sampling.ladder import Rung
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
@@ -90,6 +91,22 @@ def test_a_network_that_was_not_trained_to_the_end_is_optimised_first(steps: int
     with torch.no_grad():
         assert against.start.nll == pytest.approx(float(nn.functional.cross_entropy(model(new[0]), new[1])), rel=1e-4)
     assert against.ratio < (0.75 if said else 1.01)
+
+
+def test_a_stored_run_pays_for_no_optimisation_that_it_cannot_use(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It begins at the network as it was given, so that it can be resumed; of one that is undertrained this is said."""
+    model = trained(steps=3)
+    with caplog.at_level("INFO", logger="isosgd"):
+        found = sample(
+            target_of(model), TRAIN, starts=[model], held_out=examples(2_000, 1), store=tmp_path / "run", **SHORT
+        )
+    said = "the network was not trained to the end, and such a run does not begin with an optimisation"
+    assert said in found.info["temperature_choice"]["reason"]
+    assert said in load(tmp_path / "run").info["temperature_choice"]["reason"]
+    assert len([line for line in caplog.messages if line.startswith("temperature 0.3: held-out NLL")]) == 1
+    assert not any("initial optimisation" in line for line in caplog.messages)
 
 
 def fitted(apart: float) -> tuple[nn.Module, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

@@ -272,7 +272,8 @@ class Ladder:
         held_out: examples to score by.
         deadline: after which no other rung is begun.
         device: where to score.
-        optimises: whether networks that were not trained to the end are: not where a run cannot go on from a trial.
+        optimises: whether networks that were not trained to the end are optimised first. Where a run does not go on
+            from a trial it is only said that they were not.
     """
 
     def __init__(
@@ -304,7 +305,7 @@ class Ladder:
         self.drawn: dict[float, Posterior] = {}
         self.last = self.beside  # what the last trial predicts
         self.diverged: list[float] = []
-        self.optimised = False  # whether chains began with an initial optimisation
+        self.undertrained = self.optimised = False  # the networks; whether chains began with an initial optimisation
 
     def _scored(self, posterior: Posterior) -> Densities:
         """Log densities of the held-out examples; takes the time."""
@@ -363,12 +364,15 @@ class Ladder:
 
     def _untrained(self, first: Rung) -> bool:
         """Whether the first draws are far better than the starts, though these are not too sure, as overfitted ones."""
-        if not self.optimises or self.softmax_temperature > 1:
+        if self.softmax_temperature > 1:
             return False
         return Rung.of(first.temperature, self.alone, self.beside, self.last).better(UNTRAINED, without_few=True)
 
     def _optimise(self, cold: Rung) -> Rung:
-        """The same after an initial optimisation, if that is better."""
+        """The same after an initial optimisation, if that is better and the run can go on from it."""
+        self.undertrained = not self.optimises
+        if self.undertrained:
+            return cold
         temperature = cold.temperature
         kept = self.places[temperature], self.drawn[temperature]
         LOGGER.info("the network was not trained to the end: an initial optimisation comes first")
@@ -445,6 +449,8 @@ class Ladder:
         reason = (
             f"T = {best.temperature:.3g} by {len(self.beside)} held-out examples: NLL {best.nll:.4g}, {self.said()}"
         )
-        if self.optimised:
+        if self.optimised or self.undertrained:
             reason += "; the network was not trained to the end"
+        if self.undertrained:
+            reason += ", and such a run does not begin with an optimisation: train it further first"
         return Choice(best.temperature, reason + more, **known)

@@ -279,11 +279,13 @@ class TrainedRun:
         ladder: temperatures to try; some by default.
         given: settings of `sample` that every run has.
         options: of the method.
+        alone: whether the run goes on from a trial. One that is stored does not, so that it can be resumed without the
+            ladder; nor does one of several processes.
     """
 
     def __init__(
         self, target: Target, data: Any, starts: Sequence[State], held_out: Any, ladder: Any,
-        given: Mapping[str, Any], options: Mapping[str, Any],
+        given: Mapping[str, Any], options: Mapping[str, Any], alone: bool,
     ) -> None:  # fmt: skip
         method: str | None = given["method"]
         if method in BASELINES:
@@ -292,7 +294,7 @@ class TrainedRun:
             raise ValueError(
                 "starts= with isosgd.DataSets: networks are trained on one data set; sample each on its own"
             )
-        self.target, self.device = target, given["device"]
+        self.target, self.device, self.alone = target, given["device"], alone
         if isinstance(held_out, float) and given["transform"] is not None:
             raise ValueError(
                 f"held_out = {held_out} with a transform: predictions do not go through it, so pass held_out=(x, y) as "
@@ -357,7 +359,8 @@ class TrainedRun:
         late = math.inf if end is None else end
         heads = [self.starts[k % len(self.starts)] for k in range(chains)]  # as often as there are chains of each
         networks = min(chains, len(self.starts))
-        ladder = Ladder(run, self.target, heads, networks, self.held_out, late, self.device, self.continues)
+        optimises = self.continues and self.alone
+        ladder = Ladder(run, self.target, heads, networks, self.held_out, late, self.device, optimises)
         self.ladder = ladder
         if coldest < hottest or self.descends:
             choice = ladder.descend(coldest, self.cooling) if self.descends else ladder.climb(self.temperatures)
@@ -410,16 +413,14 @@ class TrainedRun:
     ) -> Posterior:  # fmt: skip
         """Draws at the temperature that was chosen, those of its rung and more from where it ended.
 
-        ``steps`` gives warm-up and steps between draws, from their number and whether the run goes on from a rung. One
-        that is stored does not, so that it can be resumed without the ladder; nor does one of several processes.
+        ``steps`` gives warm-up and steps between draws, from their number and whether the run goes on from a rung.
 
         A rung is short, and a longer run may go on to where predictions are worse. So the held-out examples have the
         last word: they say how many of the draws are kept and what weight the starts have among them, and a run that is
         of no use gives way to a colder one, at last to the starts themselves.
         """
         ranks = more.get("ranks")
-        alone = more.get("store") is None and ranks is None
-        begin, runs = self.place.measured if alone else {}, 0
+        begin, runs = self.place.measured if self.alone else {}, 0
         while choice.temperature > 0:
             draws: Any = more["draws"]
             early = self.early if begin and isinstance(draws, int) and draws >= 2 * RUNG_DRAWS else None
