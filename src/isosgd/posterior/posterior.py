@@ -22,7 +22,14 @@ from isosgd.diagnostics.summary import PosteriorSummary, summary_of
 from isosgd.diagnostics.traces import as_array
 from isosgd.diagnostics.verdict import ESS, RHAT, Verdict, judge
 from isosgd.metrics.checks import between_0_and_1
-from isosgd.posterior.calibration import TEMPERATURES, Densities, averaged, best_temperature, can_be_scaled
+from isosgd.posterior.calibration import (
+    TEMPERATURES,
+    Densities,
+    averaged,
+    best_temperature,
+    can_be_scaled,
+    warn_of_end,
+)
 from isosgd.posterior.comparison import STARTS, Comparison, State, as_states, compare, stacked
 from isosgd.posterior.draws import Draws, Mapped, Stack, batches_of, by_chain, device_of, moved, place_of
 from isosgd.posterior.prediction import Average, Prediction, join
@@ -215,7 +222,9 @@ class Posterior:
         """
         plain = self.at_softmax_temperature(1.0)
         found = plain.densities(self._examples(x, y, "calibrated")[1], batch_size=batch_size, device=device)
-        return plain.at_softmax_temperature(TEMPERATURES[best_temperature(found)])
+        temperature = TEMPERATURES[best_temperature(found)]
+        warn_of_end(temperature)
+        return plain.at_softmax_temperature(temperature)
 
     def select(self, chains: Sequence[int] | None = None, draws: slice | None = None) -> Posterior:
         """Some chains and some draws of each, such as ``select(chains=[0, 1], draws=slice(100, None))``."""

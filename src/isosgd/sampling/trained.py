@@ -28,7 +28,7 @@ from isosgd.data.sources import DataSets, Tensors, as_tensors, size_of
 from isosgd.engine.state import AS_IS
 from isosgd.errors import DivergedError, warn_caller
 from isosgd.posterior import Posterior
-from isosgd.posterior.calibration import FEW
+from isosgd.posterior.calibration import FEW, warn_of_end
 from isosgd.posterior.comparison import as_states
 from isosgd.progress import LOGGER
 from isosgd.sampling.ladder import (
@@ -491,6 +491,7 @@ class TrainedRun:
                     what = f"chains began with an initial optimisation; {what}"
                 if judged.part:
                     what += f", by the first {counts[judged.part]} of {found.num_draws} draws"
+                warn_of_end(judged.softmax_temperature)
                 LOGGER.info("held-out examples: %s", what)
                 both.info |= {**self.spent, **self._about(replace(choice, reason=f"{choice.reason}; {what}"))}
                 return both
@@ -510,6 +511,7 @@ class TrainedRun:
         if choice.start_softmax_temperature != 1:
             scaled = f"predicted at the softmax temperature {choice.start_softmax_temperature:.2g}"
             choice = replace(choice, reason=f"{choice.reason}, {scaled} (NLL {choice.calibrated_nll:.4g})")
+        warn_of_end(choice.start_softmax_temperature)
         warn_caller(choice.reason + stored)
         found = start_posterior(self.target, self.starts)
         size: dict[str, Any] = {"chains": len(self.starts), "draws": 1}
