@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import isosgd
-from isosgd import Comparison, Posterior, Target, likelihoods, priors
+from isosgd import Comparison, Posterior, SamplingWarning, Target, likelihoods, priors
 from isosgd.metrics import accuracy, brier, ece, rmse
 from isosgd.posterior.comparison import ensemble_curve
+from isosgd.store import DamagedError
 
 
 def networks(count: int, outputs: int = 3) -> list[nn.Sequential]:
@@ -156,7 +158,7 @@ def test_batch_norm_of_the_start_uses_its_running_statistics() -> None:
     assert found.start.nll == pytest.approx(float(expected), rel=1e-4)
 
 
-def test_starts_of_a_run_that_is_loaded_have_to_be_given(tmp_path: Any) -> None:
+def test_starts_of_a_run_that_was_stored_without_them_have_to_be_given(tmp_path: Any) -> None:
     (model,), (x, y) = networks(1), examples()
     target = Target.from_module(model, "categorical")
     isosgd.sample(
@@ -183,3 +185,32 @@ def test_starts_that_are_none(starts: Any, error: type[Exception], message: str)
         around([model]).against_start(x, y, starts=starts)
     with pytest.raises(ValueError, match="label"):
         around([model], likelihoods.Categorical()).against_start(x, y + 1, starts=[model])
+
+
+@pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning", "ignore:.*the statistics of the minibatch:UserWarning")
+def test_a_stored_run_knows_its_starts_when_it_is_loaded(tmp_path: Path) -> None:
+    """With their buffers, each of them once, whatever is merged; and a draw can be read where a start is damaged."""
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)) for _ in range(2)]
+    for model in models:
+        model(10 + torch.randn(50, 2))  # other statistics for each
+    target, (x, y) = Target.from_module(models[0], "categorical", priors.Normal(1.0)), examples(60)
+    short: dict[str, Any] = {"warmup": 100, "draws": 3, "keep_every": 2, "batch_size": 10, "temperature": 1e-2}
+    short |= {"starts": models, "structure": "layer", "compile": False, "progress": False}
+    runs = [tmp_path / f"{seed}" for seed in range(2)]
+    kept = [isosgd.sample(target, (x, y), seed=seed, store=run, **short) for seed, run in enumerate(runs)]
+    found = isosgd.load(runs[0], target)
+    assert found.against_start(x, y) == kept[0].against_start(x, y) == found.against_start(x, y, starts=models)
+    assert found.with_starts(0.5).info["from_start"] == 3
+    together = isosgd.merge(runs, tmp_path / "all", target)
+    assert (together.num_chains, together.against_start(x, y).starts) == (4, 2)
+    path = tmp_path / "all" / "part-0000" / "start-000001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    spoiled = isosgd.load(tmp_path / "all", target)
+    assert spoiled.predict(x).mean.shape == (60, 3)
+    with pytest.raises(DamagedError, match=r"start-000001\.safetensors is damaged"):
+        spoiled.against_start(x, y)
+    with pytest.raises(DamagedError, match="start-000001"):
+        isosgd.load(tmp_path / "all", target, verify=True)
+    with pytest.warns(SamplingWarning, match="networks that chains began with are left out: .*start-000001"):
+        assert isosgd.load(tmp_path / "all", target, damaged="drop").starts is None

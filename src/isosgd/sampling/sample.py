@@ -270,13 +270,15 @@ def _draw(
     first_chain: int | None = None,
     begin: Mapping[int, dict[str, Any]] | None = None,
     ends: dict[int, dict[str, Any]] | None = None,
+    starts: Sequence[Mapping[str, Any]] = (),
     **options: Any,
 ) -> Posterior:
     """`sample` at a temperature that is known; ``about_choice`` goes into ``info``.
 
     After the draws each of them takes ``scoring`` seconds, which count before the ``deadline``.
     ``first_chain`` is given where chains are a part of a run that several processes drew, each on its own. ``begin``
-    and ``ends`` are states of chains at another temperature, to go on from and to leave behind.
+    and ``ends`` are states of chains at another temperature, to go on from and to leave behind. ``starts`` are trained
+    networks that a store is to hold.
     """
     check_settings(method, draws, chains, keep_every, warmup, temperature)
     given_method, (method, batch_size) = method, resolve_method(method, batch_size)
@@ -297,7 +299,9 @@ def _draw(
         **({"budget": budget} if draws == "auto" else {}),
         **({} if first_chain is None else {"first_chain": first_chain}),
     }
-    asked = RunRequest(target, data, init, place, settings, options, store, resume, store_dtype, held_out, transform)
+    asked = RunRequest(
+        target, data, init, place, settings, options, store, resume, store_dtype, held_out, transform, starts
+    )
     if ranks is not None:
         ranks.arrange(chains)
         check_request(ranks, asked)

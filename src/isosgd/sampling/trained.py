@@ -438,8 +438,8 @@ class TrainedRun:
             try:
                 with warnings.catch_warnings(record=True) as said:  # of a run that is not kept they would mislead
                     found = self._counted(draw)(
-                        self.target, self.data, init=self._init(self.starts), chains=chains, trained=True,
-                        temperature=choice.temperature, about_choice=self._about(choice), begin=begin,
+                        self.target, self.data, init=self._init(self.starts), starts=self.given, chains=chains,
+                        trained=True, temperature=choice.temperature, about_choice=self._about(choice), begin=begin,
                         **lengths, **settings, **self.settings,
                     )  # fmt: skip
             except DivergedError:
