@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import sys
 import time
 from dataclasses import replace
@@ -138,8 +139,9 @@ def test_where_every_trial_does_harm_the_starts_come_back_without_a_run() -> Non
 
 
 @pytest.mark.long
-def test_a_run_that_is_not_surely_better_is_followed_by_a_colder_one() -> None:
+def test_a_run_that_is_not_surely_better_is_followed_by_a_colder_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """And by no third one: the second decides."""
+    monkeypatch.setattr("isosgd.sampling.trained.COLDER_GAIN", 1.0)
     model, data, held_out = fitted(apart=0.0)
     run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False}
     found = sample(target_of(model), data, starts=[model], held_out=held_out, **run)
@@ -149,8 +151,10 @@ def test_a_run_that_is_not_surely_better_is_followed_by_a_colder_one() -> None:
     assert 2 * 1_300 < found.info["gradients"] - 400 < 2 * 1_400
 
 
-def judged_as(monkeypatch: pytest.MonkeyPatch, fates: list[str], **settings: Any) -> tuple[list[float], Any]:
-    """Temperatures of the runs after the trials, where each ends as said: "diverged", or not surely better."""
+def judged_as(
+    monkeypatch: pytest.MonkeyPatch, fates: list[str], error: float = 2e-4, **settings: Any
+) -> tuple[list[float], Any]:
+    """Temperatures of the runs after the trials, where each ends as said: "diverged", or better by .0001 +- error."""
     module, ran = sys.modules["isosgd.sampling.sample"], list[float]()
     draw = module._draw  # type: ignore[attr-defined]
 
@@ -164,24 +168,34 @@ def judged_as(monkeypatch: pytest.MonkeyPatch, fates: list[str], **settings: Any
     of = Rung.of
 
     def unsure(*args: Any, apart: bool = False) -> Rung:
-        return replace(of(*args, apart=apart), difference=-1e-3) if apart else of(*args)
+        found = of(*args, apart=apart)
+        rest = error if math.isfinite(found.rest) else found.rest
+        return replace(found, difference=-1e-4, error=error, rest=rest) if apart else found
 
     monkeypatch.setattr(module, "_draw", fated)
     monkeypatch.setattr(Rung, "of", unsure)
-    monkeypatch.setattr("isosgd.sampling.trained.SURE_CHOSEN", 1e6)
     model, data, held_out = fitted(apart=0.0)
     run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False, "draws": 8, "keep_every": 5}
+    run["warmup"] = 200
     with pytest.warns(SamplingWarning, match="the draws are the starts"):
         found = sample(target_of(model), data, starts=[model], **{"held_out": held_out, **run, **settings})
     return ran, found
 
 
 def test_at_most_two_runs_are_judged_however_many_diverge(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran, _ = judged_as(monkeypatch, ["diverged", "unsure", "unsure", "never"])
+    ran, found = judged_as(monkeypatch, ["diverged", "unsure", "unsure", "never"])
     assert ran == pytest.approx([0.3, 0.03, 0.03 / 10**0.5])
+    assert [run["temperature"] for run in found.info["temperature_choice"]["runs"]] == ran[1:]
     monkeypatch.undo()
     ran, _ = judged_as(monkeypatch, ["unsure", "diverged", "unsure", "never"])
     assert ran == pytest.approx([0.3, 0.3 / 10**0.5, 0.03 / 10**0.5])
+
+
+def test_there_is_no_second_run_where_it_could_not_be_surely_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A colder run gains some hundredths of the NLL, and held-out examples leave an error that is far larger."""
+    ran, found = judged_as(monkeypatch, ["unsure", "never"], error=0.02)
+    assert found.info["temperature_choice"]["calibrated_nll"] < 0.2
+    assert ran == [0.3] and "surely (0.0001 ± 0.02 better)" in found.info["temperature_choice"]["reason"]
 
 
 def test_without_a_warm_up_there_is_no_second_run(monkeypatch: pytest.MonkeyPatch) -> None:

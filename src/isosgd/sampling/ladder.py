@@ -167,10 +167,13 @@ class Rung:
         hotness = after.temperatures[index]
         return cls(temperature, nll, float(change.mean()), error, rest, share, alone, part, hotness)
 
-    def better(self, sure: float, without_few: bool) -> bool:
-        """Than the starts, by so many standard errors; where ``without_few``, not by what `FEW` examples gain alone."""
-        sure_enough = math.isfinite(self.error) and self.difference + sure * self.error < 0
-        return sure_enough and not (without_few and self.rest >= 0)
+    def better(self, sure: float, without_few: bool, short: float = 0.0) -> bool:
+        """Than the starts, by so many standard errors; where ``without_few``, not by what `FEW` examples gain alone.
+
+        ``short`` is how much may be missing: whether it would be better if its NLL were lower by so much.
+        """
+        sure_enough = math.isfinite(self.error) and self.difference + sure * self.error < short
+        return sure_enough and not (without_few and self.rest >= short)
 
 
 @dataclass(frozen=True)
@@ -178,8 +181,8 @@ class Choice:
     """How a temperature was chosen; ``temperature`` is 0 where none helps, so that the draws are the starts.
 
     ``start_softmax_temperature`` and ``calibrated_nll`` are of the starts alone. ``judged`` is what held-out examples
-    say of the run, with its difference to the calibrated starts; ``rungs`` are the trials before it, with differences
-    to the starts as they are.
+    say of the run, with its difference to the calibrated starts, and ``runs`` are all that were judged; ``rungs`` are
+    the trials before them, with differences to the starts as they are.
     """
 
     temperature: float
@@ -192,6 +195,7 @@ class Choice:
     diverged: tuple[float, ...] = field(default=())
     seconds: float = 0.0
     judged: Rung | None = None
+    runs: tuple[Rung, ...] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""

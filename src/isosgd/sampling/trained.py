@@ -61,7 +61,9 @@ COLD = 1e-3  # where nothing is held out; docs/trained.md says what it did
 SURE_CHOSEN, SURE = 1.0, -1.0
 EPOCHS, LEAST = 10, 2_000  # of gradients in all, and gradients at least
 LADDER_SHARE, RUNGS, TRIAL_SHARE = 1 / 3, 5, 0.1
-RUNS = 2  # at most, if held-out examples do not speak for the first: a colder one
+# At most, if held-out examples do not speak for the first: a colder one, which comes to an NLL that is lower by such a
+# share of the calibrated start's. Where that would not be enough there is none (docs/trained.md has the figures).
+RUNS, COLDER_GAIN = 2, 0.03
 RUNG_DRAWS, RUNG_WARMUP = 8, 200  # draws of a rung, and gradients to measure its noise by
 # Of large networks and those with BatchNorm, which have one rung that the run goes on from.
 LARGE_TEMPERATURE, LARGE_WARMUP, LARGE_RUNG = 3e-2, 400, 540
@@ -420,7 +422,7 @@ class TrainedRun:
         of no use gives way to a colder one, at last to the starts themselves.
         """
         ranks = more.get("ranks")
-        begin, runs = self.place.measured if self.alone else {}, 0
+        begin = self.place.measured if self.alone else {}
         while choice.temperature > 0:
             draws: Any = more["draws"]
             early = self.early if begin and isinstance(draws, int) and draws >= 2 * RUNG_DRAWS else None
@@ -447,7 +449,6 @@ class TrainedRun:
                     raise
                 choice, begin = self._in_time(self._colder(choice, "diverged"), more), {}
                 continue
-            runs += 1
             if early is not None and early.num_chains == found.num_chains:
                 found = _followed_by(early, found)
             found.starts = list(self.given)
@@ -459,7 +460,7 @@ class TrainedRun:
                 # Among draws a network has the noise scale that these found, alone the one that suits it best.
                 beside = self.ladder.beside if chosen else densities(found.start_draws(), self.held_out, self.device)
                 judged = Rung.of(choice.temperature, self.ladder.alone, beside, after, apart=True)
-                choice = replace(choice, judged=judged)
+                choice = replace(choice, judged=judged, runs=(*choice.runs, judged))
                 found.info |= self._about(choice)
             good = judged is None or judged.better(sure, chosen)
             if ranks is not None:  # where machines round otherwise, rank 0 has its way
@@ -501,8 +502,9 @@ class TrainedRun:
                 unsure += f", by {FEW} examples alone)" if judged.better(sure, without_few=False) else ")"
             fault, begin = f"did not help to predict held-out examples{unsure}", {}
             # A colder run is closer to the start: it helps where draws are worse than that, and may be surer.
-            last = runs >= RUNS or (useless and judged.alone <= choice.start_nll)
-            last |= not (math.isfinite(judged.error) and math.isfinite(judged.rest))  # too few examples to be sure
+            last = len(choice.runs) >= RUNS or (useless and judged.alone <= choice.start_nll)
+            gain = COLDER_GAIN * (choice.calibrated_nll if has_classes(self.target) else 1.0)
+            last |= not judged.better(sure, chosen, short=gain)
             last |= lengths["warmup"] == 0  # without a trial's rates there would be none
             choice = self._in_time(self._colder(choice, fault, COLDER if useless else COOLER, last), more)
             if ranks is not None:
