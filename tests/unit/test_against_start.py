@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,62 @@ def test_starts_that_are_none(starts: Any, error: type[Exception], message: str)
         around([model]).against_start(x, y, starts=starts)
     with pytest.raises(ValueError, match="label"):
         around([model], likelihoods.Categorical()).against_start(x, y + 1, starts=[model])
+
+
+class Counted(nn.Module):
+    """Counts its forward passes; filters of convolutions are not mapped over draws, so that each takes one."""
+
+    passes = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(1, 4, (1, 2)), nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Counted.passes += 1
+        found: Tensor = self.last(self.norm(self.first(x.reshape(-1, 1, 1, 2)).flatten(1)).tanh())
+        return found
+
+
+@pytest.mark.filterwarnings("ignore:.*the statistics of the minibatch:UserWarning")
+def test_a_start_with_a_large_weight_is_predicted_once() -> None:
+    """What comes out is as if it stood there as often as its weight says."""
+    torch.manual_seed(0)
+    models, (x, y) = [Counted() for _ in range(2)], examples()
+    for model in models:
+        model(3 + torch.randn(50, 2))
+    made = torch.Generator().manual_seed(1)
+    parts: list[dict[str, Tensor]] = [{}, {}]
+    for name, first in models[0].state_dict().items():
+        noise = 0.1 * torch.rand(2, 12, *first.shape, generator=made)
+        both = torch.stack([model.state_dict()[name] for model in models])[:, None] + noise
+        parts["norm.r" in name or "num_batches" in name][name] = both.to(first.dtype)
+    chains = Posterior(Target.from_module(models[0], "categorical"), parts[0], {}, buffers=parts[1], starts=models)
+    found = chains.with_starts(0.9)
+    copies = found.info["from_start"]
+    assert (copies, found.num_draws) == (54, 60)
+    dense = Posterior(found.target, dict(found.draws), found.info, buffers=dict(found.buffers), starts=models)
+    assert dense.draws["first.weight"].shape == (2, 60, 4, 1, 1, 2)
+    assert torch.equal(dense.draws["first.weight"][1, 17], models[1].first.weight)
+    asked: dict[str, Callable[[Posterior], Tensor]] = {
+        "predict": lambda p: p.predict(x, batch_size=20).mean,
+        "predict draws": lambda p: p.predict(x, return_draws=True).draws,  # type: ignore[return-value]
+        "log_likelihood": lambda p: p.log_likelihood((x, y)),
+        "log_predictive": lambda p: p.log_predictive((x, y)),
+        "simulate": lambda p: p.simulate(x),
+        "refreshed": lambda p: p.refreshed([(x, y)]).predict(x).mean,
+        "some": lambda p: p.select(chains=[1], draws=slice(50, 57)).predict(x).mean,
+        "reversed": lambda p: p.select(draws=slice(None, None, -7)).log_likelihood((x, y)),
+        "heads": lambda p: p.select(draws=slice(3)).predict(x).mean,
+        "one": lambda p: p.draw(1, -1)["last.bias"] + p.draw(0, 53)["last.bias"],
+    }
+    for name, ask in asked.items():
+        before = Counted.passes
+        once = ask(found)
+        passes, before = Counted.passes - before, Counted.passes
+        torch.testing.assert_close(once, ask(dense), msg=name)
+        if name in ("predict", "log_likelihood", "log_predictive", "simulate"):
+            assert 6 * passes < Counted.passes - before, name  # 14 networks in the place of 120
 
 
 @pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning", "ignore:.*the statistics of the minibatch:UserWarning")
