@@ -152,11 +152,15 @@ def test_a_run_that_is_not_surely_better_is_followed_by_a_colder_one(monkeypatch
 
 
 def judged_as(
-    monkeypatch: pytest.MonkeyPatch, fates: list[str], error: float = 2e-4, **settings: Any
+    monkeypatch: pytest.MonkeyPatch, fates: list[str], error: float = 2e-4, seconds: float = 0.0, **settings: Any
 ) -> tuple[list[float], Any]:
-    """Temperatures of the runs after the trials, where each ends as said: "diverged", or better by .0001 +- error."""
+    """Temperatures of the runs after the trials, where each ends as said: "diverged", or better by .0001 +- error.
+
+    By the clock each takes so many seconds more than it does.
+    """
     module, ran = sys.modules["isosgd.sampling.sample"], list[float]()
-    draw = module._draw  # type: ignore[attr-defined]
+    draw, clock = module._draw, time.monotonic  # type: ignore[attr-defined]
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + seconds * len(ran))
 
     def fated(*args: Any, **given: Any) -> Any:
         if "about_choice" in given:
@@ -196,6 +200,16 @@ def test_there_is_no_second_run_where_it_could_not_be_surely_better(monkeypatch:
     ran, found = judged_as(monkeypatch, ["unsure", "never"], error=0.02)
     assert found.info["temperature_choice"]["calibrated_nll"] < 0.2
     assert ran == [0.3] and "surely (0.0001 ± 0.02 better)" in found.info["temperature_choice"]["reason"]
+
+
+@pytest.mark.parametrize(("seconds", "runs"), [(600.0, 2), (700.0, 1)])
+def test_a_second_run_has_half_the_time_of_the_first_at_least(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, runs: int
+) -> None:
+    ran, found = judged_as(monkeypatch, ["unsure", "unsure", "never"], seconds=seconds, max_seconds=1_000.0)
+    assert len(ran) == runs
+    said = "max_seconds ended before a colder one" in found.info["temperature_choice"]["reason"]
+    assert said == (runs == 1)
 
 
 def test_without_a_warm_up_there_is_no_second_run(monkeypatch: pytest.MonkeyPatch) -> None:

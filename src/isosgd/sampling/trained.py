@@ -432,7 +432,7 @@ class TrainedRun:
             if self.descends and lengths["warmup"] <= CONTINUED:
                 # The rates with which the chain came away from a mode; where there is more noise they would be lower.
                 begin = {first: {**state, AS_IS: True} for first, state in begin.items()}
-            settings = {**more, "draws": draws}
+            settings, began = {**more, "draws": draws}, time.monotonic()
             if choice.held_out and more.get("deadline") is not None:  # to judge the run by them takes its time, too
                 drawn, total = 1 if early is None else 1 + early.num_draws, more["draws"]
                 judging = self._judging(drawn, total if isinstance(total, int) else DRAWS)
@@ -447,7 +447,7 @@ class TrainedRun:
             except DivergedError:
                 if not choice.held_out or more.get("store") is not None:
                     raise
-                choice, begin = self._in_time(self._colder(choice, "diverged"), more), {}
+                choice, begin = self._in_time(self._colder(choice, "diverged"), more, began), {}
                 continue
             if early is not None and early.num_chains == found.num_chains:
                 found = _followed_by(early, found)
@@ -506,7 +506,7 @@ class TrainedRun:
             gain = COLDER_GAIN * (choice.calibrated_nll if has_classes(self.target) else 1.0)
             last |= not judged.better(sure, chosen, short=gain)
             last |= lengths["warmup"] == 0  # without a trial's rates there would be none
-            choice = self._in_time(self._colder(choice, fault, COLDER if useless else COOLER, last), more)
+            choice = self._in_time(self._colder(choice, fault, COLDER if useless else COOLER, last), more, began)
             if ranks is not None:
                 choice = replace(choice, temperature=ranks.gather(choice.temperature)[0])
         stored = "" if more.get("store") is None else f"; nothing was written to {more['store']}"
@@ -535,10 +535,10 @@ class TrainedRun:
     def _about(self, choice: Choice) -> dict[str, Any]:
         return {"temperature_choice": choice.as_dict(), "starts": len(self.starts)}
 
-    def _in_time(self, choice: Choice, more: Mapping[str, Any]) -> Choice:
-        """The same, but the starts where the time of the run is over."""
-        end = more.get("deadline")
-        if choice.temperature and end is not None and time.monotonic() > end:
+    def _in_time(self, choice: Choice, more: Mapping[str, Any], began: float) -> Choice:
+        """The same, but the starts where not even half of the time is left that the run took, which began then."""
+        end, now = more.get("deadline"), time.monotonic()
+        if choice.temperature and end is not None and end - now < (now - began) / 2:
             late = "max_seconds ended before a colder one: the draws are the starts"
             choice = replace(choice, temperature=0.0, reason=choice.reason.partition(": ")[0] + f", and {late}")
         return choice
