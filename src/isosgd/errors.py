@@ -48,6 +48,7 @@ class DivergedError(RuntimeError):
         group: layer whose gradient was not finite, or None when it was the loss.
         state: natural parameters before the bad step.
         draws: draws kept so far, a dict of tensors ``[draws, *shape]`` (empty during warm-up).
+        gradients: of all chains of the run, where all of them have diverged.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class DivergedError(RuntimeError):
         self.group = group
         self.state = dict(state)
         self.draws = dict(draws or {})
+        self.gradients = step
 
 
 class RankError(RuntimeError):

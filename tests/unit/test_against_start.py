@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import isosgd
-from isosgd import Comparison, Posterior, Target, likelihoods, priors
+from isosgd import Comparison, Posterior, SamplingWarning, Target, likelihoods, priors
 from isosgd.metrics import accuracy, brier, ece, rmse
 from isosgd.posterior.comparison import ensemble_curve
+from isosgd.store import DamagedError
 
 
 def networks(count: int, outputs: int = 3) -> list[nn.Sequential]:
@@ -156,7 +159,7 @@ def test_batch_norm_of_the_start_uses_its_running_statistics() -> None:
     assert found.start.nll == pytest.approx(float(expected), rel=1e-4)
 
 
-def test_starts_of_a_run_that_is_loaded_have_to_be_given(tmp_path: Any) -> None:
+def test_starts_of_a_run_that_was_stored_without_them_have_to_be_given(tmp_path: Any) -> None:
     (model,), (x, y) = networks(1), examples()
     target = Target.from_module(model, "categorical")
     isosgd.sample(
@@ -183,3 +186,88 @@ def test_starts_that_are_none(starts: Any, error: type[Exception], message: str)
         around([model]).against_start(x, y, starts=starts)
     with pytest.raises(ValueError, match="label"):
         around([model], likelihoods.Categorical()).against_start(x, y + 1, starts=[model])
+
+
+class Counted(nn.Module):
+    """Counts its forward passes; filters of convolutions are not mapped over draws, so that each takes one."""
+
+    passes = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(1, 4, (1, 2)), nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Counted.passes += 1
+        found: Tensor = self.last(self.norm(self.first(x.reshape(-1, 1, 1, 2)).flatten(1)).tanh())
+        return found
+
+
+@pytest.mark.filterwarnings("ignore:.*the statistics of the minibatch:UserWarning")
+def test_a_start_with_a_large_weight_is_predicted_once() -> None:
+    """What comes out is as if it stood there as often as its weight says."""
+    torch.manual_seed(0)
+    models, (x, y) = [Counted() for _ in range(2)], examples()
+    for model in models:
+        model(3 + torch.randn(50, 2))
+    made = torch.Generator().manual_seed(1)
+    parts: list[dict[str, Tensor]] = [{}, {}]
+    for name, first in models[0].state_dict().items():
+        noise = 0.1 * torch.rand(2, 12, *first.shape, generator=made)
+        both = torch.stack([model.state_dict()[name] for model in models])[:, None] + noise
+        parts["norm.r" in name or "num_batches" in name][name] = both.to(first.dtype)
+    chains = Posterior(Target.from_module(models[0], "categorical"), parts[0], {}, buffers=parts[1], starts=models)
+    found = chains.with_starts(0.9)
+    copies = found.info["from_start"]
+    assert (copies, found.num_draws) == (54, 60)
+    dense = Posterior(found.target, dict(found.draws), found.info, buffers=dict(found.buffers), starts=models)
+    assert dense.draws["first.weight"].shape == (2, 60, 4, 1, 1, 2)
+    assert torch.equal(dense.draws["first.weight"][1, 17], models[1].first.weight)
+    asked: dict[str, Callable[[Posterior], Tensor]] = {
+        "predict": lambda p: p.predict(x, batch_size=20).mean,
+        "predict draws": lambda p: p.predict(x, return_draws=True).draws,  # type: ignore[return-value]
+        "log_likelihood": lambda p: p.log_likelihood((x, y)),
+        "log_predictive": lambda p: p.log_predictive((x, y)),
+        "simulate": lambda p: p.simulate(x),
+        "refreshed": lambda p: p.refreshed([(x, y)]).predict(x).mean,
+        "some": lambda p: p.select(chains=[1], draws=slice(50, 57)).predict(x).mean,
+        "reversed": lambda p: p.select(draws=slice(None, None, -7)).log_likelihood((x, y)),
+        "heads": lambda p: p.select(draws=slice(3)).predict(x).mean,
+        "one": lambda p: p.draw(1, -1)["last.bias"] + p.draw(0, 53)["last.bias"],
+    }
+    for name, ask in asked.items():
+        before = Counted.passes
+        once = ask(found)
+        passes, before = Counted.passes - before, Counted.passes
+        torch.testing.assert_close(once, ask(dense), msg=name)
+        if name in ("predict", "log_likelihood", "log_predictive", "simulate"):
+            assert 6 * passes < Counted.passes - before, name  # 14 networks in the place of 120
+
+
+@pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning", "ignore:.*the statistics of the minibatch:UserWarning")
+def test_a_stored_run_knows_its_starts_when_it_is_loaded(tmp_path: Path) -> None:
+    """With their buffers, each of them once, whatever is merged; and a draw can be read where a start is damaged."""
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)) for _ in range(2)]
+    for model in models:
+        model(10 + torch.randn(50, 2))  # other statistics for each
+    target, (x, y) = Target.from_module(models[0], "categorical", priors.Normal(1.0)), examples(60)
+    short: dict[str, Any] = {"warmup": 100, "draws": 3, "keep_every": 2, "batch_size": 10, "temperature": 1e-2}
+    short |= {"starts": models, "structure": "layer", "compile": False, "progress": False}
+    runs = [tmp_path / f"{seed}" for seed in range(2)]
+    kept = [isosgd.sample(target, (x, y), seed=seed, store=run, **short) for seed, run in enumerate(runs)]
+    found = isosgd.load(runs[0], target)
+    assert found.against_start(x, y) == kept[0].against_start(x, y) == found.against_start(x, y, starts=models)
+    assert found.with_starts(0.5).info["from_start"] == 3
+    together = isosgd.merge(runs, tmp_path / "all", target)
+    assert (together.num_chains, together.against_start(x, y).starts) == (4, 2)
+    path = tmp_path / "all" / "part-0000" / "start-000001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    spoiled = isosgd.load(tmp_path / "all", target)
+    assert spoiled.predict(x).mean.shape == (60, 3)
+    with pytest.raises(DamagedError, match=r"start-000001\.safetensors is damaged"):
+        spoiled.against_start(x, y)
+    with pytest.raises(DamagedError, match="start-000001"):
+        isosgd.load(tmp_path / "all", target, verify=True)
+    with pytest.warns(SamplingWarning, match="networks that chains began with are left out: .*start-000001"):
+        assert isosgd.load(tmp_path / "all", target, damaged="drop").starts is None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isosgd import Posterior, Target, priors, sample
+from isosgd import Posterior, SamplingWarning, Target, priors, sample
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
 
@@ -23,15 +23,15 @@ def examples(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return x, x.softmax(1).multinomial(1, generator=generator)[:, 0]
 
 
-def too_sure(draws: int = 5, spread: float = 0.0) -> Posterior:
+def too_sure(draws: int = 5, spread: float = 0.0, sureness: float = SURENESS) -> Posterior:
     """Draws around the true model with logits that are too large."""
     model = nn.Linear(3, 3, bias=False)
     noise = spread * torch.randn(1, draws, 3, 3, generator=torch.Generator().manual_seed(3))
     return Posterior(
         Target.from_module(model, "categorical", priors.Normal(1.0)),
-        {"weight": SURENESS * (torch.eye(3).expand(1, draws, 3, 3) + noise)},
+        {"weight": sureness * (torch.eye(3).expand(1, draws, 3, 3) + noise)},
         {"method": "isgd", "temperature": 1.0},
-        starts=[{"weight": SURENESS * torch.eye(3)}],
+        starts=[{"weight": sureness * torch.eye(3)}],
     )
 
 
@@ -42,6 +42,29 @@ def test_the_temperature_that_is_known_is_found() -> None:
     assert found.predict(new[0]).mean == pytest.approx(new[0].softmax(1), abs=0.02)
     gain = found.log_predictive(new) - too_sure().log_predictive(new)
     assert float(gain.mean()) > 5 * float(gain.std()) / math.sqrt(len(gain))
+
+
+@pytest.mark.parametrize("sureness", [0.2, 40.0])
+def test_far_from_1_the_temperature_is_found_roughly(sureness: float) -> None:
+    found = too_sure(sureness=sureness).calibrated(*examples(20_000, 0))
+    assert abs(math.log(found.softmax_temperature / sureness)) < 0.3  # temperatures are half apart there
+
+
+@pytest.mark.parametrize("sureness", [1e-3, 1e3])
+def test_the_last_temperature_that_is_tried_is_warned_of(sureness: float) -> None:
+    """By `calibrated` and by the call itself, where the start comes back."""
+    posterior, held_out = too_sure(sureness=sureness), examples(2_000, 0)
+    size = "small" if sureness < 1 else "large"
+    message = f"is the last of those that are tried, 0.082 to 148: the network's logits are far too {size}"
+    with pytest.warns(SamplingWarning, match=message) as said:
+        posterior.calibrated(*held_out)
+    assert said[0].filename == __file__
+    run: dict[str, Any] = {"draws": 4, "warmup": 200, "keep_every": 1, "batch_size": 50, "compile": False}
+    with pytest.warns(SamplingWarning, match=message):
+        sample(
+            posterior.view.target, examples(300, 1), starts=posterior.starts, held_out=held_out, ladder=[1e-12],
+            progress=False, **run,
+        )  # fmt: skip
 
 
 def test_all_predictions_are_of_the_same_logits() -> None:

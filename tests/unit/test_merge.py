@@ -188,7 +188,7 @@ def test_fits_of_one_table_with_other_seeds_merge(tmp_path: Path, capsys: pytest
     assert merge(runs, tmp_path / "all").num_chains == 4
     model = sklearn.load(tmp_path / "all")
     assert model.posterior_.num_chains == 4 and list(model.feature_names_in_) == ["t", "x"]
-    assert all((tmp_path / "all" / f"part-000{k}" / "starts.safetensors").exists() for k in range(2)), "to resume"
+    assert all((tmp_path / "all" / f"part-000{k}" / "start-000001.safetensors").exists() for k in range(2)), "to resume"
     capsys.readouterr()
     assert main(["merge", *map(str, runs), "--out", str(tmp_path / "merged")]) == 0
     assert main(["predict", str(tmp_path / "merged"), str(table), "--out", str(tmp_path / "p.csv")]) == 0

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from isosgd import DivergedError, SamplingWarning, Target, priors, sample
+from isosgd import DivergedError, Posterior, SamplingWarning, Target, load, priors, sample
 from isosgd.sampling.ladder import Rung
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
@@ -92,6 +94,22 @@ def test_a_network_that_was_not_trained_to_the_end_is_optimised_first(steps: int
     assert against.ratio < (0.75 if said else 1.01)
 
 
+def test_a_stored_run_pays_for_no_optimisation_that_it_cannot_use(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It begins at the network as it was given, so that it can be resumed; of one that is undertrained this is said."""
+    model = trained(steps=3)
+    with caplog.at_level("INFO", logger="isosgd"):
+        found = sample(
+            target_of(model), TRAIN, starts=[model], held_out=examples(2_000, 1), store=tmp_path / "run", **SHORT
+        )
+    said = "the network was not trained to the end, and such a run does not begin with an optimisation"
+    assert said in found.info["temperature_choice"]["reason"]
+    assert said in load(tmp_path / "run").info["temperature_choice"]["reason"]
+    assert len([line for line in caplog.messages if line.startswith("temperature 0.3: held-out NLL")]) == 1
+    assert not any("initial optimisation" in line for line in caplog.messages)
+
+
 def fitted(apart: float) -> tuple[nn.Module, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """A network of two classes that lie so far apart, its data, and examples that it was not trained on."""
 
@@ -121,8 +139,9 @@ def test_where_every_trial_does_harm_the_starts_come_back_without_a_run() -> Non
 
 
 @pytest.mark.long
-def test_a_run_that_is_not_surely_better_is_followed_by_a_colder_one() -> None:
+def test_a_run_that_is_not_surely_better_is_followed_by_a_colder_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """And by no third one: the second decides."""
+    monkeypatch.setattr("isosgd.sampling.trained.COLDER_GAIN", 1.0)
     model, data, held_out = fitted(apart=0.0)
     run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False}
     found = sample(target_of(model), data, starts=[model], held_out=held_out, **run)
@@ -132,10 +151,16 @@ def test_a_run_that_is_not_surely_better_is_followed_by_a_colder_one() -> None:
     assert 2 * 1_300 < found.info["gradients"] - 400 < 2 * 1_400
 
 
-def judged_as(monkeypatch: pytest.MonkeyPatch, fates: list[str], **settings: Any) -> tuple[list[float], Any]:
-    """Temperatures of the runs after the trials, where each ends as said: "diverged", or not surely better."""
+def judged_as(
+    monkeypatch: pytest.MonkeyPatch, fates: list[str], error: float = 2e-4, seconds: float = 0.0, **settings: Any
+) -> tuple[list[float], Any]:
+    """Temperatures of the runs after the trials, where each ends as said: "diverged", or better by .0001 +- error.
+
+    By the clock each takes so many seconds more than it does.
+    """
     module, ran = sys.modules["isosgd.sampling.sample"], list[float]()
-    draw = module._draw  # type: ignore[attr-defined]
+    draw, clock = module._draw, time.monotonic  # type: ignore[attr-defined]
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + seconds * len(ran))
 
     def fated(*args: Any, **given: Any) -> Any:
         if "about_choice" in given:
@@ -147,24 +172,44 @@ def judged_as(monkeypatch: pytest.MonkeyPatch, fates: list[str], **settings: Any
     of = Rung.of
 
     def unsure(*args: Any, apart: bool = False) -> Rung:
-        return replace(of(*args, apart=apart), difference=-1e-3) if apart else of(*args)
+        found = of(*args, apart=apart)
+        rest = error if math.isfinite(found.rest) else found.rest
+        return replace(found, difference=-1e-4, error=error, rest=rest) if apart else found
 
     monkeypatch.setattr(module, "_draw", fated)
     monkeypatch.setattr(Rung, "of", unsure)
-    monkeypatch.setattr("isosgd.sampling.trained.SURE_CHOSEN", 1e6)
     model, data, held_out = fitted(apart=0.0)
     run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False, "draws": 8, "keep_every": 5}
+    run["warmup"] = 200
     with pytest.warns(SamplingWarning, match="the draws are the starts"):
         found = sample(target_of(model), data, starts=[model], **{"held_out": held_out, **run, **settings})
     return ran, found
 
 
 def test_at_most_two_runs_are_judged_however_many_diverge(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran, _ = judged_as(monkeypatch, ["diverged", "unsure", "unsure", "never"])
+    ran, found = judged_as(monkeypatch, ["diverged", "unsure", "unsure", "never"])
     assert ran == pytest.approx([0.3, 0.03, 0.03 / 10**0.5])
+    assert [run["temperature"] for run in found.info["temperature_choice"]["runs"]] == ran[1:]
     monkeypatch.undo()
     ran, _ = judged_as(monkeypatch, ["unsure", "diverged", "unsure", "never"])
     assert ran == pytest.approx([0.3, 0.3 / 10**0.5, 0.03 / 10**0.5])
+
+
+def test_there_is_no_second_run_where_it_could_not_be_surely_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A colder run gains some hundredths of the NLL, and held-out examples leave an error that is far larger."""
+    ran, found = judged_as(monkeypatch, ["unsure", "never"], error=0.02)
+    assert found.info["temperature_choice"]["calibrated_nll"] < 0.2
+    assert ran == [0.3] and "surely (0.0001 ± 0.02 better)" in found.info["temperature_choice"]["reason"]
+
+
+@pytest.mark.parametrize(("seconds", "runs"), [(600.0, 2), (700.0, 1)])
+def test_a_second_run_has_half_the_time_of_the_first_at_least(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, runs: int
+) -> None:
+    ran, found = judged_as(monkeypatch, ["unsure", "unsure", "never"], seconds=seconds, max_seconds=1_000.0)
+    assert len(ran) == runs
+    said = "max_seconds ended before a colder one" in found.info["temperature_choice"]["reason"]
+    assert said == (runs == 1)
 
 
 def test_without_a_warm_up_there_is_no_second_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,6 +221,23 @@ def test_two_held_out_examples_are_too_few_for_a_second_run(monkeypatch: pytest.
     model, _, (x, y) = fitted(apart=0.0)
     wrong = model(x).argmax(1) != y  # so that trials do not all do harm
     assert len(judged_as(monkeypatch, ["unsure", "never"], held_out=(x[wrong][:2], y[wrong][:2]))[0]) == 1
+
+
+def test_held_out_examples_are_predicted_once_by_each_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the network is not too sure, so that a trial tells whether it was trained to the end."""
+    scored, densities = list[int](), Posterior.densities
+
+    def counted(posterior: Posterior, *args: Any, **settings: Any) -> Any:
+        scored.append(posterior.num_draws)
+        return densities(posterior, *args, **settings)
+
+    monkeypatch.setattr(Posterior, "densities", counted)
+    model, data, held_out = fitted(apart=8.0)
+    run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False}
+    found = sample(target_of(model), data, starts=[model], held_out=held_out, **run)
+    choice = found.info["temperature_choice"]
+    assert choice["start_softmax_temperature"] <= 1
+    assert scored == [1] + [8] * len(choice["rungs"])  # the start, and the draws of each trial
 
 
 def test_where_time_ends_the_trials_that_is_said() -> None:
@@ -407,6 +469,18 @@ def test_rungs_that_diverge_are_left_out() -> None:
     assert posterior.info["temperature_choice"]["diverged"] and len(posterior) == 1
 
 
+def test_gradients_of_trials_that_diverge_are_counted() -> None:
+    """A trial goes on until it meets what is not finite, and that costs as much as one that is kept."""
+    model = trained()
+    settings = {**SHORT, "preset": "windowed", "starts": [model], "held_out": HELD}
+    one = sample(target_of(model), TRAIN, ladder=[1e30], **settings)
+    chains = sample(target_of(model), TRAIN, ladder=[1e30], chains=2, **settings)
+    trials = sample(target_of(model), TRAIN, ladder=[1e29, 1e30], **settings)
+    assert len(trials.info["temperature_choice"]["diverged"]) > 1
+    assert 0 < one.info["gradients"] < min(chains.info["gradients"], trials.info["gradients"])
+    assert one.info["seconds"] > 0
+
+
 def test_time_is_bounded_and_what_was_drawn_is_kept() -> None:
     model = trained()
     began = time.monotonic()
@@ -417,6 +491,31 @@ def test_time_is_bounded_and_what_was_drawn_is_kept() -> None:
     assert time.monotonic() - began < 10
     assert 1 <= posterior.num_draws < 100_000 and posterior.info["draws"] == posterior.num_draws
     assert posterior.info["stopped"].startswith("max_seconds")
+
+
+class SlowToScore(nn.Module):
+    """Takes 20 ms for all held-out examples, each draw on its own, and no time for a minibatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, 8, 2), nn.Linear(8, 2)  # filters are not mapped over draws
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == len(HELD[0]):
+            time.sleep(0.02)
+        found: Tensor = self.last(self.first(x.reshape(-1, 1, 2, 2)).flatten(1).relu())
+        return found
+
+
+@pytest.mark.parametrize("ladder", [None, [0.1]])
+def test_time_is_left_to_judge_the_draws_by_held_out_examples(ladder: list[float] | None) -> None:
+    """They are as many as fit: 200 of them would take four seconds to score."""
+    torch.manual_seed(0)
+    model, began = SlowToScore(), time.monotonic()
+    run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False, "draws": 200, "max_seconds": 1.5}
+    found = sample(target_of(model), TRAIN, starts=[model], held_out=HELD, ladder=ladder, **run)
+    assert time.monotonic() - began < 2.5
+    assert found.info["temperature_choice"]["judged"] is not None
 
 
 def test_a_regression_that_is_right_is_not_beaten_by_its_noise_scale() -> None:

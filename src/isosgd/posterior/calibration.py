@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from isosgd.errors import warn_caller
 from isosgd.target.likelihoods import Bernoulli, Categorical, Likelihood
 
-TEMPERATURES = tuple(math.exp(k / 10) for k in range(-5, 26))
+# From .61 to 12 a tenth apart; what lies outside is rare.
+TEMPERATURES = tuple(math.exp(k / 10) for k in (-25, -20, -15, -10, *range(-5, 26), 30, 35, 40, 45, 50))
 FEW = 2  # examples that may look better by chance, as those do of which a network was sure and wrong
 
 
@@ -133,3 +135,14 @@ def best_temperature(found: Densities) -> int:
         return float(gain.sum()) - (found.unlikely(index, gain) if index != found.one else 0.0)
 
     return max(range(len(found.temperatures)), key=total)
+
+
+def warn_of_end(temperature: float) -> None:
+    """Warn of a softmax temperature that is the last of those that are tried."""
+    low, high = TEMPERATURES[0], TEMPERATURES[-1]
+    if temperature in (low, high):
+        size = "small" if temperature == low else "large"
+        warn_caller(
+            f"the softmax temperature {temperature:.2g} is the last of those that are tried, {low:.2g} to {high:.3g}: "
+            f"the network's logits are far too {size} for these examples; do labels and inputs belong together?"
+        )

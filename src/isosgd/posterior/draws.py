@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -69,20 +70,40 @@ class Stack:
         return Stack(*(_part_of(source, chains, draws) for source in (self.draws, self.buffers)))
 
     def blocks(self, inputs: Any, size: int | None = None, device: torch.device | None = None) -> Iterator[Params]:
-        """All draws in turn, some at a time ``[draws, *shape]``, buffers included.
+        """All draws in turn, some at a time ``[draws, *shape]``, buffers included; arguments as of `counted_blocks`."""
+        for block, times in self.counted_blocks(inputs, size, device):
+            yield from repeat(block, times)
+
+    def counted_blocks(
+        self, inputs: Any, size: int | None = None, device: torch.device | None = None
+    ) -> Iterator[tuple[Params, int]]:
+        """The same, with the number of times that a block is to be taken: once, but for what is `Headed`.
 
         Args:
             inputs: what will be evaluated at them.
             size: draws in a block; so many that memory stays bounded by default.
             device: where to put a block; where the inputs are by default.
         """
-        count, draws = len(self), self.num_draws
         size = size or at_once(list(self.shapes.values()), inputs)
         place = device or device_of(inputs)
-        for first in range(0, count, size):
-            last = min(first + size, count)
-            block = _some_of(self.draws, first, last, draws) | _some_of(self.buffers, first, last, draws)
-            yield moved(block, place)
+        if not isinstance(self.draws, Headed):
+            for block in self._cut(0, len(self), size):
+                yield moved(block, place), 1
+            return
+        buffers = self.buffers if isinstance(self.buffers, Headed) else self.draws.cut(self.buffers)
+        head, rest = Stack(self.draws.head, buffers.head), Stack(self.draws.rest, buffers.rest)
+        for chain in range(self.num_chains):
+            for block in head._cut(chain, chain + 1, 1):
+                yield moved(block, place), self.draws.copies
+            for block in rest._cut(chain * rest.num_draws, (chain + 1) * rest.num_draws, size):
+                yield moved(block, place), 1
+
+    def _cut(self, begin: int, end: int, size: int) -> Iterator[Params]:
+        """Draws from one number to another, chain after chain, so many at a time."""
+        draws = self.num_draws
+        for first in range(begin, end, size):
+            last = min(first + size, end)
+            yield _some_of(self.draws, first, last, draws) | _some_of(self.buffers, first, last, draws)
 
 
 class Part(Mapping[str, Tensor]):
@@ -111,7 +132,65 @@ class Part(Mapping[str, Tensor]):
         return len(self._source)
 
 
+class Headed(Mapping[str, Tensor]):
+    """Draws with another at the head of each chain, which is held once and counts several times.
+
+    Args:
+        head: tensors ``[chains, 1, *shape]`` by name.
+        copies: how often it stands there.
+        rest: the draws after it.
+    """
+
+    def __init__(self, head: Draws, copies: int, rest: Draws) -> None:
+        self.head, self.copies, self.rest = head, copies, rest
+
+    @property
+    def num_chains(self) -> int:
+        """Number of chains."""
+        return Stack(self.rest).num_chains
+
+    @property
+    def num_draws(self) -> int:
+        """Draws of each chain, with all copies."""
+        return self.copies + Stack(self.rest).num_draws
+
+    def draw(self, chain: int, index: int, rows: Rows | None = None) -> Params:
+        """One draw, or some rows of it."""
+        place = range(self.num_draws)[index] - self.copies
+        return _one_of(self.head, chain, 0, rows) if place < 0 else _one_of(self.rest, chain, place, rows)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of ``draws[name]``, without making it."""
+        return (self.num_chains, self.num_draws, *Stack(self.head).shapes[name])
+
+    def select(self, chains: Sequence[int], draws: Sequence[int]) -> Draws:
+        """Some chains and some draws of each."""
+        rest = [i - self.copies for i in draws if i >= self.copies]
+        copies = len(draws) - len(rest)
+        if not rest or any(i >= self.copies for i in draws[:copies]):
+            return Part(self, chains, draws)
+        part = _part_of(self.rest, chains, rest)
+        return Headed(_part_of(self.head, chains, [0]), copies, part) if copies else part
+
+    def cut(self, draws: Draws) -> Headed:
+        """Other tensors ``[chains, draws, *shape]``, of which as many first ones are the same."""
+        head, rest = ({name: x[:, some] for name, x in draws.items()} for some in (slice(1), slice(self.copies, None)))
+        return Headed(head, self.copies, rest)
+
+    def __getitem__(self, name: str) -> Tensor:
+        rest = self.rest[name]
+        return torch.cat([self.head[name].to(rest).expand(-1, self.copies, *rest.shape[2:]), rest], 1)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.rest)
+
+    def __len__(self) -> int:
+        return len(self.rest)
+
+
 def _part_of(source: Draws, chains: Sequence[int], draws: Sequence[int]) -> Draws:
+    if isinstance(source, Headed):
+        return source.select(chains, draws)
     if hasattr(source, "draw"):
         return Part(source, chains, draws)
     return {name: x[chains][:, list(draws)] for name, x in source.items()}

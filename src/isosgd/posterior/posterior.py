@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,16 @@ from isosgd.diagnostics.summary import PosteriorSummary, summary_of
 from isosgd.diagnostics.traces import as_array
 from isosgd.diagnostics.verdict import ESS, RHAT, Verdict, judge
 from isosgd.metrics.checks import between_0_and_1
-from isosgd.posterior.calibration import TEMPERATURES, Densities, averaged, best_temperature, can_be_scaled
+from isosgd.posterior.calibration import (
+    TEMPERATURES,
+    Densities,
+    averaged,
+    best_temperature,
+    can_be_scaled,
+    warn_of_end,
+)
 from isosgd.posterior.comparison import STARTS, Comparison, State, as_states, compare, stacked
-from isosgd.posterior.draws import Draws, Mapped, Stack, batches_of, by_chain, device_of, moved, place_of
+from isosgd.posterior.draws import Draws, Headed, Mapped, Stack, batches_of, by_chain, device_of, moved, place_of
 from isosgd.posterior.prediction import Average, Prediction, join
 from isosgd.posterior.temperature import measure
 from isosgd.posterior.view import Function, View
@@ -215,7 +223,9 @@ class Posterior:
         """
         plain = self.at_softmax_temperature(1.0)
         found = plain.densities(self._examples(x, y, "calibrated")[1], batch_size=batch_size, device=device)
-        return plain.at_softmax_temperature(TEMPERATURES[best_temperature(found)])
+        temperature = TEMPERATURES[best_temperature(found)]
+        warn_of_end(temperature)
+        return plain.at_softmax_temperature(temperature)
 
     def select(self, chains: Sequence[int] | None = None, draws: slice | None = None) -> Posterior:
         """Some chains and some draws of each, such as ``select(chains=[0, 1], draws=slice(100, None))``."""
@@ -237,8 +247,8 @@ class Posterior:
         """The draws beside the trained networks that chains began with, which have this ``share`` of all predictions.
 
         The networks stand at the head of each chain, as often as their share takes (``info["from_start"]``), to the
-        nearest whole number. With more than half of it, half of the draws may be left out, evenly, to save time in
-        predictions. `summary` and `trust` judge the chains alone.
+        nearest whole number; each is held and predicted once. With more than half of it, half of the draws may be left
+        out, evenly, to save time in predictions. `summary` and `trust` judge the chains alone.
 
         Args:
             share: of the networks in every average, between 0 and 1.
@@ -266,11 +276,11 @@ class Posterior:
         own = [k % len(states) for k in self.info.get("chain_indices") or range(self.num_chains)]
         heads = self.start_draws(states)
         draws, buffers = (
-            {
-                name: torch.cat([head[name][own].to(x).expand(-1, copies, *x.shape[2:]), x], 1)
-                for name, x in rest.items()
-            }
-            for head, rest in ((heads.draws, part.draws), (heads.buffers, part.buffers))
+            Headed({name: head[name][own].to(x) for name, x in first.items()}, copies, rest) if copies else rest
+            for head, rest, first in (
+                (heads.draws, part.draws, part.draw(0, 0)),
+                (heads.buffers, part.buffers, Stack(part.buffers).draw(0, 0) if part.buffers else {}),
+            )
         )
         info = {**self.info, **_counted(self.info, which), "draws": copies + count, "from_start": copies}
         return Posterior(self.target, draws, info, self.data, buffers, states)
@@ -395,8 +405,10 @@ class Posterior:
                 assert view.network is not None
                 parts = [head[0].features(view.network.as_inputs(moved(part, place)), first) for part in parts]
             averages = [Average(classes, keep=return_draws or bool(levels)) for _ in parts]
-            blocks = self._stack.blocks(parts[0], device=place)
-            for block, part, average in ((b, *each) for b in blocks for each in zip(parts, averages, strict=True)):
+            blocks = self._stack.counted_blocks(parts[0], device=place)
+            for (block, times), part, average in (
+                (b, *each) for b in blocks for each in zip(parts, averages, strict=True)
+            ):
                 part = moved(part, place)
                 found = call(block, part)
                 if isinstance(found, dict) and "mean" not in found:
@@ -407,7 +419,8 @@ class Posterior:
                         f"batch_size = {batch_size} needs predictions with a row for each input: {batch_length(part)} "
                         f"inputs gave shape {list(values.shape[1:])}; leave batch_size out"
                     )
-                average.add(values, variances)
+                for _ in range(times):
+                    average.add(values, variances)
             done += [a.prediction(self.num_chains, levels, df, return_draws).to(device_of(x)) for a in averages]
         return join(done)
 
@@ -489,8 +502,8 @@ class Posterior:
         parts = []
         for part in batches_of(x, batch_size):
             part, drawn = moved(part, place), []
-            for block in self._stack.blocks(part, device=place):
-                for k, output in enumerate(_tensor(outputs(block, part))):
+            for block, times in self._stack.counted_blocks(part, device=place):
+                for k, output in list(enumerate(_tensor(outputs(block, part)))) * times:
                     drawn.append(likelihood.simulate(output, {name: t[k] for name, t in block.items()}, generator))
             parts.append(torch.stack(drawn).to(device_of(x)))
         return by_chain(torch.cat(parts, 1), self.num_chains)
@@ -515,7 +528,8 @@ class Posterior:
             def at(block: Params, parts: list[Any] = parts) -> Tensor:
                 return torch.cat([_tensor(call(block, moved(part, place))) for part in parts], 1)
 
-            yield (at(block) for block in self._stack.blocks(parts[0], device=place))
+            blocks = self._stack.counted_blocks(parts[0], device=place)
+            yield (found for block, times in blocks for found in repeat(at(block), times))
 
     @torch.no_grad()
     def refreshed(self, batches: Any, *, device: Device = None) -> Posterior:
@@ -536,9 +550,9 @@ class Posterior:
         ):
             batches = [batches]
         found: list[Params] = []
-        for block in self._stack.blocks(None, 1, self._place(device, batches)):
+        for block, times in self._stack.counted_blocks(None, 1, self._place(device, batches)):
             fresh = network.refreshed({name: x[0] for name, x in block.items()}, batches)
-            found.append({name: x.cpu() for name, x in fresh.items()})
+            found += [{name: x.cpu() for name, x in fresh.items()}] * times
         each = {name: by_chain(torch.stack([one[name] for one in found]), self.num_chains) for name in found[0]}
         return Posterior(self.target, self.draws, self.info, self.data, {**self.buffers, **each}, self.starts)
 
@@ -561,22 +575,20 @@ class Posterior:
 
     @torch.no_grad()
     def densities(
-        self, batch: Any, counts: Sequence[int] = (), *, scaled: bool = True, batch_size: int | None = None,
-        device: Device = None,
-    ) -> Densities:  # fmt: skip
+        self, batch: Any, counts: Sequence[int] = (), *, batch_size: int | None = None, device: Device = None
+    ) -> Densities:
         """Log densities of examples under averages over draws, at softmax temperatures where these are of classes.
 
         Args:
             batch: examples as in the data, for instance ``(x, y)``.
             counts: draws of each chain, the first ones, that are averaged over; all of them by default.
-            scaled: False for the softmax temperature of the draws alone.
             batch_size: examples worked on at once; all of them by default.
             device: where to compute, as for `predict`.
         """
         batch, network = with_tensors(batch, self.view.target.dtype), self.view.network
         temperatures: tuple[float, ...] = (1.0,)
         if network is not None and can_be_scaled(network.likelihood):
-            temperatures, place = TEMPERATURES if scaled else temperatures, self._place(device, batch)
+            temperatures, place = TEMPERATURES, self._place(device, batch)
             first = next(iter(self._stack.blocks(None, 1, place)))
             network.check({name: x[0] for name, x in first.items()}, moved(batch, place))
         found = [

@@ -167,10 +167,13 @@ class Rung:
         hotness = after.temperatures[index]
         return cls(temperature, nll, float(change.mean()), error, rest, share, alone, part, hotness)
 
-    def better(self, sure: float, without_few: bool) -> bool:
-        """Than the starts, by so many standard errors; where ``without_few``, not by what `FEW` examples gain alone."""
-        sure_enough = math.isfinite(self.error) and self.difference + sure * self.error < 0
-        return sure_enough and not (without_few and self.rest >= 0)
+    def better(self, sure: float, without_few: bool, short: float = 0.0) -> bool:
+        """Than the starts, by so many standard errors; where ``without_few``, not by what `FEW` examples gain alone.
+
+        ``short`` is how much may be missing: whether it would be better if its NLL were lower by so much.
+        """
+        sure_enough = math.isfinite(self.error) and self.difference + sure * self.error < short
+        return sure_enough and not (without_few and self.rest >= short)
 
 
 @dataclass(frozen=True)
@@ -178,8 +181,8 @@ class Choice:
     """How a temperature was chosen; ``temperature`` is 0 where none helps, so that the draws are the starts.
 
     ``start_softmax_temperature`` and ``calibrated_nll`` are of the starts alone. ``judged`` is what held-out examples
-    say of the run, with its difference to the calibrated starts; ``rungs`` are the trials before it, with differences
-    to the starts as they are.
+    say of the run, with its difference to the calibrated starts, and ``runs`` are all that were judged; ``rungs`` are
+    the trials before them, with differences to the starts as they are.
     """
 
     temperature: float
@@ -192,6 +195,7 @@ class Choice:
     diverged: tuple[float, ...] = field(default=())
     seconds: float = 0.0
     judged: Rung | None = None
+    runs: tuple[Rung, ...] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -215,11 +219,9 @@ def has_classes(target: Target) -> bool:
     return isinstance(likelihood, Categorical | Bernoulli | Tokens)
 
 
-def densities(
-    posterior: Posterior, examples: Tensors, device: Any, counts: Sequence[int] = (), scaled: bool = True
-) -> Densities:
+def densities(posterior: Posterior, examples: Tensors, device: Any, counts: Sequence[int] = ()) -> Densities:
     """Log densities of held-out examples, some at a time."""
-    return posterior.densities(examples, counts, scaled=scaled, batch_size=SCORED, device=device)
+    return posterior.densities(examples, counts, batch_size=SCORED, device=device)
 
 
 def with_noise_scales(target: Target, starts: Sequence[State], examples: Tensors, device: Any) -> list[State]:
@@ -274,7 +276,8 @@ class Ladder:
         held_out: examples to score by.
         deadline: after which no other rung is begun.
         device: where to score.
-        optimises: whether networks that were not trained to the end are: not where a run cannot go on from a trial.
+        optimises: whether networks that were not trained to the end are optimised first. Where a run does not go on
+            from a trial it is only said that they were not.
     """
 
     def __init__(
@@ -284,15 +287,18 @@ class Ladder:
         self.run, self.starts, self.held_out, self.device, self.optimises = run, starts, held_out, device, optimises
         self.began, self.deadline = time.monotonic(), deadline
         try:
-            self.beside = self.alone = densities(start_posterior(target, starts), held_out, device)
+            self.beside = self.alone = self._scored(start_posterior(target, starts))
         except (RuntimeError, IndexError) as error:
             shapes = [list(t.shape) for t in tensors_of(held_out)]
             raise ValueError(
                 f"held_out of shapes {shapes} cannot be predicted by the start ({error}): pass examples as the network "
                 "takes them"
             ) from error
+        now, one = time.monotonic(), self.beside.values[0, 0]
+        best_share(one, one)
+        self.pooling = (time.monotonic() - now) * len(self.beside.temperatures)  # seconds to pool an average with them
         if len(starts) % networks:  # some have more chains than others; what comes back has each of them once
-            self.alone = densities(start_posterior(target, starts[:networks]), held_out, device)
+            self.alone = self._scored(start_posterior(target, starts[:networks]))
         calibrated = best_temperature(self.alone)
         self.softmax_temperature = self.alone.temperatures[calibrated]
         self.calibrated_nll = -float(self.alone.values[calibrated, 0].mean())
@@ -301,8 +307,16 @@ class Ladder:
         self.found: dict[float, Rung] = {}
         self.places: dict[float, Place] = {}
         self.drawn: dict[float, Posterior] = {}
+        self.last = self.beside  # what the last trial predicts
         self.diverged: list[float] = []
-        self.optimised = False  # whether chains began with an initial optimisation
+        self.undertrained = self.optimised = False  # the networks; whether chains began with an initial optimisation
+
+    def _scored(self, posterior: Posterior) -> Densities:
+        """Log densities of the held-out examples; takes the time."""
+        now = time.monotonic()
+        found = densities(posterior, self.held_out, self.device)
+        self.scoring = (time.monotonic() - now) / len(posterior)  # seconds a draw
+        return found
 
     @property
     def about_starts(self) -> dict[str, Any]:
@@ -325,7 +339,7 @@ class Ladder:
         place = Place(self.starts)
         for temperature in temperatures:
             rung = self._try(temperature, place)
-            if rung is not None and temperature == temperatures[0] and self._untrained(temperature):
+            if rung is not None and temperature == temperatures[0] and self._untrained(rung):
                 rung = self._optimise(rung)
             if rung is None or self._harm(rung) > WORSE * self.unit:
                 break
@@ -344,7 +358,7 @@ class Ladder:
             if self.found and self._late():
                 return self._choice(self._best, more="; max_seconds ended before a colder one")
             rung = self._try(temperature, place)
-            if rung is not None and not k and self._untrained(temperature):
+            if rung is not None and not k and self._untrained(rung):
                 rung = self._optimise(rung)
                 place = self.places[temperature] if self.optimised else place
             if rung is not None and self._harm(rung) <= HARM * self.unit:
@@ -352,15 +366,17 @@ class Ladder:
             temperature /= colder
         return self._choice(self._best if self.found else None)
 
-    def _untrained(self, temperature: float) -> bool:
-        """Whether draws are far better than the starts, though these are not too sure, as overfitted ones are."""
-        if not self.optimises or self.softmax_temperature > 1:
+    def _untrained(self, first: Rung) -> bool:
+        """Whether the first draws are far better than the starts, though these are not too sure, as overfitted ones."""
+        if self.softmax_temperature > 1:
             return False
-        after = densities(self.drawn[temperature], self.held_out, self.device)
-        return Rung.of(temperature, self.alone, self.beside, after).better(UNTRAINED, without_few=True)
+        return Rung.of(first.temperature, self.alone, self.beside, self.last).better(UNTRAINED, without_few=True)
 
     def _optimise(self, cold: Rung) -> Rung:
-        """The same after an initial optimisation, if that is better."""
+        """The same after an initial optimisation, if that is better and the run can go on from it."""
+        self.undertrained = not self.optimises
+        if self.undertrained:
+            return cold
         temperature = cold.temperature
         kept = self.places[temperature], self.drawn[temperature]
         LOGGER.info("the network was not trained to the end: an initial optimisation comes first")
@@ -400,15 +416,16 @@ class Ladder:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", SamplingWarning)  # a rung is short, and nobody looks at its draws
                 posterior, end = self.run(temperature, place, optimise)
-            after = densities(posterior, self.held_out, self.device, scaled=False)
+            after = self._scored(posterior)
         except DivergedError:
             after = None
         if after is None or not bool(after.values.isfinite().all()):
             self.diverged.append(temperature)
             LOGGER.info("temperature %g diverged and is left out", temperature)
             return None
-        rung = Rung.of(temperature, self.beside.plain(), self.beside.plain(), after)
+        rung = Rung.of(temperature, self.beside.plain(), self.beside.plain(), after.plain())
         self.found[temperature], self.places[temperature], self.drawn[temperature] = rung, end, posterior
+        self.last = after
         LOGGER.info(
             "temperature %g: held-out NLL %.4g, with the start %.4g, start %.4g",
             temperature, rung.alone, rung.nll, self.start_nll,
@@ -436,6 +453,8 @@ class Ladder:
         reason = (
             f"T = {best.temperature:.3g} by {len(self.beside)} held-out examples: NLL {best.nll:.4g}, {self.said()}"
         )
-        if self.optimised:
+        if self.optimised or self.undertrained:
             reason += "; the network was not trained to the end"
+        if self.undertrained:
+            reason += ", and such a run does not begin with an optimisation: train it further first"
         return Choice(best.temperature, reason + more, **known)

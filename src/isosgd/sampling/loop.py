@@ -59,6 +59,7 @@ class DrawPlan:
         held_out: inputs at which predictions are watched.
         trained: whether chains start at trained networks.
         deadline: when to end, by `time.monotonic`; chains that run in turn share what is left equally.
+        scoring: seconds that each draw of a chain will take once all are there, for which time is left.
         here: chains that this process draws; all when None.
         begin: states that chains at another temperature ended in, by the first chain, to go on from.
         ends: where to put the states that these chains end in.
@@ -78,18 +79,19 @@ class DrawPlan:
     here: int | None = None
     begin: Mapping[int, State] = field(default_factory=dict)
     ends: dict[int, State] | None = None
+    scoring: float = 0.0
 
     @property
     def ends_early(self) -> bool:
         """Whether there may be fewer draws than `draws`."""
         return self.auto or self.deadline is not None
 
-    def deadline_of(self, run: Chains, first: int) -> float:
-        """When these chains must end."""
+    def deadline_of(self, run: Chains, first: int, drawn: int) -> float:
+        """When these chains must end, after those before them that have so many draws in all."""
         if self.deadline is None:
             return math.inf
         now = time.monotonic()
-        return now + (self.deadline - now) * run.count / max(self.total - first, run.count)
+        return now + (self.deadline - drawn * self.scoring - now) * run.count / max(self.total - first, run.count)
 
     @property
     def spacing(self) -> int:
@@ -158,12 +160,19 @@ def why_stopped(outcomes: list[ChainsResult]) -> str:
     return next((outcome.stopped for outcome in outcomes if outcome.stopped), "")
 
 
+def gradients_of(outcomes: list[ChainsResult]) -> int:
+    """Of all chains, also of those that were dropped."""
+    return sum(outcome.gradients * outcome.count for outcome in outcomes)
+
+
 def report_end(
     plan: DrawPlan, failures: Mapping[int, DivergedError], outcomes: list[ChainsResult], warns: bool = True
 ) -> None:
     """Raise where every chain has failed; warn of those that were dropped, and of draws that have not converged."""
     if len(failures) == plan.total:
-        raise next(iter(failures.values()))
+        error = next(iter(failures.values()))
+        error.gradients = gradients_of(outcomes)
+        raise error
     if not warns:
         return
     for chain, failure in sorted(failures.items()):
@@ -347,7 +356,8 @@ def draw_from(
         What the chains have predicted so far; takes the reason to stop, empty to go on.
     """
     label = f"chain {first + 1}/{plan.total} " if run.many is None and plan.total > 1 else ""
-    outcome, run.trained, deadline = ChainsResult(first, run.count), plan.trained, plan.deadline_of(run, first)
+    outcome, run.trained, before = ChainsResult(first, run.count), plan.trained, keeper.outcomes
+    deadline = plan.deadline_of(run, first, sum(ended.drawn * ended.count for ended in before))
     run.deadline = time.monotonic() + WARMUP_TIME * (deadline - time.monotonic())
     done, drawn, levels = 0, 0, list[Tensor]()
     leapfrogs = _leapfrog_steps(run, plan, bar)
@@ -406,7 +416,7 @@ def draw_from(
             outcome.stopped = (yield watch) or ""
         keeper.mark(first, state)
         while drawn < plan.draws and not outcome.stopped:
-            if drawn and time.monotonic() > deadline:
+            if drawn and time.monotonic() + drawn * run.count * plan.scoring > deadline:
                 outcome.stopped = f"max_seconds: {drawn} of {plan.draws} draws were taken"
                 break
             steps = run.sampler.steps_to(gap)

@@ -14,7 +14,6 @@ from isosgd.target import Target
 
 NOTES = ("model.json", "table.json", "script.json", "data.safetensors")
 """What estimators and the command line write beside the draws of a run: what was sampled, and the data."""
-STARTS = "starts.safetensors"  # of a run, where its chains begin at trained networks of a table
 
 
 def merge(runs: Sequence[str | Path], out: str | Path, target: Target | None = None) -> Posterior:
@@ -73,8 +72,6 @@ def copy_run(source: Path, to: Path) -> None:
     manifest = Manifest.read(source)
     for file in manifest.files:
         shutil.copyfile(source / file.file, to / file.file)
-    if (source / STARTS).exists():
-        shutil.copyfile(source / STARTS, to / STARTS)
     shutil.copyfile(source / NAME, to / NAME)
 
 

@@ -22,7 +22,7 @@ from isosgd.posterior import Posterior
 from isosgd.progress import Progress
 from isosgd.samplers import ISGD, METHODS
 from isosgd.sampling.ladder import Choice
-from isosgd.sampling.loop import ChainsResult, DrawPlan, check_warmup, draw_all, report_end, why_stopped
+from isosgd.sampling.loop import ChainsResult, DrawPlan, check_warmup, draw_all, gradients_of, report_end, why_stopped
 from isosgd.sampling.parallel import check_call, check_request, check_sampler, draw_over_ranks
 from isosgd.sampling.recorders import InMemory, OnDisk, keep_at_once
 from isosgd.sampling.settings import (
@@ -214,7 +214,7 @@ def sample(
         raise ValueError(
             "resume=True with temperature='auto': give the temperature that the run has (isosgd.load(store).info)"
         )
-    around = TrainedRun(target, data, networks, held_out, ladder, given, options)
+    around = TrainedRun(target, data, networks, held_out, ladder, given, options, store is None and ranks is None)
     if draws == "auto" and around.held_out is not None:
         more["held_out"] = target.inputs_of(around.held_out)
     all_chains = max(chains, len(networks))
@@ -264,17 +264,21 @@ def _draw(
     transform: Transform | None = None,
     trained: bool = False,
     deadline: float | None = None,
+    scoring: float = 0.0,
     about_choice: dict[str, Any] | None = None,
     ranks: Ranks | None = None,
     first_chain: int | None = None,
     begin: Mapping[int, dict[str, Any]] | None = None,
     ends: dict[int, dict[str, Any]] | None = None,
+    starts: Sequence[Mapping[str, Any]] = (),
     **options: Any,
 ) -> Posterior:
     """`sample` at a temperature that is known; ``about_choice`` goes into ``info``.
 
+    After the draws each of them takes ``scoring`` seconds, which count before the ``deadline``.
     ``first_chain`` is given where chains are a part of a run that several processes drew, each on its own. ``begin``
-    and ``ends`` are states of chains at another temperature, to go on from and to leave behind.
+    and ``ends`` are states of chains at another temperature, to go on from and to leave behind. ``starts`` are trained
+    networks that a store is to hold.
     """
     check_settings(method, draws, chains, keep_every, warmup, temperature)
     given_method, (method, batch_size) = method, resolve_method(method, batch_size)
@@ -295,7 +299,9 @@ def _draw(
         **({"budget": budget} if draws == "auto" else {}),
         **({} if first_chain is None else {"first_chain": first_chain}),
     }
-    asked = RunRequest(target, data, init, place, settings, options, store, resume, store_dtype, held_out, transform)
+    asked = RunRequest(
+        target, data, init, place, settings, options, store, resume, store_dtype, held_out, transform, starts
+    )
     if ranks is not None:
         ranks.arrange(chains)
         check_request(ranks, asked)
@@ -331,7 +337,7 @@ def _draw(
     schedule.engine_note = "" if head is None else ", features of the head computed once"
     plan = DrawPlan(
         most, keep_every, warmup, noise_every(given), schedule.count, after, draws == "auto", schedule.chains, watched,
-        trained, deadline, None if numbers is None else len(numbers), begin or {}, ends,
+        trained, deadline, None if numbers is None else len(numbers), begin or {}, ends, scoring,
     )  # fmt: skip
     if METHODS[method] is ISGD:
         given.setdefault("budget", None if warmup == "auto" else warmup)
@@ -431,7 +437,7 @@ def _info(
         "warmup": [report.as_dict() for report in reports],
         "rates": [{group.name: group.rate for group in report.groups} for report in reports],
         "dropped": {o.first + k: str(failure) for o in outcomes for k, failure in o.failures.items()},
-        "gradients": sum(o.gradients * o.count for o in outcomes),
+        "gradients": gradients_of(outcomes),
         "target": asked.target.describe(),
         "versions": versions(),
         "threads": torch.get_num_threads(),

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from isosgd.data.sources import Data, DataSets, Tensors, Transform, Transformed, as_tensors
@@ -22,10 +21,10 @@ from isosgd.posterior import Posterior
 from isosgd.samplers import METHODS
 from isosgd.sampling.settings import versions
 from isosgd.sampling.stopping import MOST_DRAWS
-from isosgd.store import Manifest, Shards, StoredDraws, StoreError, Writer
-from isosgd.store.draws import Damaged, check_file
-from isosgd.store.files import dtype_name, plain, raw, read_header, unpack
-from isosgd.store.manifest import specs_of
+from isosgd.store import DamagedError, Manifest, Shards, StoredDraws, StoredState, StoreError, Writer
+from isosgd.store.draws import Damaged, check_file, look, read_tensors
+from isosgd.store.files import dtype_name, plain, raw, unpack
+from isosgd.store.manifest import File, specs_of
 from isosgd.store.writer import STORED, check_new, make_folder
 from isosgd.target import Params, Target
 from isosgd.target.batches import tensors_of, tree_map
@@ -94,7 +93,23 @@ def load(
         "seconds": manifest.seconds,
         "store": str(path) if isinstance(path, str | Path) else [str(one) for one in path],
     }
-    return Posterior(target, draws, info, data, StoredDraws(shards, draws.chains or None, buffers=True))
+    buffers = StoredDraws(shards, draws.chains or None, buffers=True)
+    return Posterior(target, draws, info, data, buffers, _starts(folder, manifest, damaged, verify))
+
+
+def _starts(folder: Path, manifest: Manifest, damaged: Damaged, verify: bool) -> list[StoredState] | None:
+    """The trained networks that chains began with, read when they are needed; None where one is damaged and dropped."""
+    if verify or damaged == "drop":
+        try:
+            for about in manifest.starts:
+                look(folder, about)
+                check_file(folder / about.file, about)
+        except DamagedError as error:
+            if damaged == "refuse":
+                raise
+            warn_caller(f"the trained networks that chains began with are left out: {error}")
+            return None
+    return [StoredState(folder, about) for about in manifest.starts] or None
 
 
 def opened(path: str | Path | Sequence[str | Path]) -> tuple[Path, Manifest]:
@@ -123,6 +138,7 @@ def joined(folders: Sequence[Path]) -> Manifest:
     if len(whole.info["seed"]) == 1:
         (whole.info["seed"],) = whole.info["seed"]
     whole.shards, whole.lost, whole.checkpoints, end = [], {}, {}, 0
+    starts: dict[str, File] = {}  # by their contents: runs may have begun with the same network
     for folder, manifest in zip(folders, manifests, strict=True):
         numbers = _numbers(manifest)
         shift, end = end - numbers.start, end + len(numbers)
@@ -131,6 +147,8 @@ def joined(folders: Sequence[Path]) -> Manifest:
             others = tuple(replace(one, file=str(home / one.file)) for one in shard.others)
             moved = replace(shard, first=shard.first + shift, file=str(home / shard.file), others=others)
             whole.shards.append(moved)
+        for start in manifest.starts:
+            starts.setdefault(start.sha256, replace(start, file=str(home / start.file)))
         whole.lost |= {chain + shift: length for chain, length in manifest.lost.items()}
         info = manifest.info
         whole.info["chain_indices"] += [k + shift for k in info.get("chain_indices", [])]
@@ -139,7 +157,7 @@ def joined(folders: Sequence[Path]) -> Manifest:
         for name in BY_CHAIN:
             whole.info[name] += info.get(name, [])
         whole.buffers = whole.buffers or manifest.buffers
-    whole.info["chains_per_set"] = end
+    whole.info["chains_per_set"], whole.starts = end, list(starts.values())
     if whole.frozen is not None:
         whole.frozen = replace(whole.frozen, file=str(folders[0].absolute() / whole.frozen.file))
     whole.complete = all(manifest.complete for manifest in manifests)
@@ -282,10 +300,7 @@ def frozen_tensors(folder: Path, manifest: Manifest) -> Params:
     """What was written once: frozen parameters of the network, and its buffers at the start."""
     if manifest.frozen is None:
         return {}
-    path = folder / manifest.frozen.file
-    check_file(path, manifest.frozen)
-    read_header(path)
-    return dict(load_file(path))
+    return read_tensors(folder, manifest.frozen)
 
 
 @dataclass
@@ -303,6 +318,7 @@ class RunRequest:
     store_dtype: str | None
     held_out: Any = None
     transform: Transform | None = None
+    starts: Sequence[Mapping[str, Tensor]] = ()
 
     def __post_init__(self) -> None:
         if self.store_dtype not in STORED:
@@ -326,7 +342,8 @@ class RunRequest:
     def of_chain(self, chain: int) -> RunRequest:
         """What one chain is asked for, whose run is a part of the store."""
         store = None if self.store is None else Path(self.store) / f"part-{chain:04d}"
-        return replace(self, settings={**self.settings, "chains": 1, "first_chain": chain}, store=store)
+        settings = {**self.settings, "chains": 1, "first_chain": chain}
+        return replace(self, settings=settings, store=store, starts=() if chain else self.starts)  # once for all parts
 
     def start(self, chain: int) -> Params:
         """Free parameters at which a chain starts."""
@@ -368,7 +385,7 @@ class RunRequest:
             natural = self.target.constrain(self.target.initial(start_of(self.init, 0)))
             tensors = specs_of(natural, STORED[self.store_dtype])
             fixed = {**self.target.frozen, **self.target.buffers}
-            return Writer.create(folder, Manifest(info, identity, tensors), fixed)
+            return Writer.create(folder, Manifest(info, identity, tensors), fixed, self.starts)
         if parts := Manifest.read(folder).parts:
             raise ValueError(
                 f"{folder} holds a run of {len(parts)} parts, merged or drawn by ranks: in one process they go on by "

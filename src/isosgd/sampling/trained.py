@@ -28,7 +28,7 @@ from isosgd.data.sources import DataSets, Tensors, as_tensors, size_of
 from isosgd.engine.state import AS_IS
 from isosgd.errors import DivergedError, warn_caller
 from isosgd.posterior import Posterior
-from isosgd.posterior.calibration import FEW
+from isosgd.posterior.calibration import FEW, warn_of_end
 from isosgd.posterior.comparison import as_states
 from isosgd.progress import LOGGER
 from isosgd.sampling.ladder import (
@@ -61,7 +61,9 @@ COLD = 1e-3  # where nothing is held out; docs/trained.md says what it did
 SURE_CHOSEN, SURE = 1.0, -1.0
 EPOCHS, LEAST = 10, 2_000  # of gradients in all, and gradients at least
 LADDER_SHARE, RUNGS, TRIAL_SHARE = 1 / 3, 5, 0.1
-RUNS = 2  # at most, if held-out examples do not speak for the first: a colder one
+# At most, if held-out examples do not speak for the first: a colder one, which comes to an NLL that is lower by such a
+# share of the calibrated start's. Where that would not be enough there is none (docs/trained.md has the figures).
+RUNS, COLDER_GAIN = 2, 0.03
 RUNG_DRAWS, RUNG_WARMUP = 8, 200  # draws of a rung, and gradients to measure its noise by
 # Of large networks and those with BatchNorm, which have one rung that the run goes on from.
 LARGE_TEMPERATURE, LARGE_WARMUP, LARGE_RUNG = 3e-2, 400, 540
@@ -279,11 +281,13 @@ class TrainedRun:
         ladder: temperatures to try; some by default.
         given: settings of `sample` that every run has.
         options: of the method.
+        alone: whether the run goes on from a trial. One that is stored does not, so that it can be resumed without the
+            ladder; nor does one of several processes.
     """
 
     def __init__(
         self, target: Target, data: Any, starts: Sequence[State], held_out: Any, ladder: Any,
-        given: Mapping[str, Any], options: Mapping[str, Any],
+        given: Mapping[str, Any], options: Mapping[str, Any], alone: bool,
     ) -> None:  # fmt: skip
         method: str | None = given["method"]
         if method in BASELINES:
@@ -292,7 +296,7 @@ class TrainedRun:
             raise ValueError(
                 "starts= with isosgd.DataSets: networks are trained on one data set; sample each on its own"
             )
-        self.target, self.device = target, given["device"]
+        self.target, self.device, self.alone = target, given["device"], alone
         if isinstance(held_out, float) and given["transform"] is not None:
             raise ValueError(
                 f"held_out = {held_out} with a transform: predictions do not go through it, so pass held_out=(x, y) as "
@@ -335,7 +339,7 @@ class TrainedRun:
         if self.held_out is None:
             own = self.own_temperature
             return Choice(own, f"T = {own:g} by default: no examples were held out (held_out=) to choose by")
-        now = time.monotonic()
+        now, self.chains = time.monotonic(), chains
         end = None if deadline is None else now + LADDER_SHARE * (deadline - now)
 
         def run(temperature: float, place: Place, optimise: bool) -> tuple[Posterior, Place]:
@@ -357,7 +361,8 @@ class TrainedRun:
         late = math.inf if end is None else end
         heads = [self.starts[k % len(self.starts)] for k in range(chains)]  # as often as there are chains of each
         networks = min(chains, len(self.starts))
-        ladder = Ladder(run, self.target, heads, networks, self.held_out, late, self.device, self.continues)
+        optimises = self.continues and self.alone
+        ladder = Ladder(run, self.target, heads, networks, self.held_out, late, self.device, optimises)
         self.ladder = ladder
         if coldest < hottest or self.descends:
             choice = ladder.descend(coldest, self.cooling) if self.descends else ladder.climb(self.temperatures)
@@ -371,14 +376,19 @@ class TrainedRun:
         """The same, but for the record of what is spent."""
 
         def counted(*args: Any, **settings: Any) -> Posterior:
-            found = draw(*args, **settings)
+            began, on = time.monotonic(), settings["begin"].values()  # chains that go on from others count on
+
+            def count(gradients: int) -> None:
+                self.spent["gradients"] += gradients - sum(state["gradients"] * len(state["alive"]) for state in on)
+                self.spent["seconds"] += time.monotonic() - began
+
+            try:
+                found = draw(*args, **settings)
+            except DivergedError as error:
+                count(error.gradients)
+                raise
+            count(found.info["gradients"])
             self.engine = found.info.get("engine", "")
-            for name in self.spent:
-                self.spent[name] += found.info.get(name, 0)
-            # Chains that go on from others count on.
-            self.spent["gradients"] -= sum(
-                state["gradients"] * len(state["alive"]) for state in settings["begin"].values()
-            )
             return found
 
         return counted
@@ -387,7 +397,7 @@ class TrainedRun:
         """Steps of the warm-up and between draws that fit into the time left, by the speed of the ladder."""
         if not self.tried:
             return dict(steps)
-        fit = (deadline - time.monotonic()) * self.tried / choice.seconds
+        fit = (deadline - self._judging(draws, draws) - time.monotonic()) * self.tried / choice.seconds
         share = min(1.0, max(0.0, fit / (steps["warmup"] + draws * steps["keep_every"])))
         warmup = max(min(RUNG_WARMUP, steps["warmup"]), int(share * steps["warmup"]))
         return {
@@ -395,22 +405,24 @@ class TrainedRun:
             "keep_every": max(1, int((fit - warmup) / draws) if share < 1 else steps["keep_every"]),
         }
 
+    def _judging(self, draws: int, total: int) -> float:
+        """Seconds that held-out examples take for so many draws of each chain, and for averages over all of them."""
+        return draws * self.chains * self.ladder.scoring + 2 * len(parts_of(total)) * self.ladder.pooling
+
     def posterior(
         self, choice: Choice, draw: Run, chains: int, more: Mapping[str, Any],
         steps: Callable[[int, bool], Mapping[str, Any]],
     ) -> Posterior:  # fmt: skip
         """Draws at the temperature that was chosen, those of its rung and more from where it ended.
 
-        ``steps`` gives warm-up and steps between draws, from their number and whether the run goes on from a rung. One
-        that is stored does not, so that it can be resumed without the ladder; nor does one of several processes.
+        ``steps`` gives warm-up and steps between draws, from their number and whether the run goes on from a rung.
 
         A rung is short, and a longer run may go on to where predictions are worse. So the held-out examples have the
         last word: they say how many of the draws are kept and what weight the starts have among them, and a run that is
         of no use gives way to a colder one, at last to the starts themselves.
         """
         ranks = more.get("ranks")
-        alone = more.get("store") is None and ranks is None
-        begin, runs = self.place.measured if alone else {}, 0
+        begin = self.place.measured if self.alone else {}
         while choice.temperature > 0:
             draws: Any = more["draws"]
             early = self.early if begin and isinstance(draws, int) and draws >= 2 * RUNG_DRAWS else None
@@ -420,19 +432,23 @@ class TrainedRun:
             if self.descends and lengths["warmup"] <= CONTINUED:
                 # The rates with which the chain came away from a mode; where there is more noise they would be lower.
                 begin = {first: {**state, AS_IS: True} for first, state in begin.items()}
+            settings, began = {**more, "draws": draws}, time.monotonic()
+            if choice.held_out and more.get("deadline") is not None:  # to judge the run by them takes its time, too
+                drawn, total = 1 if early is None else 1 + early.num_draws, more["draws"]
+                judging = self._judging(drawn, total if isinstance(total, int) else DRAWS)
+                settings |= {"deadline": more["deadline"] - judging, "scoring": self.ladder.scoring}
             try:
                 with warnings.catch_warnings(record=True) as said:  # of a run that is not kept they would mislead
                     found = self._counted(draw)(
-                        self.target, self.data, init=self._init(self.starts), chains=chains, trained=True,
-                        temperature=choice.temperature, about_choice=self._about(choice), begin=begin,
-                        **lengths, **{**more, "draws": draws}, **self.settings,
+                        self.target, self.data, init=self._init(self.starts), starts=self.given, chains=chains,
+                        trained=True, temperature=choice.temperature, about_choice=self._about(choice), begin=begin,
+                        **lengths, **settings, **self.settings,
                     )  # fmt: skip
             except DivergedError:
                 if not choice.held_out or more.get("store") is not None:
                     raise
-                choice, begin = self._in_time(self._colder(choice, "diverged"), more), {}
+                choice, begin = self._in_time(self._colder(choice, "diverged"), more, began), {}
                 continue
-            runs += 1
             if early is not None and early.num_chains == found.num_chains:
                 found = _followed_by(early, found)
             found.starts = list(self.given)
@@ -444,7 +460,7 @@ class TrainedRun:
                 # Among draws a network has the noise scale that these found, alone the one that suits it best.
                 beside = self.ladder.beside if chosen else densities(found.start_draws(), self.held_out, self.device)
                 judged = Rung.of(choice.temperature, self.ladder.alone, beside, after, apart=True)
-                choice = replace(choice, judged=judged)
+                choice = replace(choice, judged=judged, runs=(*choice.runs, judged))
                 found.info |= self._about(choice)
             good = judged is None or judged.better(sure, chosen)
             if ranks is not None:  # where machines round otherwise, rank 0 has its way
@@ -476,6 +492,7 @@ class TrainedRun:
                     what = f"chains began with an initial optimisation; {what}"
                 if judged.part:
                     what += f", by the first {counts[judged.part]} of {found.num_draws} draws"
+                warn_of_end(judged.softmax_temperature)
                 LOGGER.info("held-out examples: %s", what)
                 both.info |= {**self.spent, **self._about(replace(choice, reason=f"{choice.reason}; {what}"))}
                 return both
@@ -485,16 +502,18 @@ class TrainedRun:
                 unsure += f", by {FEW} examples alone)" if judged.better(sure, without_few=False) else ")"
             fault, begin = f"did not help to predict held-out examples{unsure}", {}
             # A colder run is closer to the start: it helps where draws are worse than that, and may be surer.
-            last = runs >= RUNS or (useless and judged.alone <= choice.start_nll)
-            last |= not (math.isfinite(judged.error) and math.isfinite(judged.rest))  # too few examples to be sure
+            last = len(choice.runs) >= RUNS or (useless and judged.alone <= choice.start_nll)
+            gain = COLDER_GAIN * (choice.calibrated_nll if has_classes(self.target) else 1.0)
+            last |= not judged.better(sure, chosen, short=gain)
             last |= lengths["warmup"] == 0  # without a trial's rates there would be none
-            choice = self._in_time(self._colder(choice, fault, COLDER if useless else COOLER, last), more)
+            choice = self._in_time(self._colder(choice, fault, COLDER if useless else COOLER, last), more, began)
             if ranks is not None:
                 choice = replace(choice, temperature=ranks.gather(choice.temperature)[0])
         stored = "" if more.get("store") is None else f"; nothing was written to {more['store']}"
         if choice.start_softmax_temperature != 1:
             scaled = f"predicted at the softmax temperature {choice.start_softmax_temperature:.2g}"
             choice = replace(choice, reason=f"{choice.reason}, {scaled} (NLL {choice.calibrated_nll:.4g})")
+        warn_of_end(choice.start_softmax_temperature)
         warn_caller(choice.reason + stored)
         found = start_posterior(self.target, self.starts)
         size: dict[str, Any] = {"chains": len(self.starts), "draws": 1}
@@ -516,10 +535,10 @@ class TrainedRun:
     def _about(self, choice: Choice) -> dict[str, Any]:
         return {"temperature_choice": choice.as_dict(), "starts": len(self.starts)}
 
-    def _in_time(self, choice: Choice, more: Mapping[str, Any]) -> Choice:
-        """The same, but the starts where the time of the run is over."""
-        end = more.get("deadline")
-        if choice.temperature and end is not None and time.monotonic() > end:
+    def _in_time(self, choice: Choice, more: Mapping[str, Any], began: float) -> Choice:
+        """The same, but the starts where not even half of the time is left that the run took, which began then."""
+        end, now = more.get("deadline"), time.monotonic()
+        if choice.temperature and end is not None and end - now < (now - began) / 2:
             late = "max_seconds ended before a colder one: the draws are the starts"
             choice = replace(choice, temperature=0.0, reason=choice.reason.partition(": ")[0] + f", and {late}")
         return choice

@@ -8,12 +8,14 @@ import warnings
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from isosgd.errors import SamplingWarning
@@ -154,6 +156,34 @@ def check_file(path: Path, about: File) -> None:
     found = sha256_of(path)
     if found != about.sha256:
         raise DamagedError(about.file, f"its SHA-256 is {found[:12]}..., {about.sha256[:12]}... was written")
+
+
+def read_tensors(folder: Path, about: File) -> dict[str, Tensor]:
+    """All tensors of a file, checked."""
+    look(folder, about)
+    check_file(folder / about.file, about)
+    read_header(folder / about.file)
+    return dict(load_file(folder / about.file))
+
+
+class StoredState(Mapping[str, Tensor]):
+    """The tensors of a file by name, read when the first of them is needed."""
+
+    def __init__(self, folder: Path, about: File) -> None:
+        self._folder, self._about = folder, about
+
+    @cached_property
+    def _tensors(self) -> dict[str, Tensor]:
+        return read_tensors(self._folder, self._about)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 class StoredDraws(Mapping[str, Tensor]):

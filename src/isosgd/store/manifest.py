@@ -21,7 +21,7 @@ from isosgd.store.files import DTYPES, StoreError, dtype_name, plain, to_json, u
 FORMAT = 2  # 1 had one checkpoint for all chains
 NAME = "manifest.json"
 FROZEN = "frozen.safetensors"
-FILE_NAME = re.compile(r"(?:(?:draws|checkpoint)-[0-9]{6,9}(?:-[0-9]{4,6})?|frozen)\.safetensors")
+FILE_NAME = re.compile(r"(?:(?:draws|checkpoint|start)-[0-9]{6,9}(?:-[0-9]{4,6})?|frozen)\.safetensors")
 PART_NAME = re.compile(r"part-[0-9]{4,6}")
 DTYPE_NAMES = {dtype_name(dtype): dtype for dtype in DTYPES.values()}
 BUFFER = "buffer:"
@@ -99,6 +99,7 @@ class Manifest:
         shards: where they are.
         lost: chains that were given up, with the number of their good draws.
         frozen: tensors of the network that do not change.
+        starts: the trained networks that chains began with, a file each.
         checkpoints: from where to go on, by the first of chains that run side by side; of a loop, by the rank.
         seconds: spent so far.
         number: of the next file.
@@ -113,6 +114,7 @@ class Manifest:
     shards: list[Shard] = field(default_factory=list)
     lost: dict[int, int] = field(default_factory=dict)
     frozen: File | None = None
+    starts: list[File] = field(default_factory=list)
     checkpoints: dict[int, File] = field(default_factory=dict)
     seconds: float = 0.0
     number: int = 0
@@ -129,6 +131,7 @@ class Manifest:
             "buffers": {name: asdict(spec) for name, spec in self.buffers.items()},
             "lost": [list(pair) for pair in self.lost.items()],
             "frozen": None if self.frozen is None else asdict(self.frozen),
+            **({"starts": [asdict(file) for file in self.starts]} if self.starts else {}),
             "checkpoints": [[first, asdict(file)] for first, file in self.checkpoints.items()],
             "seconds": self.seconds,
             "number": self.number,
@@ -141,7 +144,7 @@ class Manifest:
     def files(self) -> list[File]:
         """All that belong to the run, this one apart."""
         shards = [file for shard in self.shards for file in shard.files]
-        return [*shards, *self.checkpoints.values(), *([self.frozen] if self.frozen else [])]
+        return [*shards, *self.checkpoints.values(), *([self.frozen] if self.frozen else []), *self.starts]
 
     @staticmethod
     def begun(folder: Path) -> bool:
@@ -192,6 +195,7 @@ def _parsed(body: dict[str, Any]) -> Manifest:
         shards=[file(Shard, about) for about in body["shards"]],
         lost={chain: length for chain, length in body["lost"]},
         frozen=None if body["frozen"] is None else file(File, body["frozen"]),
+        starts=[file(File, about) for about in body.get("starts", [])],
         checkpoints={first: file(File, about) for first, about in body["checkpoints"]},
         seconds=body["seconds"],
         number=body["number"],

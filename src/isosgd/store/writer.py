@@ -69,14 +69,16 @@ class Writer:
         self._before, self._began = manifest.seconds, time.monotonic()
 
     @classmethod
-    def create(cls, folder: Path, manifest: Manifest, frozen: Params) -> Writer:
-        """Begin a run."""
+    def create(cls, folder: Path, manifest: Manifest, frozen: Params, starts: Sequence[Params] = ()) -> Writer:
+        """Begin a run; ``starts`` are trained networks."""
         make_folder(folder)
         writer = cls(folder, manifest)
         with writer.closed_on_error():
             check_new(folder)  # behind the lock: another process may just have begun it
             if frozen:
                 manifest.frozen = new_file(folder, FROZEN, frozen)
+            for k, start in enumerate(starts):
+                manifest.starts.append(new_file(folder, f"start-{k:06d}.safetensors", start))
             writer._write_manifest(manifest)
         return writer
 

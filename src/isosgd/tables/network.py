@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
@@ -28,9 +26,8 @@ from isosgd.engine.compiled import fastest_products
 from isosgd.engine.gradients import Layout, Many, stacked
 from isosgd.native.layers import THREADED
 from isosgd.progress import LOGGER
-from isosgd.sampling.merging import STARTS
 from isosgd.sampling.settings import check_room
-from isosgd.store import Manifest
+from isosgd.store import Manifest, StoredState
 from isosgd.target.elementwise import student_t_draw, student_t_log_prob, student_t_variance
 from isosgd.warmup.optimise import decay
 
@@ -482,9 +479,6 @@ def sample_network(
             share = min(1.0, fit / (steps["warmup"] + steps["draws"] * steps["keep_every"]))
             steps["warmup"] = max(LEAST_WARMUP, int(share * steps["warmup"]))
             steps["keep_every"] = max(2, int(share * steps["keep_every"]))
-        if store is not None:
-            Path(store).mkdir(parents=True, exist_ok=True)
-            save_file({name: torch.stack([s[name] for s in starts]).cpu() for name in starts[0]}, Path(store) / STARTS)
         return sample(
             network.target(), (x, y), starts=starts, temperature=1.0, chains=chains, seed=seed, device=place,
             store=store, progress=progress, max_seconds=left, compile=False, **steps,
@@ -507,11 +501,9 @@ def resume_network(
         for part in parts:
             resume_network(network, x, y, Path(store) / part, draws=draws, device=device, progress=progress)
         return load(store, network.target(), data=(x, y))
-    try:
-        found = {name: p.to(place) for name, p in load_file(Path(store) / STARTS).items()}
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{Path(store) / STARTS} cannot be read ({error}): begin another run") from error
-    starts = [{name: p[k] for name, p in found.items()} for k in range(len(next(iter(found.values()))))]
+    starts = [StoredState(Path(store), about) for about in Manifest.read(Path(store)).starts]
+    if not starts:
+        raise ValueError(f"{store} does not hold the networks that its chains began with: begin another run")
     with fast_arithmetic(place, network.weights * len(starts) * len(x)):
         return resume(
             store, network.target(), (x.to(place), y.to(place)), starts=starts, device=place, progress=progress,
