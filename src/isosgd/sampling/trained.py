@@ -57,8 +57,9 @@ HOT = 0.3  # tried first; of large networks LARGE_TEMPERATURE
 COLD = 1e-3  # where nothing is held out; docs/trained.md says what it did
 # Standard errors by which held-out examples must be predicted better than by the starts: where they chose the
 # temperature; and where they did not, since it is that of the posterior. There the average is better more often than
-# some dozens of rows can tell, and only draws that are clearly worse are left.
-SURE_CHOSEN, SURE = 1.0, -1.0
+# some dozens of rows can tell, and only draws that are clearly worse are left. Where they chose it the gain must also
+# exceed a share of the calibrated start's NLL: less may be luck, and is not worth predictions by all draws.
+SURE_CHOSEN, SURE, LEAST_GAIN = 1.0, -1.0, 0.005
 EPOCHS, LEAST = 10, 2_000  # of gradients in all, and gradients at least
 LADDER_SHARE, RUNGS, TRIAL_SHARE = 1 / 3, 5, 0.1
 # At most, if held-out examples do not speak for the first: a colder one, which comes to an NLL that is lower by such a
@@ -454,6 +455,8 @@ class TrainedRun:
             found.starts = list(self.given)
             judged, chosen = None, not learns_noise(self.target)
             sure = SURE_CHOSEN if chosen else SURE
+            unit = choice.calibrated_nll if has_classes(self.target) else 1.0
+            short = -LEAST_GAIN * unit if chosen else 0.0
             if choice.held_out and self.held_out is not None:
                 counts = parts_of(found.num_draws) if chosen else [found.num_draws]
                 after = densities(found, self.held_out, self.device, counts)
@@ -462,7 +465,7 @@ class TrainedRun:
                 judged = Rung.of(choice.temperature, self.ladder.alone, beside, after, apart=True)
                 choice = replace(choice, judged=judged, runs=(*choice.runs, judged))
                 found.info |= self._about(choice)
-            good = judged is None or judged.better(sure, chosen)
+            good = judged is None or judged.better(sure, chosen, short)
             if ranks is not None:  # where machines round otherwise, rank 0 has its way
                 good = ranks.gather(good)[0]
             if good or more.get("store") is not None:
@@ -499,12 +502,11 @@ class TrainedRun:
             useless = not judged.difference < 0
             unsure = "" if useless else f" surely ({-judged.difference:.2g} ± {judged.error:.2g} better"
             if unsure:
-                unsure += f", by {FEW} examples alone)" if judged.better(sure, without_few=False) else ")"
+                unsure += f", by {FEW} examples alone)" if judged.better(sure, False, short) else ")"
             fault, begin = f"did not help to predict held-out examples{unsure}", {}
             # A colder run is closer to the start: it helps where draws are worse than that, and may be surer.
             last = len(choice.runs) >= RUNS or (useless and judged.alone <= choice.start_nll)
-            gain = COLDER_GAIN * (choice.calibrated_nll if has_classes(self.target) else 1.0)
-            last |= not judged.better(sure, chosen, short=gain)
+            last |= not judged.better(sure, chosen, short + COLDER_GAIN * unit)
             last |= lengths["warmup"] == 0  # without a trial's rates there would be none
             choice = self._in_time(self._colder(choice, fault, COLDER if useless else COOLER, last), more, began)
             if ranks is not None:

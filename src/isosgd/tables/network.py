@@ -58,8 +58,9 @@ TRAINING_BY_ROWS, TRAINING = 2.5, (300, 4_000)  # steps for each row, and the le
 # Of the chains. What a table takes follows from its size alone, not from the clock, so that its draws do, too.
 GRADIENTS_BY_ROWS, GRADIENTS = 4.0, (1_000, 8_000)  # of each chain at effort 1: these and so many a row, at the most
 MOST_WORK = 2e12  # products of weights and rows at effort 1: minutes
-LEAST_WARMUP, WARMUP_SHARE, DRAWS = 200, 0.4, 50  # HMC with a low-rank mass takes no fewer
-FEW_PARAMETERS = 5_000_000  # of all chains, times rows: less is not worth directions of the mass
+LEAST_WARMUP, DRAWS = 200, 50  # HMC with a low-rank mass takes no fewer
+SMALL = 5_000_000  # products of rows and weights of all chains: less is not worth directions of the mass
+WARMUP_SHARE = 0.6, 0.4  # of the gradients, and of those of small tables, whose chains are sooner where they belong
 HELD = 1 << 23  # numbers of a layer that are held at once in a prediction
 ALL_ROWS = 50_000  # beyond which a gradient takes some of the rows
 WIDTH_BY_ROWS, WIDTH, DEPTH = 1 / 32, (16, 64), 3  # units of a hidden layer
@@ -284,19 +285,21 @@ def steps_for(rows: int, network: Network, chains: int, effort: float) -> dict[s
     """Steps of the starts' training, of the warm-up and between draws, and draws of each chain.
 
     Example:
-        >>> steps_for(500, Network(10, 1), chains=8, effort=1.0)
+        >>> small, large = Network(10, 1, hidden=(16, 16, 16)), Network(10, 1, hidden=(64, 64, 64))
+        >>> steps_for(500, small, chains=8, effort=1.0)
         {'training': 1250, 'warmup': 1200, 'keep_every': 36, 'draws': 50}
-        >>> steps_for(500, Network(10, 1), chains=8, effort=4.0)["keep_every"]
-        144
+        >>> steps_for(500, large, chains=8, effort=4.0)
+        {'training': 1250, 'warmup': 7200, 'keep_every': 96, 'draws': 50}
     """
-    work = 3.0 * network.weights * chains * rows
-    gradients = effort * min(GRADIENTS[0] + GRADIENTS_BY_ROWS * rows, GRADIENTS[1], MOST_WORK / work)
-    warmup = max(math.ceil(WARMUP_SHARE * gradients), LEAST_WARMUP)
+    products = network.weights * chains * rows
+    gradients = effort * min(GRADIENTS[0] + GRADIENTS_BY_ROWS * rows, GRADIENTS[1], MOST_WORK / (3.0 * products))
+    share = WARMUP_SHARE[products < SMALL]
+    warmup = max(math.ceil(share * gradients), LEAST_WARMUP)
     draws = round(_between(DRAWS * effort, 10, DRAWS))
     return {
         "training": math.ceil(_between(TRAINING_BY_ROWS * rows, *TRAINING) * min(1.0, effort)),
         "warmup": warmup,
-        "keep_every": max(2, round((1.0 - WARMUP_SHARE) * gradients / draws)),
+        "keep_every": max(2, round((1.0 - share) * gradients / draws)),
         "draws": draws,
     }
 
@@ -461,7 +464,7 @@ def sample_network(
     if len(x) > ALL_ROWS:
         steps |= {"method": "isgd", "warmup": max(steps["warmup"], 1_000)}
     else:
-        rough = network.weights * chains * len(x) < FEW_PARAMETERS
+        rough = network.weights * chains * len(x) < SMALL
         steps |= {"method": "hmc", "structure": "diagonal" if rough else "lowrank"}
     with fast_arithmetic(place, network.weights * chains * len(x)):
         target.check(target.initial(device=place), (x, y))
