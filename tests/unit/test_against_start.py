@@ -38,6 +38,15 @@ def examples(n: int = 40) -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, 3, (n,), generator=made)
 
 
+def test_a_chain_that_was_dropped_takes_its_network_with_it() -> None:
+    starts = networks(3)
+    whole = around(starts, spread=0.0, starts=starts)
+    whole.info["chain_indices"] = [0, 1, 2]  # as `sample` has it
+    part = whole.select(chains=[0, 2]).with_starts(0.5)
+    for chain, number in ((0, 0), (1, 2)):
+        assert torch.equal(part.draw(chain, 0)["0.weight"], starts[number].state_dict()["0.weight"])
+
+
 def test_scores_are_those_of_the_start_and_of_the_average() -> None:
     (model,), (x, y) = networks(1), examples()
     posterior = around([model])

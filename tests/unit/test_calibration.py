@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -212,3 +213,13 @@ def test_the_first_draws_of_each_chain_are_averaged() -> None:
             scaled = some.at_softmax_temperature(found.temperatures[index])
             wanted = scaled.log_predictive(batch).double()
             torch.testing.assert_close(found.values[index, i], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_logits_that_say_nothing_are_left_as_they_are() -> None:
+    model = nn.Linear(4, 2)
+    flat = Posterior(
+        Target.from_module(model, "categorical"), {"weight": torch.zeros(1, 2, 2, 4), "bias": torch.zeros(1, 2, 2)}, {}
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert flat.calibrated(torch.randn(50, 4), torch.arange(50) % 2).softmax_temperature == 1.0

@@ -27,8 +27,9 @@ def make_target(scale: float = 10.0) -> Target:
     )
 
 
-def run(folder: Path, seed: int, data: torch.Tensor = Y, target: Target | None = None, **more: Any) -> isosgd.Posterior:
-    return sample(target or make_target(), (data,), store=folder / str(seed), seed=seed, **{**QUICK, **more})
+def run(folder: Path, seed: int, data: Any = Y, target: Target | None = None, **more: Any) -> isosgd.Posterior:
+    data = data if isinstance(data, tuple) else (data,)
+    return sample(target or make_target(), data, store=folder / str(seed), seed=seed, **{**QUICK, **more})
 
 
 def test_runs_are_one_without_a_copy(tmp_path: Path) -> None:
@@ -41,6 +42,19 @@ def test_runs_are_one_without_a_copy(tmp_path: Path) -> None:
     assert together.predict(torch.zeros(2)).mean.shape == (2,)
     # R-hat is that of all chains: three here, whatever each run had.
     assert together.summary((Y,)).as_dict()["chains"] == 3
+
+
+def test_chains_of_merged_runs_have_the_networks_that_they_began_with(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 3), nn.Linear(4, 3)
+    target, data = Target.from_module(first, "categorical"), (torch.randn(80, 4), torch.randint(3, (80,)))
+    for seed, network, chains in ((0, first, 3), (1, second, 1)):
+        run(tmp_path, seed, data, target, starts=[network], chains=chains, temperature=1e-3)
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for found in (load(folders, target), merge(folders, tmp_path / "both", target)):
+        heads = found.with_starts(0.5)
+        began = [torch.equal(heads.draw(k, 0)["weight"], first.weight) for k in range(4)]
+        assert began == [True, True, True, False]
 
 
 def test_a_merged_run_is_extended_as_its_parts_would_be(tmp_path: Path) -> None:

@@ -133,4 +133,5 @@ class TorchLayers:
             gradient[f"{name}.bias"].copy_(along.sum(1))
             if i:
                 along = torch.bmm(along, p[f"{name}.weight"])
+        self.inner, self.sums, self.curved = [], [], torch.empty(0)  # they are large
         return found

@@ -134,7 +134,7 @@ def best_temperature(found: Densities) -> int:
         gain = found.values[index, 0] - base
         return float(gain.sum()) - (found.unlikely(index, gain) if index != found.one else 0.0)
 
-    return max(range(len(found.temperatures)), key=total)
+    return max(range(len(found.temperatures)), key=lambda index: (total(index), index == found.one))
 
 
 def warn_of_end(temperature: float) -> None:

@@ -267,13 +267,15 @@ class Posterior:
         if self.info.get("from_start"):
             return self._without_starts().with_starts(share, starts)
         states = self._states(starts)
-        if len(states) > self.num_chains:
+        if starts is not None and len(states) > self.num_chains:  # of the chains' own some may have been dropped
             raise ValueError(f"{len(states)} starts for {self.num_chains} chains: each chain has one at its head")
         count = math.ceil(self.num_draws * min(1.0, max(0.5, (1 - share) / share)))
         copies = round(count * share / (1 - share))
         which = np.linspace(0, self.num_draws - 1, count).round().astype(int).tolist()
         part = self._stack.select(list(range(self.num_chains)), which)
-        own = [k % len(states) for k in self.info.get("chain_indices") or range(self.num_chains)]
+        known = {} if starts is not None else dict(enumerate(self.info.get("start_of_chain", ())))  # of merged runs
+        chains = self.info.get("chain_indices") or range(self.num_chains)
+        own = [known.get(k, k % len(states)) for k in chains]
         heads = self.start_draws(states)
         draws, buffers = (
             Headed({name: head[name][own].to(x) for name, x in first.items()}, copies, rest) if copies else rest

@@ -149,6 +149,9 @@ def joined(folders: Sequence[Path]) -> Manifest:
             whole.shards.append(moved)
         for start in manifest.starts:
             starts.setdefault(start.sha256, replace(start, file=str(home / start.file)))
+        if manifest.starts:
+            order, own = list(starts), [start.sha256 for start in manifest.starts]
+            whole.info.setdefault("start_of_chain", []).extend(order.index(own[k % len(own)]) for k in numbers)
         whole.lost |= {chain + shift: length for chain, length in manifest.lost.items()}
         info = manifest.info
         whole.info["chain_indices"] += [k + shift for k in info.get("chain_indices", [])]

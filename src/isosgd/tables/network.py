@@ -62,7 +62,7 @@ LEAST_WARMUP, DRAWS = 200, 50  # HMC with a low-rank mass takes no fewer
 SMALL = 5_000_000  # products of rows and weights of all chains: less is not worth directions of the mass
 WARMUP_SHARE = 0.6, 0.4  # of the gradients, and of those of small tables, whose chains are sooner where they belong
 HELD = 1 << 23  # numbers of a layer that are held at once in a prediction
-ALL_ROWS = 50_000  # beyond which a gradient takes some of the rows
+ALL_ROWS = 20_000  # beyond which a gradient takes some of the rows
 WIDTH_BY_ROWS, WIDTH, DEPTH = 1 / 32, (16, 64), 3  # units of a hidden layer
 
 
