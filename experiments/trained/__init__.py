@@ -7,7 +7,7 @@ Two lists of pairs of a network and data, fixed on 17 November 2026, before any 
 TUNE: pairs on which defaults may be chosen, by their held-out data.
     wine-mlp, cancer-mlp (scikit-learn), notmnist-cnn, mnist5k-mlp, kin-mlp (a made-up robot arm), diabetes-mlp,
     boston-mlp, notmnist-bn, notmnist-overfitted, letters-mlp, notmnist-gn, notmnist-transformer, notmnist-undertrained,
-    and cifar10k-vgg and cifar20k-resnet56 on a GPU. Those of MNIST and
+    and cifar10k-vgg, cifar40k-vgg and cifar20k-resnet56 on a GPU. Those of MNIST and
     CIFAR-10 take images of the training files alone, so that no test image of the other list is ever looked at.
 
 TEST: pairs that nothing is chosen with.
