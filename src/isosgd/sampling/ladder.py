@@ -170,10 +170,11 @@ class Rung:
     def better(self, sure: float, without_few: bool, short: float = 0.0) -> bool:
         """Than the starts, by so many standard errors; where ``without_few``, not by what `FEW` examples gain alone.
 
-        ``short`` is how much may be missing: whether it would be better if its NLL were lower by so much.
+        ``short`` is how much may be missing: whether it would be better if its NLL were lower by so much. Below zero it
+        is a gain that is asked for beside.
         """
         sure_enough = math.isfinite(self.error) and self.difference + sure * self.error < short
-        return sure_enough and not (without_few and self.rest >= short)
+        return sure_enough and not (without_few and self.rest >= max(short, 0.0))
 
 
 @dataclass(frozen=True)
