@@ -43,6 +43,7 @@ from isosgd import Posterior
 from isosgd.diagnostics.verdict import Verdict
 from isosgd.errors import SamplingWarning
 from isosgd.metrics import mixture_quantiles
+from isosgd.posterior.calibration import leave_one_out, sharpened, sharpest
 from isosgd.sampling.settings import check_seconds, memory
 from isosgd.store import Manifest
 from isosgd.store.draws import Damaged
@@ -61,6 +62,9 @@ __all__ = ["BayesianMLPClassifier", "BayesianMLPRegressor", "load", "resume"]
 
 Array = Any
 BATCH = 2_000  # rows predicted at once
+CALIBRATED, PART = 2_000, 250  # training rows that say how sure averages of classes should be, and how many at once
+REPEATED = 0.05  # share of rows that are there several times, beyond which they say nothing of it
+OF_AVERAGES = "softmax_temperature_of_averages"  # in the info of a posterior
 COPIES = 4  # of the inputs, that a fit holds
 MODEL, DATA, VERSION = "model.json", "data.safetensors", 1  # what stands beside the draws of a run
 LARGEST = 64 << 20  # bytes of the former that are read
@@ -137,7 +141,7 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
         X = self._checked(X)
         # Rounded as the training rows were: of rows that repeat distances are zero.
         x, known = (t.float().double().cpu().numpy() for t in (self.columns_.inputs(X), self.posterior_.data[0]))
-        rows = known[np.linspace(0, len(known) - 1, min(len(known), COMPARED)).round().astype(int)]
+        rows = known[_spaced(len(known), COMPARED)]
         near = NearestNeighbors(n_neighbors=min(NEIGHBOURS, len(rows) - 1)).fit(rows)
         limit = np.quantile(near.kneighbors()[0].mean(1), FAR)
         far = near.kneighbors(x)[0].mean(1) > limit + ROUNDING
@@ -264,8 +268,8 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
     at trained networks of their own. Same ``random_state``, same predictions.
 
     Args:
-        hidden_layers: units of each hidden layer; ``auto`` takes three whose width grows with the rows. ``()`` is a
-            linear model.
+        hidden_layers: units of each hidden layer; ``auto`` takes three of 16, from 500 rows on four of 16, and
+            from 2,000 on three of 64. ``()`` is a linear model.
         likelihood: ``student_t``, ``gaussian``; ``loglinear_t`` or ``loglinear``, the same with a size whose logarithm
             is linear in the inputs; ``heteroscedastic_t`` or ``heteroscedastic``, with one that is an output of the
             network; ``auto`` takes one of the first four, by how rows that were held out are predicted before
@@ -411,10 +415,13 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
 
 
 class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):  # type: ignore[misc]
-    """Classification by posterior draws of a network: probabilities are averages over draws.
+    """Classification by posterior draws of a network: probabilities are averages over draws, made as sure as rows say.
 
-    The arguments and attributes are those of `BayesianMLPRegressor`, without ``likelihood``; ``classes_`` are the
-    labels.
+    The arguments and attributes are those of `BayesianMLPRegressor`, without ``likelihood``.
+
+    Attributes:
+        classes_: the labels.
+        softmax_temperature_: by which logarithms of the averages are divided.
     """
 
     def __init__(
@@ -450,6 +457,33 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):  # type: ignore[misc
         self._sample(X, y, "categorical", store, held_out)
         return self
 
+    @property
+    def softmax_temperature_(self) -> float:
+        """By which logarithms of averages over draws are divided, above 1 where these are too sure.
+
+        Training rows are then predicted best by draws that have not seen them (`isosgd.posterior.calibration`). It is
+        found once for the draws. Where more than a few rows are there several times, draws have seen them all, and it
+        is 1.
+        """
+        check_is_fitted(self, "posterior_")
+        info = self.posterior_.info
+        if OF_AVERAGES not in info:
+            x, y = (t.cpu() for t in self.posterior_.data)
+            rows, copies = np.unique(torch.cat([x, y.unsqueeze(1).to(x)], 1).numpy(), axis=0, return_counts=True)
+            single = torch.from_numpy(rows[copies == 1])
+            info[OF_AVERAGES] = 1.0 if len(single) < (1 - REPEATED) * len(x) else self._calibrated_on(single)
+        return float(info[OF_AVERAGES])
+
+    def _calibrated_on(self, rows: torch.Tensor) -> float:
+        """The softmax temperature of averages by some rows, whose last column is the class."""
+        rows = rows[_spaced(len(rows), CALIBRATED)]
+        y = rows[:, -1].long()
+        found = [
+            leave_one_out(said_by_draws(self.network_, self.posterior_, inputs)[0], labels)
+            for inputs, labels in zip(torch.split(rows[:, :-1], PART), torch.split(y, PART), strict=True)
+        ]
+        return sharpest(torch.cat(found), y)
+
     def _encoded(self, y: Any) -> torch.Tensor:
         y = np.asarray(y)
         if (new := ~np.isin(y, self.classes_)).any():
@@ -467,8 +501,14 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):  # type: ignore[misc
         self.classes_ = np.array(learnt["classes"], dtype=CLASSES[learnt["dtype"]])
 
     def predict_proba(self, X: Any, *, return_draws: bool = False) -> Array:
-        """Probabilities ``[n, classes]``; with ``return_draws`` what each draw says, ``[draws, n, classes]``."""
-        return self._said(X, lambda found, _: found if return_draws else found.mean(0))
+        """Probabilities ``[n, classes]``: the average over draws, as sure as `softmax_temperature_` makes it.
+
+        With ``return_draws`` what each draw says, ``[draws, n, classes]``.
+        """
+        if return_draws:
+            return self._said(X, lambda found, _: found)
+        scale = self.softmax_temperature_
+        return self._said(X, lambda found, _: sharpened(found.mean(0), scale))
 
     def predict(self, X: Any) -> Array:
         """The likeliest class of each row."""
@@ -556,6 +596,11 @@ def opened(folder: str | Path, damaged: Damaged = "refuse") -> BayesianMLPRegres
         raise ValueError(f"{Path(folder) / DATA} cannot be read ({error}); fit the table again") from error
     made.posterior_ = isosgd.load(folder, made.network_.target(), data=data, damaged=damaged)
     return made
+
+
+def _spaced(count: int, most: int) -> Array:
+    """Indices of at most so many of some rows, evenly spaced."""
+    return np.linspace(0, count - 1, min(count, most)).round().astype(int)
 
 
 def _as_frame(X: Any) -> Any:

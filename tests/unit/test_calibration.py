@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from isosgd import Posterior, SamplingWarning, Target, priors, sample
+from isosgd.posterior.calibration import AVERAGES, leave_one_out, sharpest
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
 
@@ -223,3 +224,37 @@ def test_logits_that_say_nothing_are_left_as_they_are() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert flat.calibrated(torch.randn(50, 4), torch.arange(50) % 2).softmax_temperature == 1.0
+
+
+def test_an_example_that_is_left_out_is_predicted_by_the_posterior_of_the_others() -> None:
+    """Of a coin with a flat prior that is known: the share of heads among the others, and two more throws."""
+    heads, throws, draws = 3, 12, 200_000
+    drawn = torch.distributions.Beta(1.0 + heads, 1.0 + throws - heads)
+    torch.manual_seed(0)
+    heads_by_draw = drawn.sample((draws,)).double()
+    y = torch.tensor([1, 0])  # a throw with heads, and one without
+    said = torch.stack([1 - heads_by_draw, heads_by_draw], -1).unsqueeze(1).expand(draws, 2, 2)
+    found = leave_one_out(said, y).exp()[:, 1]
+    wanted = torch.tensor([heads / (throws + 1), (heads + 1) / (throws + 1)], dtype=torch.float64)
+    for k, p in enumerate((heads_by_draw, 1 - heads_by_draw)):
+        weight = 1 / p
+        error = (weight * (heads_by_draw - wanted[k])).std() / weight.mean() / math.sqrt(draws)
+        assert abs(found[k] - wanted[k]) < 4 * error
+
+
+def test_one_draw_that_is_sure_of_another_class_changes_little() -> None:
+    said = torch.tensor([0.9, 0.1], dtype=torch.float64).repeat(400, 1, 1)
+    said[0] = torch.tensor([1e-20, 1.0])
+    assert leave_one_out(said, torch.tensor([0])).exp()[0, 0] > 0.8
+
+
+def test_a_few_examples_that_are_right_make_nothing_as_sure_as_can_be() -> None:
+    logs = torch.tensor([[0.8, 0.1, 0.1]]).log()
+    few, many = (sharpest(logs.expand(n, 3), torch.zeros(n, dtype=torch.long)) for n in (10, 10_000))
+    assert min(AVERAGES) < few < 1 and many < few
+
+
+@pytest.mark.parametrize("scale", [0.45, 1.0, 2.0])
+def test_the_temperature_of_averages_is_found(scale: float) -> None:
+    x, y = examples(20_000, 1)
+    assert sharpest((scale * x).log_softmax(1), y) == pytest.approx(scale, rel=0.06)

@@ -189,6 +189,23 @@ def test_probabilities_of_classes(classified, capsys):
     assert "Confusion of classes" in (folder / "report.html").read_text()
 
 
+def test_scores_of_classes_are_those_of_what_is_predicted(classified, tmp_path, capsys, monkeypatch):
+    """Also after a run went on: averages are as sure as the draws that there are now say; here more draws, less sure."""
+    monkeypatch.setattr(sklearn, "leave_one_out", lambda said, y: torch.full((len(y), 1), float(len(said))))
+    monkeypatch.setattr(sklearn, "sharpest", lambda logs, y: float(logs[0, 0]) / 40)
+    folder = tmp_path / "run"
+    shutil.copytree(classified[0], folder)
+    before = sklearn.load(folder)
+    told = strict(run(["resume", folder, "--draws", 3 * before.posterior_.num_draws, "--json"], capsys).out)
+    model = sklearn.load(folder)
+    (x, y), scale = model.held_out_, model.softmax_temperature_
+    power = model.posterior_.predict(x).mean.double() ** (1 / scale)
+    wanted = -(power / power.sum(1, keepdim=True))[torch.arange(len(y)), y].log().mean()
+    assert told["scores"]["mnll"] == pytest.approx(float(wanted), rel=1e-4)
+    assert scale == 3 * before.softmax_temperature_
+    assert f"averages at softmax temperature {scale:.2g}" in (folder / "report.html").read_text()
+
+
 def test_running_longer_extends_the_run(fitted, tmp_path, capsys):
     """The command that is proposed goes on with the run; it does not begin another one."""
     folder = tmp_path / "run"

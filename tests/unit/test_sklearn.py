@@ -2,7 +2,9 @@
 
 import copy
 import math
+import pickle
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from sklearn.utils.estimator_checks import check_estimator
 from isosgd.engine.gradients import Layout, Many
 from isosgd.native.build import switched_off
 from isosgd.native.layers import Layers
-from isosgd.sklearn import BayesianMLPClassifier, BayesianMLPRegressor
+from isosgd.sklearn import BayesianMLPClassifier, BayesianMLPRegressor, load, resume
 from isosgd.tables.network import NOISES, Network, fast_arithmetic, steps_for, usual_layers
 
 SHORT: dict[str, Any] = {"hidden_layers": (8,), "effort": 0.05, "chains": 2, "random_state": 0}
@@ -141,7 +143,43 @@ def test_classes_have_probabilities_and_names() -> None:
     found = model.predict_proba(x)
     assert list(model.classes_) == ["no", "perhaps", "yes"] and np.allclose(found.sum(1), 1)
     assert model.score(x, y) > 0.9 and set(model.sample_y(x, 20).flat) <= set(model.classes_)
-    assert np.allclose(model.predict_proba(x, return_draws=True).mean(0), found)
+    power = model.predict_proba(x, return_draws=True).mean(0) ** (1 / model.softmax_temperature_)
+    assert np.allclose(power / power.sum(1, keepdims=True), found)
+
+
+def test_averages_of_classes_are_as_sure_as_unseen_rows_want_them() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(900, 6))
+    y = (x[:, :3] + 0.05 * rng.normal(size=(900, 3))).argmax(1)  # all but separable
+    model = BayesianMLPClassifier(**SHORT).fit(x[:300], y[:300])
+    own = np.arange(600), y[300:]
+    plain, found = model.predict_proba(x[300:], return_draws=True).mean(0), model.predict_proba(x[300:])
+    gain = np.log(found[own]) - np.log(plain[own])
+    assert model.softmax_temperature_ < 1
+    assert gain.mean() > 3 * gain.std() / np.sqrt(600)
+
+
+def test_rows_that_are_repeated_do_not_say_how_sure_averages_should_be() -> None:
+    """Copies of a row are in the posterior that one of them is left out of: it has seen the row."""
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(60, 3))
+    y = (x[:, 0] > 0).astype(int)
+    once, often = (BayesianMLPClassifier(**SHORTEST).fit(np.repeat(x, k, 0), np.repeat(y, k)) for k in (1, 3))
+    assert once.softmax_temperature_ != 1 == often.softmax_temperature_
+
+
+def test_how_sure_averages_are_comes_back_with_the_draws(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(80, 3))
+    y = x[:, :3].argmax(1)
+    model = BayesianMLPClassifier(**SHORTEST).fit(x, y, store=tmp_path / "run")
+    found = model.predict_proba(x)
+    for other in (load(tmp_path / "run"), pickle.loads(pickle.dumps(model))):
+        assert other.softmax_temperature_ == model.softmax_temperature_ != 1
+        assert np.array_equal(other.predict_proba(x), found)
+    longer = resume(tmp_path / "run", draws=2 * model.posterior_.num_draws)
+    again = load(tmp_path / "run")
+    assert again.softmax_temperature_ == longer.softmax_temperature_ != model.softmax_temperature_
 
 
 @pytest.mark.long

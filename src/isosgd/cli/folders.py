@@ -74,8 +74,12 @@ class Run:
         commands = [shown(line) for line in (*self.commands(), f"isosgd report {shlex.quote(str(self.folder))}")]
         return write_report(
             posterior, path or self.folder / REPORT, data=data, heldout=self.heldout,
-            subject=replace(self.subject, commands=commands, longer=shown(self.longer(posterior))),
+            subject=replace(self.scored(), commands=commands, longer=shown(self.longer(posterior))),
         )  # fmt: skip
+
+    def scored(self) -> Subject:
+        """The subject, with how sure the estimator's averages are made."""
+        return replace(self.subject, softmax_temperature=getattr(self.model, "softmax_temperature_", 1.0))
 
     def commands(self) -> list[str]:
         """What to run to have the draws again; empty where a command line cannot say it."""

@@ -154,7 +154,7 @@ def run_resume(args: argparse.Namespace) -> int:
             from isosgd import sklearn
 
             sklearn.resume(args.run, draws=args.draws, device=args.device, verbose=True)
-            return found
+            return open_run(args.run)  # with the draws that there are now
         isosgd.resume(
             args.run, found.target, found.data, init=found.init, device=args.device, draws=args.draws,
             budget=args.budget,
@@ -326,7 +326,7 @@ def scores_of(run: Run, posterior: Posterior) -> dict[str, Any]:
     if run.model is None:
         return {}
     rows = some(run.heldout if run.heldout is not None else run.data)
-    found = evaluate(posterior, rows, run.subject)
+    found = evaluate(posterior, rows, run.scored())
     if found is None:  # several targets
         return {}
     return {"rows": len(rows[0]), **found.scores()}

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from isosgd.native import build
 
@@ -83,6 +82,9 @@ class Layers:
 class TorchLayers:
     """The same by operations of torch, wherever the parameters are.
 
+    They are as few as can be: on a GPU what takes the time is how many there are. What a layer takes has a column of
+    ones, so that a bias is one more weight, and its gradient comes with those of the weights.
+
     Args:
         shapes: as of `Layers`.
     """
@@ -91,7 +93,10 @@ class TorchLayers:
         self.shapes = dict(shapes)
         self.sizes = [int(torch.Size(shape).numel()) for shape in shapes.values()]
         self.depth = sum(name.startswith("hidden.") and name.endswith(".weight") for name in shapes)
-        self.inner: list[Tensor] = []  # what hidden layers take, and at last the output layer
+        # What hidden layers take, and at last the output layer, with a column of ones: in fixed places, since a CUDA
+        # graph may go on to read them.
+        self.rooms: dict[tuple[Any, ...], list[Tensor]] = {}
+        self.taken: list[Tensor] = []
         self.sums: list[Tensor] = []  # of hidden layers, before the activation
         self.curved = torch.empty(0)  # what the output layer gives
 
@@ -104,34 +109,54 @@ class TorchLayers:
         p = self._views(theta)
         if not self.depth:
             return torch.baddbmm(p["skip.bias"].unsqueeze(1), x, p["skip.weight"].mT)
-        self.inner, self.sums = [x], []
+        self.taken = self._room(x)
+        self.taken[0][..., :-1] = x
+        self.sums = []
         for i in range(self.depth):
-            weight, bias = p[f"hidden.{i}.weight"], p[f"hidden.{i}.bias"]
-            self.sums.append(torch.baddbmm(bias.unsqueeze(1), self.inner[-1], weight.mT))
-            self.inner.append(F.silu(self.sums[-1]))
-        self.curved = torch.baddbmm(p["out.bias"].unsqueeze(1), self.inner[-1], p["out.weight"].mT)
+            self.sums.append(self._affine(p, f"hidden.{i}", self.taken[i]))
+            torch.ops.aten.silu.out(self.sums[i], out=self.taken[i + 1][..., :-1])
+        self.curved = self._affine(p, "out", self.taken[-1])
         found = torch.bmm(x, p["skip.weight"].mT)
         found[..., : self.curved.shape[-1]].addcmul_(self.curved, p["gate"].unsqueeze(-1))
         return found
 
+    def _room(self, x: Tensor) -> list[Tensor]:
+        key = x.shape, x.dtype, x.device
+        if key in self.rooms:
+            return self.rooms[key]
+        widths = [x.shape[-1], *(self.shapes[f"hidden.{i}.weight"][0] for i in range(self.depth))]
+        made = [torch.ones(*x.shape[:2], width + 1, dtype=x.dtype, device=x.device) for width in widths]
+        if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # nothing is written while a graph is captured
+            self.rooms[key] = made
+        return made
+
+    @staticmethod
+    def _affine(p: Mapping[str, Tensor], name: str, taken: Tensor) -> Tensor:
+        return torch.bmm(taken, torch.cat([p[f"{name}.weight"], p[f"{name}.bias"].unsqueeze(-1)], -1).mT)
+
     def backward(self, theta: Tensor, x: Tensor, slope: Tensor) -> Tensor:
-        """As of `Layers`; gradients of other parameters than the network's are left as they are."""
-        p, found = self._views(theta), torch.empty_like(theta)
-        gradient = self._views(found)
-        gradient["skip.weight"].copy_(torch.bmm(slope.mT, x))
-        if not self.depth:
-            gradient["skip.bias"].copy_(slope.sum(1))
-            return found
-        curved = slope[..., : self.curved.shape[-1]]
-        gradient["gate"].copy_((curved * self.curved).sum((1, 2)).unsqueeze(-1))
-        along = curved * p["gate"].unsqueeze(-1)
-        for i in range(self.depth, -1, -1):  # the output layer, and hidden ones from the last to the first
+        """As of `Layers`; gradients of other parameters than the network's are zero."""
+        p, found = self._views(theta), dict[str, Tensor]()
+        found["skip.weight"] = torch.bmm(slope.mT, x)
+        if self.depth:
+            curved = slope[..., : self.curved.shape[-1]]
+            found["gate"] = (curved * self.curved).sum((1, 2))
+            along = curved * p["gate"].unsqueeze(-1)
+        else:
+            found["skip.bias"] = slope.sum(1)
+        for i in range(self.depth, -1, -1) if self.depth else ():  # the output layer, then the last hidden one, ...
             name = f"hidden.{i}" if i < self.depth else "out"
             if i < self.depth:
                 along = torch.ops.aten.silu_backward(along, self.sums[i])
-            gradient[f"{name}.weight"].copy_(torch.bmm(along.mT, self.inner[i]))
-            gradient[f"{name}.bias"].copy_(along.sum(1))
+            both = torch.bmm(along.mT, self.taken[i])
+            found[f"{name}.weight"], found[f"{name}.bias"] = both[..., :-1], both[..., -1]
             if i:
                 along = torch.bmm(along, p[f"{name}.weight"])
-        self.inner, self.sums, self.curved = [], [], torch.empty(0)  # they are large
-        return found
+        self.taken, self.sums, self.curved = [], [], torch.empty(0)  # they are large
+        return torch.cat(
+            [
+                found[name].reshape(len(theta), -1) if name in found else theta.new_zeros(len(theta), size)
+                for name, size in zip(self.shapes, self.sizes, strict=True)
+            ],
+            -1,
+        )

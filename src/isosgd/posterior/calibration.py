@@ -3,6 +3,10 @@
 Logits of every draw are divided by one number, so that the average over draws suits the examples best (Guo, Pleiss, Sun
 and Weinberger, 2017, for one network). It does not change what is sampled: the temperature of a density is another
 thing.
+
+Where no examples were left out, those that were trained on are predicted without themselves (`leave_one_out`), and the
+logarithm of the average is divided (`sharpened`): an average over a wide posterior is less sure than its draws, which
+their own logits can hardly make up for (Rahaman and Thiery, 2021).
 """
 
 from __future__ import annotations
@@ -20,7 +24,9 @@ from isosgd.target.likelihoods import Bernoulli, Categorical, Likelihood
 
 # From .61 to 12 a tenth apart; what lies outside is rare.
 TEMPERATURES = tuple(math.exp(k / 10) for k in (-25, -20, -15, -10, *range(-5, 26), 30, 35, 40, 45, 50))
+AVERAGES = tuple(math.exp(k / 20) for k in sorted(range(-50, 51), key=abs))  # of averages; of equals the nearest to 1
 FEW = 2  # examples that may look better by chance, as those do of which a network was sure and wrong
+UNSEEN = 1  # examples with labels at random, beside those that are left out one by one
 
 
 def can_be_scaled(likelihood: object) -> bool:
@@ -135,6 +141,60 @@ def best_temperature(found: Densities) -> int:
         return float(gain.sum()) - (found.unlikely(index, gain) if index != found.one else 0.0)
 
     return max(range(len(found.temperatures)), key=lambda index: (total(index), index == found.one))
+
+
+def leave_one_out(probabilities: Tensor, y: Tensor) -> Tensor:
+    """Log probabilities ``[n, classes]`` of each example by draws of a posterior that has not seen it.
+
+    They are those of a posterior that has, ``[draws, n, classes]``, with weights of one over the likelihood of the
+    example. None is above the root of their number over the mean likelihood, so that a draw which is sure of another
+    class is one among many.
+
+    Example:
+        >>> said = torch.tensor([[0.9, 0.1], [0.6, 0.4]]).unsqueeze(1)  # two draws of one example, of the first class
+        >>> leave_one_out(said, torch.tensor([0])).exp()
+        tensor([[0.7200, 0.2800]])
+    """
+    logs = probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
+    likely = logs[:, torch.arange(len(y)), y]
+    usual = likely.logsumexp(0) - math.log(len(likely))
+    weights = torch.minimum(-likely, 0.5 * math.log(len(likely)) - usual)
+    return (logs + (weights - weights.logsumexp(0)).unsqueeze(-1)).logsumexp(0)
+
+
+def sharpened(probabilities: Tensor, temperature: float) -> Tensor:
+    """Probabilities ``[..., classes]`` whose logarithms are divided by a softmax temperature; below 1 they are surer.
+
+    Example:
+        >>> sharpened(torch.tensor([0.8, 0.2]), 0.5)
+        tensor([0.9412, 0.0588])
+    """
+    if temperature == 1:
+        return probabilities
+    logs = probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
+    return (logs / temperature).softmax(-1)
+
+
+def sharpest(logs: Tensor, y: Tensor) -> float:
+    """The softmax temperature that suits averages best, given their logarithms ``[n, classes]`` and labels.
+
+    Against temperatures below 1 speak `UNSEEN` more examples, with labels at random: some dozens of examples, all of
+    them right, must not make an average as sure as can be.
+
+    Example:
+        >>> logs = torch.tensor([[0.7, 0.3]]).log()  # of examples of which nine in ten are of the first class
+        >>> y = (torch.arange(1000) % 10 == 0).long()
+        >>> found = sharpest(logs.expand(1000, 2), y)
+        >>> bool(abs(sharpened(logs.exp(), found)[0, 0] - 0.9) < 0.03)
+        True
+    """
+    plain = label_and_mean(Categorical(), logs, y).double().mean(0)
+
+    def gain(temperature: float) -> float:
+        label, random = (label_and_mean(Categorical(), logs / temperature, y).double().mean(0) - plain).tolist()
+        return float(len(y) * label + UNSEEN * min(0.0, random))
+
+    return max(AVERAGES, key=gain)
 
 
 def warn_of_end(temperature: float) -> None:

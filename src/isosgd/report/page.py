@@ -34,6 +34,7 @@ class Subject:
         y_scale: units of the data for one unit of the model.
         x_mean: of a single input, likewise.
         x_scale: of a single input.
+        softmax_temperature: by which logarithms of averages over draws are divided, where they are of classes.
         layers: what to call layers, such as ``{"0": "hidden layer"}``.
         network: the model in words.
         notes: what else a reader should know, one sentence each: how the table was read, for instance.
@@ -50,6 +51,7 @@ class Subject:
     y_scale: float = 1.0
     x_mean: float = 0.0
     x_scale: float = 1.0
+    softmax_temperature: float = 1.0
     layers: Mapping[str, str] = field(default_factory=dict)
     network: str = ""
     notes: Sequence[str] = ()

@@ -26,6 +26,7 @@ from isosgd.metrics import (
     rmse,
 )
 from isosgd.posterior import Posterior
+from isosgd.posterior.calibration import sharpened
 from isosgd.report.page import Figure, Subject, Tile
 from isosgd.report.plot import Array, Plot, evenly, limits, number
 
@@ -62,7 +63,9 @@ def evaluate(
     draws = found.draws.cpu()
     if found.expected_entropy is not None and y.ndim == 1 and (each := _all_classes(draws)) is not None:
         outer = None if outside is None else _all_classes(posterior.predict(outside).mean.cpu()[None, None])
-        return Classification(each, y.long(), None if outer is None else outer[0, 0].double())
+        scale = subject.softmax_temperature
+        beyond = None if outer is None else sharpened(outer[0, 0].double(), scale)
+        return Classification(each, y.long(), beyond, scale)
     if found.draw_variances is None or found.df is None:
         return None
     means, variances = draws.double(), found.draw_variances.expand_as(found.draws).cpu().double()
@@ -243,11 +246,12 @@ class Classification:
     draws: Tensor  # probabilities that each draw gives, [chains, draws, n, classes]
     y: Tensor  # classes [n]
     outside: Tensor | None = None  # mean probabilities [m, classes] of inputs unlike the training data, if any
+    softmax_temperature: float = 1.0  # of averages
 
     @property
     def mean(self) -> Tensor:
         """Probabilities of the model average, ``[n, classes]``."""
-        return self.draws.double().flatten(0, 1).mean(0)
+        return sharpened(self.draws.double().flatten(0, 1).mean(0), self.softmax_temperature)
 
     @property
     def traces(self) -> Tensor:

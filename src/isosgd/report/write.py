@@ -92,7 +92,7 @@ def report_html(
     body = [
         f'<p class="kicker">isosgd report</p>\n<h1>{escape(subject.title)}</h1>',
         f'<p class="lead">{escape(_lead(posterior, subject))}</p>',
-        _against_start(posterior, rows, seen),
+        _against_start(posterior, rows, seen, subject),
         page.verdict_card(verdict, reason, subject.longer),
         page.tiles([*(found.tiles() if found is not None else []), *_chain_tiles(verdict, summary, info)]),
         page.section(
@@ -136,12 +136,14 @@ def _evaluated(
         return None  # a user's own target, whose data are not inputs and targets: its log likelihood is shown instead
 
 
-def _against_start(posterior: Posterior, rows: Any, seen: str) -> str:
+def _against_start(posterior: Posterior, rows: Any, seen: str, subject: Subject) -> str:
     """The trained networks that chains began with, and the average, on the same rows; empty where there are none."""
     if posterior.starts is None or not _has_targets(rows):
         return ""
     found = posterior.against_start(*rows)
     words = found.summary().replace("\n", "; ") + f": {seen}."
+    if subject.softmax_temperature != 1:
+        words += " Averages are taken here as they are, without their softmax temperature."
     return page.section("Better than the trained network?", words, page.table(*found.table()))
 
 
@@ -181,8 +183,9 @@ def _lead(posterior: Posterior, subject: Subject) -> str:
         words.append(f"; by {METHODS.get(info['method'], info['method'])}")
     if info.get("temperature") is not None:
         words.append(f" at temperature {info['temperature']:g}")
-    if posterior.softmax_temperature != 1:
-        words.append(f", predictions at softmax temperature {posterior.softmax_temperature:.2g}")
+    for scale, what in ((posterior.softmax_temperature, "predictions"), (subject.softmax_temperature, "averages")):
+        if scale != 1:
+            words.append(f", {what} at softmax temperature {scale:.2g}")
     if info.get("seconds"):
         words.append(f", in {_duration(info['seconds'])}")
     return "".join(words) + "."

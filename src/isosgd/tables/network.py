@@ -36,7 +36,7 @@ NOISES = ("auto", "student_t", "gaussian", *LOG_LINEAR, "heteroscedastic_t", "he
 LIKELIHOODS = (*NOISES, "categorical")
 DEGREES = 6.0, 12.0, math.inf  # of freedom, that noise may have: the last are those of a Gaussian
 SCALES = (5.0, 3.0), (2.0, 1.0)  # of hidden weights and of the output layer: in regressions, and of classes
-LINEAR = 7.0  # of the linear path of classes: prior deviation of a logit over rows
+LINEAR = 2.5  # of the linear path of classes: prior deviation of a logit over rows
 # Of the logarithm of the noise's squared size: its prior deviation over rows where it is linear in the inputs, and
 # prior scales of weights to it, over those of weights to the mean, where it is an output of the whole network.
 SIZE_DEVIATION, SIZE_OF_NETWORK = 2.0, 1 / 3
@@ -63,7 +63,8 @@ SMALL = 5_000_000  # products of rows and weights of all chains: less is not wor
 WARMUP_SHARE = 0.6, 0.4  # of the gradients, and of those of small tables, whose chains are sooner where they belong
 HELD = 1 << 23  # numbers of a layer that are held at once in a prediction
 ALL_ROWS = 20_000  # beyond which a gradient takes some of the rows
-WIDTH_BY_ROWS, WIDTH, DEPTH = 1 / 32, (16, 64), 3  # units of a hidden layer
+# Hidden layers of tables with fewer rows than these, and of all others.
+LAYERS = (500, (16,) * 3), (2_000, (16,) * 4), (math.inf, (64,) * 3)
 
 
 def usual_layers(rows: int) -> tuple[int, ...]:
@@ -71,10 +72,9 @@ def usual_layers(rows: int) -> tuple[int, ...]:
 
     Example:
         >>> usual_layers(100), usual_layers(500), usual_layers(100_000)
-        ((16, 16, 16), (16, 16, 16), (64, 64, 64))
+        ((16, 16, 16), (16, 16, 16, 16), (64, 64, 64))
     """
-    units = min(max(8 * math.ceil(WIDTH_BY_ROWS * rows / 8), WIDTH[0]), WIDTH[1])
-    return (units,) * DEPTH
+    return next(layers for fewer, layers in LAYERS if rows < fewer)
 
 
 class Perceptron(nn.Module):
@@ -191,6 +191,10 @@ class Network:
         curved = (1 + self._inner) * self.outputs * (self.hidden[-1] + 1) + 1 if self.hidden else 0
         return inner + linear + curved
 
+    def products(self, rows: int, chains: int) -> int:
+        """Of rows and weights, in all chains: what a gradient takes."""
+        return self.weights * chains * rows
+
     @property
     def _sizes(self) -> bool:
         """Whether the size of the noise depends on the inputs."""
@@ -291,7 +295,7 @@ def steps_for(rows: int, network: Network, chains: int, effort: float) -> dict[s
         >>> steps_for(500, large, chains=8, effort=4.0)
         {'training': 1250, 'warmup': 7200, 'keep_every': 96, 'draws': 50}
     """
-    products = network.weights * chains * rows
+    products = network.products(rows, chains)
     gradients = effort * min(GRADIENTS[0] + GRADIENTS_BY_ROWS * rows, GRADIENTS[1], MOST_WORK / (3.0 * products))
     share = WARMUP_SHARE[products < SMALL]
     warmup = max(math.ceil(share * gradients), LEAST_WARMUP)
@@ -460,13 +464,12 @@ def sample_network(
     x, y, target = x.to(place), y.to(place), network.target()
     check_room(target.initial(), chains, 0)
     steps: dict[str, Any] = steps_for(len(x), network, chains, effort)
-    training = steps.pop("training")
+    training, products = steps.pop("training"), network.products(len(x), chains)
     if len(x) > ALL_ROWS:
         steps |= {"method": "isgd", "warmup": max(steps["warmup"], 1_000)}
     else:
-        rough = network.weights * chains * len(x) < SMALL
-        steps |= {"method": "hmc", "structure": "diagonal" if rough else "lowrank"}
-    with fast_arithmetic(place, network.weights * chains * len(x)):
+        steps |= {"method": "hmc", "structure": "diagonal" if products < SMALL else "lowrank"}
+    with fast_arithmetic(place, products):
         target.check(target.initial(device=place), (x, y))
         began, limit = time.monotonic(), math.inf if max_seconds is None else max_seconds
         network, trained = starts_of(network, x, y, chains, training, seed, TRAINING_TIME * limit)
@@ -507,7 +510,7 @@ def resume_network(
     starts = [StoredState(Path(store), about) for about in Manifest.read(Path(store)).starts]
     if not starts:
         raise ValueError(f"{store} does not hold the networks that its chains began with: begin another run")
-    with fast_arithmetic(place, network.weights * len(starts) * len(x)):
+    with fast_arithmetic(place, network.products(len(x), len(starts))):
         return resume(
             store, network.target(), (x.to(place), y.to(place)), starts=starts, device=place, progress=progress,
             draws=draws,
