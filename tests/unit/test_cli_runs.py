@@ -190,7 +190,7 @@ def test_probabilities_of_classes(classified, capsys):
 
 
 def test_scores_of_classes_are_those_of_what_is_predicted(classified, tmp_path, capsys, monkeypatch):
-    """Also after a run went on: averages are as sure as the draws that there are now say; here more draws, less sure."""
+    """Also after a run went on: averages are as sure as the draws say that there are now; here more, the less sure."""
     monkeypatch.setattr(sklearn, "leave_one_out", lambda said, y: torch.full((len(y), 1), float(len(said))))
     monkeypatch.setattr(sklearn, "sharpest", lambda logs, y: float(logs[0, 0]) / 40)
     folder = tmp_path / "run"
