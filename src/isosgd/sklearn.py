@@ -44,6 +44,7 @@ from isosgd.diagnostics.verdict import Verdict
 from isosgd.errors import SamplingWarning
 from isosgd.metrics import mixture_quantiles
 from isosgd.posterior.calibration import leave_one_out, sharpened, sharpest
+from isosgd.posterior.draws import evenly
 from isosgd.sampling.settings import check_seconds, memory
 from isosgd.store import Manifest
 from isosgd.store.draws import Damaged
@@ -141,7 +142,7 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
         X = self._checked(X)
         # Rounded as the training rows were: of rows that repeat distances are zero.
         x, known = (t.float().double().cpu().numpy() for t in (self.columns_.inputs(X), self.posterior_.data[0]))
-        rows = known[_spaced(len(known), COMPARED)]
+        rows = known[evenly(len(known), COMPARED)]
         near = NearestNeighbors(n_neighbors=min(NEIGHBOURS, len(rows) - 1)).fit(rows)
         limit = np.quantile(near.kneighbors()[0].mean(1), FAR)
         far = near.kneighbors(x)[0].mean(1) > limit + ROUNDING
@@ -453,7 +454,7 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):  # type: ignore[misc
         check_classification_targets(y)
         self.classes_ = np.unique(y)
         if len(self.classes_) < 2:
-            raise ValueError(f"y has one class, {self.classes_[0]!r}; a classifier needs two classes at least")
+            raise ValueError(f"y has one class, {self.classes_.tolist()[0]!r}; a classifier needs two classes at least")
         self._sample(X, y, "categorical", store, held_out)
         return self
 
@@ -476,7 +477,7 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):  # type: ignore[misc
 
     def _calibrated_on(self, rows: torch.Tensor) -> float:
         """The softmax temperature of averages by some rows, whose last column is the class."""
-        rows = rows[_spaced(len(rows), CALIBRATED)]
+        rows = rows[evenly(len(rows), CALIBRATED)]
         y = rows[:, -1].long()
         found = [
             leave_one_out(said_by_draws(self.network_, self.posterior_, inputs)[0], labels)
@@ -487,7 +488,7 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):  # type: ignore[misc
     def _encoded(self, y: Any) -> torch.Tensor:
         y = np.asarray(y)
         if (new := ~np.isin(y, self.classes_)).any():
-            raise ValueError(f"held_out has the class {y[new][0]!r}, which no training row has: leave it out")
+            raise ValueError(f"held_out has the class {y[new].tolist()[0]!r}, which no training row has: leave it out")
         return torch.from_numpy(np.searchsorted(self.classes_, y)).long()
 
     @property
@@ -511,8 +512,8 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):  # type: ignore[misc
         return self._said(X, lambda found, _: sharpened(found.mean(0), scale))
 
     def predict(self, X: Any) -> Array:
-        """The likeliest class of each row."""
-        found = self.predict_proba(X)
+        """The likeliest class of each row, which is the same however sure averages are made."""
+        found = self._said(X, lambda found, _: found.mean(0))
         return self.classes_[found.argmax(1)]
 
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> Array:
@@ -596,11 +597,6 @@ def opened(folder: str | Path, damaged: Damaged = "refuse") -> BayesianMLPRegres
         raise ValueError(f"{Path(folder) / DATA} cannot be read ({error}); fit the table again") from error
     made.posterior_ = isosgd.load(folder, made.network_.target(), data=data, damaged=damaged)
     return made
-
-
-def _spaced(count: int, most: int) -> Array:
-    """Indices of at most so many of some rows, evenly spaced."""
-    return np.linspace(0, count - 1, min(count, most)).round().astype(int)
 
 
 def _as_frame(X: Any) -> Any:

@@ -126,7 +126,7 @@ class TorchLayers:
             return self.rooms[key]
         widths = [x.shape[-1], *(self.shapes[f"hidden.{i}.weight"][0] for i in range(self.depth))]
         made = [torch.ones(*x.shape[:2], width + 1, dtype=x.dtype, device=x.device) for width in widths]
-        if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # nothing is written while a graph is captured
+        if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # then the ones come with each replay alone
             self.rooms[key] = made
         return made
 
@@ -136,15 +136,13 @@ class TorchLayers:
 
     def backward(self, theta: Tensor, x: Tensor, slope: Tensor) -> Tensor:
         """As of `Layers`; gradients of other parameters than the network's are zero."""
-        p, found = self._views(theta), dict[str, Tensor]()
-        found["skip.weight"] = torch.bmm(slope.mT, x)
-        if self.depth:
-            curved = slope[..., : self.curved.shape[-1]]
-            found["gate"] = (curved * self.curved).sum((1, 2))
-            along = curved * p["gate"].unsqueeze(-1)
-        else:
-            found["skip.bias"] = slope.sum(1)
-        for i in range(self.depth, -1, -1) if self.depth else ():  # the output layer, then the last hidden one, ...
+        p, found = self._views(theta), {"skip.weight": torch.bmm(slope.mT, x)}
+        if not self.depth:
+            return self._flat(theta, found | {"skip.bias": slope.sum(1)})
+        curved = slope[..., : self.curved.shape[-1]]
+        found["gate"] = (curved * self.curved).sum((1, 2))
+        along = curved * p["gate"].unsqueeze(-1)
+        for i in range(self.depth, -1, -1):  # the output layer, and hidden ones from the last to the first
             name = f"hidden.{i}" if i < self.depth else "out"
             if i < self.depth:
                 along = torch.ops.aten.silu_backward(along, self.sums[i])
@@ -153,10 +151,12 @@ class TorchLayers:
             if i:
                 along = torch.bmm(along, p[f"{name}.weight"])
         self.taken, self.sums, self.curved = [], [], torch.empty(0)  # they are large
-        return torch.cat(
-            [
-                found[name].reshape(len(theta), -1) if name in found else theta.new_zeros(len(theta), size)
-                for name, size in zip(self.shapes, self.sizes, strict=True)
-            ],
-            -1,
+        return self._flat(theta, found)
+
+    def _flat(self, theta: Tensor, found: Mapping[str, Tensor]) -> Tensor:
+        """Gradients of all parameters ``[chains, d]``, zero for those that are not there."""
+        parts = (
+            found[name].reshape(len(theta), -1) if name in found else theta.new_zeros(len(theta), size)
+            for name, size in zip(self.shapes, self.sizes, strict=True)
         )
+        return torch.cat(list(parts), -1)

@@ -8,7 +8,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import vmap
 
@@ -22,6 +24,16 @@ Draws = Mapping[str, Tensor]
 Tree = Tensor | dict[str, Tensor]
 MOST_AT_ONCE = 64
 HELD = 1 << 23  # numbers that draws worked on at once may take
+
+
+def evenly(count: int, most: int) -> NDArray[np.int64]:
+    """Indices of at most so many of ``count`` items, evenly spaced.
+
+    Example:
+        >>> evenly(9, 3), evenly(2, 3)
+        (array([0, 4, 8]), array([0, 1]))
+    """
+    return np.unique(np.linspace(0, count - 1, min(most, count)).round().astype(np.int64))
 
 
 class Stack:

@@ -32,7 +32,18 @@ from isosgd.posterior.calibration import (
     warn_of_end,
 )
 from isosgd.posterior.comparison import STARTS, Comparison, State, as_states, compare, stacked
-from isosgd.posterior.draws import Draws, Headed, Mapped, Stack, batches_of, by_chain, device_of, moved, place_of
+from isosgd.posterior.draws import (
+    Draws,
+    Headed,
+    Mapped,
+    Stack,
+    batches_of,
+    by_chain,
+    device_of,
+    evenly,
+    moved,
+    place_of,
+)
 from isosgd.posterior.prediction import Average, Prediction, join
 from isosgd.posterior.temperature import measure
 from isosgd.posterior.view import Function, View
@@ -271,7 +282,7 @@ class Posterior:
             raise ValueError(f"{len(states)} starts for {self.num_chains} chains: each chain has one at its head")
         count = math.ceil(self.num_draws * min(1.0, max(0.5, (1 - share) / share)))
         copies = round(count * share / (1 - share))
-        which = np.linspace(0, self.num_draws - 1, count).round().astype(int).tolist()
+        which = evenly(self.num_draws, count).tolist()
         part = self._stack.select(list(range(self.num_chains)), which)
         known = {} if starts is not None else dict(enumerate(self.info.get("start_of_chain", ())))  # of merged runs
         chains = self.info.get("chain_indices") or range(self.num_chains)

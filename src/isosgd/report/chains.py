@@ -10,8 +10,9 @@ import numpy as np
 
 from isosgd.diagnostics import ess, rhat
 from isosgd.diagnostics.verdict import Verdict
+from isosgd.posterior.draws import evenly
 from isosgd.report.page import Figure, Subject
-from isosgd.report.plot import SERIES, Array, Plot, decades, evenly, limits, number
+from isosgd.report.plot import SERIES, Array, Plot, decades, limits, number
 
 TRACED = 64  # predictions whose R-hat is shown
 POINTS = 200  # of a trace that are drawn

@@ -205,16 +205,6 @@ def number(value: float, digits: int = 3) -> str:
     return text.replace("-", "−")
 
 
-def evenly(count: int, most: int) -> NDArray[np.int64]:
-    """Indices of at most so many of ``count`` items, evenly spaced.
-
-    Example:
-        >>> evenly(9, 3), evenly(2, 3)
-        (array([0, 4, 8]), array([0, 1]))
-    """
-    return np.unique(np.linspace(0, count - 1, min(most, count)).round().astype(np.int64))
-
-
 def widened(ends: Limits) -> Limits:
     """Ends that are apart, and finite."""
     low, high = (float(end) for end in ends)

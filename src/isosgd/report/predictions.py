@@ -27,8 +27,9 @@ from isosgd.metrics import (
 )
 from isosgd.posterior import Posterior
 from isosgd.posterior.calibration import sharpened
+from isosgd.posterior.draws import evenly
 from isosgd.report.page import Figure, Subject, Tile
-from isosgd.report.plot import Array, Plot, evenly, limits, number
+from isosgd.report.plot import Array, Plot, limits, number
 
 SHOWN = 250  # points of a scatter plot
 GRID = 321
