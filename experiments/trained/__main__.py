@@ -29,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--list", choices=sorted(LISTS), default="test", help="which pairs (%(default)s)")
     top.add_argument("--pairs", nargs="+", help="names out of the list (default: all; a wrong name lists them)")
     top.add_argument("--seeds", type=int, default=1, help="how many (%(default)s)")
+    top.add_argument("--first-seed", type=int, default=0, help="the first of them (%(default)s)")
     top.add_argument("--starts", type=int, default=1, help="trained networks to sample around (%(default)s)")
     top.add_argument("--rivals", nargs="+", default=["none"], choices=(*runs.RIVALS, "none"), help="(%(default)s)")
     top.add_argument("--members", type=int, default=4, help="of the deep ensemble (%(default)s)")
@@ -106,7 +107,7 @@ def body(args: argparse.Namespace) -> None:
             print(f"{pair.name} needs a GPU: left out", flush=True)
             continue
         found = []
-        for seed in range(args.seeds):
+        for seed in range(args.first_seed, args.first_seed + args.seeds):
             sets = pair.read(args.data_root, seed).limited(args.limit).to(device)
             found.append(
                 runs.run(pair, sets, seed, args.out / "starts", settings, args.rivals, args.members, args.starts)

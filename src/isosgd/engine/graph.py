@@ -21,7 +21,7 @@ from isosgd.engine.chains import Chains
 from isosgd.engine.compiled import Captured
 from isosgd.engine.fused import FlatParameters, FusedStep
 from isosgd.errors import first_line
-from isosgd.samplers.program import Elementwise, StepProgram
+from isosgd.samplers.program import Elementwise, ScheduledProgram, StepProgram
 from isosgd.target.batches import tensors_of, tree_map
 
 
@@ -140,11 +140,21 @@ class FusedUpdate:
         run.keys = self.fused.keys
         self.kept = [run.graph.flat.values, self.fused.keys, self.fused.velocity]
         self.prior = False  # the kernel adds that of the prior
+        self.table: list[tuple[Tensor, Tensor]] = []  # rates and kicks of the steps to come, where they change
 
-    def begin(self) -> None:
-        """Take up what the sampler remembers."""
+    def begin(self, steps: int) -> None:
+        """Take up what the sampler remembers, and the rates of so many steps."""
+        if isinstance(self.program, ScheduledProgram):
+            found = (x[:, 0, self.program.groups].to(self.fused.rates) for x in self.program.table(steps))
+            self.table = list(zip(*found, strict=True))
         if self.fused.friction is not None:
             self.fused.flat.join([self.run.sampler.velocity(p) for p in self.run.leaves], self.fused.velocity)
+
+    def at(self, step: int) -> None:
+        """Rates of a step, counted from `begin`."""
+        if self.table:
+            for now, next_one in zip((self.fused.rates, self.fused.kicks), self.table[step], strict=True):
+                now.copy_(next_one)
 
     def step(self, gradient: Tensor) -> None:
         self.fused.step(gradient)
@@ -180,7 +190,10 @@ class ProgramUpdate:
     def _exported(self) -> tuple[list[Tensor], list[Tensor]]:
         return [t.clone() for t in self.program.tensors()], [t.clone() for t in self.program.injection()]
 
-    def begin(self) -> None:
+    def at(self, step: int) -> None:
+        """All steps have the same rates."""
+
+    def begin(self, steps: int) -> None:
         """Take up what the sampler remembers."""
         self.state.copy_(self.program.begin())
         if self.program.lead:
@@ -238,11 +251,11 @@ class GraphSteps:
             raise RuntimeError(program)
         if program.needs_noise:
             raise RuntimeError("every step takes a noise vector")
-        if program.scheduled:
-            raise RuntimeError("rates change from step to step")
         program.prepare(1)
         self.program = program
         single = program.elementwise() if self.graph.decays is not None else None
+        if program.scheduled and single is None:
+            raise RuntimeError("rates change from step to step")
         self.update = ProgramUpdate(run, program) if single is None else FusedUpdate(run, program, single)
         self.good = torch.ones(1, dtype=torch.bool, device=run.alive.device)
         self._before = torch.zeros_like(self.graph.gradient)
@@ -266,12 +279,13 @@ class GraphSteps:
         """Take so many steps. Whether they were good is asked once, at the end."""
         run = self.run
         start = self.graph.flat.values.clone()
-        self.update.begin()
+        self.update.begin(steps)
         whole_before = False  # whether the gradient at hand is of a batch of the usual size, taken in this call
         for i in range(done, done + steps):
             due = self.program.follows_noise and (i + 1) % self.noise_every == 0 and whole_before
             if due:
                 self._before.copy_(self.graph.gradient)
+            self.update.at(i - done)
             whole_before = self._take_step()
             if due and whole_before:
                 noise = (self.graph.gradient - self._before).mul_(math.sqrt(0.5))

@@ -53,8 +53,8 @@ class StepProgram(ABC):
         lead: innovations in front of those of the first step.
         follows_noise: whether the sampler wants noise vectors from time to time (`isosgd.samplers.Sampler.observe`).
         needs_noise: whether every step takes a noise vector.
-        scheduled: whether rates change from step to step: they then come with the innovations of `draw`, and with
-            neither `injection` nor `elementwise`.
+        scheduled: whether rates change from step to step: they then come with the innovations of `draw`, and there is
+            no `injection`.
     """
 
     lead = 0
@@ -276,20 +276,38 @@ class ScheduledProgram(StepProgram):
     def tensors(self) -> Tensors:
         return ()
 
-    def draw(self, steps: int) -> Tensor:
-        sampler, schedule = self.sampler, self.sampler.schedule
-        out, normals = self._empty(steps), self._empty(steps)[..., : self.dim].contiguous()
-        fill_steps(normals, sampler.generator, self.bits)
-        first = 0
-        for i, (group, count) in enumerate(zip(sampler.param_groups, self.counts, strict=True)):
-            rate = torch.as_tensor(group["rate"], dtype=torch.float64, device="cpu") * schedule.factors(group, steps)
+    def table(self, steps: int) -> tuple[Tensor, Tensor]:
+        """Rates and kicks of the next steps, each ``[steps, chains, groups]``, or ``[steps, 1, groups]``."""
+        sampler, rates, kicks = self.sampler, [], []
+        for group in sampler.param_groups:
+            rate = torch.as_tensor(group["rate"], dtype=torch.float64, device="cpu")
+            rate = rate * sampler.schedule.factors(group, steps)
             kick = (2.0 * sampler.friction * group["temperature"] / group["num_data"] * rate).sqrt()
-            kick = kick.masked_fill(schedule.exploring(group, steps), 0.0)
-            part = slice(first, first + count)
-            torch.mul(normals[..., part], kick.to(out).unsqueeze(-1), out=out[..., part])
-            out[..., self.dim + i] = rate.to(out)
-            first += count
+            rates.append(rate)
+            kicks.append(kick.masked_fill(sampler.schedule.exploring(group, steps), 0.0))
+        return torch.stack(rates, -1), torch.stack(kicks, -1)
+
+    def draw(self, steps: int) -> Tensor:
+        out, normals = self._empty(steps), self._empty(steps)[..., : self.dim].contiguous()
+        fill_steps(normals, self.sampler.generator, self.bits)
+        rates, kicks = (x.to(out) for x in self.table(steps))
+        parts = torch.split(normals, self.counts, -1), torch.split(out[..., : self.dim], self.counts, -1)
+        for i, (normal, kicked) in enumerate(zip(*parts, strict=True)):
+            torch.mul(normal, kicks[..., i, None], out=kicked)
+        out[..., self.dim :] = rates
         return out
+
+    def elementwise(self) -> Elementwise | None:
+        """Of the first step; `table` has those of the others."""
+        if self.chains > 1:
+            return None
+        rates, kicks = ([x[0, 0, i] for i in self.groups] for x in self.table(1))
+        return Elementwise(rates, kicks, friction=self.kicks.friction)
+
+    @property
+    def groups(self) -> list[int]:
+        """The number of each parameter's group."""
+        return [i for i, group in enumerate(self.sampler.param_groups) for _ in group["params"]]
 
     def injection(self) -> Tensors:
         raise RuntimeError("rates change from step to step: there is no injection that serves several")

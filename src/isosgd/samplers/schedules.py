@@ -182,9 +182,18 @@ class Cycles(Schedule):
         stable = 1.0 / torch.as_tensor(curvature * self.within.rate(group, group["rate"]))  # at twice it, none is
         return stable.clamp(1.0, 1.0 / cosine(self.exploration))
 
+    def set_highest(self, group: Group, rate: Number) -> Number:
+        """The rate of a group for cycles that begin at a rate that is given."""
+        group["peak"] = 1.0 / cosine(self.exploration)
+        return rate * cosine(self.exploration)
+
     def stage(self, group: Group) -> float:
         """Time of a sampling stage, in steps at the rate of the group."""
         return float(group["cycle"]) * (area(1.0) - area(self.exploration)) / cosine(self.exploration)
+
+    def spacing(self, group: Group) -> int:
+        """Steps at the rate of the group between draws, where a stage is to have `STAGE_DRAWS` of them."""
+        return max(1, int((1.0 - SPREAD) * self.stage(group) / STAGE_DRAWS))
 
     def fit(self, groups: Sequence[Group], spacing: int) -> None:
         """Make cycles so long that a stage has time to spread a chain and then for `STAGE_DRAWS` draws."""

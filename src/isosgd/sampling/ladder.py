@@ -278,12 +278,12 @@ class Ladder:
         deadline: after which no other rung is begun.
         device: where to score.
         optimises: whether networks that were not trained to the end are optimised first. Where a run does not go on
-            from a trial it is only said that they were not.
+            from a trial it is only said that they were not; None where a run trains them further anyway.
     """
 
     def __init__(
         self, run: Callable[[float, Place, bool], tuple[Posterior, Place]], target: Target, starts: Sequence[State],
-        networks: int, held_out: Tensors, deadline: float, device: Any, optimises: bool = True,
+        networks: int, held_out: Tensors, deadline: float, device: Any, optimises: bool | None = True,
     ) -> None:  # fmt: skip
         self.run, self.starts, self.held_out, self.device, self.optimises = run, starts, held_out, device, optimises
         self.began, self.deadline = time.monotonic(), deadline
@@ -369,7 +369,7 @@ class Ladder:
 
     def _untrained(self, first: Rung) -> bool:
         """Whether the first draws are far better than the starts, though these are not too sure, as overfitted ones."""
-        if self.softmax_temperature > 1:
+        if self.softmax_temperature > 1 or self.optimises is None:
             return False
         return Rung.of(first.temperature, self.alone, self.beside, self.last).better(UNTRAINED, without_few=True)
 

@@ -214,7 +214,10 @@ def sample(
         raise ValueError(
             "resume=True with temperature='auto': give the temperature that the run has (isosgd.load(store).info)"
         )
-    around = TrainedRun(target, data, networks, held_out, ladder, given, options, store is None and ranks is None)
+    around = TrainedRun(
+        target, data, networks, held_out, ladder, given, options, store is None and ranks is None,
+        temperature in (None, "auto"),
+    )  # fmt: skip
     if draws == "auto" and around.held_out is not None:
         more["held_out"] = target.inputs_of(around.held_out)
     all_chains = max(chains, len(networks))

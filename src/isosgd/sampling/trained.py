@@ -31,6 +31,7 @@ from isosgd.posterior import Posterior
 from isosgd.posterior.calibration import FEW, warn_of_end
 from isosgd.posterior.comparison import as_states
 from isosgd.progress import LOGGER
+from isosgd.samplers.schedules import STAGE_DRAWS
 from isosgd.sampling.ladder import (
     COLDER,
     COOLER,
@@ -73,6 +74,10 @@ WARMUP_SHARE, DRAWS = 0.3, 30  # of the run itself
 # scratch, so that they can rise, but of large networks, whose run goes on with the rates that there are.
 CONTINUED = 60
 LARGE = 1 << 20  # parameters from which Lambda is one number for each layer
+# Of classes, by cycles: the temperature that is tried first, epochs of a cycle, its steps at least, and the share of
+# them without noise; a trial is the first cycle. Heating takes about as many gradients.
+CYCLE_TEMPERATURE, CYCLE_EPOCHS, LEAST_CYCLE, EXPLORATION, HEATING = 0.03, 8, 400, 0.8, 400
+CYCLE_SIZE = 10_000  # parameters at least
 HMC_ROWS, HMC_SIZE = 5_000, 50_000  # rows and parameters of a regression, at most, for HMC
 HMC_LENGTHS, HMC_RUNG = {"warmup": 1_600, "keep_every": 100}, {"warmup": 700, "keep_every": 20}
 
@@ -198,40 +203,67 @@ def _check_held_out(found: Tensors, tensors: Tensors | None, target: Target) -> 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Gradients of each chain: of a rung that goes on from another and of the run; and whether the network is large."""
+    """Gradients of each chain: of a rung that goes on from another and of the run; and whether the network is large.
+
+    ``cycle`` is 0 where there are none; else a rung is one, and draws are as far apart as suits it.
+    """
 
     rung: int
     run: int
-    large: bool
+    large: bool = False
+    cycle: int = 0
 
     @classmethod
     def of(cls, num_data: int, batch_size: int, large: bool = False, descends: bool = False) -> Lengths:
         """About `EPOCHS` epochs, about a third of them on the ladder; one that ``descends`` has mostly one trial."""
-        total = max(LEAST, EPOCHS * -(-num_data // batch_size))
+        epoch = -(-num_data // batch_size)
+        total = max(LEAST, EPOCHS * epoch)
         if large:
             return cls(LARGE_RUNG, max(LEAST, total - LARGE_RUNG - LARGE_WARMUP), large)
         each = CONTINUED + round(TRIAL_SHARE * total) if descends else round(LADDER_SHARE * total / RUNGS)
         rung = max(CONTINUED + 5 * RUNG_DRAWS, each)
         return cls(rung, round((1 - LADDER_SHARE) * total), large)
 
-    def settings(self, draws: int, hmc: bool = False, continued: bool = False) -> dict[str, int]:
+    @classmethod
+    def in_cycles(cls, num_data: int, batch_size: int) -> Lengths:
+        """Of cycles."""
+        cycle = max(LEAST_CYCLE, CYCLE_EPOCHS * -(-num_data // batch_size))
+        return cls(cycle, cycle * (DRAWS // STAGE_DRAWS - 1), cycle=cycle)
+
+    def settings(self, draws: int, hmc: bool = False, continued: bool = False) -> dict[str, Any]:
         """Warm-up, draws and steps between them of the run."""
+        if self.cycle:
+            return {"warmup": CONTINUED if continued else HEATING, "draws": draws, "keep_every": "auto"}
         if hmc:  # whose passes through the data are steps
             return {"draws": draws, **HMC_LENGTHS}
         least, share = CONTINUED if continued else 2 * RUNG_WARMUP, WARMUP_SHARE
         warmup = CONTINUED if continued and self.large else max(least, round(share * self.run))
         return {"warmup": warmup, "draws": draws, "keep_every": max(1, (self.run - warmup) // draws)}
 
-    def rung_settings(self, hmc: bool = False, continued: bool = False) -> dict[str, int]:
+    def rung_settings(self, hmc: bool = False, continued: bool = False) -> dict[str, Any]:
         """The same of a rung."""
+        if self.cycle:
+            return self.settings(STAGE_DRAWS)
         if hmc:
             return {"draws": RUNG_DRAWS, **HMC_RUNG}
         warmup = CONTINUED if continued else max(LARGE_WARMUP if self.large else RUNG_WARMUP, self.rung // 3)
         return {"warmup": warmup, "draws": RUNG_DRAWS, "keep_every": (self.rung - CONTINUED) // RUNG_DRAWS}
 
 
-def default_method(target: Target, data: Any, transform: Any, batch_size: Any, options: Mapping[str, Any]) -> str:
-    """How to sample around a trained network, where the user does not say: a regression of few rows by HMC."""
+def default_method(
+    target: Target, data: Any, transform: Any, batch_size: Any, options: Mapping[str, Any], chosen: bool
+) -> str:
+    """How to sample around a trained network, where the user does not say.
+
+    A regression of few rows by HMC. Classes in cycles, unless the network is small, where held-out examples are to
+    choose the temperature (``chosen``): cycles leave the network, and only such examples tell whether that does good.
+    Otherwise by I-SGD.
+    """
+    if (
+        chosen and batch_size != "all" and options.keys() <= {"compile"} and has_classes(target)
+        and (target.ties_examples or _size(target) >= CYCLE_SIZE)
+    ):  # fmt: skip
+        return "csghmc"
     rows = as_tensors(data)
     fits = rows is not None and (batch_length(rows) or 0) <= HMC_ROWS and transform is None and not target.ties_examples
     free = batch_size is None and options.keys() <= {"compile"}  # others are meant for I-SGD, or for both
@@ -284,11 +316,12 @@ class TrainedRun:
         options: of the method.
         alone: whether the run goes on from a trial. One that is stored does not, so that it can be resumed without the
             ladder; nor does one of several processes.
+        choosing: whether the temperature is to be found.
     """
 
     def __init__(
         self, target: Target, data: Any, starts: Sequence[State], held_out: Any, ladder: Any,
-        given: Mapping[str, Any], options: Mapping[str, Any], alone: bool,
+        given: Mapping[str, Any], options: Mapping[str, Any], alone: bool, choosing: bool = False,
     ) -> None:  # fmt: skip
         method: str | None = given["method"]
         if method in BASELINES:
@@ -311,9 +344,12 @@ class TrainedRun:
             self.starts = with_noise_scales(target, starts, scored, self.device)
         self.own_temperature = 1.0 if learns_noise(target) else COLD  # where held-out examples do not choose it
         if method is None:
-            method = default_method(target, self.data, given["transform"], given["batch_size"], options)
+            chosen = choosing and ladder is None and self.held_out is not None
+            method = default_method(target, self.data, given["transform"], given["batch_size"], options, chosen)
         plain = method == "isgd" and given["batch_size"] != "all"
-        self.continues = plain and not {"preset", "scheme", "lam"} & options.keys()  # with what a rung has measured
+        self.cycles = method == "csghmc" and given["method"] is None
+        # With what a rung has measured.
+        self.continues = self.cycles or (plain and not {"preset", "scheme", "lam"} & options.keys())
         self.place = Place(self.starts)
         self.settings = {**given, "method": method, **(default_options(target, options) if plain else {}), **options}
         num_data = target.resolve_num_data(as_tensors(self.data, target.dtype) or self.data)
@@ -321,11 +357,16 @@ class TrainedRun:
         self.hmc = method == "hmc" or given["batch_size"] == "all"
         large = self.settings.get("preset") == "windowed"
         own = 1.0 if learns_noise(target) else LARGE_TEMPERATURE if large else HOT
+        if self.cycles:
+            own = CYCLE_TEMPERATURE
         self.temperatures = check_ladder([own] if ladder is None else ladder)
         self.descends = ladder is None and not learns_noise(target)
         self.cooling = COLDER if large else COOLER  # from one trial to the next
         size = size_of("all" if self.hmc else size, num_data)
         self.lengths = Lengths.of(num_data, size, large, self.descends)
+        if self.cycles:
+            self.lengths = Lengths.in_cycles(num_data, size)
+            self.settings |= {"cycle": self.lengths.cycle, "exploration": EXPLORATION}
         self.tried, self.engine = 0, ""  # steps of all trials, and what took the last ones
         self.early: Posterior | None = None  # what the rung that the run goes on from has drawn
 
@@ -348,7 +389,8 @@ class TrainedRun:
             lengths = self.lengths.rung_settings(self.hmc, bool(place.measured))
             if optimise:
                 lengths["warmup"] = max(lengths["warmup"], self.lengths.run // 2)
-            self.tried += lengths["warmup"] + lengths["draws"] * lengths["keep_every"]
+            if not self.cycles:  # which fit themselves into the time
+                self.tried += lengths["warmup"] + lengths["draws"] * lengths["keep_every"]
             found = self._counted(draw)(
                 self.target, self.data, init=self._init(place.states), chains=chains, temperature=temperature,
                 trained=not optimise, progress=False, deadline=end, begin=place.measured,
@@ -362,7 +404,7 @@ class TrainedRun:
         late = math.inf if end is None else end
         heads = [self.starts[k % len(self.starts)] for k in range(chains)]  # as often as there are chains of each
         networks = min(chains, len(self.starts))
-        optimises = self.continues and self.alone
+        optimises = None if self.cycles else self.continues and self.alone
         ladder = Ladder(run, self.target, heads, networks, self.held_out, late, self.device, optimises)
         self.ladder = ladder
         if coldest < hottest or self.descends:

@@ -18,7 +18,7 @@ from isosgd.target.elementwise import Flat, Normal
 from isosgd.target.likelihoods import Likelihood
 from isosgd.target.modules import Autocast, ModuleLikelihood, Select, check_autocast, unwrapped
 from isosgd.target.params import Params
-from isosgd.target.priors import FanInNormal, Joint, PriorLike, WeightDecay, as_prior, decays_of
+from isosgd.target.priors import Empirical, FanInNormal, Joint, PriorLike, WeightDecay, as_prior, decays_of
 from isosgd.target.space import FlatPrior, Space, as_parameter
 
 
@@ -343,7 +343,7 @@ class Target:
         the likelihood alone is tempered. ``p(w | s)^(1/T)`` is not normalised in s, and has its mass at s = 0 as T
         falls.
         """
-        return temperature if self.prior_scales(free) else 1.0
+        return temperature if self.prior_scales(free) or isinstance(self._prior, Empirical) else 1.0
 
     def density(self, free: Params, temperature: float) -> str:
         """Which density is sampled at temperature T: a formula, and the same in words."""

@@ -14,6 +14,7 @@ from isosgd.engine.chains import Chains
 from isosgd.geometry.base import load_into, state_of
 from isosgd.progress import Progress
 from isosgd.target.batches import tree_map
+from isosgd.warmup.reports import WarmupReport
 
 EXAMPLES, LENGTH = 16, 400
 GRAPH_LENGTH = 100  # of a trace beside a CUDA graph: a look is then as long as several steps
@@ -97,6 +98,10 @@ class Warmup:
 
     def check(self) -> None:
         """Refuse a budget that is surely too small, before a gradient is taken."""
+        raise NotImplementedError
+
+    def run(self, measure_spacing: bool) -> list[WarmupReport]:
+        """Warm chains up; a report for each. ``measure_spacing``: whether to measure how far apart draws should be."""
         raise NotImplementedError
 
     def mark(self) -> None:
