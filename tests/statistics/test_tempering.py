@@ -96,3 +96,29 @@ def test_the_likelihood_alone_is_tempered_on_all_data():
         compile=False,
     )
     compare(posterior, *known(y, 0.1))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("tempered", "weight"), [("both", 1.0), ("likelihood", 0.1)])
+def test_what_is_tempered_can_be_said(tempered, weight):
+    """``y ~ N(w, I)``, ``w ~ N(0, .1^2)``: variances under ``(likelihood * prior^weight)^(1/T)``."""
+    _, y = problem()
+    temperature, precision = 0.1, 100.0
+    target = Target(
+        lambda params, batch: -0.5 * (batch[0] - params["w"]).square().sum(-1),
+        priors.Normal(precision**-0.5),
+        init={"w": torch.zeros(DIM)},
+    )
+    posterior = sample(
+        target, (y,), chains=CHAINS, batch_size=50, draws=DRAWS, warmup=1500, temperature=temperature,
+        tempered=tempered, progress=False, compile=False,
+    )  # fmt: skip
+    total = NUM_DATA + weight * precision
+    mean, variance = y.mean(0).double() * NUM_DATA / total, temperature / total
+    w = posterior.draws["w"].double()
+    for found, expected, slack in (
+        (w[..., -1].mean(1), mean[-1], 0.0),
+        ((w - mean).square().mean((1, 2)), torch.tensor(variance), BIAS * variance),
+    ):
+        error = float(found.std()) / len(found) ** 0.5
+        assert abs(float(found.mean() - expected)) < 4 * error + slack, (found.mean(), expected, error)

@@ -352,7 +352,7 @@ class Ladder:
             self._refine()
         return self._choice(self._best if self.found else None)
 
-    def descend(self, temperature: float, colder: float) -> Choice:
+    def descend(self, temperature: float) -> Choice:
         """Take a temperature, or ever colder ones: the first at which draws alone are not much worse than starts."""
         place = Place(self.starts)
         for k in range(DESCENTS):
@@ -364,7 +364,7 @@ class Ladder:
                 place = self.places[temperature] if self.optimised else place
             if rung is not None and self._harm(rung) <= HARM * self.unit:
                 return self._choice(rung, tried_enough=False)
-            temperature /= colder
+            temperature /= COOLER
         return self._choice(self._best if self.found else None)
 
     def _untrained(self, first: Rung) -> bool:

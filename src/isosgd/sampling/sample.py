@@ -108,7 +108,9 @@ def sample(
         method: a name of `isosgd.methods`: ``isgd``, the default, ``sgld``, ``sghmc`` and so on. ``hmc``, the default
             around ``starts`` of a regression of at most 5,000 rows unless ``batch_size`` is given, takes all data for
             every gradient and accepts or rejects its trajectories (see `isosgd.samplers.hmc`): nothing is left of the
-            discretisation bias. It pays up to some thousand examples, above all for networks.
+            discretisation bias. It pays up to some thousand examples, above all for networks. ``csghmc``, the default
+            around ``starts`` of classifiers of 10,000 weights or with BatchNorm in training mode, where ``held_out``
+            examples choose the temperature, leaves the network in cycles of momentum descent, and draws at their ends.
         draws: draws to keep from each chain, 100 by default, 30 with ``starts``; ``auto`` goes on until predictions
             have converged (R-hat of at most 1.01 and 400 effective draws, over all chains) or the ``budget`` ends;
             ``info["stopped"]`` says which.
@@ -124,8 +126,9 @@ def sample(
             held-out examples T is 1e-3, of a regression 1.
             ``info["temperature_choice"]`` says how it was chosen. With a prior whose scales are fixed the density is
             ``(likelihood * prior)^(1/T)``, that is ``exp(-f / T)``. Where scales of the prior are sampled
-            (`HierarchicalNormal`, `Relevance`) the likelihood alone is tempered, ``likelihood^(1/T) * prior``: as if
-            there were N/T examples. ``info["density"]`` says which.
+            (`HierarchicalNormal`, `Relevance`), or with ``tempered="likelihood"`` (see ``options``), the likelihood
+            alone is tempered, ``likelihood^(1/T) * prior``: as if there were N/T examples. ``info["density"]`` says
+            which.
         seed: same seed and settings, same draws.
         device: where to sample; where the parameters are by default. Data go there.
         progress: show a progress line on a terminal; elsewhere log each stage, and a line every 30 seconds, with the
@@ -142,9 +145,9 @@ def sample(
             share of the data such as 0.1 that is set aside. Predictions of classes are then calibrated by them, too
             (`Posterior.softmax_temperature`). With ``draws="auto"``, inputs at which predictions are
             watched; some of the training data by default.
-        ladder: temperatures to try with ``temperature="auto"``, from cold to hot. By default 0.3, and colder ones where
-            that does harm; 0.03 with the preset ``windowed``, which large networks and BatchNorm in training mode get;
-            1 alone where the likelihood samples a scale of its noise, which a colder density would believe too small.
+        ladder: temperatures to try with ``temperature="auto"``, from cold to hot, by I-SGD. By default 0.3, with cycles
+            0.03, and colder ones where that does harm; 1 alone where the likelihood samples a scale of its noise, which
+            a colder density would believe too small.
         max_seconds: bound on the time of the whole call: the warm-up and the draws end early. At least one draw of each
             chain is taken. The initial optimisation does not watch it.
         transform: a function ``(batch, generator) -> batch`` that every minibatch goes through on its device, such as
@@ -156,7 +159,8 @@ def sample(
         rank_timeout: seconds without a sign of life, after which a rank is given up and the others raise its number.
         options: settings of the method (for instance ``noise``, ``scheme``, ``structure``, ``bias``, ``lr``),
             ``preset`` for a row of the paper (``alpha-a``, ``alpha-c``, ``G-b``, ``G-c``, each also ``-slr``) or
-            ``windowed`` (from a trained start, lambda is four times the noise of each layer), and ``noise_every``.
+            ``windowed`` (from a trained start, lambda is four times the noise of each layer), ``noise_every``, and
+            ``tempered``, what a temperature acts on: ``both``, likelihood and prior, or the ``likelihood`` alone.
 
     Returns:
         The draws, with how they came about in ``info``.
@@ -285,6 +289,8 @@ def _draw(
     """
     check_settings(method, draws, chains, keep_every, warmup, temperature)
     given_method, (method, batch_size) = method, resolve_method(method, batch_size)
+    if "tempered" in options:
+        target = target.tempered(options["tempered"])
     most = most_draws(draws, budget, held_out, method)
     leaf = next(iter(target.initial(start_of(init, 0), device=device).values()))
     place = leaf.device  # where all parameters go, and the data with them
@@ -314,6 +320,7 @@ def _draw(
     check_room(asked.start(0), asked.count, in_memory)
     given = dict(options)
     after = compile_after(given)
+    given.pop("tempered", None)
     if method in BASELINES:
         assert not isinstance(batch_size, str)  # `resolve_method` refuses it
         described_run = {

@@ -54,7 +54,7 @@ from isosgd.target.likelihoods import Heteroscedastic, Tokens
 from isosgd.target.modules import MASK
 from isosgd.target.space import refuse_sharded
 
-HOT = 0.3  # tried first; of large networks LARGE_TEMPERATURE
+HOT = 0.3  # tried first; with cycles CYCLE_TEMPERATURE
 COLD = 1e-3  # where nothing is held out; docs/trained.md says what it did
 # Standard errors by which held-out examples must be predicted better than by the starts: where they chose the
 # temperature; and where they did not, since it is that of the posterior. There the average is better more often than
@@ -67,11 +67,9 @@ LADDER_SHARE, RUNGS, TRIAL_SHARE = 1 / 3, 5, 0.1
 # share of the calibrated start's. Where that would not be enough there is none (docs/trained.md has the figures).
 RUNS, COLDER_GAIN = 2, 0.03
 RUNG_DRAWS, RUNG_WARMUP = 8, 200  # draws of a rung, and gradients to measure its noise by
-# Of large networks and those with BatchNorm, which have one rung that the run goes on from.
-LARGE_TEMPERATURE, LARGE_WARMUP, LARGE_RUNG = 3e-2, 400, 540
 WARMUP_SHARE, DRAWS = 0.3, 30  # of the run itself
 # A rung that goes on from another has a short warm-up, in which rates at most double. The run has one as long as from
-# scratch, so that they can rise, but of large networks, whose run goes on with the rates that there are.
+# scratch, so that they can rise; but cycles go on as they are.
 CONTINUED = 60
 LARGE = 1 << 20  # parameters from which Lambda is one number for each layer
 # Of classes, by cycles: the temperature that is tried first, epochs of a cycle, its steps at least, and the share of
@@ -203,26 +201,22 @@ def _check_held_out(found: Tensors, tensors: Tensors | None, target: Target) -> 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Gradients of each chain: of a rung that goes on from another and of the run; and whether the network is large.
+    """Gradients of each chain: of a rung that goes on from another, and of the run.
 
     ``cycle`` is 0 where there are none; else a rung is one, and draws are as far apart as suits it.
     """
 
     rung: int
     run: int
-    large: bool = False
     cycle: int = 0
 
     @classmethod
-    def of(cls, num_data: int, batch_size: int, large: bool = False, descends: bool = False) -> Lengths:
+    def of(cls, num_data: int, batch_size: int, descends: bool = False) -> Lengths:
         """About `EPOCHS` epochs, about a third of them on the ladder; one that ``descends`` has mostly one trial."""
-        epoch = -(-num_data // batch_size)
-        total = max(LEAST, EPOCHS * epoch)
-        if large:
-            return cls(LARGE_RUNG, max(LEAST, total - LARGE_RUNG - LARGE_WARMUP), large)
+        total = max(LEAST, EPOCHS * -(-num_data // batch_size))
         each = CONTINUED + round(TRIAL_SHARE * total) if descends else round(LADDER_SHARE * total / RUNGS)
         rung = max(CONTINUED + 5 * RUNG_DRAWS, each)
-        return cls(rung, round((1 - LADDER_SHARE) * total), large)
+        return cls(rung, round((1 - LADDER_SHARE) * total))
 
     @classmethod
     def in_cycles(cls, num_data: int, batch_size: int) -> Lengths:
@@ -236,8 +230,7 @@ class Lengths:
             return {"warmup": CONTINUED if continued else HEATING, "draws": draws, "keep_every": "auto"}
         if hmc:  # whose passes through the data are steps
             return {"draws": draws, **HMC_LENGTHS}
-        least, share = CONTINUED if continued else 2 * RUNG_WARMUP, WARMUP_SHARE
-        warmup = CONTINUED if continued and self.large else max(least, round(share * self.run))
+        warmup = max(CONTINUED if continued else 2 * RUNG_WARMUP, round(WARMUP_SHARE * self.run))
         return {"warmup": warmup, "draws": draws, "keep_every": max(1, (self.run - warmup) // draws)}
 
     def rung_settings(self, hmc: bool = False, continued: bool = False) -> dict[str, Any]:
@@ -246,7 +239,7 @@ class Lengths:
             return self.settings(STAGE_DRAWS)
         if hmc:
             return {"draws": RUNG_DRAWS, **HMC_RUNG}
-        warmup = CONTINUED if continued else max(LARGE_WARMUP if self.large else RUNG_WARMUP, self.rung // 3)
+        warmup = CONTINUED if continued else max(RUNG_WARMUP, self.rung // 3)
         return {"warmup": warmup, "draws": RUNG_DRAWS, "keep_every": (self.rung - CONTINUED) // RUNG_DRAWS}
 
 
@@ -260,7 +253,7 @@ def default_method(
     Otherwise by I-SGD.
     """
     if (
-        chosen and batch_size != "all" and options.keys() <= {"compile"} and has_classes(target)
+        chosen and batch_size != "all" and options.keys() <= {"compile", "tempered"} and has_classes(target)
         and (target.ties_examples or _size(target) >= CYCLE_SIZE)
     ):  # fmt: skip
         return "csghmc"
@@ -347,7 +340,7 @@ class TrainedRun:
             chosen = choosing and ladder is None and self.held_out is not None
             method = default_method(target, self.data, given["transform"], given["batch_size"], options, chosen)
         plain = method == "isgd" and given["batch_size"] != "all"
-        self.cycles = method == "csghmc" and given["method"] is None
+        self.cycles = method in ("csgld", "csghmc") and not {"lr", "preset"} & options.keys()
         # With what a rung has measured.
         self.continues = self.cycles or (plain and not {"preset", "scheme", "lam"} & options.keys())
         self.place = Place(self.starts)
@@ -355,18 +348,16 @@ class TrainedRun:
         num_data = target.resolve_num_data(as_tensors(self.data, target.dtype) or self.data)
         size = given["batch_size"] if as_tensors(self.data) is not None else _loaded_size(self.data)
         self.hmc = method == "hmc" or given["batch_size"] == "all"
-        large = self.settings.get("preset") == "windowed"
-        own = 1.0 if learns_noise(target) else LARGE_TEMPERATURE if large else HOT
-        if self.cycles:
-            own = CYCLE_TEMPERATURE
+        own = 1.0 if learns_noise(target) else CYCLE_TEMPERATURE if self.cycles else HOT
         self.temperatures = check_ladder([own] if ladder is None else ladder)
         self.descends = ladder is None and not learns_noise(target)
-        self.cooling = COLDER if large else COOLER  # from one trial to the next
         size = size_of("all" if self.hmc else size, num_data)
-        self.lengths = Lengths.of(num_data, size, large, self.descends)
+        self.lengths = Lengths.of(num_data, size, self.descends)
         if self.cycles:
             self.lengths = Lengths.in_cycles(num_data, size)
-            self.settings |= {"cycle": self.lengths.cycle, "exploration": EXPLORATION}
+            self.settings = {"cycle": self.lengths.cycle, "exploration": EXPLORATION, **self.settings}
+            if target.prior_is_empirical:  # as wide as the network is large: tempered, it would shrink all weights
+                self.settings.setdefault("tempered", "likelihood")
         self.tried, self.engine = 0, ""  # steps of all trials, and what took the last ones
         self.early: Posterior | None = None  # what the rung that the run goes on from has drawn
 
@@ -408,7 +399,7 @@ class TrainedRun:
         ladder = Ladder(run, self.target, heads, networks, self.held_out, late, self.device, optimises)
         self.ladder = ladder
         if coldest < hottest or self.descends:
-            choice = ladder.descend(coldest, self.cooling) if self.descends else ladder.climb(self.temperatures)
+            choice = ladder.descend(coldest) if self.descends else ladder.climb(self.temperatures)
             self.place = ladder.places.get(choice.temperature, self.place)
             self.early = ladder.drawn.get(choice.temperature)
             return choice
@@ -472,8 +463,7 @@ class TrainedRun:
             if early is not None:
                 draws -= early.num_draws
             lengths = steps(draws if isinstance(draws, int) else DRAWS, bool(begin))
-            if self.descends and lengths["warmup"] <= CONTINUED:
-                # The rates with which the chain came away from a mode; where there is more noise they would be lower.
+            if self.cycles:
                 begin = {first: {**state, AS_IS: True} for first, state in begin.items()}
             settings, began = {**more, "draws": draws}, time.monotonic()
             if choice.held_out and more.get("deadline") is not None:  # to judge the run by them takes its time, too

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,7 @@ class Target:
         self._prior = as_prior(prior)
         self._patterns = (positive,) if isinstance(positive, str) else tuple(positive)
         self._predict = predict
+        self._tempered: Literal["both", "likelihood"] = "both"
         self._own = log_likelihood.extra() if isinstance(log_likelihood, ModuleLikelihood) else {}
         self._checked = False
         self._prior_num_data = num_data  # N that the prior is made for, where it depends on N
@@ -159,10 +160,11 @@ class Target:
 
     def with_prior(self, prior: PriorLike, init: Mapping[str, Any]) -> Target:
         """The same log likelihood with another prior and other start values."""
-        return Target(
+        found = Target(
             self._log_likelihood, prior, num_data=self.num_data, positive=self._patterns, init=init,
             predict=self._predict,
         )  # fmt: skip
+        return found.tempered(self._tempered)
 
     # ---------------------------------------------------------------- what a chain needs to start
 
@@ -339,21 +341,37 @@ class Target:
     def prior_weight(self, free: Params, temperature: float) -> float:
         """What the prior is multiplied by in the loss at temperature T, so that ``exp(-N loss / T)`` is sampled.
 
-        1 where all scales of the prior are fixed: prior and likelihood are tempered alike. T where some are sampled:
-        the likelihood alone is tempered. ``p(w | s)^(1/T)`` is not normalised in s, and has its mass at s = 0 as T
-        falls.
+        1 where all scales of the prior are fixed: prior and likelihood are tempered alike. T, so that the likelihood
+        alone is tempered, where that was asked for (`tempered`) or some are sampled: ``p(w | s)^(1/T)`` is not
+        normalised in s, and has its mass at s = 0 as T falls.
         """
-        return temperature if self.prior_scales(free) or isinstance(self._prior, Empirical) else 1.0
+        return temperature if self._whole_prior(free) else 1.0
+
+    def _whole_prior(self, free: Params) -> str:
+        """Why the prior is not tempered; empty where it is."""
+        if self.prior_scales(free):
+            return "the prior has scales that are sampled"
+        return "that was asked for" if self._tempered == "likelihood" else ""
+
+    def tempered(self, what: Literal["both", "likelihood"]) -> Target:
+        """The same, but for what a temperature acts on: likelihood and prior ``both``, or the ``likelihood`` alone."""
+        if what not in ("both", "likelihood"):
+            raise ValueError(f"tempered = {what!r} is unknown; choose one of 'both', 'likelihood'")
+        found = copy.copy(self)
+        found._tempered = what
+        return found
+
+    @property
+    def prior_is_empirical(self) -> bool:
+        """Whether its scales are those of the start values."""
+        return isinstance(self._prior, Empirical)
 
     def density(self, free: Params, temperature: float) -> str:
         """Which density is sampled at temperature T: a formula, and the same in words."""
         if temperature == 1:
             return "likelihood * prior: the posterior"
-        if self.prior_scales(free):
-            return (
-                f"likelihood^(1/T) * prior, T = {temperature:g}: the likelihood alone is tempered, since the prior has "
-                "scales that are sampled"
-            )
+        if why := self._whole_prior(free):
+            return f"likelihood^(1/T) * prior, T = {temperature:g}: the likelihood alone is tempered, since {why}"
         return f"(likelihood * prior)^(1/T), T = {temperature:g}: likelihood and prior are tempered alike"
 
     def _make_space(self, params: Params) -> Space:

@@ -1,0 +1,159 @@
+"""Trained classifiers of some size are sampled in cycles: what is called, found and said."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import isosgd
+from isosgd import Posterior, Target, sample
+from isosgd.metrics import accuracy
+
+Data = tuple[Tensor, Tensor]
+SHORT: dict[str, Any] = {"progress": False, "compile": False}
+pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
+
+
+def problem() -> tuple[Data, Data, Data]:
+    """Three classes in twenty dimensions, labels of one example in ten at random."""
+    made = torch.Generator().manual_seed(0)
+    x = torch.randn(2000, 20, generator=made)
+    y = (x @ torch.randn(20, 3, generator=made)).argmax(1)
+    wrong = torch.rand(2000, generator=made) < 0.1
+    y = torch.where(wrong, torch.randint(3, (2000,), generator=made), y)
+    return (x[:600], y[:600]), (x[600:1000], y[600:1000]), (x[1000:], y[1000:])
+
+
+def trained(data: Data, steps: int = 300, norm: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    middle = [nn.BatchNorm1d(100)] if norm else []
+    model = nn.Sequential(nn.Linear(20, 100), *middle, nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(data[0]), data[1]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return model
+
+
+@pytest.fixture(scope="module")
+def network() -> tuple[nn.Sequential, Data, Data, Data]:
+    data, held_out, test = problem()
+    return trained(data), data, held_out, test
+
+
+@pytest.fixture(scope="module")
+def drawn(network: tuple[nn.Sequential, Data, Data, Data]) -> Posterior:
+    model, data, held_out, _ = network
+    return sample(
+        Target.from_module(model, "categorical", "empirical"), data, starts=[model], held_out=held_out, **SHORT
+    )
+
+
+def test_a_trained_classifier_is_better_after_cycles(network: Any, drawn: Posterior) -> None:
+    model, _, held_out, test = network
+    assert drawn.info["method"] == "csghmc"
+    assert drawn.info["options"]["tempered"] == "likelihood"
+    assert "likelihood^(1/T) * prior" in drawn.info["density"]
+    found = drawn.against_start(*test)
+    calibrated = drawn.start_draws().calibrated(*held_out)
+    alone = -float(calibrated.log_predictive(test).mean())
+    assert found.average.nll < 0.95 * alone < found.start.nll
+    with torch.no_grad():
+        before = accuracy(model(test[0]).softmax(-1), test[1])
+    assert accuracy(drawn.predict(test[0]).mean, test[1]) > before - 0.01
+
+
+def test_draws_are_those_of_several_cycles(drawn: Posterior) -> None:
+    own = drawn.select(draws=slice(drawn.info["from_start"], None))
+    assert own.num_draws == 30
+    w = own.draws["2.weight"][0].flatten(1)
+    steps = (w[1:] - w[:-1]).norm(dim=1)
+    first, second = steps.sort(descending=True).indices[:2].sort().values.tolist()
+    assert 9 <= first <= 11 and 19 <= second <= 22  # from one cycle to the next it is far
+    assert steps[[first, second]].min() > 3 * steps.median()
+
+
+def test_all_groups_have_one_rate_and_colder_ones_a_lower(network: Any) -> None:
+    model, data, _, _ = network
+    target = Target.from_module(model, "categorical", weight_decay=1e-4, optimizer=None, num_data=600)
+    short: dict[str, Any] = {"method": "csghmc", "cycle": 50, "exploration": 0.8, "draws": 2, "keep_every": 1}
+    found = []
+    for temperature in (0.03, 0.01):
+        posterior = sample(target, data, starts=[model], temperature=temperature, warmup=400, **short, **SHORT)
+        rates = set(posterior.info["rates"][0].values())
+        assert len(rates) == 1
+        found += rates
+    assert found[0] > 2 * found[1]
+
+
+def test_heating_ends_where_it_began(network: Any) -> None:
+    model, data, _, _ = network
+    target = Target.from_module(model, "categorical", "empirical")
+    short: dict[str, Any] = {"method": "csghmc", "cycle": 1000, "exploration": 0.0, "draws": 1, "keep_every": 1}
+    posterior = sample(target, data, starts=[model], temperature=1e-8, warmup=400, **short, **SHORT)
+    steps = posterior.info["gradients"]
+    assert steps > 50  # most of them in heating, which moved the network until its loss rose
+    for name, x in model.named_parameters():
+        assert (posterior.draws[name][0, 0] - x).norm() < 1e-3 * x.norm() + 1e-4, name
+
+
+def test_small_networks_and_temperatures_that_are_given_keep_i_sgd(network: Any) -> None:
+    model, data, held_out, _ = network
+    target = Target.from_module(model, "categorical", "empirical")
+    short: dict[str, Any] = {"warmup": 400, "draws": 2, "keep_every": 1, "structure": "layer"}
+    assert sample(target, data, starts=[model], temperature=0.01, **short, **SHORT).info["method"] == "isgd"
+    ladder = sample(target, data, starts=[model], held_out=held_out, ladder=[1e-3], **short, **SHORT)
+    assert ladder.info["method"] in ("isgd", "the starts")
+
+
+@pytest.mark.long
+def test_batchnorm_keeps_fresh_statistics() -> None:
+    data, held_out, test = problem()
+    model = trained(data, norm=True)
+    with pytest.warns(UserWarning, match="statistics of the minibatch"):
+        target = Target.from_module(model, "categorical", "empirical")
+    posterior = sample(target, data, starts=[model], held_out=held_out, **SHORT)
+    found = posterior.against_start(*test)
+    assert found.average.nll < found.start.nll
+
+
+def test_a_short_time_makes_cycles_shorter(network: Any) -> None:
+    model, data, held_out, _ = network
+    target = Target.from_module(model, "categorical", "empirical")
+    began = time.monotonic()
+    posterior = sample(target, data, starts=[model], held_out=held_out, max_seconds=1.5, **SHORT)
+    assert time.monotonic() - began < 10
+    assert posterior.num_draws >= 1
+
+
+@pytest.mark.long
+def test_several_networks_share_the_chains(network: Any) -> None:
+    model, data, held_out, test = network
+    other = trained(data, steps=250)
+    target = Target.from_module(model, "categorical", "empirical")
+    posterior = sample(target, data, starts=[model, other], held_out=held_out, **SHORT)
+    assert posterior.num_chains == 2
+    assert posterior.against_start(*test).starts == 2
+
+
+def test_a_stored_run_of_cycles_is_extended(network: Any, tmp_path: Path) -> None:
+    model, data, held_out, _ = network
+    target = Target.from_module(model, "categorical", "empirical")
+    short = sample(target, data, starts=[model], held_out=held_out, draws=12, store=tmp_path / "run", **SHORT)
+    assert short.info["method"] == "csghmc"
+    longer = isosgd.resume(tmp_path / "run", target, data, starts=[model], draws=15, progress=False)
+    assert longer.num_draws == 15
+    for name, x in short.draws.items():
+        torch.testing.assert_close(longer.draws[name][:, :12], x, rtol=0, atol=0)
+    assert longer.info["density"] == short.info["density"]
+
+
+def test_what_a_temperature_acts_on_must_be_known(network: Any) -> None:
+    model, data, _, _ = network
+    target = Target.from_module(model, "categorical", "empirical")
+    with pytest.raises(ValueError, match=r"tempered = 'prior' is unknown; choose one of 'both', 'likelihood'"):
+        sample(target, data, starts=[model], temperature=0.1, tempered="prior", **SHORT)
