@@ -66,6 +66,18 @@ def test_the_graph_samples_the_known_posterior(more: dict[str, Any], temperature
     assert float(off.abs().max()) < 0.2
 
 
+def test_cycles_are_captured_with_the_rates_of_every_step() -> None:
+    """All examples are the same, and there is next to no noise: where a chain goes does not depend on the engine."""
+    target, _, _, _ = regression()
+    data = torch.ones(200, 4, device="cuda"), torch.full((200,), 2.0, device="cuda")
+    settings: dict[str, Any] = {"method": "csghmc", "lr": 0.01, "cycle": 40, "exploration": 0.5, "temperature": 1e-14}
+    settings |= {"warmup": 0, "draws": 20, "keep_every": 1, "batch_size": 50, "progress": False}
+    captured, plain = sample(target, data, **settings), sample(target, data, compile=False, **settings)
+    assert "CUDA graph of whole steps" in captured.info["engine"] and "graph" not in plain.info["engine"]
+    torch.testing.assert_close(captured.draws["weight"], plain.draws["weight"], rtol=1e-4, atol=1e-5)
+    assert float(plain.draws["weight"][0].std(0).max()) > 1e-4  # it moves
+
+
 def test_batches_of_a_loader_are_copied_into_fixed_places_and_a_short_one_is_taken_without_a_graph() -> None:
     target, (x, y), mean, _ = regression()
     loader = DataLoader(TensorDataset(x.cpu()[:1_950], y.cpu()[:1_950]), batch_size=100, shuffle=True)

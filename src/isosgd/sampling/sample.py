@@ -109,7 +109,7 @@ def sample(
             around ``starts`` of a regression of at most 5,000 rows unless ``batch_size`` is given, takes all data for
             every gradient and accepts or rejects its trajectories (see `isosgd.samplers.hmc`): nothing is left of the
             discretisation bias. It pays up to some thousand examples, above all for networks. ``csghmc``, the default
-            around ``starts`` of classifiers of 10,000 weights or with BatchNorm in training mode, where ``held_out``
+            around ``starts`` of classifiers of 5,000 weights or with BatchNorm in training mode, where ``held_out``
             examples choose the temperature, leaves the network in cycles of momentum descent, and draws at their ends.
         draws: draws to keep from each chain, 100 by default, 30 with ``starts``; ``auto`` goes on until predictions
             have converged (R-hat of at most 1.01 and 400 effective draws, over all chains) or the ``budget`` ends;

@@ -75,7 +75,7 @@ LARGE = 1 << 20  # parameters from which Lambda is one number for each layer
 # Of classes, by cycles: the temperature that is tried first, epochs of a cycle, its steps at least, and the share of
 # them without noise; a trial is the first cycle. Heating takes about as many gradients.
 CYCLE_TEMPERATURE, CYCLE_EPOCHS, LEAST_CYCLE, EXPLORATION, HEATING = 0.03, 8, 400, 0.8, 400
-CYCLE_SIZE = 10_000  # parameters at least
+CYCLE_SIZE = 5_000  # parameters at least
 HMC_ROWS, HMC_SIZE = 5_000, 50_000  # rows and parameters of a regression, at most, for HMC
 HMC_LENGTHS, HMC_RUNG = {"warmup": 1_600, "keep_every": 100}, {"warmup": 700, "keep_every": 20}
 
