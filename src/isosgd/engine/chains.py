@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,14 @@ SCALE = 0.5  # information of an example about the logarithm of a noise scale, a
 
 MakeSampler = Callable[[list[dict[str, Any]], torch.Generator, int | None], Sampler]
 """Builds the sampler of chains from their groups of parameters, a generator, and their number."""
+
+
+@dataclass(frozen=True)
+class Heat:
+    """Cycles find their rates by heating, and are to give so many draws before the end, by `time.monotonic`."""
+
+    draws: int
+    end: float
 
 
 class Chains:
@@ -121,6 +130,7 @@ class Chains:
         self.trained = False  # whether they start where a network was trained, so that nothing is to be optimised
         self.warmed = False  # whether they go on from chains whose noise and curvature were measured
         self.deadline = math.inf  # by `time.monotonic`, for the warm-up
+        self.heating: Heat | None = None
         self._before: list[Tensor] | None = None  # the last gradient, where noise is the difference of two
         self.graph: GraphGradients | None = None  # minibatches and gradients as CUDA graphs
         self.graph_unsupported = ""

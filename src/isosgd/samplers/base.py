@@ -724,11 +724,11 @@ class Sampler(Optimizer):
         """Whether the last step makes a draw that counts."""
         return self.schedule.sampled(self.param_groups[0])
 
-    def steps_to(self, spacing: int) -> int:
+    def steps_to(self, spacing: float) -> int:
         """Steps until the next draw, which is to be as far as so many steps at the rate that was set."""
         return self.schedule.steps_to(self.param_groups[0], spacing)
 
-    def fit_schedule(self, spacing: int) -> None:
+    def fit_schedule(self, spacing: float) -> None:
         """Take in how far apart draws should be, as measured at the rate that was set; before the first draw."""
         self.schedule.fit(self.param_groups, spacing)
 

@@ -57,12 +57,12 @@ class Schedule:
         """The highest rate of exploration over that of sampling where steps are stable, if there is exploration."""
         return None
 
-    def fit(self, groups: Sequence[Group], spacing: int) -> None:
+    def fit(self, groups: Sequence[Group], spacing: float) -> None:
         """Take in how far apart draws should be, in steps at the rates of the groups."""
 
-    def steps_to(self, group: Group, spacing: int) -> int:
+    def steps_to(self, group: Group, spacing: float) -> int:
         """Steps from here to the next draw; draws are as far apart as so many steps at the rate of the group."""
-        return spacing
+        return math.ceil(spacing)
 
 
 class Annealing(Schedule):
@@ -191,11 +191,11 @@ class Cycles(Schedule):
         """Time of a sampling stage, in steps at the rate of the group."""
         return float(group["cycle"]) * (area(1.0) - area(self.exploration)) / cosine(self.exploration)
 
-    def spacing(self, group: Group) -> int:
+    def spacing(self, group: Group) -> float:
         """Steps at the rate of the group between draws, where a stage is to have `STAGE_DRAWS` of them."""
-        return max(1, int((1.0 - SPREAD) * self.stage(group) / STAGE_DRAWS))
+        return max(1.0, (1.0 - 1e-6) * float(self._counted(group["cycle"])[-1]) / STAGE_DRAWS)
 
-    def fit(self, groups: Sequence[Group], spacing: int) -> None:
+    def fit(self, groups: Sequence[Group], spacing: float) -> None:
         """Make cycles so long that a stage has time to spread a chain and then for `STAGE_DRAWS` draws."""
         if self.given:
             return
@@ -204,14 +204,14 @@ class Cycles(Schedule):
         for group in groups:
             group["cycle"] = cycle
 
-    def steps_to(self, group: Group, spacing: int) -> int:
+    def steps_to(self, group: Group, spacing: float) -> int:
         """As of `Schedule`. Neither exploration nor the first `SPREAD` of a stage count.
 
         A draw is due at every multiple of the spacing since cycles began, so that nothing is lost where a step goes
         beyond it.
         """
         if group["start"] is None or spacing < 1:
-            return spacing
+            return math.ceil(spacing)
         clock, cycle = self._counted(group["cycle"]), group["cycle"]
         taken = group["step"] - group["start"]
         cycles, here = divmod(taken, cycle)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from isosgd.engine import leapfrog, multistep
-from isosgd.engine.chains import Chains
+from isosgd.engine.chains import Chains, Heat
 from isosgd.engine.compiled import fastest_products
 from isosgd.engine.graph import GraphSteps, accelerate
 from isosgd.engine.leapfrog import LeapfrogMultiStep
@@ -63,6 +63,7 @@ class DrawPlan:
         here: chains that this process draws; all when None.
         begin: states that chains at another temperature ended in, by the first chain, to go on from.
         ends: where to put the states that these chains end in.
+        heated: whether cycles find their rates by heating.
     """
 
     draws: int
@@ -80,6 +81,7 @@ class DrawPlan:
     begin: Mapping[int, State] = field(default_factory=dict)
     ends: dict[int, State] | None = None
     scoring: float = 0.0
+    heated: bool = False
 
     @property
     def ends_early(self) -> bool:
@@ -359,6 +361,7 @@ def draw_from(
     outcome, run.trained, before = ChainsResult(first, run.count), plan.trained, keeper.outcomes
     deadline = plan.deadline_of(run, first, sum(ended.drawn * ended.count for ended in before))
     run.deadline = time.monotonic() + WARMUP_TIME * (deadline - time.monotonic())
+    run.heating = Heat(plan.draws, deadline) if plan.heated else None
     done, drawn, levels = 0, 0, list[Tensor]()
     leapfrogs = _leapfrog_steps(run, plan, bar)
     stride: MultiStep | GraphSteps | LeapfrogMultiStep | None = leapfrogs
@@ -469,7 +472,7 @@ def _leapfrog_steps(run: Chains, plan: DrawPlan, bar: Progress) -> LeapfrogMulti
     return LeapfrogMultiStep(run, compiled, bar.note)
 
 
-def _many_steps(run: Chains, plan: DrawPlan, gap: int, bar: Progress) -> MultiStep | GraphSteps | None:
+def _many_steps(run: Chains, plan: DrawPlan, gap: float, bar: Progress) -> MultiStep | GraphSteps | None:
     """What takes several steps in a call, where that can be done and pays."""
     if run.graph is not None:
         try:
@@ -483,7 +486,7 @@ def _many_steps(run: Chains, plan: DrawPlan, gap: int, bar: Progress) -> MultiSt
     return None if stride.failed else stride
 
 
-def _pays(run: Chains, plan: DrawPlan, steps: int) -> bool:
+def _pays(run: Chains, plan: DrawPlan, steps: float) -> bool:
     """Whether it pays to compile so many steps. It follows from the settings alone."""
     if plan.deadline is not None:  # it is not known how many steps there will be, and compiling takes a minute
         return plan.compile_after == 0

@@ -30,6 +30,7 @@ from isosgd.sampling.settings import (
     check_seconds,
     check_settings,
     compile_after,
+    is_heated,
     most_draws,
     noise_every,
     resolve_method,
@@ -104,13 +105,14 @@ def sample(
             gives each chain a start of its own.
         starts: trained networks, or their ``state_dict``s: chains begin there, in turns, without an initial
             optimisation, and their number is at least that of the networks. The run then takes about ten epochs of
-            gradients unless ``warmup``, ``draws`` or ``keep_every`` say otherwise.
+            gradients, in cycles 24, unless ``warmup``, ``draws`` or ``keep_every`` say otherwise.
         method: a name of `isosgd.methods`: ``isgd``, the default, ``sgld``, ``sghmc`` and so on. ``hmc``, the default
             around ``starts`` of a regression of at most 5,000 rows unless ``batch_size`` is given, takes all data for
             every gradient and accepts or rejects its trajectories (see `isosgd.samplers.hmc`): nothing is left of the
             discretisation bias. It pays up to some thousand examples, above all for networks. ``csghmc``, the default
             around ``starts`` of classifiers of 5,000 weights or with BatchNorm in training mode, where ``held_out``
-            examples choose the temperature, leaves the network in cycles of momentum descent, and draws at their ends.
+            examples choose the temperature, leaves the network in cycles of momentum descent, and draws at their ends;
+            ``lr="heated"``, which it has there, finds their highest rate where the loss of the network rises.
         draws: draws to keep from each chain, 100 by default, 30 with ``starts``; ``auto`` goes on until predictions
             have converged (R-hat of at most 1.01 and 400 effective draws, over all chains) or the ``budget`` ends;
             ``info["stopped"]`` says which.
@@ -216,12 +218,18 @@ def sample(
         )
     if resume and temperature in (None, "auto"):
         raise ValueError(
-            "resume=True with temperature='auto': give the temperature that the run has (isosgd.load(store).info)"
+            "resume=True with temperature='auto': isosgd.resume(store, target, data, starts=...) goes on with a run as "
+            "it was begun"
         )
     around = TrainedRun(
         target, data, networks, held_out, ladder, given, options, store is None and ranks is None,
         temperature in (None, "auto"),
     )  # fmt: skip
+    if around.cycles and warmup != "auto":
+        raise ValueError(
+            f"warmup = {warmup}: cycles find their rate by heating, which takes as many gradients as it takes; leave "
+            "warmup out, or give method='csghmc' a rate, lr="
+        )
     if draws == "auto" and around.held_out is not None:
         more["held_out"] = target.inputs_of(around.held_out)
     all_chains = max(chains, len(networks))
@@ -321,6 +329,7 @@ def _draw(
     given = dict(options)
     after = compile_after(given)
     given.pop("tempered", None)
+    heated = is_heated(given, method)
     if method in BASELINES:
         assert not isinstance(batch_size, str)  # `resolve_method` refuses it
         described_run = {
@@ -347,7 +356,7 @@ def _draw(
     schedule.engine_note = "" if head is None else ", features of the head computed once"
     plan = DrawPlan(
         most, keep_every, warmup, noise_every(given), schedule.count, after, draws == "auto", schedule.chains, watched,
-        trained, deadline, None if numbers is None else len(numbers), begin or {}, ends, scoring,
+        trained, deadline, None if numbers is None else len(numbers), begin or {}, ends, scoring, heated,
     )  # fmt: skip
     if METHODS[method] is ISGD:
         given.setdefault("budget", None if warmup == "auto" else warmup)

@@ -25,6 +25,9 @@ EVERY: dict[str, Method] = {**REGISTRY, **BASELINES}  # samplers of the posterio
 OURS = {"batch_size", "warmup", "budget", "sets"}  # settings that `sample` gives
 OBJECT = 500  # bytes that a tensor takes up beside its numbers
 
+HEATED = "heated"  # in place of a rate: found where a trained network's loss rises
+CYCLICAL = ("csgld", "csghmc")
+
 
 def methods() -> list[dict[str, Any]]:
     """Every method with its family, what it targets, where it departs from its paper, and its settings and defaults.
@@ -57,6 +60,16 @@ def noise_every(options: dict[str, Any]) -> int | None:
     if found is not None:
         check_integer("noise_every", found, 1)
     return found
+
+
+def is_heated(options: dict[str, Any], method: str) -> bool:
+    """Whether cycles find their rates by heating (``lr="heated"``); the option is taken out."""
+    if options.get("lr") != HEATED:
+        return False
+    if method not in CYCLICAL:
+        raise ValueError(f"lr = {HEATED!r} is for methods in cycles, {' and '.join(CYCLICAL)}, not for {method!r}")
+    del options["lr"]
+    return True
 
 
 def resolve_method(method: str, batch_size: Size) -> tuple[str, Size]:

@@ -48,9 +48,10 @@ from isosgd.sampling.ladder import (
     start_posterior,
     with_noise_scales,
 )
+from isosgd.sampling.settings import HEATED
 from isosgd.target import Target
 from isosgd.target.batches import batch_length, tensors_of, tree_map, with_tensors
-from isosgd.target.likelihoods import Heteroscedastic, Tokens
+from isosgd.target.likelihoods import Bernoulli, Categorical, Heteroscedastic, Tokens
 from isosgd.target.modules import MASK
 from isosgd.target.space import refuse_sharded
 
@@ -73,8 +74,8 @@ WARMUP_SHARE, DRAWS = 0.3, 30  # of the run itself
 CONTINUED = 60
 LARGE = 1 << 20  # parameters from which Lambda is one number for each layer
 # Of classes, by cycles: the temperature that is tried first, epochs of a cycle, its steps at least, and the share of
-# them without noise; a trial is the first cycle. Heating takes about as many gradients.
-CYCLE_TEMPERATURE, CYCLE_EPOCHS, LEAST_CYCLE, EXPLORATION, HEATING = 0.03, 8, 400, 0.8, 400
+# them without noise; a trial is the first cycle.
+CYCLE_TEMPERATURE, CYCLE_EPOCHS, CYCLE_STEPS, EXPLORATION = 0.03, 8, 400, 0.8
 CYCLE_SIZE = 5_000  # parameters at least
 HMC_ROWS, HMC_SIZE = 5_000, 50_000  # rows and parameters of a regression, at most, for HMC
 HMC_LENGTHS, HMC_RUNG = {"warmup": 1_600, "keep_every": 100}, {"warmup": 700, "keep_every": 20}
@@ -221,13 +222,12 @@ class Lengths:
     @classmethod
     def in_cycles(cls, num_data: int, batch_size: int) -> Lengths:
         """Of cycles."""
-        cycle = max(LEAST_CYCLE, CYCLE_EPOCHS * -(-num_data // batch_size))
-        return cls(cycle, cycle * (DRAWS // STAGE_DRAWS - 1), cycle=cycle)
+        return cls(0, 0, max(CYCLE_STEPS, CYCLE_EPOCHS * -(-num_data // batch_size)))
 
     def settings(self, draws: int, hmc: bool = False, continued: bool = False) -> dict[str, Any]:
         """Warm-up, draws and steps between them of the run."""
         if self.cycle:
-            return {"warmup": CONTINUED if continued else HEATING, "draws": draws, "keep_every": "auto"}
+            return {"warmup": "auto", "draws": draws, "keep_every": "auto"}
         if hmc:  # whose passes through the data are steps
             return {"draws": draws, **HMC_LENGTHS}
         warmup = max(CONTINUED if continued else 2 * RUNG_WARMUP, round(WARMUP_SHARE * self.run))
@@ -252,8 +252,10 @@ def default_method(
     choose the temperature (``chosen``): cycles leave the network, and only such examples tell whether that does good.
     Otherwise by I-SGD.
     """
+    likelihood = None if target.module is None else target.module.likelihood
     if (
-        chosen and batch_size != "all" and options.keys() <= {"compile", "tempered"} and has_classes(target)
+        chosen and batch_size != "all" and options.keys() <= {"compile", "tempered"}
+        and isinstance(likelihood, Categorical | Bernoulli)
         and (target.ties_examples or _size(target) >= CYCLE_SIZE)
     ):  # fmt: skip
         return "csghmc"
@@ -340,7 +342,9 @@ class TrainedRun:
             chosen = choosing and ladder is None and self.held_out is not None
             method = default_method(target, self.data, given["transform"], given["batch_size"], options, chosen)
         plain = method == "isgd" and given["batch_size"] != "all"
-        self.cycles = method in ("csgld", "csghmc") and not {"lr", "preset"} & options.keys()
+        self.cycles = options.get("lr") == HEATED or (method == "csghmc" and given["method"] is None)
+        if self.cycles and ladder is not None:
+            raise ValueError(f"ladder = {ladder!r} with lr = {HEATED!r}: give method='isgd', or leave ladder out")
         # With what a rung has measured.
         self.continues = self.cycles or (plain and not {"preset", "scheme", "lam"} & options.keys())
         self.place = Place(self.starts)
@@ -355,7 +359,8 @@ class TrainedRun:
         self.lengths = Lengths.of(num_data, size, self.descends)
         if self.cycles:
             self.lengths = Lengths.in_cycles(num_data, size)
-            self.settings = {"cycle": self.lengths.cycle, "exploration": EXPLORATION, **self.settings}
+            cycles = {"lr": HEATED, "cycle": self.lengths.cycle, "exploration": EXPLORATION}
+            self.settings = {**cycles, **self.settings}
             if target.prior_is_empirical:  # as wide as the network is large: tempered, it would shrink all weights
                 self.settings.setdefault("tempered", "likelihood")
         self.tried, self.engine = 0, ""  # steps of all trials, and what took the last ones
@@ -459,7 +464,8 @@ class TrainedRun:
         begin = self.place.measured if self.alone else {}
         while choice.temperature > 0:
             draws: Any = more["draws"]
-            early = self.early if begin and isinstance(draws, int) and draws >= 2 * RUNG_DRAWS else None
+            least = STAGE_DRAWS + 1 if self.cycles else 2 * RUNG_DRAWS
+            early = self.early if begin and isinstance(draws, int) and draws >= least else None
             if early is not None:
                 draws -= early.num_draws
             lengths = steps(draws if isinstance(draws, int) else DRAWS, bool(begin))

@@ -350,8 +350,8 @@ class Target:
     def _whole_prior(self, free: Params) -> str:
         """Why the prior is not tempered; empty where it is."""
         if self.prior_scales(free):
-            return "the prior has scales that are sampled"
-        return "that was asked for" if self._tempered == "likelihood" else ""
+            return ", since the prior has scales that are sampled"
+        return " (tempered='likelihood')" if self._tempered == "likelihood" else ""
 
     def tempered(self, what: Literal["both", "likelihood"]) -> Target:
         """The same, but for what a temperature acts on: likelihood and prior ``both``, or the ``likelihood`` alone."""
@@ -371,7 +371,7 @@ class Target:
         if temperature == 1:
             return "likelihood * prior: the posterior"
         if why := self._whole_prior(free):
-            return f"likelihood^(1/T) * prior, T = {temperature:g}: the likelihood alone is tempered, since {why}"
+            return f"likelihood^(1/T) * prior, T = {temperature:g}: the likelihood alone is tempered{why}"
         return f"(likelihood * prior)^(1/T), T = {temperature:g}: likelihood and prior are tempered alike"
 
     def _make_space(self, params: Params) -> Space:

@@ -113,7 +113,7 @@ def _risen(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
 def _short_stages(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
     """Cycles in whose sampling stages a chain cannot spread."""
     schedule, spacing = run.sampler.schedule, report.keep_every
-    if not isinstance(schedule, Cycles) or spacing is None:
+    if not isinstance(schedule, Cycles) or spacing is None or run.heating is not None:
         return ""
     group = run.sampler.param_groups[0]
     cycle, stage = group["cycle"], schedule.stage(group)

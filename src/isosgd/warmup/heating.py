@@ -1,4 +1,4 @@
-"""How high the rates of cycles rise, where chains start at trained networks.
+"""How high the rates of cycles rise, where chains start at trained networks (``lr="heated"``).
 
 A cycle is to leave the mode at which a network was trained, and to come back to one that is as good. What that takes is
 not told by curvature and noise at the mode, where both are small. So the rate of momentum descent grows, from one at
@@ -15,19 +15,21 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from isosgd.samplers.schedules import Cycles
+from isosgd.samplers.schedules import STAGE_DRAWS, Cycles
 from isosgd.samplers.steppers import hamiltonian_
+from isosgd.target.batches import batch_length
 from isosgd.target.likelihoods import Bernoulli, Categorical
 from isosgd.warmup.base import Warmup
 from isosgd.warmup.reports import GroupReport, WarmupReport
 
 PROBES, BATCHES = 20, 20  # power iterations for the curvature, and minibatches for the loss, of the start
 FIRST = 0.05  # of 1 / curvature: the first rate
+SOON, LOWER, MOST_STARTS = 60, 1000.0, 3  # where the loss rises in fewer steps, begin again at so much lower a rate
 GROWTH, MOST = 1.02, 800  # of rates from step to step, and steps
 MEMORY = 0.9  # of the mean loss
-FRICTION = 0.1
-PART = 0.1  # of the way to what knows nothing
-UP = 0.5  # nats, where it is not known how far that is
+PART, LEAST_PART = 0.1, 0.02  # of the way to what knows nothing, and of the loss of that at least
+SURE = 3.0  # standard errors of the loss at the start, by which it must rise at least
+UP = 0.5, 0.1  # nats, or that share of the loss, where it is not known how far that is
 LEAST_CYCLE = 50  # steps, however little time there is
 SHARE = 20.0  # times T, at most 1, of the rate that was reached: the highest of a cycle
 
@@ -42,73 +44,101 @@ class Heating(Warmup):
         """A report for each chain; with ``measure_spacing`` a stage has `STAGE_DRAWS` draws."""
         chains, sampler, schedule = self.chains, self.chains.sampler, self.chains.sampler.schedule
         assert isinstance(schedule, Cycles)
+        reason = ""
         if not chains.warmed:
-            self._find_rates(schedule)
+            reason = self._find_rates(schedule)
             sampler.freeze()
-        keep = schedule.spacing(sampler.param_groups[0]) if measure_spacing else None
+        group = sampler.param_groups[0]
+        keep = schedule.spacing(group) if measure_spacing else None
         rates, curvatures = (x.double().cpu().tolist() for x in (chains.rates(), chains.curvature.values()))
-        names = [group["name"] for group in sampler.param_groups]
+        names, nan = [group["name"] for group in sampler.param_groups], math.nan
         found = [
-            [GroupReport(name, r, math.nan, h, r * h) for name, r, h in zip(names, *numbers, strict=True)]
+            [GroupReport(name, r, nan, h, r * h, nan, nan, nan) for name, r, h in zip(names, *numbers, strict=True)]
             for numbers in zip(rates, curvatures, strict=True)
         ]
-        return [WarmupReport(True, "", self.spent, 0, keep, groups) for groups in found]
+        return [WarmupReport(not reason, reason, self.spent, 0, keep, groups, cycle=group["cycle"]) for groups in found]
 
-    def _find_rates(self, schedule: Cycles) -> None:
+    def _find_rates(self, schedule: Cycles) -> str:
         """Heat chains, and set the rates of their cycles; these are shorter where there is little time."""
         chains, sampler, began = self.chains, self.chains.sampler, time.monotonic()
+        assert chains.heating is not None
         chains.evaluate()
         self.count("starting")
         for _ in range(PROBES):
             chains.probe_curvature()
             self.count("starting")
         start, limit = self._level()
-        rate = FIRST / chains.curvature.values().amax(-1).double()
-        reached = self._heat(rate, start, limit)
+        first = FIRST / chains.curvature.values().amax(-1).double()
+        for _ in range(MOST_STARTS):
+            reached, steps, reason = self._heat(first, start, limit)
+            if steps >= SOON or reason:
+                break
+            first = first / LOWER
         if chains.many is None:
             reached = reached[0]
         share = min(1.0, SHARE * sampler.param_groups[0]["temperature"])
-        now = time.monotonic()
-        fits = (chains.deadline - now) * self.spent / (now - began)  # steps, by the speed so far
+        now, cycles = time.monotonic(), -(-chains.heating.draws // STAGE_DRAWS)
+        fits = (chains.heating.end - now) * self.spent / (now - began) / cycles  # steps, by the speed so far
         for group in sampler.param_groups:
             group["rate"] = sampler.number(schedule.set_highest(group, share * reached))
             if fits < group["cycle"]:
                 group["cycle"] = max(int(fits), LEAST_CYCLE)
         sampler.refresh()
+        return reason
 
     def _level(self) -> tuple[Tensor, Tensor]:
         """The loss of each chain at its start, and that up to which it is heated."""
         chains, losses, seen = self.chains, list[Tensor](), list[Tensor]()
+        module = chains.target.module
+        classes = module is not None and isinstance(module.likelihood, Categorical | Bernoulli)
         for _ in range(BATCHES):
             chains.evaluate()
             self.count("starting")
             losses.append(chains.loss.double())
-            seen.append(chains.target.labels_of(chains.batch).flatten().clone())
-        start = torch.stack(losses).mean(0)
-        module = chains.target.module
-        if module is None or not isinstance(module.likelihood, Categorical | Bernoulli):
-            return start, start + UP
-        shares = torch.unique(torch.cat(seen), return_counts=True)[1].double()
-        shares /= shares.sum()
-        return start, start + PART * (-(shares * shares.log()).sum() - start).clamp_min(0.0)
+            if classes:
+                seen.append(chains.target.labels_of(chains.batch).clone())
+        every = torch.stack(losses)
+        start, noise = every.mean(0), SURE * every.std(0) / math.sqrt(BATCHES)
+        rise = torch.maximum(torch.full_like(start, UP[0]), UP[1] * start.abs())
+        if classes:
+            labels = torch.cat([y.flatten() for y in seen])
+            shares = torch.unique(labels, return_counts=True)[1].double() / len(labels)
+            examples = BATCHES * (batch_length(chains.batch) or 1)
+            if chains.many is not None:
+                examples = sum(y.shape[0] * y.shape[1] for y in seen)
+            chance = -(shares * shares.log()).sum() * len(labels) / examples  # of all labels of an example
+            rise = torch.maximum(PART * (chance - start), LEAST_PART * chance)
+        limit = start + torch.maximum(rise, noise)
+        return start, limit if chains.ranks is None else chains.ranks.of_lead(limit)
 
     @torch.no_grad()
-    def _heat(self, rate: Tensor, loss: Tensor, limit: Tensor) -> Tensor:
-        """The rate of each chain at which its mean loss exceeds the limit; chains are back at their starts then."""
-        chains = self.chains
+    def _heat(self, rate: Tensor, loss: Tensor, limit: Tensor) -> tuple[Tensor, int, str]:
+        """The rate of each chain at which its mean loss exceeds the limit; chains are back at their starts then.
+
+        Returns:
+            Rates, steps until the first chain came to its limit, and what went wrong; empty when nothing did.
+        """
+        chains, friction = self.chains, self.chains.sampler.friction
         saved, velocity = chains.snapshot(), [torch.zeros_like(leaf) for leaf in chains.leaves]
-        rising = chains.alive.clone()
-        loss = loss.clone()
+        rising, reason, first = chains.alive.clone(), f"the loss did not rise in {MOST} steps of heating", MOST
+        steps = torch.zeros_like(rate)
         for i in range(MOST):
             chains.evaluate(forgiving=True)
             self.count("heating")
             loss = torch.where(rising, MEMORY * loss + (1 - MEMORY) * chains.loss.double(), loss)
             rising = rising & (loss < limit)
-            if i % 10 == 0 and not bool(rising.any()):
-                break
+            steps = steps + rising
+            if i % 10 == 0:
+                if not bool(rising.any()):
+                    reason = ""
+                    break
+                if time.monotonic() > chains.deadline:
+                    reason = "max_seconds ended the heating"
+                    break
             rate = torch.where(rising, GROWTH * rate, rate)
             now = torch.where(rising, rate, 0.0).to(chains.leaves[0].dtype)
             pulls = [chains.wide(now, leaf) * cast(Tensor, leaf.grad) for leaf in chains.leaves]
-            hamiltonian_(chains.leaves, velocity, pulls, 1.0, FRICTION)
+            hamiltonian_(chains.leaves, velocity, pulls, 1.0, friction)
+        first = int(steps[chains.alive].min()) if bool(chains.alive.any()) else MOST
         chains.restore(saved)
-        return rate
+        return rate, first, reason

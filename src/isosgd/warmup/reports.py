@@ -62,13 +62,14 @@ class WarmupReport:
         restarts: how often the chain ran away and was restarted where its window began (see `isosgd.warmup.runaway`).
         conditioning: of a full matrix, the condition number that simpler shapes would leave (see `Full.conditioning`).
         trajectory: of HMC, leapfrog steps of a trajectory.
+        cycle: steps of a cycle, where heating has set its rate.
     """
 
     settled: bool
     reason: str
     steps: int
     optimisation: int
-    keep_every: int | None
+    keep_every: float | None
     groups: list[GroupReport] = field(default_factory=list)
     loss: tuple[float, float] | None = None
     directions: dict[str, Any] | None = None
@@ -77,6 +78,7 @@ class WarmupReport:
     restarts: int = 0
     conditioning: dict[str, float] | None = None
     trajectory: int | None = None
+    cycle: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -32,7 +32,6 @@ from isosgd.progress import Progress
 from isosgd.samplers import ISGD
 from isosgd.samplers.isgd import PAPER_STEPS
 from isosgd.samplers.own_warmup import SETTLED_RATIO, SURE, unsettled
-from isosgd.samplers.schedules import Cycles
 from isosgd.warmup.base import LENGTH, Array, Mark, Warmup
 from isosgd.warmup.heating import Heating
 from isosgd.warmup.hmc import HMCWarmup
@@ -73,7 +72,7 @@ def warmup_of(
         multi_step: takes several leapfrog steps in a call.
     """
     given = MOST_STEPS if steps is None else steps, steps is not None, progress, mark
-    if isinstance(chains.sampler.schedule, Cycles) and chains.trained and not chains.sampler.given:
+    if chains.heating is not None:
         return Heating(chains, *given)
     return WindowedWarmup(chains, *given) if chains.hmc is None else HMCWarmup(chains, *given, multi_step)
 
