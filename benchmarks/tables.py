@@ -31,7 +31,8 @@ from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
 
 Array = Any
-UCI = {"boston": "bostonHousing", "concrete": "concrete", "yacht": "yacht"}
+# Names of `experiments.tables.rows_of`, which calls red wine by the name that scikit-learn's wine has here.
+UCI = {"boston": "boston", "concrete": "concrete", "yacht": "yacht", "wine-red": "wine", "protein": "protein"}
 TOY = {"diabetes": "load_diabetes", "cancer": "load_breast_cancer", "wine": "load_wine", "digits": "load_digits"}
 REGRESSIONS = ("airfoil", "diabetes", *UCI)
 SAMPLES = 1_000  # of a predictive distribution, for CRPS and intervals
@@ -49,7 +50,7 @@ def rows_of(name: str, seed: int, root: Path | None) -> tuple[Array, ...]:
         raise ValueError(f"{name} needs --data-root, a folder with uci/ and tabular/")
     from experiments.tables import rows_of as read
 
-    x, y, test_x, test_y = read(root, name, seed)
+    x, y, test_x, test_y = read(root, UCI.get(name, name), seed)
     return x, test_x, y, test_y
 
 

@@ -34,7 +34,7 @@ UCI = {
 }  # fmt: skip
 GRID = (
     "data", "split", "seed", "hidden", "likelihood", "scale", "out_scale", "size", "df", "chains",
-    "effort",
+    "effort", "rows",
 )  # fmt: skip
 REPEATS = 4  # targets drawn around each draw, for intervals
 
@@ -70,6 +70,9 @@ def run_one(given: dict[str, Any]) -> dict[str, Any]:
         order = np.random.default_rng((7, given["split"])).permutation(len(x))
         count = len(x) // 5
         x, y, test_x, test_y = x[order[count:]], y[order[count:]], x[order[:count]], y[order[:count]]
+    if given["rows"]:
+        order = np.random.default_rng((8, given["split"])).permutation(len(x))[: given["rows"]]
+        x, y = x[order], y[order]
     centre, width = x.mean(0), x.std(0)
     width[width == 0] = 1.0
     middle, unit = y.mean(), y.std()
@@ -143,6 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--df", nargs="+", type=float, default=[Network.df])
     parser.add_argument("--chains", nargs="+", type=int, default=[8])
     parser.add_argument("--effort", nargs="+", type=float, default=[1.0])
+    parser.add_argument("--rows", nargs="+", type=int, default=[None], help="training rows to keep, chosen at random")
     parser.add_argument("--seconds", dest="max_seconds", type=float, help="bound on the time of a fit")
     parser.add_argument("--validate", action="store_true", help="score a fifth of the training rows, not the test rows")
     parser.add_argument("--device", default="cpu")

@@ -1,6 +1,6 @@
 """Estimators of scikit-learn for tables: a Bayesian network whose predictions say how sure they are.
 
-Needs the extra ``tables`` (scikit-learn and pandas).
+Needs the extra ``tables`` (scikit-learn, pandas, pyarrow).
 
 Example:
     >>> from sklearn.datasets import load_diabetes
@@ -52,8 +52,8 @@ from isosgd.tables.columns import Columns
 from isosgd.tables.network import (
     NOISES,
     Network,
+    predicted_by_draws,
     resume_network,
-    said_by_draws,
     sample_network,
     usual_layers,
     with_noise,
@@ -212,7 +212,7 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
         return self.columns_.inputs(X).float(), self._encoded(y)
 
     def _save(self, folder: Path, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Everything but the draws, and before they are drawn, so that a fit that is killed can go on."""
+        """Everything but the draws, written before sampling begins, so that a fit that is killed can be resumed."""
         params = self.get_params(deep=False)
         seed = params["random_state"]
         params |= {
@@ -241,13 +241,10 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self, "posterior_")
         return self.posterior_.trust(held_out=self.held_out_)
 
-    def _said(self, X: Any, of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Array:
-        """Something ``[..., n, outputs]`` of mean and noise variance by each draw, ``[draws, n, outputs]``.
-
-        It is made of some rows at a time, since draws of all rows may take more memory than there is.
-        """
+    def _predicted(self, X: Any, of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Array:
+        """A function of means and noise variances by each draw, ``[draws, n, outputs]``, in batches of rows."""
         parts = torch.split(self._inputs(X), BATCH)
-        return torch.cat([of(*said_by_draws(self.network_, self.posterior_, part)) for part in parts], -2).numpy()
+        return torch.cat([of(*predicted_by_draws(self.network_, self.posterior_, part)) for part in parts], -2).numpy()
 
     def __getstate__(self) -> dict[str, Any]:
         """Draws go as plain tensors: the target is made again from the network."""
@@ -271,13 +268,12 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
     Args:
         hidden_layers: units of each hidden layer; ``auto`` takes three of 16, from 500 rows on four of 16, and
             from 2,000 on three of 64. ``()`` is a linear model.
-        likelihood: ``student_t``, ``gaussian``; ``loglinear_t`` or ``loglinear``, the same with a size whose logarithm
-            is linear in the inputs; ``heteroscedastic_t`` or ``heteroscedastic``, with one that is an output of the
-            network; ``auto`` takes one of the first four, by how rows that were held out are predicted before
-            sampling begins.
+        likelihood: of the noise. ``student_t`` and ``gaussian`` have one scale; ``loglinear_t`` and ``loglinear`` a
+            scale whose logarithm is linear in the inputs; ``heteroscedastic_t`` and ``heteroscedastic`` a scale that
+            is an output of the network. ``auto`` chooses among the first four on held-out rows, before sampling.
         chains: that run side by side.
-        effort: times the usual number of steps, which follows from the size of the table.
-        max_seconds: bound on the time of a fit; predictions then depend on the clock.
+        effort: multiplies the default number of steps, which follows from the size of the table.
+        max_seconds: time limit of a fit; predictions then depend on the clock.
         random_state: as everywhere in scikit-learn.
         device: where to compute, such as ``cuda``; the CPU by default.
         verbose: show a progress line.
@@ -331,8 +327,8 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
             y: what to predict.
             store: a folder to write the draws to as they come, with all that `load` and `resume` need: a fit that is
                 killed goes on from there. The rows are in it, in standard units.
-            held_out: rows and targets that are not learnt from, for `trust_` and the report.
-            given: nothing: ``sample_weight`` is refused.
+            held_out: ``(X, y)`` that is not trained on, for `trust_` and the report.
+            given: ``sample_weight`` is refused, and so is anything else.
         """
         _refuse(given)
         if self.likelihood not in NOISES:
@@ -382,22 +378,22 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
             X: rows with the columns that were fitted.
             return_std: return ``(mean, std)``: the standard deviation of y, of model and noise.
             quantiles: return these instead, ``[quantiles, n]``: those of the mixture over draws.
-            return_draws: return what each draw says instead, ``[draws, n]``.
+            return_draws: return the prediction of each draw instead, ``[draws, n]``.
         """
         if (quantiles is not None) + return_std + return_draws > 1:
             raise ValueError("choose one of return_std=, quantiles= and return_draws=")
         if return_draws:
-            return self._units(self._said(X, lambda mean, variance: mean))
+            return self._units(self._predicted(X, lambda mean, variance: mean))
         if quantiles is not None:
 
             def at(mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
                 every = mixture_quantiles(mean.flatten(1), variance.flatten(1), list(quantiles), df=self.network_.tails)
                 return every.reshape(-1, *mean.shape[1:])
 
-            return self._units(self._said(X, at))
+            return self._units(self._predicted(X, at))
         if not return_std:
-            return self._units(self._said(X, lambda mean, variance: mean.mean(0)))
-        mean, square = self._said(X, lambda m, v: torch.stack([m.mean(0), m.var(0, correction=0) + v.mean(0)]))
+            return self._units(self._predicted(X, lambda mean, variance: mean.mean(0)))
+        mean, square = self._predicted(X, lambda m, v: torch.stack([m.mean(0), m.var(0, correction=0) + v.mean(0)]))
         std = np.sqrt(square) * self.y_scale_
         return self._units(mean), std[..., 0] if self._flat else std
 
@@ -407,7 +403,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
         seed = check_random_state(random_state)
         chosen = torch.from_numpy(seed.randint(len(self.posterior_), size=n_samples))
         generator = torch.Generator().manual_seed(int(seed.randint(np.iinfo(np.int32).max)))
-        drawn = self._said(X, lambda mean, v: with_noise(self.network_, mean[chosen], v[chosen], generator))
+        drawn = self._predicted(X, lambda mean, v: with_noise(self.network_, mean[chosen], v[chosen], generator))
         return np.moveaxis(self._units(drawn), 0, -1)
 
     def _units(self, found: Array) -> Array:
@@ -416,13 +412,13 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
 
 
 class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):  # type: ignore[misc]
-    """Classification by posterior draws of a network: probabilities are averages over draws, made as sure as rows say.
+    """Classification by posterior draws of a network: probabilities are averages over draws, then calibrated.
 
     The arguments and attributes are those of `BayesianMLPRegressor`, without ``likelihood``.
 
     Attributes:
         classes_: the labels.
-        softmax_temperature_: by which logarithms of the averages are divided.
+        softmax_temperature_: divides the logarithms of the averages.
     """
 
     def __init__(
@@ -460,11 +456,10 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):  # type: ignore[misc
 
     @property
     def softmax_temperature_(self) -> float:
-        """By which logarithms of averages over draws are divided, above 1 where these are too sure.
+        """Divides the logarithms of averages over draws; above 1 where these are overconfident.
 
-        Training rows are then predicted best by draws that have not seen them (`isosgd.posterior.calibration`). It is
-        found once for the draws. Where more than a few rows are there several times, draws have seen them all, and it
-        is 1.
+        It minimises the leave-one-out loss of the training rows (`isosgd.posterior.calibration`), and is computed once,
+        on first use. It is 1 for tables with many repeated rows, which cannot be left out one at a time.
         """
         check_is_fitted(self, "posterior_")
         info = self.posterior_.info
@@ -476,11 +471,11 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):  # type: ignore[misc
         return float(info[OF_AVERAGES])
 
     def _calibrated_on(self, rows: torch.Tensor) -> float:
-        """The softmax temperature of averages by some rows, whose last column is the class."""
+        """The softmax temperature of averages from rows whose last column is the class."""
         rows = rows[evenly(len(rows), CALIBRATED)]
         y = rows[:, -1].long()
         found = [
-            leave_one_out(said_by_draws(self.network_, self.posterior_, inputs)[0], labels)
+            leave_one_out(predicted_by_draws(self.network_, self.posterior_, inputs)[0], labels)
             for inputs, labels in zip(torch.split(rows[:, :-1], PART), torch.split(y, PART), strict=True)
         ]
         return sharpest(torch.cat(found), y)
@@ -502,18 +497,18 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):  # type: ignore[misc
         self.classes_ = np.array(learnt["classes"], dtype=CLASSES[learnt["dtype"]])
 
     def predict_proba(self, X: Any, *, return_draws: bool = False) -> Array:
-        """Probabilities ``[n, classes]``: the average over draws, as sure as `softmax_temperature_` makes it.
+        """Probabilities ``[n, classes]``: the average over draws, calibrated by `softmax_temperature_`.
 
-        With ``return_draws`` what each draw says, ``[draws, n, classes]``.
+        With ``return_draws`` those of each draw, ``[draws, n, classes]``, uncalibrated.
         """
         if return_draws:
-            return self._said(X, lambda found, _: found)
+            return self._predicted(X, lambda found, _: found)
         scale = self.softmax_temperature_
-        return self._said(X, lambda found, _: sharpened(found.mean(0), scale))
+        return self._predicted(X, lambda found, _: sharpened(found.mean(0), scale))
 
     def predict(self, X: Any) -> Array:
-        """The likeliest class of each row, which is the same however sure averages are made."""
-        found = self._said(X, lambda found, _: found.mean(0))
+        """The most probable class of each row."""
+        found = self._predicted(X, lambda found, _: found.mean(0))
         return self.classes_[found.argmax(1)]
 
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> Array:
@@ -550,7 +545,7 @@ def resume(
 
     Args:
         folder: that ``fit`` was given as ``store``.
-        draws: of each chain, where more are wanted than before.
+        draws: of each chain, to extend a finished run.
         device: where to compute.
         verbose: show a progress line.
     """

@@ -1,7 +1,7 @@
 """The network of tables: its posterior, where chains start, and how long they run. Plain tensors in, draws out.
 
-The network is a perceptron of some hidden layers beside a linear path from the inputs to the outputs, so that a table
-that is linear needs no hidden unit. All chains, and all networks that they start at, are one batched computation.
+The network has some hidden layers and, beside them, a linear path from inputs to outputs, so that a linear table needs
+no hidden unit. All chains, and all networks that they start at, are one batched computation.
 """
 
 from __future__ import annotations
@@ -538,10 +538,10 @@ def fast_arithmetic(device: torch.device, products: int) -> Iterator[None]:
 
 
 @torch.no_grad()
-def said_by_draws(network: Network, posterior: Posterior, x: Tensor) -> tuple[Tensor, Tensor]:
+def predicted_by_draws(network: Network, posterior: Posterior, x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and noise variance of each row by each draw, ``[draws, n, outputs]``; of classes, their probabilities.
 
-    In double precision: what a row is predicted with must not change its prediction.
+    In double precision, so that the prediction of a row does not depend on the rest of its batch.
     """
     module, target = network._made(0), network.target()
     assert target.module is not None and isinstance(target.module.likelihood, likelihoods.Likelihood)
