@@ -52,8 +52,9 @@ RATE = 1e-2
 LOOKS, SCORED = 40, 2_000  # at the rows that were held out, and how many of them
 MEMORY = 0.9, 0.99
 SURE, LEAST_ROWS = 2.0, 10  # standard errors by which noise of a changing size must predict so many rows better
-TRAINING_TIME = 0.25  # share of the time of a fit that has a limit
-TRAINING_BY_ROWS, TRAINING = 2.5, (300, 4_000)  # steps for each row, and the least and the most of them
+TRAINING_TIME = 0.25, 0.6  # share of the time of a fit that has a limit, with HMC and with minibatches
+# Steps for each row, the least and the most at effort 1; wide networks may have fewer, but no fewer than the last.
+TRAINING_BY_ROWS, TRAINING, WIDE_TRAINING = 2.5, (300, 16_000), 4_000
 
 # Of the chains. What a table takes follows from its size alone, not from the clock, so that its draws do, too.
 GRADIENTS_BY_ROWS, GRADIENTS = 4.0, (1_000, 8_000)  # of each chain at effort 1: these and so many a row, at the most
@@ -63,6 +64,7 @@ SMALL = 5_000_000  # products of rows and weights of all chains: less is not wor
 WARMUP_SHARE = 0.6, 0.4  # of the gradients, and of those of small tables, whose chains are sooner where they belong
 HELD = 1 << 23  # numbers of a layer that are held at once in a prediction
 ALL_ROWS = 20_000  # beyond which a gradient takes some of the rows
+MINIBATCHES = 5_000  # gradients of each chain at effort 1, beyond as many rows
 # Hidden layers of tables with fewer rows than these, and of all others.
 LAYERS = (500, (16,) * 3), (2_000, (16,) * 4), (math.inf, (64,) * 3)
 
@@ -285,6 +287,11 @@ class Network:
             return net
 
 
+def gradient_rows(rows: int) -> int:
+    """Rows that a gradient of a chain takes: all, or those of a minibatch."""
+    return TRAINED_ON if rows > ALL_ROWS else rows
+
+
 def steps_for(rows: int, network: Network, chains: int, effort: float) -> dict[str, int]:
     """Steps of the starts' training, of the warm-up and between draws, and draws of each chain.
 
@@ -294,14 +301,21 @@ def steps_for(rows: int, network: Network, chains: int, effort: float) -> dict[s
         {'training': 1250, 'warmup': 1200, 'keep_every': 36, 'draws': 50}
         >>> steps_for(500, large, chains=8, effort=4.0)
         {'training': 1250, 'warmup': 7200, 'keep_every': 96, 'draws': 50}
+        >>> steps_for(50_000, large, chains=8, effort=2.0)
+        {'training': 32000, 'warmup': 4000, 'keep_every': 120, 'draws': 50}
     """
-    products = network.products(rows, chains)
-    gradients = effort * min(GRADIENTS[0] + GRADIENTS_BY_ROWS * rows, GRADIENTS[1], MOST_WORK / (3.0 * products))
-    share = WARMUP_SHARE[products < SMALL]
+    products = network.products(gradient_rows(rows), chains)
+    if rows > ALL_ROWS:
+        usual, share = float(MINIBATCHES), WARMUP_SHARE[1]
+    else:
+        usual, share = min(GRADIENTS[0] + GRADIENTS_BY_ROWS * rows, GRADIENTS[1]), WARMUP_SHARE[products < SMALL]
+    gradients = effort * min(usual, MOST_WORK / (3.0 * products))
     warmup = max(math.ceil(share * gradients), LEAST_WARMUP)
     draws = round(_between(DRAWS * effort, 10, DRAWS))
+    narrow = MOST_WORK / (3.0 * network.products(TRAINED_ON, chains))
+    most_training = max(WIDE_TRAINING, max(1.0, effort) * min(TRAINING[1], narrow))
     return {
-        "training": math.ceil(_between(TRAINING_BY_ROWS * rows, *TRAINING) * min(1.0, effort)),
+        "training": math.ceil(_between(TRAINING_BY_ROWS * rows, TRAINING[0], most_training) * min(1.0, effort)),
         "warmup": warmup,
         "keep_every": max(2, round((1.0 - share) * gradients / draws)),
         "draws": draws,
@@ -464,15 +478,16 @@ def sample_network(
     x, y, target = x.to(place), y.to(place), network.target()
     check_room(target.initial(), chains, 0)
     steps: dict[str, Any] = steps_for(len(x), network, chains, effort)
-    training, products = steps.pop("training"), network.products(len(x), chains)
-    if len(x) > ALL_ROWS:
-        steps |= {"method": "isgd", "warmup": max(steps["warmup"], 1_000)}
+    rows, minibatches = gradient_rows(len(x)), len(x) > ALL_ROWS
+    training, products = steps.pop("training"), network.products(rows, chains)
+    if minibatches:
+        steps |= {"method": "isgd", "batch_size": rows}
     else:
         steps |= {"method": "hmc", "structure": "diagonal" if products < SMALL else "lowrank"}
     with fast_arithmetic(place, products):
         target.check(target.initial(device=place), (x, y))
         began, limit = time.monotonic(), math.inf if max_seconds is None else max_seconds
-        network, trained = starts_of(network, x, y, chains, training, seed, TRAINING_TIME * limit)
+        network, trained = starts_of(network, x, y, chains, training, seed, TRAINING_TIME[minibatches] * limit)
         starts = trained.states
         if begin is not None:
             begin(network)
@@ -481,7 +496,7 @@ def sample_network(
             spent = time.monotonic() - began
             left = max(max_seconds - spent, 0.1 * max_seconds)
             # What a gradient takes is guessed from the training's, so that draws come in equal measure until the end.
-            fit = left * trained.steps / (spent * max(1.0, len(x) / TRAINED_ON))
+            fit = left * trained.steps / (spent * max(1.0, rows / TRAINED_ON))
             share = min(1.0, fit / (steps["warmup"] + steps["draws"] * steps["keep_every"]))
             steps["warmup"] = max(LEAST_WARMUP, int(share * steps["warmup"]))
             steps["keep_every"] = max(2, int(share * steps["keep_every"]))
@@ -510,7 +525,7 @@ def resume_network(
     starts = [StoredState(Path(store), about) for about in Manifest.read(Path(store)).starts]
     if not starts:
         raise ValueError(f"{store} does not hold the networks that its chains began with: begin another run")
-    with fast_arithmetic(place, network.products(len(x), len(starts))):
+    with fast_arithmetic(place, network.products(gradient_rows(len(x)), len(starts))):
         return resume(
             store, network.target(), (x.to(place), y.to(place)), starts=starts, device=place, progress=progress,
             draws=draws,
