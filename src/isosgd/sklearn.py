@@ -267,7 +267,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
 
     Args:
         hidden_layers: units of each hidden layer; ``auto`` takes three of 16, from 500 rows on four of 16, and
-            from 2,000 on three of 64. ``()`` is a linear model.
+            beyond 20,000 three of 64. ``()`` is a linear model.
         likelihood: of the noise. ``student_t`` and ``gaussian`` have one scale; ``loglinear_t`` and ``loglinear`` a
             scale whose logarithm is linear in the inputs; ``heteroscedastic_t`` and ``heteroscedastic`` a scale that
             is an output of the network. ``auto`` chooses among the first four on held-out rows, before sampling.

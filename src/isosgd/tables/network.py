@@ -65,8 +65,8 @@ WARMUP_SHARE = 0.6, 0.4  # of the gradients, and of those of small tables, whose
 HELD = 1 << 23  # numbers of a layer that are held at once in a prediction
 ALL_ROWS = 20_000  # beyond which a gradient takes some of the rows
 MINIBATCHES = 5_000  # gradients of each chain at effort 1, beyond as many rows
-# Hidden layers of tables with fewer rows than these, and of all others.
-LAYERS = (500, (16,) * 3), (2_000, (16,) * 4), (math.inf, (64,) * 3)
+# Hidden layers of tables with up to so many rows.
+LAYERS = (499, (16,) * 3), (ALL_ROWS, (16,) * 4), (math.inf, (64,) * 3)
 
 
 def usual_layers(rows: int) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ def usual_layers(rows: int) -> tuple[int, ...]:
         >>> usual_layers(100), usual_layers(500), usual_layers(100_000)
         ((16, 16, 16), (16, 16, 16, 16), (64, 64, 64))
     """
-    return next(layers for fewer, layers in LAYERS if rows < fewer)
+    return next(layers for most, layers in LAYERS if rows <= most)
 
 
 class Perceptron(nn.Module):
