@@ -56,7 +56,7 @@ from isosgd.target.modules import MASK
 from isosgd.target.space import refuse_sharded
 
 HOT = 0.3  # tried first; with cycles CYCLE_TEMPERATURE
-COLD = 1e-3  # where nothing is held out; docs/trained.md says what it did
+COLD = 1e-3  # where nothing is held out; docs/trained-evidence.md says what it did
 # Standard errors by which held-out examples must be predicted better than by the starts: where they chose the
 # temperature; and where they did not, since it is that of the posterior. There the average is better more often than
 # some dozens of rows can tell, and only draws that are clearly worse are left. Where they chose it the gain must also
@@ -65,7 +65,7 @@ SURE_CHOSEN, SURE, LEAST_GAIN = 1.0, -1.0, 0.005
 EPOCHS, LEAST = 10, 2_000  # of gradients in all, and gradients at least
 LADDER_SHARE, RUNGS, TRIAL_SHARE = 1 / 3, 5, 0.1
 # At most, if held-out examples do not speak for the first: a colder one, which comes to an NLL that is lower by such a
-# share of the calibrated start's. Where that would not be enough there is none (docs/trained.md has the figures).
+# share of the calibrated start's. Where that would not be enough there is none (figures: docs/trained-evidence.md).
 RUNS, COLDER_GAIN = 2, 0.03
 RUNG_DRAWS, RUNG_WARMUP = 8, 200  # draws of a rung, and gradients to measure its noise by
 WARMUP_SHARE, DRAWS = 0.3, 30  # of the run itself
