@@ -1,10 +1,10 @@
 """Parameters in bfloat16 whose steps are those of float32.
 
-A step of a sampler is mostly smaller than the distance between two numbers of bfloat16, about 1/128 of a value, and
-would be lost. Stochastic rounding keeps it on average and adds a variance of its own at every step, which can be larger
-than that of the step (`tests/unit/test_sampled_parts.py` measures both). So a parameter is the upper half of a float32,
-rounded, and the sampler's state holds the rest as 16-bit integers: together they are the float32, exactly, in six bytes
-with the gradient.
+Most steps of a sampler are smaller than the spacing of bfloat16 numbers, about 1/128 of a value, and would be lost.
+Stochastic rounding keeps them on average, but adds a variance at every step that can exceed that of the step
+(`tests/unit/test_sampled_parts.py` measures both). So a parameter is the rounded upper half of a float32, and the
+sampler's state holds the rest as 16-bit integers: together they are the float32, exactly, in six bytes with the
+gradient.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HALF_STEP = 1 << 15  # of the upper half, in units of the lower
 def wide(upper: Tensor, low: Tensor) -> Tensor:
     """A float32 from its halves, 16-bit integers.
 
-    A zero of the upper half with a negative lower one was set by somebody else, who knew of no lower half: it is zero.
+    A zero upper half with a negative lower half was set from outside, without the lower half: it is zero.
 
     Example:
         >>> x = torch.tensor([3.14159265, -1e-3])
@@ -40,8 +40,8 @@ def wide(upper: Tensor, low: Tensor) -> Tensor:
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The bits of the nearest bfloat16, and what is missing to those of the float32."""
-    bits = torch.where(x.isnan(), NAN, x.view(torch.int32))  # others would overflow, and look like a number
+    """The bits of the nearest bfloat16, and those of the float32 less these."""
+    bits = torch.where(x.isnan(), NAN, x.view(torch.int32))  # other NaNs could overflow into a number
     upper = (bits + HALF_STEP) >> 16
     return upper.to(torch.int16), (bits - (upper << 16)).to(torch.int16)
 
@@ -49,10 +49,10 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
 def step_halves_(
     upper: Tensor, low: Tensor, grad: Tensor, xi: Tensor, numbers: Sequence[float], velocity: Tensor | None = None
 ) -> None:
-    """A step of either stepper in place, ``numbers`` being the rate, the kick, the weight decay and the friction.
+    """A step of either stepper in place; ``numbers`` are the rate, the kick, the weight decay and the friction.
 
-    That is ``v <- (1 - friction) v - rate (grad + decay theta) - kick xi``, ``theta += v``; without a velocity it is
-    zero before each step.
+    ``v <- (1 - friction) v - rate (grad + decay theta) - kick xi``, ``theta += v``; without a velocity v starts from
+    zero.
     """
     rate, kick, decay, friction = numbers
     theta = wide(upper, low)
@@ -143,7 +143,7 @@ class HalfParameters:
                 p.data, p.grad = data, grad
 
     def begin_step(self, generator: torch.Generator) -> None:
-        """Draw what the innovations of a step on a GPU are made from."""
+        """On a GPU, draw the key of a step's innovations."""
         if generator.device.type == "cuda" and not self.unsupported_reason and make_kernel() is not None:
             if self._key is None:
                 self._key = torch.empty(1, dtype=torch.int64, device=generator.device)
@@ -153,7 +153,7 @@ class HalfParameters:
     def step_(
         self, p: Tensor, numbers: Sequence[float], generator: torch.Generator, velocity: Tensor | None = None
     ) -> None:
-        """A step of one parameter without a float32 copy of all of them: on a GPU in one pass over memory."""
+        """A step of one parameter; on a GPU in one pass over memory."""
         assert p.grad is not None
         args = [p.detach().view(torch.int16), self.low(p), p.grad, *([] if velocity is None else [velocity])]
         plain = all(x.stride() == p.stride() for x in args) and _dense(p)
@@ -180,5 +180,5 @@ class HalfParameters:
 
 
 def _dense(p: Tensor) -> bool:
-    """Whether values lie in memory without gaps, in any order."""
+    """Whether values lie in memory without gaps."""
     return p.is_contiguous() or p.is_contiguous(memory_format=torch.channels_last)

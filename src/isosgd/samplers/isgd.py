@@ -52,7 +52,7 @@ def _paper(noise: str, scheme: str, structure: str) -> dict[str, Any]:
     return {"noise": MovingAverage(0.9, centred=False), "summary": "sum", **common}
 
 
-# The paper's variants by name: how gradient noise is estimated, a dash, and the scheme; SLR is one lambda for all layers.
+# The paper's variants: how noise is estimated, a dash, and the scheme; "slr" is one lambda for all layers.
 PRESETS: dict[str, dict[str, Any]] = {
     f"{noise}-{scheme}{suffix}": _paper(noise, scheme, structure)
     for noise, scheme in (("alpha", "a"), ("alpha", "c"), ("G", "b"), ("G", "c"))

@@ -6,13 +6,13 @@ sampler is made. With ``U = -log p``, a diagonal mass M and momenta p of unit va
     p -= eps M^-1/2 grad U;    w += eps/2 M^-1/2 p;    p = c p + s xi;    w += eps/2 M^-1/2 p
 
 with ``c = exp(-eps)``: the splitting BAOAB, whose draws of w have the right variance for a quadratic loss at any stable
-step size, and one gradient a step. Three things are measured in the first steps and then held:
+step size, with one gradient per step. Three things are measured in the first steps and then fixed:
 
-- the mass, ``M = E[(grad U)^2]``, which integration by parts shows to be the mean curvature; noise of minibatches adds
-  to it, so that it is never larger than M;
-- that noise, from differences of successive gradients. It heats, and ``s^2 = 1 - c^2 (1 + eps^2 noise / M)`` makes up
-  for it;
-- the step size, such that ``eps^2 |M^-1/2 dg| / |M^1/2 dw|`` comes to `BEND`, the squared frequency in steps of eps.
+- the mass, ``M = E[(grad U)^2]``, which is the mean curvature (by integration by parts) plus the minibatch noise, so
+  that the noise never exceeds it;
+- that noise, from differences of successive gradients. It heats the chain, and ``s^2 = 1 - c^2 (1 + eps^2 noise / M)``
+  corrects for it;
+- the step size, such that ``eps^2 |M^-1/2 dg| / |M^1/2 dw|``, the squared frequency in units of eps, equals `BEND`.
 
 References:
     Leimkuhler, Matthews (2013), Rational construction of stochastic numerical methods for molecular sampling. Lau,
@@ -172,7 +172,7 @@ class LocalSampler(Optimizer):
             p.add_(root * (kicked + state["momentum"]), alpha=0.5 * eps)
 
     def _learn(self, params: list[Tensor], slopes: list[Tensor]) -> None:
-        """See how the last step bent; take it back where it was unstable; in the warm-up learn from it."""
+        """Measure the last step's bend, undo the step where it was unstable, and learn from it in the warm-up."""
         states = [self.state[p] for p in params]
         first = self.steps == 1
         turns = [slope - state["slope"] for slope, state in zip(slopes, states, strict=True)]
