@@ -125,7 +125,7 @@ class FullSGFS(Sampler):
     """
 
     targets, paper = SGFS.targets, SGFS.paper
-    departures = "those of sgfs; shrunk towards its diagonal; updated only when rates are set"
+    departures = "those of sgfs; shrunk towards its diagonal; made anew only when rates are set"
     grows = False
     entered: bool = False  # see `isosgd.samplers.metric.Metric`
 
@@ -175,7 +175,7 @@ class FullSGFS(Sampler):
         self.noise.seen_of_group(self.param_groups[0])
         matrix, m = self._kept["covariance"].double(), self.param_groups[0]["seen"]
         matrix = matrix.lerp(torch.diag_embed(torch.diagonal(matrix, dim1=-2, dim2=-1)), self.size / (m + self.size))
-        values, basis = torch.linalg.eigh(torch.nan_to_num(matrix, posinf=0.0))  # so that one diverged chain does not stop the others
+        values, basis = torch.linalg.eigh(torch.nan_to_num(matrix, posinf=0.0))  # one chain may diverge
         inverse = 1.0 / torch.maximum(values, self.floor * values.mean(-1, keepdim=True)).clamp_min(TINY)
         found = {"basis": basis, "inverse": inverse, "share": (inverse * values).clamp_min(0.0)}
         self._kept.update({name: t.to(self._kept["covariance"].dtype) for name, t in found.items()})
