@@ -192,9 +192,7 @@ class Geometry(ABC):
 
     def limit_excess(self) -> None:
         """Slow chains down whose excess temperature is too high."""
-        beyond = self.excess_temperature() / MOST_EXCESS
-        if bool((beyond > 1.0).any()):
-            self.slow(beyond.clamp_min(1.0))
+        self.slow((self.excess_temperature() / MOST_EXCESS).clamp_min(1.0))
 
     @abstractmethod
     def clipped(self) -> Tensor:
@@ -296,6 +294,12 @@ class WorstDirection:
             return torch.zeros_like(self.ratio)
         known = 0.5 * self.geometry.noise_along(self.direction()).to(self.ratio)
         return torch.where(self.geometry.alive, self.geometry.noise_weight * (self.ratio - known), 0.0)
+
+    def limit_excess(self) -> None:
+        """As `Geometry.limit_excess`, but Lambda is left alone if no chain is too hot."""
+        beyond = self.geometry.excess_temperature() / MOST_EXCESS
+        if bool((beyond > 1.0).any()):
+            self.geometry.slow(beyond.clamp_min(1.0))
 
     @property
     def chance(self) -> float:

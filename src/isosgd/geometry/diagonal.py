@@ -64,7 +64,6 @@ class AxisRates:
         if self.looks > 1:  # the ratio was measured against the old Lambda
             self.top_ratio = self.top_ratio * dot(self.top.square(), self.lam / lam) / self._length()
         self.lam, geometry.known = lam, True
-        self.changed()
         geometry.limit_excess()
 
     def slow(self, factor: Tensor) -> None:

@@ -138,7 +138,7 @@ class Full(Geometry):
         self.cover = 0.0 if rule.full_batch else rule.cover
         self.worst.rescale(before)
         self._inject(rule.tracks_level)
-        self.limit_excess()
+        self.worst.limit_excess()
 
     def slow(self, factor: Tensor) -> None:
         before = self.worst.direction() if self.worst.count else None
@@ -235,15 +235,12 @@ class Full(Geometry):
     # -- along a direction --------------------------------------------------------------------------------------------
 
     def inverse(self, x: Tensor) -> Tensor:
-        """``Lambda^-1 x``."""
         return times(self.root, times(self.root.mT, x.double())) / self.factor.double().unsqueeze(-1)
 
     def lambda_along(self, t: Tensor) -> Tensor:
-        """``t . Lambda t``."""
         return self.factor * times(self.inverse_root, t).square().sum(-1)
 
     def noise_along(self, t: Tensor) -> Tensor:
-        """``t . Var(g) t``, as far as it is known."""
         return (t * times(self.cov, t)).sum(-1)
 
     def excess_temperature(self) -> Tensor:

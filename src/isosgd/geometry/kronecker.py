@@ -282,7 +282,10 @@ class Kronecker(Geometry):
     def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:
         if not self.known:
             self._renew_bases()
-        self.on_axes.settle(rule, self._rotated_prior(prior), rise)
+        own = prior.to(self.dtype, copy=True)
+        for matrix in self.matrices:  # its mean is exact if a matrix has a single scale, as nearly always
+            own[:, matrix.slot] = own[:, matrix.slot].mean(-1, keepdim=True)
+        self.on_axes.settle(rule, own, rise)
 
     def forget(self, void: bool = False) -> None:
         """At the start of a window, find the bases from the noise of the window before."""
@@ -311,13 +314,6 @@ class Kronecker(Geometry):
             matrix.view(self.on_axes.v).copy_((count * m + 8.0 * product) / (count + 8.0))
 
     # -- Lambda -------------------------------------------------------------------------------------------------------
-
-    def _rotated_prior(self, prior: Tensor) -> Tensor:
-        """Its mean over each matrix; exact if a matrix has one scale, as nearly always."""
-        out = prior.to(self.dtype, copy=True)
-        for matrix in self.matrices:
-            out[:, matrix.slot] = out[:, matrix.slot].mean(-1, keepdim=True)
-        return out
 
     def _spread(self, values: Tensor, old: Sequence[Tensor], new: Sequence[Tensor] | None) -> Tensor:
         """The diagonal in new bases (None: the parameters' own) of what is diagonal in the old ones."""

@@ -87,7 +87,6 @@ class Directions:
         return max(self.rows.shape[1], 8)
 
     def take(self, noise: Tensor) -> None:
-        """Take in a noise vector of each chain."""
         scaled = noise * self.unit
         along = project(self.rows, scaled)
         self.block_spread.add_(along.unsqueeze(-1) * along.unsqueeze(-2))
@@ -225,7 +224,7 @@ class LowRank(Geometry):
             self.search = None
         else:  # the noise has not changed; the factor may have
             self.slow((rule.factor(self.curvature_ratio) / self.factor).clamp_min(1.0 / rise))
-        self.limit_excess()
+        self.worst.limit_excess()
 
     def _renew(self, search: Directions, rule: Rule, prior: Tensor, rise: float) -> None:
         """Lambda from the noise along the new directions and beside them."""
@@ -295,7 +294,6 @@ class LowRank(Geometry):
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def inverse(self, x: Tensor) -> Tensor:
-        """``Lambda^-1 x``."""
         return spread_out_(self.basis, times(self.inner, project(self.basis, x)), x / self.lam)
 
     def direction(self, gradient: Tensor) -> Tensor:
@@ -331,11 +329,9 @@ class LowRank(Geometry):
     # -- along a direction --------------------------------------------------------------------------------------------
 
     def lambda_along(self, t: Tensor) -> Tensor:
-        """``t . Lambda t``."""
         return self._along(t, 1.0, torch.diag_embed(self.strength))
 
     def noise_along(self, t: Tensor) -> Tensor:
-        """``t . Var(g) t``, as far as it is known."""
         return self._along(t, self.residual, self.shared)
 
     def _along(self, t: Tensor, beside: Tensor | float, core: Tensor) -> Tensor:

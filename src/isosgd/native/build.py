@@ -82,20 +82,9 @@ def _load() -> str:
     return reason
 
 
-def layers_unsupported() -> bool:
-    """Whether ``layers.cpp`` is not built and cannot be."""
-    return _layers() is None
-
-
-def layers() -> Any:
-    """The library of ``layers.cpp``."""
-    library = _layers()
-    assert library is not None, "ask layers_unsupported() first"
-    return library
-
-
 @functools.cache
-def _layers() -> ctypes.CDLL | None:
+def layers() -> Any:
+    """The library of ``layers.cpp``; None if it cannot be built."""
     if switched_off():
         return None
     try:

@@ -52,7 +52,7 @@ class Layers:
         """Whether to use the library for such parameters and inputs ``[chains, n, inputs]``."""
         if not self.wide or torch.compiler.is_compiling() or x.shape[1] * theta.numel() < LEAST:
             return False
-        return build.fits(theta, x) and not build.layers_unsupported()
+        return build.fits(theta, x) and build.layers() is not None
 
     def _given(self, theta: Tensor, x: Tensor) -> tuple[Any, ...]:
         """The first arguments of both calls."""

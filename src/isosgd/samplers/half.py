@@ -118,7 +118,6 @@ class HalfParameters:
         self.unsupported_reason = ""  # of the kernel
 
     def low(self, p: Tensor) -> Tensor:
-        """The lower half of a parameter."""
         if LOW not in self.state[p]:
             self.state[p][LOW] = torch.zeros_like(p, dtype=torch.int16)
         found: Tensor = self.state[p][LOW]

@@ -30,8 +30,7 @@ from isosgd.geometry.rule import Rule
 from isosgd.noise.estimators import AlphaStable
 from isosgd.noise.model import dot
 from isosgd.samplers.base import Sampler
-from isosgd.samplers.groups import Group, ParamsLike
-from isosgd.samplers.injection import Move
+from isosgd.samplers.groups import ParamsLike
 from isosgd.samplers.isgd import bind_geometry, check_sets, parameter_shapes, report_rates
 from isosgd.samplers.program import StepProgram
 
@@ -134,9 +133,6 @@ class HMC(Sampler):
         """Set the mass from the measured noise, as `isosgd.samplers.isgd.ISGD.adapt`."""
         self.geometry.resize(self.rule(), curvature, rise, prior)
         report_rates(self)
-
-    def _move(self, group: Group, params: list[Tensor]) -> Move:
-        raise RuntimeError("HMC injects velocities, not kicks")
 
     def restart(self) -> None:
         """Go back to the start of the current trajectory, and begin another with the present mass."""

@@ -373,11 +373,6 @@ class OwnWarmup:
         ready = self.geometry is not None or self.sampler.noise.ready()
         if self.place < self.length or not ready:
             return
-        for group in self.groups:
-            if self.geometry is None and self.sampler.noise.of_group(group) is None:
-                raise RuntimeError(
-                    f"group {group['name']!r} never had a gradient: leave it out of params, or requires_grad_(False)"
-                )
         if float(self.recent.sum()) / self.place <= SILENT * self.steepest:
             raise RuntimeError(
                 "the gradients of all minibatches are zero where the loss is least: the model fits every example "
