@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from isosgd.errors import first_line
-from isosgd.samplers.philox import CHUNK, make_normals
+from isosgd.samplers.innovations import CHUNK, make_normals
 
 LOW = "low"  # its name in the state
 NAN = 0x7FC00000

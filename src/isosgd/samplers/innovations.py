@@ -7,7 +7,11 @@ of weak order one, such as our steppers, keep their order (Kloeden and Platen 19
 and the order of the discretisation bias are unchanged. A chain adds up many steps before it has moved by a standard
 deviation, so that its own fourth moment is off by 0.25 rate h only, less than 0.01.
 
-Both kinds depend on the `torch.Generator` alone, so that saving the generator saves the stream.
+Both kinds depend on the `torch.Generator` alone, so that saving the generator saves the stream. Kernels on a GPU draw
+normals of their own, from a key and a counter (Philox), so that these never pass through memory.
+
+References:
+    Salmon, Moraes, Dror, Shaw (2011), Parallel random numbers: as easy as 1, 2, 3.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from torch import Tensor
 
 Innovations = Literal["auto", "normal", "bits"]
 BITS_FROM = 1 << 14  # elements; below it normals cost less than the rest of the step
+CHUNK = 1024  # values of one program of a kernel: four for each count
 UNIT = 0.5**0.5  # the sum of eight bits has variance two
 
 
@@ -204,3 +209,20 @@ def fill_steps(out: Tensor, generator: torch.Generator, bits: bool, scale: Tenso
     # numpy draws normal numbers in half the time that torch takes on one core.
     stream(words).standard_normal(flat.shape, flat.dtype.type, flat)
     return out if scale is None else out.mul_(scale)
+
+
+@lru_cache(maxsize=1)
+def make_normals() -> Any:
+    """A function for kernels, of key, counters and their number, a quarter of the values; None without Triton."""
+    try:
+        import triton
+        import triton.language as tl
+    except ImportError:
+        return None
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def normals(key, counter, QUARTER: tl.constexpr):  # type: ignore[no-untyped-def]
+        a, b, c, d = tl.randn4x(key, counter)
+        return tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), [4 * QUARTER])
+
+    return normals

@@ -194,13 +194,11 @@ class OwnWarmup:
         if self.phase != SAMPLING:
             now = self.gradients()
             self.last, self.before = self.before, now
-            if given is None and not self.last:
-                return None
-            return given if given is not None else self._difference(now, self.last)
+            return self._difference(now, self.last) if given is None and self.last else given
         if not (self.sampler.needs_vectors or self.geometry is not None):
             return None  # nothing depends on noise any more
         if given is not None:
-            return self._weighed(given)
+            return self._weighted(given)
         if capturing():
             return None
         every = FOLLOW_EVERY if self.geometry is None else FOLLOW_GEOMETRY_EVERY
@@ -209,7 +207,7 @@ class OwnWarmup:
         last, self.before = self.before, self.gradients() if turn == every - 1 or first else []
         if first:
             turn = 0
-        return self._weighed(self._difference(self.gradients(), last)) if turn == 0 and last else None
+        return self._weighted(self._difference(self.gradients(), last)) if turn == 0 and last else None
 
     def _look_for_unused(self) -> None:
         """Refuse a parameter on which the loss does not depend: it has no noise, hence no rate."""
@@ -227,13 +225,14 @@ class OwnWarmup:
                 "leave it out of params, or requires_grad_(False)"
             )
 
-    def _weighed(self, noise: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _weighted(self, noise: Sequence[Tensor]) -> Sequence[Tensor]:
         if self.noise_weight == 1.0 or self.geometry is not None:
             return noise
         return list(torch._foreach_mul(list(noise), math.sqrt(self.noise_weight)))
 
-    def _difference(self, now: Sequence[Tensor], last: Sequence[Tensor]) -> list[Tensor]:
-        return list(torch._foreach_mul(torch._foreach_sub(list(now), list(last)), math.sqrt(0.5)))
+    @staticmethod
+    def _difference(now: list[Tensor], last: list[Tensor]) -> list[Tensor]:
+        return list(torch._foreach_mul(torch._foreach_sub(now, last), math.sqrt(0.5)))
 
     # -- the phases ---------------------------------------------------------------------------------------------------
 
@@ -273,10 +272,9 @@ class OwnWarmup:
     def _optimise(self, noise: Sequence[Tensor] | None) -> None:
         params, grads = self.params, [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.params]
         if not self.mean:
-            self.mean = [torch.zeros_like(p, dtype=torch.float32) for p in params]
-            self.square = [torch.zeros_like(x) for x in self.mean]
-            self.noise_square = [torch.zeros_like(x) for x in self.mean]
-            self.centre = [torch.zeros_like(x) for x in self.mean]
+            self.mean, self.square, self.noise_square, self.centre = (
+                [torch.zeros_like(p, dtype=torch.float32) for p in params] for _ in range(4)
+            )
             for group in self.groups:
                 place = join([p.detach().float() for p in group["params"]])
                 size = float(self.whole.mean(place.square(), group["params"]).sqrt())
@@ -403,25 +401,18 @@ class OwnWarmup:
 
     def _bounds(self) -> list[float]:
         """Upper bound of each group's squared mean gradient at stationarity, ``T tr(H) / N``."""
-        return [
-            group["temperature"]
-            * h
-            * self.whole.size(sum(p.numel() for p in group["params"]), group["params"])
-            / group["num_data"]
-            for group, h in zip(self.groups, self.curvatures, strict=True)
-        ]
+        found = []
+        for group, h in zip(self.groups, self.curvatures, strict=True):
+            size = self.whole.size(sum(p.numel() for p in group["params"]), group["params"])
+            found.append(group["temperature"] * h * size / group["num_data"])
+        return found
 
     def _prior(self) -> dict[str, Any]:
         """The curvature of the prior, that of weight decay, as an argument of `adapt` for a geometry."""
         if self.geometry is None:
             return {}
-        return {
-            "prior": [
-                torch.full_like(p, group["weight_decay"] * group["num_data"])
-                for group in self.groups
-                for p in group["params"]
-            ]
-        }
+        decays = [(p, group["weight_decay"] * group["num_data"]) for group in self.groups for p in group["params"]]
+        return {"prior": [torch.full_like(p, decay) for p, decay in decays]}
 
     def _fisher(self) -> list[float]:
         """The largest curvature of each group, by the noise of its gradients."""
@@ -460,7 +451,7 @@ class OwnWarmup:
         self.before = []
 
     def _choose_directions(self) -> None:
-        """Directions along which the curvature is looked at until the window ends."""
+        """Choose the directions along which this window measures the curvature."""
         geometry = self.geometry
         if geometry is None:
             found = [self.sampler.noise.seen_of_group(group)["top"].clone() for group in self.groups]
