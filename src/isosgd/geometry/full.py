@@ -62,7 +62,7 @@ class Full(Geometry):
         self.shares = self.sight = self.full(0.0, 0)
         self.hessian = torch.eye(d).to(self.cov).repeat(self.chains, 1, 1)  # in the basis of each chain's axes
         self.probed = [0] * d
-        self.cover = 0.0  # Lambda over Var(g), at the least
+        self.cover = 0.0  # least Lambda over Var(g)
 
     @property
     def min_vectors(self) -> int:

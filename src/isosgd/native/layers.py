@@ -86,7 +86,7 @@ class TorchLayers:
     column of ones, so that a bias is one more weight.
 
     Args:
-        shapes: as of `Layers`.
+        shapes: as in `Layers`.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:

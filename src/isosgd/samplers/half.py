@@ -67,7 +67,7 @@ def step_halves_(
 
 @lru_cache(maxsize=1)
 def make_kernel() -> Any:
-    """The same step for a GPU, with innovations of its own; None where there is no Triton."""
+    """The same step for a GPU, with innovations of its own; None without Triton."""
     normals = make_normals()
     if normals is None:
         return None
@@ -166,7 +166,7 @@ class HalfParameters:
         step_halves_(args[0], args[1], args[2], xi, numbers, velocity)
 
     def _launch(self, p: Tensor, args: Sequence[Tensor], numbers: Sequence[float]) -> None:
-        """The step by the kernel; the last of ``args`` is the velocity, where there is one."""
+        """The step by the kernel; the last of ``args`` is the velocity, if there is one."""
         rate, kick, decay, friction = numbers
         chunks = -(-p.numel() // CHUNK)
         with torch.cuda.device(p.device):  # Triton launches where torch is, not where its arguments are

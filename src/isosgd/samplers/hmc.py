@@ -34,7 +34,7 @@ from isosgd.samplers.groups import ParamsLike
 from isosgd.samplers.isgd import bind_geometry, check_sets, parameter_shapes, report_rates
 from isosgd.samplers.program import StepProgram
 
-JITTER = 0.3  # of step sizes between trajectories, lest one length return to its start in some direction
+JITTER = 0.3  # of step sizes: a fixed trajectory may return to its start in some direction
 FIRST_STEP_SIZE = 1e-3
 
 

@@ -1,7 +1,7 @@
 """Injected noise: from the moves of a sampler to its kicks.
 
-A sampler says what the `Move` of each group is. Here all moves become a plan: one rate for each tensor (or group), and
-one flat tensor of *kicks*, ``rate * w``, drawn, scaled and corrected at once for all groups.
+A sampler provides the `Move` of each group. Here all moves become a plan: one rate for each tensor (or group), and one
+flat tensor of *kicks*, ``rate * w``, drawn, scaled and corrected at once for all groups.
 """
 
 from __future__ import annotations

@@ -33,31 +33,31 @@ from isosgd.errors import check_integer
 from isosgd.samplers.groups import trained_groups
 
 BEND = 0.25
-UNSTABLE = 2.0  # of the same: such a step is taken back, and later ones are shorter
+UNSTABLE = 2.0  # the same quantity for a step that is undone, after which steps are shorter ...
 FIRST_STEP, MOST_STEP = 0.1, 1.0
-JUMP = 30.0  # ... and turns gradients so many times more than noise does
-GROWTH = 1.25  # of the step size in a step, at the most
+JUMP = 30.0  # ... if it also changes gradients this many times more than noise does
+GROWTH = 1.25  # largest growth of the step size per step
 RESPONSE = 0.25  # power of the ratio by which it changes
-FORGET = 0.97  # what a step leaves of sums over earlier ones
-SHRINK = 10.0  # gradients that the mean over all entries counts for, in the mass of each
+FORGET = 0.97  # decay of sums over earlier steps
+SHRINK = 10.0  # weight, in gradients, of the mean over all entries in the mass of each
 PROBE = 1e-3  # of the size of the parameters: the first move
 
 
 class LocalSampler(Optimizer):
-    """Draws around the parameters' present values, with no rate to give. Targets ``exp(-U)``, see above.
+    """Draws around the parameters' present values, without a step size to choose. Targets ``exp(-U)``, see above.
 
-    It takes the place of a ``sampling_method`` in devinterp 1.x. Gradients are of the mean loss of a minibatch.
+    It can be the ``sampling_method`` in devinterp 1.x. Gradients are those of the mean loss of a minibatch.
 
     Args:
         params: parameters or groups of them; a group's ``optimize_over`` is a mask of the entries to move.
         nbeta: inverse temperature, N / log N for the local learning coefficient.
         localization: gamma, precision of the pull to the start.
-        warmup: steps in which mass, noise and step size are found. Draws count after them.
-        chains: whether the first dimension of every parameter counts chains, which share what is found.
+        warmup: steps in which mass, noise and step size are estimated. Draws count after them.
+        chains: whether the first dimension of every parameter is that of chains, which share these estimates.
         noise: whether gradients are those of minibatches; False for gradients of all data.
         generator: of random numbers; torch's own by default.
-        lr: not to be given: the step size is found. It is here to say so.
-        metrics: what devinterp asks for; none is offered.
+        lr: not supported; here for a clear error message.
+        metrics: those that devinterp requests; none is supported.
 
     Attributes:
         step_size: eps.

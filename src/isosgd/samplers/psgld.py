@@ -22,7 +22,7 @@ from isosgd.samplers.schedules import Annealing
 
 
 class PSGLD(Sampler):
-    """SGLD with the preconditioner of RMSprop, without the drift that its dependence on theta asks for.
+    """SGLD with the preconditioner of RMSprop, without the drift for its dependence on theta.
 
     Targets ``exp(-f / T)`` only where V hardly depends on theta, that is where gradient noise exceeds the gradient
     itself. Otherwise, as ``lr -> 0`` and for independent parameters, the density is ``exp(-f / T) / P(theta)``, which

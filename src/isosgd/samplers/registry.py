@@ -62,8 +62,8 @@ class Method:
             >>> psgld["family"], psgld["settings"]["alpha"]
             ('langevin', 0.99)
         """
-        told = {part: getattr(self.kind, part) for part in ("family", "paper", "targets", "departures")}
-        return {"name": name, **told, "settings": self.settings}
+        about = {part: getattr(self.kind, part) for part in ("family", "paper", "targets", "departures")}
+        return {"name": name, **about, "settings": self.settings}
 
 
 METHODS: dict[str, type[Sampler]] = {

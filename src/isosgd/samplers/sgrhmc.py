@@ -2,7 +2,7 @@
 
     v <- (1 - a P^2) v - lr (P g - c (T / N) div P + P w),    theta <- theta + P v,    P = G(theta)^-1/2
 
-In the notation of Theorem 2: friction ``A = a P^2``, so that the composite noise ``a T / (N lr)`` that it asks for is
+In the notation of Theorem 2: friction ``A = a P^2``, so that the composite noise ``a T / (N lr)`` that it requires is
 constant, Cov(w) = 2 a T / (N lr) I - [Var(g)]; ``(div P)_i = d P_i / d theta_i`` by autograd. With step epsilon of the
 underlying dynamics ``lr = N epsilon^2``, and their own friction is the case ``a = epsilon``, for which the weight c
 tends to 1.
