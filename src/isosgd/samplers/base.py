@@ -471,10 +471,11 @@ class Sampler(Optimizer):
         if self.param_groups[0]["step"] % CHECK_EVERY == 0:
             self._check_parameters()
         self._follow_lr()
-        if self.own is None and noise is None and self.given and self.needs_vectors and not self.driven:
-            self.own = OwnWarmup(self, None, by_scheme=True)  # for noise vectors alone
-        if self.own is None and not (self.driven or self.given) and any(g["rate"] is None for g in self.param_groups):
-            self.own = self._own_warmup()  # nothing else sets rates
+        if self.own is None and not self.driven:
+            if self.given and self.needs_vectors and noise is None:
+                self.own = OwnWarmup(self, None, by_scheme=True)  # for noise vectors alone
+            elif not self.given and any(group["rate"] is None for group in self.param_groups):
+                self.own = self._own_warmup()
         own, captured = self.own, capturing()
         if captured:
             self._check_capture()
