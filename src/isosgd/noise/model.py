@@ -63,6 +63,11 @@ class Whole:
         """Likewise of maxima."""
         return x
 
+    def norm(self, x: Tensor) -> Tensor:
+        """Length of a vector."""
+        found: Tensor = x.norm()
+        return found
+
     def size(self, width: int, params: Sequence[Tensor]) -> int:
         """Number of elements for each chain; ``width`` of them are here."""
         return width

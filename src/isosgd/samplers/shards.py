@@ -147,6 +147,9 @@ class Shards(Whole):
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
         return found
 
+    def norm(self, x: Tensor) -> Tensor:
+        return self.total(x.square().sum()).sqrt()
+
     def size(self, width: int, params: Sequence[Tensor]) -> int:
         return sum(self._places[p][2] for p in params)
 
