@@ -301,9 +301,13 @@ class ScheduledProgram(StepProgram):
         """That of the first step; `table` has the others'."""
         if self.chains > 1:
             return None
-        groups = [i for i, group in enumerate(self.sampler.param_groups) for _ in group["params"]]
-        rates, kicks = ([x[0, 0, i] for i in groups] for x in self.table(1))
+        rates, kicks = ([x[0, 0, i] for i in self.groups] for x in self.table(1))
         return Elementwise(rates, kicks, friction=self.kicks.friction)
+
+    @property
+    def groups(self) -> list[int]:
+        """The index of each parameter's group."""
+        return [i for i, group in enumerate(self.sampler.param_groups) for _ in group["params"]]
 
     def injection(self) -> Tensors:
         raise RuntimeError("rates change from step to step: no injection serves several")
