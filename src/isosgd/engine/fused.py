@@ -4,7 +4,7 @@
     v <- (1 - a) v - rate (g + decay theta) - kick xi,  theta <- theta + v             (Theorem 2)
 
 ``decay`` is the precision of a Gaussian prior over N. The innovations xi are made inside the kernel
-(`isosgd.samplers.philox`, keyed anew each step); where they are averaged over two steps, those of the step before are
+(by Philox, keyed anew each step); where they are averaged over two steps, those of the step before are
 made once more from its key. The kernel is Triton's, which comes with torch where there is a GPU, and may be captured in
 a CUDA graph.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isosgd.samplers.philox import CHUNK, make_normals
+from isosgd.samplers.innovations import CHUNK, make_normals
 from isosgd.samplers.program import Elementwise
 
 ALIGN = 16  # tensors begin at multiples of it, so that their values are read sixteen bytes at a time

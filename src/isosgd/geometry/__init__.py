@@ -1,8 +1,8 @@
-"""What Lambda, the constant composite noise of I-SGD, looks like: how large it must be, and how Lambda - B is injected.
+"""Structures of Lambda, the constant composite noise of I-SGD: how large it must be, and how Lambda - B is injected.
 
-Theorem 1 allows any constant ``Lambda >= B``. It may be one number for each group of parameters, the paper's, or
-one for all, its SLR (`PerGroup`). A `Geometry` knows directions, how much noise and curvature the posterior has in
-each: `Diagonal`, `LowRank`, `Kronecker`, `Full`.
+Theorem 1 allows any constant ``Lambda >= B``. It may be one number for each parameter group, as in the paper, or one
+for all, its SLR (`PerGroup`). A `Geometry` knows the noise and curvature in each direction: `Diagonal`, `LowRank`,
+`Kronecker`, `Full`.
 """
 
 from isosgd.geometry.base import Geometry

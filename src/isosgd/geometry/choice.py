@@ -1,4 +1,4 @@
-"""Forms of Lambda by name, and which to take when nobody says."""
+"""Structures of Lambda by name, and which to take by default."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from isosgd.geometry.lowrank import LowRank
 StructureName = Literal["auto", "layer", "single", "diagonal", "lowrank", "kronecker", "full"]
 GEOMETRIES: dict[str, type[Geometry]] = {kind.name: kind for kind in (Diagonal, LowRank, Kronecker, Full)}
 STRUCTURES = ("layer", "single", *GEOMETRIES)
-GRADIENTS_FOR_EACH = 40  # parameter, that a full matrix needs in the warm-up
-LEAST_BUDGET = 400  # gradients without which no shape is estimated
-FULL_UP_TO = 200  # parameters that get a full matrix, whatever their noise is like: it costs next to nothing
-MEASURED_UP_TO = 500  # parameters that get one where the warm-up finds it worth its cost; its eigenvectors take d^3
+GRADIENTS_FOR_EACH = 40  # gradients per parameter that a full matrix needs in the warm-up
+LEAST_BUDGET = 400  # gradients below which no structure is estimated
+FULL_UP_TO = 200  # parameters that always get a full matrix: it costs next to nothing
+MEASURED_UP_TO = 500  # parameters that get one if the warm-up finds it worth its cost; its eigenvectors take d^3
 MOST_NUMBERS = 4_000_000  # in the matrices of all chains together, for that
-WORTH = 30.0  # condition number that a low rank must leave for that; of white noise as few vectors show up to 9
-LOW_RANK_UP_TO = 1_000_000  # parameters; the directions of more take too much memory
+WORTH = 30.0  # condition number that a low rank must leave for that; so few vectors of white noise show up to 9
+LOW_RANK_UP_TO = 1_000_000  # parameters; with more, the directions take too much memory
 
 
 def make_structure(structure: StructureName | Geometry) -> PerGroup | Geometry:
-    """The structure a name stands for; ``auto`` must be settled first, see `choose`."""
+    """The structure with a name; ``auto`` must be resolved first, see `choose`."""
     if isinstance(structure, Geometry):
         return structure
     if structure == "layer" or structure == "single":
@@ -43,18 +43,18 @@ def choose(
 ) -> StructureName:
     """The structure that mixes best at a cost below that of the gradient.
 
-    Few parameters get a full matrix. More get a rate for each, and one for each of the strongest directions that cross
-    all of them: the noise of a network's weights is so correlated that a few directions are a hundred times stiffer
-    than a diagonal, or a Kronecker product for each layer, can tell. The largest models get a rate for each parameter.
+    Few parameters get a full matrix. More get a diagonal and the strongest directions across all of them: the noise of
+    a network's weights is so correlated that a few directions are a hundred times stiffer than a diagonal, or a
+    Kronecker product for each layer, can express. The largest models get a diagonal.
 
-    Between `FULL_UP_TO` and `MEASURED_UP_TO` parameters the answer is a full matrix for a first look; whether it stays
-    is decided by the conditioning that is measured then, see `instead`; where nothing is ``measured``, it is low rank.
+    Between `FULL_UP_TO` and `MEASURED_UP_TO` parameters the choice is a full matrix at first; whether it stays depends
+    on the conditioning that is ``measured`` then, see `instead`. If it is not measured the choice is low rank.
 
     Args:
         shapes: of the parameters.
-        budget: gradients that the warm-up may take. A short one does not suffice to estimate many numbers.
+        budget: gradients that the warm-up may take; a short one does not suffice for many numbers.
         chains: how many run side by side.
-        measured: whether there is a first look that decides.
+        measured: whether conditioning will be measured.
 
     Example:
         >>> choose([(5,), ()]), choose([(50, 13), (50,), (1, 50), (1,)]), choose([(3000, 3000)])
@@ -70,14 +70,14 @@ def choose(
 
 
 def provisional(shapes: Sequence[tuple[int, ...]], structure: StructureName) -> bool:
-    """Whether a structure that was chosen is for a first look only."""
+    """Whether a choice depends on the conditioning that is yet to be measured."""
     return structure == "full" and sum(math.prod(shape) for shape in shapes) > FULL_UP_TO
 
 
 def instead(full: Full) -> LowRank | None:
-    """What to take instead of a full matrix that is not worth its cost, after a first look; None where it is.
+    """A low rank to replace a full matrix that is not worth its cost, as measured; None if it is worth it.
 
-    A low rank leaves some conditioning: about so many times longer its slowest direction takes to forget. Seen through
-    so few noise vectors it looks up to nine times as large as it is.
+    The condition number that a low rank leaves is about the factor by which its slowest direction mixes more slowly.
+    Few noise vectors make it look up to nine times too large.
     """
     return None if full.conditioning()["lowrank"] >= WORTH else LowRank()

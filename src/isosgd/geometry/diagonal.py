@@ -1,6 +1,6 @@
-"""Lambda as a rate for each axis of a basis: that of the parameters (`Diagonal`), or one that is found.
+"""Lambda as a rate for each axis of a basis: the parameters' own (`Diagonal`), or that of `Kronecker`.
 
-`AxisRates` does the work for whoever knows the basis; another one is `isosgd.geometry.kronecker.Kronecker`.
+`AxisRates` does the work once the basis is known.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from isosgd.geometry.base import MOST_EXCESS, Geometry
+from isosgd.geometry.base import Geometry
 from isosgd.geometry.rule import Rule, damped
 from isosgd.noise.model import dot, power_step
 
@@ -18,9 +18,9 @@ from isosgd.noise.model import dot, power_step
 class AxisRates:
     """Noise, Lambda and rates along axes: ``H = diag(h)`` in their coordinates.
 
-    Lambda is q h, with h kept above a share of its layer's mean (``damping``): a unit that was dead in the warm-up and
-    wakes up must not meet an enormous rate. The noise variance along each axis is ``v`` ``[chains, d]``; ``top`` is the
-    image of the direction in which noise exceeds Lambda most, and ``top_ratio`` its noise over Lambda there.
+    Lambda is q h. A share of the layer's mean (``damping``) is added to h, so that a unit that was dead in the warm-up
+    does not get an enormous rate. ``v`` ``[chains, d]`` is the noise variance along each axis; ``top`` the image of the
+    direction in which noise is largest relative to Lambda, and ``top_ratio`` their ratio there.
     """
 
     kept = ("v", "lam", "rate", "amplitude", "top", "top_ratio", "looks")
@@ -32,16 +32,16 @@ class AxisRates:
         self.top, self.top_ratio, self.looks = self.v.clone(), geometry.full(0.0), 0
 
     def take(self, z: Tensor) -> None:
-        """Take in a noise vector, in the coordinates of the axes."""
+        """Take in a noise vector, in coordinates along the axes."""
         self.v.lerp_(z.square(), 1.0 / (self.geometry.seen + 1))
         if self.geometry.known:
             self._look(z * (2.0 * self.lam).rsqrt())
         self.changed()
 
     def _look(self, white: Tensor) -> None:
-        """Find the direction in which noise exceeds Lambda most, and by how much.
+        """Find the direction in which noise is largest relative to Lambda, and their ratio there.
 
-        What a vector says of a direction that it helped to find is chance; so it is measured before it is taken in.
+        Each vector is measured before it enters the search: along a direction made of it, it would look too long.
         """
         if not self.looks:
             self.top = white.clone()
@@ -55,45 +55,43 @@ class AxisRates:
         return dot(self.top, self.top).clamp_min(1e-30)
 
     def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:
-        """As `Geometry.settle`, the prior's curvature along the axes."""
+        """As `Geometry.settle`, with the prior's curvature along the axes."""
         geometry = self.geometry
         h = damped(rule.batch_size * self.v + prior, self.damping, geometry.slots)
         geometry.factor, geometry.scale = rule.factor(geometry.curvature_ratio), rule.scale
         lam = geometry.factor[:, None] * h.clamp_min(torch.finfo(geometry.dtype).tiny)
         lam = torch.maximum(lam, self.lam / rise) if geometry.known else lam
-        if self.looks > 1:  # the ratio was measured against the Lambda there was
+        if self.looks > 1:  # the ratio was measured against the old Lambda
             self.top_ratio = self.top_ratio * dot(self.top.square(), self.lam / lam) / self._length()
         self.lam, geometry.known = lam, True
-        self.slow((self.excess_temperature() / MOST_EXCESS).clamp_min(1.0))
+        geometry.limit_excess()
 
     def slow(self, factor: Tensor) -> None:
-        """Multiply each chain's Lambda by a factor."""
         self.geometry.factor = self.geometry.factor * factor
         self.lam = self.lam * factor[:, None]
         self.top_ratio = self.top_ratio / factor
         self.changed()
 
     def changed(self) -> None:
-        """Work out rates and the scale of injected noise."""
+        """Work out the rates and the scale of injected noise."""
         if self.geometry.known:
             self.rate = self.geometry.scale / self.lam
             self.amplitude = self.rate * (2.0 * self.lam - self.geometry.noise_weight * self.v).clamp_min(0.0).sqrt()
 
     def excess_temperature(self) -> Tensor:
-        """As of `Geometry`: noise that axes share, which a diagonal does not express."""
+        """From noise that axes share, which a diagonal cannot express."""
         if self.looks < 2:
             return torch.zeros_like(self.top_ratio)
         expressed = dot(self.top.square(), self.v / (2.0 * self.lam)) / self._length()
         return self.geometry.noise_weight * (self.top_ratio - expressed)
 
     def clipped(self) -> Tensor:
-        """As of `Geometry`."""
         over = self.geometry.noise_weight * self.v > 2.0 * self.lam
         return over.to(self.geometry.dtype).mean(-1) if self.geometry.known else torch.zeros_like(self.top_ratio)
 
 
 class Diagonal(Geometry):
-    """One rate for each parameter.
+    """One rate for each element of the parameters.
 
     Args:
         damping: share of a layer's mean curvature that is added to every parameter's.

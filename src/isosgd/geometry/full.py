@@ -1,13 +1,12 @@
 """Lambda as a full matrix: every direction of a small posterior at its own rate, exactly.
 
 With a root R of the inverse of H, ``R R^T = H^-1``, Lambda is q I in the coordinates ``R^-1 theta``, and gradient noise
-is nearly so.
+is nearly a multiple of I.
 
-*The level of the noise.* With few data the noise is not the same over the posterior, and B is not what it is on
-average. Its shape hardly changes, but its level does, all the more where a noise scale is sampled. So the level may be
-followed: the squared length ``d . H^-1 d`` of the noise vectors of the last few steps over what it is on average. So
-many times B is left out of the injected noise, which is right for each place on average, and that is all that Theorem
-1 asks for.
+*The level of the noise.* With few data the noise varies over the posterior. Its shape hardly changes, but its level
+does, above all if a noise scale is sampled. So the level can be tracked: the squared length ``d . H^-1 d`` of the last
+few noise vectors over its average. B times this level is subtracted from the injected noise. This is right on average
+at each point, which is all that Theorem 1 requires.
 """
 
 from __future__ import annotations
@@ -23,29 +22,29 @@ from isosgd.geometry.linalg import times
 from isosgd.geometry.lowrank import RANK
 from isosgd.geometry.rule import Rule
 
-SINGULAR = 1e-12  # eigenvalues of H, scaled to a unit diagonal, below which the noise says nothing of a direction
-BELIEVED = 3.0  # ratio of curvature and Fisher information that is put down to the direction; less may be chance
-SAFE = 2.0  # times the curvature that was measured in a direction, for its own part of Lambda
-LEAST = 0.01  # curvature over Fisher information, at the least that is believed
-LEVEL_WEIGHT = 0.25  # of a new noise vector in the level of the noise: that of the last few steps
+SINGULAR = 1e-12  # eigenvalues of H, scaled to a unit diagonal, below which a direction has no measurable noise
+BELIEVED = 3.0  # least credible ratio of curvature and Fisher information, either way; less may be chance
+SAFE = 2.0  # times the curvature that was measured in a direction, for Lambda there
+LEAST = 0.01  # least credible curvature over Fisher information
+LEVEL_WEIGHT = 0.25  # of a new noise vector in the level
 
 
 class Full(Geometry):
     """One matrix over all parameters; for up to a few hundred of them.
 
-    The Fisher information is checked against the Hessian, axis by axis of the basis in which H is the identity (see
-    `learn`), and gives way to it where they are far apart: gradient noise may lack directions that the posterior has,
-    or have directions of its own. Where it has, Lambda still covers it, but is no larger than that takes: without
-    curvature there is no bias to fear.
+    The Fisher information is checked against the Hessian, axis by axis in the basis in which H is the identity (see
+    `learn`), and replaced by it where they differ much: gradient noise may lack directions that the posterior has, or
+    have directions of its own. Lambda covers the latter, but is no larger than that takes: without curvature there is
+    no bias.
 
-    Chains of one data set share what they have seen: so many numbers take many noise vectors to estimate.
+    Chains of one data set share their noise vectors, since so many numbers take many vectors to estimate.
 
-    Everything is kept in float64, since raw regressions have condition numbers of 1e11 and more. The noise covariance
-    goes on being averaged while draws are taken, so that ``C = Lambda - B`` gets better and better; Lambda is fixed.
+    Everything is kept in float64, since regressions on raw data have condition numbers of 1e11 and more. The noise
+    covariance is averaged further while draws are taken, so that ``C = Lambda - B`` improves; Lambda is fixed.
     """
 
     name = "full"
-    kappa = 1.25  # all of the noise is known, and its correlations
+    kappa = 1.25  # its correlations are known
     kept = (
         *Geometry.kept,
         *("worst", "cov", "root", "inverse_root", "pull", "push", "share", "level", "shares", "sight"),
@@ -59,22 +58,22 @@ class Full(Geometry):
         self.pull, self.push = torch.zeros_like(self.cov), torch.zeros_like(self.cov)
         self.share = self.full(0.0)
         self.level = self.full(1.0)  # of the noise, over its average
-        # Shares of the noise in Lambda, and what it is seen by; empty where its level is not followed.
+        # Shares of the noise in Lambda, and the map that measures its level; empty if the level is not tracked.
         self.shares = self.sight = self.full(0.0, 0)
-        self.hessian = torch.eye(d).to(self.cov).repeat(self.chains, 1, 1)  # of each chain, in the basis of its axes
+        self.hessian = torch.eye(d).to(self.cov).repeat(self.chains, 1, 1)  # in the basis of each chain's axes
         self.probed = [0] * d
-        self.cover = 0.0  # Lambda over Var(g), at the least
+        self.cover = 0.0  # least Lambda over Var(g)
 
     @property
     def min_vectors(self) -> int:
-        # With four times as many vectors as numbers, eigenvalues are right within a factor of (1 - 1/2)^2.
+        # With four vectors for each parameter, eigenvalues are right within a factor of (1 - 1/2)^2.
         return max(20, -(-4 * self.total * self.sets // self.chains))
 
     def _shared(self, x: Tensor) -> Tensor:
-        """The mean over the chains of each data set, for each of them."""
+        """Averages over the chains of each data set."""
         each = x.view(self.sets, -1, *x.shape[1:])
         alive = self.alive.view(self.sets, -1, *([1] * (x.dim() - 1)))
-        weight, each = alive.to(x.dtype), torch.where(alive, each, 0.0)  # what a lost chain says may not be finite
+        weight, each = alive.to(x.dtype), torch.where(alive, each, 0.0)  # a dropped chain may not be finite
         mean = each.sum(1, keepdim=True) / weight.sum(1, keepdim=True).clamp_min(1.0)
         return mean.expand_as(each).reshape(x.shape)
 
@@ -103,13 +102,13 @@ class Full(Geometry):
         self.hessian[..., i].lerp_(times(self.root.mT, change.double()), 1.0 / self.probed[i])
 
     def _measured(self) -> Tensor:
-        """The Hessian as all chains of a data set have measured it, each along axes of its own."""
+        """The Hessian in parameter coordinates, averaged over the chains of a data set."""
         one = 0.5 * (self.hessian + self.hessian.mT)
         return self._shared(self.inverse_root.mT @ one @ self.inverse_root)
 
     def _curvature(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """A root R of the inverse of H, ``R R^T = H^-1``, and its own inverse."""
-        # Scaled to a unit diagonal first: parameters may have units that are many powers of ten apart.
+        # Scaled to a unit diagonal first: units of parameters may be many powers of ten apart.
         diagonal = h.diagonal(dim1=-2, dim2=-1)
         unit = torch.where(diagonal > 0, diagonal, self.fallback.double()).rsqrt()
         values, vectors = torch.linalg.eigh(unit.unsqueeze(-1) * h * unit.unsqueeze(-2))
@@ -117,7 +116,7 @@ class Full(Geometry):
         return unit.unsqueeze(-1) * vectors * values.rsqrt(), (vectors * values.sqrt()).mT / unit.unsqueeze(-2)
 
     def conditioning(self) -> dict[str, float]:
-        """Condition numbers that simpler shapes would leave."""
+        """Condition numbers that simpler structures would leave."""
         return condition_numbers((self.inverse_root.mT @ self.inverse_root)[self.alive])
 
     def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:
@@ -144,7 +143,7 @@ class Full(Geometry):
     def slow(self, factor: Tensor) -> None:
         before = self.worst.direction() if self.worst.count else None
         self.factor = self.factor * factor
-        if self.cover and bool((factor < 1.0).any()):  # where Lambda was as small as noise allows, it stays so
+        if self.cover and bool((factor < 1.0).any()):  # it must still cover the noise
             least = self.cover / self.factor.double().view(-1, 1, 1) * self.cov
             self.root, self.inverse_root = rescale(self.root, self.inverse_root, least, at_least_one)
             self._forget_axes()
@@ -159,7 +158,7 @@ class Full(Geometry):
         super().forget(void)
 
     def _forget_axes(self) -> None:
-        """Measure the Hessian anew: the axes are others."""
+        """Start to measure the Hessian along new axes."""
         self.hessian = torch.eye(self.total).to(self.root).repeat(self.chains, 1, 1)
         self.probed = [0] * self.total
 
@@ -170,7 +169,7 @@ class Full(Geometry):
         return ratios * self.unit_rate.double().unsqueeze(-1)
 
     def _inject(self, track_level: bool | None = None) -> None:
-        """The matrices of a step; whether the level of the noise is followed stays as before, when not given."""
+        """Work out the matrices of a step; ``track_level`` None keeps tracking the level, or not."""
         track_level = self.tracks_level if track_level is None else track_level
         values, vectors = torch.linalg.eigh(self.root.mT @ self.cov @ self.root)
         room = 2.0 * self.factor.double().unsqueeze(-1)
@@ -218,37 +217,30 @@ class Full(Geometry):
 
     @property
     def tracks_level(self) -> bool:
-        """Whether the level of the noise is followed, so that every step has to measure it."""
+        """Whether every step measures the level of the noise."""
         return self.sight.numel() > 0
 
     def levels(self, tensors: Sequence[Tensor], level: Tensor, noise: Tensor) -> Tensor:
-        """Levels after one more flat noise vector, ``[chains]``: a function of tensors alone, as `displace`.
-
-        Of those that a step takes they are the last.
-        """
+        """Levels ``[chains]`` after one more flat noise vector: a function of tensors alone, as `displace`."""
         found = times(tensors[3], noise.double()).square().sum(-1)
         return torch.lerp(level, found.to(level), LEVEL_WEIGHT)
 
     def set_level(self, level: Tensor) -> None:
-        """Go on from such levels."""
-        self.level = level.to(self.level, copy=True).contiguous()  # not a column of what chains are
+        self.level = level.to(self.level, copy=True).contiguous()  # not a view of the chains' state
 
     def track_level(self, noise: Tensor) -> None:
-        """Take in a flat noise vector of each chain for the level alone."""
+        """Update the level by a flat noise vector of each chain."""
         self.set_level(self.levels(self.tensors(), self.level, noise))
 
     # -- along a direction --------------------------------------------------------------------------------------------
 
     def inverse(self, x: Tensor) -> Tensor:
-        """``Lambda^-1 x``."""
         return times(self.root, times(self.root.mT, x.double())) / self.factor.double().unsqueeze(-1)
 
     def lambda_along(self, t: Tensor) -> Tensor:
-        """``t . Lambda t``."""
         return self.factor * times(self.inverse_root, t).square().sum(-1)
 
     def noise_along(self, t: Tensor) -> Tensor:
-        """``t . Var(g) t``, as far as it is known."""
         return (t * times(self.cov, t)).sum(-1)
 
     def excess_temperature(self) -> Tensor:
@@ -258,9 +250,9 @@ class Full(Geometry):
 
 
 def rescale(root: Tensor, inverse: Tensor, other: Tensor, choose: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """H, as a root of its inverse and the inverse of that, changed along the axes that it has in common with a matrix.
+    """Rescale H, given as a root of its inverse and the inverse of that, along its common axes with another matrix.
 
-    ``choose`` says by what factor, given the other matrix over H along each of them.
+    ``choose`` gives the factors, from the other matrix over H along each axis.
     """
     values, vectors = torch.linalg.eigh(root.mT @ other @ root)
     values = choose(values).unsqueeze(-2)
@@ -268,27 +260,27 @@ def rescale(root: Tensor, inverse: Tensor, other: Tensor, choose: Callable[[Tens
 
 
 def at_least_one(ratio: Tensor) -> Tensor:
-    """Only upwards."""
+    """The ratio, if H is to grow only."""
     return ratio.clamp_min(1.0)
 
 
 def believed(ratio: Tensor) -> Tensor:
-    """A ratio far from 1, else 1."""
+    """The ratio if it is far from 1, else 1."""
     near = (ratio < BELIEVED) & (ratio > 1.0 / BELIEVED)
     return torch.where(near, 1.0, ratio.clamp_min(LEAST))
 
 
 def soft(rule: Rule, curvature_ratio: Tensor, ratio: Tensor) -> Tensor:
-    """How much smaller Lambda may be where the curvature is below H, so that noise bounds it rather than the bias."""
+    """How much smaller Lambda may be where the curvature is below H, so that only the noise bounds it."""
     needed = torch.minimum(SAFE * ratio.clamp_min(0.0), curvature_ratio.to(ratio).unsqueeze(-1))
     return rule.factor(needed) / rule.factor(curvature_ratio.to(ratio)).unsqueeze(-1)
 
 
 def condition_numbers(h: Tensor) -> dict[str, float]:
-    """Condition numbers of curvatures ``[chains, d, d]``, the median over chains: what simpler shapes leave of them.
+    """Condition numbers that simpler structures leave of curvatures ``[chains, d, d]``; medians over chains.
 
-    About so many times longer the slowest direction would take to forget. ``single``: with one rate; ``diagonal``: with
-    one for each parameter; ``lowrank``: and for each of the strongest directions, as many as `LowRank` has.
+    The slowest direction takes about so many times longer to mix. ``single``: one rate; ``diagonal``: one for each
+    parameter; ``lowrank``: also one for each of the `RANK` strongest directions.
 
     Example:
         >>> found = condition_numbers(torch.diag(torch.logspace(0, 6, 30, dtype=torch.float64)).unsqueeze(0))

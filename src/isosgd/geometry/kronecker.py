@@ -1,13 +1,13 @@
-"""Lambda for each weight matrix in the eigenbasis of its two noise factors, from the noise itself: no hooks, any model.
+"""Lambda, diagonal in the eigenbases of each weight matrix's two noise factors; it needs no hooks and fits any model.
 
 For a weight matrix and its noise vectors D, of the same shape, the running means of ``D D^T`` and ``D^T D`` give two
-orthogonal bases. In them the noise is nearly uncorrelated, so that the diagonal rule applies there.
+orthogonal bases. In them the noise is nearly uncorrelated, so that the diagonal rule applies.
 
-All axes of a large matrix would cost too much. The strongest few of its inputs become axes instead (`LeadingAxes`):
-they carry most of the noise that parameters share, while the outputs say little more.
+All axes of a large matrix would cost too much. Only the strongest few of its input side are used (`LeadingAxes`): they
+carry most of the noise that parameters share, and the outputs add little.
 
-Matrices m, and noise D of them, are ``[chains, rows, columns]``. A basis B of the side of the columns shows a matrix as
-``m B``; it is a tuple of tensors. What it is found from, the running mean of ``D^T D`` or what stands for it, is one.
+Matrices m and their noise D are ``[chains, rows, columns]``. The basis B of the column side, a tuple of tensors, turns
+m into ``m B``. It is found from a single tensor, the running mean of ``D^T D`` or a substitute.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from isosgd.geometry.linalg import diagonal, symmetric_eigen
 from isosgd.geometry.rule import Rule
 
 Basis = tuple[Tensor, ...]
-FORGET = 0.05  # weight of a noise matrix in the search for the strongest axes, at the least
+FORGET = 0.05  # least weight of a noise matrix in the search for the strongest axes
 LONGEST_SIDE = 512  # that gets all axes ...
-MOST_WORK = 1 << 24  # ... if rotating it takes no more multiply-adds than these
+MOST_WORK = 1 << 24  # ... if to rotate it takes at most so many multiply-adds
 LEADING = 4  # axes of the inputs of a larger matrix; half as many ...
-HUGE = 1 << 20  # ... where it has more entries than these
-RECENT = 1 << 22  # numbers in the noise vectors with which a new basis begins
+HUGE = 1 << 20  # ... if it has more entries than this
+RECENT = 1 << 22  # numbers in the recent noise vectors from which variances in a new basis start
 
 
 class FixedSide:
-    """A side that is left as it is, and what the others have in common."""
+    """A side of a matrix that keeps its basis; the other kinds of sides are subclasses."""
 
     tensors = 0  # in a basis
 
     def start(self, like: Tensor) -> Tensor:
-        """What is kept of the noise, before any is seen, for as many chains and of the kind of ``like``."""
+        """The initial statistic of the noise, with the chains, dtype and device of ``like``."""
         return like.new_zeros(len(like), 0)
 
     def take(self, kept: Tensor, noise: Tensor, weight: float) -> None:
-        """Average in a noise matrix, in place."""
+        """Average in a noise matrix, in place; ``weight`` is that of a plain mean."""
 
     def basis(self, kept: Tensor) -> Basis:
-        """The basis that fits the noise seen."""
+        """The basis that follows from the statistic."""
         return ()
 
     def rotate(self, m: Tensor, basis: Basis) -> Tensor:
@@ -58,7 +58,7 @@ class FixedSide:
         """``m B^T``, in place."""
 
     def spread(self, values: Tensor, old: Basis, new: Basis | None) -> Tensor:
-        """The diagonal in a new basis (None: of the parameters) of what was diagonal in the old one, row by row."""
+        """The diagonal in a new basis (None: the parameters' own) of a matrix that is diagonal in the old one."""
         return values
 
 
@@ -97,9 +97,9 @@ class AllAxes(FixedSide):
 class LeadingAxes(FixedSide):
     """The strongest axes of a long side, found by orthogonal iteration over the noise matrices.
 
-    They become the first coordinates, and the other parameters turn as little as they must: B is the product of as many
-    reflections, ``B = I + V^T C V``, so that rotating takes two thin products. Where inputs of a layer are positive, as
-    after ReLU, few axes carry most of the noise that parameters share.
+    They become the first coordinates, and the others turn as little as possible: B is a product of reflections, one for
+    each axis, ``B = I + V^T C V``, so that to rotate takes two thin products. If the inputs of a layer are positive, as
+    after ReLU, a few axes carry most of the noise that parameters share.
     """
 
     tensors = 3
@@ -108,7 +108,7 @@ class LeadingAxes(FixedSide):
         self.length, self.axes = length, min(axes, length)
 
     def start(self, like: Tensor) -> Tensor:
-        generator = torch.Generator(like.device).manual_seed(0)  # of the start only its span matters
+        generator = torch.Generator(like.device).manual_seed(0)  # only the span of the start matters
         start = like.new_empty(self.axes, self.length).normal_(generator=generator)
         return start.repeat(len(like), 1, 1)
 
@@ -119,7 +119,7 @@ class LeadingAxes(FixedSide):
     def basis(self, kept: Tensor) -> Basis:
         axes = orthonormal_rows(kept)
         turn = symmetric_eigen(kept @ axes.mT)[1].flip(-1).to(kept)
-        # Householder's reflections, as LAPACK packs them: their product is I - V^T T V, T^-1 + T^-T = V V^T.
+        # Householder reflections as LAPACK packs them: their product is I - V^T T V, with T^-1 + T^-T = V V^T.
         packed = torch.geqrf((turn.mT @ axes).mT)[0].tril(-1)
         diagonal(packed).fill_(1.0)
         v = packed.mT.contiguous()
@@ -138,7 +138,7 @@ class LeadingAxes(FixedSide):
         m.baddbmm_(_along(m, v), back)
 
     def spread(self, values: Tensor, old: Basis, new: Basis | None) -> Tensor:
-        # The matrix between the bases is I + L^T R; what squares of its entries do to the values, without making it.
+        # The matrix between the bases is I + L^T R: multiply by its squared entries without forming it.
         v, forth, _ = old
         left, right = v, forth
         if new is not None:
@@ -152,19 +152,19 @@ def _along(m: Tensor, v: Tensor) -> Tensor:
     """``m V^T``, for few rows of V."""
     if v.shape[1] > 2 or len(m) > 1 or m.is_cuda:
         return m @ v.mT
-    # Two products with a vector take half as long as one with a matrix of two columns.
+    # Two products with vectors take half as long as one with a matrix of two columns.
     return torch.stack([torch.mv(m[0], row) for row in v[0].unbind(0)], -1).unsqueeze(0)
 
 
 def _pairs(rows: Tensor) -> Tensor:
-    """Products of every two rows, entry by entry."""
+    """Elementwise products of all pairs of rows."""
     return (rows.unsqueeze(1) * rows.unsqueeze(2)).flatten(1, 2)
 
 
 def orthonormal_rows(rows: Tensor) -> Tensor:
-    """Orthonormal rows for each chain, the first i of them spanning the first i given; others where these are too few.
+    """Orthonormal rows for each chain, of which the first i span the first i that are given.
 
-    Signs are those of the given rows, so that running means of them stay what they are.
+    Signs are kept, so that running means make sense.
     """
     q, r = torch.linalg.qr(rows.mT)
     sign = torch.where(diagonal(r) < 0, -1.0, 1.0)
@@ -173,7 +173,7 @@ def orthonormal_rows(rows: Tensor) -> Tensor:
 
 
 class Matrix(NamedTuple):
-    """A weight matrix in a flat tensor, and its two sides: of the outputs and of the inputs."""
+    """A weight matrix in a flat tensor, and its two sides: outputs and inputs."""
 
     slot: slice
     rows: int
@@ -186,7 +186,7 @@ class Matrix(NamedTuple):
         return x[:, self.slot].view(len(x), self.rows, self.columns)
 
     def rotate(self, x: Tensor, bases: tuple[Basis, Basis]) -> Tensor:
-        """The matrix in a flat tensor as its bases show it."""
+        """The matrix, in its bases."""
         return self.left.rotate(self.right.rotate(self.view(x), bases[1]), bases[0])
 
     def back_(self, x: Tensor, bases: tuple[Basis, Basis]) -> None:
@@ -198,7 +198,7 @@ class Matrix(NamedTuple):
 def weight_matrices(
     shapes: Sequence[tuple[int, ...]], longest: int = LONGEST_SIDE, leading: int = LEADING
 ) -> list[Matrix]:
-    """The weight matrices that get bases; convolutions count as matrices ``[out, in * height * width]``."""
+    """The weight matrices that get bases; convolutions are matrices ``[out, in * height * width]``."""
     found, end = [], 0
     for shape in shapes:
         start, end = end, end + math.prod(shape)
@@ -223,7 +223,7 @@ class Kronecker(Geometry):
     Args:
         damping: share of a layer's mean curvature that is added to every direction.
         longest: longest side that gets all axes, in a matrix that is not too large for it.
-        leading: how many axes of its inputs a larger matrix gets, or half of them if it is huge; 0 for none.
+        leading: axes of its inputs that a larger matrix gets, or half as many if it is huge; 0 for none.
     """
 
     name = "kronecker"
@@ -244,11 +244,11 @@ class Kronecker(Geometry):
         edges = [0, *(edge for m in self.matrices for edge in (m.slot.start, m.slot.stop)), self.total]
         self.rest = [slice(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
         self.factors = [side.start(self.on_axes.v) for m in self.matrices for side in (m.left, m.right)]
-        self.bases: list[Tensor] = []  # none: the parameters' own
+        self.bases: list[Tensor] = []  # empty for the parameters' own
         self.recent: list[Tensor] = []
 
     def _with(self, bases: Sequence[Tensor]) -> Iterator[tuple[Matrix, tuple[Basis, Basis]]]:
-        """Every matrix with the two bases among these tensors that are its own."""
+        """Every matrix with its two bases, from the tensors of all bases."""
         rest = iter(bases)
         for matrix in self.matrices if bases else ():
             yield matrix, (tuple(islice(rest, matrix.left.tensors)), tuple(islice(rest, matrix.right.tensors)))
@@ -261,7 +261,7 @@ class Kronecker(Geometry):
         return out
 
     def back(self, z: Tensor) -> Tensor:
-        """Out of them."""
+        """Undo `rotate`."""
         out = z.clone()
         for matrix, bases in self._with(self.bases):
             matrix.back_(out, bases)
@@ -282,10 +282,13 @@ class Kronecker(Geometry):
     def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:
         if not self.known:
             self._renew_bases()
-        self.on_axes.settle(rule, self._rotated_prior(prior), rise)
+        own = prior.to(self.dtype, copy=True)
+        for matrix in self.matrices:  # its mean is exact if a matrix has a single scale, as nearly always
+            own[:, matrix.slot] = own[:, matrix.slot].mean(-1, keepdim=True)
+        self.on_axes.settle(rule, own, rise)
 
     def forget(self, void: bool = False) -> None:
-        """At the start of a window the basis becomes that of the noise seen in the one before."""
+        """At the start of a window, find the bases from the noise of the window before."""
         if self.known and self.seen > 1 and not void:
             self._renew_bases()
         super().forget(void)
@@ -294,13 +297,13 @@ class Kronecker(Geometry):
     def _renew_bases(self) -> None:
         axes, before, factors = self.on_axes, self.bases, iter(self.factors)
         self.bases = [t for m in self.matrices for side in (m.left, m.right) for t in side.basis(next(factors))]
-        if self.known:  # Lambda as seen from the new axes
+        if self.known:  # express Lambda along the new axes
             axes.lam = torch.maximum(self._spread(axes.lam, before, self.bases), 1e-3 * axes.lam.amin(-1, keepdim=True))
         self._begin()
         axes.changed()
 
     def _begin(self) -> None:
-        """Variances in a new basis: what few vectors say, and what the means over rows and columns do, as if of 8."""
+        """Variances in a new basis: of recent vectors, shrunk to the product of row and column means (as of 8)."""
         seen, count = torch.zeros_like(self.on_axes.v), len(self.recent)
         for d in self.recent:
             seen.add_(self.rotate(d).square_(), alpha=1.0 / count)
@@ -312,15 +315,8 @@ class Kronecker(Geometry):
 
     # -- Lambda -------------------------------------------------------------------------------------------------------
 
-    def _rotated_prior(self, prior: Tensor) -> Tensor:
-        """Exact where one scale rules a matrix, as it nearly always does; its mean stands for it otherwise."""
-        out = prior.to(self.dtype, copy=True)
-        for matrix in self.matrices:
-            out[:, matrix.slot] = out[:, matrix.slot].mean(-1, keepdim=True)
-        return out
-
     def _spread(self, values: Tensor, old: Sequence[Tensor], new: Sequence[Tensor] | None) -> Tensor:
-        """The diagonal in new bases (None: of the parameters) of what was diagonal in old ones."""
+        """The diagonal in new bases (None: the parameters' own) of what is diagonal in the old ones."""
         out = values.clone()
         others = repeat((None, None)) if new is None else (bases for _, bases in self._with(new))
         for (matrix, (left, right)), (new_left, new_right) in zip(self._with(old), others, strict=False):

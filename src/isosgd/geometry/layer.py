@@ -2,7 +2,7 @@
 
 A Lambda that knows directions is a `isosgd.geometry.base.Geometry`.
 
-Injected noise works on flat tensors: the innovations of a group are one vector ``[d]``, or ``[chains, d]``.
+Innovations of a group are a flat tensor ``[d]``, or ``[chains, d]``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Number = float | Tensor  # for a whole group: a float, a scalar tensor (capturab
 
 
 def over_chains(value: Number) -> Number:
-    """A group's number in the form that broadcasts against flat tensors ``[chains, d]``."""
+    """A group's number, to be broadcast against flat tensors ``[chains, d]``."""
     return value.unsqueeze(-1) if isinstance(value, Tensor) and value.dim() else value
 
 
@@ -46,19 +46,19 @@ def root(x: Number) -> Number:
 
 
 def diagonal_scale(lam: Number, variance: Tensor) -> Tensor:
-    """``sqrt(2 (lam - v/2))``: the scale of injected noise that makes up for noise of variance v, if uncorrelated.
+    """``sqrt(2 (lam - v/2))``: the scale of injected noise, given uncorrelated gradient noise of variance v.
 
-    Where the noise exceeds lambda nothing is injected. ``variance`` is flat.
+    Nothing is injected where the noise exceeds lambda. ``variance`` is flat.
     """
     return (2.0 * over_chains(lam) - variance).clamp_min_(0.0).sqrt_()
 
 
 def outer_factor(ring: Tensor, spectrum: tuple[Tensor, Tensor], lam: Number, count: int) -> Tensor | float:
-    """What `take_out_` needs beside the ring: ``Q = K M^T`` ``[(chains,) m, d]``; ``count`` of m vectors are filled.
+    """The factor ``Q = K M^T`` ``[(chains,) m, d]`` for `take_out_`; ``count`` of the ring's m vectors are filled.
 
     With ``M = [D_1 ... D_m]`` and ``M^T M = V diag(e) V^T`` it has ``K = V diag(c) V^T``, ``c = (1 - sqrt(1 - s)) /
-    e``, ``s = e / (2 lam count)``, written without cancellation. Where s exceeds 1 it is clipped to 1. Of a single
-    vector on the CPU it is the number c alone, with ``Q = c D^T``.
+    e``, ``s = e / (2 lam count)``, computed without cancellation; s is clipped at 1. For a single vector on the CPU it
+    is the number c alone, with ``Q = c D^T``.
     """
     values, vectors = spectrum
     if ring.dim() == 2 and ring.shape[0] == 1 and ring.device.type == "cpu":
@@ -75,13 +75,13 @@ def take_out_(
 ) -> None:
     """``xi <- xi - Q^T M^T xi``, whose covariance, given m noise vectors, is ``I - (1/m) sum_i D_i D_i^T / (2 lam)``.
 
-    Times ``sqrt(2 lam)`` and on average over the ``D_i`` that is ``2 lam I - Var(g)``, so that gradient noise and
+    Times ``sqrt(2 lam)``, and averaged over the ``D_i``, the covariance is ``2 lam I - Var(g)``: gradient noise and
     injected noise add up to exactly ``2 lam I`` *whatever the correlations* of the gradient noise, in O(d m). Q comes
-    from `outer_factor`. It needs ``2 lam`` above the top eigenvalue of the ``1/m`` sum: with m = 1 that is ``|D|^2``,
-    the paper's sum rule; with more vectors it comes down towards the top eigenvalue of Var(g). Where xi and the ring
-    are parts of longer vectors, ``total`` sums over all parts.
+    from `outer_factor`. ``2 lam`` must exceed the top eigenvalue of the ``1/m`` sum: with m = 1 that is ``|D|^2``, the
+    paper's sum rule; with more vectors it tends to the top eigenvalue of Var(g). If xi and the ring are shards of
+    longer vectors, ``total`` sums over the shards.
     """
-    if isinstance(factor, float):  # a large group. This may run beside torch's threads, so it must not start others
+    if isinstance(factor, float):  # a large group; numpy, since this may run in a thread beside torch's
         x, d = xi.numpy(), ring[0].numpy()
         along = np.einsum("i,i->", d, x)
         x -= x.dtype.type(factor * (along if total is None else float(total(torch.tensor(along))))) * d

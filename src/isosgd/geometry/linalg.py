@@ -1,8 +1,7 @@
-"""Linear algebra for each chain: products with few long rows, eigenvectors, and noise split along rows and beside them.
+"""Linear algebra for each chain: products with a few long rows, eigenvectors, and diagonal plus low-rank noise.
 
-Rows are k of length d for each chain, U ``[chains, k, d]``; d may be in the millions, k is a handful.
-
-On the CPU they go block by block, so that what is made on the way stays in the cache.
+U is ``[chains, k, d]``: k rows for each chain; d may be in the millions, k is small. On the CPU products go block by
+block, so that intermediate results stay in the cache.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ import torch
 from torch import Tensor
 
 BLOCK = 1 << 16  # columns at once
-SPLITS = 20  # rounds of `split` at most; none is needed where there are many more columns than rows
+SPLITS = 20  # rounds of `split` at most; none is needed if there are many more columns than rows
 CONVERGED = 1e-3
 MOST_RATIO = 10.0  # of one round
 
 
 def blocks(x: Tensor) -> tuple[Tensor, ...]:
-    """Views of some columns each; one of all of them where there is nothing to gain."""
+    """Views of blocks of columns; a single one where blocks gain nothing."""
     whole = x.is_cuda or x.shape[-1] <= BLOCK or torch.compiler.is_compiling()
     return (x,) if whole else torch.split(x, BLOCK, -1)
 
@@ -32,7 +31,7 @@ def project(rows: Tensor, x: Tensor) -> Tensor:
     """``U x`` for a vector ``[d]`` of each chain: ``[chains, k]``."""
     if _reduced(rows, x):
         short = x.to(rows.dtype)
-        if len(x) == 1:  # a single product is split among the whole device
+        if len(x) == 1:  # a single product uses the whole device
             return torch.mm(short, rows[0].mT, out_dtype=x.dtype)
         return torch.bmm(short.unsqueeze(1), rows.mT, out_dtype=x.dtype).squeeze(1)
     if len(blocks(x)) == 1:
@@ -47,7 +46,7 @@ def project(rows: Tensor, x: Tensor) -> Tensor:
 def spread_out_(rows: Tensor, along: Tensor, out: Tensor) -> Tensor:
     """``out += U^T along`` for ``[k]`` of each chain, in place."""
     if _reduced(rows, out):
-        # A strong direction is nearly taken out of the vector, so that an error of its size would show: two parts.
+        # A strong direction nearly cancels, so that its rounding error would show: use two parts.
         high = along.to(rows.dtype)
         for part in (high, (along - high).to(rows.dtype)):
             out.add_(times(rows.mT, part))
@@ -66,7 +65,7 @@ def times(matrix: Tensor, x: Tensor) -> Tensor:
 
 
 def _reduced(rows: Tensor, x: Tensor) -> bool:
-    """Whether an accelerator multiplies in the rows' short type; the CPU has no fast arithmetic for it."""
+    """Whether to multiply in the rows' short type, for which CPUs have no fast arithmetic."""
     return x.is_cuda and rows.dtype != x.dtype
 
 
@@ -95,9 +94,9 @@ def explained(rows: Tensor, core: Tensor) -> Tensor:
 
 
 def orthonormal_(rows: Tensor) -> Tensor:
-    """Make rows orthonormal in place, turned as little as possible; returns the matrix that did it.
+    """Make rows orthonormal in place, turned as little as possible; returns the matrix that does it.
 
-    By their Gram matrix, scaled to a unit diagonal; twice, since one pass loses half of the digits.
+    It uses their Gram matrix, scaled to a unit diagonal; twice, since one pass loses half of the digits.
     """
     floor, done = rows.shape[1] * torch.finfo(rows.dtype).eps, None
     for _ in range(2):
@@ -114,7 +113,7 @@ def orthonormal_(rows: Tensor) -> Tensor:
 def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues, rising, and eigenvectors of a symmetric matrix for each chain, in float64."""
     matrix = matrix.double()
-    # Finite, lest one chain that diverged stop the others.
+    # Finite, so that one diverged chain does not stop the others.
     matrix = torch.nan_to_num(0.5 * (matrix + matrix.mT), posinf=0.0, neginf=0.0)
     values, vectors = torch.linalg.eigh(matrix)
     return values, vectors
@@ -126,21 +125,20 @@ def diagonal(matrix: Tensor) -> Tensor:
 
 
 def leftover(rows: Tensor, psi: Tensor) -> Tensor:
-    """The diagonal of ``(I - U^T U) diag(psi) (I - U^T U)``: what is left of independent noise beside the rows."""
+    """The diagonal of ``(I - U^T U) diag(psi) (I - U^T U)``: independent noise without its part along the rows."""
     taken = explained(rows, torch.eye(rows.shape[1]).to(psi).expand(len(rows), -1, -1))
     return (psi * (1.0 - 2.0 * taken) + explained(rows, gram(rows, psi))).clamp_min_(0.0)
 
 
 def split(rows: Tensor, unit: Tensor, left: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
-    """Noise as ``diag(psi) + U^T shared U``.
+    """Noise z as ``diag(psi) + U^T shared U``, with psi not negative and ``shared`` positive semi-definite.
 
-    What is left beside the rows is measured, and not taken for the difference of all noise and that along them: where
-    the rows explain nearly everything, the error of such a difference would be larger than what is left. The rows are
-    ``U diag(1 / unit)``, U orthonormal; ``left`` is the variance of each coordinate of ``(I - U^T U) z``, z the noise,
-    and ``spread`` its covariance along U. Psi, not negative, and ``shared``, positive semi-definite, explain both.
+    The rows are ``U diag(1 / unit)``, U orthonormal; ``left`` is the variance of each coordinate of ``(I - U^T U) z``,
+    and ``spread`` the covariance along U. The former is measured, since as a difference of variances it would be lost
+    in rounding where the rows explain nearly everything.
     """
     psi = left.clone()
-    # With many more coordinates than rows, psi is all but ``left``; rows that span everything leave rounding alone.
+    # With many more coordinates than rows, psi is nearly ``left``; rows that span everything leave only rounding.
     if CONVERGED * rows.shape[2] < rows.shape[1] < rows.shape[2]:
         _fit(rows.to(left.dtype) * unit.unsqueeze(1), psi)
     values, vectors = symmetric_eigen(spread - gram(rows, psi * unit.square()))
@@ -148,14 +146,14 @@ def split(rows: Tensor, unit: Tensor, left: Tensor, spread: Tensor) -> tuple[Ten
 
 
 def _fit(rows: Tensor, psi: Tensor) -> None:
-    """From ``left`` to psi, in place: non-negative least squares by multiplicative steps (image space reconstruction).
+    """Turn ``left`` into psi, in place: non-negative least squares (image space reconstruction).
 
-    A chain that has converged stays as it is, so that chains are the same together and alone.
+    A chain that has converged is left alone, so that chains give the same result together and alone.
     """
     target, going = leftover(rows, psi), torch.ones_like(psi[:, :1], dtype=torch.bool)
     for _ in range(SPLITS):
         image = leftover(rows, leftover(rows, psi))
-        # Where the rows leave nothing but rounding of a coordinate, nothing is known of it.
+        # Coordinates of which the rows leave only rounding stay as they are.
         known = image > torch.finfo(psi.dtype).eps * psi.amax(-1, keepdim=True)
         ratio = torch.where(known, target / image, 1.0).clamp_max_(MOST_RATIO)
         psi.copy_(torch.where(going, psi * ratio, psi))

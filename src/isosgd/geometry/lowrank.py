@@ -1,15 +1,15 @@
-"""Lambda as a diagonal and a few directions more: the strongest that the noise of different parameters shares.
+"""Lambda as a diagonal plus a low rank: the strongest directions of noise that different parameters share.
 
 With a diagonal matrix D and k directions, the rows of S,
 
     Lambda = D + D S^T diag(strength) S D,    U = S D^1/2 with orthonormal rows,
 
-so that a step takes two products with S, O(d k): Lambda^-1 is diagonal plus ``S^T (k x k) S``. The noise is known in
-the same form, ``Var(g) = D^1/2 (diag(residual) + U^T shared U) D^1/2``: the diagonal is only what the directions leave
-(`isosgd.geometry.linalg.split`), so that the rule ``Lambda = q H`` holds along the directions and beside them, each by
-its own noise. What ``C = Lambda - Var(g) / 2`` has along the directions is injected by k innovations of their own.
+so that a step takes two products with S, O(d k): Lambda^-1 is diagonal plus ``S^T (k x k) S``. The noise has the same
+form, ``Var(g) = D^1/2 (diag(residual) + U^T shared U) D^1/2``: its diagonal is what the directions leave
+(`isosgd.geometry.linalg.split`), so that the rule ``Lambda = q H`` holds both along the directions and beside them. The
+part of ``C = Lambda - Var(g) / 2`` along the directions is injected by k innovations of their own.
 
-The directions are found in the warm-up, by power iteration, several of them at once (`Directions`).
+The directions are found in the warm-up by block power iteration (`Directions`).
 
 References:
     Yang, Hsieh, Wang (2018), History PCA: a new algorithm for streaming PCA.
@@ -44,24 +44,23 @@ from isosgd.noise.model import dot
 
 RANK = 20  # directions, by default
 LARGE = 1_000_000  # parameters from which S is kept in bfloat16 on an accelerator
-ROOM = 0.25  # strength that a direction has at the least, since its noise may be found larger later on
-SPILL = 0.1  # share of the noise along the directions that is reckoned with beside them: they turn as a chain moves
-SMALLEST = 0.01  # injected variance over that of Lambda, in the diagonal part
-NEGLIGIBLE = 0.01  # variance over that of the diagonal part that may be injected in excess
-OLD_BLOCKS = 3  # for how many blocks the directions of an earlier search count
+ROOM = 0.25  # least strength of a direction, since its noise may turn out larger later
+SPILL = 0.1  # share of the noise along the directions that is added beside them: they turn as a chain moves
+SMALLEST = 0.01  # least injected variance over that of Lambda, in the diagonal part
+NEGLIGIBLE = 0.01  # excess injected variance, over that of the diagonal part, that is not worth a correction
+OLD_BLOCKS = 3  # blocks that the directions of an earlier search count for
 
 
 class Directions:
     """The search for the strongest directions of the noise, for each chain.
 
-    A round takes a block of noise vectors and what is known from earlier blocks (history PCA). The noise along the
+    A round combines a block of noise vectors with the result of earlier blocks (history PCA). The noise along the
     directions is measured on vectors that had no part in finding them: with millions of parameters and a hundred
-    vectors, the noise along a direction made of those vectors would look a thousand times too large.
+    vectors, it would otherwise look a thousand times too large.
 
-    Directions are compared, and are orthonormal, in coordinates ``unit * parameters``. The noise found there has the
-    covariance ``spread`` ``[chains, k, k]`` along them, and beside them variances ``left`` ``[chains, d]``. The rows to
-    start from, ``[chains, k, d]``, are written over; a unit that is not given is found, from the noise of each
-    parameter, whose variances ``damped`` keeps off zero.
+    Directions are orthonormal in coordinates ``unit * parameters``. There the noise has the covariance ``spread``
+    ``[chains, k, k]`` along them, and variances ``left`` ``[chains, d]`` beside them. The start, ``[chains, k, d]``, is
+    overwritten. Without a unit, it is found from the variances of the noise, which ``damped`` keeps off zero.
     """
 
     kept = ("rows", "image", "unit", "left", "spread", "block_spread", "in_block", "blocks")
@@ -81,15 +80,13 @@ class Directions:
         self.left = rows.new_zeros(chains, d) if left is None else left
         self.spread = rows.new_zeros(chains, k, k) if spread is None else spread
         self.block_spread = torch.zeros_like(self.spread)
-        self.in_block, self.blocks = 0, -1 if unit is None else OLD_BLOCKS  # a first block only says what the unit is
+        self.in_block, self.blocks = 0, -1 if unit is None else OLD_BLOCKS  # a first block only sets the unit
 
     @property
     def block(self) -> int:
-        """Noise vectors in a block."""
         return max(self.rows.shape[1], 8)
 
     def take(self, noise: Tensor) -> None:
-        """Take in a noise vector of each chain."""
         scaled = noise * self.unit
         along = project(self.rows, scaled)
         self.block_spread.add_(along.unsqueeze(-1) * along.unsqueeze(-2))
@@ -104,7 +101,7 @@ class Directions:
             self._end_block()
 
     def _end_block(self) -> None:
-        """``image = (what is known + this block) rows^T``, made orthonormal: the next directions."""
+        """The next directions: ``(known + this block) rows^T``, made orthonormal."""
         weight = 1.0 if self.blocks <= 0 else OLD_BLOCKS / (self.blocks + OLD_BLOCKS)
         known = (1.0 - weight) * self.spread
         spread = known + weight / self.in_block * self.block_spread
@@ -115,11 +112,11 @@ class Directions:
         if self.blocks < 0:
             self.unit = self.damped(self.left).clamp_min(torch.finfo(image.dtype).tiny).rsqrt()
             image.mul_(self.unit.unsqueeze(1))
-        # Along the axes of `spread` each image has its own direction; as mixtures all would show the strongest one.
+        # Along the axes of `spread` images have directions of their own; mixtures would all show the strongest one.
         mix_(symmetric_eigen(spread)[1].mT, image)
         orthonormal_(image)
         if self.blocks >= 0:
-            # The new directions are better than those along which the noise was measured, and have as much of it.
+            # Rotate the measured noise to the new directions, along which there is at least as much.
             both = torch.zeros_like(spread)
             for part, block in zip(blocks(image), blocks(old), strict=True):
                 both.baddbmm_(part, block.mT)
@@ -133,13 +130,13 @@ class Directions:
 
 
 class LowRank(Geometry):
-    """A rate for each parameter, and one for each of a few directions that cross all of them.
+    """A rate for each element of the parameters, and for each of a few directions across all of them.
 
     Args:
         rank: k, how many directions.
         damping: share of a layer's mean that is added to the diagonal part of the curvature everywhere.
-        dtype: of S. By default that of the parameters (at least float32), and bfloat16 for a large model on an
-            accelerator: there the reading of S is the cost. CPUs without bfloat16 arithmetic are slower with it.
+        dtype: of S. By default that of the parameters (at least float32); bfloat16 for a large model on an
+            accelerator, where reading S takes most of the time. CPUs without bfloat16 arithmetic are slower with it.
 
     Example:
         >>> structure = LowRank(rank=2)
@@ -174,9 +171,9 @@ class LowRank(Geometry):
         self.worst, none = WorstDirection(self), self.full(0.0, 0)
         self.lam = self.basis = self.strength = self.residual = self.shared = none
         self.left = self.spread = none  # noise beside the directions and along them
-        self.rate = self.amplitude = self.inner = self.back = self.add = none  # of a step: vectors and small matrices
-        self.undo = self.reach = none  # empty unless more noise has to be taken out than Lambda has along a direction
-        generator = torch.Generator(self.device).manual_seed(0)  # of the start only its span matters
+        self.rate = self.amplitude = self.inner = self.back = self.add = none  # vectors and small matrices of a step
+        self.undo = self.reach = none  # empty unless the noise along a direction exceeds Lambda
+        generator = torch.Generator(self.device).manual_seed(0)  # only the span of the start matters
         start = torch.empty(self.k, self.total, dtype=self.dtype, device=self.device).normal_(generator=generator)
         orthonormal_(start.unsqueeze(0))
         # Until Lambda is settled, and again from `forget` on.
@@ -211,7 +208,7 @@ class LowRank(Geometry):
         return damped(h, self.damping, self.slots)
 
     def forget(self, void: bool = False) -> None:
-        """At the start of a window look for directions anew, from those that Lambda has on."""
+        """At the start of a window, search for directions anew, starting from those of Lambda."""
         if self.known and (void or self.search is None):
             rows = self.basis.to(self.dtype, copy=True).mul_(self.lam.sqrt().unsqueeze(1))
             known = self.lam.rsqrt(), self.left.clone(), self.spread.clone()
@@ -225,12 +222,12 @@ class LowRank(Geometry):
         if self.search is not None:
             self._renew(self.search, rule, prior, rise)
             self.search = None
-        else:  # the noise is that of the last time; only the factor may have changed
+        else:  # the noise has not changed; the factor may have
             self.slow((rule.factor(self.curvature_ratio) / self.factor).clamp_min(1.0 / rise))
         self.worst.limit_excess()
 
     def _renew(self, search: Directions, rule: Rule, prior: Tensor, rise: float) -> None:
-        """Lambda from the noise along the directions found and beside them."""
+        """Lambda from the noise along the new directions and beside them."""
         before = self.worst.direction() if self.worst.count else None
         psi, shared = split(search.rows, torch.ones_like(search.unit), search.left, search.spread)
         spilt = SPILL * explained(search.rows, shared.to(self.dtype)).clamp_min(0.0)
@@ -238,7 +235,7 @@ class LowRank(Geometry):
         self.factor, self.scale = rule.factor(self.curvature_ratio), rule.scale
         lam = self.factor.unsqueeze(-1) * curvature.clamp_min(torch.finfo(self.dtype).tiny)
         self.lam = torch.maximum(lam, self.lam / rise) if self.known else lam
-        # Both in the new coordinates, those of U.
+        # Rows and residual in the new coordinates, those of U.
         scale = (self.lam.sqrt() * search.unit).reciprocal()
         rows, self.residual = search.rows.mul_(scale.unsqueeze(1)), psi * scale.square()
         seen = gram(rows).double()
@@ -275,20 +272,20 @@ class LowRank(Geometry):
         return self.worst.excess_temperature()
 
     def _inject(self) -> None:
-        """What a step takes; exact for any S, so that rounding it to bfloat16 does no harm."""
+        """Work out the tensors of a step; exact for any S, so that rounding it to bfloat16 does no harm."""
         one = torch.eye(self.k, dtype=torch.float64, device=self.device)
         products, strength = gram(self.basis, self.lam).double(), torch.diag_embed(self.strength.double())
         # Woodbury: Lambda^-1 = D^-1 + S^T inner S
         half = strength.sqrt()
         inner = -half @ torch.linalg.solve(one + half @ products @ half, half)
-        # 2 C = D^1/2 (A^2 + U^T missing U) D^1/2: what is positive of `missing` is injected along the directions ...
+        # 2 C = D^1/2 (A^2 + U^T missing U) D^1/2: the positive part of `missing` is injected along the directions ...
         square = (2.0 - self.noise_weight * self.residual).clamp_min(2.0 * SMALLEST)
         missing, axes = symmetric_eigen(2.0 * strength - self.noise_weight * self.shared.double())
         along = self.scale * (one + inner @ products)
         self.add = (along @ (axes * missing.clamp_min(0.0).sqrt().unsqueeze(-2))).to(self.dtype)
         self.inner, self.back = inner.to(self.dtype), (self.scale * inner).to(self.dtype)
         self.rate, self.amplitude = self.scale / self.lam, (square * self.lam).sqrt_()
-        # ... and what is negative is taken out of the innovations of the parameters.
+        # ... and the negative part is subtracted from the elements' own innovations.
         self.undo = self.reach = self.full(0.0, 0)
         if bool((missing < -NEGLIGIBLE).any()):
             core = _root(gram(self.basis, self.lam / square), (axes * missing.clamp_max(0.0).unsqueeze(-2)) @ axes.mT)
@@ -297,7 +294,6 @@ class LowRank(Geometry):
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def inverse(self, x: Tensor) -> Tensor:
-        """``Lambda^-1 x``."""
         return spread_out_(self.basis, times(self.inner, project(self.basis, x)), x / self.lam)
 
     def direction(self, gradient: Tensor) -> Tensor:
@@ -333,11 +329,9 @@ class LowRank(Geometry):
     # -- along a direction --------------------------------------------------------------------------------------------
 
     def lambda_along(self, t: Tensor) -> Tensor:
-        """``t . Lambda t``."""
         return self._along(t, 1.0, torch.diag_embed(self.strength))
 
     def noise_along(self, t: Tensor) -> Tensor:
-        """``t . Var(g) t``, as far as it is known."""
         return self._along(t, self.residual, self.shared)
 
     def _along(self, t: Tensor, beside: Tensor | float, core: Tensor) -> Tensor:

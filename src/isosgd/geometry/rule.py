@@ -1,9 +1,9 @@
 """How large Lambda must be: the discretisation bias of a step, and the rule that every `Geometry` follows.
 
-The Fisher information of one example, ``F = n Var(g)``, is the curvature of the log likelihood where the model fits.
+The Fisher information of one example, ``F = n Var(g)``, is the curvature of the log likelihood if the model fits.
 With the prior's, ``H = n Var(g) + (prior Hessian) / N`` is the curvature of ``f / N``, and
 
-    Lambda = q H,    q = max(what noise asks for, what the allowed bias asks for)
+    Lambda = q H,    q = max(what the noise requires, what the allowed bias requires)
 
 makes ``rate * curvature = T / (N q)`` the same in *every* direction, so that none is left unmixed, and leaves ``C =
 Lambda - Var(g) / 2`` positive by construction.
@@ -21,20 +21,20 @@ from torch import Tensor
 
 N_ = TypeVar("N_", float, Tensor)
 
-HIGHEST = 0.2  # rate * curvature of averaged innovations, whatever bias is predicted
-CHANGE = 11.5  # bias of variances by noise that changes, over its share of Lambda and T / N: a sampled scale's
-TRACKED = 3.0  # times that share, for about the same bias, where the level of the noise is followed ...
-ROOM = 2.0  # ... but Lambda over B is at least so much, since levels that are measured step by step scatter
-WORTH = 1.3  # a Lambda smaller by this factor is worth the trouble
-WIDE = 0.15  # sqrt(T / N) above which a posterior is so wide that expansions say too much
+HIGHEST = 0.2  # rate * curvature with averaged innovations, whatever bias is predicted
+CHANGE = 11.5  # bias of variances from noise that varies, over its share of Lambda and T / N, for a sampled scale
+TRACKED = 3.0  # factor on that share, at about the same bias, if the level of the noise is tracked ...
+ROOM = 2.0  # ... but least Lambda over B, since levels that are measured step by step scatter
+WORTH = 1.3  # factor by which tracking must reduce Lambda to be worth it
+WIDE = 0.15  # sqrt(T / N) above which a posterior is too wide for expansions
 
 
 def variance_inflation(rate_curvature: N_, friction: float = 1.0, share: float = 1.0) -> N_:
     """Stationary variance over target variance for a quadratic potential: ``1 / (1 - rate h / (2 (2 - friction)))``.
 
-    Exact for both steppers (the recursion is linear); infinite where the step is unstable. Where injected noise is
-    averaged over two steps it adds no bias of its own (Leimkuhler and Matthews 2013), and only the ``share`` of the
-    composite noise that comes with the gradient counts.
+    Exact for both steppers (the recursion is linear); infinite if the step is unstable. Injected noise that is averaged
+    over two steps adds no bias of its own (Leimkuhler and Matthews 2013): then only the ``share`` of the composite
+    noise that comes from the gradient counts.
 
     Example:
         >>> round(variance_inflation(0.04), 4)
@@ -60,10 +60,10 @@ class Rule:
         batch_size: n.
         temperature: T.
         bias: the relative error of the posterior variance that the step size may cause.
-        averaged: whether innovations are averaged over two steps, which leaves only the bias of the gradient noise.
-        kappa: Lambda over the gradient noise B, at the least.
-        full_batch: whether gradients are those of all data. They have no noise, and step sizes are set otherwise.
-        trackable: whether the level of the noise can be followed from step to step.
+        averaged: whether innovations are averaged over two steps, so that only the gradient noise causes a bias.
+        kappa: least Lambda over the gradient noise B.
+        full_batch: whether gradients are those of all data, which have no noise.
+        trackable: whether the level of the noise can be tracked from step to step.
     """
 
     num_data: int
@@ -82,14 +82,13 @@ class Rule:
 
     @property
     def change(self) -> float:
-        """Lambda over the gradient noise B that noise asks for which is not the same over the posterior."""
-        # It must be a small share of Lambda. What is linear in the place averages out, and what is quadratic has the
-        # order of the posterior's squared width, T / N.
+        """Lambda over the gradient noise B that is needed since the noise varies over the posterior."""
+        # Its linear variation averages out, and the quadratic one is of the order of the squared width, T / N.
         return CHANGE * min(self.scale, WIDE * math.sqrt(self.scale)) / self.bias
 
     @property
     def tracks_level(self) -> bool:
-        """Whether the level of the noise is followed, as it can be, and is worth it."""
+        """Whether the level of the noise can be tracked and this is worth it."""
         if not self.trackable or self.full_batch:
             return False
         one = torch.ones(())
@@ -97,27 +96,27 @@ class Rule:
 
     @property
     def _average(self) -> float:
-        """Lambda over B where noise is taken out by its average."""
+        """Least Lambda over B if the average noise is subtracted."""
         return max(self.kappa, self.change)
 
     @property
     def _local(self) -> float:
-        """Lambda over B where its level is followed."""
+        """Least Lambda over B if the level of the noise is tracked."""
         return max(self.kappa, ROOM, self.change / TRACKED)
 
     @property
     def cover(self) -> float:
-        """Lambda over ``Var(g)``, at the least."""
+        """Least Lambda over ``Var(g)``."""
         return 0.5 * (self._local if self.tracks_level else self._average)
 
     def factor(self, curvature_ratio: Tensor) -> Tensor:
-        """q, where the true curvature is up to ``curvature_ratio`` times H."""
-        if self.full_batch:  # so that a step is 1 where the curvature is H
+        """q, if the true curvature is up to ``curvature_ratio`` times H."""
+        if self.full_batch:  # so that the step is 1 if the curvature is H
             return torch.full_like(curvature_ratio, 2.0 * self.scale)
         return self._factor(curvature_ratio, 2.0 * self.cover)
 
     def _factor(self, curvature_ratio: Tensor, cover: float) -> Tensor:
-        """q, where Lambda over B is to be ``cover`` at the least."""
+        """q, for a least Lambda over B of ``cover``."""
         noise, variance = 0.5 * cover / self.batch_size, self.scale * curvature_ratio
         if not self.averaged:
             return (variance / allowed_rate_curvature(self.bias)).clamp_min(noise)
@@ -127,7 +126,7 @@ class Rule:
 
 
 def damped(h: Tensor, damping: float, slots: Sequence[slice]) -> Tensor:
-    """Curvatures ``[chains, d]`` with a share of each layer's mean added, so that none is nearly zero."""
+    """Curvatures ``[chains, d]`` plus a share of each layer's mean, so that none is nearly zero."""
     out = h.clone()
     for slot in slots:
         out[:, slot] += damping * h[:, slot].mean(-1, keepdim=True)

@@ -1,9 +1,8 @@
-"""Operations of our own in C++, built once by the machine's compiler, which compiled steps need anyway.
+"""Custom operations in C++, built once by the machine's compiler, which compiled steps need anyway.
 
-Those of ``operations.cpp`` are called by compiled code alone, where the calls are so many that building pays: with
-torch's headers it takes half a minute. Those of ``layers.cpp`` take seconds. Without a compiler everything goes on as
-before, and slower; ``ISOSGD_NATIVE=0`` asks for that. What was built is kept for the next run, in torch's folder for
-extensions.
+Those of ``operations.cpp`` are called from compiled code only, often enough for the build to pay: with torch's headers
+it takes half a minute. ``layers.cpp`` takes seconds. Without a compiler, or with ``ISOSGD_NATIVE=0``, everything works
+more slowly. Builds are kept for later runs, in torch's folder for extensions.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ HERE = Path(__file__).parent
 OPERATIONS, LAYERS = "operations.cpp", "layers.cpp"
 FLAGS = (
     *("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread"),
-    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),  # what is not a number stays so
+    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),  # NaNs stay NaNs
 )
-FEWEST = 16  # floats in a row that an operation takes: the longest vector of a processor (`LANES` in vectors.h)
+FEWEST = 16  # floats that a row must have: the longest vector of a processor (`LANES` in vectors.h)
 SHAPES: dict[str, Callable[..., Any]] = {}
 
 
 def shapes(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Tells the compiler what an operation returns, by a function that makes empty tensors."""
+    """Registers a function that returns empty tensors of an operation's shapes, for the compiler."""
 
     def keep(function: Callable[..., Any]) -> Callable[..., Any]:
         SHAPES[name] = function
@@ -48,17 +47,17 @@ def shapes(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def ready(*tensors: Tensor) -> bool:
-    """Whether such tensors can go to an operation: float32, on a CPU, and it is built or can be."""
+    """Whether operations take such tensors, and are built or can be."""
     return fits(*tensors) and not unsupported_reason()
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Whether operations take such tensors, where they are built."""
+    """Whether operations take such tensors: float32 on a CPU."""
     return all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
 
 
 def switched_off() -> str:
-    """Why operations are not even tried; empty when they are."""
+    """Why operations are not tried; empty if they are."""
     if os.environ.get("ISOSGD_NATIVE", "1").lower() in ("0", "no", "off", "false"):
         return f"ISOSGD_NATIVE={os.environ['ISOSGD_NATIVE']}"
     return "" if _compiler() else "there is no C++ compiler"
@@ -66,7 +65,7 @@ def switched_off() -> str:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def unsupported_reason() -> str:
-    """Builds the operations, or finds them built; why there are none, or nothing. A constant for the compiler."""
+    """Builds the operations, unless they are built; returns why there are none. A constant for the compiler."""
     return _load()
 
 
@@ -78,25 +77,14 @@ def _load() -> str:
         _opened(OPERATIONS, torch.ops.load_library)
         for name, function in SHAPES.items():
             torch.library.register_fake(f"isosgd::{name}", function)
-    except Exception as error:  # whatever a compiler or a loader may have to say
+    except Exception as error:  # of the compiler or the loader
         reason = _warned(error)
     return reason
 
 
-def layers_unsupported() -> bool:
-    """Whether ``layers.cpp`` is not built and cannot be."""
-    return _layers() is None
-
-
-def layers() -> Any:
-    """The library of ``layers.cpp``."""
-    library = _layers()
-    assert library is not None, "ask layers_unsupported() first"
-    return library
-
-
 @functools.cache
-def _layers() -> ctypes.CDLL | None:
+def layers() -> Any:
+    """The library of ``layers.cpp``; None if it cannot be built."""
     if switched_off():
         return None
     try:
@@ -115,7 +103,7 @@ def _opened(source: str, load: Callable[[str], Any]) -> Any:
     place = _built(source)
     try:
         return load(str(place))
-    except OSError:  # of another system, or cut short: once more
+    except OSError:  # built on another system, or truncated: build again
         place.unlink()
         return load(str(_built(source)))
 
@@ -148,7 +136,7 @@ def _built(source: str) -> Path:
             *(f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"),
             *(f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"),
         ]
-    # Built for this very processor, and homes are shared between machines.
+    # Built for this processor, while home directories may be shared between machines.
     texts = [path.read_text() for path in (HERE / source, *sorted(HERE.glob("*.h")))]
     identity = "\n".join([*texts, torch.__version__, _processor(), *platform.libc_ver(), *command])
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
@@ -167,7 +155,7 @@ def _built(source: str) -> Path:
 
 
 def _processor() -> str:
-    """What it is and can do."""
+    """Its model and instruction sets."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

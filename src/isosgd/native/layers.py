@@ -1,8 +1,8 @@
 """Hidden layers of SiLU units beside a linear path, of many chains in one call (``layers.cpp``), or by torch.
 
-The network is `isosgd.tables.network.Perceptron`. Its products are so small that to call torch for each of them, and
-autograd for their gradients, takes several times as long as they do. On a GPU, and without a compiler, the products are
-torch's, without autograd.
+The network is `isosgd.tables.network.Perceptron`. Its products are so small that calling torch for each of them, and
+autograd for their gradients, takes several times as long as the products. On a GPU, and without a compiler, torch makes
+the products, without autograd.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from isosgd.native import build
 
-LEAST = 20_000  # products of rows and weights of all chains: below, the library is not worth to be built
-THREADED = 10_000_000  # such products: below, a second thread gains less than it loses where the machine is busy
+LEAST = 20_000  # products of rows and weights of all chains below which building the library does not pay
+THREADED = 10_000_000  # such products below which more threads lose on a busy machine
 
 
 class Layers:
@@ -49,13 +49,13 @@ class Layers:
         self.numbers = (ctypes.c_int64 * len(numbers))(*numbers)  # in the order of ``Net``; the second are the rows
 
     def fits(self, theta: Tensor, x: Tensor) -> bool:
-        """Whether the library is there, and worth its call, for parameters and inputs ``[chains, n, inputs]``."""
+        """Whether to use the library for such parameters and inputs ``[chains, n, inputs]``."""
         if not self.wide or torch.compiler.is_compiling() or x.shape[1] * theta.numel() < LEAST:
             return False
-        return build.fits(theta, x) and not build.layers_unsupported()
+        return build.fits(theta, x) and build.layers() is not None
 
     def _given(self, theta: Tensor, x: Tensor) -> tuple[Any, ...]:
-        """What both calls are given first."""
+        """The first arguments of both calls."""
         assert theta.shape == (len(x), self.total) and x.shape[2] == self.inputs
         assert theta.is_contiguous() and x[0].is_contiguous()
         self.numbers[1] = x.shape[1]
@@ -63,7 +63,7 @@ class Layers:
         return self.numbers, len(x), threads, theta.data_ptr(), x.data_ptr(), x.stride(0)
 
     def forward(self, theta: Tensor, x: Tensor) -> Tensor:
-        """Outputs ``[chains, n, outputs]``, from contiguous tensors; what layers give is kept for `backward`."""
+        """Outputs ``[chains, n, outputs]``, from contiguous tensors; activations are kept for `backward`."""
         size = len(x), 2 * x.shape[1] * self.units
         if self.kept.shape != size:
             self.kept = theta.new_empty(size)
@@ -80,32 +80,31 @@ class Layers:
 
 
 class TorchLayers:
-    """The same by operations of torch, wherever the parameters are.
+    """The same by torch operations, on any device.
 
-    They are as few as can be: on a GPU what takes the time is how many there are. What a layer takes has a column of
-    ones, so that a bias is one more weight, and its gradient comes with those of the weights.
+    There are as few of them as possible, since on a GPU their number takes the time. The inputs of a layer have a
+    column of ones, so that a bias is one more weight.
 
     Args:
-        shapes: as of `Layers`.
+        shapes: as in `Layers`.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = dict(shapes)
         self.sizes = [int(torch.Size(shape).numel()) for shape in shapes.values()]
         self.depth = sum(name.startswith("hidden.") and name.endswith(".weight") for name in shapes)
-        # What hidden layers take, and at last the output layer, with a column of ones: in fixed places, since a CUDA
-        # graph may go on to read them.
+        # Inputs of the hidden layers and of the output layer, with a column of ones. CUDA graphs may go on to read
+        # them, so that they stay in place.
         self.rooms: dict[tuple[Any, ...], list[Tensor]] = {}
         self.taken: list[Tensor] = []
         self.sums: list[Tensor] = []  # of hidden layers, before the activation
-        self.curved = torch.empty(0)  # what the output layer gives
+        self.curved = torch.empty(0)  # outputs of the output layer
 
     def _views(self, theta: Tensor) -> dict[str, Tensor]:
         parts = zip(self.shapes.items(), torch.split(theta, self.sizes, -1), strict=True)
         return {name: part.view(len(theta), *shape) for (name, shape), part in parts}
 
     def forward(self, theta: Tensor, x: Tensor) -> Tensor:
-        """As of `Layers`."""
         p = self._views(theta)
         if not self.depth:
             return torch.baddbmm(p["skip.bias"].unsqueeze(1), x, p["skip.weight"].mT)
@@ -126,7 +125,7 @@ class TorchLayers:
             return self.rooms[key]
         widths = [x.shape[-1], *(self.shapes[f"hidden.{i}.weight"][0] for i in range(self.depth))]
         made = [torch.ones(*x.shape[:2], width + 1, dtype=x.dtype, device=x.device) for width in widths]
-        if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # then the ones come with each replay alone
+        if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # then the ones are only written at replay
             self.rooms[key] = made
         return made
 
@@ -135,7 +134,7 @@ class TorchLayers:
         return torch.bmm(taken, torch.cat([p[f"{name}.weight"], p[f"{name}.bias"].unsqueeze(-1)], -1).mT)
 
     def backward(self, theta: Tensor, x: Tensor, slope: Tensor) -> Tensor:
-        """As of `Layers`; gradients of other parameters than the network's are zero."""
+        """As in `Layers`; gradients of other parameters than the network's are zero."""
         p, found = self._views(theta), {"skip.weight": torch.bmm(slope.mT, x)}
         if not self.depth:
             return self._flat(theta, found | {"skip.bias": slope.sum(1)})
@@ -154,7 +153,7 @@ class TorchLayers:
         return self._flat(theta, found)
 
     def _flat(self, theta: Tensor, found: Mapping[str, Tensor]) -> Tensor:
-        """Gradients of all parameters ``[chains, d]``, zero for those that are not there."""
+        """Gradients of all parameters ``[chains, d]``; zero where none was found."""
         parts = (
             found[name].reshape(len(theta), -1) if name in found else theta.new_zeros(len(theta), size)
             for name, size in zip(self.shapes, self.sizes, strict=True)

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from isosgd.native import build
 
-LEAST = 50_000  # products: below, to call the operation takes longer than it saves
+LEAST = 50_000  # products below which calling the operation costs more than it saves
 
 
 def ready(basis: Tensor, *others: Tensor) -> bool:
-    """Whether the operation is there for such tensors, and worth its call."""
+    """Whether to use the operation for such tensors."""
     return basis.shape[-1] >= build.FEWEST and basis.numel() >= LEAST and build.ready(basis, *others)
 
 

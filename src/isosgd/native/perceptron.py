@@ -1,7 +1,7 @@
 """Networks of one hidden layer of ReLU units as one operation (``perceptron.h``).
 
-Chains of small networks are many small matrix products, of which a library makes mostly overhead. The operation takes
-all networks of a batch in one call, from the inputs to the outputs, and the gradient likewise.
+Chains of small networks take many small matrix products, which are mostly overhead in a library. The operation
+evaluates all networks of a batch in one call, and their gradients in another.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from isosgd.native import build
 
-LEAST = 200_000  # products: below, to call the operations takes longer than they save
+LEAST = 200_000  # products below which calling the operations costs more than it saves
 
 
 class Names(NamedTuple):
-    """Of the parameters, in the order in which the operation takes them."""
+    """Names of the parameters, in the order of the operation's arguments."""
 
     first_weight: str
     first_bias: str
@@ -26,8 +26,8 @@ class Names(NamedTuple):
 
 
 def names_in(module: nn.Module) -> Names | None:
-    """Where a module is such a network and nothing else, the names of its parameters."""
-    children = list(module._modules.items())  # all of them: `named_children` leaves out a layer's second place
+    """The names of a module's parameters if it is such a network and nothing else."""
+    children = list(module._modules.items())  # `named_children` would leave out a layer's second place
     if type(module) is not nn.Sequential or not all(_plain(layer) for layer in (module, *module._modules.values())):
         return None
     layers = [
@@ -45,14 +45,14 @@ def names_in(module: nn.Module) -> Names | None:
 
 
 def _plain(layer: nn.Module | None) -> bool:
-    """Whether nobody has changed what a layer does."""
+    """Whether a layer has no hooks and no forward of its own."""
     if layer is None or "forward" in vars(layer):
         return False
     return not any((layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks))
 
 
 def fits(theta: Tensor, batch: Any, units: int) -> bool:
-    """Whether the operation is there, and worth its call, for flat parameters and a batch: in compiled code alone.
+    """Whether to use the operation for flat parameters and a batch; only in compiled code.
 
     The parameters are ``[*networks, d]``, the batch inputs ``[*networks, rows, in]`` and targets.
     """

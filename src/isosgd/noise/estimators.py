@@ -2,15 +2,15 @@
 
 *Paired halves.* With ``g1``, ``g2`` the mean gradients of two disjoint parts of ``n1`` and ``n2`` examples, the
 minibatch gradient is ``g = (n1 g1 + n2 g2) / n`` and the difference ``D = sqrt(n1 n2) / n (g1 - g2)`` has mean zero and
-the covariance of ``g``, whatever the gradient itself is. The prior's gradient is the same in both and cancels. For
-equal halves ``D = (g1 - g2) / 2``. It costs no extra gradient work: the two halves together are the minibatch.
+the covariance of ``g``, whatever the gradient itself is. The prior's gradient cancels. For equal halves
+``D = (g1 - g2) / 2``. It costs no extra gradients: the two halves together are the minibatch.
 
-An estimator is fed *noise vectors*, one list of tensors a step, and keeps its state in plain dicts of tensors (the
-optimizer's state), so that saving and loading an optimizer saves it too:
+An estimator takes *noise vectors*, one list of tensors per step, and keeps its state in plain dicts of tensors, in the
+optimizer's state, so that it is saved with the optimizer:
 
 - ``gaussian``: the gradient itself, uncentred, as the paper assumes near a mode (its assumption 2);
 - ``paired``: that difference of the gradients of two halves, centred and unbiased wherever the chain is;
-- ``alpha``: either of them, read as alpha-stable noise, with the variance of the nearest Gaussian.
+- ``alpha``: either of them, modelled as alpha-stable noise, with the variance of the nearest Gaussian.
 """
 
 from __future__ import annotations
@@ -69,9 +69,8 @@ class MovingAverage(NoiseEstimator):
     """Exponential moving average of the squared noise vector: ``v <- mu v + (1 - mu) d^2``.
 
     Args:
-        momentum: ``mu``. The first ``1 / (1 - mu)`` vectors are averaged with equal weights, so that the start
-            value leaves no trace.
-        centred: whether it is fed differences (``paired``) or plain gradients (``gaussian``).
+        momentum: ``mu``. The first ``1 / (1 - mu)`` vectors have equal weights, so that the start value has no effect.
+        centred: whether it takes differences (``paired``) or plain gradients (``gaussian``).
     """
 
     momentum: float = 0.9
@@ -97,8 +96,8 @@ class AlphaStable(NoiseEstimator):
         block: N1, vectors summed in one block.
         blocks: N2, blocks in one estimate.
         momentum: ``mu`` of the filter over successive estimates.
-        centred: whether it is fed differences or plain gradients. Block sums of a drifting gradient grow like
-            ``N1`` whatever the noise is, which fakes ``alpha -> 1``: centre wherever you can.
+        centred: whether it takes differences or plain gradients. Block sums of a drifting gradient grow like ``N1``
+            whatever the noise is, which looks like ``alpha -> 1``: centre wherever possible.
     """
 
     block: int = 10
@@ -124,7 +123,7 @@ class AlphaStable(NoiseEstimator):
     def update(self, states: Sequence[State], noise: Sequence[Tensor], seen: int) -> None:
         position = seen % (self.block * self.blocks) + 1
         for state, d in zip(states, noise, strict=True):
-            if position == 1:  # also after a new start in the middle of a block
+            if position == 1:  # also after a restart in the middle of a block
                 for name in ("logs", "block", "block_logs"):
                     state[name].zero_()
             state["block"].add_(d)
@@ -145,7 +144,7 @@ class AlphaStable(NoiseEstimator):
 
 
 def make_estimator(noise: NoiseName | NoiseEstimator, momentum: float | None = None) -> NoiseEstimator:
-    """The estimator a name stands for, at its default or the given momentum."""
+    """The estimator with a name, at the given momentum or its default."""
     if isinstance(noise, NoiseEstimator):
         return noise
     if noise == "gaussian":
@@ -182,16 +181,16 @@ def join_halves(
 def paired_backward(
     params: Sequence[Tensor], first: Callable[[], Tensor], second: Callable[[], Tensor], sizes: tuple[int, int] = (1, 1)
 ) -> list[Tensor]:
-    """For a training loop of your own: backward both halves, leave the mean in ``.grad``, return the noise vector.
+    """For a training loop of your own: backpropagate both halves, leave the mean in ``.grad``, return the noise vector.
 
     Args:
-        params: the parameters, in the order the sampler was given them.
+        params: the parameters, in the sampler's order.
         first: returns the loss of the first half (mean over its examples).
         second: returns the loss of the second half.
         sizes: examples in each half.
 
     Returns:
-        The noise vector, to be handed to ``sampler.step(noise=...)``.
+        The noise vector, for ``sampler.step(noise=...)``.
     """
     params = list(params)
     a = torch.autograd.grad(first(), params)

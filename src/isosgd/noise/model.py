@@ -1,12 +1,11 @@
-"""What a sampler knows of its gradient noise, kept in the optimizer's state so that saving the one saves the other.
+"""What a sampler knows of its gradient noise, kept in the optimizer's state so that it is saved with it.
 
-For each parameter the variance of its noise (see `isosgd.noise.estimators`). For each group, in the state of its first
-parameter, the top eigenvector of the noise, its last few noise vectors (the *ring*), and how long their outer products
-were.
+For each parameter this is the variance of its noise (see `isosgd.noise.estimators`); for each group, in the state of
+its first parameter, the top eigenvector of the noise, its last few noise vectors (the *ring*), and the top eigenvalues
+that the ring had lately.
 
-From that comes one number for a group: how large must lambda be? All such *summaries* are in units of ``b = v / 2``,
-the diagonal of the paper's B. With ``chains=K`` every tensor carries a leading chain dimension; a summary is then
-``[K]``, otherwise a scalar.
+A group's noise is summarised by one number: how large must lambda be? *Summaries* are in units of ``b = v / 2``, the
+diagonal of the paper's B. With ``chains=K`` every tensor has a leading chain dimension, and a summary is ``[K]``.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from torch.optim import Optimizer
 
 from isosgd.noise.estimators import NoiseEstimator
 
-CLIPPED = 0.01  # share of noise vectors that may be longer than lambda covers
-LENGTHS_KEPT = 256  # recent lengths of each group's noise, of which the noise bound takes a quantile
-MOST_VECTORS = 16  # noise vectors kept for a group ...
-VECTOR_MEMORY = 1 << 15  # ... as long as a chain's hold at most so many numbers, so that large groups keep one
+CLIPPED = 0.01  # share of steps at which noise may exceed what lambda covers
+LENGTHS_KEPT = 256  # recent top eigenvalues of each group's ring, of which the noise bound takes a quantile
+MOST_VECTORS = 16  # noise vectors in a group's ring ...
+VECTOR_MEMORY = 1 << 15  # ... if a chain's hold at most so many numbers; large groups keep one
 
 Group = dict[str, Any]
 Summary = Literal["max", "sum", "mean", "top"]
@@ -31,37 +30,37 @@ Total = Callable[[Tensor], Tensor]
 
 
 class Uses(NamedTuple):
-    """What of the noise a step depends on, and is followed for ever; the rest only until rates are frozen."""
+    """What a step depends on of the noise, which is always followed; the rest only until rates are frozen."""
 
     variances: bool = False  # of each parameter
     vectors: bool = False  # of each group
 
 
 class Whole:
-    """Sums over all elements of parameters. Here tensors hold all of them; see `isosgd.samplers.shards` for parts."""
+    """Sums over all elements of parameters, which are all here; `isosgd.samplers.shards` is for shards."""
 
     sharded = False
     rank, ranks = 0, 1
 
     def together(self, call: Callable[[], Any]) -> list[Any]:
-        """Make a call wherever there are parts; what came of it on each rank."""
+        """Make a call on every rank; returns all results."""
         return [call()]
 
     def align(self, generator: torch.Generator) -> None:
-        """Have the same random numbers wherever there are parts."""
+        """Seed the generators of all ranks alike."""
 
     def take_gradients(self) -> None:
-        """Have the gradients of parts where samplers look for them."""
+        """Give the shards their gradients."""
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Let go of the gradients that parts are taken from."""
+        """Clear the gradients of the sharded parameters."""
 
     def total(self, x: Tensor) -> Tensor:
-        """Numbers that are sums over elements, over all of them."""
+        """Sums over all elements, from sums over those here."""
         return x
 
     def largest(self, x: Tensor) -> Tensor:
-        """Numbers that are maxima."""
+        """Likewise of maxima."""
         return x
 
     def norm(self, x: Tensor) -> Tensor:
@@ -70,23 +69,23 @@ class Whole:
         return found
 
     def size(self, width: int, params: Sequence[Tensor]) -> int:
-        """Elements of parameters, for each chain; ``width`` of them are here."""
+        """Number of elements for each chain; ``width`` of them are here."""
         return width
 
     def mean(self, x: Tensor, params: Sequence[Tensor]) -> Tensor:
-        """Mean over the elements of parameters, of which x holds those that are here."""
+        """Mean over all elements, of which x holds those here."""
         return x.mean()
 
     def normal_(self, out: Tensor, params: Sequence[Tensor], generator: torch.Generator) -> None:
-        """Fill a vector that goes with parameters by normal numbers."""
+        """Fill a vector of the parameters' layout with normal numbers."""
         out.normal_(generator=generator)
 
 
 class NoiseModel:
-    """The gradient noise of a sampler: an optimizer, in whose groups and state everything is kept.
+    """The gradient noise of a sampler, kept in the groups and the state of that optimizer.
 
-    ``uses`` says what the sampler's steps depend on; the generator is for start vectors. Where steps and rates depend
-    on variances alone, a group's vectors are for reports, and every ``vectors_every``-th will do.
+    ``uses`` says what the sampler's steps depend on; the generator is for start vectors. A group's ring and top
+    eigenvector follow every ``vectors_every``-th noise vector.
     """
 
     def __init__(
@@ -103,22 +102,21 @@ class NoiseModel:
         self.reset()
 
     def reset(self) -> None:
-        """Drop what was worked out from the state, since the state is another."""
+        """Drop what was derived from the state, which has changed."""
         self._spectra: dict[int, tuple[Tensor, Tensor]] = {}  # of each group's ring, by the identity of the group
 
     @property
     def groups(self) -> list[Group]:
-        """The groups of parameters."""
         return self.optimizer.param_groups
 
     # -- taking in ----------------------------------------------------------------------------------------------------
 
     def take(self, noise: Sequence[Tensor | None] | None = None) -> None:
-        """Take in one noise vector, in the order of the parameters; the gradients themselves when None."""
+        """Take in one noise vector, in the order of the parameters; None takes the gradients themselves."""
         if noise is not None:
             self.check(noise)
-        followed: dict[int, list[tuple[dict[str, Any], Tensor]]] = {}  # by the number of vectors seen before
-        turned: list[tuple[Group, dict[str, Any]]] = []  # groups whose ring has another vector
+        followed: dict[int, list[tuple[dict[str, Any], Tensor]]] = {}  # by the number of earlier vectors
+        turned: list[tuple[Group, dict[str, Any]]] = []  # groups with a new vector in their ring
         for group, seen_now in self.by_group(noise):
             if not seen_now:
                 continue
@@ -136,7 +134,7 @@ class NoiseModel:
             self.estimator.update([state for state, _ in pairs], [d for _, d in pairs], seen)
 
     def by_group(self, noise: Sequence[Tensor | None] | None) -> Iterator[tuple[Group, list[tuple[Tensor, Tensor]]]]:
-        """Every group with its parameters that have a noise vector, each with it."""
+        """Every group, with pairs of its parameters and their noise vectors, where there are any."""
         given = iter(noise if noise is not None else [p.grad for group in self.groups for p in group["params"]])
         for group in self.groups:
             yield group, [(p, d) for p, d in zip(group["params"], given, strict=False) if d is not None]
@@ -151,14 +149,14 @@ class NoiseModel:
             )
 
     def state_of(self, p: Tensor) -> dict[str, Any]:
-        """The state of a parameter, in which there is an estimate."""
+        """The state of a parameter, with an estimate."""
         state = self.optimizer.state[p]
         if "variance" not in state:
             state.update(self.estimator.init(p))
         return cast(dict[str, Any], state)
 
     def _take_group(self, group: Group, params: list[Tensor], state: dict[str, Any], vectors: list[Tensor]) -> None:
-        """What is known of a group's noise as a whole."""
+        """Update a group's top eigenvector and ring."""
         if "top" not in state:
             vector = join(vectors, self.batched)
             slots = min(MOST_VECTORS, max(1, VECTOR_MEMORY // self.whole.size(vector.shape[-1], params)))
@@ -176,23 +174,22 @@ class NoiseModel:
         group["vectors"] += 1
 
     def _take_lengths(self, turned: Sequence[tuple[Group, dict[str, Any]]]) -> None:
-        """How long the outer products of each ring are now."""
+        """Update the top eigenvalues of the rings."""
         spectra = ring_spectra([s["ring"] for _, s in turned], self.whole.total)
         for (group, state), spectrum in zip(turned, spectra, strict=True):
             self._spectra[id(group)] = spectrum
             slots = state["ring"].shape[-2]
-            # A ring that is not full, or holds vectors of an older window, says little: such lengths are soon written
-            # over.
+            # Those of a ring that is not full, or has vectors of an older window, are soon overwritten.
             index = max((group["seen"] - 1) // self.vectors_every - slots, 0) % LENGTHS_KEPT
             state["longest"][index] = spectrum[0].amax(-1) / min(group["vectors"], slots)
 
     def freeze(self) -> None:
-        """Follow only what a step depends on from now on."""
+        """From now on, follow only what a step depends on."""
         for group in self.groups:
             group["frozen"] = True
 
     def forget(self) -> None:
-        """Start the estimates anew where the chain now is; the old ones serve until the first new vector."""
+        """Start the estimates anew; the old ones serve until the first new vector."""
         for group in self.groups:
             group["seen"] = 0
 
@@ -203,11 +200,11 @@ class NoiseModel:
         return all(self.estimator.ready(group["seen"]) for group in self.groups)
 
     def of_group(self, group: Group) -> dict[str, Any] | None:
-        """What is known of a group's noise as a whole, or None before any was seen."""
+        """The state with a group's ring and top eigenvector, or None before any noise was seen."""
         return next((self.optimizer.state[p] for p in group["params"] if self._knows(p, "top")), None)
 
     def seen_of_group(self, group: Group) -> dict[str, Any]:
-        """The same, where there must be some."""
+        """The same, or an error."""
         state = self.of_group(group)
         if state is None:
             raise RuntimeError(
@@ -220,7 +217,7 @@ class NoiseModel:
         return name in self.optimizer.state.get(p, {})
 
     def variances(self, group: Group) -> list[Tensor]:
-        """Var(g) of each parameter of a group whose noise was seen."""
+        """Var(g) of each of `seen_params`."""
         self.seen_of_group(group)
         return self.estimator.variance([self.optimizer.state[p] for p in self.seen_params(group)])
 
@@ -235,8 +232,9 @@ class NoiseModel:
         return summarise(self.variances(group), how, self.batched, self.whole, self.seen_params(group))
 
     def recent_lengths(self, group: Group) -> Tensor:
-        """Top eigenvalue of the outer products of the noise vectors kept, at recent steps: ``[seen]`` or ``[seen,
-        chains]``; those of full rings since the noise was last forgotten, or the last one.
+        """Top eigenvalues of the ring's second moment at recent steps, ``[seen]`` or ``[seen, chains]``.
+
+        They are those of full rings since the noise was last forgotten, or the last one.
         """
         state = self.seen_of_group(group)
         longest: Tensor = state["longest"]
@@ -246,7 +244,7 @@ class NoiseModel:
     def longest(self, group: Group) -> Tensor:
         """What lambda must cover for `isosgd.geometry.layer.take_out_` to be exact.
 
-        A quantile, not the maximum: one outlier must not slow the chain for ever. What it clips is measured.
+        A quantile, not the maximum: one outlier must not slow the chain for good. The clipped share is reported.
         """
         return 0.5 * torch.quantile(self.recent_lengths(group), 1.0 - CLIPPED, dim=0)
 
@@ -259,14 +257,14 @@ class NoiseModel:
 
 
 def here(x: Tensor) -> Tensor:
-    """A sum over elements, all of which are here; see `Whole.total`."""
+    """`Whole.total` if all elements are here."""
     return x
 
 
 def ring_spectra(rings: Sequence[Tensor], total: Total = here) -> list[tuple[Tensor, Tensor]]:
     """Eigenvalues ``[(chains,) m]`` and eigenvectors of the Gram matrices of m noise vectors ``[(chains,) m, d]`` each.
 
-    Matrices of one shape are decomposed in one call: a GPU takes as long for one of them as for all.
+    Matrices of one shape are decomposed in one call: on a GPU one of them takes as long as all.
     """
     found: dict[int, tuple[Tensor, Tensor]] = {}
     alike: dict[Any, list[tuple[int, Tensor]]] = {}
@@ -279,7 +277,7 @@ def ring_spectra(rings: Sequence[Tensor], total: Total = here) -> list[tuple[Ten
             alike.setdefault((gram.shape, gram.dtype, gram.device), []).append((i, gram))
     for same in alike.values():
         grams = torch.stack([gram for _, gram in same])
-        # In float64, since float32 may fail to converge; and finite, lest one chain that diverged stop the others.
+        # In float64, since float32 may not converge; finite, so that one diverged chain does not stop the others.
         values, vectors = torch.linalg.eigh(torch.nan_to_num(grams.double(), posinf=0.0))
         pairs = zip(values.clamp_min(0.0).to(grams.dtype), vectors.to(grams.dtype), strict=True)
         found |= {i: pair for (i, _), pair in zip(same, pairs, strict=True)}
@@ -287,7 +285,7 @@ def ring_spectra(rings: Sequence[Tensor], total: Total = here) -> list[tuple[Ten
 
 
 def flat(tensor: Tensor, batched: bool) -> Tensor:
-    """Everything behind the chain dimension as one axis; without chains one flat axis."""
+    """A tensor as ``[d]``, or ``[chains, d]``."""
     return tensor.reshape(tensor.shape[0], -1) if batched else tensor.reshape(-1)
 
 
@@ -298,7 +296,7 @@ def join(tensors: Sequence[Tensor], batched: bool = False) -> Tensor:
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
     """Inner product of flat vectors, for each chain."""
-    return (a * b).sum(-1)  # not torch.dot, whose threads fight with torch's own: 30 times slower on two busy cores
+    return (a * b).sum(-1)  # torch.dot has threads of its own: 30 times slower on two busy cores
 
 
 def summarise(
@@ -338,5 +336,5 @@ def power_step(image: Tensor, noise: Tensor, weight: float, total: Total = here)
 
 
 def top_eigenvalue(image: Tensor, total: Total = here) -> Tensor:
-    """Largest eigenvalue of ``B = V / 2`` from the vector that `power_step` keeps."""
+    """Largest eigenvalue of ``B = V / 2``, from the image of `power_step`."""
     return 0.5 * total(dot(image, image)).sqrt()

@@ -1,4 +1,4 @@
-"""Symmetric alpha-stable noise: fit it, and find the Gaussian nearest to it.
+"""Symmetric alpha-stable noise: a fit, and the Gaussian nearest to it.
 
 A symmetric alpha-stable variable has characteristic function ``exp(-|c t|^alpha)``; ``alpha = 2`` is a
 Gaussian of variance ``2 c^2``, smaller ``alpha`` has infinite variance. The Gaussian nearest in l2 has standard
@@ -27,7 +27,7 @@ from torch import Tensor
 EULER_GAMMA = 0.5772156649015329
 ALPHA_MIN, ALPHA_MAX = 0.3, 2.0
 _TABLE_SIZE = 341  # a step of 0.005 in alpha: linear interpolation is then good to 1e-5
-_TINY = 1e-30  # a parameter whose gradient is exactly zero has no logarithm
+_TINY = 1e-30  # instead of zero, which has no logarithm
 
 
 def match_gaussian(alpha: float) -> float:
@@ -44,7 +44,7 @@ def match_gaussian(alpha: float) -> float:
     t = s**4
     weight = 2.0 * np.exp(-0.5 * t * t) / math.sqrt(2.0 * math.pi) * 4.0 * s**3 * (s[1] - s[0])
     r = 0.7
-    for _ in range(7):  # Newton's steps; five are enough for every tabulated alpha
+    for _ in range(7):  # Newton; five steps suffice for every tabulated alpha
         z = (r * t) ** alpha
         density = 2.0 * math.sqrt(2.0 * math.pi) * weight * np.exp(-z)
         slope = math.sqrt(math.pi) - float(np.sum(density * (1.0 - alpha * z)))
@@ -94,7 +94,7 @@ class TailMeter:
         self._count = self._blocks = self._position = 0
 
     def update(self, noise: list[Tensor]) -> None:
-        """Take in one noise vector. Parameters without any noise say nothing about its tails and are left out."""
+        """Take in one noise vector. Parameters without any noise are left out."""
         if self._sum is None:
             self._sum = [torch.zeros_like(d) for d in noise]
         torch._foreach_add_(self._sum, noise)

@@ -3,8 +3,8 @@
     v <- (1 - a) v - lr P (g + w),    theta <- theta + v,    P = 1 / (eps + sqrt(V))
     Cov(w) = 2 a T / (N lr P) - 2 B^
 
-In the notation of Theorem 2: P from a running mean V of g^2, A = a, B^ = V / 2 or measured. V is found in the burn-in,
-over a memory tau that grows by itself where gradients are mostly noise, and is constant from then on:
+In the notation of Theorem 2: P from a running mean V of g^2, A = a, B^ = V / 2 or measured. V is estimated in the
+burn-in, with a memory tau that grows where gradients are mostly noise, and is constant afterwards:
 
     tau <- tau + 1 - tau m^2 / V,    m <- m + (g - m) / (tau + 1),    V <- V + (g^2 - V) / (tau + 1)
 
@@ -31,30 +31,21 @@ class AdaptiveSGHMC(Sampler):
     """SGHMC whose scales are adapted in the burn-in, then frozen.
 
     Targets ``exp(-f / T)`` after the burn-in, up to the discretisation bias ``rate h / (2 (2 - a))`` in the metric,
-    when B^ is the variance of the gradient noise and that is independent between parameters. Correlated noise is left
-    in; `adapt` drowns it to ``bias``.
+    when B^ is the variance of the gradient noise and that is independent between parameters. Correlations of the noise
+    are not corrected for; `adapt` keeps their effect below ``bias``.
 
-    Departures from the paper: B^ is the noise that was measured, where noise vectors are passed to `step` or `observe`.
-    Without them it is V / 2 as in the paper; but V is not centred, it exceeds the variance by the squared gradient, so
-    that too little is injected and variances come out too small by about ``rate h / (2 a)`` in the metric. The burn-in
-    also ends when rates are frozen, as at the end of the warm-up of `isosgd.sample`; ``eps`` bounds P; injected noise
-    is cut at zero where B^ is too large for the rate.
+    Departures from the paper: B^ is measured if noise vectors are passed to `step` or `observe`. Without them it is
+    V / 2 as in the paper; V is not centred and exceeds the variance by the squared gradient, so that too little noise
+    is injected and variances come out too small by about ``rate h / (2 a)`` in the metric. The burn-in also ends when
+    rates are frozen, as at the end of the warm-up of `isosgd.sample`. ``eps`` bounds P. Injected noise is cut at zero
+    where B^ is too large for the rate.
 
     Args:
-        params: as of every `Sampler`.
         friction: a in (0, 1].
         burn_in: steps in which the scales are adapted. Draws count after them.
         eps: bounds P. It has the units of a mean gradient.
         corrected: subtract 2 B^ from the injected noise.
-        settings: ``num_data``, ``temperature``, ``lr`` and others, see `Sampler`.
-
-    Example:
-        >>> net = torch.nn.Linear(2, 1)
-        >>> sampler = AdaptiveSGHMC(net.named_parameters(), num_data=100, lr=1e-4, burn_in=10)
-        >>> net(torch.ones(5, 2)).square().mean().backward()
-        >>> _ = sampler.step()
-        >>> sampler.adapting
-        True
+        settings: those of every `Sampler`.
     """
 
     family = "hamiltonian"
@@ -82,7 +73,7 @@ class AdaptiveSGHMC(Sampler):
 
     @property
     def adapting(self) -> bool:
-        """Whether the burn-in is still on. The counter is the number of steps, which is saved."""
+        """Whether the burn-in goes on."""
         return self._adapts(self.param_groups[0])
 
     def _adapts(self, group: Group) -> bool:
@@ -111,7 +102,7 @@ class AdaptiveSGHMC(Sampler):
         return [self._metric(p) * self.state[p].get("variance", self._square(p)) for p in params]
 
     def noise_bound(self, group: Group) -> Tensor:
-        """What is subtracted must fit under a T / (N lr), and what it leaves must drown in it."""
+        """It covers what is subtracted, and leaves the correlated rest a small share."""
         if not self.corrected:
             return super().noise_bound(group)
         noise = self._noise(group["params"])

@@ -1,9 +1,9 @@
-"""What every sampler shares: groups and units, rates, the step, and the state that is saved.
+"""What every sampler shares: parameter groups and units, step sizes, the step itself, and saving.
 
-A sampler *has* a model of its gradient noise (`isosgd.noise.model.NoiseModel`), a schedule of its rates
-(`isosgd.samplers.schedules`) and an `Injector` that draws what it injects. It may have a metric
-(`isosgd.samplers.metric`), and a Lambda that knows directions (`isosgd.geometry`). What is left to tell samplers apart
-is the `Move` of a group. Where nobody else sets its rates, it has an `isosgd.samplers.own_warmup.OwnWarmup`.
+A sampler *has* a model of its gradient noise (`isosgd.noise.model.NoiseModel`), a step size schedule
+(`isosgd.samplers.schedules`) and an `Injector` that draws the injected noise. It may have a diagonal preconditioner
+(`isosgd.samplers.metric`) or a Lambda that knows directions (`isosgd.geometry`). What then distinguishes one sampler
+from another is the `Move` of a group. Outside `isosgd.sample` an `isosgd.samplers.own_warmup.OwnWarmup` sets the rates.
 """
 
 from __future__ import annotations
@@ -47,56 +47,55 @@ from isosgd.samplers.schedules import Cycles, Schedule
 from isosgd.samplers.shards import is_sharded, take_shards, together
 from isosgd.samplers.steppers import hamiltonian_, langevin_
 
-LOOK_EVERY = 64  # steps between looks at parameters that were frozen
+CHECK_EVERY = 64  # steps between checks of the parameters
 
 
 class Sampler(Optimizer):
     """A `torch.optim.Optimizer` whose steps draw from a posterior.
 
-    The gradients it finds in ``.grad`` must be those of ``mean negative log likelihood + (negative log prior) / N``;
-    ``weight_decay`` adds a Gaussian prior. In any loop it optimises and warms up by itself, and ``draws_ready`` says
-    from when on its steps are draws. A subclass has settings of its own, and takes those listed here as well, by
-    keyword.
+    It expects in ``.grad`` the gradients of ``mean negative log likelihood + (negative log prior) / N``;
+    ``weight_decay`` adds a Gaussian prior. In a training loop of any kind it optimises and warms up by itself;
+    ``draws_ready`` says from when on its steps are draws. Subclasses accept these arguments too, by keyword.
 
     Args:
-        params: parameters, with or without names (one group a layer), or groups.
+        params: parameters, with or without names (one group for each layer), or parameter groups.
         num_data: N, the number of examples in the data set. Never guessed.
-        batch_size: n, the examples behind each step, accumulated ones included. It is needed where the rate is found
-            in a loop.
-        weight_decay: a Gaussian prior of mean 0 and precision ``weight_decay * num_data``, to a mean loss what
-            ``torch.optim.SGD(weight_decay=...)`` adds. Also in groups.
-        warmup: steps of the sampler's own warm-up, in a loop that calls nothing but `step`; left out, as many as it
-            takes, and none with a rate that was given.
-        trained: whether the parameters are those of a trained network, from which that warm-up begins as they are:
-            without an initial optimisation.
+        batch_size: n, the examples behind each step, accumulated ones included. Required if the sampler is to find
+            its rate in a loop.
+        weight_decay: adds a Gaussian prior of mean 0 and precision ``weight_decay * num_data``, as
+            ``torch.optim.SGD(weight_decay=...)`` does for a mean loss. Can be set per group.
+        warmup: steps of the sampler's own warm-up, in a loop that only calls `step`. By default as many as it takes,
+            and none if ``lr`` is given.
+        trained: whether the parameters come from a trained network, so that the warm-up skips its initial
+            optimisation.
         temperature: T; the target is ``exp(-f / T)`` with f the negative log joint density.
-        lr: a rate of the user's, of the mean gradient, also in groups, where it may be changed from step to step;
-            left out, the warm-up sets it. I-SGD and V-SGD have none.
-        bias: the relative error of the posterior variance that the step size may cause, when rates are set by `adapt`.
+        lr: step size for the mean gradient. Can be set per group and changed between steps. By default the warm-up
+            sets it. I-SGD and V-SGD take none.
+        bias: relative error of the posterior variance that the step size may cause, when `adapt` sets the rates.
         noise: how gradient noise is estimated: ``gaussian``, ``paired``, ``alpha`` or a `NoiseEstimator`.
         momentum: momentum of that estimate.
-        track_every: with an uncentred estimate, take in the gradient of every so many steps; None for none once the
-            warm-up has ended, so that steps can be captured or compiled.
-        generator: where all randomness comes from; saved with the state. Made from torch's seed when not given.
-        chains: K when every parameter carries a leading dimension of K independent chains; rates are then ``[K]``.
+        track_every: with an uncentred estimate, use the gradient of every k-th step; None stops after the warm-up, so
+            that steps can be captured or compiled.
+        generator: source of all randomness; saved with the state. By default seeded from torch's generator.
+        chains: K if every parameter has a leading dimension of K independent chains; rates are then ``[K]``.
         foreach: update all tensors of a group in one call.
-        capturable: keep rates in tensors on the device, so that a step can be captured in a CUDA graph, once the phase
-            is ``sampling``. A captured step does not follow ``lr``, and the noise where each replay is followed by
-            `replayed`.
+        capturable: keep rates in tensors on the device, so that a step can be captured in a CUDA graph once the phase
+            is ``sampling``. A captured step ignores changes of ``lr``; it follows the noise if `replayed` is called
+            after each replay.
         innovations: ``normal``, ``bits`` (moment-matched, see `isosgd.samplers.innovations`) or ``auto``.
-        friction: of a subclass, a of Theorem 2 in (0, 1]; None for Theorem 1, which is the case 1.
-        corrected: of a subclass, whether noise vectors are taken out of what is injected, correlations included; None
-            has the sampler's own warm-up choose what allows larger rates, and is False without one.
-        schedule: of a subclass, of rates.
-        extra: of a subclass, further settings of a group.
+        friction: a of Theorem 2, in (0, 1]; None for Theorem 1. Set by subclasses, as are the next three.
+        corrected: whether the measured gradient noise, correlations included, is subtracted from the injected noise.
+            None lets the sampler's own warm-up choose what allows larger rates; without one it means False.
+        schedule: step size schedule.
+        extra: further entries of each group.
 
     Attributes:
         noise: what is known of the gradient noise.
-        given: whether the rate is the user's.
+        given: whether the user gave the rate.
         left_out: parameters that were frozen when the sampler was made.
-        own: the warm-up that the sampler drives itself, once it has begun.
-        whole: how sums over all elements of a group are made, where each rank has a part of them.
-        driven: whether something else sets rates and says when draws count, as `isosgd.sample` does.
+        own: the sampler's own warm-up, once it has begun.
+        whole: computes sums over all elements of a group, which may be sharded over ranks.
+        driven: whether something else, such as `isosgd.sample`, sets rates and decides when draws count.
         resumed: whether a state was loaded.
         metric: a diagonal preconditioner, or None.
         geometry: a Lambda that knows directions, or None.
@@ -114,17 +113,17 @@ class Sampler(Optimizer):
     geometry: Geometry | None = None
 
     def __init_subclass__(cls, **given: Any) -> None:
-        """Have ranks that share parameters make a sampler together: what one is given must be what all are."""
+        """Where parameters are sharded, check on construction that all ranks were given the same settings."""
         super().__init_subclass__(**given)
         make: Callable[..., None] = cls.__init__
 
         @wraps(make)
         def make_together(self: Sampler, params: ParamsLike, *args: Any, **settings: Any) -> None:
-            if type(self) is not cls:  # a subclass of it is made
+            if type(self) is not cls:  # called by the constructor of a subclass
                 return make(self, params, *args, **settings)
             groups = layer_groups(params)
             every: list[Any] = [p for group in groups for p in group["params"] if is_sharded(p)]
-            if not every or every[0].device_mesh.ndim > 1:  # which is refused
+            if not every or every[0].device_mesh.ndim > 1:  # refused later
                 return make(self, groups, *args, **settings)
             own_stream = settings.get("generator") is None
 
@@ -182,7 +181,7 @@ class Sampler(Optimizer):
         self.batch_size, self.warmup, self.trained = batch_size, warmup, trained
         self.own: OwnWarmup | None = None
         self.driven = False
-        self._captured: list[Any] = []  # what captured steps read, which must not be freed
+        self._captured: list[Any] = []  # keeps alive what captured steps read
         groups = layer_groups(params)
         self.whole = take_shards(groups)
         if self.whole.sharded and (not self.shardable or chains is not None or capturable):
@@ -212,7 +211,7 @@ class Sampler(Optimizer):
         self._follow_lr()
 
     def _agreed(self, own_stream: bool) -> dict[str, Any]:
-        """What must be the same on all ranks that share parameters, each of which has some rows of them."""
+        """What must be the same on all ranks among which the parameters are sharded."""
 
         def plain(values: dict[str, Any]) -> dict[str, Any]:
             return {name: x for name, x in values.items() if x is None or isinstance(x, str | int | float)}
@@ -233,7 +232,7 @@ class Sampler(Optimizer):
     # -- groups -------------------------------------------------------------------------------------------------------
 
     def _rate_given(self, groups: Sequence[Group], lr: float | None) -> bool:
-        """Whether rates are the user's, of all groups."""
+        """Whether the user gave the rates; refuses bad ones, and rates for some groups only."""
         rates = [group.get("lr", lr) for group in groups]
         if not self.has_lr and any(rate is not None for rate in rates):
             raise ValueError(f"lr = {next(r for r in rates if r is not None)}: {self._no_lr()}")
@@ -251,7 +250,7 @@ class Sampler(Optimizer):
         return f"{name} finds its rate in its warm-up; give lr= to have a rate of your own, which can be scheduled"
 
     def _wrapped(self, group: Group) -> Group:
-        """A group that refuses a rate where it is not the user's."""
+        """A group that refuses to be given a rate, unless the user gave it one."""
         group.pop("param_names", None)  # torch's, which may hold those of parameters that were left out
         if "lr" in group:
             return dict(group)
@@ -260,9 +259,8 @@ class Sampler(Optimizer):
         return found
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group. Where rates are the sampler's own it warms up again, since the model is another one."""
-        begun = hasattr(self, "injector")  # torch calls this for the first groups too
-        if not begun:
+        """Add a group. A sampler that finds its own rates warms up again."""
+        if not hasattr(self, "injector"):  # called by torch's constructor
             super().add_param_group(param_group)
             check_groups(self.param_groups[-1:], self.chains)
             return
@@ -277,7 +275,7 @@ class Sampler(Optimizer):
         self.left_out = [p for p in self.left_out if all(p is not q for q in added["params"])]
         check_groups([added], self.chains)
         added["step"] = self.param_groups[0]["step"]
-        self.trained = False  # what was added is not
+        self.trained = False  # the new parameters are not
         self.param_groups = [*self.param_groups[:-1], *(self._wrapped(g) for g in trained_groups([added]))]
         self.half = HalfParameters(self.state, [p for group in self.param_groups for p in group["params"]])
         self.noise.reset()
@@ -289,7 +287,7 @@ class Sampler(Optimizer):
             self.own = self._own_warmup()
 
     def hand_over_rates(self) -> None:
-        """From now on rates are the groups' ``lr``, which the user may change."""
+        """End of the warm-up: make the rates the groups' ``lr``, which the user may change."""
         if self.has_lr:
             for i, group in enumerate(self.param_groups):
                 lr = float(group["rate"])
@@ -298,14 +296,14 @@ class Sampler(Optimizer):
             self.injector.reset()
 
     def _follow_lr(self) -> None:
-        """Take over the rates of groups that are the user's, or a scheduler's, where they have changed."""
+        """Adopt each group's ``lr`` where the user or a scheduler has changed it."""
         changed = False
         for group in self.param_groups:
             if (lr := group.get("lr")) is not None and lr != group.get("followed"):
                 if not (math.isfinite(lr) and lr >= 0):
                     raise ValueError(f"group {group['name']!r} has lr = {lr}: it must be finite and not negative")
                 group["followed"] = float(lr)
-                # Without a rate nothing moves; the injected noise of a rate of zero would be infinite over it.
+                # The injected noise is infinite over a rate of zero: take the smallest one instead.
                 group["rate"] = self.number(max(float(lr), torch.finfo(torch.float32).tiny))
                 changed = True
         if changed:
@@ -313,21 +311,20 @@ class Sampler(Optimizer):
 
     @property
     def batched(self) -> bool:
-        """Whether parameters carry a leading chain dimension."""
+        """Whether parameters have a leading chain dimension."""
         return self.chains is not None
 
     @property
     def estimator(self) -> NoiseEstimator:
-        """Of the variance of gradient noise."""
         return self.noise.estimator
 
     # -- gradient noise -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def observe(self, noise: Sequence[Tensor] | None = None) -> None:
-        """Take in one noise vector, in the order of the parameters; the gradients themselves when None."""
+        """Take in one noise vector, in the order of the parameters; None takes the gradients themselves."""
         if self.geometry is not None:
-            if noise is not None:  # what the model keeps, number by number, a geometry knows better
+            if noise is not None:  # the geometry keeps its own, better estimate
                 self.noise.check(noise)
                 self.geometry.observe(noise)
                 for group in self.param_groups:
@@ -341,38 +338,38 @@ class Sampler(Optimizer):
             self.metric.take(noise)
 
     def forget_noise(self, void: bool = False) -> None:
-        """Start the noise estimate anew where the chain now is; the old one serves until the first new vector.
+        """Start the noise estimate anew; the old one serves until the first new vector.
 
-        A ``void`` one is worth nothing: it was not measured on the posterior.
+        If ``void``, the old one is worthless: it was not measured on the posterior.
         """
         self.noise.forget()
         if self.geometry is not None:
             self.geometry.forget(void)
 
     def freeze(self) -> None:
-        """Rates stay as they are from now on; only the noise that a step depends on is still followed. Cycles begin."""
+        """Fix the rates, follow only the noise that a step depends on, and let cycles begin."""
         self.noise.freeze()
         self.schedule.begin(self.param_groups)
 
     def noise_summary(self, group: Group, how: Summary) -> Tensor:
-        """One number for a group's noise, in units of ``b = v / 2``; in the metric, where there is one."""
+        """One number for a group's noise, in units of ``b = v / 2``; in the metric if there is one."""
         if self.metric is None:
             return self.noise.summary(group, how)
         return self.metric.top(group) if how == "top" else summarise(self.metric.variances(group), how, self.batched)
 
     def clipped_share(self, group: Group) -> Tensor:
-        """Share of a group's noise that exceeds lambda, so that it could not be made isotropic, where that is meant."""
+        """Share of a group's noise that exceeds lambda, so that it cannot be made isotropic."""
         return torch.zeros(self.chains or ())
 
     @property
     def whitening(self) -> Metric | None:
-        """The metric in which curvature is measured, where there is one."""
+        """The metric in which curvature is measured, if any."""
         return self.metric
 
     # -- rates --------------------------------------------------------------------------------------------------------
 
     def adapt(self, curvature: Sequence[Number] | None = None, rise: float = 2.0) -> None:
-        """Set every group's rate from the noise seen and, where known, the curvature of ``f / N`` in that group.
+        """Set every group's rate from the measured noise and the curvature of ``f / N`` in that group.
 
         Rates fall at once and rise by at most a factor of ``rise``.
         """
@@ -382,8 +379,8 @@ class Sampler(Optimizer):
             name = type(self).__name__
             raise ValueError(f"{name} has no rate and no curvature to set it from: pass lr, or use isosgd.sample")
         for group, h in zip(self.param_groups, curvature, strict=True):
-            told = h if self.metric is None else h * self.metric.curvature_ratio(group)
-            self._fit_rate(group, told, self.noise_bound(group), rise)
+            own = h if self.metric is None else h * self.metric.curvature_ratio(group)
+            self._fit_rate(group, own, self.noise_bound(group), rise)
             peak = self.schedule.limit_peak(group, h)
             if peak is not None:
                 group["peak"] = self.number(peak)
@@ -391,13 +388,13 @@ class Sampler(Optimizer):
     def noise_bound(self, group: Group) -> Tensor:
         """The smallest composite noise that a group's gradient noise allows.
 
-        Corrected, the gradient noise must fit under it; otherwise, what is ignored must drown in it.
+        Gradient noise that is corrected for must not exceed it; noise that is ignored must be a small share of it.
         """
         return self.noise.longest(group) if self.corrected else self.noise_summary(group, "top") / self.bias
 
     def _fit_rate(self, group: Group, curvature: Number, noise: Tensor, rise: float) -> None:
-        """The largest rate whose composite noise ``a T / (N rate)`` covers ``noise`` and whose bias is as allowed."""
-        # Without a temperature there is no variance that noise could spoil: the curvature alone bounds the rate.
+        """Set the largest rate whose composite noise ``a T / (N rate)`` covers ``noise`` and whose bias is allowed."""
+        # At temperature zero there is no variance to get wrong: only the curvature bounds the rate.
         variance = self.friction * group["temperature"]
         cover = group["num_data"] * noise / variance if variance else torch.zeros_like(noise)
         guard = torch.as_tensor(curvature, dtype=noise.dtype, device=noise.device)
@@ -407,7 +404,7 @@ class Sampler(Optimizer):
         self.refresh()
 
     def number(self, value: Number) -> Number:
-        """A group's number in the form this sampler keeps: a float, or a tensor when chains or a capture need one."""
+        """A group's number as this sampler keeps it: a float, or a tensor with ``chains`` or ``capturable``."""
         if self.chains is None and not self.capturable:
             return float(value)
         device = self.param_groups[0]["params"][0].device
@@ -422,17 +419,17 @@ class Sampler(Optimizer):
         return self.schedule.rate(group, group["rate"])
 
     def composite(self, group: Group) -> Number:
-        """The noise, gradient's and injected together, that goes with the rate: ``Sigma = a T / (N rate)``."""
+        """Gradient noise plus injected noise, as the rate requires: ``Sigma = a T / (N rate)``."""
         sigma: Number = self.friction * group["temperature"] / (group["num_data"] * self.rate(group))
         return sigma
 
     # -- moves --------------------------------------------------------------------------------------------------------
 
     def _move(self, group: Group, params: list[Tensor]) -> Move:
-        """The rate and the injected noise of a group's next steps: all that tells samplers apart.
+        """The rate and the injected noise of a group's next steps: all that distinguishes samplers.
 
-        It is asked again when the noise estimate or the rates change, and after `refresh`. Here all of the composite
-        noise is injected, as if gradients had none; or what is left of it without theirs.
+        Called again when the noise estimate or the rates change, and after `refresh`. By default all of the composite
+        noise is injected, less the measured gradient noise if ``corrected``.
         """
         rate, lam = self.rate(group), self.composite(group)
         return self._outer(lam, rate) if self.corrected else Move(rate, root(2.0 * lam))
@@ -441,20 +438,20 @@ class Sampler(Optimizer):
         return Move(self.rate(group), 0.0) if self.schedule.explores(group) else self._move(group, params)
 
     def _outer(self, lam: Number, rate: Number) -> Move:
-        """A move whose injected noise makes gradient noise isotropic, correlations included (see `take_out_`)."""
+        """A move that subtracts the gradient noise, correlations included (see `take_out_`)."""
         return Move(rate, root(2.0 * lam), outer=lam)
 
     def _diagonal(self, lam: Number, rate: Number, variances: Sequence[Tensor]) -> Move:
-        """A move whose injected noise makes up for the variance of each parameter's gradient noise on its own."""
+        """A move that subtracts the variance of each parameter's gradient noise."""
         return Move(rate, 1.0, scale=diagonal_scale(lam, join(list(variances), self.batched)))
 
     def refresh(self) -> None:
-        """Ask for the moves anew; call it after changing a group's settings by hand."""
+        """Work out the moves anew; call it after changing a group's settings by hand."""
         self.injector.refresh()
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
-    # Not compiled: a step is host work and random numbers, with buffers that change places.
+    # Not compiled: a step is host work and random numbers.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def step(
@@ -464,25 +461,26 @@ class Sampler(Optimizer):
 
         Args:
             closure: re-evaluates the loss and its gradients.
-            noise: the noise vector of this step's minibatch (paired halves), where there is one.
+            noise: the noise vector of this step's minibatch (paired halves), if there is one.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.whole.take_gradients()
-        if self.param_groups[0]["step"] % LOOK_EVERY == 0:
+        if self.param_groups[0]["step"] % CHECK_EVERY == 0:
             self._check_parameters()
         self._follow_lr()
-        if self.own is None and noise is None and self.given and self.needs_vectors and not self.driven:
-            self.own = OwnWarmup(self, None, by_scheme=True)  # for noise vectors alone
-        if self.own is None and not (self.driven or self.given) and any(g["rate"] is None for g in self.param_groups):
-            self.own = self._own_warmup()  # nobody else has set rates, or will
+        if self.own is None and not self.driven:
+            if self.given and self.needs_vectors and noise is None:
+                self.own = OwnWarmup(self, None, by_scheme=True)  # for noise vectors alone
+            elif not self.given and any(group["rate"] is None for group in self.param_groups):
+                self.own = self._own_warmup()
         own, captured = self.own, capturing()
         if captured:
             self._check_capture()
         if own is not None:
-            noise = own.noise(noise)  # before the prior's part is added, which has none
+            noise = own.noise(noise)  # before the gradient of the prior is added
         if own is None and noise is None and self._plain():
             self._plain_step()
             return loss
@@ -493,11 +491,11 @@ class Sampler(Optimizer):
             elif noise is not None or self._takes_gradient():
                 self.observe(noise)
             elif own is not None and own.by_scheme and not self.warming and not self.noise.ready():
-                moves = False  # until there is a first noise vector
+                moves = False  # not before the first noise vector
             if moves:
                 self.injector.lay_out()
                 self._update()
-        if captured:  # and not taken
+        if captured:  # recorded, not executed
             parts = (self.injector, self.injector.source, self.metric, self.geometry)
             self._captured += [dict(vars(part)) for part in parts if part is not None]
             self._captured += [dict(known) for known in (*self.param_groups, *self.state.values())]
@@ -510,10 +508,10 @@ class Sampler(Optimizer):
             self.injector.source.prefetch()
         return loss
 
-    @Optimizer.profile_hook_step  # so that whoever follows steps follows these, too
+    @Optimizer.profile_hook_step  # run step hooks for these steps, too
     @torch.no_grad()
     def replayed(self) -> None:
-        """Take note of a step that was replayed from a CUDA graph: count it, and follow the noise by its gradients.
+        """Count a step that was replayed from a CUDA graph, and follow the noise by its gradients.
 
         Call it after each replay, on the same stream, with the gradients still there.
         """
@@ -531,7 +529,7 @@ class Sampler(Optimizer):
             group["step"] += 1
 
     def _check_capture(self) -> None:
-        """Refuse to have a step captured whose replays would not be steps."""
+        """Refuse to capture a step whose replays would not be valid steps."""
         if not self.capturable:
             why = "it was made without capturable=True"
         elif self.phase != SAMPLING or not self.injector.layout:
@@ -545,7 +543,7 @@ class Sampler(Optimizer):
         raise RuntimeError(f"a step of this {type(self).__name__} cannot be captured in a CUDA graph: {why}")
 
     def _check_parameters(self) -> None:
-        """Refuse what would silently be left out, or end in an obscure error."""
+        """Refuse parameters that were thawed meanwhile, and sparse gradients."""
         for p in self.left_out:
             if p.requires_grad:
                 raise ValueError(
@@ -567,12 +565,11 @@ class Sampler(Optimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of every optimizer; of sharded parameters, too."""
         super().zero_grad(set_to_none)
         self.whole.zero_grad(set_to_none)
 
     def _plain(self) -> bool:
-        """Whether a step of parameters in bfloat16 is a stepper's and no more, which needs no copies."""
+        """Whether a step of bfloat16 parameters is a stepper's alone, so that it needs no float32 copies."""
         if not self.half.every or self.batched or self.corrected or self.warming:
             return False
         if self.capturable or self.metric is not None or any(self.noise.uses) or self._takes_gradient():
@@ -596,7 +593,7 @@ class Sampler(Optimizer):
 
     @contextmanager
     def _decayed(self) -> Iterator[None]:
-        """Gradients with those of a Gaussian prior, ``weight_decay * theta``, while a step is taken."""
+        """Within it, gradients include that of the Gaussian prior, ``weight_decay * theta``."""
         decays = [(p, g["weight_decay"]) for g in self.param_groups if g["weight_decay"] for p in g["params"]]
         found = [(p, p.grad, decay) for p, decay in decays if p.grad is not None]
         for p, grad, decay in found:
@@ -610,28 +607,28 @@ class Sampler(Optimizer):
     # -- a warm-up of its own -----------------------------------------------------------------------------------------
 
     def _own_warmup(self) -> OwnWarmup:
-        """A warm-up of its own, from its beginning."""
+        """The sampler's own warm-up, from its beginning."""
         if self.batched:
             raise RuntimeError("chains side by side have no warm-up of their own: let isosgd.sample take them")
         return OwnWarmup(self, self.warmup)
 
     def _forget_warmup(self) -> None:
-        """As before the first step."""
+        """Go back to before the first step."""
         self.own = None
 
     @property
     def needs_vectors(self) -> bool:
-        """Whether steps depend on noise vectors, rates apart."""
+        """Whether steps at fixed rates depend on noise vectors."""
         return self.estimator.centred and any(self.noise.uses)
 
     @property
     def warming(self) -> bool:
-        """Whether rates are still estimated by a scheme of the sampler's own."""
+        """Whether one of I-SGD's schemes is still estimating its rates."""
         return False
 
     @property
     def phase(self) -> str:
-        """``optimising``, ``warming up`` or ``sampling``, as far as the sampler knows."""
+        """``optimising``, ``warming up`` or ``sampling``."""
         if self.own is not None and not (self.own.by_scheme and self.own.phase == SAMPLING):
             return self.own.phase
         if any(group["rate"] is None for group in self.param_groups):
@@ -640,14 +637,14 @@ class Sampler(Optimizer):
 
     @property
     def draws_ready(self) -> bool:
-        """Whether the place after the last step is a draw that counts."""
+        """Whether the parameters are, after the last step, a draw that counts."""
         return self.phase == SAMPLING and self.param_groups[0]["step"] > 0 and self.sampling
 
     def _takes_gradient(self) -> bool:
-        """Whether this step's gradient serves as an (uncentred) noise vector."""
+        """Whether this step's gradient is taken as an (uncentred) noise vector."""
         every = self.track_every
         if self.own is not None and not self.own.by_scheme:
-            return False  # there are centred ones
+            return False  # it uses centred ones
         return every is not None and not self.estimator.centred and self.param_groups[0]["step"] % every == 0
 
     def _update(self) -> None:
@@ -670,13 +667,13 @@ class Sampler(Optimizer):
 
     def _make_plan(self) -> None:
         if self.schedule.changes(self.param_groups):
-            self.refresh()  # the rate changes from step to step
+            self.refresh()
         self.injector.make_plan()
 
     def _advance(
         self, params: list[Tensor], grads: list[Tensor], rate: Number | list[float], kick: list[Tensor] | None
     ) -> None:
-        """Move the parameters by Theorem 1 or 2, in the metric where there is one."""
+        """Move the parameters by Theorem 1 or 2, in the metric if there is one."""
         if self.metric is not None:
             metric, grads = self._drift(params, grads)
             if kick is not None:
@@ -687,17 +684,16 @@ class Sampler(Optimizer):
             langevin_(params, grads, rate, kick)
 
     def _drift(self, params: list[Tensor], grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The diagonal of P, and what takes the place of the gradient."""
+        """The diagonal of P, and the drift that replaces the gradient."""
         assert self.metric is not None
         metric = [self.metric.value(p) for p in params]
         return metric, list(torch._foreach_mul(metric, grads))
 
     def velocity(self, p: Tensor) -> Tensor:
-        """The velocity of a parameter."""
         return self.kept_like(p, "velocity", p.dtype)
 
     def kept_like(self, p: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-        """What the state holds of a parameter by a name: a tensor of its shape, zero at first."""
+        """A tensor in a parameter's state, of its shape; zero at first."""
         state = self.state[p]
         if name not in state:
             state[name] = torch.zeros_like(p, dtype=dtype)
@@ -705,7 +701,7 @@ class Sampler(Optimizer):
         return found
 
     def program(self) -> StepProgram | str:
-        """The next steps in the form that a backend executes many of at once, or why there is none."""
+        """The next steps in a form that a backend can run many of at once, or why there is none."""
         if any(self.noise.uses) and not self.estimator.centred and self.track_every is not None:
             return "the noise is followed by single gradients"
         if not self.schedule.changes(self.param_groups):
@@ -721,21 +717,21 @@ class Sampler(Optimizer):
 
     @property
     def sampling(self) -> bool:
-        """Whether the last step makes a draw that counts."""
+        """Whether the last step was one of a sampling stage."""
         return self.schedule.sampled(self.param_groups[0])
 
     def steps_to(self, spacing: float) -> int:
-        """Steps until the next draw, which is to be as far as so many steps at the rate that was set."""
+        """Steps until the next draw, given the spacing of draws in steps at the rate that was set."""
         return self.schedule.steps_to(self.param_groups[0], spacing)
 
     def fit_schedule(self, spacing: float) -> None:
-        """Take in how far apart draws should be, as measured at the rate that was set; before the first draw."""
+        """Fit the schedule, before the first draw, to the measured spacing of draws."""
         self.schedule.fit(self.param_groups, spacing)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, with the generator, and with the geometry where there is one."""
+        """The optimizer's state, with that of the generator, of the warm-up and of the geometry."""
         state = {**super().state_dict(), "generator": self.injector.generator_state()}
         if self.own is not None:
             state["warmup"] = state_of(self.own)
@@ -745,7 +741,7 @@ class Sampler(Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave. Estimates keep their own dtype (torch would cast them to the parameter's)."""
+        """Load a `state_dict`. Estimates keep their dtype, which torch would change to the parameter's."""
         if "generator" not in state_dict:
             raise ValueError(
                 "this state has no 'generator': it was not saved by an isosgd sampler and cannot resume a chain"
@@ -770,7 +766,7 @@ class Sampler(Optimizer):
                 self.state[p][name] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
         self.generator.set_state(state_dict["generator"].cpu())
         self.resumed = True
-        self.half.state = self.state  # torch has made another
+        self.half.state = self.state  # torch has replaced it
         self.noise.reset()
         self.injector.reset()
         if self.geometry is not None and saved is not None:
@@ -779,5 +775,5 @@ class Sampler(Optimizer):
 
 
 def slow_rise(old: Number | None, new: Tensor, rise: float) -> Tensor:
-    """An inverse rate (a lambda) that grows at once and shrinks by at most a factor of ``rise``."""
+    """A new inverse rate (or lambda): it grows at once and shrinks by at most a factor of ``rise``."""
     return new if old is None else torch.maximum(new, torch.as_tensor(old, dtype=new.dtype, device=new.device) / rise)

@@ -2,9 +2,9 @@
 
     rate_t = lr min(peak, c(r) / c(beta)),    c(r) = (1 + cos(pi r)) / 2,    r = (t mod cycle) / cycle
 
-In each cycle, first *exploration* (r < beta): steps at a high rate without injected noise, on the way to another mode;
-then *sampling*: the steps of SGLD or SGHMC as the rate falls from ``lr`` towards zero. Only draws of the second stage
-count. The paper's alpha_0 is ``lr / c(beta)``. The schedule itself, and what it means for the spacing of draws, is in
+Each cycle begins with *exploration* (r < beta): steps at a high rate without injected noise, towards another mode. Then
+comes *sampling*: steps of SGLD or SGHMC while the rate falls from ``lr`` towards zero. Only draws of this second stage
+count. The paper's alpha_0 is ``lr / c(beta)``. The schedule, and what it means for the spacing of draws, is in
 `isosgd.samplers.schedules.Cycles`.
 """
 
@@ -21,24 +21,23 @@ class CSGLD(Sampler):
     """SGLD in cycles.
 
     Targets ``exp(-f / T)`` within the modes it visits, as ``lr -> 0`` with many relaxation times in every sampling
-    stage. It is started cold by each exploration, so that short stages come out too narrow; and how often a mode is
-    visited has nothing to do with its mass.
+    stage. Each exploration ends cold, so that short stages come out too narrow. How often a mode is visited has
+    nothing to do with its mass.
 
-    Departures from the paper: ``lr`` is the largest rate of the sampling stage, which `adapt` can set by theory, and
-    not that of the cycle; `adapt` also caps the rate of exploration where it would be unstable; and cycles begin
-    when rates are frozen (at the end of the warm-up of `isosgd.sample`), or with the first step when ``lr`` is given.
-    In `isosgd.sample` a stage is so long that the chain spreads anew in it and then gives ten draws, and draws are
-    equally far apart in the sum of rates, not in steps.
+    Departures from the paper: ``lr`` is the largest rate of the sampling stage, which `adapt` can set by theory, not
+    that of the cycle; `adapt` also caps the rate of exploration where it would be unstable; cycles begin when rates
+    are frozen (at the end of the warm-up of `isosgd.sample`), or with the first step if ``lr`` is given. In
+    `isosgd.sample` a stage is long enough for the chain to spread again and then give ten draws, which are equally
+    spaced in the sum of rates, not in steps.
 
     Args:
-        params: as of every `Sampler`.
-        cycle: steps in a cycle; left out, `isosgd.sample` sets it from how far apart draws should be, and it is
-            5,000 where that is not measured.
+        cycle: steps in a cycle. By default `isosgd.sample` sets it from the spacing of draws; it is 5,000 where that
+            is not measured.
         exploration: beta, the share of exploration in a cycle. The paper has .25 for mixtures and .8 for networks.
         decay: exponent of an annealing over all cycles, 0 for none.
         offset: steps after which the annealing sets in.
-        corrected: subtract the measured gradient noise from the injected noise, as of `Sampler`.
-        settings: ``num_data``, ``temperature``, ``lr`` and others, see `Sampler`.
+        corrected: subtract the measured gradient noise from the injected noise, as in `Sampler`.
+        settings: those of every `Sampler`.
 
     Example:
         >>> import torch
@@ -78,15 +77,8 @@ class CSGHMC(Sampler):
     Targets ``exp(-f / T)`` within the modes it visits, with the errors of `CSGLD` and those of
     `isosgd.samplers.sghmc.SGHMC`.
 
-    Departures from the paper: those of `CSGLD`.
-
-    Args:
-        params: as of every `Sampler`.
-        cycle: as of `CSGLD`.
-        exploration: as of `CSGLD`.
-        friction: a in (0, 1], as of `SGHMC`.
-        corrected: subtract the measured gradient noise from the injected noise, as there.
-        settings: ``num_data``, ``temperature``, ``lr`` and others, see `Sampler`.
+    Departures from the paper, ``cycle`` and ``exploration`` are those of `CSGLD`; ``friction`` and ``corrected``
+    those of `SGHMC`.
     """
 
     family = "hamiltonian"

@@ -1,4 +1,4 @@
-"""Groups of parameters: one a layer, each with its N and its temperature."""
+"""Parameter groups, one for each layer, each with its N and temperature; checks of settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Group = dict[str, Any]
 
 
 class OwnRateGroup(dict[str, Any]):
-    """A group whose rate is not the user's: ``lr`` is refused, with the reason, to schedulers as to anybody else."""
+    """A group whose rate the sampler sets: to read or set ``lr``, as a scheduler would, is refused with the reason."""
 
     reason = ""
 
@@ -30,10 +30,10 @@ class OwnRateGroup(dict[str, Any]):
 
 
 def layer_groups(params: ParamsLike) -> list[Group]:
-    """One group a layer from parameters; groups that were given as dicts stay as they are.
+    """One group for each layer; groups that are given as dicts stay as they are.
 
-    Without names a tensor of two or more dimensions begins a layer, and a vector behind it that is as long as the
-    tensor is its bias.
+    Without names, a tensor of two or more dimensions begins a layer, and a vector of its length that follows is its
+    bias.
 
     Example:
         >>> import torch
@@ -73,25 +73,25 @@ def layer_groups(params: ParamsLike) -> list[Group]:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Refuse a name that two groups have."""
+    """Refuse names that are not unique."""
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"two groups have the name {twice[0]!r}: give each group a name of its own")
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Refuse a setting that is none of several choices."""
+    """Refuse a setting that is not one of the choices."""
     if value not in choices:
         *others, last = map(repr, choices)
         raise ValueError(f"{name} = {value!r} is unknown; choose {', '.join(others)} or {last}")
 
 
 def is_whole(number: object) -> bool:
-    """Whether something is an integer, of numpy too, and neither a truth value nor a tensor."""
+    """Whether this is an integer, also numpy's, but not a bool or tensor."""
     return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
 
 
 def check_units(num_data: int, temperature: float) -> None:
-    """Refuse an N or a T that makes no sense."""
+    """Refuse a bad N or T."""
     if not is_whole(num_data) or num_data < 1:
         raise ValueError(f"num_data = {num_data!r} must be the number of examples, an integer of at least 1")
     if not (math.isfinite(temperature) and temperature >= 0):
@@ -99,7 +99,7 @@ def check_units(num_data: int, temperature: float) -> None:
 
 
 def check_batch_size(batch_size: int | None, num_data: int | None = None) -> None:
-    """Refuse an n that makes no sense."""
+    """Refuse a bad n."""
     if batch_size is None:
         return
     if not is_whole(batch_size) or batch_size < 1:
@@ -111,7 +111,7 @@ def check_batch_size(batch_size: int | None, num_data: int | None = None) -> Non
 
 
 def check_groups(groups: list[Group], chains: int | None) -> None:
-    """Refuse groups that cannot be sampled: bad units, integers, or tensors without the dimension of their chains."""
+    """Refuse groups with bad units, integer tensors, or tensors without their chain dimension."""
     for group in groups:
         check_units(group["num_data"], group["temperature"])
         group["num_data"] = int(group["num_data"])
@@ -130,10 +130,7 @@ def check_groups(groups: list[Group], chains: int | None) -> None:
 
 
 def trained_groups(groups: list[Group]) -> list[Group]:
-    """Leave out parameters without gradients, so that a frozen layer needs no noise, no rate and no step.
-
-    A model that is frozen altogether stays as it is.
-    """
+    """Leave out frozen parameters, which need no noise and no rate, unless all are frozen."""
     trained = [[p for p in group["params"] if p.requires_grad] for group in groups]
     if not any(trained):
         return groups

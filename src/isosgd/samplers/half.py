@@ -1,10 +1,10 @@
 """Parameters in bfloat16 whose steps are those of float32.
 
-A step of a sampler is mostly smaller than the distance between two numbers of bfloat16, about 1/128 of a value, and
-would be lost. Stochastic rounding keeps it on average and adds a variance of its own at every step, which can be larger
-than that of the step (`tests/unit/test_sampled_parts.py` measures both). So a parameter is the upper half of a float32,
-rounded, and the sampler's state holds the rest as 16-bit integers: together they are the float32, exactly, in six bytes
-with the gradient.
+Most steps of a sampler are smaller than the spacing of bfloat16 numbers, about 1/128 of a value, and would be lost.
+Stochastic rounding keeps them on average, but adds a variance at every step that can exceed that of the step
+(`tests/unit/test_sampled_parts.py` measures both). So a parameter is the rounded upper half of a float32, and the
+sampler's state holds the rest as 16-bit integers: together they are the float32, exactly, in six bytes with the
+gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from isosgd.errors import first_line
-from isosgd.samplers.philox import CHUNK, make_normals
+from isosgd.samplers.innovations import CHUNK, make_normals
 
 LOW = "low"  # its name in the state
 NAN = 0x7FC00000
@@ -28,7 +28,7 @@ HALF_STEP = 1 << 15  # of the upper half, in units of the lower
 def wide(upper: Tensor, low: Tensor) -> Tensor:
     """A float32 from its halves, 16-bit integers.
 
-    A zero of the upper half with a negative lower one was set by somebody else, who knew of no lower half: it is zero.
+    A zero upper half with a negative lower half was set from outside, without the lower half: it is zero.
 
     Example:
         >>> x = torch.tensor([3.14159265, -1e-3])
@@ -40,8 +40,8 @@ def wide(upper: Tensor, low: Tensor) -> Tensor:
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The bits of the nearest bfloat16, and what is missing to those of the float32."""
-    bits = torch.where(x.isnan(), NAN, x.view(torch.int32))  # others would overflow, and look like a number
+    """The bits of the nearest bfloat16, and those of the float32 less these."""
+    bits = torch.where(x.isnan(), NAN, x.view(torch.int32))  # other NaNs could overflow into a number
     upper = (bits + HALF_STEP) >> 16
     return upper.to(torch.int16), (bits - (upper << 16)).to(torch.int16)
 
@@ -49,10 +49,10 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
 def step_halves_(
     upper: Tensor, low: Tensor, grad: Tensor, xi: Tensor, numbers: Sequence[float], velocity: Tensor | None = None
 ) -> None:
-    """A step of either stepper in place, ``numbers`` being the rate, the kick, the weight decay and the friction.
+    """A step of either stepper in place; ``numbers`` are the rate, the kick, the weight decay and the friction.
 
-    That is ``v <- (1 - friction) v - rate (grad + decay theta) - kick xi``, ``theta += v``; without a velocity it is
-    zero before each step.
+    ``v <- (1 - friction) v - rate (grad + decay theta) - kick xi``, ``theta += v``; without a velocity v starts from
+    zero.
     """
     rate, kick, decay, friction = numbers
     theta = wide(upper, low)
@@ -67,7 +67,7 @@ def step_halves_(
 
 @lru_cache(maxsize=1)
 def make_kernel() -> Any:
-    """The same step for a GPU, with innovations of its own; None where there is no Triton."""
+    """The same step for a GPU, with innovations of its own; None without Triton."""
     normals = make_normals()
     if normals is None:
         return None
@@ -118,7 +118,6 @@ class HalfParameters:
         self.unsupported_reason = ""  # of the kernel
 
     def low(self, p: Tensor) -> Tensor:
-        """The lower half of a parameter."""
         if LOW not in self.state[p]:
             self.state[p][LOW] = torch.zeros_like(p, dtype=torch.int16)
         found: Tensor = self.state[p][LOW]
@@ -143,7 +142,7 @@ class HalfParameters:
                 p.data, p.grad = data, grad
 
     def begin_step(self, generator: torch.Generator) -> None:
-        """Draw what the innovations of a step on a GPU are made from."""
+        """On a GPU, draw the key of a step's innovations."""
         if generator.device.type == "cuda" and not self.unsupported_reason and make_kernel() is not None:
             if self._key is None:
                 self._key = torch.empty(1, dtype=torch.int64, device=generator.device)
@@ -153,7 +152,7 @@ class HalfParameters:
     def step_(
         self, p: Tensor, numbers: Sequence[float], generator: torch.Generator, velocity: Tensor | None = None
     ) -> None:
-        """A step of one parameter without a float32 copy of all of them: on a GPU in one pass over memory."""
+        """A step of one parameter; on a GPU in one pass over memory."""
         assert p.grad is not None
         args = [p.detach().view(torch.int16), self.low(p), p.grad, *([] if velocity is None else [velocity])]
         plain = all(x.stride() == p.stride() for x in args) and _dense(p)
@@ -167,7 +166,7 @@ class HalfParameters:
         step_halves_(args[0], args[1], args[2], xi, numbers, velocity)
 
     def _launch(self, p: Tensor, args: Sequence[Tensor], numbers: Sequence[float]) -> None:
-        """The step by the kernel; the last of ``args`` is the velocity, where there is one."""
+        """The step by the kernel; the last of ``args`` is the velocity, if there is one."""
         rate, kick, decay, friction = numbers
         chunks = -(-p.numel() // CHUNK)
         with torch.cuda.device(p.device):  # Triton launches where torch is, not where its arguments are
@@ -180,5 +179,5 @@ class HalfParameters:
 
 
 def _dense(p: Tensor) -> bool:
-    """Whether values lie in memory without gaps, in any order."""
+    """Whether values lie in memory without gaps."""
     return p.is_contiguous() or p.is_contiguous(memory_format=torch.channels_last)

@@ -1,9 +1,9 @@
 """Hamiltonian Monte Carlo on all of the data, with a mass that is learned as I-SGD's Lambda is.
 
-Gradients of all data have no noise: B = 0, every Lambda is large enough, and energies are known exactly. So noise is
-injected only now and then, as fresh velocities of covariance ``2 (T / N) P``, ``P = (T / N) Lambda^-1``. In between the
-chain follows a trajectory of leapfrog steps without friction, and at its end the trajectory is accepted or rejected by
-what it gained in energy (Metropolis). Nothing is left of the discretisation bias. The mass is Lambda.
+Gradients of all data have no noise: B = 0, every Lambda is large enough, and energies are known exactly. Noise is
+injected only as fresh velocities of covariance ``2 (T / N) P``, ``P = (T / N) Lambda^-1``, at the start of a trajectory
+of leapfrog steps without friction. Its end is accepted or rejected by the change of energy (Metropolis), which removes
+the discretisation bias. The mass is Lambda.
 
 With the squared step size ``tau`` of a chain, in units of Lambda's metric, a leapfrog step is
 
@@ -30,12 +30,11 @@ from isosgd.geometry.rule import Rule
 from isosgd.noise.estimators import AlphaStable
 from isosgd.noise.model import dot
 from isosgd.samplers.base import Sampler
-from isosgd.samplers.groups import Group, ParamsLike
-from isosgd.samplers.injection import Move
+from isosgd.samplers.groups import ParamsLike
 from isosgd.samplers.isgd import bind_geometry, check_sets, parameter_shapes, report_rates
 from isosgd.samplers.program import StepProgram
 
-JITTER = 0.3  # step sizes differ from trajectory to trajectory, so that none returns to its start for every direction
+JITTER = 0.3  # of step sizes: a fixed trajectory may return to its start in some direction
 FIRST_STEP_SIZE = 1e-3
 
 
@@ -46,29 +45,25 @@ class HMC(Sampler):
     ``method="hmc"``.
 
     Departures: the mass is Lambda, learned from differences of gradients between random halves of the data; step sizes
-    are jittered by up to 30% from trajectory to trajectory; chains that run together have trajectories of one length.
+    are jittered by up to 30% between trajectories; chains that run together have trajectories of one length.
 
     Args:
-        params: as of every `Sampler`.
         structure: the form of the mass: ``auto``, ``diagonal``, ``lowrank``, ``kronecker``, ``full``, or a `Geometry`.
-        batch_size: examples in a gradient, with which noise between halves of the data is measured.
-        sets: with ``chains=K``, of how many data sets they are. Chains of one share what a full matrix is made from.
-        settings: ``num_data``, ``temperature`` and others, see `Sampler`.
+        sets: with ``chains=K``, the number of data sets. Chains of one data set share the estimate of a full matrix.
+        settings: those of every `Sampler`; ``batch_size`` is the number of examples in a gradient.
 
     Attributes:
         step_size: the squared step size tau of each chain.
-        jittered: that of the trajectory under way.
-        length: leapfrog steps of a trajectory.
-        place: steps of the trajectory under way that were taken.
-        acceptance: probability with which each chain's last trajectory was accepted.
+        jittered: that of the current trajectory.
+        length: leapfrog steps in a trajectory.
+        place: steps taken of the current trajectory.
+        acceptance: acceptance probability of each chain's last trajectory.
         ended: whether the last step ended a trajectory.
-        error: energy gained on the way to where the last step was taken from.
-        home: where the chains are, flat: the ends of the last trajectories that were accepted. None before the first
-            step.
-        recycles: whether draws are taken on the way, too, since trajectories are longer than the steps between draws.
-        drawn: the last of them; `home` where a trajectory that ended there would have been rejected.
-        growth: squared distance that the last trajectories came from where they began, of each chain, and how fast it
-            grew at the end: its derivative by the logarithm of the length.
+        error: change of energy since the start of the trajectory, before the last step.
+        home: flat parameters at the start of the current trajectories. None before the first step.
+        recycles: whether draws are also taken along trajectories that are longer than the spacing of draws.
+        drawn: the last of these; `home` if a trajectory that ended there would have been rejected.
+        growth: squared distance that each chain's last trajectory covered, and its derivative by the log length.
     """
 
     family = "metropolis"
@@ -92,8 +87,8 @@ class HMC(Sampler):
         sets: int = 1,
         **settings: Any,
     ) -> None:
-        # A velocity is kept for a whole trajectory, and its energy is reckoned as that of a normal one: counted bits,
-        # good enough where a chain adds up many small steps, would leave a bias here.
+        # The kinetic energy assumes normal velocities: counted bits, whose error averages out over many small steps,
+        # would leave a bias here.
         if settings.get("innovations", "auto") == "bits":
             raise ValueError("innovations = 'bits' goes with minibatches: with method='hmc' leave it out")
         check_sets(sets, settings.get("chains") or 1)
@@ -122,7 +117,7 @@ class HMC(Sampler):
         self.home_gradient = self.home_pull = self.home_energy = chosen.full(0.0)
 
     def rule(self) -> Rule:
-        """How large the geometry must be: whatever else is needed is done by the step size."""
+        """How large the geometry must be; the step size does the rest."""
         group = self.param_groups[0]
         assert self.batch_size is not None
         return Rule(
@@ -135,15 +130,12 @@ class HMC(Sampler):
         rise: float = 2.0,
         prior: Sequence[Tensor] | None = None,
     ) -> None:
-        """The mass from the noise seen; the arguments are those of `isosgd.samplers.isgd.ISGD.adapt`."""
+        """Set the mass from the measured noise, as `isosgd.samplers.isgd.ISGD.adapt`."""
         self.geometry.resize(self.rule(), curvature, rise, prior)
         report_rates(self)
 
-    def _move(self, group: Group, params: list[Tensor]) -> Move:
-        raise RuntimeError("HMC injects velocities, not kicks")
-
     def restart(self) -> None:
-        """Begin a new trajectory where the chains are, with the mass there is now."""
+        """Go back to the start of the current trajectory, and begin another with the present mass."""
         if self.home is not None:
             self.put(self.home)
         self.home, self.place = None, 0
@@ -166,8 +158,8 @@ class HMC(Sampler):
         if self.place == self.length:
             here, gradient, pull, energy = self._accept_or_reject(here, gradient, pull, energy)
         elif self.recycles and self.home is not None:
-            # A trajectory of so many steps, accepted or rejected by itself, has the same stationary distribution.
-            self.drawn = torch.where(self._drawn(self._acceptance()).unsqueeze(-1), here, self.home)
+            # A shorter trajectory, accepted or rejected on its own, has the same stationary distribution.
+            self.drawn = torch.where(self._happens(self._acceptance()).unsqueeze(-1), here, self.home)
         if self.place == 0:
             self._begin(here, gradient, pull, energy)
         self._half_kick(gradient, pull)
@@ -175,7 +167,7 @@ class HMC(Sampler):
         self.place += 1
 
     def _begin(self, here: Tensor, gradient: Tensor, pull: Tensor, energy: Tensor) -> None:
-        """Begin a trajectory: a fresh velocity, and a step size of its own."""
+        """Begin a trajectory: a fresh velocity and step size."""
         self.home, self.home_gradient, self.home_pull, self.home_energy = here, gradient, pull, energy
         self.drawn = here
         geometry = self.geometry
@@ -187,7 +179,7 @@ class HMC(Sampler):
         self.gained = torch.zeros_like(energy)
 
     def _half_kick(self, gradient: Tensor, pull: Tensor) -> None:
-        """Half a kick, and what it does to the kinetic energy."""
+        """Half a kick, and its change of the kinetic energy."""
         pull = self.jittered.unsqueeze(-1) * pull
         work = 0.5 * dot(gradient, pull) - dot(gradient, self.velocities)
         self.gained = self.gained + work / (2.0 * self.geometry.scale)
@@ -196,12 +188,12 @@ class HMC(Sampler):
     def _accept_or_reject(
         self, here: Tensor, gradient: Tensor, pull: Tensor, energy: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Accept or reject the trajectory; returns where the chains are then, and what is known there."""
+        """Accept or reject the trajectory; returns where the chains are then, and gradient, pull and energy there."""
         assert self.home is not None
         moved = here - self.home
         self.growth = dot(moved, moved), 2.0 * self.length * dot(moved, self.velocities)
         self.acceptance = self._acceptance()
-        accepted = self._drawn(self.acceptance)
+        accepted = self._happens(self.acceptance)
         self.place, self.ended = 0, True
         wide = accepted.unsqueeze(-1)
         return (
@@ -212,11 +204,9 @@ class HMC(Sampler):
         )
 
     def _acceptance(self) -> Tensor:
-        """The probability with which a trajectory that ends here is accepted."""
         return (-self.error).exp().clamp_max(1.0)
 
-    def _drawn(self, p: Tensor) -> Tensor:
-        """Whether something of probability p happens."""
+    def _happens(self, p: Tensor) -> Tensor:
         return torch.rand(len(p), generator=self.generator, device=p.device, dtype=p.dtype) < p
 
     @torch.no_grad()

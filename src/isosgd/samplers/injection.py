@@ -1,7 +1,7 @@
 """Injected noise: from the moves of a sampler to its kicks.
 
-A sampler says what the `Move` of each group is. Here all moves become a plan: one rate for each tensor (or group), and
-one flat tensor of *kicks*, ``rate * w``, drawn, scaled and corrected at once for all groups.
+A sampler provides the `Move` of each group. Here all moves become a plan: one rate for each tensor (or group), and one
+flat tensor of *kicks*, ``rate * w``, drawn, scaled and corrected at once for all groups.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ NO_GRADIENT = "no parameter has a gradient: call backward() before step()"
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being recorded, in which nothing may wait for the device."""
+    """Whether a CUDA graph is being captured, so that nothing may wait for the device."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class Move(NamedTuple):
-    """What a step of a group is made of, in the terms of Theorems 1 and 2 (see `isosgd.samplers.steppers`).
+    """The step of a group, in terms of Theorems 1 and 2 (see `isosgd.samplers.steppers`).
 
-    The injected noise is ``w = amplitude * scale * xi``. Where ``outer``, a lambda, is given, the noise vectors seen
-    lately are first taken out of xi (see `isosgd.geometry.layer.take_out_`). An amplitude of 0 injects none.
+    The injected noise is ``w = amplitude * scale * xi``; an amplitude of 0 injects none. If ``outer``, a lambda, is
+    given, xi is first corrected for recent noise vectors (see `isosgd.geometry.layer.take_out_`).
     """
 
     rate: Number
@@ -40,7 +40,7 @@ class Move(NamedTuple):
 
 
 class GroupKicks(NamedTuple):
-    """A group's parameters that have gradients, and where their kicks lie, flat and by parameter."""
+    """A group's parameters that have gradients, and views of their kicks, flat and by parameter."""
 
     group: Group
     params: list[Tensor]
@@ -59,14 +59,13 @@ class Planned(NamedTuple):
 class Injector:
     """The kicks of a sampler's steps, from its ``move``: the rate and the injected noise of a group's next steps.
 
-    A plan is laid out once, for the parameters that have gradients, and made anew as far as something has changed. The
-    other arguments are the sampler's own.
+    The layout depends on which parameters have gradients; the plan is worked out again when something has changed.
 
     Attributes:
-        extra: innovations that a step takes beyond one for each parameter.
-        averaged: whether the source gives the mean of this step's and the last step's innovations.
-        moves: of the groups that are laid out; empty when they are to be asked for anew.
-        plan: what `isosgd.samplers.base.Sampler.step` goes through.
+        extra: innovations that a step takes beyond one for each element.
+        averaged: whether innovations are means over this step and the last one.
+        moves: of the groups in the layout; empty if they have to be worked out again.
+        plan: what a step executes.
         scale: of the kicks, flat.
         noiseless: whether nothing is injected.
         source: of innovations.
@@ -88,10 +87,10 @@ class Injector:
         self.reset()
 
     def reset(self, extra: int | None = None) -> None:
-        """Lay out anew, and forget the last innovations; a step may take another number of extra ones."""
+        """Drop the layout and the last innovations; ``extra`` sets the number of extra ones."""
         self.extra = self.extra if extra is None else extra
         self._key: tuple[bool, ...] | None = None
-        self._last: Tensor | None = None  # innovations of the last step, for the source to come
+        self._last: Tensor | None = None  # innovations of the last step, for the next source
         self.layout: list[GroupKicks] = []
         self.moves: list[tuple[GroupKicks, Move]] = []
         self.plan: list[Planned] = []
@@ -100,7 +99,7 @@ class Injector:
         self._fixed: list[Tensor] = []
 
     def fixed(self, found: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What a step reads and following the noise changes: the same values, where a captured step reads them."""
+        """Tensors that change as the noise is followed, copied to where a captured step reads them."""
         if not self.capturable:
             return found
         if not capturing():
@@ -112,20 +111,19 @@ class Injector:
 
     @property
     def params(self) -> list[Tensor]:
-        """The parameters that move, in order."""
         return [p for own in self.layout for p in own.params]
 
     def generator_state(self) -> Tensor:
-        """State of the generator from which the next step follows: what has to be saved."""
+        """The generator's state before the next step: what has to be saved."""
         return self.generator.get_state() if self._key is None else self.source.state()
 
     def drop_prefetched(self) -> None:
-        """Give innovations back to the generator that were drawn for a step which takes others."""
+        """Return prefetched innovations to the generator."""
         if self._key is not None:
             self.source.drop_prefetched()
 
     def lay_out(self) -> None:
-        """Lay out the parameters that have gradients in a flat tensor of kicks."""
+        """Give the parameters that have gradients their places in a flat tensor of kicks."""
         groups = self.noise.groups
         key = tuple([p.grad is not None for group in groups for p in group["params"]])
         if key == self._key:
@@ -165,22 +163,22 @@ class Injector:
             self.last = last
 
     def refresh(self) -> None:
-        """Ask for the moves anew. A captured step meets the change at once: the tensors it reads are written over."""
+        """Work out the moves again; with ``capturable``, overwrite the tensors that captured steps read."""
         again = self.capturable and bool(self.moves)
         self.moves = []
         if again:
             self.make_plan()
 
     def noise_changed(self) -> None:
-        """Follow the noise: its variances may change the moves, its vectors what is taken out of the kicks."""
+        """Follow the noise: its variances may change the moves, its vectors the correction of the kicks."""
         if self.noise.uses.variances or not self.noise.groups[0]["frozen"]:
             self.refresh()
         self._corrected = False
 
     def make_plan(self) -> None:
-        """Turn the samplers' moves into a plan, as far as something has changed.
+        """Turn the sampler's moves into a plan, as far as something has changed.
 
-        Where every rate is a float all groups become one, so that a step is a few calls however many layers there are.
+        If every rate is a float all groups become one, so that a step is a few calls however many layers there are.
         """
         if not self.moves:
             self.moves = [(own, self.move(own.group, own.params)) for own in self.layout]
@@ -204,7 +202,7 @@ class Injector:
             self._corrected = True
 
     def outer_corrections(self) -> list[tuple[GroupKicks, Tensor, Tensor | float]]:
-        """Groups whose kicks have noise vectors taken out, with the vectors and what `take_out_` needs beside them."""
+        """Groups whose kicks are corrected for noise vectors, with the vectors and the factor for `take_out_`."""
         found = []
         for own, move in self.moves:
             if move.outer is not None:
@@ -214,7 +212,7 @@ class Injector:
         return found
 
     def _correction(self) -> Callable[[], None] | None:
-        """What takes noise vectors out of the kicks: one number scales a group, so that the order is free."""
+        """What corrects the scaled kicks; a group has a single scale, so that the order does not matter."""
         outers, whole = self.outer_corrections(), self.noise.whole
         factors = [factor for *_, factor in outers if isinstance(factor, Tensor)]
         if factors and len(factors) == len(outers):
@@ -229,7 +227,7 @@ class Injector:
 
     @property
     def last(self) -> Tensor | None:
-        """Innovations of the last step, where they are averaged; None before the first."""
+        """Innovations of the last step, if they are averaged; None before the first."""
         return self._last if self._key is None else self.source.last
 
     @last.setter

@@ -1,14 +1,17 @@
 """The random numbers of a step: independent, mean zero, one variance.
 
-On an accelerator, and for small tensors, they are normal. On the CPU drawing a million normals takes fifteen times as
-long as the update they belong to, so large CPU tensors get sums of eight random signs instead, that is the bits of a
-byte counted: a binomial variable whose mean, variance and odd moments are those of a normal, and whose fourth moment is
-2.75 instead of 3. A scheme of weak order one, as our steppers are, does not see the difference (Kloeden and Platen
-1992, section 14.1): means, covariances and the order of the discretisation bias are unchanged. A chain adds up many
-such steps before it has moved by a standard deviation, so that its own fourth moment is off by 0.25 rate h only, less
-than 0.01.
+On an accelerator, and for small tensors, they are normal. On a CPU drawing a million normals takes fifteen times as
+long as the update, so large CPU tensors get sums of eight random signs instead, from counting the bits of a byte: a
+binomial variable with the mean, variance and odd moments of a normal, and a fourth moment of 2.75 instead of 3. Schemes
+of weak order one, such as our steppers, keep their order (Kloeden and Platen 1992, section 14.1): means, covariances
+and the order of the discretisation bias are unchanged. A chain adds up many steps before it has moved by a standard
+deviation, so that its own fourth moment is off by 0.25 rate h only, less than 0.01.
 
-Both kinds are a function of the `torch.Generator` alone, so that saving the generator saves the stream.
+Both kinds depend on the `torch.Generator` alone, so that saving the generator saves the stream. Kernels on a GPU draw
+normals of their own, from a key and a counter (Philox), so that these never pass through memory.
+
+References:
+    Salmon, Moraes, Dror, Shaw (2011), Parallel random numbers: as easy as 1, 2, 3.
 """
 
 from __future__ import annotations
@@ -25,11 +28,12 @@ from torch import Tensor
 
 Innovations = Literal["auto", "normal", "bits"]
 BITS_FROM = 1 << 14  # elements; below it normals cost less than the rest of the step
-UNIT = 0.5**0.5  # eight bits, less their mean of four, have variance two
+CHUNK = 1024  # values of one program of a kernel: four for each count
+UNIT = 0.5**0.5  # the sum of eight bits has variance two
 
 
 def make_generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
-    """The generator given, if it fits the device; made from torch's seed when there is none."""
+    """The given generator, checked; by default one that is seeded from torch's."""
     if generator is None:
         generator = torch.Generator(device=device).manual_seed(int(torch.randint(2**62, ())))
     if generator.device.type != device.type:
@@ -38,16 +42,16 @@ def make_generator(generator: torch.Generator | None, device: torch.device) -> t
 
 
 def as_bits(kind: Innovations, size: int, device: torch.device) -> bool:
-    """Whether so many innovations are counted bits rather than normal numbers."""
+    """Whether ``size`` innovations are counted bits rather than normal numbers."""
     return device.type == "cpu" and (kind == "bits" or (kind == "auto" and size >= BITS_FROM))
 
 
 class Source:
     """Innovations for a flat float tensor ``out``, from a generator; ``auto`` takes bits where they are faster.
 
-    Counted bits, and all that is done to them, can be prefetched by a thread while the next gradient is computed. Where
-    they are ``averaged``, each is the mean of a fresh one and that of the last `fill`. A function ``draw`` fills a
-    tensor by normal numbers where ``out`` is a part of a longer vector.
+    Counted bits can be prefetched by a thread while the next gradient is computed. If ``averaged``, each innovation
+    is the mean of a fresh one and that of the last `fill`. If ``out`` is a shard of a longer vector, ``draw`` fills it
+    with normal numbers.
 
     Example:
         >>> source = Source(torch.empty(1 << 16), torch.Generator().manual_seed(0))
@@ -68,15 +72,15 @@ class Source:
         self._draws_part = draw
         self.prefetched: Future[None] | None = None
         self._before = generator.get_state()
-        self._last: Tensor | None = None  # normal numbers; bits are averaged while they are bytes and cost little
+        self._last: Tensor | None = None  # normal numbers; bits are averaged as bytes, which is cheaper
         self._counts: NDArray[np.int8] | None = None
         self._counts_before: NDArray[np.int8] | None = None
         self.prepare()
 
     def prepare(self, scale: Tensor | None = None, finish: Callable[[], None] | None = None) -> None:
-        """Say what `fill` does to innovations of unit variance; what was prefetched is made anew.
+        """Set what `fill` does to innovations of unit variance, and drop what was prefetched.
 
-        ``scale`` multiplies them; ``finish`` is called then, perhaps in another thread, and may change ``out`` again.
+        ``scale`` multiplies them; then ``finish`` is called, perhaps in another thread, and may change ``out`` again.
         """
         self.drop_prefetched()
         self._scale, self._finish = scale, finish
@@ -85,7 +89,7 @@ class Source:
             self._factor: Any = kind(UNIT) if scale is None else (scale * UNIT).reshape(-1).numpy()
 
     def drop_prefetched(self) -> None:
-        """Give what was prefetched back to the generator."""
+        """Return what was prefetched to the generator."""
         if self.prefetched is not None:
             self.prefetched.result()
             self.prefetched = None
@@ -93,7 +97,7 @@ class Source:
             self._counts = self._counts_before
 
     def fill(self) -> Tensor:
-        """Fresh innovations, in ``out`` unless normal ones are averaged."""
+        """Fresh innovations, in ``out`` unless averaged normals."""
         if self.bits:
             (self.prefetched or self._start()).result()
             self.prefetched = None
@@ -105,14 +109,14 @@ class Source:
             self._finish()
         if not self.averaged:
             return self.out
-        if self._last is None:  # the first step has no other
+        if self._last is None:  # the first step
             self._last = self.out.clone()
         mean = torch.lerp(self._last, self.out, 0.5)
         self._last.copy_(self.out)
         return mean
 
     def prefetch(self) -> None:
-        """Start on the next innovations; ``out`` is written over."""
+        """Start on the next innovations, which overwrite ``out``."""
         if self.bits and self.prefetched is None:
             self.prefetched = self._start()
 
@@ -141,7 +145,7 @@ class Source:
 
     @property
     def last(self) -> Tensor | None:
-        """Where they are averaged, the innovations of the last `fill` alone; None before the first."""
+        """If they are averaged, the fresh innovations of the last `fill`; None before the first."""
         if not self.bits:
             return self._last
         counts = self._counts if self.prefetched is None else self._counts_before
@@ -156,7 +160,7 @@ class Source:
         self._counts = None if value is None else value.detach().div(UNIT).round_().to(torch.int8).view(-1).numpy()
 
     def state(self) -> Tensor:
-        """State of the generator from which the next `fill` follows: what has to be saved."""
+        """The generator's state before the next `fill`: what has to be saved."""
         return self.generator.get_state() if self.prefetched is None else self._before
 
 
@@ -166,7 +170,7 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def stream(seed: NDArray[np.uint64]) -> np.random.Generator:
-    """Numpy's generator from three words, the state of an SFC64, which is run until they are mixed."""
+    """Numpy's SFC64 generator with three words as its state, warmed up until they are mixed."""
     source = np.random.SFC64(0)
     state: Any = {"state": np.append(seed, np.uint64(1))}
     source.state = {"bit_generator": "SFC64", "state": state, "has_uint32": 0, "uinteger": 0}
@@ -175,8 +179,8 @@ def stream(seed: NDArray[np.uint64]) -> np.random.Generator:
 
 
 def count_bits(seed: NDArray[np.uint64], count: int) -> NDArray[np.int8]:
-    """``count`` sums of eight random signs, halved: the bits of random bytes, less four; the seed has three words."""
-    # `integers` over their whole range are the raw words, drawn without holding Python's lock.
+    """``count`` halved sums of eight random signs: the bits of random bytes, less four; the seed has three words."""
+    # `integers` over the whole range gives raw words without holding the GIL.
     words = stream(seed).integers(0, 2**64 - 1, (count + 7) // 8, dtype=np.uint64, endpoint=True)
     ones = np.bitwise_count(words.view(np.uint8)).view(np.int8)
     ones -= 4
@@ -184,9 +188,9 @@ def count_bits(seed: NDArray[np.uint64], count: int) -> NDArray[np.int8]:
 
 
 def fill_steps(out: Tensor, generator: torch.Generator, bits: bool, scale: Tensor | None = None) -> Tensor:
-    """Innovations of several steps at once, ``[steps, chains, width]``, in ``out``: of the generator alone.
+    """Innovations of several steps at once, ``[steps, chains, width]``, in ``out``.
 
-    They are normal, or counted ``bits``, times a scale ``[chains, width]`` where there is one.
+    They are normal, or counted ``bits``, times an optional scale ``[chains, width]``.
 
     Example:
         >>> out = fill_steps(torch.empty(50, 10, 20), torch.Generator().manual_seed(0), bits=False)
@@ -205,3 +209,20 @@ def fill_steps(out: Tensor, generator: torch.Generator, bits: bool, scale: Tenso
     # numpy draws normal numbers in half the time that torch takes on one core.
     stream(words).standard_normal(flat.shape, flat.dtype.type, flat)
     return out if scale is None else out.mul_(scale)
+
+
+@lru_cache(maxsize=1)
+def make_normals() -> Any:
+    """A function for kernels, of key, counters and their number, a quarter of the values; None without Triton."""
+    try:
+        import triton
+        import triton.language as tl
+    except ImportError:
+        return None
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def normals(key, counter, QUARTER: tl.constexpr):  # type: ignore[no-untyped-def]
+        a, b, c, d = tl.randn4x(key, counter)
+        return tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), [4 * QUARTER])
+
+    return normals

@@ -5,15 +5,13 @@
 Gradient noise and injected noise add up to a constant isotropic covariance in every layer p, so that Theorem 1 holds
 at a rate that is neither tuned nor annealed. In the code: ``lam`` is lambda^(p), ``b = v / 2`` the diagonal of B.
 
-Lambda covers the gradient noise. It may be estimated from outside (`ISGD.adapt`), or by the optimizer itself in its
+Lambda must cover the gradient noise. `isosgd.sample` sets it (by `ISGD.adapt`), or the optimizer does so itself in its
 first steps: by one of the paper's schemes, or in windows of growing length (`isosgd.samplers.own_warmup`).
 
 Departures from the paper, each an option: noise is centred by default (``noise="paired"``); the injected noise corrects
-correlated gradient noise too (``correction="outer"``); lambda also obeys a curvature guard, ``lam >= T h / (N
-delta)``, that bounds the discretisation bias; it is estimated in windows where the chain now is
-(``scheme="windowed"``); and it may be a matrix that knows directions (`isosgd.geometry`). `PRESETS` names the paper's
-own rows, and ``windowed``: from a trained start, lambda is a multiple (``safety``) of the noise of each layer where the
-chain now is, with neither an initial optimisation nor a curvature guard (``scheme="online"``).
+for correlations of the gradient noise too (``correction="outer"``); lambda also obeys a curvature guard, ``lam >= T h /
+(N delta)``, which bounds the discretisation bias; lambda is estimated while sampling, in windows
+(``scheme="windowed"``); and it may be a matrix that knows directions (`isosgd.geometry`).
 """
 
 from __future__ import annotations
@@ -41,10 +39,10 @@ from isosgd.samplers.own_warmup import OwnWarmup
 from isosgd.samplers.program import GeometryProgram, KickProgram, StepProgram
 
 Scheme = Literal["a", "b", "c", "windowed", "online"]
-FIRST_ONLINE, LOOK_EVERY = 100, 20  # steps of the first window, and between looks at the noise in later ones
-CAUTION = 64.0  # times the first lambda
+FIRST_ONLINE, UPDATE_EVERY = 100, 20  # steps of the first window, and between updates of lambda in later ones
+CAUTION = 64.0  # factor on the first lambda: a mode has far less noise than its surroundings
 PAPER_STEPS = 2_000  # the paper's warm-up on its regressions
-HOT = 1e-2  # schemes that estimate at a mode were seen to diverge from this temperature on
+HOT = 1e-2  # temperature from which scheme c was seen to diverge
 
 
 def _paper(noise: str, scheme: str, structure: str) -> dict[str, Any]:
@@ -54,24 +52,17 @@ def _paper(noise: str, scheme: str, structure: str) -> dict[str, Any]:
     return {"noise": MovingAverage(0.9, centred=False), "summary": "sum", **common}
 
 
-# What held at T = 1 on convolutional networks, from trained starts: four times the largest noise of a layer.
-_WINDOWED = {
+# The paper's variants: how noise is estimated, a dash, and the scheme; "slr" is one lambda for all layers.
+PRESETS: dict[str, dict[str, Any]] = {
+    f"{noise}-{scheme}{suffix}": _paper(noise, scheme, structure)
+    for noise, scheme in (("alpha", "a"), ("alpha", "c"), ("G", "b"), ("G", "c"))
+    for suffix, structure in (("", "layer"), ("-slr", "single"))
+}
+# From a trained start, four times the largest noise of a layer: held at T = 1 on convolutional networks.
+PRESETS["windowed"] = {
     **{"scheme": "online", "structure": "layer", "correction": "diagonal"},
     **{"noise": MovingAverage(0.99, centred=True), "summary": "max", "safety": 4.0},
 }
-
-# The paper's own variants by name. The letter before the dash says how gradient noise is estimated, the one after it
-# when; SLR is one lambda for all layers.
-PRESETS: dict[str, dict[str, Any]] = {
-    name + suffix: _paper(noise, scheme, structure)
-    for name, noise, scheme in (
-        ("alpha-a", "alpha", "a"),
-        ("alpha-c", "alpha", "c"),
-        ("G-b", "G", "b"),
-        ("G-c", "G", "c"),
-    )
-    for suffix, structure in (("", "layer"), ("-slr", "single"))
-} | {"windowed": _WINDOWED}
 
 
 class ISGD(Sampler):
@@ -80,31 +71,30 @@ class ISGD(Sampler):
     Targets ``exp(-f / T)``, f the negative log joint density, when lambda is constant and at least the top eigenvalue
     of B, up to the discretisation bias ``rate h / 2`` (bounded by ``bias`` where the curvature h is known).
 
-    Departures from the paper, each an option: centred noise, a correction of correlated noise, a curvature guard,
-    lambda estimated in windows while sampling (see the top of this module), and Lambdas that know directions.
+    Departures from the paper, each an option: centred noise, a correction for correlated noise, a curvature guard,
+    lambda estimated in windows while sampling, and Lambdas that know directions.
 
     Args:
-        params: as of every `Sampler`.
-        scheme: when lambda is estimated. ``a``, ``b``: while training goes on (from scratch, from a trained model), at
-            the rate that the running estimate gives; ``c``: at a frozen trained model; ``windowed``: while sampling, in
+        scheme: when lambda is estimated. ``a``, ``b``: during training (from scratch, from a trained model), at the
+            rate that the running estimate gives; ``c``: at a frozen trained model; ``windowed``: while sampling, in
             growing windows, so that lambda is that of the typical set; ``online``: likewise, from a trained start and
-            without a guard by the curvature, in windows of 100, 200, 400, ... steps, in the first of which it stays.
-            Then lambda is 64 times its bound, and is set every 20 steps: it grows at once and halves at most.
+            without the curvature guard, in windows of 100, 200, 400, ... steps. The parameters stay fixed in the first
+            of these, after which lambda is 64 times its bound; it is then set every 20 steps and halves at most.
         structure: the form of Lambda. ``layer``, ``single`` (the paper's SLR); or one that knows directions:
-            ``diagonal``, ``lowrank``, ``kronecker``, ``full`` (see `isosgd.geometry`); ``auto`` for the one of these
-            that fits the model (which a first look may still change, see `decide`); or a `Geometry`. Left out it is
-            ``layer``, and in a loop ``full`` for up to 200 parameters of one group (a model with one layer).
-        averaged: inject the mean of this step's and the last step's innovations (Leimkuhler and Matthews 2013), which
-            leaves only the discretisation bias of the gradient noise; the default for a geometry.
-        correction: ``outer`` corrects correlated noise and needs ``noise="paired"``, for which it is the default;
+            ``diagonal``, ``lowrank``, ``kronecker``, ``full`` (see `isosgd.geometry`); ``auto`` for the one that fits
+            the model (see `decide`); or a `Geometry`. By default ``layer``; in a loop ``full`` for up to 200 parameters
+            in a single group.
+        averaged: inject the mean of this step's and the last step's innovations (Leimkuhler and Matthews 2013), so that
+            only the gradient noise has a discretisation bias; the default for a geometry.
+        correction: ``outer`` corrects for correlated noise and needs ``noise="paired"``, for which it is the default;
             ``diagonal`` is the paper's, and the default for other noise.
         summary: how a group's noise bounds lambda with ``correction="diagonal"``: ``max``, ``sum``, ``mean``, ``top``.
-        safety: lambda is at least so many times the bound by the noise. Noise grows when a chain leaves the places
-            where it was measured.
-        budget: gradients that the warm-up of `isosgd.sample` may take, which ``structure="auto"`` heeds.
+        safety: factor between lambda and the bound by the noise. Noise grows when a chain moves away from where it
+            was measured.
+        budget: gradients that the warm-up of `isosgd.sample` may take, for ``structure="auto"``.
         lam: fixed lambda for all groups; nothing is adapted then.
-        sets: with ``chains=K``, of how many data sets they are. Chains of one share what a full matrix is made from.
-        settings: ``num_data``, ``temperature`` and others, see `Sampler`.
+        sets: with ``chains=K``, the number of data sets. Chains of one data set share the estimate of a full matrix.
+        settings: those of every `Sampler`.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -127,7 +117,7 @@ class ISGD(Sampler):
     )
     has_lr = False
     shardable = True
-    independent_batches = False  # whether minibatches are, so that the level of the noise can be followed
+    independent_batches = False  # if so, the level of the noise can be tracked from step to step
 
     def __init__(
         self,
@@ -158,12 +148,12 @@ class ISGD(Sampler):
         super().__init__(params, extra={"lam": None}, **settings)
         self.given, self.undecided = lam is not None, False
         paired = self.estimator.centred and not isinstance(self.estimator, AlphaStable)
-        knows = paired and scheme == "windowed" and self.batch_size is not None and not (correction or lam)
-        knows = knows and safety == 1 and not self.whole.sharded
-        self._chooses_structure = knows and structure is None
+        free = paired and scheme == "windowed" and self.batch_size is not None and not (correction or lam)
+        free = free and safety == 1 and not self.whole.sharded
+        self._chooses_structure = free and structure is None
         if structure == "auto":
             shapes = parameter_shapes(self)
-            structure = choose(shapes, budget, self.chains or 1) if knows else "layer"
+            structure = choose(shapes, budget, self.chains or 1) if free else "layer"
             self.undecided = provisional(shapes, structure)
         if correction == "outer" and not paired:
             raise ValueError(
@@ -172,11 +162,11 @@ class ISGD(Sampler):
         self.correction: Correction = correction or ("outer" if paired else "diagonal")
         self.noise.uses = Uses(variances=self.correction == "diagonal", vectors=self.correction == "outer")
         if scheme != "windowed" and self.correction == "diagonal" and summary != "top" and len(self.param_groups) > 16:
-            self.noise.vectors_every = 8  # of many groups they would take longer than the steps
+            self.noise.vectors_every = 8  # for many groups they would take longer than the steps
         self.structure = make_structure(structure or "layer")
-        known, name = isinstance(self.structure, Geometry), self.structure.name
-        self.averaged = known if averaged is None else averaged
-        if self.averaged and not known:
+        has_geometry, name = isinstance(self.structure, Geometry), self.structure.name
+        self.averaged = has_geometry if averaged is None else averaged
+        if self.averaged and not has_geometry:
             raise ValueError("averaged=True goes with the structures diagonal, lowrank, kronecker and full")
         if isinstance(self.structure, Geometry):
             if self.whole.sharded:
@@ -211,7 +201,7 @@ class ISGD(Sampler):
         return cls(params, num_data=num_data, **{**PRESETS[name], **settings})
 
     def _take_up(self, geometry: Geometry) -> None:
-        """Go on with a Lambda that knows directions, and nothing yet."""
+        """Use a geometry that has seen no noise yet."""
         bind_geometry(self, geometry, self.batch_size, self.sets)
         self.structure = self.geometry = geometry
         self.noise.uses = Uses()
@@ -227,9 +217,9 @@ class ISGD(Sampler):
             self.injector.reset(0)
 
     def decide(self) -> bool:
-        """After a first look of ``structure="auto"``: go on with a simpler Lambda where that is as good.
+        """With ``structure="auto"``, after a first estimate: replace a full Lambda by a simpler one that is as good.
 
-        Whether Lambda is another one now, which has seen nothing yet.
+        Returns whether Lambda was replaced; the new one has seen no noise yet.
         """
         before = self.geometry if self.undecided else None
         other = instead(before) if isinstance(before, Full) else None
@@ -249,11 +239,11 @@ class ISGD(Sampler):
         rise: float = 2.0,
         prior: Sequence[Tensor] | None = None,
     ) -> None:
-        """Lambda from the noise seen and the curvature; it grows at once and shrinks by at most ``rise``.
+        """Set Lambda from the measured noise and the curvature; it grows at once and shrinks by at most ``rise``.
 
         Args:
             curvature: the top curvature of ``f / N`` in each group.
-            rise: how much rates may rise. With 1 a geometry only slows down where the curvature asks for it.
+            rise: how much rates may rise. With 1 a geometry only slows down where the curvature requires it.
             prior: curvature of the negative log prior for each parameter, which a geometry needs.
         """
         if self.geometry is not None:
@@ -265,7 +255,7 @@ class ISGD(Sampler):
             self._adapt_groups(curvature, rise)
 
     def _adapt_groups(self, curvature: Sequence[Number] | None, rise: float) -> None:
-        """One lambda for each group, above its noise and, by the curvature, so large that the bias is as allowed."""
+        """One lambda for each group, which covers its noise and keeps the discretisation bias as small as allowed."""
         assert isinstance(self.structure, PerGroup)
         noise = [self.noise_bound(group) for group in self.param_groups]
         guard = [torch.zeros_like(b) for b in noise]
@@ -285,10 +275,10 @@ class ISGD(Sampler):
         return self.safety * (self.noise.longest(group) if outer else self.noise_summary(group, self.summary))
 
     def _set(self, lams: Sequence[Tensor]) -> None:
-        tiny = torch.finfo(torch.float32).tiny  # a group without any noise or curvature has no rate of its own
+        tiny = torch.finfo(torch.float32).tiny  # for a group without any noise or curvature
         for group, lam in zip(self.param_groups, lams, strict=True):
             group["lam"] = self.number(lam.clamp_min(tiny))
-            group["rate"] = group["temperature"] / (group["num_data"] * group["lam"])  # as Theorem 1 asks for
+            group["rate"] = group["temperature"] / (group["num_data"] * group["lam"])  # Theorem 1
         self.refresh()
 
     def rule(self) -> Rule:
@@ -300,16 +290,16 @@ class ISGD(Sampler):
         return Rule(group["num_data"], n, t, self.bias, self.averaged, kappa, trackable=trackable)
 
     def relax(self, curvature_ratio: Tensor) -> None:
-        """Take back what a new geometry was enlarged too much: its ratio was measured against the old one.
+        """Shrink a new geometry that was enlarged too much, since its ratio was measured against the old one.
 
-        ``curvature_ratio`` is the true curvature over the new H where the old one was too small by most.
+        ``curvature_ratio`` is the true curvature over the new H in the direction where the old H was most too small.
         """
         assert self.geometry is not None
         self.geometry.relax(self.rule(), curvature_ratio)
         self.limit_excess()
 
     def limit_excess(self) -> None:
-        """Slow down where noise that a geometry does not express would raise the temperature."""
+        """Slow down where noise that the geometry does not express would raise the temperature."""
         assert self.geometry is not None
         self.geometry.limit_excess()
         report_rates(self)
@@ -332,7 +322,7 @@ class ISGD(Sampler):
         if self.scheme == "windowed":
             if self._chooses_structure and self.geometry is None:
                 sizes = [math.prod(shape) for shape in parameter_shapes(self)]
-                # Of a network the Fisher information alone, which is all that a loop shows, is no guide to a matrix.
+                # For a network the Fisher information, which is all that a loop shows, is no guide to a full matrix.
                 if sum(sizes) <= FULL_UP_TO and len(self.param_groups) == 1:
                     self.averaged = True
                     self._take_up(Full())
@@ -355,7 +345,7 @@ class ISGD(Sampler):
             self._estimate()
 
     def _estimate(self) -> None:
-        """Lambda from the noise seen so far, when the scheme says so."""
+        """Set lambda from the noise seen so far, if the scheme says so."""
         if self.given or not (self.warming and self.noise.ready()):
             return
         step = self.param_groups[0]["step"]
@@ -363,25 +353,24 @@ class ISGD(Sampler):
             assert self.warmup is not None
             ends = online_windows(self.warmup)
             began, first = max((end for end in ends if end <= step), default=0), self.param_groups[0]["lam"] is None
-            if step + 1 in ends or (began and (step + 1 - began) % LOOK_EVERY == 0):
+            if step + 1 in ends or (began and (step + 1 - began) % UPDATE_EVERY == 0):
                 self._adapt_groups(None, rise=2.0)
             if first and step + 1 == ends[0] < self.warmup:
-                # A mode has far less noise than its surroundings: begin well below the rate it suggests.
                 self._set([CAUTION * torch.as_tensor(group["lam"]) for group in self.param_groups])
             if step + 1 in ends and step + 1 < self.warmup:
                 self.forget_noise()
-        else:  # the running summary, as in the paper
+        else:  # the running estimate, as in the paper
             self._adapt_groups(None, rise=math.inf)
 
     def restart_scheme(self) -> None:
-        """Let the scheme ``online``, which counts its own steps, warm up again from the lambda there is."""
+        """Let the scheme ``online``, which counts steps itself, warm up again from the present lambda."""
         if self.scheme == "online":
             self.forget_noise()
             for group in self.param_groups:
                 group["step"] = 0
 
     def cut_warmup(self) -> None:
-        """End the warm-up of a scheme here, with the rate that the noise seen so far suggests."""
+        """End the warm-up of a scheme now, at the rate that the noise seen so far suggests."""
         if self.scheme == "online" and self.warming and self.noise.ready():
             self._adapt_groups(None, rise=math.inf)
         self.warmup = self.param_groups[0]["step"]
@@ -402,11 +391,11 @@ class ISGD(Sampler):
     def _move(self, group: Group, params: list[Tensor]) -> Move:
         lam = group["lam"]
         if self.warming and (self.scheme == "c" or lam is None):
-            return Move(0.0, 0.0)  # no estimate, no step; and scheme c estimates at a frozen model
+            return Move(0.0, 0.0)  # without an estimate no step; scheme c keeps the model frozen
         if lam is None:
             raise RuntimeError(f"group {group['name']!r} has no lambda: call adapt(), or give lam=")
         if self.warming and self.scheme not in ("windowed", "online"):
-            # Training goes on, at the Bayesian rate whatever temperature is sampled later.
+            # Training goes on, at the rate of T = 1 whatever temperature is sampled later.
             return Move(1.0 / (group["num_data"] * lam), 0.0)
         rate = self.rate(group)
         if self.correction == "outer":
@@ -448,7 +437,7 @@ class ISGD(Sampler):
 
 
 def online_windows(warmup: int) -> list[int]:
-    """After how many steps the windows of an ``online`` warm-up end; the last takes what is too short for another.
+    """Steps after which the windows of an ``online`` warm-up end; the last one takes the remainder.
 
     Example:
         >>> online_windows(800), online_windows(2000), online_windows(120)
@@ -478,7 +467,7 @@ def check_sets(sets: int, chains: int) -> None:
 
 
 def bind_geometry(sampler: Sampler, geometry: Geometry, batch_size: int | None, sets: int) -> None:
-    """Refuse settings that do not go with a geometry, and tell it of the parameters."""
+    """Refuse settings that no geometry can work with, and bind it to the parameters."""
     if batch_size is None or batch_size < 2:
         raise ValueError(
             f"structure {geometry.name!r} takes the curvature from n Var(g): pass batch_size=n, not {batch_size}"
@@ -491,12 +480,12 @@ def bind_geometry(sampler: Sampler, geometry: Geometry, batch_size: int | None, 
 
 
 def report_rates(sampler: Sampler, step_size: Tensor | float = 1.0) -> None:
-    """Let every group's rate and lambda say how large the geometry is there, or a step of some size in it."""
+    """Set every group's rate and lambda to the geometry's mean there, times a step size."""
     geometry, first = sampler.geometry, sampler.param_groups[0]
     assert geometry is not None
     scale = first["temperature"] / first["num_data"]
     for group, rate in zip(sampler.param_groups, geometry.group_rates().unbind(-1), strict=True):
         rate = step_size * rate
         group["rate"] = sampler.number(rate if sampler.batched else rate.squeeze(0))
-        # Without a temperature nothing moves: whatever Lambda is, its rate is zero, and its inverse infinite.
+        # At temperature zero nothing moves: rates are zero, and lambda is infinite.
         group["lam"] = sampler.number(scale / torch.as_tensor(group["rate"]))

@@ -6,13 +6,13 @@ sampler is made. With ``U = -log p``, a diagonal mass M and momenta p of unit va
     p -= eps M^-1/2 grad U;    w += eps/2 M^-1/2 p;    p = c p + s xi;    w += eps/2 M^-1/2 p
 
 with ``c = exp(-eps)``: the splitting BAOAB, whose draws of w have the right variance for a quadratic loss at any stable
-step size, and one gradient a step. Three things are measured in the first steps and then held:
+step size, with one gradient per step. Three things are measured in the first steps and then fixed:
 
-- the mass, ``M = E[(grad U)^2]``, which integration by parts shows to be the mean curvature; noise of minibatches adds
-  to it, so that it is never larger than M;
-- that noise, from differences of successive gradients. It heats, and ``s^2 = 1 - c^2 (1 + eps^2 noise / M)`` makes up
-  for it;
-- the step size, such that ``eps^2 |M^-1/2 dg| / |M^1/2 dw|`` comes to `BEND`, the squared frequency in steps of eps.
+- the mass, ``M = E[(grad U)^2]``, which is the mean curvature (by integration by parts) plus the minibatch noise, so
+  that the noise never exceeds it;
+- that noise, from differences of successive gradients. It heats the chain, and ``s^2 = 1 - c^2 (1 + eps^2 noise / M)``
+  corrects for it;
+- the step size, such that ``eps^2 |M^-1/2 dg| / |M^1/2 dw|``, the squared frequency in units of eps, equals `BEND`.
 
 References:
     Leimkuhler, Matthews (2013), Rational construction of stochastic numerical methods for molecular sampling. Lau,
@@ -33,31 +33,31 @@ from isosgd.errors import check_integer
 from isosgd.samplers.groups import trained_groups
 
 BEND = 0.25
-UNSTABLE = 2.0  # of the same: such a step is taken back, and later ones are shorter
+UNSTABLE = 2.0  # the same quantity for a step that is undone, after which steps are shorter ...
 FIRST_STEP, MOST_STEP = 0.1, 1.0
-JUMP = 30.0  # ... and turns gradients so many times more than noise does
-GROWTH = 1.25  # of the step size in a step, at the most
+JUMP = 30.0  # ... if it also changes gradients this many times more than noise does
+GROWTH = 1.25  # largest growth of the step size per step
 RESPONSE = 0.25  # power of the ratio by which it changes
-FORGET = 0.97  # what a step leaves of sums over earlier ones
-SHRINK = 10.0  # gradients that the mean over all entries counts for, in the mass of each
+FORGET = 0.97  # decay of sums over earlier steps
+SHRINK = 10.0  # weight, in gradients, of the mean over all entries in the mass of each
 PROBE = 1e-3  # of the size of the parameters: the first move
 
 
 class LocalSampler(Optimizer):
-    """Draws around the parameters' present values, with no rate to give. Targets ``exp(-U)``, see above.
+    """Draws around the parameters' present values, without a step size to choose. Targets ``exp(-U)``, see above.
 
-    It takes the place of a ``sampling_method`` in devinterp 1.x. Gradients are of the mean loss of a minibatch.
+    It can be the ``sampling_method`` in devinterp 1.x. Gradients are those of the mean loss of a minibatch.
 
     Args:
         params: parameters or groups of them; a group's ``optimize_over`` is a mask of the entries to move.
         nbeta: inverse temperature, N / log N for the local learning coefficient.
         localization: gamma, precision of the pull to the start.
-        warmup: steps in which mass, noise and step size are found. Draws count after them.
-        chains: whether the first dimension of every parameter counts chains, which share what is found.
+        warmup: steps in which mass, noise and step size are estimated. Draws count after them.
+        chains: whether the first dimension of every parameter is that of chains, which share these estimates.
         noise: whether gradients are those of minibatches; False for gradients of all data.
         generator: of random numbers; torch's own by default.
-        lr: not to be given: the step size is found. It is here to say so.
-        metrics: what devinterp asks for; none is offered.
+        lr: not supported; here for a clear error message.
+        metrics: those that devinterp requests; none is supported.
 
     Attributes:
         step_size: eps.
@@ -172,7 +172,7 @@ class LocalSampler(Optimizer):
             p.add_(root * (kicked + state["momentum"]), alpha=0.5 * eps)
 
     def _learn(self, params: list[Tensor], slopes: list[Tensor]) -> None:
-        """See how the last step bent; take it back where it was unstable; in the warm-up learn from it."""
+        """Measure the last step's bend, undo the step where it was unstable, and learn from it in the warm-up."""
         states = [self.state[p] for p in params]
         first = self.steps == 1
         turns = [slope - state["slope"] for slope, state in zip(slopes, states, strict=True)]

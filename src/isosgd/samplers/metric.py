@@ -1,13 +1,13 @@
-"""Diagonal preconditioning, put over a sampler: the same step in other coordinates.
+"""Diagonal preconditioning of a sampler: the same step in other coordinates.
 
     theta -= rate P g + P^1/2 kick        instead of        theta -= rate g + kick
 
-In the coordinates ``P^-1/2 theta`` that is the step without P. So what bounds the rate are the gradient noise and the
-curvature in those coordinates, ``P^1/2 V P^1/2`` and ``P^1/2 H P^1/2``. The first is measured here, the second by a
-loop that probes along `whiten`; where only the top eigenvalue of H is known, noise stands in for it (see
-`curvature_ratio`).
+In the coordinates ``P^-1/2 theta`` this is the step without P. So the rate is bounded by the gradient noise and the
+curvature in those coordinates, ``P^1/2 V P^1/2`` and ``P^1/2 H P^1/2``. The former is measured here, the latter by a
+loop that probes along `whiten`. If only the top eigenvalue of H is known, the noise stands in for H (see
+`DiagonalMetric.curvature_ratio`).
 
-A P that changes with theta adds a drift that a sampler must make up for, ``(T / N) div P`` (Theorem 1), or may drop.
+A P that changes with theta adds a drift, ``(T / N) div P`` (Theorem 1), that a sampler must correct for, or may drop.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ Learn = Callable[[Group, list[Tensor]], None]
 
 
 def rms_metric(square: Tensor, eps: float) -> Tensor:
-    """The diagonal of P that RMSprop has, ``1 / (eps + sqrt(V))``, from a running mean V of squared gradients."""
+    """RMSprop's P, ``1 / (eps + sqrt(V))``, from a running mean V of squared gradients."""
     return 1.0 / (eps + square.sqrt())
 
 
 def check_eps(eps: float) -> float:
-    """The eps of `rms_metric`, checked."""
+    """Refuse a bad eps of `rms_metric`; returns it."""
     if not eps > 0:
         raise ValueError(f"eps = {eps} must be positive: it bounds the preconditioner")
     return eps
 
 
 class Metric(Protocol):
-    """A preconditioner, for whoever measures curvature in its coordinates."""
+    """A preconditioner in whose coordinates curvature is measured."""
 
-    entered: bool  # whether curvatures are told in the metric, by a loop that probes along `whiten`
+    entered: bool  # whether curvatures are measured in the metric, by a loop that probes along `whiten`
 
     def whiten(self, vectors: Sequence[Tensor], power: float = 0.5) -> list[Tensor]:
         """``P^power`` times vectors, one for each parameter in their order."""
 
     def curvature_ratio(self, group: Group) -> Tensor:
-        """Curvature in the metric over the curvature that is told."""
+        """Curvature in the metric over the curvature that is given."""
 
 
 class DiagonalMetric:
@@ -54,7 +54,7 @@ class DiagonalMetric:
     Args:
         noise: the sampler's gradient noise, and its groups.
         value: the diagonal of P for one parameter, in its shape, in float32 at least.
-        learn: takes in the gradients of a group, each once, where P is made of them.
+        learn: updates P from the gradients of a group, each of which it sees once.
     """
 
     def __init__(self, noise: NoiseModel, value: Callable[[Tensor], Tensor], learn: Learn | None = None) -> None:
@@ -62,22 +62,18 @@ class DiagonalMetric:
         self.entered = False
 
     def whiten(self, vectors: Sequence[Tensor], power: float = 0.5) -> list[Tensor]:
-        """As of `Metric`."""
         every = [p for group in self.noise.groups for p in group["params"]]
         return [self.value(p) ** power * d for p, d in zip(every, vectors, strict=True)]
 
     def curvature_ratio(self, group: Group) -> Tensor:
-        """As of `Metric`: the ratio of the noise's top eigenvalues.
-
-        It is exact when noise and curvature are proportional, as for a model that fits its data.
-        """
+        """The ratio of the noise's top eigenvalues, which is exact if noise and curvature are proportional."""
         plain, scaled = self.noise.summary(group, "top"), self.top(group)
         largest = join([self.value(p) for p in group["params"]], self.noise.batched).amax(-1)
         ratio = torch.where(plain > 0, scaled / plain, largest.to(plain))
         return torch.ones_like(ratio) if self.entered else ratio
 
     def see(self, observed: bool) -> None:
-        """Learn from the gradients there are, once: when they are observed, else before the step that they serve."""
+        """Update P from the present gradients, once: when they are observed, or else before their step."""
         first = self.noise.groups[0]
         if observed or not first.get("learnt"):
             for group in self.noise.groups:
@@ -87,7 +83,7 @@ class DiagonalMetric:
         first["learnt"] = observed
 
     def take(self, noise: Sequence[Tensor] | None) -> None:
-        """Follow the top direction of the noise in the metric, after `NoiseModel.take`."""
+        """Follow the noise's top direction in the metric; called after `NoiseModel.take`."""
         for group, seen in self.noise.by_group(noise):
             if not seen or group["frozen"]:
                 continue
@@ -107,7 +103,7 @@ class DiagonalMetric:
         return top_eigenvalue(self.noise.seen_of_group(group)["scaled"])
 
     def excess_noise(self, group: Group, corrected: list[Tensor]) -> Tensor:
-        """How much noise is left along its top direction when a diagonal of it, in the metric, is made up for."""
+        """Noise left along its top direction after a diagonal of it, in the metric, is corrected for."""
         image = self.noise.seen_of_group(group)["scaled"]
         along = dot(0.5 * join(corrected, self.noise.batched), image.square()) / dot(image, image).clamp_min(1e-30)
         return (top_eigenvalue(image) - along).clamp_min(0.0)

@@ -3,8 +3,8 @@
     v <- (1 - a) v - (a T / (N lam)) (g + w),    theta <- theta + v,    Cov(w) = 2 lam I - Var(g)
 
 In the notation of Theorem 2: Sigma = lam I, A = a = eta lam. Gradient noise and injected noise add up to a constant
-isotropic covariance, as in `isosgd.samplers.isgd`, which is the case a = 1. It is SGHMC with a measured B^ and with its
-rate from lambda.
+isotropic covariance, as in `isosgd.samplers.isgd`, which is the case a = 1. It is SGHMC with a measured B^ and a rate
+that follows from lambda.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ class MomentumISGD(Sampler):
     """I-SGD with momentum, one lambda for each group, at a rate it finds itself.
 
     Targets ``exp(-f / T)`` when lambda is constant and at least the top eigenvalue of B, up to the discretisation bias
-    ``rate h / (2 (2 - a))``. The rate is ``a T / (N lam)``: where the noise bounds it, momentum smooths but a chain
-    forgets no faster than without; where the curvature does, it is a few times faster.
+    ``rate h / (2 (2 - a))``. The rate is ``a T / (N lam)``. If the noise bounds it, a chain mixes no faster than
+    without momentum; if the curvature does, it mixes a few times faster.
 
     Departures from the paper, which has no algorithm for it: those of `isosgd.samplers.isgd`.
 
     Args:
-        params: as of every `Sampler`.
-        lam: fixed lambda for all groups; left out, `adapt` sets it from the noise and the curvature.
+        lam: fixed lambda for all groups; by default `adapt` sets it from the noise and the curvature.
         friction: a in (0, 1]; at 1 it is I-SGD.
-        settings: ``num_data``, ``temperature`` and others, see `Sampler`.
+        settings: those of every `Sampler`.
     """
 
     family = "hamiltonian"

@@ -1,20 +1,20 @@
 """The warm-up that a sampler drives itself, in a loop that only calls ``backward`` and ``step``.
 
-A loop shows nothing but gradients: no loss, no second gradient on one minibatch. So
+A loop shows nothing but gradients: no loss, and no second gradient on the same minibatch.
 
-- *noise vectors* are differences of successive gradients over sqrt(2), which are centred wherever the chain is: how far
-  a start is from the data does not count as noise. A loop that has something better passes ``step(noise=...)``;
-- *optimising* is by Adam's steps. They are lengthened while successive gradients agree, and cut where these no longer
-  point the same way (Pflug 1990), until they are as short as the posterior is wide. Then the place is averaged. A start
-  that is ``trained`` is left where it is;
-- *warming up* begins with steps that do not move and show the noise of this place alone. Windows that double follow, in
-  which the chain samples; rates fall at once where they must, and rise by at most 2 from window to window;
-- *curvature* is the Fisher information ``n Var(g)``, unless gradients change with the place by significantly more than
-  that says: a line through gradients over places, along the directions with most noise;
-- *batches without replacement*, as a shuffled loader gives them, have noise that cancels over an epoch. That shows in
-  means over epochs of what the lines leave; of the noise only what does not cancel is then made up for;
-- *sampling* begins when in two successive windows rates hardly changed and the mean gradient is what it can be at
-  stationarity. Rates are frozen then.
+- *Noise vectors* are differences of successive gradients over sqrt(2). They are centred wherever the chain is, so that
+  a poor start does not look like noise. A loop that knows better passes ``step(noise=...)``.
+- *Optimising* uses Adam. Its steps grow while successive gradients agree, and shrink once these no longer point the
+  same way (Pflug 1990), until they are short beside the width of the posterior. Then the iterates are averaged.
+  With ``trained=True`` this stage is skipped.
+- *Warming up* first holds the parameters fixed to measure the noise at one point. The chain then samples, in windows
+  whose length doubles. Rates fall at once where they must, and rise by at most a factor of 2 between windows.
+- *Curvature* is taken from the Fisher information ``n Var(g)``, unless a regression of gradients on parameters, along
+  the directions with most noise, gives significantly more.
+- *Batches without replacement*, as from a shuffled loader, have noise that cancels over an epoch. This shows in
+  the epoch means of the regression's residuals. Then only the noise that does not cancel is corrected for.
+- *Sampling* begins when, in two successive windows, rates hardly changed and the mean gradient was as small as
+  stationarity allows. Rates are then frozen.
 
 References:
     Pflug (1990), Non-asymptotic confidence bounds for stochastic approximation algorithms with constant step size.
@@ -44,46 +44,47 @@ OPTIMISING, WARMING_UP, SAMPLING = "optimising", "warming up", "sampling"
 MOST_STEPS = 20_000  # of the whole warm-up, unless the user says
 MOST_OPTIMISATION_SHARE = 0.5
 OPTIMISATION_WINDOW = 100
-LEAST_OPTIMISED, OPTIMISED_EPOCHS = 2_000, 50  # steps and epochs after which only a far start is optimised further
-FIRST_LENGTH, LENGTH_AT_ZERO = 0.03, 0.006  # of Adam's first steps: a share of a group's size, or that of zeros
+LEAST_OPTIMISED, OPTIMISED_EPOCHS = 2_000, 50  # steps and epochs after which only a distant start goes on
+FIRST_LENGTH, LENGTH_AT_ZERO = 0.03, 0.006  # of Adam's first steps: relative to a group's RMS; if that is zero
 ADAM_MEMORY = 0.9, 0.99
-STRAIGHT = 0.1  # of the way gone in a window: less is to and fro; a random walk has three times as much
-AGREEMENT = 0.5  # correlation of successive gradients above which a start is far away
-SHORT = 0.5  # of a posterior deviation: steps that need not be shorter
+STRAIGHT = 0.1  # net displacement over path length; below it steps go to and fro (a random walk has 0.3)
+AGREEMENT = 0.5  # correlation of successive gradients above which the optimum is far away
+SHORT = 0.5  # posterior standard deviations: steps need not be shorter
 SHORTEST = 2.0**-12  # times the longest step
 FIRST_WINDOW, LEAST_LAST_WINDOW, ADAPT_EVERY = 50, 400, 20
-FIRST_CAUTION = 100.0  # times the first curvature, until there were steps from which it can be told
-EARLY_RISE = 10.0  # of rates, in windows shorter than the least last one
-SILENT = 1e-12  # of the squared gradient at the start, below which there is rounding alone
-RUNAWAY = 100.0  # times the squared gradient that it can be, or was where the chain was held
-UNUSED_FOR = 20  # steps in which a parameter that is used has a gradient
-LEAST_POINTS = 5  # for a line
-LEAST_EPOCHS = 4  # to compare means over
-PAIR_EVERY = 2
+FIRST_CAUTION = 100.0  # times the first curvature, until it has been measured on moving steps
+EARLY_RISE = 10.0  # of rates, in windows shorter than LEAST_LAST_WINDOW
+SILENT = 1e-12  # of the squared gradient at the start: less is rounding
+RUNAWAY = 100.0  # times the squared gradient that stationarity allows plus that of the held parameters
+UNUSED_FOR = 20  # steps without a gradient after which a parameter counts as unused
+LEAST_POINTS = 5  # for a regression line
+LEAST_EPOCHS = 4  # whose means are compared
+PAIR_EVERY = 2  # steps between noise vectors in a window
 FOLLOW_EVERY, FOLLOW_GEOMETRY_EVERY = 16, 128  # steps between noise vectors, once rates are frozen
 SETTLED_RATIO, SIGNAL_RATIO, RELAXATIONS = 1.5, 2.0, 5.0
 SURE = 3.0  # standard errors
-DRIFTING = 4.0
-PROBES = 8  # directions along which the curvature is compared with that of a geometry
-SAFE = 2.0  # times that curvature: directions differ
+DRIFTING = 4.0  # standard errors
+PROBES = 8  # directions along which a geometry's curvature is checked
+SAFE = 2.0  # times the curvature found along them
 MOST_RESTARTS = 10
-CANCELLING = 0.8  # of the variance that means over epochs would have, were batches independent
-SLOWER = 4.0
+CANCELLING = 0.8  # variance of epoch means over that of independent batches, below which noise cancels
+SLOWER = 4.0  # factor by which steps shrink
 
 
 class OwnWarmup:
     """The warm-up of a sampler by itself. `step` is called once for each step of the sampler.
 
     Args:
-        budget: steps that it takes, all of them; None for as many as it takes, up to a limit.
-        by_scheme: whether the sampler estimates its rates by a scheme of its own, and only takes noise vectors.
+        budget: its length in steps; None for as many as it takes, up to `MOST_STEPS`.
+        by_scheme: whether one of I-SGD's schemes estimates the rates, or the user gave them: this class then only
+            provides noise vectors.
 
     Attributes:
         phase: ``optimising``, ``warming up`` or ``sampling``.
         spent: steps so far.
-        reason: why rates were frozen before they settled; empty where they had.
-        curvatures: of ``f / N`` in each group, that rates were set from.
-        optimisation: steps of the optimisation.
+        reason: why rates were frozen before they settled; empty if they had settled.
+        curvatures: of ``f / N`` in each group, from which rates were set.
+        optimisation: steps of the initial optimisation.
     """
 
     kept = (
@@ -120,8 +121,8 @@ class OwnWarmup:
         self.square: list[Tensor] = []
         self.noise_square: list[Tensor] = []  # of successive differences, while optimising
         self.lengths: list[float] = []
-        self.centre: list[Tensor] = []  # the mean place
-        # Sums of a window: the product of successive gradients, its square, the square of a gradient, the way gone.
+        self.centre: list[Tensor] = []  # mean of the iterates in the second half of a window
+        # Sums over a window: the product of successive gradients, its square, squared gradients, the path length.
         self.pflug = torch.zeros(4, dtype=torch.float64, device=self.device)
         self.used: list[bool] = []  # whether a parameter had a gradient
         self.before: list[Tensor] = []  # the gradient of the last step
@@ -129,19 +130,17 @@ class OwnWarmup:
         self.start: list[Tensor] = []  # where a window began
         self.halves: list[list[Tensor]] = []  # sums of the gradients in the halves of a window
         self.line = Line(count, self.device)
-        self.recent = torch.zeros(count, dtype=torch.float64, device=self.device)  # squared gradients since a look
-        self.levels: list[float] = []  # of squared gradients, where the chain was held
+        self.recent = torch.zeros(count, dtype=torch.float64, device=self.device)  # squared gradients since `looked`
+        self.levels: list[float] = []  # mean squared gradients while the parameters were held fixed
         self.steepest = 0.0  # squared gradient at the start
-        self.looked = 0  # step of the window of the last look
+        self.looked = 0  # step of the window at which the last runaway check was made
         self.signal = torch.zeros(3, count, dtype=torch.float64, device=self.device)
         self.joint = torch.zeros(count, count, dtype=torch.float64, device=self.device)
         self.curvatures: list[float] = []
         self.old_rates: list[float] = []
-        self.images: list[Tensor] = []  # directions of a window, and what they are multiplied with to get a curvature
-        self.axes: list[Tensor] = []
-        self.corrected = False
-        self.structure = ""
-        self.noise_weight = 1.0  # of gradient noise, in what it is made up for once rates are frozen
+        self.images: list[Tensor] = []  # a window's regression: projections of the parameters ...
+        self.axes: list[Tensor] = []  # ... and of the gradients
+        self.noise_weight = 1.0  # share of the gradient noise that is corrected for once rates are frozen
         self._remember_settings()
         if sampler.trained:
             self._hold_here()
@@ -154,12 +153,10 @@ class OwnWarmup:
 
     @property
     def groups(self) -> list[Group]:
-        """The groups of parameters."""
         return self.sampler.param_groups
 
     @property
     def params(self) -> list[Tensor]:
-        """All parameters, in their order."""
         return [p for group in self.groups for p in group["params"]]
 
     def gradients(self) -> list[Tensor]:
@@ -168,11 +165,10 @@ class OwnWarmup:
 
     @property
     def geometry(self) -> Geometry | None:
-        """A Lambda that knows directions."""
         return self.sampler.geometry
 
     def by_group(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors like the parameters, as one flat vector for each group."""
+        """One flat vector for each group, of tensors shaped like the parameters."""
         found, vectors = [], iter(tensors)
         for group in self.groups:
             found.append(join([next(vectors) for _ in group["params"]]).float())
@@ -188,7 +184,7 @@ class OwnWarmup:
     # -- noise vectors ------------------------------------------------------------------------------------------------
 
     def noise(self, given: Sequence[Tensor] | None) -> Sequence[Tensor] | None:
-        """The noise vector of this step, where one is to be taken in: the one given, or a difference of gradients."""
+        """The noise vector of this step, if one is due: the one given, or a difference of gradients."""
         if self.by_scheme:
             self.phase = WARMING_UP if self.sampler.warming else SAMPLING
         if self.phase != SAMPLING:
@@ -198,25 +194,23 @@ class OwnWarmup:
         if self.phase != SAMPLING:
             now = self.gradients()
             self.last, self.before = self.before, now
-            if given is None and not self.last:
-                return None
-            return given if given is not None else self._difference(now, self.last)
+            return self._difference(now, self.last) if given is None and self.last else given
         if not (self.sampler.needs_vectors or self.geometry is not None):
-            return None  # nothing depends on it any more
+            return None  # nothing depends on noise any more
         if given is not None:
-            return self._weighed(given)
+            return self._weighted(given)
         if capturing():
             return None
         every = FOLLOW_EVERY if self.geometry is None else FOLLOW_GEOMETRY_EVERY
         turn = self.groups[0]["step"] % every
-        first = self.by_scheme and not self.sampler.noise.ready()  # then every step is looked at
+        first = self.by_scheme and not self.sampler.noise.ready()  # then every step counts
         last, self.before = self.before, self.gradients() if turn == every - 1 or first else []
         if first:
             turn = 0
-        return self._weighed(self._difference(self.gradients(), last)) if turn == 0 and last else None
+        return self._weighted(self._difference(self.gradients(), last)) if turn == 0 and last else None
 
     def _look_for_unused(self) -> None:
-        """Refuse a parameter that the loss does not depend on: it has no noise, hence no rate."""
+        """Refuse a parameter on which the loss does not depend: it has no noise, hence no rate."""
         last = min(UNUSED_FOR, self.total)
         if self.spent >= last:
             return
@@ -231,18 +225,19 @@ class OwnWarmup:
                 "leave it out of params, or requires_grad_(False)"
             )
 
-    def _weighed(self, noise: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _weighted(self, noise: Sequence[Tensor]) -> Sequence[Tensor]:
         if self.noise_weight == 1.0 or self.geometry is not None:
             return noise
         return list(torch._foreach_mul(list(noise), math.sqrt(self.noise_weight)))
 
-    def _difference(self, now: Sequence[Tensor], last: Sequence[Tensor]) -> list[Tensor]:
-        return list(torch._foreach_mul(torch._foreach_sub(list(now), list(last)), math.sqrt(0.5)))
+    @staticmethod
+    def _difference(now: list[Tensor], last: list[Tensor]) -> list[Tensor]:
+        return list(torch._foreach_mul(torch._foreach_sub(now, last), math.sqrt(0.5)))
 
     # -- the phases ---------------------------------------------------------------------------------------------------
 
     def step(self, noise: Sequence[Tensor] | None) -> bool:
-        """Take in what a step shows; whether the sampler is to make its own move."""
+        """Process the gradients of a step. Returns whether the sampler is to make its own move."""
         self.spent += 1
         if self.phase == OPTIMISING:
             self._optimise(noise)
@@ -254,7 +249,7 @@ class OwnWarmup:
         return True
 
     def stepped(self) -> None:
-        """The sampler has made its move."""
+        """Called after the sampler has made its move."""
         if self.by_scheme:
             self.spent += 1
             self.phase = WARMING_UP if self.sampler.warming else SAMPLING
@@ -277,10 +272,9 @@ class OwnWarmup:
     def _optimise(self, noise: Sequence[Tensor] | None) -> None:
         params, grads = self.params, [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.params]
         if not self.mean:
-            self.mean = [torch.zeros_like(p, dtype=torch.float32) for p in params]
-            self.square = [torch.zeros_like(x) for x in self.mean]
-            self.noise_square = [torch.zeros_like(x) for x in self.mean]
-            self.centre = [torch.zeros_like(x) for x in self.mean]
+            self.mean, self.square, self.noise_square, self.centre = (
+                [torch.zeros_like(p, dtype=torch.float32) for p in params] for _ in range(4)
+            )
             for group in self.groups:
                 place = join([p.detach().float() for p in group["params"]])
                 size = float(self.whole.mean(place.square(), group["params"]).sqrt())
@@ -296,7 +290,7 @@ class OwnWarmup:
             weight = max(1.0 - second, 1.0 / self.spent)
             torch._foreach_lerp_(self.noise_square, torch._foreach_mul(vectors, vectors), weight)
         mean_factor, square_factor = 1.0 - first**self.spent, 1.0 - second**self.spent
-        begun = min(self.spent / self.length, 1.0)  # a full first step would throw a trained network out of its minimum
+        begun = min(self.spent / self.length, 1.0)  # a full first step could leave the minimum of a trained network
         if self.place == 0:
             self.start = [p.detach().float().clone() for p in params]
         agreement = torch.zeros(3, dtype=torch.float64, device=self.device)
@@ -327,10 +321,10 @@ class OwnWarmup:
             )  # fmt: skip
         self.pflug.zero_()
         far = total > AGREEMENT * lengths
-        enough = max(LEAST_OPTIMISED, OPTIMISED_EPOCHS * self.epoch)  # a network that fits its data is never done
+        enough = max(LEAST_OPTIMISED, OPTIMISED_EPOCHS * self.epoch)  # a network may improve for ever
         over = self.spent >= MOST_OPTIMISATION_SHARE * self.total or (self.spent >= enough and not far)
         self.place = 0
-        # Without noise successive gradients agree even where steps only go to and fro.
+        # Without noise, successive gradients agree even if steps only go to and fro.
         significant = gone > STRAIGHT * way and total > 2.0 * math.sqrt(max(squares - total**2 / self.length, 0.0))
         if not over and significant:
             if far:
@@ -340,15 +334,15 @@ class OwnWarmup:
         if not over and not self._short_enough() and self.factor > SHORTEST * self.longest:
             self.factor /= SLOWER
             return
-        if not significant:  # around a mode: its middle is nearer to it than the last step
+        if not significant:  # steps go around a mode, to which their mean is closer than the last one
             torch._foreach_copy_(self.params, self.centre)
         self.mean = self.square = self.noise_square = self.centre = []
         self.before, self.lengths = [], []
         self._hold_here()
 
     def _short_enough(self) -> bool:
-        """Whether steps are short beside the posterior, as wide as the Fisher information says."""
-        first = 0  # parameter of the group: all of one have steps of one length
+        """Whether steps are short beside the posterior width that the Fisher information implies."""
+        first = 0  # parameter of the group, all of which have one step length
         for group, square in zip(self.groups, self.by_group(self.noise_square), strict=True):
             length, first = self.lengths[first], first + len(group["params"])
             information = group["num_data"] * self._batch_size * float(self.whole.mean(square, group["params"]))
@@ -362,10 +356,10 @@ class OwnWarmup:
         assert self.sampler.batch_size is not None
         return self.sampler.batch_size
 
-    # -- the noise of one place ---------------------------------------------------------------------------------------
+    # -- the noise at one point ---------------------------------------------------------------------------------------
 
     def _hold_here(self) -> None:
-        """Warm up from here, with steps that do not move."""
+        """End the optimisation, and hold the parameters fixed."""
         self.optimisation, self.phase, self.holding = self.spent, WARMING_UP, True
         self.length = FIRST_WINDOW if self.geometry is None else max(FIRST_WINDOW, self.geometry.min_vectors)
 
@@ -377,11 +371,6 @@ class OwnWarmup:
         ready = self.geometry is not None or self.sampler.noise.ready()
         if self.place < self.length or not ready:
             return
-        for group in self.groups:
-            if self.geometry is None and self.sampler.noise.of_group(group) is None:
-                raise RuntimeError(
-                    f"group {group['name']!r} never had a gradient: leave it out of params, or requires_grad_(False)"
-                )
         if float(self.recent.sum()) / self.place <= SILENT * self.steepest:
             raise RuntimeError(
                 "the gradients of all minibatches are zero where the loss is least: the model fits every example "
@@ -398,7 +387,7 @@ class OwnWarmup:
         self._begin_window(FIRST_WINDOW)
 
     def _ran_away(self) -> bool:
-        """Whether the chain is where gradients are many times what they can be: noise that is seen there is none."""
+        """Whether gradients are many times what they can be, so that noise measured here is worthless."""
         if not bool(torch.isfinite(self.whole.total(torch.stack(torch._foreach_norm(self.params)).sum()))):
             return True
         if self.line.count >= LEAST_POINTS:
@@ -411,36 +400,29 @@ class OwnWarmup:
         return False
 
     def _bounds(self) -> list[float]:
-        """What the squared mean gradient of each group can be at stationarity, ``T tr(H) / N``, at the most."""
-        return [
-            group["temperature"]
-            * h
-            * self.whole.size(sum(p.numel() for p in group["params"]), group["params"])
-            / group["num_data"]
-            for group, h in zip(self.groups, self.curvatures, strict=True)
-        ]
+        """Upper bound of each group's squared mean gradient at stationarity, ``T tr(H) / N``."""
+        found = []
+        for group, h in zip(self.groups, self.curvatures, strict=True):
+            size = self.whole.size(sum(p.numel() for p in group["params"]), group["params"])
+            found.append(group["temperature"] * h * size / group["num_data"])
+        return found
 
     def _prior(self) -> dict[str, Any]:
-        """What a geometry is told of the curvature of the prior: that of weight decay."""
+        """The curvature of the prior, that of weight decay, as an argument of `adapt` for a geometry."""
         if self.geometry is None:
             return {}
-        return {
-            "prior": [
-                torch.full_like(p, group["weight_decay"] * group["num_data"])
-                for group in self.groups
-                for p in group["params"]
-            ]
-        }
+        decays = [(p, group["weight_decay"] * group["num_data"]) for group in self.groups for p in group["params"]]
+        return {"prior": [torch.full_like(p, decay) for p, decay in decays]}
 
     def _fisher(self) -> list[float]:
-        """The largest curvature of each group by the noise of its gradients, and of all groups together."""
+        """The largest curvature of each group, by the noise of its gradients."""
         if self.geometry is not None:
             return [1.0] * len(self.groups) if not self.geometry.known else self.curvatures
         tops = [float(self.sampler.noise.summary(group, "top")) for group in self.groups]
         return [2.0 * self._batch_size * b + g["weight_decay"] for b, g in zip(tops, self.groups, strict=True)]
 
     def _choose_correction(self) -> None:
-        """Take gradient noise out of what is injected, where nobody said and where that allows larger rates."""
+        """Unless the user said, correct for gradient noise if that allows larger rates."""
         sampler = self.sampler
         if sampler.chooses_correction:
             ratio = 0.0
@@ -469,7 +451,7 @@ class OwnWarmup:
         self.before = []
 
     def _choose_directions(self) -> None:
-        """Directions along which the curvature is looked at until the window ends."""
+        """Choose the directions along which this window measures the curvature."""
         geometry = self.geometry
         if geometry is None:
             found = [self.sampler.noise.seen_of_group(group)["top"].clone() for group in self.groups]
@@ -502,7 +484,7 @@ class OwnWarmup:
             return
         if i % PAIR_EVERY == 1 or self.length < PAIR_EVERY:
             self.sampler.observe(list(noise))
-        # Of two successive gradients the noise is independent: their product is the squared mean gradient's.
+        # Successive gradients have independent noise, so that their product estimates the squared mean gradient.
         product = self._whitened_dots(grads, self.last)
         self.signal += torch.stack([product, product**2, torch.ones_like(product)])
         if self.geometry is None:
@@ -517,11 +499,11 @@ class OwnWarmup:
         return whole.expand(len(self.groups))
 
     def _measured(self) -> list[float]:
-        """The curvature of each group by noise and by how gradients change."""
+        """The curvature of each group, by the noise and by the regression of gradients on parameters."""
         slope, error = self.line.slopes(pooled=self.geometry is not None)
         sure = slope > SURE * error
         if self.geometry is not None:
-            # Over H; where the slope is lost in noise, steps are too small for a moderate curvature to matter.
+            # Relative to H. If the slope is lost in noise, steps are too small for a moderate curvature to matter.
             ratio = SAFE * float(slope) if bool(sure) and self.line.count >= LEAST_POINTS else FIRST_RATIO
             share = max(ratio, 1.0) * self.caution * float(self.geometry.unit_rate)
             return [share / float(group["rate"]) for group in self.groups]
@@ -532,7 +514,7 @@ class OwnWarmup:
         return [factor * max(h, s) for h, s in zip(self._fisher(), beyond, strict=True)]
 
     def _joint_factor(self) -> float:
-        """How much stiffer the groups are together than alone, by the correlations of their noise."""
+        """How much stiffer the groups are together than alone, by the correlation of their noise."""
         scale = self.joint.diagonal().clamp_min(1e-300).rsqrt()
         if len(self.groups) == 1 or not bool((self.joint.diagonal() > 0).all()):
             return 1.0
@@ -545,7 +527,7 @@ class OwnWarmup:
         self.sampler.adapt(self.curvatures, rise, **(self._prior() if rise > 1.0 else {}))
 
     def _restart(self) -> None:
-        """Back to where the window began, and slower."""
+        """Go back to where the window began, with smaller steps."""
         self.restarts += 1
         if self.restarts > MOST_RESTARTS:
             raise DivergedError(
@@ -600,12 +582,12 @@ class OwnWarmup:
 
     @property
     def epoch(self) -> int:
-        """Steps in which all data are gone through; 0 where so few say nothing."""
+        """Steps in an epoch; 0 if it has a single one."""
         found = round(self.groups[0]["num_data"] / self._batch_size)
         return found if found > 1 else 0
 
     def _weigh_noise(self, weight: float) -> None:
-        """Make up for a share of the gradient noise only."""
+        """Correct for a share of the gradient noise only."""
         self.noise_weight = weight
         if self.geometry is not None:
             self.geometry.noise_weight = weight
@@ -618,17 +600,17 @@ class OwnWarmup:
 
     @property
     def relaxation(self) -> float:
-        """Steps in which a chain forgets where it was, along the stiffest direction of the slowest group."""
+        """Relaxation time in steps, along the stiffest direction of the slowest group."""
         pulls = [float(group["rate"]) * h for group, h in zip(self.groups, self.curvatures, strict=True)]
         return self.sampler.friction / max(min(pulls), 1e-12)
 
     @property
     def spacing(self) -> int:
-        """Steps between draws that are worth keeping: half an autocorrelation time, as far as it is known."""
+        """Steps between draws worth keeping: half an autocorrelation time, as far as it is known."""
         return max(1, math.ceil(max(self.relaxation, 1.0 / self.sampler.friction)))
 
     def _unsettled(self, last: bool) -> str:
-        """Why the chain has not settled; empty when it has."""
+        """Why the chain has not settled; empty if it has."""
         groups = self.groups
         if not groups[0]["temperature"]:
             return ""
@@ -637,7 +619,7 @@ class OwnWarmup:
         if last:
             ratios = [min(ratio, 1.0) for ratio in ratios]
         bounds = self._bounds()
-        if self.geometry is not None:  # the same in the metric of P, over all groups
+        if self.geometry is not None:  # the same, in the metric and over all groups
             bounds = [sum(b * rate for b, rate in zip(bounds, rates, strict=True))] * len(bounds)
         signals = []
         for total, squares, count, bound in zip(*self.signal.tolist(), bounds, strict=True):
@@ -647,7 +629,7 @@ class OwnWarmup:
         return unsettled(groups, ratios, signals, self.length, self.relaxation) or self._drifting()
 
     def _drifting(self) -> str:
-        """Whether the mean gradient of the window's first half shows again in its second."""
+        """Whether the mean gradients of the window's two halves agree: why the chain has not settled."""
         if len(self.halves) < 2 or self.geometry is not None:
             return ""
         half = self.length / 2
@@ -667,14 +649,15 @@ def unsettled(
     steps: int,
     relaxation: float,
 ) -> str:
-    """Why a chain has not settled in its last window of so many steps; empty where none of this speaks against it.
+    """Why a chain has not settled in its last window of ``steps`` steps; empty if nothing says so.
 
     Args:
-        groups: of parameters, which have names.
-        ratios: of their rates, after the window and before it.
-        signals: of each group the squared length of its gradient, `SURE` standard errors of it, and what it can be at
-            stationarity: there ``E|grad f / N|^2 = T tr(H) / N``, with top curvature h at most ``T d h / N``.
-        relaxation: steps in which the slowest group forgets where it was, along its stiffest direction.
+        groups: parameter groups.
+        ratios: each group's rate after the window over that before it.
+        signals: each group's squared mean gradient, `SURE` standard errors of it, and its bound at stationarity:
+            there ``E|grad f / N|^2 = T tr(H) / N``, with top curvature h at most ``T d h / N``.
+        steps: length of the window.
+        relaxation: relaxation time of the slowest group along its stiffest direction, in steps.
     """
     for group, ratio in zip(groups, ratios, strict=True):
         if max(ratio, 1.0 / ratio) > SETTLED_RATIO:
@@ -695,14 +678,14 @@ def unsettled(
     return ""
 
 
-# -- lines through gradients over places, and noise that cancels over an epoch --------------------------------------
+# -- regression of gradients on parameters, and noise that cancels over an epoch ------------------------------------
 
 
 def uncancelled(pull: float, epoch: int) -> float:
-    """Share of the gradient noise that acts on a chain where batches go through the data without replacement.
+    """Share of the gradient noise that acts on a chain if batches are drawn without replacement.
 
-    Noise sums up to zero over an epoch of E steps: at the lag k < E its covariance is ``-V / (E - 1)``, in the share
-    ``1 - k / E`` of all places. A chain that forgets the share a = ``pull`` of its past in a step weighs it with
+    Noise then sums to zero over an epoch of E steps. At lag k < E its covariance is ``-V / (E - 1)``, for the share
+    ``1 - k / E`` of all steps. A chain that forgets the share a = ``pull`` of its past in a step weights it by
     ``(1 - a)^k``.
 
     Example:
@@ -714,7 +697,7 @@ def uncancelled(pull: float, epoch: int) -> float:
 
 
 class Line:
-    """Straight lines through points that come one after the other, several at once: slopes and their errors.
+    """Several simple linear regressions, updated point by point: slopes and their standard errors.
 
     Example:
         >>> line = Line(1, torch.device("cpu"))
@@ -729,10 +712,10 @@ class Line:
     def __init__(self, lines: int, device: torch.device) -> None:
         self.count, self.sums = 0, torch.zeros(5, lines, dtype=torch.float64, device=device)
         self.block = torch.zeros(3, lines, dtype=torch.float64, device=device)  # sums of x, y and 1 in this epoch
-        self.blocks: list[Tensor] = []  # of epochs that were seen as a whole
+        self.blocks: list[Tensor] = []  # of complete epochs
 
     def take(self, x: Tensor, y: Tensor, epoch: int = 0, place: int = 0) -> None:
-        """Take in a point of each line, at its place in an epoch of so many points."""
+        """Take in a point of each line; ``place`` is its position in an epoch of ``epoch`` points."""
         x, y = x.double(), y.double()
         self.sums += torch.stack([x, y, x * x, x * y, y * y])
         self.count += 1
@@ -745,7 +728,7 @@ class Line:
             self.blocks.append(self.block)
 
     def block_noise(self) -> tuple[float, float]:
-        """Variance of the means over epochs, over what independent points would have, and its relative error."""
+        """Variance of the epoch means of residuals over that of independent ones, and its relative error."""
         if len(self.blocks) < LEAST_EPOCHS:
             return 1.0, math.inf
         x, y, _, xy, yy = self.sums
@@ -757,7 +740,7 @@ class Line:
         return float(found), math.sqrt(2.0 / ((len(self.blocks) - 1) * len(slope)))
 
     def slopes(self, pooled: bool = False) -> tuple[Tensor, Tensor]:
-        """Slope of each line and its standard error; ``pooled`` for one slope of all."""
+        """Slope of each line and its standard error; one for all lines if ``pooled``."""
         x, y, xx, xy, yy = self.sums
         xx, xy, yy = xx - x * x / self.count, xy - x * y / self.count, yy - y * y / self.count
         if pooled:

@@ -1,8 +1,8 @@
-"""What a sampler exports of its steps: tensors, and a pure function of them, which a backend executes many times.
+"""Steps of a sampler as tensors and a pure function of them, which a backend executes many times.
 
-A backend keeps a *state*, flat parameters ``[chains, d]`` with further columns behind them where a step has more to
-remember (a velocity, a thermostat). It asks for the innovations of the next steps and for the tensors that a step
-reads, and moves the state step by step, in compiled code or in a captured graph. No backend looks into a sampler.
+A backend keeps a *state*: flat parameters ``[chains, d]``, followed by further columns if a step has more to remember
+(a velocity, a thermostat). It asks for the innovations of the next steps and for the tensors that a step reads, and
+moves the state step by step, in compiled code or in a captured graph. No backend looks into a sampler.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass
 class Elementwise:
-    """A step that acts on each parameter on its own: ``theta -= rate (g) + kick xi``, or the same with a velocity.
+    """A step that acts on each element on its own: ``theta -= rate g + kick xi``, or the same with a velocity.
 
     Attributes:
         rates: a number for each parameter tensor, or a tensor of its shape.
-        kicks: the size of injected noise, likewise.
+        kicks: the scale of injected noise, likewise.
         averaged: whether innovations are averaged over two steps.
-        friction: of Theorem 2, where there is a velocity.
+        friction: of Theorem 2, if there is a velocity.
     """
 
     rates: list[Tensor]
@@ -44,13 +44,13 @@ class Elementwise:
 
 
 class StepProgram(ABC):
-    """Steps of a sampler whose rates stay as they are, or change by a schedule. Nothing is changed before `prepare`.
+    """Steps of a sampler whose rates are fixed or scheduled. Nothing is changed before `prepare`.
 
     Attributes:
-        dim: d, parameters of a chain.
-        counts: parameters of each group.
+        dim: d, elements of all parameters of a chain.
+        counts: the same for each group.
         width: innovations that a step takes.
-        lead: innovations in front of those of the first step.
+        lead: innovations that precede those of the first step.
         follows_noise: whether the sampler wants noise vectors from time to time (`isosgd.samplers.Sampler.observe`).
         needs_noise: whether every step takes a noise vector.
         scheduled: whether rates change from step to step: they then come with the innovations of `draw`, and there is
@@ -74,9 +74,9 @@ class StepProgram(ABC):
         self.bits = False
 
     def prepare(self, most: int) -> None:
-        """Get ready for calls of up to so many steps; what the sampler has prefetched is drawn again, here."""
+        """Get ready for calls of up to ``most`` steps; prefetched innovations are returned to the generator."""
         injector = self.sampler.injector
-        for p in self.params:  # parameters that have gradients are laid out
+        for p in self.params:  # the layout is that of the parameters with gradients
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         injector.lay_out()
         injector.source.prepare()
@@ -86,25 +86,25 @@ class StepProgram(ABC):
     # -- the state ------------------------------------------------------------------------------------------------
 
     def memory(self) -> list[list[Tensor]]:
-        """What a step remembers of each parameter, in tensors like them."""
+        """What a step remembers of each parameter, in tensors of their shapes."""
         return []
 
     def numbers(self) -> list[Tensor]:
-        """What else it remembers, each ``[chains]``."""
+        """Scalars that it remembers, each ``[chains]``."""
         return []
 
     def take_numbers(self, numbers: Tensor) -> None:  # noqa: B027 (most remember none)
-        """Take up `numbers` as they are now, ``[chains, columns]``."""
+        """Store the new values of `numbers`, ``[chains, columns]``."""
 
     def begin(self) -> Tensor:
-        """The state from which to go on."""
+        """The present state."""
         theta = self.flat(self.params)
         columns = [self.flat(tensors).to(theta) for tensors in self.memory()]
         columns += [number.to(theta).expand(self.chains).unsqueeze(-1) for number in self.numbers()]
         return torch.cat([theta, *columns], dim=-1)
 
     def finish(self, state: Tensor) -> None:
-        """Bring the sampler and its parameters to a state."""
+        """Write a state back to the sampler and its parameters."""
         end = 0
         for tensors in (self.params, *self.memory()):
             self.write(tensors, state[:, end : end + self.dim])
@@ -112,12 +112,12 @@ class StepProgram(ABC):
         self.take_numbers(state[:, end:])
 
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Tensors like the parameters as one ``[chains, d]``."""
+        """Tensors of the parameters' shapes as one ``[chains, d]``."""
         return torch.cat([t.detach().reshape(self.chains, -1) for t in tensors], dim=-1)
 
     @torch.no_grad()
     def write(self, tensors: Sequence[Tensor], flat: Tensor) -> None:
-        """Write flat values ``[chains, d]`` into tensors like the parameters."""
+        """The inverse of `flat`."""
         parts = torch.split(flat, self.sizes, -1)
         torch._foreach_copy_(list(tensors), [part.reshape(t.shape) for part, t in zip(parts, tensors, strict=True)])
 
@@ -126,11 +126,10 @@ class StepProgram(ABC):
         return state if state.shape[-1] == self.dim else state[:, : self.dim]
 
     def velocities(self) -> list[Tensor]:
-        """Of the parameters."""
         return [self.sampler.velocity(p) for p in self.params]
 
     def count(self, steps: int) -> None:
-        """So many steps were taken."""
+        """Count steps that were taken."""
         for group in self.sampler.param_groups:
             group["step"] += steps
 
@@ -139,7 +138,7 @@ class StepProgram(ABC):
     def draw(self, steps: int) -> Tensor:
         """Innovations of the next steps, ``[lead + steps, chains, width]``, from the sampler's generator.
 
-        They are kicks, scaled and corrected as the sampler's own are, unless a program says otherwise.
+        By default they are kicks, scaled and corrected like the sampler's own.
         """
         scale, *outer = self.injection()
         return self._take_out(fill_steps(self._empty(steps), self.sampler.generator, self.bits, scale), outer)
@@ -149,11 +148,11 @@ class StepProgram(ABC):
         return torch.empty(shape, dtype=self.dtype, device=self.params[0].device)
 
     def innovation(self, drawn: Tensor, k: int) -> Tensor:
-        """Of step k, from those of all."""
+        """The innovations of step k."""
         return drawn.select(0, k)
 
     def injection(self) -> Tensors:
-        """What turns standard normal numbers into a step's innovations; it may change between calls."""
+        """The tensors by which `inject` turns normal numbers into innovations; they may change between calls."""
         injector = self.sampler.injector
         injector.make_plan()
         found = [injector.scale.view(self.chains, -1)]
@@ -168,7 +167,7 @@ class StepProgram(ABC):
         return self._take_out((normals * scale).unsqueeze(0), outer).squeeze(0)
 
     def _take_out(self, kicks: Tensor, outer: Sequence[Tensor]) -> Tensor:
-        """Take noise vectors out of kicks ``[steps, chains, d]``, in place, group by group where there are any."""
+        """Correct kicks ``[steps, chains, d]`` for correlated noise, in place, in the groups that ask for it."""
         moves = self.sampler.injector.moves
         corrections = zip(outer[::2], outer[1::2], strict=True)
         for kick, (_, move) in zip(torch.split(kicks, self.counts, -1), moves, strict=True):
@@ -186,26 +185,26 @@ class StepProgram(ABC):
 
     @abstractmethod
     def move(self, state: Tensor, gradient: Tensor, noise: Tensor | None, xi: Tensor, tensors: Tensors) -> Tensor:
-        """Where one step leads to: a function of tensors alone.
+        """The state after one step: a function of tensors alone.
 
         Args:
             state: before it.
             gradient: flat, of the mean loss.
-            noise: the noise vector of the minibatch, where there is one.
+            noise: the noise vector of the minibatch, if the program needs it.
             xi: its innovations.
             tensors: what `tensors` gave.
         """
 
     def reads_rows(self, tensors: Tensors) -> bool:
-        """Whether a compiled step is one operation, which reads the rows of these tensors as they lie."""
+        """Whether a compiled step is a single operation that takes these tensors as they are in memory."""
         return False
 
     def elementwise(self) -> Elementwise | None:
-        """The step, where it acts on each parameter on its own; one pass over memory then does it."""
+        """The step in elementwise form, so that one pass over memory suffices; None if it has none."""
         return None
 
     def rates(self) -> Tensor:
-        """Of each parameter, ``[chains, d]``."""
+        """The rate of each element, ``[chains, d]``."""
         self.sampler.injector.make_plan()
         parts = []
         for (_, move), count in zip(self.sampler.injector.moves, self.counts, strict=True):
@@ -260,7 +259,8 @@ class KickProgram(StepProgram):
 class ScheduledProgram(StepProgram):
     """Steps that inject all of the composite noise, at rates that change from step to step, without a metric.
 
-    What a backend is given at each step are its innovations: so the rates of the groups are further columns of them.
+    The innovations are all that differs between a backend's steps, so the rates of the groups are further columns of
+    them.
     """
 
     scheduled = True
@@ -298,7 +298,7 @@ class ScheduledProgram(StepProgram):
         return out
 
     def elementwise(self) -> Elementwise | None:
-        """Of the first step; `table` has those of the others."""
+        """That of the first step; `table` has the others'."""
         if self.chains > 1:
             return None
         rates, kicks = ([x[0, 0, i] for i in self.groups] for x in self.table(1))
@@ -306,11 +306,11 @@ class ScheduledProgram(StepProgram):
 
     @property
     def groups(self) -> list[int]:
-        """The number of each parameter's group."""
+        """The index of each parameter's group."""
         return [i for i, group in enumerate(self.sampler.param_groups) for _ in group["params"]]
 
     def injection(self) -> Tensors:
-        raise RuntimeError("rates change from step to step: there is no injection that serves several")
+        raise RuntimeError("rates change from step to step: no injection serves several")
 
     def move(self, state: Tensor, gradient: Tensor, noise: Tensor | None, xi: Tensor, tensors: Tensors) -> Tensor:
         columns = torch.split(xi[:, self.dim :], 1, -1)
@@ -320,7 +320,7 @@ class ScheduledProgram(StepProgram):
 
 
 class GeometryProgram(StepProgram):
-    """Steps of I-SGD with a Lambda that knows directions; where it tracks the level of the noise, that is a column.
+    """Steps of I-SGD with a Lambda that knows directions; a level of the noise that it tracks is a further column.
 
     ``averaged`` says whether innovations are averaged over two steps.
     """
@@ -340,7 +340,7 @@ class GeometryProgram(StepProgram):
 
     def tensors(self) -> Tensors:
         tensors = self.geometry.tensors()
-        return tensors if self.level is None else tensors[:-1]  # levels move with the chains
+        return tensors if self.level is None else tensors[:-1]  # the level is part of the state
 
     def reads_rows(self, tensors: Tensors) -> bool:
         return self.geometry.reads_rows(tensors)

@@ -22,30 +22,23 @@ from isosgd.samplers.schedules import Annealing
 
 
 class PSGLD(Sampler):
-    """SGLD with the preconditioner of RMSprop, whose divergence it drops.
+    """SGLD with the preconditioner of RMSprop, without the drift for its dependence on theta.
 
     Targets ``exp(-f / T)`` only where V hardly depends on theta, that is where gradient noise exceeds the gradient
-    itself. Otherwise, as ``lr -> 0`` and for independent parameters, the density is ``exp(-f / T) / P(theta)``: too
-    wide, since P is smallest far from the mode; without any gradient noise a Gaussian's variance doubles. On top of it
-    come SGLD's errors of a fixed rate, ``rate h / 2`` and ``rate N b / T``, in the metric; `adapt` keeps each below
+    itself. Otherwise, as ``lr -> 0`` and for independent parameters, the density is ``exp(-f / T) / P(theta)``, which
+    is too wide, since P is smallest far from the mode: without gradient noise a Gaussian's variance doubles. The errors
+    of SGLD at a fixed rate, ``rate h / 2`` and ``rate N b / T`` in the metric, come on top; `adapt` keeps each below
     ``bias``.
 
-    Departures from the paper: V starts as a plain average, so that its start value leaves no trace; the gradient in it
-    has the prior's part.
+    Departures from the paper: V starts as a plain average, so that its start value has no effect; its gradients
+    include the prior's.
 
     Args:
-        params: as of every `Sampler`.
         alpha: memory of V.
         eps: the paper's lambda, which bounds P. It has the units of a mean gradient.
         decay: exponent of the annealing, 0 for a fixed rate.
         offset: steps after which the annealing sets in.
-        settings: ``num_data``, ``temperature``, ``lr`` and others, see `Sampler`.
-
-    Example:
-        >>> net = torch.nn.Linear(2, 1)
-        >>> sampler = PSGLD(net.named_parameters(), num_data=100, lr=1e-3)
-        >>> net(torch.ones(5, 2)).square().mean().backward()
-        >>> _ = sampler.step()
+        settings: those of every `Sampler`.
     """
 
     targets = "exp(-f / T) / P(theta), near exp(-f / T) where gradient noise exceeds the gradient"
@@ -65,12 +58,11 @@ class PSGLD(Sampler):
         if not 0.0 <= alpha < 1.0:
             raise ValueError(f"alpha = {alpha} must lie in [0, 1): the memory of the preconditioner")
         self.average, self.eps = MovingAverage(alpha), check_eps(eps)
-        counter = {"gradients": 0}  # that V is made of
+        counter = {"gradients": 0}  # averaged in V
         super().__init__(params, schedule=Annealing(decay, offset), extra=counter, **settings)
         self.metric = DiagonalMetric(self.noise, self._metric, self._learn)
 
     def square(self, p: Tensor) -> Tensor:
-        """V of a parameter."""
         return self.kept_like(p, "square", state_dtype(p))
 
     def _metric(self, p: Tensor) -> Tensor:
@@ -90,7 +82,7 @@ class PSGLD(Sampler):
 
 
 class RMSProgram(StepProgram):
-    """Steps of `PSGLD`: V, then the number of gradients that it is made of, are columns behind the parameters."""
+    """Steps of `PSGLD`. The state has V and the number of gradients in it as further columns."""
 
     def __init__(self, sampler: PSGLD) -> None:
         super().__init__(sampler)

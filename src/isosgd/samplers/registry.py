@@ -23,26 +23,19 @@ from isosgd.samplers.sgrhmc import SGRHMC
 from isosgd.samplers.sgrld import SGRLD
 from isosgd.samplers.vsgd import VSGD
 
-NOT_SETTINGS = {
-    "num_data",
-    "temperature",
-    "generator",
-    "chains",
-    "warmup",
-    "trained",
-    "weight_decay",
-}  # given by the loop
-INNER = {"lr", "friction", "corrected", "schedule", "extra"}  # of `Sampler`: some subclasses have none, or their own
+# Given by `isosgd.sample`.
+NOT_SETTINGS = {"num_data", "temperature", "generator", "chains", "warmup", "trained", "weight_decay"}
+INNER = {"lr", "friction", "corrected", "schedule", "extra"}  # of `Sampler`: subclasses have none, or their own
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method that can be asked for by name.
+    """A method with a name.
 
     Attributes:
-        kind: the class. It says its ``family``: ``langevin`` (Theorem 1), ``hamiltonian`` (Theorem 2), ``metropolis``
-            (all data, accept or reject), or ``baseline``; its ``paper``; what it ``targets``; and its ``departures``
-            from the paper, in a line, of which its docstring says more.
+        kind: the class. It has a ``family``: ``langevin`` (Theorem 1), ``hamiltonian`` (Theorem 2), ``metropolis``
+            (all data, accept or reject), or ``baseline``; a ``paper``; what it ``targets``; and its ``departures``
+            from the paper, in a line.
         options: settings of `isosgd.sample` that differ from the defaults of ``kind``.
     """
 
@@ -51,7 +44,7 @@ class Method:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Names and defaults of all that can be set, its own first."""
+        """Names and defaults of all settings, the method's own first."""
         found: dict[str, Any] = {"lr": None} if getattr(self.kind, "has_lr", False) else {}
         for kind in self.kind.__mro__:
             if "__init__" in vars(kind) and hasattr(kind, "targets"):
@@ -62,15 +55,15 @@ class Method:
         return {**found, **self.options}
 
     def row(self, name: str) -> dict[str, Any]:
-        """All that is known of it, for a table.
+        """Its row in a table.
 
         Example:
             >>> psgld = REGISTRY["psgld"].row("psgld")
             >>> psgld["family"], psgld["settings"]["alpha"]
             ('langevin', 0.99)
         """
-        told = {part: getattr(self.kind, part) for part in ("family", "paper", "targets", "departures")}
-        return {"name": name, **told, "settings": self.settings}
+        about = {part: getattr(self.kind, part) for part in ("family", "paper", "targets", "departures")}
+        return {"name": name, **about, "settings": self.settings}
 
 
 METHODS: dict[str, type[Sampler]] = {
@@ -90,7 +83,7 @@ METHODS: dict[str, type[Sampler]] = {
     "csghmc": CSGHMC,
     "hmc": HMC,
 }
-OPTIONS = {"isgd": {"structure": "auto"}}  # the class alone has one lambda a layer, as the paper has
+OPTIONS = {"isgd": {"structure": "auto"}}  # the class defaults to the paper's one lambda for each layer
 
 REGISTRY: Mapping[str, Method] = MappingProxyType(
     {name: Method(kind, OPTIONS.get(name, {})) for name, kind in METHODS.items()}

@@ -1,4 +1,4 @@
-"""Rates that change from step to step: annealed, or in cycles."""
+"""Step size schedules: constant, annealed, or in cycles."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor
 from isosgd.geometry.layer import Number
 from isosgd.samplers.groups import Group
 
-CYCLE = 5000  # steps, where nothing is known of how long a chain takes to forget
-LEAST_CYCLE = 500  # steps, where that was measured
-SPREAD = 0.2  # of the time of a sampling stage, in which a chain spreads from the mode and no draw counts
-STAGE_DRAWS = 10  # of a stage, where its length follows from how far apart draws should be
+CYCLE = 5000  # steps, if the spacing of draws is not known
+LEAST_CYCLE = 500  # steps, if it is
+SPREAD = 0.2  # share of a sampling stage in which a chain spreads from the mode and no draw counts
+STAGE_DRAWS = 10  # draws of a stage, if its length follows from the spacing of draws
 
 
 class Schedule:
-    """From the rate that a group has to that of its next step: the same, unless a subclass changes it."""
+    """Turns the rate of a group into that of its next step: by default the same."""
 
     def settings(self, begun: bool = False) -> dict[str, float | None]:
-        """What is kept in every group; ``begun`` when the first step is already one of sampling."""
+        """Entries of every group; ``begun`` if the first step already samples."""
         return {}
 
     def begin(self, groups: Sequence[Group]) -> None:
@@ -34,34 +34,33 @@ class Schedule:
         return False
 
     def rate(self, group: Group, rate: Number) -> Number:
-        """The rate of the next step."""
         return rate
 
     def factors(self, group: Group, steps: int) -> Tensor:
-        """Rates of the next steps over that of the group, ``[steps, 1]``, or ``[steps, chains]``."""
+        """The next steps' rates over that of the group, ``[steps, 1]`` or ``[steps, chains]``."""
         return torch.ones(steps, 1, dtype=torch.float64)
 
     def explores(self, group: Group) -> bool:
-        """Whether the next step is one of exploration, without injected noise."""
+        """Whether the next step explores, without injected noise."""
         return False
 
     def exploring(self, group: Group, steps: int) -> Tensor:
-        """Which of the next steps are of exploration, ``[steps, 1]``."""
+        """Which of the next steps explore, ``[steps, 1]``."""
         return torch.zeros(steps, 1, dtype=torch.bool)
 
     def sampled(self, group: Group) -> bool:
-        """Whether the last step makes a draw that counts."""
+        """Whether the last step was one of sampling."""
         return True
 
     def limit_peak(self, group: Group, curvature: Number) -> Tensor | None:
-        """The highest rate of exploration over that of sampling where steps are stable, if there is exploration."""
+        """The largest stable rate of exploration over that of sampling; None without exploration."""
         return None
 
     def fit(self, groups: Sequence[Group], spacing: float) -> None:
-        """Take in how far apart draws should be, in steps at the rates of the groups."""
+        """Fit the schedule to the spacing of draws, in steps at the rates of the groups."""
 
     def steps_to(self, group: Group, spacing: float) -> int:
-        """Steps from here to the next draw; draws are as far apart as so many steps at the rate of the group."""
+        """Steps to the next draw, for a spacing in steps at the rate of the group."""
         return math.ceil(spacing)
 
 
@@ -108,17 +107,16 @@ def area(position: float) -> float:
 class Cycles(Schedule):
     """Cycles of a cosine, each with an exploration and a sampling stage (see `isosgd.samplers.cyclical`).
 
-    Exploration ends at a mode, with none of the posterior's spread, so that a chain has to spread anew in every stage.
-    And the lower the rate, the less a chain moves: what counts is not the number of steps but the sum of their rates,
-    over that of the group. It is called *time* here.
+    Exploration ends at a mode, so that a chain has to spread again in every sampling stage. The lower the rate, the
+    less a chain moves: what counts is *time*, the sum of the steps' rates over that of the group.
 
     Each group keeps the length of a ``cycle``, the step at its ``start``, and its ``peak``, the highest rate over that
     of sampling.
 
     Args:
-        cycle: steps in a cycle; None has `fit` set them, and `CYCLE` until then.
+        cycle: steps in a cycle; None lets `fit` set it, and is `CYCLE` until then.
         exploration: the share of exploration in a cycle.
-        within: a further schedule.
+        within: a schedule of the rate of all cycles.
     """
 
     def __init__(self, cycle: int | None, exploration: float, within: Schedule | None = None) -> None:
@@ -142,7 +140,7 @@ class Cycles(Schedule):
         return groups[0]["start"] is not None or self.within.changes(groups)
 
     def position(self, group: Group, step: int) -> float | None:
-        """Where in its cycle a step is, in [0, 1); None before cycles begin."""
+        """Position of a step in its cycle, in [0, 1); None before cycles begin."""
         return None if group["start"] is None else (step - group["start"]) % group["cycle"] / group["cycle"]
 
     def rate(self, group: Group, rate: Number) -> Number:
@@ -179,24 +177,24 @@ class Cycles(Schedule):
         return group["step"] > 0 and (position is None or position >= self.exploration)
 
     def limit_peak(self, group: Group, curvature: Number) -> Tensor | None:
-        stable = 1.0 / torch.as_tensor(curvature * self.within.rate(group, group["rate"]))  # at twice it, none is
+        stable = 1.0 / torch.as_tensor(curvature * self.within.rate(group, group["rate"]))  # twice this is unstable
         return stable.clamp(1.0, 1.0 / cosine(self.exploration))
 
     def set_highest(self, group: Group, rate: Number) -> Number:
-        """The rate of a group for cycles that begin at a rate that is given."""
+        """The group's rate for cycles that begin at ``rate``."""
         group["peak"] = 1.0 / cosine(self.exploration)
         return rate * cosine(self.exploration)
 
     def stage(self, group: Group) -> float:
-        """Time of a sampling stage, in steps at the rate of the group."""
+        """Time of a sampling stage."""
         return float(group["cycle"]) * (area(1.0) - area(self.exploration)) / cosine(self.exploration)
 
     def spacing(self, group: Group) -> float:
-        """Steps at the rate of the group between draws, where a stage is to have `STAGE_DRAWS` of them."""
+        """Time between draws that gives `STAGE_DRAWS` of them in a stage."""
         return max(1.0, (1.0 - 1e-6) * float(self._counted(group["cycle"])[-1]) / STAGE_DRAWS)
 
     def fit(self, groups: Sequence[Group], spacing: float) -> None:
-        """Make cycles so long that a stage has time to spread a chain and then for `STAGE_DRAWS` draws."""
+        """Make stages so long that the chain spreads and then gives `STAGE_DRAWS` draws."""
         if self.given:
             return
         stage = STAGE_DRAWS * spacing / (1.0 - SPREAD)
@@ -205,10 +203,9 @@ class Cycles(Schedule):
             group["cycle"] = cycle
 
     def steps_to(self, group: Group, spacing: float) -> int:
-        """As of `Schedule`. Neither exploration nor the first `SPREAD` of a stage count.
+        """Steps to the next draw. Neither exploration nor the first `SPREAD` of a stage count.
 
-        A draw is due at every multiple of the spacing since cycles began, so that nothing is lost where a step goes
-        beyond it.
+        Draws are due at multiples of the spacing since cycles began, so that steps beyond one do not add up.
         """
         if group["start"] is None or spacing < 1:
             return math.ceil(spacing)
@@ -216,12 +213,12 @@ class Cycles(Schedule):
         taken = group["step"] - group["start"]
         cycles, here = divmod(taken, cycle)
         now = float(cycles * clock[-1] + clock[here]) / spacing
-        due = (math.floor(now + 2e-9) + 1 - 1e-9) * spacing  # sums are rounded
+        due = (math.floor(now + 2e-9) + 1 - 1e-9) * spacing  # against rounding
         whole = math.ceil(due / clock[-1]) - 1
         return int(whole * cycle + np.searchsorted(clock, due - whole * clock[-1]) - taken)
 
     def _counted(self, cycle: int) -> NDArray[np.float64]:
-        """Time that counts for draws, from the beginning of a cycle to that of each of its steps, and to its end."""
+        """Time that counts for draws, from the start of a cycle to that of each step, and to its end."""
         if len(self._clock) != cycle + 1:
             rates = 0.5 * (1.0 + np.cos(np.pi * np.arange(cycle) / cycle)) / cosine(self.exploration)
             rates[np.arange(cycle) / cycle < self.exploration] = 0.0

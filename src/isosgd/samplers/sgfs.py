@@ -3,9 +3,9 @@
     theta <- theta - lr P (g + w),    P = Var(g)^-1,    Cov(w) = (2 T / (N lr) - 1 - n T / N) Var(g)
 
 In the notation of Theorem 1: P ~ B^-1, C = (T / (N lr) - 1/2 - n T / (2 N)) Var(g). Their step is ``2 (gamma N I +
-4 B / epsilon)^-1`` for the full gradient, with ``gamma = (n + N) / n`` and I the Fisher information: the same, with I =
-n Var(g), T = 1 and the user's matrix B, which sets the rate, a multiple of I. The term ``n T / N`` is what makes it
-exact, at any rate, where the curvature of f / N is I.
+4 B / epsilon)^-1`` for the full gradient, with ``gamma = (n + N) / n`` and I the Fisher information. It is the same
+with I = n Var(g), T = 1, and the user's matrix B, which sets the rate, a multiple of I. The term ``n T / N`` makes it
+exact at any rate where the curvature of f / N is I.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ MOST_PARAMETERS = 2000  # of a full matrix
 
 
 def subtracted_share(batch_size: int | None, group: Group) -> float:
-    """What is subtracted from the injected noise, in units of Var(g): ``1 + n T / N``."""
+    """The noise to be subtracted, in units of Var(g): ``1 + n T / N``."""
     return 1.0 + float((batch_size or 0) * group["temperature"] / group["num_data"])
 
 
 def check_scoring(floor: float) -> None:
-    """Refuse settings that cannot be meant."""
+    """Refuse a bad floor."""
     if not 0 < floor < 1:
         raise ValueError(f"floor = {floor} must lie in (0, 1): the least variance, over the mean of its tensor")
 
@@ -51,16 +51,15 @@ class SGFS(Sampler):
     ``(2 - rate n) / (2 - rate k)``, both in the metric (n = 0 when ``batch_size`` is not given); `adapt` keeps that,
     and the excess temperature of correlated noise, below ``bias``.
 
-    Departures from the paper: P comes from the noise vectors, of which every method here has a running mean, and is
-    constant once rates are frozen; the matrix B is a multiple of Var(g), chosen by the rate; P has a floor; T.
+    Departures from the paper: P comes from the running mean of squared noise vectors and is constant once rates are
+    frozen; the matrix B is a multiple of Var(g) that the rate sets; the variances in P have a floor; T.
 
     Args:
-        params: as of every `Sampler`.
         floor: least variance in P, over the mean of its tensor (of the matrix), for directions without noise.
         decay: exponent of the annealing, 0 for a fixed rate.
         offset: steps after which the annealing sets in.
-        settings: ``num_data``, ``batch_size`` (without which the step is exact to first order in the rate only), ``lr``
-            (below ``2 T / N``) and others, see `Sampler`.
+        settings: those of every `Sampler`; ``lr`` must be below ``2 T / N``, and without ``batch_size`` the step is
+            exact to first order in the rate only.
     """
 
     targets = "exp(-f / T) where the curvature is the Fisher information"
@@ -84,7 +83,7 @@ class SGFS(Sampler):
 
     @property
     def needs_vectors(self) -> bool:
-        return not self.param_groups[0]["frozen"]  # then the metric is as it is
+        return not self.param_groups[0]["frozen"]  # a frozen metric no longer changes
 
     def _variance(self, p: Tensor) -> Tensor:
         if "variance" not in self.state.get(p, {}):
@@ -97,7 +96,7 @@ class SGFS(Sampler):
         return 1.0 / torch.maximum(v, self.floor * mean).clamp_min(TINY)
 
     def noise_bound(self, group: Group) -> Tensor:
-        """What is subtracted must fit under T / (N lr), and what it leaves must drown in it."""
+        """It covers what is subtracted, and leaves the correlated rest a small share."""
         noise = self.metric.variances(group)
         subtracted = 0.5 * subtracted_share(self.batch_size, group) * join(noise, self.batched).amax(-1)
         return subtracted + self.metric.excess_noise(group, noise) / self.bias
@@ -119,8 +118,8 @@ class FullSGFS(Sampler):
     keeps the excess temperature of what m noise vectors in d dimensions leave unknown, ``(1 + sqrt(d / m))^2 - 1``,
     below ``bias``.
 
-    Departures from the paper: those of `SGFS`; the matrix is shrunk towards its diagonal by ``d / (m + d)``; and P is
-    made anew only when rates are set, or with a given ``lr`` when the number of noise vectors has doubled.
+    Departures from the paper: those of `SGFS`; the matrix is shrunk towards its diagonal by ``d / (m + d)``; P is only
+    updated when rates are set, or with a given ``lr`` when the number of noise vectors has doubled.
 
     Args: those of `SGFS`.
     """
@@ -128,7 +127,7 @@ class FullSGFS(Sampler):
     targets, paper = SGFS.targets, SGFS.paper
     departures = "those of sgfs; shrunk towards its diagonal; made anew only when rates are set"
     grows = False
-    entered: bool = False  # whether curvatures are told in the metric, as in `DiagonalMetric`
+    entered: bool = False  # see `isosgd.samplers.metric.Metric`
 
     def __init__(
         self,
@@ -140,7 +139,7 @@ class FullSGFS(Sampler):
         **settings: Any,
     ) -> None:
         check_scoring(floor)
-        counter = {"behind": 0}  # noise vectors behind the matrix in use
+        counter = {"behind": 0}  # noise vectors in the matrix in use
         super().__init__(params, schedule=Annealing(decay, offset), extra=counter, **settings)
         self.floor = floor
         self.size = sum(p.numel() for group in self.param_groups for p in group["params"]) // (self.chains or 1)
@@ -151,7 +150,7 @@ class FullSGFS(Sampler):
 
     @property
     def needs_vectors(self) -> bool:
-        return not self.param_groups[0]["frozen"]  # then the metric is as it is
+        return not self.param_groups[0]["frozen"]  # a frozen metric no longer changes
 
     @property
     def _kept(self) -> dict[str, Any]:
@@ -172,11 +171,11 @@ class FullSGFS(Sampler):
             self._renew()
 
     def _renew(self) -> None:
-        """Make P of the noise vectors seen."""
+        """Update P."""
         self.noise.seen_of_group(self.param_groups[0])
         matrix, m = self._kept["covariance"].double(), self.param_groups[0]["seen"]
         matrix = matrix.lerp(torch.diag_embed(torch.diagonal(matrix, dim1=-2, dim2=-1)), self.size / (m + self.size))
-        values, basis = torch.linalg.eigh(torch.nan_to_num(matrix, posinf=0.0))  # lest one chain stop the others
+        values, basis = torch.linalg.eigh(torch.nan_to_num(matrix, posinf=0.0))  # one chain may diverge
         inverse = 1.0 / torch.maximum(values, self.floor * values.mean(-1, keepdim=True)).clamp_min(TINY)
         found = {"basis": basis, "inverse": inverse, "share": (inverse * values).clamp_min(0.0)}
         self._kept.update({name: t.to(self._kept["covariance"].dtype) for name, t in found.items()})
@@ -194,13 +193,11 @@ class FullSGFS(Sampler):
         return self
 
     def whiten(self, vectors: Sequence[Tensor], power: float = 0.5) -> list[Tensor]:
-        """``P^power`` times vectors, one for each parameter in their order."""
         flat = self._apply(power, join(list(vectors), self.batched))
         parts = torch.split(flat, [v.numel() // (self.chains or 1) for v in vectors], dim=-1)
         return [part.reshape(v.shape) for part, v in zip(parts, vectors, strict=True)]
 
     def curvature_ratio(self, group: Group) -> Tensor:
-        """Curvature in the metric over plain curvature, as in `DiagonalMetric`."""
         share, inverse = self._kept["share"], self._kept["inverse"]
         top = (share / inverse).amax(-1).clamp_min(TINY)
         return torch.ones_like(top) if self.entered else share.amax(-1) / top
@@ -229,7 +226,7 @@ class FullSGFS(Sampler):
         return "a full matrix is applied step by step"
 
     def _move(self, group: Group, params: list[Tensor]) -> Move:
-        return Move(self.rate(group), 1.0)  # `_update` does the rest
+        return Move(self.rate(group), 1.0)  # `_update` injects the noise
 
     def _update(self) -> None:
         params = self.injector.params

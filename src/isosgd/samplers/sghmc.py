@@ -21,16 +21,14 @@ class SGHMC(Sampler):
     Targets ``exp(-f / T)`` up to the discretisation bias ``rate h / (2 (2 - a))``, and without the correction as the
     rate tends to zero only: gradient noise then heats it by ``rate N b / (a T)``.
 
-    Departures from the paper: B^ is measured, correlations included, where theirs is the user's; the velocity is never
-    drawn anew; `adapt` sets the rate where none is given; there is a temperature.
+    Departures from the paper: B^ is measured, correlations included, not given by the user; the velocity is never
+    resampled; `adapt` sets the rate if none is given; there is a temperature.
 
     Args:
-        params: as of every `Sampler`.
         friction: a in (0, 1]; at 1 it is SGLD.
-        corrected: subtract the measured gradient noise from the injected noise, correlations included. It needs centred
-            noise vectors. Chen et al. take a user's B^. Left out it is 0, but measured in a loop where that allows
-            larger rates.
-        settings: ``num_data``, ``temperature``, ``lr`` and others, see `Sampler`.
+        corrected: subtract the measured gradient noise, correlations included, from the injected noise; this needs
+            centred noise vectors. By default a loop does so if that allows larger rates, and `isosgd.sample` does not.
+        settings: those of every `Sampler`.
     """
 
     family = "hamiltonian"

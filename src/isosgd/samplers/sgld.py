@@ -21,16 +21,14 @@ class SGLD(Sampler):
     Targets ``exp(-f / T)`` as ``lr -> 0``. At a fixed rate the variance is too large by ``rate h / 2``
     (discretisation) and by ``rate N b / T`` (gradient noise, which it ignores); `adapt` keeps each below ``bias``.
 
-    Departures from the paper: the rate is fixed unless ``decay`` says otherwise, and the warm-up sets it where none is
-    given; in a loop it takes gradient noise out of the injected noise where that allows larger rates; there is a
-    temperature.
+    Departures from the paper: the rate is fixed by default, and set by the warm-up if none is given; in a loop the
+    gradient noise is subtracted from the injected noise if that allows larger rates; there is a temperature.
 
     Args:
-        params: as of every `Sampler`.
         decay: exponent of the annealing, 0 for a fixed rate; Welling and Teh take a value in (0.5, 1].
         offset: steps after which the annealing sets in.
-        corrected: subtract the measured gradient noise from the injected noise, as of `Sampler`.
-        settings: ``num_data``, ``temperature``, ``lr`` and others, see `Sampler`.
+        corrected: subtract the measured gradient noise from the injected noise, as in `Sampler`.
+        settings: those of every `Sampler`.
 
     Example:
         >>> import torch

@@ -3,7 +3,7 @@
     v <- (1 - xi) v - lr (g + w),    theta <- theta + v,    w ~ N(0, 2 a T / (N lr))
     xi <- xi + gain (N |v|^2 / (lr T d) - 2 / (2 - xi))
 
-In the notation of Theorem 2: P = I, C = a T / (N lr), and the friction A = xi is learnt: it settles where gradient
+In the notation of Theorem 2: P = I, C = a T / (N lr), and the friction A = xi is learned: it settles where gradient
 noise and injected noise together keep the velocity at temperature T. With step epsilon of the underlying dynamics
 ``lr = N epsilon^2``, ``xi`` and ``a`` are epsilon times their xi and A, and their own gain is ``lr T / N``.
 """
@@ -24,30 +24,22 @@ from isosgd.samplers.steppers import hamiltonian_, spread
 
 
 class SGNHT(Sampler):
-    """SGHMC with a friction that adapts itself to gradient noise of unknown size.
+    """SGHMC with a friction that adapts to gradient noise of unknown size.
 
     Targets ``exp(-f / T)`` when gradient noise is isotropic within each group, whatever its size. Otherwise the mean
-    temperature is right and each direction's off: its variance is too large by the factor ``(s + b) / (s + mean b)``,
-    with ``s = a T / (N rate)`` and b the noise along it; `adapt` keeps that below ``bias``.
+    temperature is right but that of single directions is not: a variance is too large by ``(s + b) / (s + mean b)``,
+    with ``s = a T / (N rate)`` and b the noise in that direction; `adapt` keeps the error below ``bias``.
 
-    Departures from the paper: one thermostat for each group; the velocity's set point is ``2 / (2 - xi)`` rather than
-    1, what the discrete recursion has at the right temperature, so that the variance of a Gaussian is right at any
-    rate on average over directions; ``gain``, an inverse thermal mass, does not vanish with the rate; and friction
-    is kept at or below 1.
+    Departures from the paper: one thermostat for each group; the set point of the velocity is ``2 / (2 - xi)``, not 1,
+    which makes the discrete recursion right for Gaussians at any rate, on average over directions; ``gain``, an inverse
+    thermal mass, does not vanish with the rate; friction is at most 1.
 
     Args:
-        params: as of every `Sampler`.
-        friction: a in (0, 1], the friction that the injected noise alone asks for; xi starts there.
+        friction: a in (0, 1], the friction that matches the injected noise alone; xi starts there.
         gain: how fast xi adapts; ``0.1 friction^2`` by default. Its standard deviation is then ``0.3 a / sqrt(d)``.
-        corrected: subtract the measured gradient noise from the injected noise, as of `SGHMC`; then none is left that
-            is not isotropic.
-        settings: ``num_data``, ``temperature``, ``lr`` and others, see `Sampler`.
-
-    Example:
-        >>> net = torch.nn.Linear(2, 1)
-        >>> sampler = SGNHT(net.named_parameters(), num_data=100, lr=1e-3)
-        >>> net(torch.ones(5, 2)).square().mean().backward()
-        >>> _ = sampler.step()
+        corrected: subtract the measured gradient noise from the injected noise, as in `SGHMC`. What remains is
+            isotropic.
+        settings: those of every `Sampler`.
     """
 
     family = "hamiltonian"
@@ -79,12 +71,12 @@ class SGNHT(Sampler):
         return xi
 
     def velocity_variance(self, group: Group) -> Number:
-        """What the velocity has at temperature T in continuous time."""
+        """Variance of the velocity at temperature T in continuous time."""
         variance: Number = group["temperature"] * self.rate(group) / group["num_data"]
         return variance
 
     def noise_bound(self, group: Group) -> Tensor:
-        """What is not isotropic must drown; the rest may double the friction."""
+        """Anisotropic noise must be a small share of it; isotropic noise may double the friction."""
         if self.corrected:
             return super().noise_bound(group)
         top, mean = self.noise_summary(group, "top"), self.noise_summary(group, "mean")
@@ -117,7 +109,7 @@ class SGNHT(Sampler):
 
 
 class ThermostatProgram(StepProgram):
-    """Steps of `SGNHT`: the velocity, then the friction of each group, are columns behind the parameters."""
+    """Steps of `SGNHT`. The state has the velocity and the friction of each group as further columns."""
 
     def __init__(self, sampler: SGNHT) -> None:
         super().__init__(sampler)

@@ -2,7 +2,7 @@
 
     v <- (1 - a P^2) v - lr (P g - c (T / N) div P + P w),    theta <- theta + P v,    P = G(theta)^-1/2
 
-In the notation of Theorem 2: friction ``A = a P^2``, so that the composite noise ``a T / (N lr)`` that it asks for is
+In the notation of Theorem 2: friction ``A = a P^2``, so that the composite noise ``a T / (N lr)`` that it requires is
 constant, Cov(w) = 2 a T / (N lr) I - [Var(g)]; ``(div P)_i = d P_i / d theta_i`` by autograd. With step epsilon of the
 underlying dynamics ``lr = N epsilon^2``, and their own friction is the case ``a = epsilon``, for which the weight c
 tends to 1.
@@ -26,24 +26,23 @@ from isosgd.samplers.steppers import langevin_
 
 
 class SGRHMC(Sampler):
-    """SGHMC in a metric of the user's that depends on theta.
+    """SGHMC in a metric that the user gives as a function of theta.
 
     Targets ``exp(-f / T)`` as ``lr -> 0``. At a fixed rate the variance is too large by ``rate h P^2 / 2`` or less, and
     without the correction by ``rate N b / (a T)``; `adapt` keeps each below ``bias`` for the metric where the chain was
     then. Without a metric it is SGHMC.
 
-    Departures from the paper: theta moves with the P of halfway, and the divergence gets a weight (see
-    `divergence_weight`), without which the error would not vanish with the rate at a friction a that is free; friction
-    is cut at 1 where the metric is large, together with its noise, which any friction allows.
+    Departures from the paper: theta moves with P at the midpoint, and the divergence has a weight (see
+    `divergence_weight`), without which the error would not vanish with the rate at a fixed friction a; friction is cut
+    at 1 where the metric is large, together with its noise, which any friction allows.
 
     Args:
-        params: as of every `Sampler`.
         friction: a in (0, 1].
-        metric: from a parameter to the diagonal of ``G^-1``, that is ``P^2``, in its shape, see
+        metric: a function from a parameter to the diagonal of ``G^-1``, that is ``P^2``, in its shape; see
             `isosgd.samplers.sgrld.Field`. It is not saved.
         coupled: whether an entry of it depends on other entries of the parameter.
         corrected: subtract the measured gradient noise from the injected noise, as in `SGHMC`.
-        settings: ``num_data``, ``temperature``, ``lr`` and others, see `Sampler`.
+        settings: those of every `Sampler`.
     """
 
     family = "hamiltonian"
@@ -65,7 +64,7 @@ class SGRHMC(Sampler):
         self.metric = DiagonalMetric(self.noise, self.field.value)
 
     def noise_summary(self, group: Group, how: Summary) -> Tensor:
-        return self.noise.summary(group, how)  # friction has the metric in it too, so that it cancels
+        return self.noise.summary(group, how)  # the metric in the friction cancels it
 
     def _program(self) -> StepProgram | str:
         return "its metric depends on where the chain is"
@@ -89,9 +88,9 @@ class SGRHMC(Sampler):
 
 
 def divergence_weight(friction: Tensor) -> Tensor:
-    """What div P must be multiplied with when friction c in a step is not small: ``1 + 2 c / (2 - c)``, or 1 where cut.
+    """Factor of div P for a friction c per step that is not small: ``1 + 2 c / (2 - c)``, or 1 where it is cut.
 
     Averaged over the velocity, whose variance is ``2 / (2 - c)`` of the continuous one, theta diffuses by ``P^2 / c``.
-    That the drift is the divergence of this takes ``(T / N) (P' + P c' / (2 - c))``, here with ``c = a P^2``.
+    For the drift to be the divergence of this it takes ``(T / N) (P' + P c' / (2 - c))``, here with ``c = a P^2``.
     """
     return torch.where(friction < 1.0, 1.0 + 2.0 * friction / (2.0 - friction), 1.0)

@@ -23,17 +23,17 @@ from isosgd.samplers.program import StepProgram
 from isosgd.samplers.schedules import Annealing
 
 Metric = Callable[[Tensor], Tensor]
-LEEWAY = 1e-3  # rounding, in the check that entries are on their own
+LEEWAY = 1e-3  # for rounding, in the check that entries are independent
 
 
 class Field:
     """A metric given by the user: its value and its divergence at a parameter.
 
     Args:
-        metric: from a parameter to the diagonal of ``G^-1`` in its shape; the identity by default. With chains the
-            parameter has their leading dimension.
-        coupled: whether an entry of the metric depends on other entries of the parameter. The divergence then takes one
-            backward pass for each entry, instead of one for all.
+        metric: a function from a parameter to the diagonal of ``G^-1`` in its shape; by default the identity. With
+            chains the parameter has their leading dimension.
+        coupled: whether an entry of the metric depends on other entries of the parameter. The divergence then takes a
+            backward pass for each entry, instead of one in all.
         batched: whether parameters have a leading dimension of chains.
     """
 
@@ -93,21 +93,20 @@ def scales(sampler: Sampler) -> dict[Tensor, float]:
 
 
 class SGRLD(Sampler):
-    """SGLD in a metric of the user's that depends on theta.
+    """SGLD in a metric that the user gives as a function of theta.
 
     Targets ``exp(-f / T)`` as ``lr -> 0``. At a fixed rate the variance is too large by ``rate h / 2`` and by
-    ``rate N b / T``, in the metric; `adapt` keeps each below ``bias`` for the metric where the chain was then. Without
-    a metric it is SGLD.
+    ``rate N b / T``, in the metric; `adapt` keeps each below ``bias`` for the metric at the chain's position then.
+    Without a metric it is SGLD.
 
     Departures from the paper: the metric is diagonal and any function; theirs is that of a simplex.
 
     Args:
-        params: as of every `Sampler`.
-        metric: from a parameter to the diagonal of ``G^-1`` in its shape, see `Field`. It is not saved.
+        metric: a function from a parameter to the diagonal of ``G^-1`` in its shape, see `Field`. It is not saved.
         coupled: whether an entry of it depends on other entries of the parameter.
         decay: exponent of the annealing, 0 for a fixed rate.
         offset: steps after which the annealing sets in.
-        settings: ``num_data``, ``temperature``, ``lr`` and others, see `Sampler`.
+        settings: those of every `Sampler`.
 
     Example:
         >>> net = torch.nn.Linear(2, 1)

@@ -1,10 +1,9 @@
 """Parameters that are sharded over ranks: DTensors, as FSDP2's `torch.distributed.fsdp.fully_shard` makes them.
 
-Each rank steps its own rows of every parameter. What a step needs of a group as a whole (norms, products of noise
-vectors) is summed over the ranks. Injected noise is that of the whole parameters: a block of it follows from the step,
-the number of the parameter and the offset in it, and a rank draws the blocks that it has rows of. So a chain is the
-same on any number of ranks, but for rounding. Gradients are already the mean over ranks, and noise vectors differences
-of successive ones.
+Each rank steps its own rows of every parameter. Quantities of whole groups (norms, products of noise vectors) are
+summed over ranks. Injected noise is drawn in blocks, each seeded by the step, the parameter and the offset in it; a
+rank draws the blocks of its rows. So a chain is the same on any number of ranks, up to rounding. Gradients are already
+means over ranks, and noise vectors are differences of successive ones.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ BLOCK = 1 << 14  # numbers that are drawn at once
 
 
 def is_sharded(p: Tensor) -> bool:
-    """Whether a tensor is a DTensor, of which this rank has a part."""
+    """Whether a tensor is a DTensor."""
     return hasattr(p, "device_mesh")
 
 
 def rows_of(length: int, rank: int, ranks: int) -> tuple[int, int]:
-    """First row and end of a rank's rows of a tensor: cut as `torch.chunk` does, the last ranks may have none.
+    """First row and end of a rank's rows of a tensor, split as by `torch.chunk`: the last ranks may have none.
 
     Example:
         >>> [rows_of(5, rank, 4) for rank in range(4)]
@@ -42,8 +41,8 @@ def rows_of(length: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def rows_here(p: Any) -> tuple[int, int]:
-    """First row and end of this rank's rows of a DTensor, which one mesh of one dimension must shard by rows."""
-    from torch.distributed.tensor import Shard  # takes its time
+    """First row and end of this rank's rows of a DTensor; refuses placements that are not supported."""
+    from torch.distributed.tensor import Shard  # slow to import
 
     mesh = p.device_mesh
     if mesh.ndim != 1 or tuple(p.placements) != (Shard(0),):
@@ -55,11 +54,11 @@ def rows_here(p: Any) -> tuple[int, int]:
 
 
 def together(mesh: Any, call: Callable[[], Any]) -> list[Any]:
-    """Have every rank of a mesh make a call; what each got, as JSON has it. An error of one is raised on all."""
+    """Make a call on every rank of a mesh; returns all results, through JSON. An error on one is raised on all."""
     error: Exception | None = None
     try:
         text = json.dumps({"got": call()}, default=str)
-    except Exception as met:  # whatever it is, the others must not wait for this rank
+    except Exception as met:  # whatever it is, the other ranks must not wait
         error, text = met, json.dumps({"text": str(met), "wrong": isinstance(met, ValueError | TypeError)})
     own, group = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), mesh.get_group()
     longest = torch.tensor(len(own), device=mesh.device_type)
@@ -77,7 +76,7 @@ def together(mesh: Any, call: Callable[[], Any]) -> list[Any]:
 
 
 def take_shards(groups: list[Group]) -> Whole:
-    """Put this rank's parts in the place of sharded parameters, and say how sums over all of them are made."""
+    """Replace sharded parameters by this rank's parts; returns how sums over all ranks are made."""
     every = [p for group in groups for p in group["params"]]
     if not any(is_sharded(p) for p in every):
         return Whole()

@@ -1,4 +1,4 @@
-"""The two steppers of the library, in mean-gradient units. A sampler only says what its rate, C and friction are.
+"""The two steppers of the library, in mean-gradient units. A sampler provides its rate, C and friction.
 
 Theorem 1 (no momentum): ``theta -= rate (g + w)``, ``w ~ N(0, 2 C)``. With gradient noise ``Var(g) = 2 B`` it targets
 ``exp(-f / T)`` when ``rate = T / (N Sigma)``, ``Sigma = B + C`` constant.
@@ -6,9 +6,9 @@ Theorem 1 (no momentum): ``theta -= rate (g + w)``, ``w ~ N(0, 2 C)``. With grad
 Theorem 2 (momentum, in velocity form): ``v <- (1 - a) v - rate (g + w)``, ``theta += v``. It targets ``exp(-f / T)``
 when ``Sigma = a T / (N rate)``. At ``a = 1`` it is the first stepper.
 
-Both take the injected part ready made, as the *kick* ``rate w``: how w is drawn is the sampler's affair.
+Both take the injected noise as the *kick* ``rate w``, which the sampler draws.
 
-Both are discrete: for curvature ``h`` of ``f / N`` the stationary variance is larger than it should be by
+Both are discrete: for curvature ``h`` of ``f / N`` the stationary variance is too large by the factor
 `isosgd.geometry.rule.variance_inflation`.
 """
 
@@ -21,7 +21,7 @@ from isosgd.geometry.layer import Number
 
 
 def spread(value: Number, tensors: list[Tensor]) -> float | Tensor | list[Tensor]:
-    """A group's number in the form that foreach operations take; ``[chains]`` is shaped to each tensor."""
+    """A group's number as foreach operations take it; ``[chains]`` is broadcast to each tensor."""
     if isinstance(value, float | int):
         return float(value)
     if value.dim() == 0:
@@ -33,7 +33,7 @@ def add_scaled_(y: list[Tensor], x: list[Tensor], factor: list[float]) -> None:
     """``y_i += factor_i x_i`` for floats, in one call."""
     if factor.count(factor[0]) == len(factor):
         torch._foreach_add_(y, x, alpha=factor[0])
-    else:  # of the foreach operations only this one takes a factor for each tensor
+    else:  # the only foreach operation that takes a factor for each tensor
         torch._foreach_addcmul_(y, x, [torch.ones((), dtype=x[0].dtype, device=x[0].device)] * len(x), factor)
 
 

@@ -27,13 +27,11 @@ class VSGD(Sampler):
     covariance S solves ``H S + S H = rate Var(g)`` (to first order in the rate), which is the posterior's only when
     ``Var(g)`` is a multiple of H or isotropic in the right way.
 
-    Departures from the paper: none, but for a temperature, and for gradient noise that is measured on halves of a
-    minibatch.
+    Departures from the paper: a temperature; gradient noise is measured on halves of a minibatch.
 
     Args:
-        params: as of every `Sampler`.
         per_layer: one rate for each group rather than one for all, as Mandt et al. have it.
-        settings: ``num_data``, ``temperature`` and others, see `Sampler`.
+        settings: those of every `Sampler`.
     """
 
     targets = "a Gaussian near a mode, covariance from H S + S H = rate Var(g)"
@@ -45,7 +43,7 @@ class VSGD(Sampler):
         super().__init__(params, **settings)
 
     def adapt(self, curvature: Sequence[Number] | None = None, rise: float = 2.0) -> None:
-        """Mandt's rate from the noise seen; the curvature plays no part in it."""
+        """Mandt's rate from the measured noise; the curvature plays no part."""
         total = torch.stack([self.noise_summary(group, "sum") for group in self.param_groups])
         counts = [sum(p.numel() for p in g["params"]) / (self.chains or 1) for g in self.param_groups]
         mean_b = [t / c for t, c in zip(total, counts, strict=True)]
