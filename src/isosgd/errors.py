@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Mapping
@@ -36,6 +37,15 @@ def check_integer(name: str, value: object, least: int, more: str = "") -> None:
     """Refuse what is no integer of at least so much; ``more`` goes on with the sentence."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} = {value!r} must be an integer of at least {least}{more}")
+
+
+def check_positive(what: str, value: object) -> float:
+    """The value as a float, or an error that names it."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{what} must be a number, got {value!r}")
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{what} must be positive and finite, got {value!r}")
+    return float(value)
 
 
 class DivergedError(RuntimeError):

@@ -17,18 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isosgd.target.elementwise import (
-    LOG_2PI,
-    Extra,
-    HalfCauchy,
-    PositivePrior,
-    check_positive,
-    student_t_draw,
-    student_t_log_prob,
-    student_t_slopes,
-    student_t_variance,
-)
+from isosgd.errors import check_positive
 from isosgd.target.params import Params
+from isosgd.target.priors import LOG_2PI, Extra, HalfCauchy, PositivePrior, student_t_log_prob
 
 SCALE = "likelihood.scale"
 NO_LABEL = torch.iinfo(torch.int64).min
@@ -142,6 +133,35 @@ def _log(scale: Tensor | float) -> Tensor | float:
 
 def _first(y: Tensor, bad: Tensor) -> float | int:
     return y[bad].flatten()[0].item()
+
+
+def student_t_slopes(residual: Tensor, scale: Tensor | float, df: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log density of Student-t noise of a scale, and its derivatives in the location and in the logarithm of the scale.
+
+    Example:
+        >>> scale = torch.tensor(2.0, requires_grad=True)
+        >>> density, _, slope = student_t_slopes(torch.tensor(3.0), scale, 5.0)
+        >>> bool(torch.isclose(scale * torch.autograd.grad(density, scale)[0], slope))
+        True
+    """
+    z = residual / scale
+    pull = z if df == math.inf else (df + 1) * z / (df + z.square())
+    log_scale = math.log(scale) if isinstance(scale, float) else scale.log()
+    return student_t_log_prob(z, df) - log_scale, pull / scale, pull * z - 1
+
+
+def student_t_draw(like: Tensor, df: float, generator: torch.Generator) -> Tensor:
+    """Standard Student-t numbers of the shape of another tensor; normal ones where ``df`` is infinite."""
+    normal = torch.randn(like.shape, generator=generator, device=like.device, dtype=like.dtype)
+    if df == math.inf:
+        return normal
+    half = torch._standard_gamma(torch.full_like(like, df / 2), generator)  # of a chi-squared
+    return normal * (df / (2 * half)).sqrt()
+
+
+def student_t_variance(df: float) -> float:
+    """Variance of the standard Student-t."""
+    return 1 + 2 / (df - 2) if df > 2 else math.inf
 
 
 @dataclass(frozen=True)

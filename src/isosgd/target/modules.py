@@ -18,9 +18,9 @@ from torch.nn.parameter import UninitializedParameter
 
 from isosgd.native import perceptron
 from isosgd.target.batches import batch_length, inputs_of, labels_of, tree_map
-from isosgd.target.elementwise import Extra
 from isosgd.target.likelihoods import NAMES, Likelihood, Tokens
 from isosgd.target.params import HALF, Params, match
+from isosgd.target.priors import Extra
 from isosgd.target.space import refuse_sharded
 
 CHECKED_ROWS = 64

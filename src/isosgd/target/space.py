@@ -9,9 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from isosgd.target.elementwise import LOG_2PI, Extra, Flat, Normal, PositivePrior, Prior
 from isosgd.target.params import HALF, Params, match
-from isosgd.target.priors import Joint
+from isosgd.target.priors import LOG_2PI, Extra, Flat, Joint, Normal, PositivePrior, Prior
 
 
 class Space:

@@ -14,11 +14,10 @@ from torch.func import vmap
 from isosgd.names import layer_of
 from isosgd.native import perceptron
 from isosgd.target.batches import batch_length, count_examples, inputs_of, labels_of
-from isosgd.target.elementwise import Flat, Normal
 from isosgd.target.likelihoods import Likelihood
 from isosgd.target.modules import Autocast, ModuleLikelihood, Select, check_autocast, unwrapped
 from isosgd.target.params import Params
-from isosgd.target.priors import Empirical, FanInNormal, Joint, PriorLike, WeightDecay, as_prior, decays_of
+from isosgd.target.priors import Empirical, FanInNormal, Flat, Joint, Normal, PriorLike, WeightDecay, as_prior
 from isosgd.target.space import FlatPrior, Space, as_parameter
 
 
@@ -147,7 +146,7 @@ class Target:
         if len(names := [name for name, value in given.items() if value is not None]) > 1:
             raise ValueError(f"{names[0]}= and {names[1]}= both say what the prior is: pass one of them")
         if optimizer is not None:
-            prior = WeightDecay(decays_of(optimizer, model, list(module.values)))
+            prior = WeightDecay.of(optimizer, model, list(module.values))
         elif weight_decay is not None:
             prior = WeightDecay(weight_decay)
         prior = FanInNormal() if prior is None else as_prior(prior)
