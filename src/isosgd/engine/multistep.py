@@ -19,7 +19,7 @@ from torch import Tensor
 
 from isosgd.data.sources import TensorBatches
 from isosgd.engine.chains import Chains
-from isosgd.engine.compiled import UNCHECKED, Compiled, GraphLoop, Looped, Repeated, Tensors, bytes_of
+from isosgd.engine.compiled import UNCHECKED, Compiled, GraphLoop, Looped, Tensors, bytes_of
 from isosgd.engine.gradients import Many, batchable
 from isosgd.target.batches import tensors_of
 
@@ -80,7 +80,7 @@ class MultiStep:
         self.program, self.most, self.noise_every = program, _steps(run), noise_every
         self.gradient = Many(run.target, run.num_data, run.layout, prior_weight=run.prior_weight)
         # The compiled functions know shapes of tensors by heart; those of Lambda may change in number.
-        self.known: dict[tuple[Any, ...], tuple[Repeated, Compiled]] = {}
+        self.known: dict[tuple[Any, ...], tuple[Looped | GraphLoop, Compiled]] = {}
         self._turned: tuple[Tensor, int, Tensor] | None = None
         program.prepare(self.most)
         self.failed = self._try()
@@ -120,7 +120,7 @@ class MultiStep:
         theta, loss, _ = self.step(theta, self._at(batch, k), xi, tensors, self.program.needs_noise)
         return theta, loss
 
-    def _functions(self, tensors: Tensors) -> tuple[Repeated, Compiled]:
+    def _functions(self, tensors: Tensors) -> tuple[Looped | GraphLoop, Compiled]:
         """The loop over steps and the split step, for tensors of such shapes."""
         key = tuple((t.shape, t.dtype) for t in tensors)
         if key not in self.known:
