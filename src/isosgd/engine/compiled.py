@@ -1,9 +1,9 @@
 """Compiled code: functions that are compiled once it pays, and steps repeated in one compiled call or CUDA graph.
 
 The library that multiplies small matrices on a CPU is chosen here too. Where torch was built with oneDNN it uses that,
-which on ARM is slow for small products: with torch 2.13 on a Neoverse N1 a linear layer of 128 x 13 by 50 x 13 took more
-than ten times as long as with BLAS, and no layer was faster. The choice depends on the machine alone, never on timings,
-which would change the draws.
+which on ARM is slow for small products: with torch 2.13 on a Neoverse N1 a linear layer of 128 x 13 by 50 x 13 took
+more than ten times as long as with BLAS, and no layer was faster. The choice depends on the machine alone, never on
+timings, which would change the draws.
 """
 
 from __future__ import annotations

@@ -113,9 +113,10 @@ class Prior:
 
     def scale_of(self, name: str) -> float:
         """Scale of one parameter."""
-        if isinstance(self.scale, Mapping):
-            return lookup(name, self.scale, f"{type(self).__name__}: the mapping of scales")
-        return float(self.scale)
+        scale: float | Mapping[str, float] = self.scale
+        if isinstance(scale, Mapping):
+            return lookup(name, scale, f"{type(self).__name__}: the mapping of scales")
+        return scale
 
     @property
     def median(self) -> float:
