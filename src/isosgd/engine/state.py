@@ -100,7 +100,7 @@ def take_over(chains: Chains, state: State) -> None:
 
     With `AS_IS` in the state, which is then of the same temperature, rates stay as they are.
     """
-    temperature = chains.sampler.param_groups[0]["temperature"]
+    temperature = chains.temperature
     load_state(chains, moved(state, chains.alive.device, copy=True), same_batches=False)
     if state.get(AS_IS):
         chains.warmed = True
