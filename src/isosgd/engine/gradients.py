@@ -242,7 +242,8 @@ class Many:
         theta, (x, y) = theta.contiguous(), batch
         x = x if x[0].is_contiguous() else x.contiguous()  # chains may share them
         slots, shapes = self.layout.slots, self.layout.shapes
-        own = {name: theta[:, slots[name]].view(len(theta), *shapes[name]) for name in self.target.likelihood_extras()}
+        assert self.target.module is not None
+        own = {name: theta[:, slots[name]].view(len(theta), *shapes[name]) for name in self.target.module.extra()}
         each, slope, rest = self.target.slopes_by_chain(layers.forward(theta, x), own, y)
         gradient = layers.backward(theta, x, slope.contiguous())
         for name, found in rest.items():

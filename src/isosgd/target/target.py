@@ -325,10 +325,6 @@ class Target:
         """Whether it is `batched`, and gradients can come from `isosgd.native.layers`."""
         return self.batched and self.module is not None and self.module.layered
 
-    def likelihood_extras(self) -> list[str]:
-        """Names of the sampled parameters of the likelihood."""
-        return list(self._own)
-
     def noise_scales(self) -> list[str]:
         """Names of the likelihood's parameters that are scales of the noise."""
         return [name for name, extra in self._own.items() if extra.noise_scale]
