@@ -311,8 +311,10 @@ class GraphLoop:
 def fastest_products(device: torch.device) -> Iterator[None]:
     """While open, matrix products on the CPU are done by the faster library."""
     before = bool(torch.backends.mkldnn.enabled)
-    if device.type == "cpu" and _onednn_is_slow():
-        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    if not (before and device.type == "cpu" and _onednn_is_slow()):
+        yield
+        return
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -150,6 +150,7 @@ class Many:
         self.batched = target.batched  # parameters of all chains in one pass
         self.layers = Layers(layout.shapes) if target.layered else None
         self.in_torch = TorchLayers(layout.shapes) if target.layered else None
+        self.own = [] if target.module is None else list(target.module.extra())
         self.prior: FlatPrior | None = None
         self.evaluate = Compiled(self.flat, compile_after)
 
@@ -242,8 +243,7 @@ class Many:
         theta, (x, y) = theta.contiguous(), batch
         x = x if x[0].is_contiguous() else x.contiguous()  # chains may share them
         slots, shapes = self.layout.slots, self.layout.shapes
-        assert self.target.module is not None
-        own = {name: theta[:, slots[name]].view(len(theta), *shapes[name]) for name in self.target.module.extra()}
+        own = {name: theta[:, slots[name]].view(len(theta), *shapes[name]) for name in self.own}
         each, slope, rest = self.target.slopes_by_chain(layers.forward(theta, x), own, y)
         gradient = layers.backward(theta, x, slope.contiguous())
         for name, found in rest.items():

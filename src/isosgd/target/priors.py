@@ -89,8 +89,6 @@ class Prior:
 
     def __post_init__(self) -> None:
         kind = type(self).__name__
-        if "hyper" in vars(self) and not isinstance(vars(self)["hyper"], PositivePrior):
-            raise TypeError(f"{kind}: hyper = {vars(self)['hyper']!r}; give a prior of positive numbers: HalfCauchy()")
         for setting in ("scale", "df", "sigma"):
             value = vars(self).get(setting)
             if isinstance(value, Mapping):
@@ -487,6 +485,12 @@ class Around(Prior):
         return {"name": "Around", "precision": self.precision, "root_mean_squares_of_start": sizes}
 
 
+def _check_hyper(prior: HierarchicalNormal | Relevance) -> None:
+    if not isinstance(prior.hyper, PositivePrior):
+        kind = type(prior).__name__
+        raise TypeError(f"{kind}: hyper = {prior.hyper!r}; give a prior of positive numbers: HalfCauchy()")
+
+
 class _Groups:
     """For each tensor the index of its scale, its number of entries, and the fixed factor of its scale."""
 
@@ -529,7 +533,7 @@ class HierarchicalNormal(Prior):
     groups: _Groups | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        _check_hyper(self)
         if self.per not in ("all", "layer", "tensor"):
             raise ValueError(f"HierarchicalNormal: per = {self.per!r}; choose 'all', 'layer' or 'tensor'")
 
@@ -614,6 +618,9 @@ class Relevance(Prior):
 
     hyper: PositivePrior = field(default_factory=HalfCauchy)
     name: str = "prior.relevance"
+
+    def __post_init__(self) -> None:
+        _check_hyper(self)
 
     def _weight(self, params: Params) -> tuple[str, Tensor]:
         found = {name: x for name, x in params.items() if name != self.name}
