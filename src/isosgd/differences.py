@@ -1,4 +1,4 @@
-"""What is not the same: in what a run was begun with and what is asked for now, or in what ranks were given."""
+"""Differences between the settings of a stored run and the present ones, or between those of ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SAME_LOSS = 1e-4  # relative: another machine may round otherwise, another model
 
 
 def differences(then: Any, now: Any, where: str = "") -> Iterator[str]:
-    """What is not the same in two identities, each in a line."""
+    """Differences between two identities, one line each."""
     if isinstance(then, Mapping) and isinstance(now, Mapping):
         for key in dict.fromkeys([*then, *now]):
             inner = f"{where}.{key}" if where else str(key)
@@ -40,7 +40,7 @@ def as_lines(found: list[str], most: int = 12) -> str:
 
 
 def check_ranks(given: Sequence[Any], what: str = "all ranks must make the same call") -> None:
-    """Refuse ranks that were not given the same."""
+    """Raise unless all ranks were given the same."""
     for rank, other in enumerate(given):
         if found := list(differences(given[0], other)):
             raise ValueError(

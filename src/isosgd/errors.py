@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ def first_line(error: BaseException) -> str:
 
 
 def warn_caller(message: str) -> None:
-    """A `SamplingWarning` that names the line which called the library, however deep it comes up."""
+    """A `SamplingWarning` at the line that called the library, however deep in it the warning is issued."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
@@ -33,9 +34,18 @@ def warn_caller(message: str) -> None:
 
 
 def check_integer(name: str, value: object, least: int, more: str = "") -> None:
-    """Refuse what is no integer of at least so much; ``more`` goes on with the sentence."""
+    """Raise unless the value is an integer of at least ``least``; ``more`` continues the message."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} = {value!r} must be an integer of at least {least}{more}")
+
+
+def check_positive(what: str, value: object) -> float:
+    """The value as a float, or an error that names it."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{what} must be a number, got {value!r}")
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{what} must be positive and finite, got {value!r}")
+    return float(value)
 
 
 class DivergedError(RuntimeError):

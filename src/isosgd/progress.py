@@ -1,4 +1,4 @@
-"""How far a run has come and how long it will take: a line on a terminal, log lines elsewhere."""
+"""Progress of a run and the time left: a line on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def clock(seconds: float) -> str:
 class Progress:
     """``Progress(total)`` with ``advance(stage)``.
 
-    A terminal shows one line, redrawn at most five times a second. Where there is none (a job, a notebook, a pipe),
-    lines go to the logger ``isosgd``: one for each stage that lasts a second, and one every 30 seconds. Whoever has
-    configured `logging` decides what becomes of them; otherwise they are written to the stream.
+    A terminal shows one line, redrawn at most five times a second. Elsewhere (a job, a notebook, a pipe) lines go to
+    the logger ``isosgd``: one for each stage that lasts a second, and one every 30 seconds. If `logging` is configured,
+    that decides where they go; otherwise they are written to the stream.
 
     Args:
         total: steps expected in all; may be corrected as more is known.
@@ -61,7 +61,7 @@ class Progress:
         self.close("done" if kind is None else "stopped")
 
     def skip(self, steps: int) -> None:
-        """Count steps that an earlier session took: they say nothing about the speed of this one."""
+        """Count steps of an earlier session, which are left out of the speed."""
         self.done += steps
         self._skipped += steps
 
@@ -100,7 +100,7 @@ class Progress:
         return f"{stage:<20} {bar} {100 * share:3.0f}%  {self.done:,} steps, {speed:,.0f}/s, {clock(left)} left"
 
     def close(self, word: str = "done") -> None:
-        """Wipe the line; or say in the log how the run ended, if anything was said of it there."""
+        """Clear the line; or log how the run ended, if anything was logged before."""
         if self.terminal:
             self.stream.write("\r\x1b[K")
             self.stream.flush()

@@ -25,22 +25,22 @@ from isosgd.target import Likelihood, Target
 What = str | Likelihood | Callable[[Any], Target]
 """A likelihood; or a function from the trained module to a `Target`."""
 
-OURS = {"starts", "init", "data", "target"}  # of `sample`, which the trainer knows
+OURS = {"starts", "init", "data", "target"}  # arguments of `sample` that come from the trainer
 
 
 class AfterFit:
-    """What is sampled once a network is trained, and the draws.
+    """Base of callbacks that sample once a network is trained.
 
     Args:
         what: the likelihood of the trained module, under the prior ``"empirical"``; or a function from the module to a
             `Target`.
-        settings: of `isosgd.sample`. Its ``held_out`` is the trainer's validation data by default, and None for none.
+        settings: of `isosgd.sample`. By default ``held_out`` is the trainer's validation data; None for no such data.
 
     Attributes:
         posterior: the draws; None before there are any.
     """
 
-    def __init__(self, what: What, settings: dict[str, Any]) -> None:
+    def __init__(self, what: What, **settings: Any) -> None:
         if not (isinstance(what, str | Likelihood) or callable(what)):
             raise TypeError(f"pass a likelihood, or a function from the module to a Target, not {what!r}")
         if known := sorted(OURS & settings.keys()):
@@ -48,7 +48,7 @@ class AfterFit:
         self.what, self.settings = what, settings
         self.posterior: Posterior | None = None
 
-    def target_of(self, module: nn.Module) -> Target:
+    def _target_of(self, module: nn.Module) -> Target:
         """The target of a trained module."""
         with warnings.catch_warnings():  # a module that was just trained is in training mode
             warnings.filterwarnings("ignore", message="dropout is off", category=UserWarning)
@@ -59,13 +59,13 @@ class AfterFit:
             raise TypeError(f"the function from a module gave {target!r}: return Target.from_module(...) of it")
         return target
 
-    def check_processes(self, count: int, replicated: bool, how: str) -> None:
-        """Refuse a training in several processes that sampling cannot follow.
+    def _check_processes(self, count: int, replicated: bool, how: str) -> None:
+        """Refuse training in several processes that sampling does not support.
 
         Args:
-            count: of the processes.
+            count: number of processes.
             replicated: whether each holds the whole network.
-            how: what the trainer calls this kind of training.
+            how: the trainer's name for this kind of training.
         """
         if count > 1 and not replicated:
             raise RuntimeError(
@@ -79,27 +79,25 @@ class AfterFit:
                 "chains= or more; or train in one process"
             )
 
-    def check(self, module: nn.Module, data: Any, held_out: Any) -> None:
-        """Refuse before the training what `sample` would refuse after it, and forget draws of an earlier training.
+    def _check(self, module: nn.Module, data: Any, held_out: Any) -> None:
+        """Refuse before training what `sample` would refuse after it, and forget draws of an earlier training.
 
-        The arguments are those of `sample`. A batch of each loader is looked at; what the trainer will see of them, and
-        its random numbers, stay as they were.
+        One batch of each loader is checked. The trainer's batches and random numbers stay as they were.
         """
         self.posterior = None
         with _unseen(data), _unseen(held_out), warnings.catch_warnings():
             warnings.simplefilter("ignore", SamplingWarning)  # they come when draws are taken
             check_sample(**self._call(module, data, held_out, only_check=True))
 
-    def sample(self, module: nn.Module, data: Any, held_out: Any) -> Posterior:
-        """Draw around the network as it is now."""
+    def _sample(self, module: nn.Module, data: Any, held_out: Any) -> None:
+        """Sample around the network as it is now."""
         if self._ranks() > 1:
-            for buffer in module.buffers():  # as DDP does before every pass: until then they are of a rank's examples
+            for buffer in module.buffers():  # as DDP does before every pass; until then each rank has its own
                 dist.broadcast(buffer, 0)
         self.posterior = sample(**self._call(module, data, held_out))
-        return self.posterior
 
     def _call(self, module: nn.Module, data: Any, held_out: Any, only_check: bool = False) -> dict[str, Any]:
-        """The arguments of `isosgd.sample`; to check them, with loaders that do not touch the trainer's."""
+        """The arguments of `isosgd.sample`; for a check, with loaders that do not affect the trainer's."""
         settings, data = dict(self.settings), _one_loader(data, "training", "sampling needs one")
         if settings.get("temperature") in (None, "auto") and "held_out" not in settings:
             held_out = _one_loader(held_out, "validation", "give held_out= one of them, or None, to the callback")
@@ -110,7 +108,7 @@ class AfterFit:
             chains = settings.get("chains", 1)  # which `sample` checks
             shares = ranks // chains if settings["parallel"] == "data" and chains in range(1, ranks + 1) else 1
             data = _of_rank(data, dist.get_rank() % shares, shares, settings.get("seed", 0))
-        target = self.target_of(module)
+        target = self._target_of(module)
         assert target.module is not None
         start = {**target.module.values, **target.frozen, **target.buffers}
         return {"target": target, "data": _in_this_process(data) if only_check else data, "starts": [start], **settings}
@@ -122,7 +120,7 @@ class AfterFit:
 
 
 def _one_loader(data: Any, what: str, advice: str) -> Any:
-    """A loader, which may be in a list; None where there is none, or no batch in it."""
+    """A loader, which may be in a list; None if there is none, or no batch in it."""
     if isinstance(data, list | tuple) and len(data) == 1:
         (data,) = data
     if isinstance(data, Mapping | list | tuple) and data:
@@ -134,9 +132,9 @@ def _one_loader(data: Any, what: str, advice: str) -> Any:
 
 
 def _of_rank(loader: Any, place: int, shares: int, seed: int) -> DataLoader[Any]:
-    """A loader of the same data, of which this rank has the examples that no other of its chain has.
+    """A loader of this rank's examples, which no other rank of its chain has.
 
-    Trainers cut batches for their processes in ways of their own. N, and who has which examples, is known of one way.
+    Trainers divide data among processes in various ways; only with this one N and each rank's examples are known.
     """
     batches = getattr(loader, "batch_sampler", None)
     cut: Any = batches
@@ -170,7 +168,7 @@ def _takes_all(sampler: Any, loader: Any) -> bool:
 
 
 def _in_this_process(loader: Any) -> Any:
-    """A loader of the same batches without workers: those of the trainer may be at work already."""
+    """A loader of the same batches without workers, since those of the trainer may be running already."""
     loader = getattr(loader, "base_dataloader", loader)  # of accelerate, which counts the loaders in use
     if not isinstance(loader, DataLoader):
         return loader
@@ -181,12 +179,12 @@ def _in_this_process(loader: Any) -> Any:
 
 @contextmanager
 def _unseen(loader: Any) -> Iterator[None]:
-    """Whatever is taken from a loader meanwhile, random numbers are as before."""
+    """Restore the states of random number generators after batches were taken from a loader."""
     parts = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     parts.append(getattr(parts[-1], "sampler", None))
     own = [g for part in parts if isinstance(g := getattr(part, "generator", None), torch.Generator)]
     before = [g.get_state() for g in own]
-    others = random.getstate(), np.random.get_state()  # of data sets, and of what they do to their examples
+    others = random.getstate(), np.random.get_state()  # data sets may use them
     try:
         with torch.random.fork_rng(devices=[]):
             yield

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from isosgd.posterior import Posterior
 from isosgd.target.likelihoods import Tokens
-from isosgd.trainers import AfterFit, What
+from isosgd.trainers import AfterFit
 
 try:
     import transformers
@@ -21,48 +20,40 @@ except ImportError as error:
 SHARDED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"  # set by `accelerate launch`
 
 
-class Sampling(transformers.TrainerCallback):
+class Sampling(AfterFit, transformers.TrainerCallback):
     """The last phase of a training: draws around the network, on the training loader.
 
-    For trainers of any class, such as those of TRL: ``Trainer(..., callbacks=[Sampling("tokens", store="run")])``. When
-    training ends, `isosgd.sample` runs with the network as its start: the draws are those of ``sample(target, loader,
-    starts=[model])`` for the same seed and the same batches.
+    Works with trainers of any class, such as those of TRL: ``Trainer(..., callbacks=[Sampling("tokens",
+    store="run")])``. When training ends, `isosgd.sample` runs with the network as its start. The draws are those of
+    ``sample(target, loader, starts=[model])`` for the same seed and the same batches.
 
     Args:
         what: the likelihood, ``"tokens"`` for a language model, ``"categorical"`` for classes, under the prior
             ``"empirical"``; or a function from the model to a `Target`, such as
             ``lambda model: Target.from_module(model, "tokens", sampled="*lora_*")``.
-        settings: of `isosgd.sample`: ``draws``, ``store``, ``temperature``, ``held_out`` and so on. The data that the
-            `Trainer` was last evaluated on (those of a `SamplingTrainer` always) choose the temperature by default.
-            In several processes (DDP) ``parallel`` says what they share, and a ``temperature`` is needed.
+        settings: of `isosgd.sample`: ``draws``, ``store``, ``temperature``, ``held_out`` and so on. By default the data
+            that the `Trainer` was last evaluated on (a `SamplingTrainer`'s evaluation data) choose the temperature. In
+            several processes (DDP) ``parallel`` (what they share) and ``temperature`` are required.
 
     Attributes:
-        posterior: the draws, after the training.
+        posterior: the draws; None before the end of the training.
     """
-
-    def __init__(self, what: What, **settings: Any) -> None:
-        self.after_fit = AfterFit(what, settings)
-
-    @property
-    def posterior(self) -> Posterior | None:
-        """The draws; None before the training has ended."""
-        return self.after_fit.posterior
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse what cannot be sampled before time is spent on it."""
         sharded = args.fsdp or args.deepspeed or any(os.environ.get(name) == "true" for name in SHARDED)
-        self.after_fit.check_processes(args.world_size, not sharded, "FSDP or DeepSpeed")
-        self.after_fit.check(kwargs["model"], kwargs["train_dataloader"], kwargs["eval_dataloader"])
+        self._check_processes(args.world_size, not sharded, "FSDP or DeepSpeed")
+        self._check(kwargs["model"], kwargs["train_dataloader"], kwargs["eval_dataloader"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Sample."""
-        self.after_fit.sample(kwargs["model"], kwargs["train_dataloader"], kwargs["eval_dataloader"])
+        self._sample(kwargs["model"], kwargs["train_dataloader"], kwargs["eval_dataloader"])
 
 
 class SamplingTrainer(transformers.Trainer):
     """A `Trainer` that samples when training ends, and then evaluates and predicts by the average over draws.
 
-    ``evaluate`` reports the loss of the averaged probabilities; ``predict`` gives their logarithms in place of logits.
+    ``evaluate`` reports the loss of the averaged probabilities; ``predict`` returns their logarithms as logits.
 
     Args:
         args: as of `transformers.Trainer`.
@@ -83,7 +74,7 @@ class SamplingTrainer(transformers.Trainer):
     ) -> tuple[Tensor | None, Any, Any]:
         """Loss, logarithms of the averaged probabilities (the mean of numbers), and labels."""
         posterior = self.sampling.posterior
-        if posterior is None:  # in the midst of training
+        if posterior is None:  # still training
             found: tuple[Tensor | None, Any, Any] = super().prediction_step(
                 model, inputs, prediction_loss_only, ignore_keys
             )
@@ -103,7 +94,7 @@ class SamplingTrainer(transformers.Trainer):
 
 
 def _loss(likelihood: Any, mean: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
-    """The loss that transformers' models have, of averaged predictions."""
+    """The loss of transformers' models, for averaged predictions."""
     if isinstance(likelihood, Tokens):
         probabilities, tokens = likelihood.scored(mean, labels)
         return F.nll_loss(probabilities.clamp_min(torch.finfo(mean.dtype).tiny).log(), tokens)

@@ -16,9 +16,9 @@ from isosgd.data.sources import (
     TensorBatches,
     as_data,
     batch_length,
-    default_batch_size,
     halves,
     make_batches,
+    size_of,
 )
 from isosgd.diagnostics import integrated_time
 from isosgd.progress import Progress
@@ -54,7 +54,7 @@ def test_tensor_batches_follow_their_seed() -> None:
 
 @pytest.mark.parametrize(("rows", "size"), [(5, 5), (8, 8), (50, 24), (155, 76), (1000, 128), (10**6, 128)])
 def test_the_default_batch_is_half_of_the_data_within_bounds(rows: int, size: int) -> None:
-    assert default_batch_size(rows) == size
+    assert size_of(None, rows) == size
 
 
 def test_an_iterable_starts_again() -> None:

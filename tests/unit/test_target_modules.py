@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isosgd.target import Params, Target, likelihoods, priors
-from isosgd.target.elementwise import Extra
+from isosgd.target.priors import Extra
 
 F64 = torch.float64
 

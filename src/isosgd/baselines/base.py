@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from isosgd.engine.chains import Chains
+from isosgd.errors import check_positive
 from isosgd.progress import Progress
 from isosgd.samplers.schedules import cosine
 from isosgd.target import Params, Target
-from isosgd.target.elementwise import check_positive
 
 LOOKS, PROBES = 50, 20  # gradients for the noise and for the curvature when a rate is chosen
 STABLE = 0.5  # largest chosen rate, in 1 / h; twice that in `snapshots`, where it falls again

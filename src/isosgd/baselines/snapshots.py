@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Literal
 
 from isosgd.baselines.base import LOOKS, PROBES, STABLE, Baseline, Training, TrainingPlan
+from isosgd.errors import check_positive
 from isosgd.samplers.schedules import cosine
 from isosgd.target import Params
-from isosgd.target.elementwise import check_positive
 
 Schedule = Literal["cyclical", "constant"]
 EPOCHS, LEAST_CYCLE = 2, 100  # of a cycle

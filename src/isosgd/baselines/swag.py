@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from isosgd.baselines.base import LOOKS, PROBES, STABLE, Baseline, Training, TrainingPlan
-from isosgd.errors import check_integer
+from isosgd.errors import check_integer, check_positive
 from isosgd.target import Params
-from isosgd.target.elementwise import check_positive
 
 
 class Moments:

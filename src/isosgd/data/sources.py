@@ -15,7 +15,7 @@ from isosgd.target.batches import tensors_of, tree_map
 
 Batch = Any
 Transform = Callable[[Batch, torch.Generator], Batch]
-"""A user's function of a batch and a generator on its device: augmentation, normalisation, a change of type."""
+"""A user's function of a batch and a generator on its device: augmentation, normalisation, a change of dtype."""
 ALL = "all"
 Size = int | Literal["all"] | None
 Tensors = tuple[Tensor, ...] | dict[str, Tensor]
@@ -36,13 +36,17 @@ def halves(batch: Batch) -> tuple[Batch, Batch, tuple[int, int]]:
     """A batch split in two along its first dimension, with the sizes of the parts."""
     n = batch_length(batch)
     cut = n // 2
-    first = tree_map(lambda t: t[:cut] if t.dim() and t.shape[0] == n else t, batch)
-    second = tree_map(lambda t: t[cut:] if t.dim() and t.shape[0] == n else t, batch)
-    return first, second, (cut, n - cut)
+    return rows_of(batch, slice(cut)), rows_of(batch, slice(cut, n)), (cut, n - cut)
+
+
+def rows_of(batch: Batch, rows: slice) -> Batch:
+    """Some examples of a batch; tensors of another length than the batch are not cut."""
+    n = batch_length(batch)
+    return tree_map(lambda t: t[rows] if t.dim() and t.shape[0] == n else t, batch)
 
 
 class Transformed:
-    """A user's transform of batches, with a generator of its own, and its result checked.
+    """A user's transform of batches with its own generator; checks what it returns.
 
     Args:
         function: of a batch and a generator; None for none.
@@ -56,8 +60,8 @@ class Transformed:
         """The transformed batch.
 
         Args:
-            lead: dimensions before that of the examples: chains and steps are one long batch to the user's function.
-            generator: in place of the own one.
+            lead: dimensions before that of the examples (steps, chains): the user's function gets one long batch.
+            generator: to use in place of its own.
         """
         if self.function is None:
             return batch
@@ -77,16 +81,16 @@ class Transformed:
 class TensorBatches:
     """Minibatches drawn independently, with replacement, from tensors that share their first dimension.
 
-    Independence is what the theory asks for: batches without replacement have noise that cancels over an epoch.
+    The theory needs independent batches: without replacement the noise cancels over an epoch.
 
     Args:
-        tensors: the data, a tuple or a dict; batches are of the same form.
-        batch_size: n; a default by the number of examples when None; or ``all`` of them, each once: the gradient of
-            such a batch has no noise.
+        tensors: the data, a tuple or a dict; batches have the same form.
+        batch_size: n; None for a default that depends on N; ``"all"`` for all examples, a gradient without noise.
         seed: of the indices.
-        chains: how many chains draw side by side, each its own batch ``[chains, n, ...]``; None for one chain alone.
-        rows: the rows that each chain draws from, ``[chains, N]``; all of them when not given.
-        transform: what every batch goes through, on the device; see `Transform`.
+        chains: number of chains, each with its own batch ``[chains, n, ...]``; None for one chain without this
+            dimension.
+        rows: the rows that each chain draws from, ``[chains, N]``; all rows by default.
+        transform: applied to every batch, on the device; see `Transform`.
     """
 
     independent = True
@@ -124,13 +128,13 @@ class TensorBatches:
         return index if self.rows is None else self.rows.expand(steps, -1, -1).gather(-1, index)
 
     def at(self, index: Tensor, generator: torch.Generator | None = None) -> Batch:
-        """The examples of some rows, transformed."""
+        """The examples in these rows, transformed."""
         flat = index.reshape(-1)
         found = tree_map(lambda t: t.index_select(0, flat).view(*index.shape, *t.shape[1:]), self.tensors)
         return self.transform(found, index.dim() - 1, generator)
 
     def fresh(self, number: int, count: int, size: int, chain: int = 0) -> Iterator[Batch]:
-        """Batches that no step sees, drawn anew for each number: to refresh BatchNorm statistics of a draw with."""
+        """Batches that no step uses, other ones for each number: for the BatchNorm statistics of a draw."""
         size = min(size, self.num_data)
         generator = torch.Generator(device=self.device).manual_seed((self.seed * 1_000_003 + number) % (1 << 63))
         for _ in range(max(1, min(count, self.num_data // size))):
@@ -138,7 +142,7 @@ class TensorBatches:
             yield self.at(index if self.rows is None else self.rows[chain][index], generator)
 
     def _check_not_random(self) -> None:
-        """Refuse a random transform where a gradient is to be that of all data, exactly."""
+        """Refuse a random transform where the gradient must be that of all data."""
         index = torch.arange(min(8, self.num_data), device=self.device)
         one, two = (self.at(index, torch.Generator(device=self.device).manual_seed(s)) for s in (1, 2))
         if any(not torch.equal(a, b) for a, b in zip(tensors_of(one), tensors_of(two), strict=True)):
@@ -151,14 +155,11 @@ class TensorBatches:
         """The next minibatch of each chain.
 
         Args:
-            mixed: where a batch is all of the data, put it into an order of its own, so that its halves are random.
+            mixed: shuffle a batch that is all of the data, so that its halves are random.
         """
-        if self.whole:
-            return self._everything(mixed)
-        index = self.indices()[0]
-        return self.at(index[0] if self.chains is None else index)
-
-    def _everything(self, mixed: bool) -> Batch:
+        if not self.whole:
+            index = self.indices()[0]
+            return self.at(index[0] if self.chains is None else index)
         if self._all is None:
             every = torch.arange(self.num_data, device=self.device) if self.rows is None else self.rows
             every = every.expand(self.chains, -1) if self.chains is not None and self.rows is None else every
@@ -169,29 +170,28 @@ class TensorBatches:
         return tree_map(lambda t: t.index_select(0 if self.chains is None else 1, order), self._all)
 
     def state(self) -> dict[str, Any]:
-        """What is needed to go on with the same batches."""
+        """Generator states, from which `load_state` continues with the same batches."""
         return {"generator": self.generator.get_state(), "transform": self.transform.generator.get_state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Continue from a `state`."""
         self.generator.set_state(state["generator"].cpu())
         self.transform.generator.set_state(state["transform"].cpu())
 
 
 class IterableBatches:
-    """Batches from a DataLoader or any iterable that can be gone through again and again.
+    """Batches from a DataLoader or any other iterable that can be iterated repeatedly.
 
-    A batch that is smaller than the others, such as the last one of an epoch, takes a step like any other, with the
-    mean over its own examples. Of a shuffled loader that is unbiased, with more noise in that step; in a fixed order
-    the examples of a small batch count for more than others. A batch of one example takes a step, but says nothing of
-    the noise.
+    A smaller batch, such as the last one of an epoch, takes a step like any other, with the mean over its own examples.
+    With a shuffled loader this is unbiased and adds noise to that step; in a fixed order the examples of a small batch
+    count for more. A batch of one example takes a step, but gives no noise vector.
 
-    To go on where a run was stopped, the pass through the data is begun again with torch's generators as they were, and
-    as many batches are skipped as had been taken. That is exact for iterables whose order and contents follow from
-    torch's generators or from nothing at all; numpy's and Python's own generators are not looked after.
+    A resumed run starts the interrupted pass again with the states that torch's generators had, and skips the batches
+    already taken. This is exact if order and contents depend on nothing but torch's generators; those of numpy and
+    Python are not restored.
     """
 
-    whole = False  # nobody knows
+    whole = False  # not known of an iterable
 
     def __init__(
         self,
@@ -209,21 +209,20 @@ class IterableBatches:
         sampler = getattr(source, "sampler", None)
         if hasattr(sampler, "weights"):
             raise ValueError(
-                f"data is drawn by {type(sampler).__name__}, some examples more often than others: the "
-                "draws would be of another "
-                "posterior. Use RandomSampler(replacement=True), or put weights into the log likelihood"
+                f"data is drawn by {type(sampler).__name__}, some examples more often than others: the draws would be "
+                "of another posterior. Use RandomSampler(replacement=True), or put weights into the log likelihood"
             )
         self.independent = bool(getattr(sampler, "replacement", False))
 
     def reseed(self, seed: int) -> None:
-        """Begin anew, with torch's generators, on which the order depends, at a seed."""
+        """Start again with torch's generators, which determine the order, at a seed."""
         for generator in self._generators():
             generator.manual_seed(seed)
         self._peeked, self._passes = None, 0
         self._begin()
 
     def _begin(self) -> None:
-        """Begin a pass through the data."""
+        """Start a pass through the data."""
         set_epoch = getattr(getattr(self.source, "sampler", None), "set_epoch", None)
         if set_epoch is not None:
             set_epoch(self._passes)  # else a DistributedSampler has the same order in every pass
@@ -232,19 +231,19 @@ class IterableBatches:
         self._iterator: Iterator[Batch] = iter(self.source)
 
     def _generators(self) -> list[torch.Generator]:
-        """Torch's own, and those that a DataLoader and its samplers were given."""
+        """Torch's default generator, and those given to a DataLoader and its samplers."""
         places = [self.source, getattr(self.source, "sampler", None), getattr(self.source, "batch_sampler", None)]
         places.append(getattr(places[-1], "sampler", None))
         found = [generator for place in places if (generator := getattr(place, "generator", None)) is not None]
         return [torch.default_generator, *{id(g): g for g in found if isinstance(g, torch.Generator)}.values()]
 
     def state(self) -> dict[str, Any]:
-        """What is needed to go on with the same batches, where that is possible at all."""
+        """From which `load_state` continues with the same batches, as far as that is possible."""
         taken, transform = self._taken - (self._peeked is not None), self.transform.generator.get_state()
         return {"before": self._before, "passes": self._passes - 1, "taken": taken, "transform": transform}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave: begin that pass again and skip what was taken from it."""
+        """Continue from a `state`: start that pass again and skip the batches taken from it."""
         for generator, before in zip(self._generators(), state["before"], strict=True):
             generator.set_state(before.cpu())
         self._peeked, self._passes = None, state.get("passes", 0)
@@ -259,17 +258,17 @@ class IterableBatches:
         return batch
 
     def next(self, mixed: bool = False) -> Batch:
-        """The next batch, transformed; the iterable is started again when it ends."""
+        """The next batch, transformed; after the last one a new pass starts."""
         return self.transform(self.raw())
 
     def peek(self) -> Batch:
-        """The batch that comes next, not transformed; it still comes."""
+        """The next batch, not transformed and not consumed."""
         if self._peeked is None:
             self._peeked = self.raw()
         return self._peeked
 
     def raw(self) -> Batch:
-        """The next batch as it is, on the device."""
+        """The next batch on the device, not transformed."""
         if self._peeked is not None:
             batch, self._peeked = self._peeked, None
             return batch
@@ -291,7 +290,7 @@ class IterableBatches:
         return tree_map(lambda t: t.to(self.device, non_blocking=True), batch)
 
     def fresh(self, number: int, count: int, size: int, chain: int = 0) -> Iterator[Batch]:
-        """The first batches of a pass of its own, as `TensorBatches.fresh`; ``size`` is the loader's."""
+        """As `TensorBatches.fresh`: the first batches of a separate pass, of the loader's own size."""
         states = [generator.get_state() for generator in self._generators()]
         for _, batch in zip(range(count), self.source, strict=False):
             yield self.transform(self._moved(batch))
@@ -303,22 +302,18 @@ Batches = TensorBatches | IterableBatches
 
 
 def size_of(batch_size: Size, num_data: int) -> int:
-    """N."""
+    """The batch size n for N examples.
+
+    By default half of the data, at least 8 and at most 128 examples, and even so that it splits in two. Up to there
+    small batches cost nearly as much as large ones, and their noise slows the chain down.
+    """
     if batch_size is None:
-        return default_batch_size(num_data)
+        return min(max(8, min(num_data // 2, 128)) // 2 * 2, num_data)
     return num_data if isinstance(batch_size, str) else batch_size
 
 
-def default_batch_size(num_data: int) -> int:
-    """Half of the data, at least 8 and at most 128 examples, even so that it splits in two.
-
-    Small batches cost nearly as much as large ones up to there, and their noise slows the chain down.
-    """
-    return min(max(8, min(num_data // 2, 128)) // 2 * 2, num_data)
-
-
 def as_tensors(data: Any, dtype: torch.dtype | None = None) -> Any:
-    """The tensors that ``data`` consists of, a tuple or a dict, or None when it is an iterable of batches.
+    """Data as a tuple or dict of tensors; None when it is an iterable of batches.
 
     A list or a dict of tensors or arrays is data; a list of tuples or dicts is batches.
     """
@@ -388,7 +383,7 @@ Data = Tensors | DataSets | Iterable[Batch]
 
 
 def as_data(data: Any, batch_size: Size, device: torch.device | None, dtype: torch.dtype | None = None) -> Data:
-    """What a user gave as data, checked and moved to where it is sampled."""
+    """A user's data, checked and moved to the device."""
     wrong = isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 2
     if batch_size is not None and batch_size != ALL and wrong:
         raise ValueError(f"batch_size = {batch_size!r} must be an integer of at least 2, or 'all'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -25,37 +26,36 @@ from isosgd.target.batches import batch_length
 if TYPE_CHECKING:
     from isosgd.engine.graph import GraphGradients
 
-REFRESH_BATCHES, REFRESH_SIZE = 5, 500  # minibatches from which BatchNorm statistics of a draw are averaged
-SCALE = 0.5  # information of an example about the logarithm of a noise scale, at the least
-
+REFRESH_BATCHES, REFRESH_SIZE = 5, 500  # minibatches over which BatchNorm statistics of a draw are averaged
+SCALE = 0.5  # lower bound of an example's information about the logarithm of a noise scale
 
 MakeSampler = Callable[[list[dict[str, Any]], torch.Generator, int | None], Sampler]
-"""Builds the sampler of chains from their groups of parameters, a generator, and their number."""
+"""Makes the sampler of chains from parameter groups, a generator, and the number of chains."""
 
 
 @dataclass(frozen=True)
 class Heat:
-    """Cycles find their rates by heating, and are to give so many draws before the end, by `time.monotonic`."""
+    """Cycles that find their rates by heating: the draws to take, and when to end, by `time.monotonic`."""
 
     draws: int
     end: float
 
 
 class Chains:
-    """State of chains that run side by side, and what one gradient does to each of them.
+    """Chains that run side by side: their state, and the steps they take.
 
-    Numbers are tensors ``[chains]``, or ``[chains, groups]``. A chain that meets a loss or a gradient that is not
-    finite stays where it is and is left out from then on (`failures`); the others go on.
+    Numbers are tensors ``[chains]`` or ``[chains, groups]``. A chain whose loss or gradient is not finite stays where
+    it is and is dropped (`failures`); the others go on.
 
     Args:
         starts: free parameters of each chain, leaves that require gradients.
-        batches: the minibatches; with a leading chain dimension when there are many.
+        batches: the minibatches; with a leading chain dimension if chains run together.
         seed: of the sampler and of the curvature probes.
-        together: whether they run in one batched computation. A single chain need not: its parameters then have no
+        together: whether they run in one batched computation. Otherwise there is one chain, whose parameters have no
             chain dimension, so that any model will do.
-        compile_after: gradients of many chains after which the rest is compiled; None for never.
-        buffers: of the network, which all of these chains have; copies that are theirs.
-        given_buffers: names of those that the user gave, for any chain of the run.
+        compile_after: number of gradients after which those of chains together are compiled; None for never.
+        buffers: the network's buffers, shared by these chains; copies that belong to them.
+        given_buffers: names of the buffers that the user gave for any chain of the run.
         ranks: processes that share the minibatches of this one chain; None for this process alone.
     """
 
@@ -79,12 +79,11 @@ class Chains:
         self.count = len(starts)
         self.many = self.count if together else None
         self.ranks = ranks
-        self.differentiate: Single | Many | Parted
         labels = target.layers(starts[0])
         names: dict[str, list[str]] = {}
         for name in starts[0]:
             names.setdefault(labels[name], []).append(name)
-        # Groups may interleave, so keep the parameters in group order: gradients come in the order of `params`.
+        # Parameters in the order of the groups, which may interleave in the model.
         one = {name: starts[0][name] for members in names.values() for name in members}
         self.layout = Layout(one)
         if self.many is None:
@@ -97,21 +96,18 @@ class Chains:
         device = self.leaves[0].device
         self.sampler = make_sampler(groups, torch.Generator(device=device).manual_seed(seed), self.many)
         self.sampler.driven = True
-        temperature = self.sampler.param_groups[0]["temperature"]
-        self.prior_weight = target.prior_weight(one, temperature)
+        self.prior_weight = target.prior_weight(one, self.temperature)
+        self.differentiate: Single | Many | Parted
         if self.many is None:
-            self.differentiate = single = Single(target, num_data, self.prior_weight)
-            if ranks is not None:
-                self.differentiate = Parted(single, ranks, cut=isinstance(batches, TensorBatches))
+            single = Single(target, num_data, self.prior_weight)
+            cut = isinstance(batches, TensorBatches)
+            self.differentiate = single if ranks is None else Parted(single, ranks, cut)
         else:
             self.differentiate = Many(target, num_data, self.layout, compile_after, self.prior_weight)
-        self.slots: list[slice] = []
-        sizes, end = iter(self.layout.sizes), 0
-        for group in self.sampler.param_groups:
-            begin, end = end, end + sum(next(sizes) for _ in group["params"])
-            self.slots.append(slice(begin, end))
+        sizes = (sum(p.numel() for p in group["params"]) // self.count for group in self.sampler.param_groups)
+        self.slots = [slice(*ends) for ends in itertools.pairwise(itertools.accumulate(sizes, initial=0))]
         flat = self.flat(self.leaves)
-        self.curvature = Curvature(flat, self.slots, temperature, num_data, seed + 1)
+        self.curvature = Curvature(flat, self.slots, self.temperature, num_data, seed + 1)
         self.stiffness = Stiffness(flat, seed + 2)
         self.scaled = self.curvature  # until `enter_metric`
         self._seed = seed
@@ -119,32 +115,32 @@ class Chains:
         self.loss = torch.full((self.count,), torch.nan, device=device)
         self.alive = torch.ones(self.count, dtype=torch.bool, device=device)
         if isinstance(self.sampler, ISGD):
-            self.sampler.independent_batches = batches.independent  # else there is less noise than it seems
+            self.sampler.independent_batches = batches.independent  # otherwise noise cancels between batches
         if self.geometry is not None:
             self.geometry.alive = self.alive
         self.failures: dict[int, DivergedError] = {}
         self.batch: Any = None
         self.buffers: Params = {} if buffers is None else buffers
         self.given_buffers = frozenset(given_buffers)
-        self.own_buffers: list[str] | None = None  # names of those that go with draws, once there was one
-        self.trained = False  # whether they start where a network was trained, so that nothing is to be optimised
-        self.warmed = False  # whether they go on from chains whose noise and curvature were measured
-        self.deadline = math.inf  # by `time.monotonic`, for the warm-up
+        self.own_buffers: list[str] | None = None  # names of those kept with draws, once there was a draw
+        self.trained = False  # whether they start at a trained network, which needs no initial optimisation
+        self.warmed = False  # whether they continue from chains whose noise and curvature were measured
+        self.deadline = math.inf  # of the warm-up, by `time.monotonic`
         self.heating: Heat | None = None
-        self._before: list[Tensor] | None = None  # the last gradient, where noise is the difference of two
+        self._before: list[Tensor] | None = None  # the last gradient, if noise is the difference of two
         self.graph: GraphGradients | None = None  # minibatches and gradients as CUDA graphs
         self.graph_unsupported = ""
-        self.keys: Tensor | None = None  # of the fused step's random numbers, for going on
-        self._suspect = torch.zeros(1, dtype=torch.bool, device=device)  # a gradient was not finite, not looked at yet
+        self.keys: Tensor | None = None  # of the fused step's random numbers, kept for resuming
+        self._suspect = torch.zeros(1, dtype=torch.bool, device=device)  # a gradient was not finite; not yet handled
 
     def log_to(self, log: Callable[[str], None]) -> None:
-        """Have lines for the user logged there."""
+        """Send the compiler's log lines there."""
         if isinstance(self.differentiate, Many):
             self.differentiate.evaluate.log = log
 
     @property
     def compiled(self) -> str:
-        """Whether gradients were compiled, to be added to the name of the engine."""
+        """Suffix of the engine's name: whether gradients were compiled."""
         if not isinstance(self.differentiate, Many):
             return ""
         evaluate = self.differentiate.evaluate
@@ -163,13 +159,13 @@ class Chains:
     # -- gradients and steps ------------------------------------------------------------------------------------------
 
     def evaluate(self, split: bool = False, forgiving: bool | None = None, batch: Any = None) -> list[Tensor] | None:
-        """Gradients on the next minibatch, left in ``.grad``; with ``split`` the noise vector of its halves too.
+        """Put gradients on the next minibatch into ``.grad``; with ``split`` return the noise vector.
 
         Args:
             split: whether to measure the noise.
-            forgiving: do not drop a chain whose gradient is not finite: its loss is infinite, its gradient zero.
-                By default with HMC: such a trajectory is rejected, and the chain is where it was.
-            batch: to take instead of the next one.
+            forgiving: keep a chain whose gradient is not finite: its loss becomes infinite, its gradient zero. The
+                default of HMC, which then rejects the trajectory.
+            batch: minibatch to use instead of the next one.
         """
         forgiving = self.hmc is not None if forgiving is None else forgiving
         if self.successive:
@@ -178,7 +174,7 @@ class Chains:
             self.batch = self.batches.next(mixed=split) if batch is None else batch
             loss, gradients, noise = self.differentiate(self.params, self.batch, split)
             finite = self._finite(loss, gradients)
-        if self.graph is not None:  # nothing waits for the device here: `check_finite` asks later
+        if self.graph is not None:  # do not wait for the device here: `check_finite` does so later
             if not forgiving:
                 self._suspect |= ~finite
         elif not bool(finite.all()):
@@ -199,7 +195,7 @@ class Chains:
         return self.graph is not None or self.target.ties_examples
 
     def forget_gradient(self) -> None:
-        """The chains have moved since the last gradient, or will: no noise vector is made of it."""
+        """Make no noise vector of the last gradient, since the chains have moved or will move."""
         self._before = None
 
     def _next_batch(self) -> Any:
@@ -213,7 +209,7 @@ class Chains:
         return loss, gradients, self._finite(loss, gradients)
 
     def check_finite(self) -> None:
-        """Drop chains whose gradients were not finite since the last look; ranks that share a chain must agree."""
+        """Drop a chain whose gradients were not finite since the last check; check that ranks of a chain agree."""
         if self.ranks is not None:
             self.ranks.check_equal(self.leaves)
         if self.graph is not None and bool(self._suspect):
@@ -225,12 +221,11 @@ class Chains:
         self.drop(torch.ones_like(self.alive), torch.full_like(self.loss, math.nan), [])
 
     def _successive(self, split: bool, batch: Any) -> tuple[Tensor, list[Tensor], list[Tensor] | None, Tensor]:
-        """Loss, gradients, a noise vector that is the difference of two successive ones, and whether all is finite.
+        """Loss, gradients, the difference of two successive gradients over sqrt(2), and whether all is finite.
 
-        The difference is over sqrt(2). Where examples of a batch are tied together (BatchNorm in training mode), its
-        halves belong to another potential; and CUDA graphs have one shape of a step. The step in between adds to the
-        difference, by a share of order ``(rate * curvature)^2``. Without a gradient of the step before, a second
-        minibatch is taken.
+        Used where a minibatch cannot be halved: BatchNorm in training mode has another potential on the halves, and
+        CUDA graphs have steps of one shape. The step in between adds a share of order ``(rate * curvature)^2`` to the
+        noise vector. If there is no previous gradient, a second minibatch is taken.
         """
         if split and self._before is None:
             self.batch = self._next_batch()
@@ -247,9 +242,9 @@ class Chains:
         return loss, gradients, noise, finite
 
     def observe_noise(self) -> bool:
-        """Let the sampler see the noise of the next minibatch, without a step; whether there was any to see.
+        """Show the sampler the noise of the next minibatch, without a step; returns whether there was any.
 
-        A batch of one example cannot be split, and its gradient is no centred noise vector: it is passed over.
+        A batch of one example cannot be split: its gradient is no centred noise vector, and is skipped.
         """
         noise, centred = self.evaluate(split=True), self.sampler.estimator.centred
         if centred and noise is None:
@@ -258,7 +253,7 @@ class Chains:
         return True
 
     def step(self, split: bool = False) -> None:
-        """One gradient and one step of the sampler, from halves of the minibatch where the noise is to be measured."""
+        """One gradient and one step of the sampler; with ``split`` the noise is measured too."""
         tracking = self.tracking
         noise = self.evaluate(split or tracking is not None)
         if noise is not None and not split and tracking is not None:
@@ -276,7 +271,7 @@ class Chains:
         if self.hmc is not None:
             self.hmc.energy = self.energy()
         self.sampler.step(noise=noise)
-        if saved is not None:  # chains that were dropped stay where they were
+        if saved is not None:  # dropped chains stay where they were
             self.restore(saved, ~self.alive)
 
     @torch.no_grad()
@@ -290,7 +285,7 @@ class Chains:
 
     @torch.no_grad()
     def change(self, move: Tensor) -> Tensor:
-        """How the gradients on the last minibatch change when the parameters move, all flat."""
+        """Change of the gradients on the last minibatch when the parameters move, all flat."""
         before = self.flat([leaf.grad for leaf in self.leaves])  # type: ignore[misc]
         here, last = self.snapshot(), self._before
         self.shift(move)
@@ -300,7 +295,7 @@ class Chains:
         return torch.nan_to_num(after - before, posinf=0.0, neginf=0.0)
 
     def probe_curvature(self) -> None:
-        """One power iteration on the minibatch just evaluated; costs one gradient."""
+        """One power iteration on the last minibatch; costs one gradient."""
         geometry = self.geometry
         if self.in_metric:
             self.scaled.probe(
@@ -323,18 +318,23 @@ class Chains:
         return self.sampler.whitening is not None and self.sampler.whitening.entered
 
     def enter_metric(self) -> bool:
-        """From now on, where the sampler has a metric. It must have seen noise."""
+        """Measure curvature in the sampler's metric from now on, if it has one. It must have seen noise."""
         if self.sampler.whitening is not None:
             self.sampler.whitening.entered = True
-            group = self.sampler.param_groups[0]
             like = self.flat(self.leaves)
-            self.scaled = Curvature(like, self.slots, group["temperature"], self.num_data, self._seed + 3)
+            self.scaled = Curvature(like, self.slots, self.temperature, self.num_data, self._seed + 3)
         return self.in_metric
 
     def whiten(self, x: Tensor, power: float = 0.5) -> Tensor:
         """``P^power`` times flat vectors."""
         assert self.sampler.whitening is not None
         return self.flat(self.sampler.whitening.whiten(self.parts(x), power))
+
+    @property
+    def temperature(self) -> float:
+        """The temperature that is sampled at."""
+        temperature: float = self.sampler.param_groups[0]["temperature"]
+        return temperature
 
     @property
     def geometry(self) -> Geometry | None:
@@ -352,21 +352,19 @@ class Chains:
         return self.sampler.estimator.centred and self.hmc is None
 
     def energy(self) -> Tensor:
-        """The negative log density that is sampled, of each chain, from the last loss: it must be that of all data."""
-        temperature: float = self.sampler.param_groups[0]["temperature"]
-        return (self.num_data * self.loss - self.log_prior()) / temperature
+        """Negative log density of each chain from the last loss, which must be that of all data."""
+        return (self.num_data * self.loss - self.log_prior()) / self.temperature
 
     @property
     def level(self) -> Tensor:
-        """The loss of each chain: of the last minibatch, or of all data where the last trajectory ended."""
+        """The loss of each chain: on the last minibatch, or on all data at the end of the last trajectory."""
         if self.hmc is None or self.hmc.home is None:
             return self.loss
-        temperature: float = self.sampler.param_groups[0]["temperature"]
-        return temperature * self.hmc.home_energy / self.num_data
+        return self.temperature * self.hmc.home_energy / self.num_data
 
     @property
     def current(self) -> Params:
-        """The parameters that count: of HMC what it has drawn, while a trajectory is under way."""
+        """The parameters to draw; with HMC its last draw while a trajectory is under way."""
         if self.hmc is None or self.hmc.home is None:
             return self.params
         drawn = self.hmc.drawn
@@ -381,7 +379,7 @@ class Chains:
         return torch.stack([self.each(group["rate"]) for group in self.sampler.param_groups], dim=-1)
 
     def curvatures(self) -> Tensor:
-        """Top curvature of each group; under a Lambda that knows directions, what makes up ``rate * curvature``."""
+        """Top curvature of each group; with a Lambda that knows directions, the one that ``rate * curvature`` needs."""
         if self.geometry is None or not self.geometry.known:
             return (self.scaled if self.in_metric else self.curvature).values().double()
         return self.stiffness.value(self.geometry).double().unsqueeze(-1) / self.rates()
@@ -399,7 +397,7 @@ class Chains:
             self.sampler.adapt(numbers, rise)
 
     def change_temperature(self, temperature: float) -> None:
-        """Rates for another temperature from the noise and the curvature that are known; both are followed again."""
+        """Set rates for another temperature from the known noise and curvature, and adapt to both again."""
         self.warmed = True
         for group in self.sampler.param_groups:
             group["temperature"], group["frozen"] = temperature, False
@@ -417,23 +415,23 @@ class Chains:
         return self.sampler.structure.name if isinstance(self.sampler, ISGD | HMC) else None
 
     def conditioning(self) -> dict[str, float] | None:
-        """Condition numbers that simpler shapes of Lambda would leave; None where that is not known."""
+        """Condition numbers left by simpler shapes of Lambda; None if they are not known."""
         return self.geometry.conditioning() if isinstance(self.geometry, Full) and self.geometry.known else None
 
     def decide(self) -> bool:
-        """Whether another shape of Lambda is to have a first look, since the one before was not worth its cost."""
+        """Whether the sampler moves on to another shape of Lambda, since the present one is not worth its cost."""
         return isinstance(self.sampler, ISGD) and self.sampler.decide()
 
     def shape(self) -> None:
-        """Shape Lambda by the noise seen alone; how large it is does not matter to HMC."""
+        """Shape Lambda by the noise alone; HMC does not depend on its size."""
         assert isinstance(self.sampler, ISGD | HMC)
         self.sampler.adapt(rise=math.inf, prior=self._known_curvature())
 
     def _known_curvature(self) -> list[Tensor]:
-        """What is known of the curvature of f without looking: that of the prior, and that of noise scales.
+        """Curvature of f that is known without measuring: that of the prior, and of the logarithms of noise scales.
 
-        The logarithm of a scale has an information of about 2 for each example where it fits. Where it is far too large
-        gradients say that there is none, and a chain would leap.
+        A scale that fits has an information of about 2 for each example. If it is far too large, its measured curvature
+        vanishes, and the chain would take a huge step.
         """
         found = self.target.prior_curvature(self.params, self.many is not None)
         scales = set(self.target.noise_scales())
@@ -451,7 +449,7 @@ class Chains:
 
     @torch.no_grad()
     def log_prior(self) -> Tensor:
-        """Log prior as it counts in the loss, `prior_weight` times that of the target, ``[chains]``."""
+        """Log prior of the target times `prior_weight`, as in the loss, ``[chains]``."""
         if self.many is None:
             return self.prior_weight * self.target.log_prior(self.params).unsqueeze(0)
         if isinstance(self.differentiate, Many) and self.target.batched:
@@ -461,17 +459,17 @@ class Chains:
 
     @torch.no_grad()
     def natural(self, copy: bool = True) -> Params:
-        """The parameters as users see them, ``[chains, *shape]``; without ``copy`` good until the next step."""
+        """Natural parameters ``[chains, *shape]``; without ``copy`` valid until the next step."""
         found = self.target.constrain(self.current)
         kept = {name: x.detach().clone() if copy else x.detach() for name, x in found.items()}
         return {name: x.view((self.count, *self.layout.shapes[name])) for name, x in kept.items()}
 
     @torch.no_grad()
     def draw_buffers(self, number: int) -> Params:
-        """Buffers that go with a draw, ``[chains, *shape]``: those that are not the target's, and fresh statistics.
+        """Buffers kept with draw ``number``, ``[chains, *shape]``: those that differ from the target's, and statistics.
 
-        BatchNorm layers in training mode normalise by the minibatch while sampling; predictions need statistics of
-        the data at the draw, which are averages over minibatches that no step sees. Draws are numbered.
+        BatchNorm layers in training mode normalise by the minibatch while sampling. Predictions need statistics of the
+        data at the draw: averages over minibatches that no step uses.
         """
         found = self.fixed_buffers()
         module = self.target.module
@@ -486,9 +484,9 @@ class Chains:
         return found | {name: torch.stack([one[name] for one in each]) for name in each[0]}
 
     def fixed_buffers(self) -> Params:
-        """Buffers that are not the target's, ``[chains, *shape]``: given by ``init``, or changed by passes.
+        """Buffers that are not the target's, ``[chains, *shape]``: given by ``init``, or changed by forward passes.
 
-        Their names are found once.
+        Their names are determined once.
         """
         if self.own_buffers is None:
             known, given = self.target.buffers, self.given_buffers
@@ -502,14 +500,14 @@ class Chains:
 
     @torch.no_grad()
     def restore(self, saved: Sequence[Tensor], chains: Tensor | None = None) -> None:
-        """Send chains back to a `snapshot`: all of them, or those of a mask."""
+        """Bring chains back to a `snapshot`: all of them, or those in a mask."""
         if chains is not None:
             saved = [torch.where(self.wide(chains, leaf), s, leaf) for s, leaf in zip(saved, self.leaves, strict=True)]
         torch._foreach_copy_(self.leaves, list(saved))
         self._before = None
 
     def merged(self, here: Sequence[Tensor], there: Sequence[Tensor], chains: Tensor) -> list[Tensor]:
-        """A snapshot that is ``there`` for the chains of a mask, and ``here`` for the others."""
+        """A snapshot that is ``there`` for the chains in a mask and ``here`` for the others."""
         return [torch.where(self.wide(chains, b), b, a) for a, b in zip(here, there, strict=True)]
 
     @torch.no_grad()
@@ -522,7 +520,7 @@ class Chains:
     # -- failures -----------------------------------------------------------------------------------------------------
 
     def wide(self, mask: Tensor, like: Tensor) -> Tensor:
-        """A number of each chain in the form that broadcasts against a parameter."""
+        """One number for each chain in a shape that broadcasts against a parameter."""
         return mask.view(-1, *([1] * (like.dim() - 1))) if self.many is not None else mask.view(())
 
     def _mask(self, tensors: Sequence[Tensor], chains: Tensor) -> list[Tensor]:
@@ -535,7 +533,7 @@ class Chains:
         return torch.isfinite(loss + sum(g.reshape(self.count, -1).sum(-1) for g in gradients)) & self.alive
 
     def drop(self, chains: Tensor, loss: Tensor, gradients: Sequence[Tensor]) -> None:
-        """Drop chains before a bad gradient moves them; the last one raises."""
+        """Drop chains before a bad gradient moves them; raise if none is left."""
         natural = self.natural()
         for k in chains.nonzero().flatten().tolist():
             parts = [g if self.many is None else g[k] for g in gradients]

@@ -1,9 +1,9 @@
 """Compiled code: functions that are compiled once it pays, and steps repeated in one compiled call or CUDA graph.
 
-Which library multiplies small matrices on a CPU is settled here too: torch hands matrix products to oneDNN where it was
-built with it. On ARM that is slow for small products: with torch 2.13 on a Neoverse N1 a linear layer of 128 x 13 by
-50 x 13 took more than ten times as long with it as with the BLAS that torch otherwise falls back on, and no layer was
-faster. What is known of the machine decides, not a trial: a choice that hung on the clock would change the draws.
+The library that multiplies small matrices on a CPU is chosen here too. Where torch was built with oneDNN it uses that,
+which on ARM is slow for small products: with torch 2.13 on a Neoverse N1 a linear layer of 128 x 13 by 50 x 13 took
+more than ten times as long as with BLAS, and no layer was faster. The choice depends on the machine alone, never on
+timings, which would change the draws.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from torch._higher_order_ops.while_loop import while_loop
 
 from isosgd.errors import first_line
 
-COMPILE_AFTER = 500  # calls: compiling takes about as long as a few thousand do
+COMPILE_AFTER = 500  # calls; compiling takes about as long as a few thousand calls
 Tensors = tuple[Tensor, ...]
 Found = tuple[Tensor, Tensor, Tensor]  # parameters, losses of the last step, and sums of losses over all
 Log = Callable[[str], None]
 """Takes a line for the user."""
 WHAT = "the steps of all chains"
 WARM_UPS = 3  # runs before a capture, in which libraries choose and load what they use
-CACHE = 3 << 18  # bytes, of a core's own ...
-SHARED = 6 << 20  # ... and of the next one: fast enough for what a step reads once, and fewer calls are made
+CACHE = 3 << 18  # bytes of a core's own cache
+SHARED = 6 << 20  # bytes of the next cache: fast enough for what a step reads once, and takes fewer calls
 # Shapes are fixed and tensors are ours, so that nothing has to be checked at every call.
 UNCHECKED: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-# A loop is kept in the compiler's cache, from one process to the next, like all that it holds: torch does so with other
-# functions of functions, but asks to be told for this one.
+# Torch keeps compiled functions in a cache from one process to the next, but loops only where it is told to.
 LOOP: dict[str, Any] = {
     **UNCHECKED,
     "cpp_wrapper": True,
@@ -42,7 +41,7 @@ LOOP: dict[str, Any] = {
 
 
 def _own(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function with code of its own: the compiler refuses code that was compiled for too many runs."""
+    """A copy of a method with its own code object: the compiler refuses code that it has compiled too often."""
     if not isinstance(function, MethodType):
         return function
     inner = function.__func__
@@ -52,13 +51,13 @@ def _own(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Compiled:
-    """A function that is compiled by `torch.compile` after a number of calls, and logs it.
+    """A function that is compiled by `torch.compile` after a number of calls.
 
-    What cannot be compiled (there may be no compiler on the machine) goes on as it is; ``unsupported_reason`` tells.
+    If it cannot be compiled (there may be no compiler), it runs as it is, and ``unsupported_reason`` says why.
 
     Args:
         after: calls before it is compiled; None for never, 0 for at once.
-        what: is compiled, in words.
+        what: what the log calls it.
     """
 
     def __init__(
@@ -73,7 +72,6 @@ class Compiled:
         self.calls = 0
         self.unsupported_reason = ""
         self._fast: Callable[..., Any] | None = None
-        self._ready = False
 
     def __call__(self, *args: Any) -> Any:
         """The function's value."""
@@ -81,7 +79,7 @@ class Compiled:
         if self.after is None or self.unsupported_reason or self.calls <= self.after:
             return self.function(*args)
         try:
-            return self._fast(*args) if self._fast is not None and self._ready else self._first(*args)
+            return self._first(*args) if self._fast is None else self._fast(*args)
         except Exception as error:  # whatever the compiler may raise; it may also be called upon later
             self.unsupported_reason = first_line(error)
             return self.function(*args)
@@ -91,16 +89,16 @@ class Compiled:
         if self.log is not None:
             self.log(f"compiling {self.what}; the first time takes some seconds")
         options = None if self.options is None else dict(self.options)  # torch takes out what it has read
-        self._fast = torch.compile(_own(self.function), fullgraph=True, dynamic=False, options=options)
-        with warnings.catch_warnings():  # the compiler's own, of its innards
+        fast = torch.compile(_own(self.function), fullgraph=True, dynamic=False, options=options)
+        with warnings.catch_warnings():  # the compiler warns of its own internals
             warnings.simplefilter("ignore")
-            value = self._fast(*args)
-        self._ready = True
+            value = fast(*args)
+        self._fast = fast
         return value
 
 
 def repeat(body: Callable[[int, Tensors], Tensors], count: Tensor, most: int, state: Tensors) -> Tensors:
-    """What ``body(0, .)``, ``body(1, .)``, ... make of a state: a loop, inside of the code where it is compiled."""
+    """Apply ``body(0, .)``, ``body(1, .)``, ... to a state; in compiled code the loop is part of it."""
     if not torch.compiler.is_compiling():
         for k in range(int(count)):
             state = body(k, state)
@@ -120,12 +118,12 @@ def repeat(body: Callable[[int, Tensors], Tensors], count: Tensor, most: int, st
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """That they take."""
+    """Memory that tensors take."""
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def block(count: int, each: float, cache: int) -> int:
-    """Chains that take their steps one after the other, so that what they read every time stays in the cache.
+    """How many of ``count`` chains to step together, so that what they read at every step stays in the cache.
 
     Args:
         each: bytes that a chain reads and writes in a step.
@@ -194,59 +192,40 @@ IndexedStep = Callable[[int, Tensor, Tensors, Tensor, Tensors], tuple[Tensor, Te
 """Step k: from parameters, and from minibatches and innovations of all steps, to new parameters and losses."""
 
 
-class Repeated:
-    """Calls a step so many times, in a way of its own (``fast``) or step by step.
+class Looped:
+    """Several steps of chains in one call: a loop in compiled code, which compiles as fast as a single step.
 
     Args:
-        after: None for not compiled, 0 for compiled.
+        step: one step.
+        most: steps of a call at most.
+        after: 0 to compile it, None not to.
+        between: bytes that a chain writes and reads again within a step.
     """
 
-    def __init__(self, step: IndexedStep, most: int, after: int | None) -> None:
-        self.step, self.most, self.compiled = step, most, after is not None
-        self.unsupported_reason = ""
-
-    def __call__(self, count: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
-        """What ``count`` steps lead to."""
-        if not self.compiled or self.unsupported_reason:
-            return self.plain(count, theta, batch, xi, tensors)
-        return self.fast(count, theta, batch, xi, tensors)
-
-    def fast(self, count: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
-        """The same, in compiled code."""
-        raise NotImplementedError
-
-    def plain(self, count: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
-        """The same, step by step."""
-        loss = total = torch.zeros_like(theta[:, 0])
-        for k in range(count):
-            theta, loss = self.step(k, theta, batch, xi, tensors)
-            total = total + loss
-        return theta, loss, total
-
-
-class Looped(Repeated):
-    """The loop is in the compiled code, so that it is compiled as fast as a single step, and called as one.
-
-    Of the arguments ``beside`` are the bytes that a chain writes and reads again within a step.
-    """
-
-    def __init__(self, step: IndexedStep, most: int, after: int | None, log: Log | None, beside: int) -> None:
-        super().__init__(step, most, after)
-        self.beside = beside
+    def __init__(self, step: IndexedStep, most: int, after: int | None, log: Log | None, between: int) -> None:
+        self.step, self.most, self.between = step, most, between
         self.loop = Compiled(self._loop, after, log, WHAT, LOOP)
         self._padded: tuple[Tensors, Tensor] | None = None
 
-    def fast(self, count: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
+    @property
+    def unsupported_reason(self) -> str:
+        """Why the loop could not be compiled; empty while it could."""
+        return self.loop.unsupported_reason
+
+    def __call__(self, count: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
+        """Where ``count`` steps lead."""
+        number = torch.tensor(count)
+        if self.loop.after is None or self.unsupported_reason:
+            return self._loop(number, theta, batch, xi, tensors)
         if len(batch[0]) < self.most:  # the compiled code knows one shape
             batch, xi = self._pad(batch, xi)
-        each = bytes_of((theta, *tensors, *(t[0] for t in batch))) / len(theta) + self.beside
-        number, size = torch.tensor(count), block(len(theta), each, SHARED)
+        each = bytes_of((theta, *tensors, *(t[0] for t in batch))) / len(theta) + self.between
+        size = block(len(theta), each, SHARED)
         found: list[Found] = []
         for a in range(0, len(theta), size):
             b = a + size
             own = tuple(t[a:b] for t in tensors)
             found.append(self.loop(number, theta[a:b], tuple(t[:, a:b] for t in batch), xi[:, a:b], own))
-        self.unsupported_reason = self.loop.unsupported_reason
         theta, loss, total = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
         return theta, loss, total
 
@@ -274,12 +253,16 @@ class Looped(Repeated):
         return theta, loss, total
 
 
-class GraphLoop(Repeated):
-    """Full calls are one CUDA graph: no work of the host between its steps. Shorter ones go step by step."""
+class GraphLoop:
+    """Several steps of chains on a GPU: a full call is one CUDA graph, a shorter one goes step by step.
+
+    The arguments are those of `Looped`.
+    """
 
     def __init__(self, step: IndexedStep, most: int, after: int | None, log: Log | None) -> None:
-        super().__init__(step, most, after)
+        self.step, self.most, self.compiled = step, most, after is not None
         self.single = Compiled(self._single, after, log, WHAT)
+        self.unsupported_reason = ""
         self.graph: Captured | None = None
         self.inputs: list[Tensor] = []
         self.outputs: Found | None = None
@@ -287,7 +270,7 @@ class GraphLoop(Repeated):
     def _single(self, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
         return self.step(0, theta, batch, xi, tensors)
 
-    def plain(self, count: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
+    def _one_by_one(self, count: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
         loss = total = torch.zeros_like(theta[:, 0])
         lead = len(xi) - len(batch[0]) + 1
         for k in range(count):
@@ -296,16 +279,17 @@ class GraphLoop(Repeated):
             total = total + loss
         return theta, loss, total
 
-    def fast(self, count: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
-        if count < self.most:
-            return self.plain(count, theta, batch, xi, tensors)
+    def __call__(self, count: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
+        """Where ``count`` steps lead."""
+        if not self.compiled or self.unsupported_reason or count < self.most:
+            return self._one_by_one(count, theta, batch, xi, tensors)
         given = [theta, *batch, xi, *tensors]
         if self.graph is None:
             try:
                 self._capture(given, len(batch))
             except Exception as error:  # whatever a capture may raise
                 self.unsupported_reason = first_line(error)
-                return self.plain(count, theta, batch, xi, tensors)
+                return self._one_by_one(count, theta, batch, xi, tensors)
         assert self.graph is not None and self.outputs is not None
         torch._foreach_copy_(self.inputs, given)
         self.graph()
@@ -318,14 +302,14 @@ class GraphLoop(Repeated):
         args = self.most, theta, tuple(rest[:parts]), rest[parts], tuple(rest[parts + 1 :])
 
         def body() -> None:
-            self.outputs = self.plain(*args)
+            self.outputs = self._one_by_one(*args)
 
         self.graph = Captured(body, [], [])
 
 
 @contextmanager
 def fastest_products(device: torch.device) -> Iterator[None]:
-    """While open, products on the CPU go the faster way."""
+    """While open, matrix products on the CPU are done by the faster library."""
     before = bool(torch.backends.mkldnn.enabled)
     if not (before and device.type == "cpu" and _onednn_is_slow()):
         yield

@@ -1,14 +1,14 @@
 """The largest curvature of ``f / N`` in each group, measured as the chains run.
 
 A step of size ``rate`` inflates the variance along a direction of curvature h by ``rate h / 2`` (see
-`isosgd.geometry.rule.variance_inflation`), so the largest h bounds the rate. It is found by power iteration. The
-Hessian meets a vector as the difference of two gradients *on the same minibatch*, one posterior standard deviation
-apart: minibatch noise cancels, any model that has a gradient will do, and kinks (ReLU) count as the chain sees them.
+`isosgd.geometry.rule.variance_inflation`), so the largest h bounds the rate. It is found by power iteration. A product
+with the Hessian is the difference of two gradients *on the same minibatch*, one posterior standard deviation apart:
+minibatch noise cancels, any model with a gradient will do, and kinks (ReLU) count as much as they do for the chain.
 
-All groups are probed by one gradient, each along its own vector with a random sign, which makes the terms between
-groups average out. A second vector over all groups then measures how much they add up.
+One gradient probes all groups, each along its own vector with a random sign, so that terms between groups average out.
+A second vector over all groups then measures how much they add up.
 
-Everything here is flat, ``[chains, d]``, and a number for each chain.
+All vectors are flat, ``[chains, d]``, and all numbers are one for each chain.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ LONG_MEMORY = 0.03  # for `Stiffness`: minibatches differ in their stiffest dire
 KEPT = 4  # probes that an old estimate counts for in a new window
 SMALLEST_MOVE = 1e-3  # of a group's own length: keeps differences of float32 gradients meaningful
 
-Change = Callable[[Tensor], Tensor]  # how gradients on the last minibatch change when parameters move, all flat
+Change = Callable[[Tensor], Tensor]  # from a move of flat parameters to the change of gradients on the last minibatch
 
 
 class Stiffness:
-    """Running estimate of how much larger the curvature is than the H of a Lambda that knows directions.
+    """Running estimate of the largest curvature relative to the H of a Lambda that knows directions.
 
-    Power iteration in the metric of H: a vector of gradient changes w stands for the displacement ``H^-1 w``, and its
-    length ``sqrt(w . H^-1 w)`` tends to the top eigenvalue of H^-1 times the Hessian.
+    Power iteration in the metric of H: a gradient change w belongs to the displacement ``H^-1 w``, and its length
+    ``sqrt(w . H^-1 w)`` tends to the top eigenvalue of H^-1 times the Hessian.
     """
 
     def __init__(self, like: Tensor, seed: int) -> None:
@@ -48,7 +48,7 @@ class Stiffness:
         """One power iteration."""
         along, length = self._along(geometry)
         image = self._image(geometry, along / length.unsqueeze(-1), change)
-        if self.length is not None:  # H may have changed since, and with it what a length is
+        if self.length is not None:  # H may have changed since, and with it the metric
             self.image.mul_((length / self.length).unsqueeze(-1))
         self.image.lerp_(image, max(LONG_MEMORY, 1.0 / (self.probes + 1)))
         self.length = self._along(geometry)[1]
@@ -61,7 +61,7 @@ class Stiffness:
         geometry.learn(self.turn, self._image(geometry, geometry.axis(self.turn), change))
 
     def _image(self, geometry: Geometry, axis: Tensor, change: Change) -> Tensor:
-        """The Hessian times a vector along which H says that the curvature is 1."""
+        """The Hessian times a vector along which H has curvature 1."""
         far = geometry.scale**0.5  # times such a vector: a posterior standard deviation
         return change((far * axis).to(self.image.dtype)).div(far)
 
@@ -115,7 +115,7 @@ class Curvature:
         self.probes = min(self.probes, KEPT)
 
     def _steps(self, theta: Tensor) -> Tensor:
-        """How far to move each group: a posterior standard deviation along its stiffest direction, within reason."""
+        """Distance to move each group: a posterior standard deviation along its stiffest direction, within bounds."""
         size = self._lengths(theta).clamp_min(1.0)
         if self.probes == 0:
             return SMALLEST_MOVE * size
@@ -140,7 +140,7 @@ class Curvature:
         return self._lengths(self.own)
 
     def values(self) -> Tensor:
-        """Top curvature of each group, raised so that the groups together keep the bound too."""
+        """Top curvature of each group, raised so that the bound also holds for all groups together."""
         values = self.own_values()
         return values * self._together().clamp_min(1.0).unsqueeze(-1) if self.probes > 1 else values
 

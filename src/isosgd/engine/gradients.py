@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
-from isosgd.data.sources import Batch, batch_length, halves
+from isosgd.data.sources import Batch, batch_length, halves, rows_of
 from isosgd.engine.compiled import Compiled, Tensors, repeat
 from isosgd.engine.ranks import Ranks
 from isosgd.errors import first_line
@@ -27,7 +27,7 @@ from isosgd.target.space import FlatPrior
 
 
 class Found(NamedTuple):
-    """What one minibatch for each chain gives: losses ``[chains]``, gradients and noise vectors like the parameters."""
+    """Results of one minibatch for each chain: losses ``[chains]``; gradients and noise in the parameters' shapes."""
 
     loss: Tensor
     gradients: list[Tensor]
@@ -38,14 +38,14 @@ class Single:
     """Gradients of one chain, whose parameters have no chain dimension.
 
     Args:
-        prior_weight: of the prior in the loss, see `isosgd.Target.prior_weight`.
+        prior_weight: weight of the prior in the loss, see `isosgd.Target.prior_weight`.
     """
 
     def __init__(self, target: Target, num_data: int, prior_weight: float = 1.0) -> None:
         self.target, self.num_data, self.prior_weight = target, num_data, prior_weight
 
     def __call__(self, params: Params, batch: Batch, split: bool = False) -> Found:
-        """Gradients at the parameters, which require them; with ``split`` also the noise vector."""
+        """Gradients at the parameters, which require gradients; with ``split`` also the noise vector."""
         if not (split and batch_length(batch) >= 2):
             loss, gradients = self.target.gradient(params, batch, self.num_data, self.prior_weight)
             return Found(loss.unsqueeze(0), list(gradients), None)
@@ -57,22 +57,22 @@ class Single:
 
 
 class Parted:
-    """Gradients of one chain whose minibatches several ranks share: each takes its part, and the sums are all's.
+    """Gradients of one chain whose minibatches are shared by several ranks, which add up the gradients of their parts.
 
-    Noise vectors are differences between the ranks: the first half of them has the first half of a minibatch, so that
-    they are those of `Single` (up to rounding) without a gradient more.
+    The first half of the ranks has the first half of a minibatch. So noise vectors are differences between ranks, the
+    same as those of `Single` (up to rounding), and cost no further gradient.
 
     Args:
         single: gradients of a part.
-        ranks: that share minibatches.
-        cut: whether a batch is all of the minibatch, of which each rank takes its part; otherwise it is that part.
+        ranks: the ranks that share minibatches.
+        cut: True if every rank gets the whole minibatch and takes its part; False if it gets its part alone.
     """
 
     def __init__(self, single: Single, ranks: Ranks, cut: bool) -> None:
         self.single, self.ranks, self.cut = single, ranks, cut
 
     def __call__(self, params: Params, batch: Batch, split: bool = False) -> Found:
-        """As `Single`, at the whole minibatch."""
+        """As `Single`, for the whole minibatch."""
         if self.cut:
             batch = self._part(batch)
         n = batch_length(batch)
@@ -99,18 +99,17 @@ class Parted:
         n, place, shares = batch_length(batch), self.ranks.place, self.ranks.shares
         if n < shares:
             raise ValueError(f"{shares} ranks share a minibatch of {n} examples: give a batch_size of {shares} or more")
-        cut = slice(n * place // shares, n * (place + 1) // shares)
-        return tree_map(lambda t: t[cut] if t.dim() and t.shape[0] == n else t, batch)
+        return rows_of(batch, slice(n * place // shares, n * (place + 1) // shares))
 
     @staticmethod
     def _like(gradients: Sequence[Tensor], row: Tensor) -> list[Tensor]:
-        """Parts of a flat vector in the shapes and dtypes of the gradients."""
+        """A flat vector cut into the shapes and dtypes of the gradients."""
         parts = torch.split(row[:-1], [g.numel() for g in gradients])
         return [part.view(g.shape).to(g.dtype) for part, g in zip(parts, gradients, strict=True)]
 
 
 class Layout:
-    """Where named parameters lie in a flat vector."""
+    """Places of named parameters in a flat vector."""
 
     def __init__(self, params: Params) -> None:
         self.shapes = {name: tuple(x.shape) for name, x in params.items()}
@@ -119,7 +118,7 @@ class Layout:
         self.slots = {name: slice(end - size, end) for name, size, end in zip(params, self.sizes, ends, strict=True)}
 
     def between(self, rows: int, dtype: torch.dtype) -> int:
-        """Bytes of what layers give for so many rows, as if every matrix were that of a linear layer: a guess."""
+        """Estimated bytes of the activations of so many rows, as if every matrix belonged to a linear layer."""
         return rows * dtype.itemsize * sum(shape[0] for shape in self.shapes.values() if len(shape) == 2)
 
     def views(self, flat: Tensor) -> Params:
@@ -132,12 +131,10 @@ class Layout:
 
 
 class Many:
-    """Gradients of many chains at once; parameters and batches carry a leading chain dimension.
-
-    After so many calls that it pays, they are compiled.
+    """Gradients of many chains at once; parameters and batches have a leading chain dimension.
 
     Args:
-        compile_after: calls after which the rest is compiled; None for never.
+        compile_after: number of calls after which the computation is compiled; None for never.
     """
 
     def __init__(
@@ -153,6 +150,7 @@ class Many:
         self.batched = target.batched  # parameters of all chains in one pass
         self.layers = Layers(layout.shapes) if target.layered else None
         self.in_torch = TorchLayers(layout.shapes) if target.layered else None
+        self.own = [] if target.module is None else list(target.module.extra())
         self.prior: FlatPrior | None = None
         self.evaluate = Compiled(self.flat, compile_after)
 
@@ -184,11 +182,11 @@ class Many:
         return loss, gradient - self._scores(theta) * (self.prior_weight / self.num_data), noise
 
     def in_parts(self, theta: Tensor, parts: Tensors, rest: Tensors) -> tuple[Tensor, Tensor]:
-        """Loss and gradient at flat parameters, part after part, so that what the layers give stays in the cache.
+        """Loss and gradient at flat parameters, one part of the batch after the other: activations stay in the cache.
 
         Args:
-            parts: of the batch, equally large, ``[parts, chains, rows, ...]``.
-            rest: of the batch, ``[chains, rows, ...]``; empty when there is none.
+            parts: equal parts of the batch, ``[parts, chains, rows, ...]``.
+            rest: the remaining rows, ``[chains, rows, ...]``; empty when there are none.
         """
         count, _, rows = parts[0].shape[:3]
         more = rest[0].shape[1] if rest else 0
@@ -220,7 +218,7 @@ class Many:
         return found
 
     def _batched(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The same of a module that takes parameters of all chains in one pass: their losses do not meet in a sum."""
+        """The same by one pass of a module through the parameters of all chains, whose losses are independent."""
         if self.layers is not None and self.layers.fits(theta, batch[0]):
             return self._without_autograd(self.layers, theta, batch)
         if self.in_torch is not None and not torch.compiler.is_compiling():
@@ -241,11 +239,11 @@ class Many:
 
     @torch.no_grad()
     def _without_autograd(self, layers: Layers | TorchLayers, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The same of the network for tables, whose derivatives are known."""
+        """The same for the network of tables, whose derivatives are known in closed form."""
         theta, (x, y) = theta.contiguous(), batch
         x = x if x[0].is_contiguous() else x.contiguous()  # chains may share them
         slots, shapes = self.layout.slots, self.layout.shapes
-        own = {name: theta[:, slots[name]].view(len(theta), *shapes[name]) for name in self.target.likelihood_extras()}
+        own = {name: theta[:, slots[name]].view(len(theta), *shapes[name]) for name in self.own}
         each, slope, rest = self.target.slopes_by_chain(layers.forward(theta, x), own, y)
         gradient = layers.backward(theta, x, slope.contiguous())
         for name, found in rest.items():
@@ -253,7 +251,7 @@ class Many:
         return gradient / -y.shape[1], -each.mean(-1)
 
     def _fused(self, names: perceptron.Names, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The same of a network of one hidden layer: its two operations, and the likelihood in between."""
+        """The same for a network of one hidden layer, by native operations for forward and backward pass."""
         x, params, lead = batch[0], self.layout.views(theta), theta.dim() - 1
         output, hidden = perceptron.forward(x, *(params[name] for name in names))
         slopes: Callable[..., Any] = grad_and_value(self._loss_given, argnums=(0, 1))
@@ -261,7 +259,7 @@ class Many:
             slopes = vmap(slopes)
         (slope, rest), loss = slopes(output, theta, batch)
         found = dict(zip(names, perceptron.backward(x, params[names.second_weight], hidden, slope), strict=True))
-        # The rest is what the likelihood makes of parameters by itself: of its scales, mostly.
+        # The rest are derivatives of the likelihood in its own parameters, mostly scales.
         parts = zip(self.layout.shapes, torch.split(rest, self.layout.sizes, dim=-1), strict=True)
         return torch.cat(
             [part + found[name].flatten(lead) if name in found else part for name, part in parts], dim=-1
@@ -291,7 +289,7 @@ class Many:
 
 
 def batchable(target: Target, params: Params, batch: Batch, num_data: int) -> str:
-    """Why chains of this target cannot run in one batched computation; empty when they can."""
+    """Why chains of this target cannot run in one batched computation; empty if they can."""
     dtypes = {x.dtype for x in params.values()}
     if len(dtypes) > 1:
         return f"its parameters have several dtypes ({', '.join(sorted(map(str, dtypes)))})"

@@ -1,10 +1,10 @@
-"""One chain on a GPU as CUDA graphs: minibatch, transform, network and update without work of the host in between.
+"""One chain on a GPU as CUDA graphs: minibatch, transform, network and update without the host in between.
 
 Three things are captured once and replayed: the next minibatch (drawn, gathered and transformed on the device), the
-gradient on the minibatch at hand, and a whole step. What they read and write stays in its place. Batches of a loader
-are copied into fixed buffers; one of another size is taken without a graph.
+gradient on the present minibatch, and a whole step. Their inputs and outputs have fixed places in memory. Batches of a
+loader are copied into fixed buffers; a batch of another size is taken without a graph.
 
-Noise vectors are differences of successive gradients, over sqrt(2), so that there is one shape of a step.
+Noise vectors are differences of successive gradients over sqrt(2), so that all steps have one shape.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def unsupported_reason(run: Chains) -> str:
 
 
 def accelerate(run: Chains) -> None:
-    """Have minibatches and gradients of a chain captured as CUDA graphs, where that can be done."""
+    """Capture minibatches and gradients of a chain as CUDA graphs, if that is possible."""
     run.graph_unsupported = unsupported_reason(run)
     if not run.graph_unsupported:
         try:
@@ -143,7 +143,7 @@ class FusedUpdate:
         self.table: list[tuple[Tensor, Tensor]] = []  # rates and kicks of the steps to come, where they change
 
     def begin(self, steps: int) -> None:
-        """Take up what the sampler remembers, and the rates of so many steps."""
+        """Take the sampler's velocity, and the rates of the next steps."""
         if isinstance(self.program, ScheduledProgram):
             found = (x[:, 0, self.program.groups].to(self.fused.rates) for x in self.program.table(steps))
             self.table = list(zip(*found, strict=True))
@@ -160,7 +160,7 @@ class FusedUpdate:
         self.fused.step(gradient)
 
     def renew(self) -> bool:
-        """Take rates and kicks as they are now; whether a captured step meets them."""
+        """Take the present rates and kicks; returns whether a captured step uses them."""
         found = self.program.elementwise()
         assert found is not None
         self.fused.set(found)
@@ -168,7 +168,7 @@ class FusedUpdate:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Bring the sampler to where the steps have led."""
+        """Write the state after the steps back to the sampler."""
         if self.fused.friction is not None:
             views = self.fused.flat.views(self.fused.velocity)
             torch._foreach_copy_([self.run.sampler.velocity(p) for p in self.run.leaves], views)
@@ -194,7 +194,7 @@ class ProgramUpdate:
         """All steps have the same rates."""
 
     def begin(self, steps: int) -> None:
-        """Take up what the sampler remembers."""
+        """Take the sampler's state."""
         self.state.copy_(self.program.begin())
         if self.program.lead:
             before = self.program.sampler.injector.last
@@ -215,7 +215,7 @@ class ProgramUpdate:
         program.write([p.detach() for p in self.run.leaves], program.parameters(self.state))
 
     def renew(self) -> bool:
-        """Take what the sampler exports now; whether a captured step meets it: not where shapes have changed."""
+        """Take the tensors that the sampler exports now; False if shapes have changed and a new capture is needed."""
         tensors, injection = self._exported()
         old, new = [*self.tensors, *self.injection], [*tensors, *injection]
         if [t.shape for t in old] != [t.shape for t in new]:
@@ -225,7 +225,7 @@ class ProgramUpdate:
         return True
 
     def finish(self) -> None:
-        """Bring the sampler to where the steps have led."""
+        """Write the state after the steps back to the sampler."""
         self.program.finish(self.state)
         if self.program.lead:
             injector = self.program.sampler.injector
@@ -237,7 +237,7 @@ class GraphSteps:
 
     Args:
         run: the chain, with `GraphGradients`.
-        noise_every: every so many steps a noise vector is taken in, where the sampler follows the noise.
+        noise_every: if the sampler follows the noise, every k-th step gives a noise vector.
 
     Raises:
         RuntimeError: where the sampler's steps cannot be captured; it says why.
@@ -276,7 +276,7 @@ class GraphSteps:
 
     @torch.no_grad()
     def take_steps(self, done: int, steps: int, tick: Callable[[int], None]) -> None:
-        """Take so many steps. Whether they were good is asked once, at the end."""
+        """Take a number of steps. Whether all were finite is checked once, at the end."""
         run = self.run
         start = self.graph.flat.values.clone()
         self.update.begin(steps)
@@ -302,7 +302,7 @@ class GraphSteps:
             run.diverged()
 
     def _take_step(self) -> bool:
-        """A step at the next batch; whether that was of the usual size."""
+        """Take a step on the next batch; returns whether it had the usual size."""
         if self._loader and (batch := self.graph.next()) is not self.graph.batch:
             self._step_at(batch)
             return False

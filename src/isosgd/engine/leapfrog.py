@@ -1,9 +1,9 @@
-"""Several leapfrog steps of HMC in one call: between the ends of a trajectory only gradients and kicks are to do.
+"""Several leapfrog steps of HMC in one call: inside a trajectory there are only gradients and kicks.
 
-The step that ends a trajectory and begins the next one is that of `isosgd.samplers.hmc.HMC`. All others are a
-loop in compiled code, a few chains at a time, and a part of the rows after the other where they are many, so that what
-is read and written stays in the cache. On a GPU they are a CUDA graph. Nothing is drawn in it: the trajectories are the
-same, but for rounding.
+The step that ends a trajectory and starts the next one is that of `isosgd.samplers.hmc.HMC`. All others are a loop in
+compiled code, a few chains at a time and, if there are many rows, one part of the rows after the other, so that memory
+stays in the cache. On a GPU they are a CUDA graph. The loop draws no random numbers: trajectories are the same up to
+rounding.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def unsupported_reason(run: Chains) -> str:
 
 
 class GraphLoop:
-    """The loop on a GPU: a step is captured as a CUDA graph and replayed. If it cannot be, the host takes the steps.
+    """The loop on a GPU: a step is captured as a CUDA graph and replayed. Without a capture it runs eagerly.
 
     Args:
         loop: `LeapfrogMultiStep._loop`.
@@ -60,7 +60,7 @@ class GraphLoop:
         self.given: list[Tensor] = []  # likewise, step sizes and tensors of Lambda
 
     def __call__(self, count: Tensor, *args: Any) -> Tensors:
-        """What so many steps lead to."""
+        """The state after ``count`` steps."""
         theta, velocity, gained, own, batch, shape = args
         if self.graph is None and not self.failure:
             self.state = [t.clone() for t in (theta, velocity, gained, theta[:, 0])]
@@ -94,24 +94,24 @@ class LeapfrogMultiStep:
         self.run, self.sampler, self.geometry, self.compiled, self.log = run, run.sampler, run.geometry, compiled, log
         self.gradient = Many(run.target, run.num_data, run.layout, prior_weight=run.prior_weight)
         self.batch: Tensors = tuple(t if run.many is not None else t.unsqueeze(0) for t in run.batches.next())
-        # Equal parts of the rows: those of a chain are in the cache together with what its layers give for them.
+        # Equal parts of the rows: those of a chain fit into the cache together with its activations.
         self.whole = self.batch[0].shape[1]
         self.each = bytes_of(self.batch) / run.count + run.layout.between(self.whole, run.leaves[0].dtype)
-        # Of a batched module outside of compiled code the calls would cost more than the cache saves.
+        # For a batched module in eager mode more calls would cost more than the cache saves.
         self.whole_chains = run.target.batched and not compiled
         parts = 1 if self.whole_chains else min(math.ceil(self.each / CACHE), self.whole)
         self.rows = self.whole // parts
-        # A compiled loop knows shapes of tensors by heart; those of Lambda may change in number.
+        # A compiled loop is for fixed shapes, and those of Lambda may change.
         self.loops: dict[tuple[torch.Size, ...], Compiled | GraphLoop] = {}
 
     @property
     def unsupported_reason(self) -> str:
-        """Why nothing could be compiled, so that all goes step by step; empty when it could."""
+        """Why nothing could be compiled, so that steps are taken one by one; empty if it could."""
         return next((loop.unsupported_reason for loop in self.loops.values() if loop.unsupported_reason), "")
 
     @property
     def engine(self) -> str:
-        """What takes the steps."""
+        """How steps are executed, as a suffix of the engine's name."""
         graphs = [loop for loop in self.loops.values() if isinstance(loop, GraphLoop)]
         if not graphs:
             return ", several steps a call"
@@ -120,7 +120,7 @@ class LeapfrogMultiStep:
 
     @property
     def remaining(self) -> int:
-        """Steps that can be taken before one that ends or begins a trajectory; none where nothing can be compiled."""
+        """Steps before the next one that ends or starts a trajectory; zero if nothing can be compiled."""
         if not self.sampler.place or self.unsupported_reason:
             return 0
         return max(0, self.sampler.length - self.sampler.place)
@@ -128,7 +128,7 @@ class LeapfrogMultiStep:
     def take_steps(self, done: int, steps: int, tick: Callable[[int], None]) -> None:
         """Take so many steps; as `isosgd.engine.multistep.MultiStep.take_steps`."""
         while steps:
-            # Of a draw on the way the energy must be known, so that the last step is one of the sampler.
+            # A draw inside a trajectory needs its energy, so that the last step is one of the sampler.
             count = min(steps - self.sampler.recycles, self.remaining)
             if count > 0:
                 self.leapfrog(count)
@@ -140,7 +140,7 @@ class LeapfrogMultiStep:
 
     @torch.no_grad()
     def leapfrog(self, count: int) -> None:
-        """Take steps between the ends of a trajectory, at most as many as are `remaining`."""
+        """Take ``count`` steps inside a trajectory, at most as many as are `remaining`."""
         run, sampler = self.run, self.sampler
         theta, sampler.velocities, sampler.gained, run.loss = self._moved(
             count, run.flat(run.leaves), sampler.velocities, sampler.gained
@@ -154,7 +154,7 @@ class LeapfrogMultiStep:
 
     @torch.no_grad()
     def _moved(self, count: int, theta: Tensor, velocity: Tensor, gained: Tensor) -> Tensors:
-        """Where so many steps lead to: parameters, velocities, gains in kinetic energy, and the last losses."""
+        """Parameters, velocities, gains in kinetic energy, and the last losses after ``count`` steps."""
         number, tensors = torch.tensor(count), self.geometry.tensors()
         own, loop = self.sampler.jittered.unsqueeze(-1), self._compiled(tensors)
         size = self.run.count

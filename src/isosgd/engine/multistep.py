@@ -1,12 +1,12 @@
-"""Several steps of chains in one call: while draws are taken, rates stay, or are known, and only the chains move.
+"""Several steps of chains in one call, used while draws are taken, when rates are fixed or known.
 
-One step of a small network is less work than to call it. So minibatches and innovations of up to `MOST` steps are drawn
-at once, outside, and the steps themselves, gradients and updates, are one compiled function of flat tensors: a loop
-inside of the compiled code on a CPU, a CUDA graph on a GPU.
+A step of a small network takes less time than the call of a function. So minibatches and innovations of up to `MOST`
+steps are drawn at once, and the steps themselves (gradients and updates) are one compiled function of flat tensors: a
+loop in compiled code on a CPU, a CUDA graph on a GPU.
 
-It is the algorithm of `isosgd.engine.chains.Chains.step`; only the order in which random numbers are drawn differs.
-Where a sampler follows the gradient noise, every k-th step is taken from two halves of its minibatch. Where it
-follows the level of the noise all of them are, and the level is a further column behind the parameters.
+The algorithm is that of `isosgd.engine.chains.Chains.step`; only the order of random numbers differs. If a sampler
+follows the gradient noise, every k-th step takes two halves of its minibatch. If it follows the level of the noise,
+every step does, and the level is an additional column after the parameters.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from isosgd.data.sources import TensorBatches
 from isosgd.engine.chains import Chains
-from isosgd.engine.compiled import UNCHECKED, Compiled, GraphLoop, Looped, Repeated, Tensors, bytes_of
+from isosgd.engine.compiled import UNCHECKED, Compiled, GraphLoop, Looped, Tensors, bytes_of
 from isosgd.engine.gradients import Many, batchable
 from isosgd.target.batches import tensors_of
 
-MOST = 64  # steps of a call
-BYTES = {"cpu": 1 << 27, "cuda": 1 << 29}  # of minibatches and innovations that are drawn at once, at most
-LARGE = 1 << 20  # parameters of a chain from which a step is more work than to call it
+MOST = 64  # steps in a call
+BYTES = {"cpu": 1 << 27, "cuda": 1 << 29}  # bound of the minibatches and innovations that are drawn at once
+LARGE = 1 << 20  # parameters of a chain from which a call costs little beside a step
 
 
 def unsupported_reason(run: Chains) -> str:
@@ -51,7 +51,7 @@ def unsupported_reason(run: Chains) -> str:
 
 
 def _steps(run: Chains) -> int:
-    """Steps of a call at most: a matter of memory."""
+    """Most steps in a call that memory allows."""
     batches = run.batches
     assert isinstance(batches, TensorBatches)
     row = bytes_of(t[0] for t in tensors_of(batches.tensors))
@@ -64,10 +64,10 @@ class MultiStep:
 
     Args:
         run: the chains; `unsupported_reason` must be empty.
-        noise_every: where the noise is followed, every k-th step is split in halves.
+        noise_every: if the noise is followed, every k-th step is split in halves.
 
     Attributes:
-        failed: why the steps could not be compiled.
+        failed: why the steps could not be compiled; empty if they could.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class MultiStep:
             raise ValueError(f"{type(run.sampler).__name__} takes single steps: {program}")
         self.program, self.most, self.noise_every = program, _steps(run), noise_every
         self.gradient = Many(run.target, run.num_data, run.layout, prior_weight=run.prior_weight)
-        # The compiled functions know shapes of tensors by heart; those of Lambda may change in number.
-        self.known: dict[tuple[Any, ...], tuple[Repeated, Compiled]] = {}
+        # Compiled functions are for fixed shapes, and those of Lambda may change.
+        self.known: dict[tuple[Any, ...], tuple[Looped | GraphLoop, Compiled]] = {}
         self._turned: tuple[Tensor, int, Tensor] | None = None
         program.prepare(self.most)
         self.failed = self._try()
 
     def _try(self) -> str:
-        """Compile, with nothing moved and nothing drawn."""
+        """Compile without moving chains or drawing random numbers."""
         if not self.compiled:
             return ""
         theta, tensors = self.program.begin(), self._tensors()
@@ -106,7 +106,7 @@ class MultiStep:
     def step(
         self, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors, split: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Where one step leads to from flat parameters ``[chains, d]``, the losses, and with ``split`` the noise."""
+        """New flat parameters ``[chains, d]`` after one step, the losses, and with ``split`` the noise."""
         loss, gradient, noise = self.gradient.flat(self.program.parameters(theta), batch, split)
         return self.program.move(theta, gradient, noise, xi, tensors), loss, noise
 
@@ -120,7 +120,7 @@ class MultiStep:
         theta, loss, _ = self.step(theta, self._at(batch, k), xi, tensors, self.program.needs_noise)
         return theta, loss
 
-    def _functions(self, tensors: Tensors) -> tuple[Repeated, Compiled]:
+    def _functions(self, tensors: Tensors) -> tuple[Looped | GraphLoop, Compiled]:
         """The loop over steps and the split step, for tensors of such shapes."""
         key = tuple((t.shape, t.dtype) for t in tensors)
         if key not in self.known:
@@ -136,13 +136,13 @@ class MultiStep:
     # -- what goes in -------------------------------------------------------------------------------------------------
 
     def _tensors(self) -> Tensors:
-        """What a step takes besides."""
+        """The sampler's tensors that a step needs, such as Lambda."""
         tensors = self.program.tensors()
         rows = self.compiled and self.program.reads_rows(tensors)
         return tensors if rows else tuple(self._by_columns(t) for t in tensors)
 
     def _by_columns(self, t: Tensor) -> Tensor:
-        """A few long rows of each chain laid out column by column: so compiled code reads them in one go, both ways."""
+        """A wide matrix of each chain in column-major order: compiled code reads it contiguously in both products."""
         if t.dim() != 3 or t.is_cuda or t.shape[1] >= t.shape[2]:
             return t
         of, version, turned = self._turned or (None, 0, t)
@@ -158,9 +158,9 @@ class MultiStep:
         """Take so many steps.
 
         Args:
-            done: steps that were taken before, since the warm-up.
-            steps: to take.
-            tick: told how many were taken.
+            done: steps taken before, since the warm-up.
+            steps: number of steps to take.
+            tick: called with the number of steps taken.
         """
         theta, end = self.program.begin(), done + steps
         while done < end:
@@ -201,14 +201,14 @@ class MultiStep:
         return after
 
     def _drop(self, theta: Tensor, steps: int, batch: Tensors, xi: Tensor, tensors: Tensors, bad: Tensor) -> None:
-        """Find the step at which chains met what is not finite, one by one, and leave them out there."""
+        """Repeat the steps one by one, and drop chains at the step where they stop being finite."""
         run, before = self.run, self.run.gradients
         loss = gradient = theta
         for k in range(steps):
             loss, gradient, noise = self.gradient.flat(
                 self.program.parameters(theta), self._at(batch, k), self.program.needs_noise
             )
-            last = torch.full_like(bad, k == steps - 1)  # rounding may hide what compiled code met
+            last = torch.full_like(bad, k == steps - 1)  # eager rounding may hide what happened in compiled code
             new = bad & run.alive & (last | ~torch.isfinite(loss + gradient.sum(-1)))
             if bool(new.any()):
                 self.program.finish(theta)

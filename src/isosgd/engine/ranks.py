@@ -1,12 +1,12 @@
-"""Processes that sample together, over `torch.distributed`: who draws which chain, and what they tell each other.
+"""Processes that sample together, over `torch.distributed`: which rank draws which chain, and how they communicate.
 
-The ranks are a grid: a *team* for each chain that is drawn at a time, and in a team ranks that share every minibatch.
-``parallel="chains"`` has teams of one rank; ``parallel="data"`` has a team for each chain.
+The ranks form a grid: a *team* for each chain that is drawn at the same time, and in each team ranks that share every
+minibatch. ``parallel="chains"`` has teams of one rank; ``parallel="data"`` has a team for each chain.
 
-Ranks of a team sum gradients by an all-reduce. All else, what is small or rare, goes through the key-value store that
-the process group was made with: it knows no devices, needs no pickle, and one who waits there can see who is missing.
-Ranks that draw chains of their own may wait for each other for hours; so they leave a sign of life there every second,
-and only one who leaves none for ``rank_timeout`` seconds is given up.
+Ranks of a team sum gradients by an all-reduce. Everything else is small or rare, and goes through the key-value store
+of the process group, which needs neither devices nor pickle and shows a waiting rank who is missing. Ranks with chains
+of their own may wait for each other for hours. So each writes a heartbeat every second, and a rank without one for
+``rank_timeout`` seconds is taken for dead.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import wraps
@@ -37,26 +38,26 @@ P = ParamSpec("P")
 T = TypeVar("T")
 TIMEOUT = 1_800.0  # seconds
 CHUNK = 1 << 22  # bytes: a TCPStore refuses values of more than 8 MB
-PART = 1 << 20  # numbers of which a checksum is made at once
+PART = 1 << 20  # numbers that a checksum copies at once
 BEAT_EVERY, LOOK_EVERY = 1.0, 0.02  # seconds
-GRACE = 10.0  # seconds that ranks have to say that they, too, are waiting
-_calls, _loops = itertools.count(), itertools.count()  # every rank makes the same calls in the same order
+GRACE = 10.0  # seconds in which ranks report that they are waiting too
+_calls, _loops = itertools.count(), itertools.count()  # all ranks make the same calls in the same order
 
 
 class Ranks:
-    """The processes of one call of `isosgd.sample`. Open it (``with``), so that an error of one is known to all.
+    """The processes of one call of `isosgd.sample`. Inside ``with``, an error on one rank is reported to all.
 
     Args:
-        parallel: what is shared out.
-        timeout: seconds without a sign of life, after which a rank is given up.
+        parallel: what the ranks divide among them.
+        timeout: seconds without a heartbeat after which a rank is taken for dead.
 
     Attributes:
         rank: number of this process.
-        size: how many there are.
-        teams: chains that are drawn at a time.
-        team: number of this process's.
-        shares: ranks of a team, which share every minibatch.
-        place: of this process in its team.
+        size: number of processes.
+        teams: number of chains that are drawn at the same time.
+        team: number of this process's team.
+        shares: ranks in a team, which share every minibatch.
+        place: number of this process in its team.
     """
 
     def __init__(self, parallel: Parallel, timeout: float) -> None:
@@ -70,10 +71,10 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.teams, self.team, self.shares, self.place = self.size, self.rank, 1, 0
         self.group: dist.ProcessGroup | None = None
-        self._store: Any = dist.distributed_c10d._get_default_store()  # there is no public way to it
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep the store when it starts again
+        self._store: Any = dist.distributed_c10d._get_default_store()  # there is no public access
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep the store when it restarts
         self._call, self._round, self._beats, self._last = f"isosgd/{attempt}/{next(_calls)}", 0, 0, 0.0
-        self._told = False  # whether the others know of an error
+        self._told = False  # whether the other ranks know of an error
 
     def arrange(self, chains: int) -> None:
         """Find this rank's place in the grid."""
@@ -93,9 +94,9 @@ class Ranks:
         self.team, self.place = divmod(self.rank, self.shares)
 
     def connect(self, device: torch.device) -> None:
-        """Make the groups of the teams; all ranks do so at once."""
+        """Create the process groups of the teams; called by all ranks."""
         if self.shares > 1:
-            from torch.distributed.device_mesh import init_device_mesh  # takes its time
+            from torch.distributed.device_mesh import init_device_mesh  # a slow import
 
             mesh = init_device_mesh(device.type, (self.teams, self.shares), mesh_dim_names=("chains", "data"))
             self.group = mesh.get_group("data")
@@ -120,7 +121,7 @@ class Ranks:
         return self
 
     def _check(self) -> None:
-        """Refuse bad arguments, where other ranks can be told of it."""
+        """Refuse bad arguments; other ranks are told of the error."""
         if self.parallel not in ("chains", "data"):
             raise ValueError(f"parallel = {self.parallel!r} is unknown; choose 'chains', 'data' or None")
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float) or not self.timeout > 0:
@@ -135,20 +136,20 @@ class Ranks:
         wrong = isinstance(error, ValueError | TypeError)
         try:
             self._put("error", {"wrong": wrong, "text": f"{type(error).__name__}: {error}"})
-        except RuntimeError:  # the store is gone, and with it whoever could be told
+        except RuntimeError:  # the store is gone, so nobody can be told
             return
 
     def gather(self, value: Any) -> list[Any]:
-        """What each rank gives, in their order: nested plain values and tensors. An error of one is raised on all."""
+        """Values of all ranks, in order: nested plain values and tensors. An error on one rank is raised on all."""
         self._round += 1
         name = f"round{self._round}"
         self._put(name, value)
         found = [value if rank == self.rank else self._take(name, rank) for rank in range(self.size)]
-        self._drop(f"round{self._round - 1}")  # which all have read, since they came to this one
+        self._drop(f"round{self._round - 1}")  # all ranks have read it, since they reached this round
         return found
 
     def beat(self) -> None:
-        """Leave a sign of life, at most once a second."""
+        """Write a heartbeat, at most once a second."""
         now = time.monotonic()
         if now - self._last >= BEAT_EVERY:
             self._last, self._beats = now, self._beats + 1
@@ -177,12 +178,12 @@ class Ranks:
         return bool(self._store.check([key]))
 
     def _take(self, name: str, rank: int) -> Any:
-        """What a rank has put there, once it has."""
+        """Wait for a rank's value."""
         key, beat = self._key(name, rank), self._key("beat", rank)
         seen, since = b"", time.monotonic()
         while not self._there(key):
             if told := self._told_of():
-                if self._there(key):  # all have met, and an error came after: this rank will meet it, too
+                if self._there(key):  # this round is complete; the error came later, and is met later
                     break
                 self._told = True
                 raise told
@@ -206,7 +207,7 @@ class Ranks:
         return unpack(json.loads(every[8:end]), tensors_from(every[end:]))
 
     def _told_of(self) -> RankError | None:
-        """What another rank met."""
+        """The error that another rank reported, if any."""
         for rank in range(self.size):
             if rank != self.rank and self._there(key := self._key("error", rank)):
                 found = self._read(key)
@@ -216,12 +217,12 @@ class Ranks:
     # -- what the ranks of a team do at every step --------------------------------------------------------------------
 
     def sum_(self, x: Tensor) -> Tensor:
-        """Add up a tensor over the team, in place; the result has the same bits on all ranks."""
+        """Sum a tensor over the team, in place; the result is bitwise the same on all ranks."""
         self._wait(lambda: dist.all_reduce(x, group=self.group, async_op=True))
         return x
 
     def of_lead(self, batch: Any) -> Any:
-        """The tensors of a batch as the first rank of the team has them; shapes must be the same."""
+        """A batch with the tensors of the team's first rank; shapes must be the same on all ranks."""
         if self.group is None:
             return batch
         source, group = dist.get_global_rank(self.group, 0), self.group
@@ -234,7 +235,7 @@ class Ranks:
         return tree_map(sent, batch)
 
     def check_equal(self, tensors: list[Tensor]) -> None:
-        """Raise unless tensors have the same bits on all ranks of the team."""
+        """Raise unless tensors are bitwise the same on all ranks of the team."""
         if self.group is None:
             return
         digest = checksum(tensors)
@@ -253,7 +254,7 @@ class Ranks:
             raise self._missing(error) from error
 
     def _missing(self, error: RuntimeError) -> Exception:
-        """Why the ranks of a team did not come together: the number of the one that is missing, or what it met."""
+        """The reason why the ranks of a team did not meet: another rank's error, or the rank that is missing."""
         end = time.monotonic() + min(GRACE, self.timeout)
         team = [self.team * self.shares + place for place in range(self.shares)]
         try:
@@ -264,7 +265,7 @@ class Ranks:
                     return told
                 time.sleep(LOOK_EVERY)
             gone = [r for r in team if r != self.rank and not self._there(self._key("waits", r))]
-        except RuntimeError:  # the store is gone, too: its process has ended
+        except RuntimeError:  # the store is gone too: its process has ended
             return RankError(
                 f"rank 0, or the process that holds the store of the process group, has ended ({error})", 0
             )
@@ -279,7 +280,7 @@ class Ranks:
 
 
 def checksum(tensors: Iterable[Tensor]) -> Tensor:
-    """A number that any other bit would change, in most cases; a small part of the tensors is copied at a time."""
+    """A checksum of the bits of tensors, of which a small part is copied at a time."""
     digest: Tensor | None = None
     for t in tensors:
         bits = t.detach().reshape(-1).view(torch.int32 if t.element_size() % 4 == 0 else torch.uint8)
@@ -292,29 +293,24 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors on the CPU, copied where several lie in the same memory: safetensors refuses those."""
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, x in tensors.items():
-        x = x.detach().cpu().contiguous()
-        place = x.untyped_storage().data_ptr()
-        found[name] = x.clone() if place in seen else x
-        seen.add(place)
-    return found
+    """Tensors on the CPU, each with its own memory: safetensors refuses tensors that share it."""
+    found = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    shared = Counter(x.untyped_storage().data_ptr() for x in found.values())
+    return {name: x.clone() if shared[x.untyped_storage().data_ptr()] > 1 else x for name, x in found.items()}
 
 
 class Replicas:
-    """Ranks of a process group with a copy each of the same parameters, as in DDP: their bits are compared at draws.
+    """Ranks that hold replicas of the same parameters, as in DDP: checks at draws that these are bitwise the same.
 
-    No rank waits for another here, so that some may have nothing to compare. Between two draws all ranks have met to
-    sum gradients: what they had at the draw before is known then, and all of them find what is wrong.
+    No rank waits for another here. Between two draws all ranks meet to sum gradients, so that the parameters of the
+    previous draw are known to all, and all find a difference.
 
-    Whether a model is a replica cannot be seen where a trainer holds the DDP around it. Then it is one if ranks whose
-    parameters differ have the same gradients, to the bit, at the next draw: these are means over all ranks. Chains that
-    ranks run each for itself have other gradients.
+    Where a trainer holds the DDP wrapper, it cannot be seen whether a model is a replica. It is one if ranks whose
+    parameters differ have bitwise the same gradients at the next draw, since those are means over all ranks. Ranks that
+    run separate chains have different gradients.
 
     Args:
-        group: the ranks, of a model that is known to be in DDP; None for all, of a model that may be.
+        group: the ranks, if the model is known to be in DDP; None for all ranks, if it may be.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -324,18 +320,18 @@ class Replicas:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         if group is None:
             which = f"loops/{next(_loops)}"
-        else:  # which of several models it is: by now all ranks have met so many times
+        else:  # tells several models apart: how often the ranks have met so far
             met: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # private, as the store
             which = f"{group.group_name}/{met}"
         self._name = f"isosgd/{attempt}/replicas/{which}"
-        self._seen: list[tuple[int, list[str]]] = []  # at the last three draws
+        self._seen: list[tuple[int, list[str]]] = []  # of the last three draws
 
     def compare(self, step: int, tensors: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
-        """Take note of tensors and gradients, and raise if draws before this one were not the same on all ranks."""
+        """Record tensors and gradients at a draw, and raise if earlier draws differed between ranks."""
         self.look()
         slopes = [] if self.known else list(gradients)
         given = [x for x in slopes if x is not None and bool(x.any())]
-        # Gradients that are not there, or zero, are nobody's.
+        # Missing or zero gradients must not match those of other ranks.
         own = [_digest(tensors), _digest(given) if given or self.known else f"none of {self.rank}"]
         self._seen.append((step, own))
         self._store.set(f"{self._name}/{step}/{self.rank}", " ".join(own))
@@ -343,7 +339,7 @@ class Replicas:
             self._store.delete_key(f"{self._name}/{self._seen.pop(0)[0]}/{self.rank}")
 
     def look(self) -> None:
-        """Raise if parameters at the last draws are known not to have been the same."""
+        """Raise if parameters at the last draws are known to differ between ranks."""
         draws = self._seen[-2:]
         if len(draws) < (1 if self.known else 2):
             return
@@ -369,7 +365,7 @@ def _digest(tensors: Iterable[Tensor]) -> str:
 
 
 def shared(call: Callable[P, T]) -> Callable[P, T]:
-    """A function that all ranks call with ``parallel=``: it finds its `Ranks` there. An error of one is told to all."""
+    """Replace a function's argument ``parallel=`` by `Ranks`, which report an error on one rank to all."""
 
     @wraps(call)
     def wrapped(*args: P.args, **given: P.kwargs) -> T:

@@ -1,4 +1,4 @@
-"""Which chains run together: all in one batched computation where that can be done, in turn where not."""
+"""Which chains run together: all in one batched computation if that is possible, otherwise one after the other."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ from isosgd.engine.ranks import Ranks
 from isosgd.errors import warn_caller
 from isosgd.target import Target
 
-LARGE = 1 << 20  # parameters from which a single chain fills a CPU, so that nothing is won by batching
+LARGE = 1 << 20  # parameters from which a single chain fills a CPU, so that batching gains nothing
 TOGETHER = "together"
-
 
 Start = Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None
 
@@ -42,17 +41,17 @@ class Schedule:
     """Everything about a run that is known before the first step.
 
     Args:
-        data: checked, where it is sampled.
+        data: checked data on the device.
         init: start values in natural parameters, or a function from the number of a chain to them.
         chains: chains of each data set.
-        batch_size: n; a default by the number of examples when None; or ``all``.
-        compile_after: gradients of chains that run together after which the rest is compiled; None for never.
-        numbers: of the chains that are run here, each on its own; all of them, together if possible, when None.
+        batch_size: n; None for a default that depends on N; or ``"all"``.
+        compile_after: number of gradients after which those of chains together are compiled; None for never.
+        numbers: chains to run in this process, each on its own; None for all, together if possible.
         ranks: processes that share the run; None for this one alone.
 
     Attributes:
         engine: ``together``, or why chains run in turn.
-        engine_note: what else the user is told of it.
+        engine_note: further remarks on the engine for the user.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Schedule:
         probe = self._batches(0, 0, batch_size)
         self.given_size = batch_size
         batch = probe.next()
-        # Each rank's loader gives its part of a minibatch; tensors are cut.
+        # Each rank's loader yields its part of a minibatch, whereas tensors give all of it.
         parts = ranks.shares if ranks is not None and self.tensors is None else 1
         self.batch_size = _check_size(probe, batch, self.num_data, parts)
         self.engine = self._why_in_turn(batch) or TOGETHER
@@ -96,7 +95,7 @@ class Schedule:
 
     @property
     def together_sets(self) -> int:
-        """Of how many data sets the chains of one run are."""
+        """Number of data sets whose chains run together."""
         return self.sets if self.engine == TOGETHER else 1
 
     def _why_in_turn(self, batch: Any) -> str:
@@ -131,7 +130,7 @@ class Schedule:
         return make_batches(data, batch_size, seed, self.device, self.target.dtype, self.transform)
 
     def runs(self, make_sampler: MakeSampler) -> Iterator[tuple[int, Chains]]:
-        """What to run, one after the other, each with the index of its first chain."""
+        """Chains to run one after the other, each with the index of the first."""
         together = self.engine == TOGETHER
         for index in range(1 if together else self.count) if self.numbers is None else self.numbers:
             words = np.random.SeedSequence((self.seed, index)).generate_state(2, np.uint32)
@@ -144,7 +143,7 @@ class Schedule:
             else:
                 batches = self._batches(index, batch_seed, self.given_size)
                 if self.numbers is not None and isinstance(batches, IterableBatches):
-                    batches.reseed(batch_seed)  # the order is this chain's, whatever ran here before it
+                    batches.reseed(batch_seed)  # the order does not depend on chains that ran here before
             numbers = range(self.count) if together else [index]
             starts = [self.target.initial(start_of(self.init, k), device=self.device) for k in numbers]
             yield (
@@ -166,7 +165,7 @@ class Schedule:
 
 
 def _check_size(batches: Batches, batch: Any, num_data: int, parts: int = 1) -> int:
-    """n, checked; ``batches`` give one of so many parts of it."""
+    """The batch size n, checked; ``batches`` yield one of so many parts of a minibatch."""
     n = parts * (getattr(batches, "batch_size", None) or batch_length(batch))
     if n < 2:
         raise ValueError(

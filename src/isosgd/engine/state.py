@@ -1,8 +1,8 @@
-"""All that chains need to go on from between two steps, as nested dicts and lists of tensors and plain values.
+"""The state of chains between two steps, as nested dicts and lists of tensors and plain values.
 
-What can be worked out again from it (plans of a step, spectra, compiled code) is left out. Chains made anew with the
-same settings and brought to such a state go on as those it was taken from, bit for bit on a CPU. Not for chains in the
-middle of a step: gradients and the last minibatch are not kept.
+What can be computed from it (plans of a step, spectra, compiled code) is left out. New chains with the same settings
+that load such a state continue like the original ones, bit for bit on a CPU. Gradients and the last minibatch are not
+kept, so a state cannot be taken in the middle of a step.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ State = dict[str, Any]
 FORMAT = 2  # of a state; one of another format is refused
 STIFFNESS = ("image", "length", "probes", "turn")
 
-AS_IS = "as it is"  # in a state: chains that go on from it keep their rates
+AS_IS = "as it is"  # key of a state: chains that continue from it keep their rates
 
 
 def state_of(chains: Chains) -> State:
-    """The state of chains. Its tensors are theirs, not copies: write them before the next step."""
+    """The state of chains. Its tensors are not copies: write them before the next step."""
     found: State = {
         "format": FORMAT,
         "params": chains.leaves,
@@ -43,7 +43,7 @@ def state_of(chains: Chains) -> State:
         "alive": chains.alive,
         "failures": {k: failure_state(error) for k, error in chains.failures.items()},
     }
-    if isinstance(chains.differentiate, Many):  # compiled gradients round otherwise, so that it matters when they began
+    if isinstance(chains.differentiate, Many):  # compiled gradients are rounded differently
         evaluate = chains.differentiate.evaluate
         found["compiled"] = {"calls": evaluate.calls, "unsupported_reason": evaluate.unsupported_reason}
     return found
@@ -51,7 +51,7 @@ def state_of(chains: Chains) -> State:
 
 @torch.no_grad()
 def load_state(chains: Chains, state: State, same_batches: bool = True) -> None:
-    """Bring chains to a state, whose tensors are where the chains are (see `moved`)."""
+    """Bring chains to a state, whose tensors are on their device (see `moved`)."""
     if state.get("format") != FORMAT:
         raise ValueError(
             f"the state has format {state.get('format', 1)}, and this version of isosgd reads {FORMAT}: finish the run "
@@ -96,11 +96,11 @@ def moved(state: Any, device: torch.device, copy: bool = False) -> Any:
 
 
 def take_over(chains: Chains, state: State) -> None:
-    """Go on from where chains at another temperature ended, with the noise and the curvature that they measured.
+    """Continue from the end of chains at another temperature, with the noise and curvature that they measured.
 
-    With `AS_IS` in the state, which is then of the same temperature, rates stay as they are.
+    With `AS_IS` in the state, which then has the same temperature, rates are kept.
     """
-    temperature = chains.sampler.param_groups[0]["temperature"]
+    temperature = chains.temperature
     load_state(chains, moved(state, chains.alive.device, copy=True), same_batches=False)
     if state.get(AS_IS):
         chains.warmed = True

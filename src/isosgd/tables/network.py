@@ -28,7 +28,8 @@ from isosgd.native.layers import THREADED
 from isosgd.progress import LOGGER
 from isosgd.sampling.settings import check_room
 from isosgd.store import Manifest, StoredState
-from isosgd.target.elementwise import student_t_draw, student_t_log_prob, student_t_variance
+from isosgd.target.likelihoods import student_t_draw, student_t_variance
+from isosgd.target.priors import student_t_log_prob
 from isosgd.warmup.optimise import decay
 
 LOG_LINEAR = "loglinear_t", "loglinear"  # noise whose size has a logarithm that is linear in the inputs

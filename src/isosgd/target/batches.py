@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler, SequentialSampler
 
 LABELS = ("labels", "label", "targets", "target", "y")
-"""Names under which a dict batch may have what is to be predicted, in the order in which they are looked for."""
+"""Names that labels may have in a dict batch, in the order in which they are looked for."""
 
 
 def is_array(x: Any) -> bool:
-    """Whether it is a tensor, an array of numpy, or what turns into one: a frame or series of pandas or polars."""
+    """Whether it is a tensor, a numpy array, or a frame or series of pandas or polars."""
     return isinstance(x, Tensor | np.ndarray) or hasattr(x, "to_numpy")
 
 
@@ -24,7 +24,7 @@ def as_tensor(x: Any, dtype: torch.dtype | None = None) -> Tensor:
 
     Args:
         x: see `is_array`.
-        dtype: of the model; arrays of floats, which are float64 as a rule, are given it. Integers stay integers.
+        dtype: of the model; arrays of floats, mostly float64, are converted to it. Integers stay integers.
 
     Example:
         >>> as_tensor(np.array([0.5, 1.0]), torch.float32), as_tensor(np.array([3, 1]), torch.float32)
@@ -37,7 +37,7 @@ def as_tensor(x: Any, dtype: torch.dtype | None = None) -> Tensor:
     array = _numbers(x if isinstance(x, np.ndarray) else x.to_numpy(), f"the {type(x).__name__}")
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:
         array = array.astype(np.int64)
-    # Torch wants memory of its own kind that it may write to.
+    # Torch needs writable memory in native byte order.
     good = array.flags.writeable and array.dtype.isnative and min(array.strides, default=0) >= 0
     tensor = torch.from_numpy(array if good else array.astype(array.dtype.newbyteorder("=")))
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
@@ -66,10 +66,6 @@ def with_tensors(tree: Any, dtype: torch.dtype | None = None) -> Any:
 
 def _arrays_in(values: Iterable[Any]) -> bool:
     return any(not isinstance(x, Tensor) and (is_array(x) or isinstance(x, tuple | list | Mapping)) for x in values)
-
-
-def _values(data: Any) -> list[Any]:
-    return list(data.values() if isinstance(data, Mapping) else data)
 
 
 def tree_map(function: Any, tree: Any) -> Any:
@@ -105,7 +101,7 @@ def batch_length(batch: Any) -> int | None:
 
 
 def label_name(batch: Mapping[str, Any], labels: str | None = None) -> str:
-    """Name of the labels of a dict batch: the one that a user gave, or the first of `LABELS` that is there."""
+    """Name of the labels in a dict batch: the one given, or the first of `LABELS` that is there."""
     name = labels if labels is not None else next((name for name in LABELS if name in batch), LABELS[0])
     if name not in batch:
         raise ValueError(
@@ -132,7 +128,7 @@ def inputs_of(batch: Any, labels: str | None = None) -> Any:
 
 
 def labels_of(batch: Any, labels: str | None = None) -> Any:
-    """What is to be predicted: the last of a tuple, or what a dict has under the name of its labels."""
+    """The labels of a batch: the last of a tuple, or a dict's entry of that name."""
     return batch[label_name(batch, labels)] if isinstance(batch, Mapping) else batch[-1]
 
 
@@ -144,22 +140,23 @@ def with_labels(inputs: Any, y: Any, labels: str | None = None) -> Any:
 
 
 def count_examples(data: Any) -> int | None:
-    """Number of examples in tensors or in a loader's data set; None when it cannot be known for certain."""
-    if isinstance(data, tuple | Mapping) and data and all(isinstance(x, Tensor) for x in _values(data)):
-        lengths = [x.shape[0] if x.ndim else 0 for x in _values(data)]
+    """Number of examples in tensors or in a loader's data set; None if it is not certain."""
+    values = list(data.values() if isinstance(data, Mapping) else data) if isinstance(data, tuple | Mapping) else []
+    if values and all(isinstance(x, Tensor) for x in values):
+        lengths = [x.shape[0] if x.ndim else 0 for x in values]
         if len(set(lengths)) > 1:
             raise ValueError(f"the tensors of data have different lengths: {lengths}; one row is one example")
         return lengths[0]
     examples = getattr(data, "dataset", None)
     if not isinstance(examples, Sized):
         return None
-    # A sampler that visits only a part, or some rows more often, leaves N open: the user has to say. Ranks that share
-    # the data visit all of them together.
+    # With a sampler that visits only a part, or some rows more often, N is unknown. Ranks that share the data visit all
+    # of it together.
     sampler = getattr(data, "sampler", None)
     shared = isinstance(sampler, DistributedSampler)
     if isinstance(sampler, Sized) and len(sampler) != len(examples) and not shared:
         return None
-    # Of a fixed order the rest that fills no batch is never seen; of a shuffled one every example has its turn.
+    # In a fixed order drop_last never uses the last examples; in a shuffled one every example has its turn.
     size = getattr(data, "batch_size", None)
     if getattr(data, "drop_last", False) and isinstance(sampler, SequentialSampler) and isinstance(size, int):
         return len(examples) // size * size

@@ -1,7 +1,7 @@
-"""Sampled heads: where only the last part of a network is sampled, what goes into it is computed once.
+"""Sampled heads: if only the last part of a network is sampled, its inputs are computed once.
 
-A *head* is a submodule that holds all sampled parameters, is called once, and gives the network's output. Nothing
-before it changes from step to step, so that its inputs, the *features*, stand for the data.
+A *head* is a submodule that holds all sampled parameters, is called once, and returns the network's output. Nothing
+before it changes from step to step, so its inputs, the *features*, take the place of the data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST = 1 << 31  # bytes of features
 
 
 class _Found(Exception):
-    """Raised before the head is called: what it would be called with."""
+    """Raised before the head is called; holds its inputs."""
 
     def __init__(self, features: tuple[Any, ...]) -> None:
         self.features = features
@@ -43,7 +43,7 @@ class _Shell(nn.Module):
         self._inner = (inner,)  # in a tuple, lest it be registered twice
 
     def forward(self, *features: Tensor) -> Any:
-        """What the submodule gives."""
+        """Call the submodule."""
         return self._inner[0](*features)
 
 
@@ -51,7 +51,7 @@ class Head:
     """The sampled head of a network.
 
     Attributes:
-        target: of the head alone; its batches are ``(*features, y)``.
+        target: the target of the head alone, whose batches are ``(*features, y)``.
     """
 
     def __init__(self, target: Target, path: str) -> None:
@@ -67,11 +67,11 @@ class Head:
     @staticmethod
     @torch.no_grad()
     def of(target: Target, inputs: Any, inits: Iterable[Mapping[str, Any] | None] = ()) -> Head | None:
-        """The head of a target, tried out on inputs; None where there is none, or something before it may change.
+        """The head of a target, tried out on some inputs; None if there is none, or something before it may change.
 
         Args:
-            inputs: some, as the network takes them.
-            inits: start values, which may hold buffers.
+            inputs: some inputs of the network.
+            inits: start values, which may include buffers.
         """
         module = target.module
         if module is None or module.ties_examples or not module.frozen:
@@ -101,7 +101,7 @@ class Head:
 
     @torch.no_grad()
     def features(self, inputs: Any, params: Params) -> tuple[Any, ...]:
-        """What the head is called with, for inputs of the network that are where the parameters are."""
+        """Inputs of the head, from inputs of the network on the device of the parameters."""
 
         def stop(module: nn.Module, args: tuple[Any, ...]) -> None:
             raise _Found(args)
@@ -120,7 +120,7 @@ class Head:
         return (*self.features(self.whole.inputs_in(batch), params), self.whole.labels_in(batch))
 
     def data(self, tensors: Any, params: Params) -> tuple[Tensor, ...] | None:
-        """All data as features and labels; None where they would take too much memory."""
+        """All data as features and labels; None if they would take too much memory."""
         n, parts = len(tensors_of(tensors)[0]), []
         for first in range(0, n, ROWS):
             part = tree_map(lambda t, first=first: t[first : first + ROWS], tensors)

@@ -17,18 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isosgd.target.elementwise import (
-    LOG_2PI,
-    Extra,
-    HalfCauchy,
-    PositivePrior,
-    check_positive,
-    student_t_draw,
-    student_t_log_prob,
-    student_t_slopes,
-    student_t_variance,
-)
+from isosgd.errors import check_positive
 from isosgd.target.params import Params
+from isosgd.target.priors import LOG_2PI, Extra, HalfCauchy, PositivePrior, student_t_log_prob
 
 SCALE = "likelihood.scale"
 NO_LABEL = torch.iinfo(torch.int64).min
@@ -144,6 +135,50 @@ def _first(y: Tensor, bad: Tensor) -> float | int:
     return y[bad].flatten()[0].item()
 
 
+def _check_labels(kind: str, y: Tensor, count: int, what: str, ignore: int | None = None) -> None:
+    """Refuse labels that are not integers from 0 to ``count - 1``."""
+    if y.is_floating_point() or y.is_complex():
+        raise ValueError(f"{kind} needs labels as integers, got y of {y.dtype}; use y.long()")
+    bad = (y < 0) | (y >= count)
+    if ignore is not None:
+        bad &= y != ignore
+    if bool(bad.any()):
+        more = "" if ignore is None else f", and {ignore} is ignored"
+        raise ValueError(
+            f"y has the label {_first(y, bad)}, but the output has {count} {what}: "
+            f"labels go from 0 to {count - 1}{more}"
+        )
+
+
+def student_t_slopes(residual: Tensor, scale: Tensor | float, df: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log density of Student-t noise of a scale, and its derivatives in the location and in the logarithm of the scale.
+
+    Example:
+        >>> scale = torch.tensor(2.0, requires_grad=True)
+        >>> density, _, slope = student_t_slopes(torch.tensor(3.0), scale, 5.0)
+        >>> bool(torch.isclose(scale * torch.autograd.grad(density, scale)[0], slope))
+        True
+    """
+    z = residual / scale
+    pull = z if df == math.inf else (df + 1) * z / (df + z.square())
+    log_scale = math.log(scale) if isinstance(scale, float) else scale.log()
+    return student_t_log_prob(z, df) - log_scale, pull / scale, pull * z - 1
+
+
+def student_t_draw(like: Tensor, df: float, generator: torch.Generator) -> Tensor:
+    """Standard Student-t numbers of the shape of another tensor; normal ones where ``df`` is infinite."""
+    normal = torch.randn(like.shape, generator=generator, device=like.device, dtype=like.dtype)
+    if df == math.inf:
+        return normal
+    half = torch._standard_gamma(torch.full_like(like, df / 2), generator)  # of a chi-squared
+    return normal * (df / (2 * half)).sqrt()
+
+
+def student_t_variance(df: float) -> float:
+    """Variance of the standard Student-t."""
+    return 1 + 2 / (df - 2) if df > 2 else math.inf
+
+
 @dataclass(frozen=True)
 class Categorical(Likelihood):
     """Classes from logits: output ``[n, K]`` (or ``[n, K, ...]``), ``y`` integers ``[n]`` (or ``[n, ...]``) below K.
@@ -185,14 +220,7 @@ class Categorical(Likelihood):
             raise ValueError(
                 f"Categorical needs output [n, classes] and y [n]; got output {tuple(output.shape)}, y {tuple(y.shape)}"
             )
-        if y.is_floating_point() or y.is_complex():
-            raise ValueError(f"Categorical needs class labels as integers, got y of {y.dtype}; use y.long()")
-        bad = (y < 0) | (y >= output.shape[1])
-        if bool(bad.any()):
-            raise ValueError(
-                f"y has the label {_first(y, bad)}, but the output has {output.shape[1]} classes: "
-                f"labels go from 0 to {output.shape[1] - 1}"
-            )
+        _check_labels("Categorical", y, output.shape[1], "classes")
 
 
 @dataclass(frozen=True)
@@ -256,14 +284,7 @@ class Tokens(Likelihood):
                 f"Tokens needs output [n, T, vocabulary] and y [n, T]; got output {tuple(output.shape)}, y "
                 f"{tuple(y.shape)}"
             )
-        if y.is_floating_point() or y.is_complex():
-            raise ValueError(f"Tokens needs labels as integers, got y of {y.dtype}; use y.long()")
-        bad = ((y < 0) | (y >= output.shape[2])) & (y != self.ignore)
-        if bool(bad.any()):
-            raise ValueError(
-                f"y has the label {_first(y, bad)}, but the output has {output.shape[2]} tokens: labels go from 0 to "
-                f"{output.shape[2] - 1}, and {self.ignore} is ignored"
-            )
+        _check_labels("Tokens", y, output.shape[2], "tokens", self.ignore)
         none = (self._matched(output, y)[1] == self.ignore).all(1)
         if bool(none.any()):
             after = " after the first" if self.shift else ""
@@ -297,8 +318,28 @@ class Bernoulli(Likelihood):
             raise ValueError(f"Bernoulli needs y of 0 and 1, got {_first(y, bad)}")
 
 
+class _OneScale(Likelihood):
+    """Noise of one scale for all examples around the output: Student-t, or normal where ``df`` is infinite."""
+
+    df: float = math.inf
+
+    def slopes(self, output: Tensor, y: Tensor, params: Params) -> tuple[Tensor, Tensor, Params]:
+        location, y = _align(output, y)
+        found, slope, _, own = self._noise_slopes(location, y, self.scale_at(params), self.df, params)
+        return found, slope.view_as(output), own
+
+    def mean(self, output: Tensor, params: Params) -> Tensor:
+        return output
+
+    def variance(self, output: Tensor, params: Params) -> Tensor:
+        return torch.ones_like(output) * self.scale_at(params) ** 2 * student_t_variance(self.df)
+
+    def simulate(self, output: Tensor, params: Params, generator: torch.Generator) -> Tensor:
+        return output + self.scale_at(params) * student_t_draw(output, self.df, generator)
+
+
 @dataclass(frozen=True)
-class Gaussian(Likelihood):
+class Gaussian(_OneScale):
     """Normal noise around the output, of known or sampled standard deviation.
 
     Args:
@@ -321,23 +362,9 @@ class Gaussian(Likelihood):
         squares = F.mse_loss(output, y, reduction="none")
         return _by_example(squares * (-0.5 / scale**2) - (_log(scale) + 0.5 * LOG_2PI))
 
-    def slopes(self, output: Tensor, y: Tensor, params: Params) -> tuple[Tensor, Tensor, Params]:
-        location, y = _align(output, y)
-        found, slope, _, own = self._noise_slopes(location, y, self.scale_at(params), math.inf, params)
-        return found, slope.view_as(output), own
-
-    def mean(self, output: Tensor, params: Params) -> Tensor:
-        return output
-
-    def variance(self, output: Tensor, params: Params) -> Tensor:
-        return torch.ones_like(output) * self.scale_at(params) ** 2
-
-    def simulate(self, output: Tensor, params: Params, generator: torch.Generator) -> Tensor:
-        return output + self.scale_at(params) * student_t_draw(output, math.inf, generator)
-
 
 @dataclass(frozen=True)
-class StudentT(Likelihood):
+class StudentT(_OneScale):
     """Student-t noise around the output: regression that shrugs off outliers.
 
     Args:
@@ -358,20 +385,6 @@ class StudentT(Likelihood):
         output, y = _align(output, y)
         scale = self.scale_at(params)
         return _by_example(student_t_log_prob((y - output) / scale, self.df) - _log(scale))
-
-    def slopes(self, output: Tensor, y: Tensor, params: Params) -> tuple[Tensor, Tensor, Params]:
-        location, y = _align(output, y)
-        found, slope, _, own = self._noise_slopes(location, y, self.scale_at(params), self.df, params)
-        return found, slope.view_as(output), own
-
-    def mean(self, output: Tensor, params: Params) -> Tensor:
-        return output
-
-    def variance(self, output: Tensor, params: Params) -> Tensor:
-        return torch.ones_like(output) * self.scale_at(params) ** 2 * student_t_variance(self.df)
-
-    def simulate(self, output: Tensor, params: Params, generator: torch.Generator) -> Tensor:
-        return output + self.scale_at(params) * student_t_draw(output, self.df, generator)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,13 +19,13 @@ from torch.nn.parameter import UninitializedParameter
 
 from isosgd.native import perceptron
 from isosgd.target.batches import batch_length, inputs_of, labels_of, tree_map
-from isosgd.target.elementwise import Extra
 from isosgd.target.likelihoods import NAMES, Likelihood, Tokens
 from isosgd.target.params import HALF, Params, match
+from isosgd.target.priors import Extra
 from isosgd.target.space import refuse_sharded
 
 CHECKED_ROWS = 64
-"""Rows of a batch on which a check runs the module; the targets are looked at in full."""
+"""Rows of a batch that a check passes through the module; values are checked in all rows."""
 
 Select = str | Sequence[str] | Callable[[str, nn.Parameter], bool]
 Autocast = Literal["bfloat16", "float16"]
@@ -32,7 +33,7 @@ MASK = "attention_mask"
 
 
 def unwrapped(model: Any) -> Any:
-    """The module within DDP, whose gradients we average ourselves, or within `torch.compile`; any other as it is."""
+    """The module inside DDP (its gradients are averaged elsewhere) or `torch.compile`; any other module as it is."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return unwrapped(model.module)
     # The class of compiled modules is private, and importing it takes a second.
@@ -53,12 +54,12 @@ class ModuleLikelihood:
         sampled: which parameters are, see `select`.
         autocast: ``"bfloat16"`` or ``"float16"`` for a forward pass in mixed precision; None for none.
         channels_last: whether images and filters are held channels last, which convolutions on a GPU prefer.
-        labels: name of the labels in dict batches; the first of `isosgd.target.batches.LABELS` by default.
+        labels: name of the labels in dict batches; by default the first of `isosgd.target.batches.LABELS` found there.
 
     Attributes:
-        low: types of sampled parameters that the module has in half precision; `values` are in float32.
+        low: dtypes of the sampled parameters that the module holds in half precision; `values` are in float32.
         labels: as given.
-        aliases: other names of tied parameters, as in a ``state_dict``, and the names under which they are sampled.
+        aliases: other names of tied parameters, as in a ``state_dict``, with the names under which they are sampled.
         buffers: the module's buffers as they were when this was made; copies, which nothing writes to.
         ties_examples: whether a BatchNorm layer normalises by the statistics of the minibatch, so that the likelihood
             of an example depends on the rest of its batch.
@@ -110,14 +111,14 @@ class ModuleLikelihood:
         self.buffers: Params = {name: x.detach().clone() for name, x in self._module.named_buffers()}
         self._batch_norms = [m for m in self._module.modules() if isinstance(m, _BatchNorm)]
         self.ties_examples = any(m.training or m.running_mean is None for m in self._batch_norms)
-        # Statistics of a minibatch do not depend on running ones, which are found anew for each draw (`refreshed`): so
-        # a pass through the module leaves them alone.
+        # Normalising by the minibatch does not need running statistics, which are computed for each draw (`refreshed`):
+        # a forward pass leaves them alone.
         self._refreshed = [m for m in self._batch_norms if m.training and m.running_mean is not None]
         for norm in self._refreshed:
             norm.track_running_stats = False
 
     def place(self, module: nn.Module) -> None:
-        """Have the passes go through a module, which has the sampled parameters."""
+        """Use a module, which has the sampled parameters, for forward passes."""
         places = list(_places(module))
         self._module = module
         self._sampled_places = [place for place in places if place[2] in self.values]
@@ -125,13 +126,9 @@ class ModuleLikelihood:
         self._put_rest(self._home)
 
     def head_path(self) -> str:
-        """The submodule that holds all sampled parameters, under whichever name; empty where there is none."""
-        shared = list[str]()
-        for parts in zip(*(alias.split(".")[:-1] for _, _, _, alias in self._sampled_places), strict=False):
-            if len(set(parts)) > 1:
-                break
-            shared.append(parts[0])
-        return ".".join(shared)
+        """Path of the smallest submodule that holds all sampled parameters; empty where that is the whole model."""
+        levels = zip(*(alias.split(".")[:-1] for _, _, _, alias in self._sampled_places), strict=False)
+        return ".".join(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, levels))
 
     def extra(self) -> dict[str, Extra]:
         """Sampled parameters of the likelihood."""
@@ -172,7 +169,7 @@ class ModuleLikelihood:
 
     @contextmanager
     def using(self, buffers: Params) -> Iterator[None]:
-        """While open, the module has these buffers, and passes through it may change them; then its own again."""
+        """Use these buffers, which forward passes may change, inside a ``with`` block."""
         unknown = [name for name in buffers if name not in self.buffers]
         if unknown:
             raise ValueError(f"{unknown[0]!r} is no buffer of {self._class_name}; they are {list(self.buffers)}")
@@ -183,7 +180,7 @@ class ModuleLikelihood:
             self._put_rest(self._placed)
             yield
         finally:
-            self._rest = before  # what was made for another device meanwhile is made anew
+            self._rest = before  # copies made for another device in the meantime are dropped
             self._put_rest(self._placed)
 
     @property
@@ -198,7 +195,7 @@ class ModuleLikelihood:
 
     @property
     def statistics(self) -> list[str]:
-        """Names of the BatchNorm statistics that are found anew for each draw."""
+        """Names of the BatchNorm statistics that are computed for each draw."""
         own = {id(m) for m in self._refreshed}
         return [
             f"{prefix}.{kind}" if prefix else kind
@@ -235,9 +232,9 @@ class ModuleLikelihood:
     # -- what it is made of -------------------------------------------------------------------------------------------
 
     def lowered(self, params: Params) -> Params:
-        """Parameters as the module has them: those in half precision are sampled in float32, and rounded here.
+        """Parameters in the module's own precision: half precision is sampled in float32 and rounded here.
 
-        A step is mostly smaller than the distance between two numbers of bfloat16, and would be lost in them.
+        Most steps are smaller than the spacing of bfloat16 numbers and would be lost.
         """
         return params if not self.low else {**params, **{name: params[name].to(low) for name, low in self.low.items()}}
 
@@ -249,7 +246,7 @@ class ModuleLikelihood:
         return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
 
     def dtype_as(self, x: Tensor, dtype: torch.dtype) -> torch.dtype:
-        """Type of a fixed tensor beside parameters of a type: the same, its own in modules of half precision."""
+        """Dtype of a frozen tensor: that of the parameters; its own in modules of half precision."""
         return dtype if x.is_floating_point() and not self.low else x.dtype
 
     def _rest_as(self, kind: tuple[torch.device, torch.dtype]) -> Params:
@@ -277,24 +274,24 @@ class ModuleLikelihood:
         return self.likelihood(output, self.labels_in(batch))
 
     def logits(self, output: Any, params: Params) -> Any:
-        """`logits_of` an output; in half precision they are given the parameters' type, since logarithms need it."""
+        """`logits_of` an output, in the parameters' dtype where they are in half precision: logarithms need it."""
         found = logits_of(output)
         if isinstance(found, Tensor) and found.dtype in HALF:
             return found.to(params[self._sampled_places[0][2]].dtype)
         return found
 
     def as_inputs(self, x: Any) -> Any:
-        """What a user gives to be predicted, as inputs of the module: a dict may have labels, too."""
+        """A user's inputs for prediction as inputs of the module; a dict may contain labels."""
         if isinstance(x, Mapping):
             return inputs_of(x, self.labels)
         return x if isinstance(x, tuple | list) else (x,)
 
     def inputs_in(self, batch: Any) -> Any:
-        """What the module takes of a batch."""
+        """The module's inputs in a batch."""
         return inputs_of(batch, self.labels)
 
     def labels_in(self, batch: Any) -> Any:
-        """What is to be predicted; of tokens, without those that the batch masks out."""
+        """The labels of a batch; tokens that its attention mask leaves out are ignored."""
         y = labels_of(batch, self.labels)
         mask = batch.get(MASK) if isinstance(batch, Mapping) and isinstance(self.likelihood, Tokens) else None
         if mask is None or mask.shape != y.shape:
@@ -303,12 +300,12 @@ class ModuleLikelihood:
 
     @property
     def batched(self) -> bool:
-        """Whether the module says, by an attribute ``batched``, that it takes parameters of many chains in one pass."""
+        """Whether one pass takes parameters of many chains, as a module's attribute ``batched`` declares."""
         return isinstance(self.likelihood, Likelihood) and getattr(self._module, "batched", False) is True
 
     @property
     def layered(self) -> bool:
-        """Whether it is a `batched` module whose layers are those of `isosgd.native.layers`, which it then arranges."""
+        """Whether the module is `batched`, its layers are those of `isosgd.native.layers`, and slopes are known."""
         closed = isinstance(self.likelihood, Likelihood) and type(self.likelihood).slopes is not Likelihood.slopes
         return closed and self.batched and hasattr(self._module, "arranged")
 
@@ -351,7 +348,7 @@ class ModuleLikelihood:
         return self.likelihood.predict(output, params) if isinstance(self.likelihood, Likelihood) else output
 
     def check(self, params: Params, batch: Any) -> Any:
-        """Look at a batch or all data: form, values, and that the output is not random. Returns its first rows."""
+        """Check the form and the values of a batch, and that the output is not random. Returns its first rows."""
         if not isinstance(batch, Mapping) and (not isinstance(batch, (tuple, list)) or len(batch) < 2):
             found = f"{type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
             raise ValueError(f"a batch must be (x, y) or (x1, x2, ..., y) or a dict with labels, got a {found}")
@@ -399,7 +396,7 @@ class ModuleLikelihood:
             )
 
     def describe(self) -> dict[str, Any]:
-        """What it is, as plain values."""
+        """The model and its likelihood, as plain values."""
         if isinstance(self.likelihood, Likelihood):
             likelihood = self.likelihood.describe()
         else:
@@ -409,7 +406,7 @@ class ModuleLikelihood:
 
 
 def logits_of(output: Any) -> Any:
-    """What a likelihood is about: the ``logits`` of an output that has some, the first of a tuple, or itself."""
+    """The part of an output that a likelihood takes: its ``logits``, the first of a tuple, or the output itself."""
     if isinstance(output, Mapping):
         return output.get("logits", output)
     if hasattr(output, "logits"):
@@ -422,7 +419,7 @@ def _kind(x: Tensor) -> tuple[torch.device, torch.dtype]:
 
 
 def _places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, str, str]]:
-    """Where tensors sit in a module: the dict and key that hold each, its first name, and its name there.
+    """For each place of a tensor in a module: the dict and key that hold it, its first name, and its name there.
 
     A tied tensor has several places and one first name.
     """
@@ -533,22 +530,22 @@ def warn_of_layers(model: nn.Module) -> None:
             random.append(where)
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             tied.append(where)
-    if random:
-        others = f" and {len(random) - 1} other layers are" if len(random) > 1 else " is"
-        warnings.warn(
-            f"dropout is off: {random[0]}{others} random in training mode, under which no posterior is defined; the "
-            "target uses evaluation mode (model.eval() says that you know)",
-            UserWarning,
-            stacklevel=4,
-        )
-    if tied:
-        others = f" and {len(tied) - 1} other layers use" if len(tied) > 1 else " uses"
-        warnings.warn(
-            f"{tied[0]}{others} the statistics of the minibatch, so the likelihood of an example depends on the rest "
-            "of its batch; call model.eval() first, or use GroupNorm or LayerNorm, for a well-defined posterior",
-            UserWarning,
-            stacklevel=4,
-        )
+    _warn(
+        random, "is", "are",
+        "dropout is off: {} random in training mode, under which no posterior is defined; the target uses evaluation "
+        "mode (model.eval() says that you know)",
+    )  # fmt: skip
+    _warn(
+        tied, "uses", "use",
+        "{} the statistics of the minibatch, so the likelihood of an example depends on the rest of its batch; call "
+        "model.eval() first, or use GroupNorm or LayerNorm, for a well-defined posterior",
+    )  # fmt: skip
+
+
+def _warn(layers: list[str], one: str, several: str, text: str) -> None:
+    if layers:
+        who = f"{layers[0]} {one}" if len(layers) == 1 else f"{layers[0]} and {len(layers) - 1} other layers {several}"
+        warnings.warn(text.format(who), UserWarning, stacklevel=5)
 
 
 def _to_evaluation(module: nn.Module) -> None:

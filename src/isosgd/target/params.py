@@ -17,13 +17,13 @@ Params = dict[str, Tensor]
 """Parameters by name."""
 
 HALF = (torch.bfloat16, torch.float16)
-"""Types in which nothing is sampled: steps would be lost in them."""
+"""Dtypes in which nothing is sampled: steps would be lost to rounding."""
 
 T = TypeVar("T")
 
 
 def match(name: str, patterns: Iterable[str]) -> str | None:
-    """The pattern that a name falls under: the name itself if it is there, else the first shell pattern that fits.
+    """The pattern that matches a name: the name itself if it is there, else the first shell pattern that fits.
 
     Example:
         >>> match("fc1.bias", ["*.weight", "fc1.*", "fc1.bias"]), match("w", ["b*"])
@@ -37,7 +37,7 @@ def match(name: str, patterns: Iterable[str]) -> str | None:
 
 def lookup(name: str, table: Mapping[str, T], what: str) -> T:
     """Entry of a table of names or patterns for one name; a ``ValueError`` when nothing fits."""
-    if name in table:  # the quick way, taken at every step once the names are known
+    if name in table:  # the fast path, taken at every step once names are resolved
         return table[name]
     pattern = match(name, table)
     if pattern is None:

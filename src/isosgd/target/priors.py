@@ -1,4 +1,11 @@
-"""All priors: those of independent entries, and those that look at shapes, names and other parameters.
+"""Priors, with closed-form gradients.
+
+Every prior gives ``log_prob(params)`` (a scalar, constants included) and ``grad(params)`` (a gradient for each
+parameter, without autograd), both in natural parameters. Priors of independent entries act element by element, so that
+they can be mapped over a leading dimension of chains.
+
+Where a scale depends on shapes or patterns, ``prior.resolve(params)`` is the same prior with one number for each name;
+that one runs at every step.
 
 Example:
     >>> import torch
@@ -12,58 +19,273 @@ Example:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn, optim
+from torch._C._functorch import is_functorch_wrapped_tensor
 
+from isosgd.errors import check_positive
 from isosgd.names import layer_of
-from isosgd.target.elementwise import (
-    LOG_2PI,
-    Exponential,
-    Extra,
-    Flat,
-    HalfCauchy,
-    HalfNormal,
-    Laplace,
-    LogNormal,
-    Normal,
-    PositivePrior,
-    Prior,
-    StudentT,
-    check_positive,
-    total,
-)
 from isosgd.target.params import Params, lookup, match
 
-__all__ = [
-    "Around",
-    "Empirical",
-    "Exponential",
-    "FanInNormal",
-    "Flat",
-    "HalfCauchy",
-    "HalfNormal",
-    "HierarchicalNormal",
-    "Laplace",
-    "LogNormal",
-    "Normal",
-    "PerParameter",
-    "PositivePrior",
-    "Prior",
-    "Relevance",
-    "StudentT",
-    "WeightDecay",
-]
-
-
+LOG_2PI = math.log(2 * math.pi)
+# Optimizers whose weight decay is the gradient of a penalty, unless a group says that it is decoupled.
 PENALISED = (
     optim.SGD, optim.Adam, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta, optim.RMSprop,
     optim.ASGD,
 )  # fmt: skip
-"""Optimizers whose decay is the gradient of a penalty, unless a group says that it is decoupled."""
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A positive parameter that a likelihood or a prior brings along and that is sampled, by its logarithm.
+
+    Attributes:
+        value: its start value.
+        prior: its own prior.
+        noise_scale: whether the noise of ``y`` is multiplied by it. Every example is known to carry information about
+            the logarithm of such a scale; nothing is known of other parameters, such as degrees of freedom.
+    """
+
+    value: Tensor
+    prior: PositivePrior
+    noise_scale: bool = False
+
+
+def total(terms: Sequence[Tensor]) -> Tensor:
+    """Sum of scalars (one kernel for all of them)."""
+    return terms[0] if len(terms) == 1 else torch.stack(list(terms)).sum()
+
+
+def multiply(tensors: list[Tensor], factors: list[float]) -> Sequence[Tensor]:
+    """Each tensor times its factor, in few launches."""
+    # List kernels cannot be mapped over chains, and the compiler fuses single ones by itself.
+    if torch.compiler.is_compiling() or is_functorch_wrapped_tensor(tensors[0]):
+        return [x * factor for x, factor in zip(tensors, factors, strict=True)]
+    return torch._foreach_mul(tensors, factors)
+
+
+def student_t_log_prob(z: Tensor, df: float) -> Tensor:
+    """Log density of the standard Student-t, entry by entry; that of the normal where ``df`` is infinite."""
+    if df == math.inf:
+        return -0.5 * (z.square() + LOG_2PI)
+    constant = math.lgamma((df + 1) / 2) - math.lgamma(df / 2) - 0.5 * math.log(df * math.pi)
+    return constant - (df + 1) / 2 * (z.square() / df).log1p()
+
+
+class Prior:
+    """A density over named parameters.
+
+    A prior of independent entries implements ``density`` and ``score``, of an entry at a ``scale``: one number, or a
+    mapping from names or shell patterns (``"fc1.*"``) to numbers. A prior that stands for another one implements
+    ``resolve``; any other ``log_prob`` and ``grad``.
+    """
+
+    scale: Any
+    median_factor: ClassVar[float] = 1.0  # median over scale, of a prior of positive numbers
+
+    def __post_init__(self) -> None:
+        kind = type(self).__name__
+        for setting in ("scale", "df", "sigma"):
+            value = vars(self).get(setting)
+            if isinstance(value, Mapping):
+                if not value:
+                    raise ValueError(f"{kind}: the mapping of {setting}s is empty; give at least {{'*': 1.0}}")
+                found: Any = {key: check_positive(f"{kind}: {setting} of {key!r}", x) for key, x in value.items()}
+            elif setting in vars(self):
+                found = check_positive(f"{kind}: {setting}", value)
+            else:
+                continue
+            object.__setattr__(self, setting, found)
+
+    def density(self, x: Tensor, scale: float) -> Tensor:
+        """Log density of each entry."""
+        raise NotImplementedError(f"{type(self).__name__} has neither density and score nor log_prob and grad")
+
+    def score(self, x: Tensor, scale: float) -> Tensor:
+        """Derivative of ``density`` in ``x``."""
+        raise NotImplementedError(f"{type(self).__name__} has neither density and score nor log_prob and grad")
+
+    def scale_of(self, name: str) -> float:
+        """Scale of one parameter."""
+        scale: float | Mapping[str, float] = self.scale
+        if isinstance(scale, Mapping):
+            return lookup(name, scale, f"{type(self).__name__}: the mapping of scales")
+        return scale
+
+    @property
+    def median(self) -> float:
+        """Of positive numbers: the median (of the first scale), where a likelihood's or prior's parameter starts."""
+        scale = next(iter(self.scale.values())) if isinstance(self.scale, Mapping) else self.scale
+        return self.median_factor * float(scale)
+
+    def resolve(self, params: Params) -> Prior:
+        """This prior with what depends on names and shapes worked out."""
+        scale = getattr(self, "scale", None)
+        if isinstance(scale, Mapping) and scale.keys() != params.keys():
+            return cast(Prior, replace(cast(Any, self), scale={name: self.scale_of(name) for name in params}))
+        return self
+
+    def log_prob(self, params: Params) -> Tensor:
+        """Log density summed over all entries: a scalar."""
+        if (found := self.resolve(params)) is not self:
+            return found.log_prob(params)
+        return total([self.density(x, self.scale_of(name)).sum() for name, x in params.items()])
+
+    def grad(self, params: Params) -> Params:
+        """Gradient of ``log_prob`` for each parameter."""
+        if (found := self.resolve(params)) is not self:
+            return found.grad(params)
+        return {name: self.score(x, self.scale_of(name)) for name, x in params.items()}
+
+    def at(self, values: Params) -> Prior:
+        """This prior with what depends on the start values worked out (most do not)."""
+        return self
+
+    def with_num_data(self, num_data: int) -> Prior:
+        """This prior with what depends on the number of data worked out (most do not)."""
+        return self
+
+    def extra(self, params: Params) -> dict[str, Extra]:
+        """Sampled parameters of the prior itself (none for most)."""
+        return {}
+
+    def describe(self) -> dict[str, Any]:
+        """Name and settings as plain values."""
+        settings: dict[str, Any] = asdict(self) if is_dataclass(self) else {}
+        return {"name": type(self).__name__, **settings}
+
+
+@dataclass(frozen=True)
+class Normal(Prior):
+    """Independent normal entries, ``N(0, scale^2)``.
+
+    Example:
+        >>> prior = Normal({"*.weight": 0.5, "*": 2.0})
+        >>> prior.grad({"fc.weight": torch.ones(1), "fc.bias": torch.ones(1)})
+        {'fc.weight': tensor([-4.]), 'fc.bias': tensor([-0.2500])}
+    """
+
+    scale: float | Mapping[str, float] = 1.0
+
+    def density(self, x: Tensor, scale: float) -> Tensor:
+        return -0.5 * (x / scale).square() - (math.log(scale) + 0.5 * LOG_2PI)
+
+    def score(self, x: Tensor, scale: float) -> Tensor:
+        return x * (-(scale**-2))
+
+    # The common prior runs at every step, so it has list kernels: few launches whatever the number of tensors.
+    def log_prob(self, params: Params) -> Tensor:
+        scales = [self.scale_of(name) for name in params]
+        constant = sum(x.numel() * (math.log(s) + 0.5 * LOG_2PI) for x, s in zip(params.values(), scales, strict=True))
+        scaled = multiply(list(params.values()), [1 / s for s in scales])
+        flat = torch.cat([x.reshape(-1) for x in scaled])
+        return -0.5 * torch.dot(flat, flat) - constant
+
+    def grad(self, params: Params) -> Params:
+        factors = [-(self.scale_of(name) ** -2) for name in params]
+        return dict(zip(params, multiply(list(params.values()), factors), strict=True))
+
+
+@dataclass(frozen=True)
+class Laplace(Prior):
+    """Independent Laplace entries, density ``exp(-|x|/scale) / (2 scale)``; the gradient at 0 is taken as 0."""
+
+    scale: float | Mapping[str, float] = 1.0
+
+    def density(self, x: Tensor, scale: float) -> Tensor:
+        return -x.abs() / scale - math.log(2 * scale)
+
+    def score(self, x: Tensor, scale: float) -> Tensor:
+        return x.sign() / -scale
+
+
+@dataclass(frozen=True)
+class StudentT(Prior):
+    """Independent Student-t entries with ``df`` degrees of freedom."""
+
+    df: float = 4.0
+    scale: float | Mapping[str, float] = field(default=1.0, kw_only=True)
+
+    def density(self, x: Tensor, scale: float) -> Tensor:
+        return student_t_log_prob(x / scale, self.df) - math.log(scale)
+
+    def score(self, x: Tensor, scale: float) -> Tensor:
+        return -(self.df + 1) * x / (self.df * scale**2 + x.square())
+
+
+@dataclass(frozen=True)
+class Flat(Prior):
+    """The improper constant prior: log density 0 everywhere."""
+
+    def log_prob(self, params: Params) -> Tensor:
+        return next(iter(params.values())).new_zeros(())
+
+    def grad(self, params: Params) -> Params:
+        return {name: torch.zeros_like(x) for name, x in params.items()}
+
+
+@dataclass(frozen=True)
+class HalfNormal(Prior):
+    """The absolute value of ``N(0, scale^2)``."""
+
+    scale: float | Mapping[str, float] = 1.0
+    median_factor: ClassVar[float] = 0.6744897501960817
+
+    def density(self, x: Tensor, scale: float) -> Tensor:
+        return -0.5 * (x / scale).square() + (0.5 * math.log(2 / math.pi) - math.log(scale))
+
+    def score(self, x: Tensor, scale: float) -> Tensor:
+        return x * (-(scale**-2))
+
+
+@dataclass(frozen=True)
+class HalfCauchy(Prior):
+    """The absolute value of a Cauchy: half of its mass is below ``scale``, with a long tail above."""
+
+    scale: float | Mapping[str, float] = 1.0
+
+    def density(self, x: Tensor, scale: float) -> Tensor:
+        return math.log(2 / (math.pi * scale)) - (x / scale).square().log1p()
+
+    def score(self, x: Tensor, scale: float) -> Tensor:
+        return -2 * x / (scale**2 + x.square())
+
+
+@dataclass(frozen=True)
+class LogNormal(Prior):
+    """A positive number whose logarithm is ``N(log(scale), sigma^2)``: ``scale`` is its median."""
+
+    scale: float | Mapping[str, float] = 1.0
+    sigma: float = 1.0
+
+    def density(self, x: Tensor, scale: float) -> Tensor:
+        z = (x.log() - math.log(scale)) / self.sigma
+        return -0.5 * z.square() - x.log() - (math.log(self.sigma) + 0.5 * LOG_2PI)
+
+    def score(self, x: Tensor, scale: float) -> Tensor:
+        return -(1 + (x.log() - math.log(scale)) / self.sigma**2) / x
+
+
+@dataclass(frozen=True)
+class Exponential(Prior):
+    """Density ``exp(-x/scale) / scale``; ``scale`` is the mean."""
+
+    scale: float | Mapping[str, float] = 1.0
+    median_factor: ClassVar[float] = math.log(2)
+
+    def density(self, x: Tensor, scale: float) -> Tensor:
+        return -x / scale - math.log(scale)
+
+    def score(self, x: Tensor, scale: float) -> Tensor:
+        return torch.full_like(x, -1 / scale)
+
+
+PositivePrior = HalfNormal | HalfCauchy | LogNormal | Exponential
+"""Priors of positive numbers: for positive parameters, noise scales and hyperparameters."""
 
 
 def fan_in_factor(x: Tensor) -> float:
@@ -89,13 +311,13 @@ class FanInNormal(Prior):
 class Empirical(Prior):
     """Normal entries whose scale is that of the trained network: empirical Bayes, a scale for each tensor.
 
-    The scale of a tensor is the root mean square of its values where the target is made, and ``least`` at least. For
-    networks that are trained, of images above all; on tables of some hundred rows the training's `WeightDecay` was
-    better. Of a network that is not trained it is the prior of its initialisation.
+    The scale of a tensor is the root mean square of its values when the target is made, and at least ``least``. Meant
+    for trained networks, image classifiers above all; on tables of some hundred rows the training's `WeightDecay` was
+    better. For an untrained network it describes the initialisation.
 
     Args:
         scale: scales by name; None to take them from the start values of the target, rounded to four digits.
-        least: of a scale, for tensors that are all but zero.
+        least: lower bound of a scale, for tensors that are all but zero.
 
     Example:
         >>> import torch
@@ -135,10 +357,9 @@ class Empirical(Prior):
 class WeightDecay(Prior):
     """The Gaussian prior that an optimizer's weight decay stands for: of precision ``decay * N``; flat where it is 0.
 
-    With decay d SGD and Adam minimise ``mean loss + d/2 |w|^2``, which over N data is the potential
-    ``sum of losses + d N/2 |w|^2``. The loss is to be the mean negative log likelihood; a mean squared error is
-    ``2 sigma^2`` times that, so that its decay is to be divided by ``2 sigma^2`` here. AdamW's decay is that of no
-    density.
+    With decay d, SGD and Adam minimise ``mean loss + d/2 |w|^2``; over N data this is the potential
+    ``sum of losses + d N/2 |w|^2``. The loss must be the mean negative log likelihood. A mean squared error is
+    ``2 sigma^2`` times that: divide its decay by ``2 sigma^2``. The decay of AdamW corresponds to no density.
 
     Args:
         decay: one, or a mapping from names or shell patterns to decays.
@@ -162,64 +383,57 @@ class WeightDecay(Prior):
         if isinstance(self.decay, Mapping) and not self.decay:
             raise ValueError("WeightDecay: the mapping of decays is empty; give at least {'*': 1e-4}")
 
+    @classmethod
+    def of(cls, optimizer: optim.Optimizer, model: nn.Module, names: list[str]) -> WeightDecay:
+        """The prior that an optimizer's weight decay stands for.
+
+        Args:
+            optimizer: the one that trained the module; it holds the module's own parameters.
+            model: the module.
+            names: parameters that are sampled.
+        """
+        if not isinstance(optimizer, optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        penalty = isinstance(optimizer, PENALISED) and not isinstance(optimizer, optim.AdamW)
+        found: dict[int, float] = {}
+        for group in optimizer.param_groups:
+            decay = float(group.get("weight_decay", 0.0))
+            if decay and (not penalty or group.get("decoupled_weight_decay", False)):
+                raise ValueError(
+                    f"the weight decay of {type(optimizer).__name__} is not the gradient of a penalty, so there is no "
+                    "prior that it stands for: it shrinks weights beside steps that are divided by the size of "
+                    "gradients. Pass prior='empirical', whose scales are those of the trained layers, or a prior of "
+                    "your own"
+                )
+            found |= {id(p): decay for p in group["params"]}
+        parameters = dict(model.named_parameters())
+        missing = [name for name in names if id(parameters[name]) not in found]
+        if missing:
+            what = "none of the parameters" if len(missing) == len(names) else f"the parameter {missing[0]!r} not"
+            raise ValueError(
+                f"the optimizer holds {what} of this model: pass the optimizer that it was trained with and the model "
+                "itself, not a copy of it, or weight_decay="
+            )
+        return cls({name: found[id(parameters[name])] for name in names})
+
     def with_num_data(self, num_data: int) -> Prior:
         return replace(self, num_data=num_data) if self.num_data is None else self
 
     def resolve(self, params: Params) -> Prior:
-        decays = {
-            name: lookup(name, self.decay, "WeightDecay: the mapping of decays")
-            if isinstance(self.decay, Mapping)
-            else self.decay
-            for name in params
-        }
-        flat = tuple(name for name, decay in decays.items() if not decay)
-        if len(flat) == len(decays):
+        table = self.decay if isinstance(self.decay, Mapping) else {"*": self.decay}
+        decays = {name: lookup(name, table, "WeightDecay: the mapping of decays") for name in params}
+        if not any(decays.values()):
             return Flat()
         if self.num_data is None:
             return self
-        normal = Normal({name: (decay * self.num_data) ** -0.5 for name, decay in decays.items() if decay})
-        return Joint(((normal, tuple(name for name in decays if name not in flat)), (Flat(), flat))) if flat else normal
+        scales = {name: (decay * self.num_data) ** -0.5 for name, decay in decays.items() if decay}
+        flat = tuple(name for name in decays if name not in scales)
+        return Joint(((Normal(scales), tuple(scales)), (Flat(), flat))) if flat else Normal(scales)
 
     def scale_of(self, name: str) -> float:
         raise ValueError(
             "the precision that a weight decay stands for is decay * N, and N is not known yet: pass num_data="
         )
-
-
-def decays_of(optimizer: optim.Optimizer, model: nn.Module, names: list[str]) -> dict[str, float]:
-    """Weight decay of each of these parameters of a module, by name.
-
-    Args:
-        optimizer: of the training; it holds the module's own parameters.
-    """
-    if not isinstance(optimizer, optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    found: dict[int, float] = {}
-    for group in optimizer.param_groups:
-        decay = float(group.get("weight_decay", 0.0))
-        if decay and _decoupled(optimizer, group):
-            raise ValueError(
-                f"the weight decay of {type(optimizer).__name__} is not the gradient of a penalty, so there is no "
-                "prior that it stands for: it shrinks weights beside steps that are divided by the size of gradients. "
-                "Pass prior='empirical', whose scales are those of the trained layers, or a prior of your own"
-            )
-        found |= {id(p): decay for p in group["params"]}
-    parameters = dict(model.named_parameters())
-    missing = [name for name in names if id(parameters[name]) not in found]
-    if missing:
-        what = "none of the parameters" if len(missing) == len(names) else f"the parameter {missing[0]!r} not"
-        raise ValueError(
-            f"the optimizer holds {what} of this model: pass the optimizer that it was trained with and the model "
-            "itself, not a copy of it, or weight_decay="
-        )
-    return {name: found[id(parameters[name])] for name in names}
-
-
-def _decoupled(optimizer: optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether the decay of a group is that of no penalty, as far as is known."""
-    if isinstance(optimizer, optim.AdamW) or not isinstance(optimizer, PENALISED):
-        return True
-    return bool(group.get("decoupled_weight_decay", False))
 
 
 @dataclass(frozen=True)
@@ -278,7 +492,7 @@ def _check_hyper(prior: HierarchicalNormal | Relevance) -> None:
 
 
 class _Groups:
-    """Which scale rules which tensor: for each tensor its group, number of entries and fixed factor of the scale."""
+    """For each tensor the index of its scale, its number of entries, and the fixed factor of its scale."""
 
     def __init__(self, index: list[int], counts: list[int], factors: list[float]) -> None:
         self._lists = (index, counts, factors)
@@ -534,9 +748,7 @@ class FromCallable(Prior):
         value = self.function(params)
         if not isinstance(value, Tensor) or value.ndim:
             found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
-            raise ValueError(
-                f"the prior's log density must be a scalar tensor, got {found}; sum it over all parameters"
-            )
+            raise ValueError(f"the prior's log density must be a scalar tensor, got {found}; sum it over parameters")
         return value
 
     def grad(self, params: Params) -> Params:

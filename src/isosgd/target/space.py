@@ -1,4 +1,4 @@
-"""The space that samplers move in: which parameters there are, which are positive, and which prior rules which."""
+"""The space that samplers move in: the parameters, which of them are positive, and the prior of each."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from isosgd.target.elementwise import LOG_2PI, Extra, Flat, Normal, PositivePrior, Prior
 from isosgd.target.params import HALF, Params, match
-from isosgd.target.priors import Joint
+from isosgd.target.priors import LOG_2PI, Extra, Flat, Joint, Normal, PositivePrior, Prior
 
 
 class Space:
     """Everything about parameters that is fixed once their names and shapes are known.
 
     Args:
-        values: natural values of the parameters; those the prior brings along may be among them.
+        values: natural values of the parameters; may include those that the prior samples.
         prior: prior of the user's parameters.
         own: sampled parameters of the likelihood.
         positive: names or patterns of the user's positive parameters.
@@ -42,7 +41,7 @@ class Space:
         self.prior = self._join(users, prior, own, hyper)
 
     def _join(self, users: Params, prior: Prior, own: Mapping[str, Extra], hyper: Mapping[str, Extra]) -> Prior:
-        """One prior of everything. The user's rules the user's parameters, never those of the likelihood."""
+        """One prior of all parameters. The user's prior never applies to parameters of the likelihood."""
         ruled = users | {name: self.values[name] for name in hyper}
         resolved = prior.resolve(ruled)
         parts = list(resolved.parts) if isinstance(resolved, Joint) else [(resolved, tuple(ruled))]
@@ -74,7 +73,7 @@ class Space:
         return value
 
     def score(self, natural: Params) -> Params:
-        """Gradient of `log_prior` in the free parameters, in closed form where the prior has one."""
+        """Gradient of `log_prior` in the free parameters, in closed form if the prior has one."""
         scores = self.prior.grad(natural)
         for name in self.positive:  # chain rule through the exponential, and the Jacobian's own gradient
             scores[name] = scores[name] * natural[name] + 1
@@ -82,7 +81,7 @@ class Space:
 
     @property
     def entries(self) -> bool:
-        """Whether the prior is one of independent entries: normal, flat, and positive ones under priors of such."""
+        """Whether entries are independent: normal or flat, and positive ones under priors of positive numbers."""
         if not isinstance(self.prior, Joint):
             return False
         return all(
@@ -92,7 +91,7 @@ class Space:
         )
 
     def start(self, given: Params, device: torch.device | str | None, dtype: torch.dtype | None) -> Params:
-        """New free leaf tensors from the given natural values, checked, and the space's own for the rest."""
+        """New free leaf tensors from natural values, which are checked; the space's own where none are given."""
         unknown = [name for name in given if name not in self.values]
         if unknown:
             raise ValueError(
@@ -102,7 +101,7 @@ class Space:
         natural = {}
         for name, default in self.values.items():
             value = given.get(name, default)
-            # Whatever its source, an own parameter goes with the user's: a start value of ours knows no device.
+            # Parameters of likelihood and prior go to the device of the user's.
             shape, home = (self.extras[name].value.shape, first) if name in self.extras else (default.shape, value)
             if value.shape != shape:
                 raise ValueError(f"init[{name!r}] has shape {list(value.shape)}, expected {list(shape)}")
@@ -115,12 +114,12 @@ class Space:
 
 
 class FlatPrior:
-    """The log prior at flat parameters ``[chains, d]``, where it is one of independent entries, `Space.entries`.
+    """The log prior at flat parameters ``[chains, d]`` whose entries are independent (`Space.entries`).
 
     Args:
         space: of the parameters.
-        shapes: of the parameters of a chain, in the order in which they are flat.
-        like: a tensor of their type and device.
+        shapes: of the parameters of a chain, in the order of the flat vector.
+        like: a tensor with their dtype and device.
     """
 
     def __init__(self, space: Space, shapes: Mapping[str, tuple[int, ...]], like: Tensor) -> None:
@@ -156,7 +155,7 @@ class FlatPrior:
 
 
 def refuse_sharded(name: str, value: Any) -> None:
-    """Say what to do with a DTensor: targets call modules with parameters that are whole."""
+    """Refuse a DTensor, since targets need whole parameters, and say what to do."""
     if hasattr(value, "device_mesh"):
         raise ValueError(
             f"{name!r} is sharded over ranks (a DTensor, as fully_shard makes them), which sample does not take. "
@@ -181,5 +180,5 @@ def as_parameter(name: str, value: Any) -> Tensor:
         )
     if not tensor.numel():
         raise ValueError(f"init[{name!r}] has shape {list(tensor.shape)}, so there is nothing to sample in it")
-    # Steps are mostly smaller than the distance between two numbers of half precision, and would be lost.
+    # Most steps are smaller than the spacing of half-precision numbers and would be lost.
     return tensor.detach().clone() if tensor.dtype not in HALF else tensor.detach().float()

@@ -14,11 +14,10 @@ from torch.func import vmap
 from isosgd.names import layer_of
 from isosgd.native import perceptron
 from isosgd.target.batches import batch_length, count_examples, inputs_of, labels_of
-from isosgd.target.elementwise import Flat, Normal
 from isosgd.target.likelihoods import Likelihood
 from isosgd.target.modules import Autocast, ModuleLikelihood, Select, check_autocast, unwrapped
 from isosgd.target.params import Params
-from isosgd.target.priors import Empirical, FanInNormal, Joint, PriorLike, WeightDecay, as_prior, decays_of
+from isosgd.target.priors import Empirical, FanInNormal, Flat, Joint, Normal, PriorLike, WeightDecay, as_prior
 from isosgd.target.space import FlatPrior, Space, as_parameter
 
 
@@ -77,14 +76,14 @@ class Target:
         self._tempered: Literal["both", "likelihood"] = "both"
         self._own = log_likelihood.extra() if isinstance(log_likelihood, ModuleLikelihood) else {}
         self._checked = False
-        self._prior_num_data = num_data  # N that the prior is made for, where it depends on N
+        self._prior_num_data = num_data  # for priors that depend on N
         self._space: Space | None = None
         self._fixed = init is not None
         if init is not None:
             values = {name: as_parameter(name, value) for name, value in init.items()}
-            self._prior = self._prior.at(values) if values else self._prior  # `Space` refuses none
+            self._prior = self._prior.at(values) if values else self._prior  # `Space` refuses an empty init
             self._space = self._make_space(values)
-            self.initial()  # so that a bad start value is found here
+            self.initial()  # finds bad start values
 
     @classmethod
     def from_module(
@@ -104,36 +103,36 @@ class Target:
         """The posterior of a network's parameters.
 
         The module itself is never written to. The target copies its structure, buffers and sampled values as they
-        are now; frozen parameters are shared, not copied, so do not train them meanwhile. Chains start at the
-        module's values. Whatever mode the module is in, the copy is in evaluation mode, so that dropout is off; only
-        BatchNorm that was in training mode goes on normalising by the minibatch.
+        are now. Frozen parameters are shared, not copied: do not train them while sampling. Chains start at the
+        module's values. The copy is in evaluation mode whatever the mode of the module, so that dropout is off; only
+        BatchNorm that was in training mode still normalises by the minibatch.
 
         Args:
-            model: any module; one that is wrapped in DistributedDataParallel is taken out of it. Batches are ``(x, y)``
-                or ``(x1, x2, ..., y)``, where all but the last are its inputs; or dicts, as tokenizers and Hugging
-                Face's collators make them: ``model(**inputs)`` of all but the labels. Of an output with ``logits``
-                these are taken, of a tuple the first.
+            model: any module; DistributedDataParallel is unwrapped. Batches are ``(x, y)`` or ``(x1, x2, ..., y)``,
+                where all but the last are inputs; or dicts, as tokenizers and Hugging Face's collators make them:
+                ``model(**inputs)`` of all but the labels. If the output has ``logits`` these are used, if it is a tuple
+                its first entry.
             likelihood: one of `isosgd.likelihoods`, its name (``"categorical"``, ``"tokens"``, ``"bernoulli"``,
                 ``"gaussian"``, ``"student_t"``, ``"heteroscedastic"``, ``"heteroscedastic_t"``, ``"poisson"``), or a
                 callable ``(output, y) -> Tensor[n]``.
             prior: as for `Target`; ``FanInNormal()`` by default, under which a network's outputs are of order one
-                whatever its width. With data enough to tell, ``HierarchicalNormal()`` learns the scales. Of a trained
-                network ``"empirical"`` takes them from its values, see `isosgd.priors.Empirical`.
+                whatever its width. With enough data ``HierarchicalNormal()`` learns the scales. For a trained network
+                ``"empirical"`` takes them from its values, see `isosgd.priors.Empirical`.
             num_data: N, found from the data when they have a length.
             sampled: ``"all"`` parameters with ``requires_grad`` (also as ``"requires_grad"``); ``"last_layer"``, the
                 module that holds the last of those; names or shell patterns such as ``["*lora_*", "score.*"]``; or a
-                callable ``(name, parameter) -> bool``. The others stay as they are. Where all that is sampled lies in a
-                head, `sample` computes what goes into it once. Parameters in bfloat16 or float16 are sampled in
-                float32, and rounded for the passes.
+                callable ``(name, parameter) -> bool``. The others stay as they are. If all sampled parameters are in
+                the head, `sample` computes its inputs once. Parameters in bfloat16 or float16 are sampled in float32
+                and rounded for forward passes.
             autocast: ``"bfloat16"`` or ``"float16"``: forward passes run in mixed precision, parameters stay as they
                 are. On a recent GPU bfloat16 about halves the time of a large network.
             channels_last: hold images and filters channels last, which convolutions on a GPU prefer.
-            weight_decay: the prior as the decay that SGD or Adam had in training: of precision decay * N, see
+            weight_decay: the decay that SGD or Adam had in training, as a prior of precision decay * N, see
                 `isosgd.priors.WeightDecay`.
-            optimizer: that of the training, whose decay of each parameter is taken. AdamW's decay is refused: no
-                density has it.
-            labels: name of what is to be predicted in dict batches; ``labels``, ``label``, ``targets``, ``target`` or
-                ``y``, whichever is there, by default.
+            optimizer: the one used in training; takes its decay of each parameter. AdamW is refused, since its decay
+                corresponds to no density.
+            labels: name of the labels in dict batches; by default the first of ``labels``, ``label``, ``targets``,
+                ``target`` and ``y`` that is there.
 
         Example:
             >>> model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -147,7 +146,7 @@ class Target:
         if len(names := [name for name, value in given.items() if value is not None]) > 1:
             raise ValueError(f"{names[0]}= and {names[1]}= both say what the prior is: pass one of them")
         if optimizer is not None:
-            prior = WeightDecay(decays_of(optimizer, model, list(module.values)))
+            prior = WeightDecay.of(optimizer, model, list(module.values))
         elif weight_decay is not None:
             prior = WeightDecay(weight_decay)
         prior = FanInNormal() if prior is None else as_prior(prior)
@@ -187,7 +186,7 @@ class Target:
         return found
 
     def bind_num_data(self, num_data: int) -> None:
-        """Make the prior for N data, where it depends on N (`isosgd.priors.WeightDecay`)."""
+        """Tell N to a prior that depends on it (`isosgd.priors.WeightDecay`)."""
         if num_data == self._prior_num_data:
             return
         self._prior_num_data = num_data
@@ -204,8 +203,8 @@ class Target:
         """Free parameters at the start of a chain: new leaf tensors that require gradients.
 
         Args:
-            init: natural values; names left out start where the target says.
-            device: where to put them; where they are by default.
+            init: natural values; names left out start at the target's own values.
+            device: of the parameters; where they are by default.
             dtype: a floating-point type; their own by default.
         """
         if dtype is not None and not dtype.is_floating_point:
@@ -229,7 +228,7 @@ class Target:
 
     @property
     def buffers(self) -> Params:
-        """Buffers of the module as they were when the target was made; none without a module."""
+        """Buffers of the module at the time the target was made; empty without a module."""
         return {} if self.module is None else self.module.buffers
 
     @property
@@ -243,7 +242,7 @@ class Target:
         return self.module is not None and self.module.ties_examples
 
     def split_init(self, init: Mapping[str, Any] | None) -> tuple[dict[str, Any], Params]:
-        """Start values as those of parameters and those of buffers, which are checked."""
+        """Start values of parameters, and those of buffers, which are checked."""
         own, frozen = self.buffers, self.frozen
         init = self.without_aliases(init or {})
         params = {name: value for name, value in init.items() if name not in own and name not in frozen}
@@ -262,7 +261,7 @@ class Target:
         return params, buffers
 
     def without_aliases(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Values by name, tied parameters once, under the name by which they are sampled."""
+        """Values by name, with tied parameters once, under the name by which they are sampled."""
         aliases = {} if self.module is None else self.module.aliases
         for alias, name in aliases.items():
             if alias in state and name in state and not torch.equal(*map(torch.as_tensor, (state[alias], state[name]))):
@@ -286,25 +285,25 @@ class Target:
         return found
 
     def inputs_of(self, batch: Any) -> Any:
-        """What a network takes of a batch; all but the last of it without a network."""
+        """A network's inputs in a batch; without a network all but the last of it."""
         return inputs_of(batch, None if self.module is None else self.module.labels)
 
     def labels_of(self, batch: Any) -> Any:
-        """What is to be predicted in a batch."""
+        """The labels in a batch."""
         return labels_of(batch, None if self.module is None else self.module.labels)
 
     def check_device(self, device: torch.device) -> None:
-        """Refuse a device that cannot do what the target asks for."""
+        """Refuse a device that lacks the target's mixed precision."""
         if self.module is not None:
             check_autocast(self.module.autocast, device)
 
     def using(self, buffers: Params) -> AbstractContextManager[None]:
-        """While open, the module has these buffers, which passes through it may change."""
+        """Use these buffers, which forward passes may change, inside a ``with`` block."""
         return nullcontext() if self.module is None else self.module.using(buffers)
 
     @property
     def device(self) -> torch.device | None:
-        """Where the start values are, a module's own for instance; None while there are none."""
+        """Device of the start values; None while there are none."""
         return None if self._space is None else next(iter(self._space.values.values())).device
 
     @property
@@ -318,7 +317,7 @@ class Target:
         return {name: name if name in extras else layer_of(name) for name in free}
 
     def extras(self, free: Params) -> list[str]:
-        """Names of the sampled scales that the likelihood and the prior bring along."""
+        """Names of the sampled parameters of the likelihood and the prior, such as scales."""
         return list(self._bound(free).extras)
 
     @property
@@ -326,24 +325,20 @@ class Target:
         """Whether it is `batched`, and gradients can come from `isosgd.native.layers`."""
         return self.batched and self.module is not None and self.module.layered
 
-    def likelihood_extras(self) -> list[str]:
-        """Names of those that the likelihood brings along."""
-        return list(self._own)
-
     def noise_scales(self) -> list[str]:
-        """Names of those of the likelihood that are scales of the noise."""
+        """Names of the likelihood's parameters that are scales of the noise."""
         return [name for name, extra in self._own.items() if extra.noise_scale]
 
     def prior_scales(self, free: Params) -> list[str]:
-        """Names of those that the prior brings along."""
+        """Names of the sampled parameters of the prior."""
         return [name for name in self._bound(free).extras if name not in self._own]
 
     def prior_weight(self, free: Params, temperature: float) -> float:
-        """What the prior is multiplied by in the loss at temperature T, so that ``exp(-N loss / T)`` is sampled.
+        """Weight of the prior in the loss at temperature T, where ``exp(-N loss / T)`` is sampled.
 
-        1 where all scales of the prior are fixed: prior and likelihood are tempered alike. T, so that the likelihood
-        alone is tempered, where that was asked for (`tempered`) or some are sampled: ``p(w | s)^(1/T)`` is not
-        normalised in s, and has its mass at s = 0 as T falls.
+        With fixed scales it is 1: prior and likelihood are tempered alike. It is T, so that the likelihood alone is
+        tempered, if `tempered` says so or the prior has sampled scales: ``p(w | s)^(1/T)`` is not normalised in s, and
+        its mass moves to s = 0 as T falls.
         """
         return temperature if self._whole_prior(free) else 1.0
 
@@ -354,7 +349,7 @@ class Target:
         return " (tempered='likelihood')" if self._tempered == "likelihood" else ""
 
     def tempered(self, what: Literal["both", "likelihood"]) -> Target:
-        """The same, but for what a temperature acts on: likelihood and prior ``both``, or the ``likelihood`` alone."""
+        """The same target, with a temperature that acts on ``both`` likelihood and prior, or on the ``likelihood``."""
         if what not in ("both", "likelihood"):
             raise ValueError(f"tempered = {what!r} is unknown; choose one of 'both', 'likelihood'")
         found = copy.copy(self)
@@ -363,11 +358,11 @@ class Target:
 
     @property
     def prior_is_empirical(self) -> bool:
-        """Whether its scales are those of the start values."""
+        """Whether the prior takes its scales from the start values."""
         return isinstance(self._prior, Empirical)
 
     def density(self, free: Params, temperature: float) -> str:
-        """Which density is sampled at temperature T: a formula, and the same in words."""
+        """The density that is sampled at temperature T, as a formula and in words."""
         if temperature == 1:
             return "likelihood * prior: the posterior"
         if why := self._whole_prior(free):
@@ -379,7 +374,7 @@ class Target:
         return Space(params, self._prior if n is None else self._prior.with_num_data(n), self._own, self._patterns)
 
     def _bound(self, params: Params) -> Space:
-        """The space of parameters. A target that has not seen any yet takes names and shapes from these."""
+        """The space of parameters; a target without start values takes names and shapes from these."""
         if self._space is None:
             self._space = self._make_space(params)
         return self._space
@@ -387,11 +382,11 @@ class Target:
     # ---------------------------------------------------------------- densities
 
     def constrain(self, free: Params) -> Params:
-        """Natural parameters from free ones; leading dimensions are welcome."""
+        """Natural parameters from free ones, which may have leading dimensions."""
         return self._bound(free).constrain(free)
 
     def unconstrain(self, natural: Params) -> Params:
-        """Free parameters from natural ones; leading dimensions are welcome."""
+        """Free parameters from natural ones, which may have leading dimensions."""
         return self._bound(natural).unconstrain(natural)
 
     def log_likelihood(self, free: Params, batch: Any) -> Tensor:
@@ -401,17 +396,17 @@ class Target:
         return self._log_likelihood(self.constrain(free), batch)
 
     def perceptron(self) -> perceptron.Names | None:
-        """Where it is a network of one hidden layer and nothing else: the names of its parameters, which are free."""
-        return self._log_likelihood.perceptron() if isinstance(self._log_likelihood, ModuleLikelihood) else None
+        """Names of the parameters if the target is a network of one hidden layer (they are free); else None."""
+        return None if self.module is None else self.module.perceptron()
 
     def log_likelihood_given(self, output: Tensor, free: Params, batch: Any) -> Tensor:
         """Log likelihood of each example, from a module's output at free parameters."""
-        assert isinstance(self._log_likelihood, ModuleLikelihood)
-        return self._log_likelihood.given(output, self.constrain(free), batch)
+        assert self.module is not None
+        return self.module.given(output, self.constrain(free), batch)
 
     @property
     def batched(self) -> bool:
-        """Whether chains are a leading dimension to it: its module says so, and its priors are those of entries."""
+        """Whether the module takes many chains in one pass, and the priors are those of independent entries."""
         return self.module is not None and self.module.batched and self._space is not None and self._space.entries
 
     def log_likelihood_by_chain(self, free: Params, batch: Any) -> Tensor:
@@ -420,7 +415,7 @@ class Target:
         return self.module.by_chain(self.constrain(free), batch)
 
     def slopes_by_chain(self, found: Tensor, own: Params, y: Tensor) -> tuple[Tensor, Tensor, Params]:
-        """The same from what a module's layers give and the likelihood's own free parameters; and its derivatives."""
+        """The same with its derivatives, from the output of a module's layers and the likelihood's free parameters."""
         assert self.module is not None
         natural = self.constrain(own)
         each, slope, rest = self.module.slopes_by_chain(found, natural, y)
@@ -450,12 +445,11 @@ class Target:
             free: free parameters that require gradients.
             batch: a minibatch.
             num_data: N.
-            prior_weight: of the prior in the loss, see `prior_weight`; a step that adds the prior's part by itself
-                gives 0.
+            prior_weight: weight of the prior in the loss, see `prior_weight`; 0 if the caller adds the prior's part.
 
         Returns:
-            The mean negative log likelihood, detached (the prior's part is left out: nothing in a step needs its
-            value), and the gradients of the whole loss, in the order of ``free``.
+            The mean negative log likelihood, detached and without the prior's part, and the gradients of the whole
+            loss, in the order of ``free``.
         """
         if not self._checked:
             self.check(free, batch)
@@ -480,7 +474,7 @@ class Target:
             )
 
     def prior_precisions(self, free: Params) -> list[float] | None:
-        """Precision of each parameter's prior, where all are flat or Gaussians around zero of fixed scales; or None."""
+        """Precision of each parameter's prior if all are flat, or Gaussian around zero of fixed scale; else None."""
         space = self._bound(free)
         if space.positive:
             return None
@@ -494,40 +488,39 @@ class Target:
     def prior_curvature(self, free: Params, batched: bool = False) -> list[Tensor]:
         """Second derivative of the negative log prior for each parameter (not divided by N), never negative.
 
-        Exact for priors that act entry by entry, whatever scales they share; of others it is the sum of a row of the
-        Hessian within a parameter. Where a prior has no curvature (Laplace) or a negative one (the tails of a
-        Student-t), the square of its slope stands for it: under the prior both have the same mean.
+        Exact for priors of independent entries, also if they share a scale; for others the sum of a row of the Hessian
+        within a parameter. A prior without curvature (Laplace) or with a negative one (the tails of a Student-t) gives
+        the square of its slope, which has the same mean under the prior.
 
         Args:
             free: free parameters.
-            batched: whether they carry a leading dimension of chains.
+            batched: whether they have a leading dimension of chains.
         """
         leaves = {name: x.detach().requires_grad_() for name, x in free.items()}
         with torch.enable_grad():
             value = vmap(self.log_prior)(leaves).sum() if batched else self.log_prior(leaves)
-            every = list(leaves.values())
             if not value.requires_grad:
-                return [torch.zeros_like(x) for x in every]
-            slopes = torch.autograd.grad(value, every, create_graph=True, materialize_grads=True)
+                return [torch.zeros_like(x) for x in free.values()]
+            slopes = torch.autograd.grad(value, list(leaves.values()), create_graph=True, materialize_grads=True)
             found = []
-            for leaf, slope in zip(every, slopes, strict=True):
-                bent = torch.zeros_like(leaf)
+            for leaf, slope in zip(leaves.values(), slopes, strict=True):
+                second = torch.zeros_like(leaf)  # derivative of the log prior
                 if slope.requires_grad:
                     ones = torch.ones_like(leaf)
-                    (bent,) = torch.autograd.grad(slope, [leaf], ones, retain_graph=True, materialize_grads=True)
-                found.append(torch.where(bent < 0, -bent, slope.square()).detach())
+                    (second,) = torch.autograd.grad(slope, [leaf], ones, retain_graph=True, materialize_grads=True)
+                found.append(torch.where(second < 0, -second, slope.square()).detach())
         return found
 
     def check(self, free: Params, batch: Any) -> None:
-        """Look closely at a batch: its form, its values, and what the log likelihood returns.
+        """Check a batch: its form, its values, and what the log likelihood returns.
 
-        It runs by itself on the first batch. Call it before code that is compiled or mapped over chains. For a
-        module's target the batch may be all data: their values are looked at in full, and the module runs on a few.
+        The first batch is always checked. Call this before code that is compiled or mapped over chains. For a module's
+        target the batch may be all data: all values are checked, and the module runs on a few rows.
         """
         natural = self.constrain(free)
         with torch.no_grad():
-            if isinstance(self._log_likelihood, ModuleLikelihood):
-                batch = self._log_likelihood.check(natural, batch)
+            if self.module is not None:
+                batch = self.module.check(natural, batch)
             value = self._log_likelihood(natural, batch)
         if not isinstance(value, Tensor) or not value.is_floating_point():
             found = value.dtype if isinstance(value, Tensor) else type(value).__name__
@@ -563,12 +556,11 @@ class Target:
 
     def describe(self) -> dict[str, Any]:
         """What is sampled, as plain values that JSON can hold."""
-        if isinstance(self._log_likelihood, ModuleLikelihood):
-            about = self._log_likelihood.describe()
+        if self.module is not None:
+            about = self.module.describe()
         else:
-            about = {
-                "likelihood": {"name": getattr(self._log_likelihood, "__qualname__", "callable"), "callable": True}
-            }
+            name = getattr(self._log_likelihood, "__qualname__", "callable")
+            about = {"likelihood": {"name": name, "callable": True}}
         space = self._space
         return about | {
             "prior": self._prior.describe(),
