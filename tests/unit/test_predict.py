@@ -170,7 +170,7 @@ def test_several_draws_at_once_and_one_at_a_time_agree(
 
 def test_it_is_done_at_once_where_it_can_be(regression: Posterior, x: Tensor) -> None:
     mapped = Mapped(regression.view.predict)
-    mapped(next(regression._stack.blocks(x)), x)
+    mapped(next(regression._stack.blocks(x))[0], x)
     assert mapped.at_once
 
 
@@ -210,7 +210,7 @@ def test_filters_are_not_mapped_over(generator: torch.Generator) -> None:
     posterior = Posterior(Target.from_module(net, "categorical"), draws_of(net, generator), {})
     images = torch.randn(5, 1, 4, 4, generator=generator)
     mapped = Mapped(posterior.view.predict)
-    mapped(next(posterior._stack.blocks(images)), images)
+    mapped(next(posterior._stack.blocks(images))[0], images)
     assert mapped.at_once is False
     assert posterior.predict(images, batch_size=2).mean.shape == (5, 3)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import vmap
 
+from isosgd.errors import check_integer
 from isosgd.store.draws import Rows
 from isosgd.target import Params
 from isosgd.target.batches import batch_length, tensors_of, tree_map
+
+Device = torch.device | str | None
 
 Draws = Mapping[str, Tensor]
 """Tensors ``[chains, draws, *shape]`` by name, in memory or read as they are needed."""
@@ -81,41 +83,28 @@ class Stack:
         """Some chains and some draws of each."""
         return Stack(*(_part_of(source, chains, draws) for source in (self.draws, self.buffers)))
 
-    def blocks(self, inputs: Any, size: int | None = None, device: torch.device | None = None) -> Iterator[Params]:
-        """All draws in turn, some at a time ``[draws, *shape]``, buffers included; arguments as of `counted_blocks`."""
-        for block, times in self.counted_blocks(inputs, size, device):
-            yield from repeat(block, times)
-
-    def counted_blocks(
+    def blocks(
         self, inputs: Any, size: int | None = None, device: torch.device | None = None
     ) -> Iterator[tuple[Params, int]]:
-        """The same, with the number of times that a block is to be taken: once, but for what is `Headed`.
+        """Blocks of draws ``[draws, *shape]`` with their buffers, in order, and how often each block counts.
+
+        That is once, except for the draw at the head of a chain that is `Headed`.
 
         Args:
             inputs: what will be evaluated at them.
-            size: draws in a block; so many that memory stays bounded by default.
+            size: draws in a block; as many as keep memory bounded by default.
             device: where to put a block; where the inputs are by default.
         """
         size = size or at_once(list(self.shapes.values()), inputs)
-        place = device or device_of(inputs)
-        if not isinstance(self.draws, Headed):
-            for block in self._cut(0, len(self), size):
-                yield moved(block, place), 1
-            return
-        buffers = self.buffers if isinstance(self.buffers, Headed) else self.draws.cut(self.buffers)
-        head, rest = Stack(self.draws.head, buffers.head), Stack(self.draws.rest, buffers.rest)
-        for chain in range(self.num_chains):
-            for block in head._cut(chain, chain + 1, 1):
-                yield moved(block, place), self.draws.copies
-            for block in rest._cut(chain * rest.num_draws, (chain + 1) * rest.num_draws, size):
-                yield moved(block, place), 1
-
-    def _cut(self, begin: int, end: int, size: int) -> Iterator[Params]:
-        """Draws from one number to another, chain after chain, so many at a time."""
-        draws = self.num_draws
-        for first in range(begin, end, size):
-            last = min(first + size, end)
-            yield _some_of(self.draws, first, last, draws) | _some_of(self.buffers, first, last, draws)
+        place, draws, runs = device or device_of(inputs), self.num_draws, [(0, len(self), 1)]
+        if isinstance(self.draws, Headed):
+            copies, starts = self.draws.copies, range(0, len(self), draws)
+            runs = [run for at in starts for run in ((at, at + 1, copies), (at + copies, at + draws, 1))]
+        for begin, end, times in runs:
+            for first in range(begin, end, size):
+                last = min(first + size, end)
+                block = _between(self.draws, first, last, draws) | _between(self.buffers, first, last, draws)
+                yield moved(block, place), times
 
 
 class Part(Mapping[str, Tensor]):
@@ -184,11 +173,6 @@ class Headed(Mapping[str, Tensor]):
         part = _part_of(self.rest, chains, rest)
         return Headed(_part_of(self.head, chains, [0]), copies, part) if copies else part
 
-    def cut(self, draws: Draws) -> Headed:
-        """Other tensors ``[chains, draws, *shape]``, of which as many first ones are the same."""
-        head, rest = ({name: x[:, some] for name, x in draws.items()} for some in (slice(1), slice(self.copies, None)))
-        return Headed(head, self.copies, rest)
-
     def __getitem__(self, name: str) -> Tensor:
         rest = self.rest[name]
         return torch.cat([self.head[name].to(rest).expand(-1, self.copies, *rest.shape[2:]), rest], 1)
@@ -218,17 +202,21 @@ def _one_of(source: Draws, chain: int, index: int, rows: Rows | None = None) -> 
     return draw | {name: draw[name][first:last] for name, (first, last) in (rows or {}).items()}
 
 
-def _some_of(source: Draws, first: int, last: int, draws: int) -> Params:
-    """Draws from one number to another, chain after chain, ``[last - first, *shape]``."""
-    if not source:
-        return {}
-    if not hasattr(source, "draw"):
+def _between(source: Draws, first: int, last: int, draws: int) -> Params:
+    """Draws ``first`` to ``last``, counted chain after chain with ``draws`` in each, ``[last - first, *shape]``."""
+    if isinstance(source, Headed):
+        chain, index = divmod(first, draws)
+        if index < source.copies:
+            return _between(source.head, chain, chain + 1, 1)
+        begin = first - (chain + 1) * source.copies
+        return _between(source.rest, begin, begin + last - first, draws - source.copies)
+    if not len(source) or not hasattr(source, "draw"):
         return {name: value.flatten(0, 1)[first:last] for name, value in source.items()}
     every = [_one_of(source, *divmod(i, draws)) for i in range(first, last)]
     return {name: torch.stack([one[name] for one in every]) for name in every[0]}
 
 
-def place_of(device: torch.device | str | None, home: torch.device | None, inputs: Any) -> torch.device:
+def place_of(device: Device, home: torch.device | None, inputs: Any) -> torch.device:
     """Where to evaluate a target at draws.
 
     Args:
@@ -277,17 +265,13 @@ def batches_of(inputs: Any, size: int | None) -> Iterator[Any]:
     if size is None:
         yield inputs
         return
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"batch_size = {size!r} must be an integer of at least 1")
+    check_integer("batch_size", size, 1)
     rows = batch_length(inputs)
     if rows is None:
         raise TypeError(f"batch_size = {size} needs inputs with rows, got {type(inputs).__name__}; leave it out")
     for first in range(0, max(rows, 1), size):
-        yield tree_map(_cut(first, size, rows), inputs)
-
-
-def _cut(first: int, size: int, rows: int) -> Callable[[Tensor], Tensor]:
-    return lambda t: t[first : first + size] if t.ndim and len(t) == rows else t
+        part = slice(first, first + size)
+        yield tree_map(lambda t, part=part: t[part] if t.ndim and len(t) == rows else t, inputs)
 
 
 class Mapped:
@@ -305,7 +289,7 @@ class Mapped:
         self.function, self.dims = function, dims
         self.at_once: bool | None = None  # not known yet
 
-    def __call__(self, block: Params, *more: Any) -> Tree:
+    def __call__(self, block: Params, *more: Any) -> Any:
         """Results with a leading dimension of draws."""
         if self.at_once is None:
             self.at_once = self._try(block, *more)
@@ -314,9 +298,8 @@ class Mapped:
             return self._map(block, *more)
         return _stack([self._single(block, k, *more) for k in range(count)])
 
-    def _map(self, block: Params, *more: Any) -> Tree:
-        found: Tree = vmap(self.function, (0, *self.dims[: len(more)]))(block, *more)
-        return found
+    def _map(self, block: Params, *more: Any) -> Any:
+        return vmap(self.function, (0, *self.dims[: len(more)]))(block, *more)
 
     def _single(self, block: Params, k: int, *more: Any) -> Any:
         further = [x if dim is None else _at(x, k) for x, dim in zip(more, self.dims, strict=False)]

@@ -165,13 +165,14 @@ class Average:
         self._kept: list[Tensor] = []
         self._kept_variances: list[Tensor] = []
 
-    def add(self, values: Tensor, variances: Tensor | None) -> None:
-        """Take some draws ``[draws, *shape]``; moments of parts are joined as Chan, Golub and LeVeque (1979) do."""
+    def add(self, values: Tensor, variances: Tensor | None, times: int = 1) -> None:
+        """Add some draws ``[draws, *shape]`` so many times; moments are joined as in Chan, Golub and LeVeque (1979)."""
         wide = values.double()
-        number, mean = len(wide), wide.mean(0)
+        number, mean = len(wide) * times, wide.mean(0)
         total = self.count + number
         step = mean - self._mean
-        self._squares = self._squares + (wide - mean).square().sum(0) + step.square() * (self.count * number / total)
+        within = (wide - mean).square().sum(0) * times
+        self._squares = self._squares + within + step.square() * (self.count * number / total)
         self._mean = self._mean + step * (number / total)
         if variances is not None:
             before = self._noise if self._noise is not None else 0.0
@@ -180,9 +181,9 @@ class Average:
             each = torch.stack([entropy_of(x) for x in wide]).mean(0)
             self._entropy = self._entropy + (each - self._entropy) * (number / total)
         if self.keep:
-            self._kept.append(values)
+            self._kept += [values] * times
             if variances is not None:
-                self._kept_variances.append(variances.expand_as(values))
+                self._kept_variances += [variances.expand_as(values)] * times
         self.count, self._dtype = total, values.dtype
 
     def prediction(self, chains: int, levels: Sequence[float], df: float | None, return_draws: bool) -> Prediction:

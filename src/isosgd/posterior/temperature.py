@@ -28,82 +28,8 @@ WORKED_ON = 1 << 21  # entries of gradients, and as many of draws, at once
 HELD = 1 << 24  # numbers of draws, and of gradients, that are held for directions
 
 
-def measure(
-    stack: Stack,
-    view: View,
-    data: Any,
-    num_data: int | None,
-    temperature: float,
-    rows: int | None,
-    seed: int,
-    device: torch.device | str | None = None,
-) -> tuple[tuple[Reading, ...], tuple[Reading, ...]]:
-    """Temperatures over all parameters and each layer, and along single directions.
-
-    Draws are gone through twice, for the centres and for the gradients; of the draws and gradients themselves only so
-    many are held as fit.
-
-    Args:
-        stack: the draws.
-        view: their target.
-        data: all training data: tensors or batches.
-        num_data: N as it was when sampling; found from the data when None.
-        temperature: T that they should be at.
-        rows: examples in each gradient; all of them, or as many as are affordable, when None.
-        seed: of the examples.
-        device: where to compute, as for `Posterior.predict`.
-    """
-    chains, draws = stack.num_chains, stack.num_draws
-    gradient = DrawGradients(stack, view, data, num_data, rows, seed, device, temperature)
-    layers = view.target.layers(gradient.example)
-    groups = list(dict.fromkeys(layers[name] for name in gradient.sizes))
-    numbers = torch.tensor([groups.index(layers[name]) for name in gradient.sizes])
-    place = numbers.repeat_interleave(torch.tensor(list(gradient.sizes.values())))  # group of each entry
-    total = len(place)
-    late = draws // 2  # from here on it is the second half of a chain
-
-    def where(first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Chain, number in it, and half of some draws."""
-        number = torch.arange(first, first + count)
-        return number // draws, number % draws, (number % draws >= late).long()
-
-    centres = torch.zeros(chains, 2, total, dtype=torch.float64)
-    weights = torch.tensor([1.0 / late, 1.0 / (draws - late)], dtype=torch.float64)
-    for first, theta in gradient.free_blocks():
-        chain, _, half = where(first, len(theta))
-        centres.index_put_((chain, half), theta.double() * weights[half, None], accumulate=True)
-
-    held = min(draws, HELD // (total * chains))
-    slot = torch.full((draws,), -1)  # where a draw is held, if it is
-    slot[torch.linspace(0, draws - 1, held).round().long()] = torch.arange(held)
-    kept = [torch.zeros(chains, held, total, dtype=torch.float32) for _ in range(2)] if held >= LEAST else []
-    series = torch.zeros(chains, draws, len(groups), dtype=torch.float64)
-    for first, theta, slope in gradient.blocks():
-        chain, index, half = where(first, len(theta))
-        products = (theta.double() - centres[chain, 1 - half]) * slope.double()
-        series[chain, index] = products.new_zeros(len(theta), len(groups)).index_add_(1, place, products)
-        if kept:
-            here = slot[index] >= 0
-            spot = chain[here], slot[index][here]
-            kept[0][spot] = (theta.double() - centres[chain].mean(1))[here].float()
-            kept[1][spot] = slope[here].float()
-    if not bool(series.isfinite().all()):
-        chain, index, _ = (~series.isfinite()).nonzero()[0]
-        raise ValueError(
-            f"draw {int(index)} of chain {int(chain)}, or the gradient there, is not finite: leave that chain out with "
-            "posterior.select(chains=...)"
-        )
-    every = as_array(series.sum(-1, keepdim=True))
-    if len(groups) == 1:
-        found = readings(["all"], [total], every, temperature)
-    else:
-        sizes = [total, *torch.bincount(place).tolist()]
-        found = readings(["all", *groups], sizes, np.concatenate([every, as_array(series)], -1), temperature)
-    return found, directions(kept[0], kept[1], temperature) if kept else ()
-
-
 class DrawGradients:
-    """``grad f`` at each draw in free parameters, ``exp(-f / T)`` being the density that was sampled.
+    """``grad f`` at each draw in free parameters, where ``exp(-f / T)`` is the density that was sampled.
 
     Args:
         stack: the draws.
@@ -130,6 +56,7 @@ class DrawGradients:
         self.data = data if self.tensors is None else self.tensors
         self.num_data = num_data or self.target.resolve_num_data(self.data)
         self.target.bind_num_data(self.num_data)
+        self.temperature = temperature
         self.example = self.target.unconstrain(stack.draw(0, 0))
         self.prior_weight = self.target.prior_weight(self.example, temperature)
         self.sizes = {name: x.numel() for name, x in self.example.items()}
@@ -150,7 +77,7 @@ class DrawGradients:
     def free_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Number of the first draw of a block, and free parameters ``[block, d]``."""
         first = 0
-        for block in self.stack.blocks(None):
+        for block, _ in self.stack.blocks(None):
             free = self.target.unconstrain({name: block[name] for name in self.sizes})
             yield first, self._flat(free)
             first += len(next(iter(block.values())))
@@ -160,7 +87,7 @@ class DrawGradients:
         size = at_once([tuple(x.shape) for x in self.example.values()], self._few())
         size = max(1, min(size, WORKED_ON // sum(self.sizes.values())))
         first = 0
-        for block in self.stack.blocks(self._few(), size, self.place):
+        for block, _ in self.stack.blocks(self._few(), size, self.place):
             natural = {name: block[name] for name in self.sizes}
             buffers = {name: x for name, x in block.items() if name not in natural}
             free = self.target.unconstrain(natural)
@@ -169,12 +96,9 @@ class DrawGradients:
             examples = 0
             for batch, rows in self._parts(count):
                 found = self._mapped(free, buffers, moved(batch, self.place))
-                assert isinstance(found, dict)
                 total = {name: total[name] + found[name] for name in total}
                 examples += rows
-            scores = self._scores(free)
-            assert isinstance(scores, dict)
-            scale = self.num_data / examples
+            scores, scale = self._scores(free), self.num_data / examples
             slope = {name: total[name] * scale - self.prior_weight * scores[name] for name in total}
             yield first, self._flat(free), self._flat(slope)
             first += count
@@ -226,6 +150,60 @@ class DrawGradients:
 
     def _flat(self, params: Params) -> Tensor:
         return torch.cat([x.detach().reshape(len(x), -1).cpu() for x in (params[name] for name in self.sizes)], 1)
+
+
+def measure(gradient: DrawGradients) -> tuple[tuple[Reading, ...], tuple[Reading, ...]]:
+    """Temperatures over all parameters and each layer, and along single directions.
+
+    It makes two passes over the draws, one for the centres and one for the gradients. Of the draws and gradients
+    themselves it keeps only as many as fit in memory.
+    """
+    chains, draws, temperature = gradient.stack.num_chains, gradient.stack.num_draws, gradient.temperature
+    layers = gradient.target.layers(gradient.example)
+    groups = list(dict.fromkeys(layers[name] for name in gradient.sizes))
+    numbers = torch.tensor([groups.index(layers[name]) for name in gradient.sizes])
+    place = numbers.repeat_interleave(torch.tensor(list(gradient.sizes.values())))  # group of each entry
+    total = len(place)
+    late = draws // 2  # from here on it is the second half of a chain
+
+    def where(first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Chain, number in it, and half of some draws."""
+        number = torch.arange(first, first + count)
+        return number // draws, number % draws, (number % draws >= late).long()
+
+    centres = torch.zeros(chains, 2, total, dtype=torch.float64)
+    weights = torch.tensor([1.0 / late, 1.0 / (draws - late)], dtype=torch.float64)
+    for first, theta in gradient.free_blocks():
+        chain, _, half = where(first, len(theta))
+        centres.index_put_((chain, half), theta.double() * weights[half, None], accumulate=True)
+
+    held = min(draws, HELD // (total * chains))
+    slot = torch.full((draws,), -1)  # where a draw is held, if it is
+    slot[torch.linspace(0, draws - 1, held).round().long()] = torch.arange(held)
+    kept = [torch.zeros(chains, held, total, dtype=torch.float32) for _ in range(2)] if held >= LEAST else []
+    series = torch.zeros(chains, draws, len(groups), dtype=torch.float64)
+    for first, theta, slope in gradient.blocks():
+        chain, index, half = where(first, len(theta))
+        products = (theta.double() - centres[chain, 1 - half]) * slope.double()
+        series[chain, index] = products.new_zeros(len(theta), len(groups)).index_add_(1, place, products)
+        if kept:
+            here = slot[index] >= 0
+            spot = chain[here], slot[index][here]
+            kept[0][spot] = (theta.double() - centres[chain].mean(1))[here].float()
+            kept[1][spot] = slope[here].float()
+    if not bool(series.isfinite().all()):
+        chain, index, _ = (~series.isfinite()).nonzero()[0]
+        raise ValueError(
+            f"draw {int(index)} of chain {int(chain)}, or the gradient there, is not finite: leave that chain out with "
+            "posterior.select(chains=...)"
+        )
+    every = as_array(series.sum(-1, keepdim=True))
+    if len(groups) == 1:
+        found = readings(["all"], [total], every, temperature)
+    else:
+        sizes = [total, *torch.bincount(place).tolist()]
+        found = readings(["all", *groups], sizes, np.concatenate([every, as_array(series)], -1), temperature)
+    return found, directions(kept[0], kept[1], temperature) if kept else ()
 
 
 def value_and_slope(function: Callable[[Params], Tensor], params: Params) -> tuple[Tensor, Params]:
