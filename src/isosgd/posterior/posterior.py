@@ -188,7 +188,7 @@ class Posterior:
         which = range(self.num_draws)[slice(None) if draws is None else draws]
         if not which:
             raise ValueError(f"draws = {draws!r} leaves none of {self.num_draws} draws")
-        info = {**self.info, "chains": len(kept), "draws": len(which), **_counted(self.info, which)}
+        info: dict[str, Any] = {**self.info, "chains": len(kept), "draws": len(which), **_counted(self.info, which)}
         for key in ("warmup", "rates", "keep_every", "chain_indices"):
             if key in info and len(info[key]) == self.num_chains:
                 info[key] = [info[key][k] for k in kept]
