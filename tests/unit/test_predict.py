@@ -239,7 +239,7 @@ def test_quantiles_from_returned_draws_are_the_same(regression: Posterior, x: Te
     later = regression.predict(x, return_draws=True)
     for one, other in zip(asked.interval(0.8), later.interval(0.8), strict=True):
         torch.testing.assert_close(one, other)
-    with pytest.raises(ValueError, match=r"not asked for.*return_draws=True"):
+    with pytest.raises(ValueError, match=r"not requested.*return_draws=True"):
         asked.interval(0.5)
 
 

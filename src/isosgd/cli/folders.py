@@ -252,7 +252,7 @@ def run_of_script(folder: Path, place: str) -> Run:
         spec.loader.exec_module(module)
         target, data, heldout = (_made(getattr(module, what, None)) for what in (name, "data", "heldout"))
     except (Exception, SystemExit) as error:  # whatever a user's code may raise
-        raise ValueError(f"{_where(path, error)}: {first_line(error)}; mend the script") from error
+        raise ValueError(f"{_where(path, error)}: {first_line(error)}; fix the script") from error
     finally:
         sys.path.remove(str(path.resolve().parent))
     if not isinstance(target, Target):

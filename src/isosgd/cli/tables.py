@@ -41,14 +41,6 @@ ROW, FLAGS = "row", ("unlike", "why")  # columns beside those of what is predict
 
 def add_fit(parser: argparse.ArgumentParser) -> None:
     """Give a parser the arguments of this command."""
-    parser.description = (
-        "Fit a Bayesian network to a table: isosgd.sklearn.BayesianMLPRegressor or BayesianMLPClassifier. Numbers are "
-        "standardised, categories become indicators, missing values are filled and marked, dates become days; nothing "
-        "needs to be tuned. A tenth of the rows is held out, so that the report can say how good the predictions are. "
-        "RUN then holds the draws, the estimator (isosgd.sklearn.load reads it), the rows in standard units, and "
-        'report.html. Needs pip install "isosgd[tables]".'
-    )
-    parser.epilog = "example: isosgd fit houses.csv --target price --out runs/houses"
     parser.add_argument("table", metavar="TABLE", type=Path, help="CSV or Parquet file")
     parser.add_argument("--target", required=True, metavar="COLUMN", help="the column to predict")
     parser.add_argument("--out", metavar="RUN", type=Path, help="folder of the run (default: runs/TABLE-COLUMN)")
@@ -87,7 +79,14 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
 
 
 def run_fit(args: argparse.Namespace) -> int:
-    """Read the table, fit, judge, report."""
+    """Fit a Bayesian network to a table: isosgd.sklearn.BayesianMLPRegressor or BayesianMLPClassifier. Numbers
+    are standardised, categories become indicators, missing values are filled and marked, dates become days;
+    nothing needs to be tuned. A tenth of the rows is held out, so that the report can say how good the
+    predictions are. RUN then holds the draws, the estimator (isosgd.sklearn.load reads it), the rows in standard
+    units, and report.html. Needs pip install "isosgd[tables]".
+
+    example: isosgd fit houses.csv --target price --out runs/houses
+    """
     hidden = _check(args)
     use_machine(args.threads, args.device)
     folder = args.out or Path("runs") / f"{args.table.stem}-{args.target}".replace("/", "-").replace(" ", "-")
@@ -270,12 +269,6 @@ def _heldout(y: Any, share: float, classes: bool, rng: Any) -> Any:
 
 def add_predict(parser: argparse.ArgumentParser) -> None:
     """Give a parser the arguments of this command."""
-    parser.description = (
-        "Predict the rows of a table with the draws of a run that `isosgd fit` made. A regression gives mean, standard "
-        "deviation and the ends of an interval; a classification gives the likeliest class, the probability of each, "
-        "and the entropy. Rows unlike the training data are flagged, and why."
-    )
-    parser.epilog = "example: isosgd predict runs/houses new.csv --out predictions.csv"
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run that `isosgd fit` made")
     parser.add_argument(
         "table", metavar="NEW", type=Path, help="CSV or Parquet file with the columns of the fitted one"
@@ -288,7 +281,12 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
 
 
 def run_predict(args: argparse.Namespace) -> int:
-    """Predict."""
+    """Predict the rows of a table with the draws of a run that `isosgd fit` made. A regression gives mean,
+    standard deviation and the ends of an interval; a classification gives the likeliest class, the probability
+    of each, and the entropy. Rows unlike the training data are flagged, and why.
+
+    example: isosgd predict runs/houses new.csv --out predictions.csv
+    """
     args.to_stdout = args.out is None
     check_file(args.out)
     if not 0 < args.level < 1:

@@ -1,4 +1,4 @@
-"""Draws in memory or in a store, some at a time, and a function of parameters at each of them."""
+"""Draws in memory or in a store, read in blocks, and functions of parameters mapped over them."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Part(Mapping[str, Tensor]):
         return found
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of ``part[name]``, without reading it."""
+        """Shape of ``part[name]``, without reading it."""
         return (self.num_chains, self.num_draws, *self._source.shape(name)[2:])
 
     def __getitem__(self, name: str) -> Tensor:
@@ -134,11 +134,11 @@ class Part(Mapping[str, Tensor]):
 
 
 class Headed(Mapping[str, Tensor]):
-    """Draws with another at the head of each chain, which is held once and counts several times.
+    """Draws with another draw at the head of each chain that is stored once and counts several times.
 
     Args:
         head: tensors ``[chains, 1, *shape]`` by name.
-        copies: how often it stands there.
+        copies: how often the head counts.
         rest: the draws after it.
     """
 
@@ -161,7 +161,7 @@ class Headed(Mapping[str, Tensor]):
         return _one_of(self.head, chain, 0, rows) if place < 0 else _one_of(self.rest, chain, place, rows)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of ``draws[name]``, without making it."""
+        """Shape of ``draws[name]``, without building it."""
         return (self.num_chains, self.num_draws, *Stack(self.head).shapes[name])
 
     def select(self, chains: Sequence[int], draws: Sequence[int]) -> Draws:
@@ -193,7 +193,7 @@ def _part_of(source: Draws, chains: Sequence[int], draws: Sequence[int]) -> Draw
 
 
 def _one_of(source: Draws, chain: int, index: int, rows: Rows | None = None) -> Params:
-    """One draw: of a store by its own way, which reads nothing else."""
+    """One draw; from a store nothing else is read."""
     read = getattr(source, "draw", None)
     if read is not None:
         found: Params = read(chain, index, rows)
@@ -220,9 +220,9 @@ def place_of(device: Device, home: torch.device | None, inputs: Any) -> torch.de
     """Where to evaluate a target at draws.
 
     Args:
-        device: what the user asks for, if anything.
+        device: the user's choice, if any.
         home: where the target's own values are. A model on an accelerator is evaluated there.
-        inputs: what it is evaluated at; in all other cases it happens where they are.
+        inputs: what it is evaluated at; in all other cases their device is used.
     """
     if device is not None:
         return torch.device(device)
@@ -232,7 +232,7 @@ def place_of(device: Device, home: torch.device | None, inputs: Any) -> torch.de
 
 
 def device_of(inputs: Any) -> torch.device:
-    """Where inputs are: the device of their first tensor; the CPU, where draws are, when they have none."""
+    """Device of the first tensor of some inputs; the CPU, where draws are, when there is none."""
     return next((t.device for t in tensors_of(inputs)), torch.device("cpu"))
 
 
@@ -247,7 +247,7 @@ def by_chain(values: Tensor, chains: int) -> Tensor:
 
 
 def at_once(shapes: Collection[Sequence[int]], inputs: Any) -> int:
-    """How many draws to work on at once, by what each takes: its parameters, and the widest layer for all inputs.
+    """How many draws to evaluate at once, by the memory of each: its parameters, and the widest layer for all inputs.
 
     Args:
         shapes: of the parameters of a draw.
@@ -261,7 +261,7 @@ def at_once(shapes: Collection[Sequence[int]], inputs: Any) -> int:
 
 
 def batches_of(inputs: Any, size: int | None) -> Iterator[Any]:
-    """Inputs, some rows at a time: every tensor that has as many rows as the first is cut."""
+    """Inputs in batches of rows; every tensor with as many rows as the first is split."""
     if size is None:
         yield inputs
         return
@@ -277,12 +277,12 @@ def batches_of(inputs: Any, size: int | None) -> Iterator[Any]:
 class Mapped:
     """``function(params)`` over a leading dimension of draws, by `torch.func.vmap` where it gives the same.
 
-    Whether it does is found out at the first call. Filters of convolutions are never mapped over: that turns one large
-    convolution into many small ones.
+    The first call tests whether it does. Convolution filters are never mapped over: one large convolution would become
+    many small ones.
 
     Args:
         function: from the parameters of a draw, and further arguments, to a tensor or a dict of tensors.
-        dims: 0 for each further argument that has a leading dimension of draws, too, None for one that has not.
+        dims: for each further argument, 0 if it too has a leading dimension of draws, else None.
     """
 
     def __init__(self, function: Callable[..., Any], dims: tuple[int | None, ...] = (None,)) -> None:

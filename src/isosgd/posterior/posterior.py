@@ -144,10 +144,10 @@ class Posterior:
 
     @torch.no_grad()
     def load_into(self, model: nn.Module, chain: int = 0, index: int = -1) -> None:
-        """Give a model the parameters of a draw, and the buffers that go with it; within DDP or `torch.compile`, too.
+        """Copy the parameters of a draw and its buffers into a model, which may be wrapped by DDP or `torch.compile`.
 
-        A model that is sharded over ranks (`fully_shard`), on any number of them, is given its parts: every rank makes
-        this call, and reads no rows but its own. Sampled scales, which are not the model's, are left out.
+        A model that is sharded over ranks (`fully_shard`), on any number of them, gets its shards: every rank makes
+        this call and reads its own rows only. Sampled scales, which do not belong to the model, are left out.
 
         Args:
             model: the network that was sampled, or another one with parameters of the same names and shapes.
@@ -196,7 +196,7 @@ class Posterior:
         return Posterior(self.target, part.draws, info, self.data, part.buffers, self.starts)
 
     def of_set(self, index: int) -> Posterior:
-        """The chains of one data set, of draws that are of several (see `isosgd.DataSets`)."""
+        """The chains of one of several data sets (see `isosgd.DataSets`)."""
         sets = int(self.info.get("sets", 1))
         if not 0 <= index < sets:
             raise ValueError(f"there is no data set {index!r}; there are {sets}, counted from 0")
@@ -236,19 +236,18 @@ class Posterior:
         return_draws: bool = False,
         device: Device = None,
     ) -> Prediction:
-        """Average the predictions of all draws; running sums are kept, so that memory does not grow with the draws.
+        """Average the predictions of all draws, in running sums: memory does not grow with the number of draws.
 
         Args:
             x: inputs, as the model or the target's ``predict`` takes them, on any device: predictions come back there.
             batch_size: inputs worked on at once; all of them by default.
-            function: a user's ``(model, params, x) -> Tensor[n, ...]``, averaged in place of the target's own
-                prediction; ``model`` is the network at a draw, to be called with inputs, and its outputs are not
-                divided by the `softmax_temperature`. A dict of ``mean`` and ``variance`` counts as normal noise around
-                the mean.
+            function: your own ``(model, params, x) -> Tensor[n, ...]``, averaged instead of the target's prediction.
+                ``model`` is the network at a draw, which you call with inputs; its outputs are not divided by the
+                `softmax_temperature`. A dict of ``mean`` and ``variance`` is taken as normal noise around the mean.
             levels: quantiles of y to find, such as ``(0.025, 0.5, 0.975)``: those of the mixture over draws.
             refresh: batches of training data, or of inputs, over which each draw's BatchNorm statistics are found
                 anew.
-            return_draws: whether to return what each draw says, too.
+            return_draws: also return the prediction of each draw.
             device: where to compute; that of the target's model if it is an accelerator, else that of the inputs, by
                 default. Draws go there some at a time.
 
@@ -302,7 +301,7 @@ class Posterior:
 
     @torch.no_grad()
     def simulate(self, x: Any, *, seed: int = 0, batch_size: int | None = None, device: Device = None) -> Tensor:
-        """Outcomes from the posterior predictive distribution: at each draw one for each input, ``[chains, draws, n]``.
+        """Outcomes from the posterior predictive distribution, one for each input at each draw, ``[chains, draws, n]``.
 
         Args:
             x: inputs, as for `predict`.
@@ -376,7 +375,7 @@ class Posterior:
 
         Args:
             batches: an iterable of batches such as a DataLoader or a list, of data or of inputs alone; or one tuple of
-                tensors, taken as a single batch. It is gone through once for each draw.
+                tensors, taken as a single batch. Each draw makes one pass over it.
             device: where to compute; that of the target's model if it is an accelerator, else that of tensors given as
                 such or in a list, by default.
         """
@@ -399,11 +398,11 @@ class Posterior:
     def densities(
         self, batch: Any, counts: Sequence[int] = (), *, batch_size: int | None = None, device: Device = None
     ) -> Densities:
-        """Log densities of examples under averages over draws, at softmax temperatures where these are of classes.
+        """Log densities of examples under averages over draws; of classes, at each of many softmax temperatures.
 
         Args:
             batch: examples as in the data, for instance ``(x, y)``.
-            counts: draws of each chain, the first ones, that are averaged over; all of them by default.
+            counts: how many draws of each chain, from the first on, to average over; all of them by default.
             batch_size: examples worked on at once; all of them by default.
             device: where to compute, as for `predict`.
         """
@@ -421,16 +420,16 @@ class Posterior:
 
     @property
     def softmax_temperature(self) -> float:
-        """By which the logits of every draw are divided in predictions, where they are of classes; see `calibrated`."""
+        """Divisor of the logits of every draw in predictions of classes; see `calibrated`."""
         return float(self.info.get("softmax_temperature", 1.0))
 
     def at_softmax_temperature(self, temperature: float) -> Posterior:
         """The same draws, with their logits divided by this number in predictions.
 
-        Averages and log likelihoods are of these logits; `summary` and `trust` judge the draws as they were sampled.
+        Averages and log likelihoods use these logits; `summary` and `trust` judge the draws as they were sampled.
 
         Args:
-            temperature: above 1, predictions are less sure; 1 for those of the network as it is.
+            temperature: above 1 for less confident predictions; 1 for those of the network as it is.
         """
         if not isinstance(temperature, int | float) or not (math.isfinite(temperature) and temperature > 0):
             raise ValueError(f"softmax temperature = {temperature!r} must be a positive number; 1 changes nothing")
@@ -443,13 +442,13 @@ class Posterior:
         return Posterior(self.target, self.draws, info, self.data, self.buffers, self.starts)
 
     def calibrated(self, x: Any, y: Any = None, *, batch_size: int | None = None, device: Device = None) -> Posterior:
-        """The same draws at the `softmax_temperature` that suits examples best which no network was trained on.
+        """The same draws at the `softmax_temperature` that predicts held-out examples best.
 
         ``sample(starts=..., held_out=...)`` does that by itself. A few examples change little: those that gain most
-        are left out, and as many unseen ones are taken to have labels at random.
+        are left out, and as many unseen ones are assumed to have random labels.
 
         Args:
-            x: inputs, as for `predict`.
+            x: inputs that no network was trained on, as for `predict`.
             y: their labels; may be left out where ``x`` is a dict that has them.
             batch_size: examples worked on at once; all of them by default.
             device: where to compute, as for `predict`.
@@ -513,7 +512,7 @@ class Posterior:
             )
 
     def _examples(self, x: Any, y: Any, caller: str) -> tuple[Any, Any]:
-        """Inputs, and these with labels as a batch."""
+        """Inputs, and a batch of inputs and labels."""
         view = self.view
         labels = None if view.network is None else view.network.labels
         if y is None:
@@ -526,11 +525,11 @@ class Posterior:
     # ---------------------------------------------------------------- the trained networks that chains began with
 
     def with_starts(self, share: float, starts: Any = None) -> Posterior:
-        """The draws beside the trained networks that chains began with, which have this ``share`` of all predictions.
+        """The draws together with the trained networks that chains began with, which get this ``share`` of predictions.
 
-        The networks stand at the head of each chain, as often as their share takes (``info["from_start"]``), to the
-        nearest whole number; each is held and predicted once. With more than half of it, half of the draws may be left
-        out, evenly, to save time in predictions. `summary` and `trust` judge the chains alone.
+        A network stands at the head of each chain, repeated ``info["from_start"]`` times to give the share, to the
+        nearest whole number; it is stored and evaluated once. With a share of more than half, up to half of the draws
+        are left out, evenly spaced, to save time in predictions. `summary` and `trust` judge the chains alone.
 
         Args:
             share: of the networks in every average, between 0 and 1.
@@ -558,19 +557,17 @@ class Posterior:
         known = {} if starts is not None else dict(enumerate(self.info.get("start_of_chain", ())))  # of merged runs
         chains = self.info.get("chain_indices") or range(self.num_chains)
         own = [known.get(k, k % len(states)) for k in chains]
-        heads = self.start_draws(states)
-        draws, buffers = (
-            Headed({name: head[name][own].to(x) for name, x in first.items()}, copies, rest) if copies else rest
-            for head, rest, first in (
-                (heads.draws, part.draws, part.draw(0, 0)),
-                (heads.buffers, part.buffers, Stack(part.buffers).draw(0, 0) if part.buffers else {}),
-            )
-        )
+        heads, draws, buffers = self.start_draws(states), part.draws, part.buffers
+        if copies:
+            like = part.draw(0, 0)
+            draws = Headed({name: heads.draws[name][own].to(x) for name, x in like.items()}, copies, draws)
+            like = Stack(buffers).draw(0, 0) if buffers else {}
+            buffers = Headed({name: heads.buffers[name][own].to(x) for name, x in like.items()}, copies, buffers)
         info = {**self.info, **_counted(self.info, which), "draws": copies + count, "from_start": copies}
         return Posterior(self.target, draws, info, self.data, buffers, states)
 
     def start_draws(self, starts: Any = None) -> Posterior:
-        """Trained networks as draws, one for each chain. A noise scale that they lack is the one that chains found.
+        """Trained networks as draws, one for each chain. A noise scale that they lack is the one the chains found.
 
         Args:
             starts: trained networks or their state_dicts; those of ``sample(starts=...)`` by default.
@@ -585,10 +582,9 @@ class Posterior:
     def against_start(
         self, x: Any, y: Any = None, *, starts: Any = None, batch_size: int | None = None, device: Device = None
     ) -> Comparison:
-        """Scores of the trained networks that chains began with, and of the average over draws, on new examples.
+        """Scores on new examples: the trained networks that chains began with against the average over draws.
 
-        A noise scale that a start does not have, as a network has none, is the one that the draws found: their
-        geometric mean.
+        Networks have no noise scale of their own; theirs is the geometric mean over the draws.
 
         Args:
             x: inputs that were not trained on, as for `predict`.
@@ -705,12 +701,12 @@ class Posterior:
         Judged by convergence of predictions, by the temperature meter, and by what the warm-up found.
 
         Args:
-            data: the training data, all of them: the temperature is read from gradients at the draws. Those which were
-                sampled by default, where they are at hand.
-            temperature: T that the draws should be at; that which was sampled at by default.
+            data: all training data: the temperature is read from gradients at the draws. By default the data that were
+                sampled, where they are at hand.
+            temperature: the target temperature T; by default that of the run.
             inputs: inputs for the target's ``predict``, where they are not all but the last tensor of the data.
             held_out: examples whose predictions are judged; some of the training data by default. Draws around trained
-                networks are compared with these by them, as `against_start` does.
+                networks are also compared with them on these examples, as by `against_start`.
             rows: examples in each gradient, drawn afresh for every draw; all of them, or as many as are affordable, by
                 default.
             rhat: largest R-hat to believe.
@@ -747,9 +743,9 @@ class Posterior:
         return replace(verdict, opening=self._opening(held_out, device))
 
     def to_arviz(self, data: Any = None, *, parameters: Sequence[str] | None = None, seed: int = 0) -> Any:
-        """The draws as ArviZ takes them: an ``xarray.DataTree``, by ``pip install "isosgd[arviz]"``.
+        """The draws as an ``xarray.DataTree`` for ArviZ (``pip install "isosgd[arviz]"``).
 
-        Groups are ``posterior`` and ``sample_stats`` (temperature, and rates by layer where there are), and with data
+        Groups are ``posterior`` and ``sample_stats`` (temperature, and rates by layer if known), and with data
         ``log_likelihood``, ``observed_data``, ``posterior_predictive`` (under one of `isosgd.likelihoods`, see
         `simulate`), and the mean negative log likelihood as ``loss`` in ``sample_stats``.
 
@@ -762,7 +758,7 @@ class Posterior:
         return to_datatree(self._own(), data, names, seed)
 
     def _opening(self, held_out: Any, device: Device) -> tuple[str, ...]:
-        """Of draws around trained networks: the comparison, where there are examples for it, and the temperature."""
+        """How draws around trained networks compare with these, given examples, and how the temperature was chosen."""
         lines = []
         if self.starts is not None and isinstance(held_out, tuple | list | Mapping) and len(held_out) > 1:
             inputs = self.view.target.inputs_of(held_out)
@@ -782,7 +778,7 @@ class Posterior:
 
 
 def _counted(info: Mapping[str, Any], which: Sequence[int]) -> dict[str, int]:
-    """How many of some draws are networks that a chain began with, and how many of a trial of temperatures."""
+    """Of the selected draws, how many are trained starts and how many come from a trial of temperatures."""
     first = int(info.get("from_start", 0))
     parts = {"from_start": range(first), "from_rung": range(first, first + int(info.get("from_rung", 0)))}
     return {name: sum(i in part for i in which) for name, part in parts.items() if name in info}

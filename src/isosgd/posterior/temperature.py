@@ -1,6 +1,6 @@
 """The temperature that draws are at, read from gradients of the potential at each of them.
 
-Gradients are of all data where that is affordable, of fresh examples where not.
+Gradients use all data where that is affordable, and fresh examples otherwise.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class DrawGradients:
                 yield tree_map(lambda t, index=index: t[index.to(t.device)], self.tensors), rows
 
     def _loaded(self) -> Iterator[tuple[Any, int]]:
-        """Batches of a loader: all of them, or as many as are affordable, going on where the last block ended."""
+        """Batches of a loader: all of them, or as many as are affordable, continuing where the last block ended."""
         if self._full:
             self._batches = iter(self.data)
         seen, started = 0, False
@@ -143,7 +143,7 @@ class DrawGradients:
             yield batch, rows
 
     def _few(self) -> Any:
-        """Examples like those that a draw is evaluated with at once."""
+        """As many examples as a draw is evaluated at in one go."""
         if self.tensors is not None:
             return tree_map(lambda t: t[: min(CHUNK, self.rows)], self.tensors)
         return with_tensors(next(iter(self.data), None))
