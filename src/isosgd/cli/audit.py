@@ -18,7 +18,7 @@ HAS_FINDINGS = 3
 
 
 def add_audit(parser: argparse.ArgumentParser) -> None:
-    """Give a parser the arguments of this command: the fields of a description, with what `Loop` says of them."""
+    """Add the arguments of this command: the fields of `Loop`, with their docstrings as help."""
     said = dict(re.findall(r"^ {8}(\w+): (.+(?:\n {12}.+)*)", Loop.__doc__ or "", re.MULTILINE))
     for field in fields(Loop):
         kind = get_type_hints(Loop)[field.name]

@@ -28,7 +28,7 @@ TRACEBACK = "ISOSGD_TRACEBACK"
 
 
 class Command(NamedTuple):
-    """What ``isosgd --help`` says of a command, what adds its arguments to a parser, and what runs it."""
+    """A command: its line in ``isosgd --help``, what adds its arguments to a parser, and what runs it."""
 
     help: str
     add: Callable[[argparse.ArgumentParser], None]
@@ -96,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_methods(parser: argparse.ArgumentParser) -> None:
-    """Give a parser the arguments of this command."""
+    """Add the arguments of this command."""
     add_json(parser, "methods, with settings and defaults,")
 
 

@@ -44,7 +44,7 @@ UNSETTLED = "the warm-up did not settle"  # the verdict says so, too
 
 
 def add_sample(parser: argparse.ArgumentParser) -> None:
-    """Give a parser the arguments of this command."""
+    """Add the arguments of this command."""
     parser.add_argument("script", metavar="SCRIPT.py:target", help="a script, and the name of the target in it")
     parser.add_argument("--out", metavar="RUN", type=Path, help="folder of the run (default: runs/SCRIPT)")
     parser.add_argument("--method", help="one of `isosgd methods` (%(default)s)")
@@ -123,7 +123,7 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 def add_resume(parser: argparse.ArgumentParser) -> None:
-    """Give a parser the arguments of this command."""
+    """Add the arguments of this command."""
     add_run(parser)
     parser.add_argument("--draws", type=int, help="of each chain, more than before (default: as many as before)")
     parser.add_argument("--budget", type=int, help="of a run with draws 'auto': draws of each chain, at most")
@@ -163,7 +163,7 @@ def run_resume(args: argparse.Namespace) -> int:
 
 
 def add_merge(parser: argparse.ArgumentParser) -> None:
-    """Give a parser the arguments of this command."""
+    """Add the arguments of this command."""
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="folders of the runs")
     parser.add_argument("--out", metavar="OUT", type=Path, required=True, help="folder of the merged run")
     add_json(parser, "chains and draws")
@@ -188,7 +188,7 @@ def run_merge(args: argparse.Namespace) -> int:
 
 
 def add_diagnose(parser: argparse.ArgumentParser) -> None:
-    """Give a parser the arguments of this command."""
+    """Add the arguments of this command."""
     add_run(parser)
     add_damaged(parser)
     parser.add_argument(
@@ -221,7 +221,7 @@ def run_diagnose(args: argparse.Namespace) -> int:
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
-    """Give a parser the arguments of this command."""
+    """Add the arguments of this command."""
     add_run(parser)
     add_damaged(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="HTML file to write (default: RUN/report.html)")
@@ -300,7 +300,7 @@ def draw_and_judge(
 
 
 def _kept(folder: Path) -> str:
-    """What a run that was stopped has, in words."""
+    """A sentence about what a stopped run has kept."""
     if not (folder / MANIFEST).exists():
         return "nothing had been drawn yet. Start it again"
     kept = isosgd.load(folder) if Manifest.begun(folder) else None
@@ -317,7 +317,7 @@ def verdict_of(run: Run, posterior: Posterior) -> Verdict | None:
 
 
 def scores_of(run: Run, posterior: Posterior) -> dict[str, Any]:
-    """Scores on held-out rows of a table, on its training rows where none were held out; of scripts there are none."""
+    """Scores on the held-out rows of a table, else on its training rows; none for scripts."""
     if run.model is None:
         return {}
     rows = some(run.heldout if run.heldout is not None else run.data)

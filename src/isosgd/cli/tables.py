@@ -40,7 +40,7 @@ ROW, FLAGS = "row", ("unlike", "why")  # columns beside those of what is predict
 
 
 def add_fit(parser: argparse.ArgumentParser) -> None:
-    """Give a parser the arguments of this command."""
+    """Add the arguments of this command."""
     parser.add_argument("table", metavar="TABLE", type=Path, help="CSV or Parquet file")
     parser.add_argument("--target", required=True, metavar="COLUMN", help="the column to predict")
     parser.add_argument("--out", metavar="RUN", type=Path, help="folder of the run (default: runs/TABLE-COLUMN)")
@@ -146,7 +146,7 @@ def _longer(args: argparse.Namespace, folder: Path) -> str:
 
 
 def _check(args: argparse.Namespace) -> Any:
-    """Refuse what cannot be meant; the units of hidden layers."""
+    """Check the arguments; returns the units of the hidden layers."""
     if not 0 <= args.holdout < 1:
         raise ValueError(f"--holdout {args.holdout:g} must be at least 0 and below 1")
     if not (math.isfinite(args.effort) and args.effort > 0):
@@ -258,7 +258,7 @@ def _rows(frame: Any, y: Any, classes: list[Any], args: argparse.Namespace) -> A
 
 
 def _heldout(y: Any, share: float, classes: bool, rng: Any) -> Any:
-    """Which rows to hold out: so many of each class, of every class at most all but one."""
+    """Which rows to hold out: the share of each class, but never all rows of a class."""
     out = np.zeros(len(y), bool)
     groups = [np.flatnonzero(y == k) for k in np.unique(y)] if classes else [np.arange(len(y))]
     for group in groups:
@@ -268,7 +268,7 @@ def _heldout(y: Any, share: float, classes: bool, rng: Any) -> Any:
 
 
 def add_predict(parser: argparse.ArgumentParser) -> None:
-    """Give a parser the arguments of this command."""
+    """Add the arguments of this command."""
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run that `isosgd fit` made")
     parser.add_argument(
         "table", metavar="NEW", type=Path, help="CSV or Parquet file with the columns of the fitted one"

@@ -214,7 +214,7 @@ def widened(ends: Limits) -> Limits:
 
 
 def ticks(low: float, high: float, count: float) -> list[tuple[float, str]]:
-    """Round numbers between two ends, about so many."""
+    """About ``count`` round numbers between two ends, with labels."""
     rough = (high - low) / max(count, 2)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
