@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Okabe and Ito's colours: told apart with any colour vision.
-EXACT, SAMPLED, WRONG, POINTS = "#4d4d4d", "#0072b2", "#d55e00", "#9a9a9a"
+EXACT, SAMPLED, POINTS = "#4d4d4d", "#0072b2", "#9a9a9a"
 STYLE: dict[Any, Any] = {
     "font.size": 9.0,
     "axes.titlesize": 10.0,
