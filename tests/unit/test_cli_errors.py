@@ -1,4 +1,4 @@
-"""What goes wrong on the command line: one line that names the value and what would mend it, and no traceback."""
+"""What goes wrong on the command line: one line that names the value and the fix, and no traceback."""
 
 import json
 import shutil
@@ -316,7 +316,7 @@ def test_what_is_not_damaged_is_used_where_that_is_asked_for(run: Path, capsys: 
 
 SCRIPTS = {
     "raises": ("import torch\nraise RuntimeError('no measurements')", "s.py, line 2: RuntimeError: no measurements"),
-    "a wrong key": ("{}['colour']", "s.py, line 1: KeyError: 'colour'; mend the script"),
+    "a wrong key": ("{}['colour']", "s.py, line 1: KeyError: 'colour'; fix the script"),
     "fails in a function": ("def target():\n    return 1 / 0\n", "s.py, line 2: ZeroDivisionError"),
     "no Python": ("def f(:", "SyntaxError: invalid syntax (s.py, line 1)"),
     "ends itself": ("import sys\nsys.exit(5)", "s.py, line 2: SystemExit: 5"),

@@ -170,7 +170,7 @@ def test_several_draws_at_once_and_one_at_a_time_agree(
 
 def test_it_is_done_at_once_where_it_can_be(regression: Posterior, x: Tensor) -> None:
     mapped = Mapped(regression.view.predict)
-    mapped(next(regression._stack.blocks(x)), x)
+    mapped(next(regression._stack.blocks(x))[0], x)
     assert mapped.at_once
 
 
@@ -210,7 +210,7 @@ def test_filters_are_not_mapped_over(generator: torch.Generator) -> None:
     posterior = Posterior(Target.from_module(net, "categorical"), draws_of(net, generator), {})
     images = torch.randn(5, 1, 4, 4, generator=generator)
     mapped = Mapped(posterior.view.predict)
-    mapped(next(posterior._stack.blocks(images)), images)
+    mapped(next(posterior._stack.blocks(images))[0], images)
     assert mapped.at_once is False
     assert posterior.predict(images, batch_size=2).mean.shape == (5, 3)
 
@@ -239,7 +239,7 @@ def test_quantiles_from_returned_draws_are_the_same(regression: Posterior, x: Te
     later = regression.predict(x, return_draws=True)
     for one, other in zip(asked.interval(0.8), later.interval(0.8), strict=True):
         torch.testing.assert_close(one, other)
-    with pytest.raises(ValueError, match=r"not asked for.*return_draws=True"):
+    with pytest.raises(ValueError, match=r"not requested.*return_draws=True"):
         asked.interval(0.5)
 
 

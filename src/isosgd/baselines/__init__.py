@@ -1,4 +1,4 @@
-"""Methods that yield the same draws as samplers, but not of the posterior: each says of what."""
+"""Baselines: they return draws like samplers do, but not from the posterior; each documents what it targets."""
 
 from isosgd.baselines.base import Baseline
 from isosgd.baselines.ensemble import Ensemble

@@ -107,7 +107,7 @@ class Training:
         self.bar.advance(self.label + stage, self.chains.count)
 
     def train(self, steps: int, lr: float, gradient: Callable[[], None] | None = None) -> None:
-        """Optimise with Adam and a cosine schedule, with gradients of one's own if given."""
+        """Optimise with Adam and a cosine schedule; ``gradient`` replaces the minibatch gradient."""
         adam = torch.optim.Adam(self.chains.leaves, lr=lr, foreach=True)
         for step in range(steps):
             (gradient or self.gradient)()
@@ -141,7 +141,7 @@ class Training:
         return rates
 
     def run_sgd(self, steps: int, rates: Tensor, schedule: Callable[[int], float] | None = None) -> None:
-        """Steps of plain SGD at ``rates [chains]``, times what a schedule says of each step."""
+        """Steps of plain SGD at ``rates [chains]``, times the factor of a schedule at each step."""
         sampler, self.rates = self.chains.sampler, rates
         for step in range(steps):
             if step == 0 or schedule is not None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from isosgd.baselines.base import Baseline, Start, Training, TrainingPlan
 from isosgd.target import Params, Target
@@ -38,36 +36,28 @@ class Ensemble(Baseline):
     def starts(self, target: Target, seed: int) -> Start | None:
         if target.module is None:
             return None
-        module = target.module._module
+        module = copy.deepcopy(target.module._module)
         names = {name for name, _ in module.named_parameters()}
-        return _Fresh(module, {name: x for name, x in target.initial().items() if name in names}, seed)
+        first = {name: x.detach() for name, x in target.initial().items() if name in names}
+        devices = list({p.device for p in first.values() if p.device.type == "cuda"})
+
+        def fresh(member: int) -> Params:
+            """Initial weights of a member, reproducible by its number."""
+            word = int(np.random.SeedSequence((seed, member)).generate_state(1, np.uint32)[0])
+            with torch.random.fork_rng(devices=devices), torch.no_grad():
+                torch.manual_seed(word)
+                found = {name: x.flatten()[torch.randperm(x.numel(), device=x.device)].view_as(x)
+                         for name, x in first.items()}  # fmt: skip
+                for prefix, layer in module.named_modules():
+                    reset = getattr(layer, "reset_parameters", None)
+                    if callable(reset) and any(True for _ in layer.parameters(recurse=False)):
+                        reset()
+                        own = layer.named_parameters(prefix, recurse=False)
+                        found.update({name: p.detach().clone() for name, p in own if name in found})
+            return found
+
+        return fresh
 
     def run(self, training: Training, plan: TrainingPlan) -> list[Params]:
         training.train(plan.training, self.train_lr)
         return [training.chains.natural()]
-
-
-class _Fresh:
-    """Initial weights of each member, reproducible by its number."""
-
-    def __init__(self, module: nn.Module, values: Params, seed: int) -> None:
-        self._module, self._seed = copy.deepcopy(module), seed
-        self._first = {name: x.detach() for name, x in values.items()}
-
-    def __call__(self, member: int) -> Params:
-        word = int(np.random.SeedSequence((self._seed, member)).generate_state(1, np.uint32)[0])
-        devices = {p.device for p in self._first.values() if p.device.type == "cuda"}
-        with torch.random.fork_rng(devices=list(devices)), torch.no_grad():
-            torch.manual_seed(word)
-            found = {name: _shuffled(value) for name, value in self._first.items()}
-            for prefix, layer in self._module.named_modules():
-                reset: Callable[[], None] | None = getattr(layer, "reset_parameters", None)
-                if callable(reset) and any(True for _ in layer.parameters(recurse=False)):
-                    reset()
-                    own = layer.named_parameters(prefix, recurse=False)
-                    found.update({name: p.detach().clone() for name, p in own if name in found})
-        return found
-
-
-def _shuffled(x: Tensor) -> Tensor:
-    return x.flatten()[torch.randperm(x.numel(), device=x.device)].view_as(x)

@@ -248,7 +248,7 @@ def with_statistics(
 
 
 def _in_batches(data: Any, transform: Transform | None) -> Any:
-    """Data in batches of about the same size, transformed anew whenever they are gone through."""
+    """Data in batches of about the same size, transformed anew in every pass."""
     tensors = as_tensors(data)
     found = data
     if tensors is not None:

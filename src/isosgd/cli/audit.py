@@ -18,12 +18,7 @@ HAS_FINDINGS = 3
 
 
 def add_audit(parser: argparse.ArgumentParser) -> None:
-    """Give a parser the arguments of this command: the fields of a description, with what `Loop` says of them."""
-    parser.description = (
-        "State the tempered posterior that a sampling loop targets, and what is wrong with it. Exit status: 0 if "
-        "nothing is wrong, 3 if there are findings, 2 for wrong usage."
-    )
-    parser.epilog = "example: isosgd audit --noise 0.0447 --lr 1e-3 --loss mean --num-data 60000 --weight-decay 5e-4"
+    """Add the arguments of this command: the fields of `Loop`, with their docstrings as help."""
     said = dict(re.findall(r"^ {8}(\w+): (.+(?:\n {12}.+)*)", Loop.__doc__ or "", re.MULTILINE))
     for field in fields(Loop):
         kind = get_type_hints(Loop)[field.name]
@@ -40,7 +35,11 @@ def add_audit(parser: argparse.ArgumentParser) -> None:
 
 
 def run_audit(args: argparse.Namespace) -> int:
-    """Judge the description and print the verdict."""
+    """State the tempered posterior that a sampling loop targets, and what is wrong with it. Exit status: 0 if
+    nothing is wrong, 3 if there are findings, 2 for wrong usage.
+
+    example: isosgd audit --noise 0.0447 --lr 1e-3 --loss mean --num-data 60000 --weight-decay 5e-4
+    """
     given = {name: value for name, value in vars(args).items() if name in Loop.__dataclass_fields__}
     try:
         found = audit(**{name: value for name, value in given.items() if value is not None})

@@ -28,7 +28,7 @@ USUAL: dict[str, Any] = {
     "method": "isgd", "draws": 100, "chains": 4, "batch_size": None, "keep_every": "auto", "warmup": "auto",
     "temperature": 1.0, "seed": 0, "store_dtype": None, "budget": None,
 }  # fmt: skip
-"""Settings of ``isosgd sample`` where nothing is said."""
+"""Defaults of ``isosgd sample``."""
 NOTED = {"target": "y", "source": "Python", "command": "", "longer": ""}  # of a table, and what to take for them
 SEED = 0  # of torch when a script is run, so that a network it makes is the same again when its run is resumed
 
@@ -78,11 +78,11 @@ class Run:
         )  # fmt: skip
 
     def scored(self) -> Subject:
-        """The subject, with how sure the estimator's averages are made."""
+        """The subject, with the softmax temperature of the estimator's averages."""
         return replace(self.subject, softmax_temperature=getattr(self.model, "softmax_temperature_", 1.0))
 
     def commands(self) -> list[str]:
-        """What to run to have the draws again; empty where a command line cannot say it."""
+        """Commands that give the draws again; empty where a command line cannot express the settings."""
         if Manifest.read(self.folder).parts:
             return []
         if not self.command:
@@ -96,7 +96,7 @@ class Run:
         return [self.command, *(more if draws != begun else [])]
 
     def longer(self, posterior: Posterior) -> str:
-        """The command that runs longer: more draws, where the warm-up has settled; else a new run with a longer one."""
+        """The command that runs longer: with more draws where the warm-up has settled, else with a longer warm-up."""
         settings, _ = settings_of(self.folder)
         settled = all(report.get("settled", True) for report in posterior.info.get("warmup", []))
         if settings.get("method") not in METHODS or (self.subject.longer and not settled):
@@ -191,7 +191,7 @@ def shown(command: str) -> str:
 
 
 def command_of(place: str, folder: Path) -> str:
-    """The command that samples a script again with the settings of a run; empty where a command line cannot say it."""
+    """The command that repeats the run of a script; empty where a command line cannot express its settings."""
     settings, opaque = settings_of(folder)
     if opaque:
         return ""
@@ -252,7 +252,7 @@ def run_of_script(folder: Path, place: str) -> Run:
         spec.loader.exec_module(module)
         target, data, heldout = (_made(getattr(module, what, None)) for what in (name, "data", "heldout"))
     except (Exception, SystemExit) as error:  # whatever a user's code may raise
-        raise ValueError(f"{_where(path, error)}: {first_line(error)}; mend the script") from error
+        raise ValueError(f"{_where(path, error)}: {first_line(error)}; fix the script") from error
     finally:
         sys.path.remove(str(path.resolve().parent))
     if not isinstance(target, Target):

@@ -1,15 +1,17 @@
 """The command line: ``isosgd COMMAND``. `tables` has fit and predict, `runs` the commands for all runs.
 
-A command adds its description, an example (``epilog``) and its arguments to a parser, and returns an exit code. What a
-user can fix is raised as ``ValueError``, ``TypeError`` or ``OSError``, printed here, and ends with 1.
+A command is a function that adds its arguments to a parser, and one that runs it and returns an exit code. The
+docstring of the second is what ``--help`` shows; its last paragraph is an example. What a user can fix is raised as
+``ValueError``, ``TypeError`` or ``OSError``; it is printed here and ends with 1.
 
-Exit codes: 0 when it went well, 1 when it did not, 2 when it was asked wrongly, 130 when Ctrl-C ended it.
+Exit codes: 0 for success, 1 for an error, 2 for wrong usage, 130 when Ctrl-C ended it.
 """
 
 from __future__ import annotations
 
 import argparse
 import errno
+import inspect
 import os
 import shlex
 import sys
@@ -26,7 +28,7 @@ TRACEBACK = "ISOSGD_TRACEBACK"
 
 
 class Command(NamedTuple):
-    """What ``isosgd --help`` says of a command, what adds its arguments to a parser, and what runs it."""
+    """A command: its line in ``isosgd --help``, what adds its arguments to a parser, and what runs it."""
 
     help: str
     add: Callable[[argparse.ArgumentParser], None]
@@ -59,10 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _message(error: Exception, args: argparse.Namespace) -> str:
-    """What went wrong, in a line or two, and what would mend it where that is known."""
+    """What went wrong, in a line or two, and the fix where it is known."""
     if isinstance(error, DamagedError) and hasattr(args, "run"):
-        mend = "--drop-damaged does without its draws" if hasattr(args, "drop_damaged") else "put back a copy of it"
-        return f"{args.run}: {error}; {mend}"
+        fix = "--drop-damaged does without its draws" if hasattr(args, "drop_damaged") else "put back a copy of it"
+        return f"{args.run}: {error}; {fix}"
     if isinstance(error, OSError) and error.strerror:
         kinds = {
             errno.ENOENT: "there is no such file or folder",
@@ -88,19 +90,21 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("demo", help="sample posteriors that are known, and two real data sets", add_help=False)
     for name, command in COMMANDS.items():
-        command.add(commands.add_parser(name, help=command.help))
+        description, _, example = (inspect.getdoc(command.run) or "").rpartition("\n\n")
+        command.add(commands.add_parser(name, help=command.help, description=description, epilog=example))
     return top
 
 
 def add_methods(parser: argparse.ArgumentParser) -> None:
-    """Give a parser the arguments of this command."""
-    parser.description = "List every method that `isosgd sample --method` takes, with what it targets."
-    parser.epilog = "example: isosgd methods --json"
+    """Add the arguments of this command."""
     add_json(parser, "methods, with settings and defaults,")
 
 
 def run_methods(args: argparse.Namespace) -> int:
-    """Print the list."""
+    """List every method that `isosgd sample --method` takes, with what it targets.
+
+    example: isosgd methods --json
+    """
     rows = isosgd.methods()
     if args.json:
         print_json(rows)

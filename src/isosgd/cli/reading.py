@@ -77,7 +77,7 @@ def _is_parquet(path: Path) -> bool:
 
 
 def _with_words(path: Path, column: Any, decimal: str) -> tuple[Any, list[str]]:
-    """A column of text with words that stand for missing values elsewhere, such as "None", and remarks about them."""
+    """A text column in which words that mean missing elsewhere, such as "None", are kept, and remarks about them."""
     from pandas.api import types
 
     text = types.is_object_dtype(column) or types.is_string_dtype(column)

@@ -44,14 +44,7 @@ UNSETTLED = "the warm-up did not settle"  # the verdict says so, too
 
 
 def add_sample(parser: argparse.ArgumentParser) -> None:
-    """Give a parser the arguments of this command."""
-    parser.description = (
-        "Run a Python script and sample the isosgd.Target of that name in it, or that a function of that name "
-        "returns. The script's `data` (a tuple of tensors, a DataLoader, or a function that makes one) is sampled "
-        "with; `heldout`, in the same form, is for the report, and `init` is where chains start. torch is seeded "
-        "before the script runs, so that a network it makes is the same when the run is resumed."
-    )
-    parser.epilog = "example: isosgd sample model.py:target --out runs/model --chains 4"
+    """Add the arguments of this command."""
     parser.add_argument("script", metavar="SCRIPT.py:target", help="a script, and the name of the target in it")
     parser.add_argument("--out", metavar="RUN", type=Path, help="folder of the run (default: runs/SCRIPT)")
     parser.add_argument("--method", help="one of `isosgd methods` (%(default)s)")
@@ -82,7 +75,13 @@ def add_sample(parser: argparse.ArgumentParser) -> None:
 
 
 def run_sample(args: argparse.Namespace) -> int:
-    """Sample."""
+    """Run a Python script and sample the isosgd.Target of that name in it, or that a function of that name
+    returns. The script's `data` (a tuple of tensors, a DataLoader, or a function that makes one) is sampled
+    with; `heldout`, in the same form, is for the report, and `init` is where chains start. torch is seeded
+    before the script runs, so that a network it makes is the same when the run is resumed.
+
+    example: isosgd sample model.py:target --out runs/model --chains 4
+    """
     check_seed(args.seed)
     use_machine(args.threads, args.device)
     folder = args.out or Path("runs") / split_place(args.script)[0].stem
@@ -124,13 +123,7 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 def add_resume(parser: argparse.ArgumentParser) -> None:
-    """Give a parser the arguments of this command."""
-    parser.description = (
-        "Go on with a run where it was stopped, with the settings it was begun with. On a CPU its draws are those of a "
-        "run that was never stopped, bit for bit. A run that is complete is left as it is, unless --draws or --budget "
-        "ask for more than it has: then it goes on from where it ended."
-    )
-    parser.epilog = "examples: isosgd resume runs/houses; isosgd resume runs/houses --draws 400"
+    """Add the arguments of this command."""
     add_run(parser)
     parser.add_argument("--draws", type=int, help="of each chain, more than before (default: as many as before)")
     parser.add_argument("--budget", type=int, help="of a run with draws 'auto': draws of each chain, at most")
@@ -140,7 +133,12 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
 
 
 def run_resume(args: argparse.Namespace) -> int:
-    """Go on."""
+    """Go on with a run where it was stopped, with the settings it was begun with. On a CPU its draws are those
+    of a run that was never stopped, bit for bit. A run that is complete is left as it is, unless --draws or
+    --budget ask for more than it has: then it goes on from where it ended.
+
+    examples: isosgd resume runs/houses; isosgd resume runs/houses --draws 400
+    """
     found = open_run(args.run, args.script)
     if not (args.run / MANIFEST).exists():
         raise ValueError(f"{args.run} has no {MANIFEST}: the run was stopped before it began; start it again")
@@ -165,19 +163,18 @@ def run_resume(args: argparse.Namespace) -> int:
 
 
 def add_merge(parser: argparse.ArgumentParser) -> None:
-    """Give a parser the arguments of this command."""
-    parser.description = (
-        "Make one run of several that sampled the same target and data with other seeds, such as those of an array "
-        "job. Draws are copied; diagnose, report, predict and resume then work on all chains."
-    )
-    parser.epilog = "example: isosgd merge runs/houses-* --out runs/houses"
+    """Add the arguments of this command."""
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="folders of the runs")
     parser.add_argument("--out", metavar="OUT", type=Path, required=True, help="folder of the merged run")
     add_json(parser, "chains and draws")
 
 
 def run_merge(args: argparse.Namespace) -> int:
-    """Merge."""
+    """Make one run of several that sampled the same target and data with other seeds, such as those of an array
+    job. Draws are copied; diagnose, report, predict and resume then work on all chains.
+
+    example: isosgd merge runs/houses-* --out runs/houses
+    """
     check_folder(args.out)
     with gathered_warnings() as warned:
         found = isosgd.merge(args.runs, args.out)
@@ -191,13 +188,7 @@ def run_merge(args: argparse.Namespace) -> int:
 
 
 def add_diagnose(parser: argparse.ArgumentParser) -> None:
-    """Give a parser the arguments of this command."""
-    parser.description = (
-        "Say whether to trust the draws of a run, to run longer, or that it samples something else: R-hat and "
-        "effective draws of predictions, and the temperature of the draws by layer. Unfinished runs are judged by "
-        "what is there."
-    )
-    parser.epilog = "example: isosgd diagnose runs/houses --json"
+    """Add the arguments of this command."""
     add_run(parser)
     add_damaged(parser)
     parser.add_argument(
@@ -207,7 +198,12 @@ def add_diagnose(parser: argparse.ArgumentParser) -> None:
 
 
 def run_diagnose(args: argparse.Namespace) -> int:
-    """Judge."""
+    """Say whether to trust the draws of a run, to run longer, or that it samples something else: R-hat and
+    effective draws of predictions, and the temperature of the draws by layer. Unfinished runs are judged by what
+    is there.
+
+    example: isosgd diagnose runs/houses --json
+    """
     found = open_run(args.run, args.script, args.drop_damaged)
     posterior = found.posterior()
     summary = posterior.summary(found.heldout if found.heldout is not None else found.data)
@@ -225,12 +221,7 @@ def run_diagnose(args: argparse.Namespace) -> int:
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
-    """Give a parser the arguments of this command."""
-    parser.description = (
-        "Write one HTML file that needs nothing else: the verdict first, then predictions on held-out rows, traces and "
-        "ranks of the chains, R-hat and effective draws, temperature and rates by layer, settings and versions."
-    )
-    parser.epilog = "example: isosgd report runs/houses --out houses.html"
+    """Add the arguments of this command."""
     add_run(parser)
     add_damaged(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="HTML file to write (default: RUN/report.html)")
@@ -238,7 +229,11 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    """Write it."""
+    """Write one HTML file that needs nothing else: the verdict first, then predictions on held-out rows, traces
+    and ranks of the chains, R-hat and effective draws, temperature and rates by layer, settings and versions.
+
+    example: isosgd report runs/houses --out houses.html
+    """
     check_file(args.out)
     found = open_run(args.run, args.script, args.drop_damaged)
     page = found.report(args.out)
@@ -305,7 +300,7 @@ def draw_and_judge(
 
 
 def _kept(folder: Path) -> str:
-    """What a run that was stopped has, in words."""
+    """A sentence about what a stopped run has kept."""
     if not (folder / MANIFEST).exists():
         return "nothing had been drawn yet. Start it again"
     kept = isosgd.load(folder) if Manifest.begun(folder) else None
@@ -322,7 +317,7 @@ def verdict_of(run: Run, posterior: Posterior) -> Verdict | None:
 
 
 def scores_of(run: Run, posterior: Posterior) -> dict[str, Any]:
-    """Scores on held-out rows of a table, on its training rows where none were held out; of scripts there are none."""
+    """Scores on the held-out rows of a table, else on its training rows; none for scripts."""
     if run.model is None:
         return {}
     rows = some(run.heldout if run.heldout is not None else run.data)

@@ -40,15 +40,7 @@ ROW, FLAGS = "row", ("unlike", "why")  # columns beside those of what is predict
 
 
 def add_fit(parser: argparse.ArgumentParser) -> None:
-    """Give a parser the arguments of this command."""
-    parser.description = (
-        "Fit a Bayesian network to a table: isosgd.sklearn.BayesianMLPRegressor or BayesianMLPClassifier. Numbers are "
-        "standardised, categories become indicators, missing values are filled and marked, dates become days; nothing "
-        "needs to be tuned. A tenth of the rows is held out, so that the report can say how good the predictions are. "
-        "RUN then holds the draws, the estimator (isosgd.sklearn.load reads it), the rows in standard units, and "
-        'report.html. Needs pip install "isosgd[tables]".'
-    )
-    parser.epilog = "example: isosgd fit houses.csv --target price --out runs/houses"
+    """Add the arguments of this command."""
     parser.add_argument("table", metavar="TABLE", type=Path, help="CSV or Parquet file")
     parser.add_argument("--target", required=True, metavar="COLUMN", help="the column to predict")
     parser.add_argument("--out", metavar="RUN", type=Path, help="folder of the run (default: runs/TABLE-COLUMN)")
@@ -87,7 +79,14 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
 
 
 def run_fit(args: argparse.Namespace) -> int:
-    """Read the table, fit, judge, report."""
+    """Fit a Bayesian network to a table: isosgd.sklearn.BayesianMLPRegressor or BayesianMLPClassifier. Numbers
+    are standardised, categories become indicators, missing values are filled and marked, dates become days;
+    nothing needs to be tuned. A tenth of the rows is held out, so that the report can say how good the
+    predictions are. RUN then holds the draws, the estimator (isosgd.sklearn.load reads it), the rows in standard
+    units, and report.html. Needs pip install "isosgd[tables]".
+
+    example: isosgd fit houses.csv --target price --out runs/houses
+    """
     hidden = _check(args)
     use_machine(args.threads, args.device)
     folder = args.out or Path("runs") / f"{args.table.stem}-{args.target}".replace("/", "-").replace(" ", "-")
@@ -147,7 +146,7 @@ def _longer(args: argparse.Namespace, folder: Path) -> str:
 
 
 def _check(args: argparse.Namespace) -> Any:
-    """Refuse what cannot be meant; the units of hidden layers."""
+    """Check the arguments; returns the units of the hidden layers."""
     if not 0 <= args.holdout < 1:
         raise ValueError(f"--holdout {args.holdout:g} must be at least 0 and below 1")
     if not (math.isfinite(args.effort) and args.effort > 0):
@@ -259,7 +258,7 @@ def _rows(frame: Any, y: Any, classes: list[Any], args: argparse.Namespace) -> A
 
 
 def _heldout(y: Any, share: float, classes: bool, rng: Any) -> Any:
-    """Which rows to hold out: so many of each class, of every class at most all but one."""
+    """Which rows to hold out: the share of each class, but never all rows of a class."""
     out = np.zeros(len(y), bool)
     groups = [np.flatnonzero(y == k) for k in np.unique(y)] if classes else [np.arange(len(y))]
     for group in groups:
@@ -269,13 +268,7 @@ def _heldout(y: Any, share: float, classes: bool, rng: Any) -> Any:
 
 
 def add_predict(parser: argparse.ArgumentParser) -> None:
-    """Give a parser the arguments of this command."""
-    parser.description = (
-        "Predict the rows of a table with the draws of a run that `isosgd fit` made. A regression gives mean, standard "
-        "deviation and the ends of an interval; a classification gives the likeliest class, the probability of each, "
-        "and the entropy. Rows unlike the training data are flagged, and why."
-    )
-    parser.epilog = "example: isosgd predict runs/houses new.csv --out predictions.csv"
+    """Add the arguments of this command."""
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run that `isosgd fit` made")
     parser.add_argument(
         "table", metavar="NEW", type=Path, help="CSV or Parquet file with the columns of the fitted one"
@@ -288,7 +281,12 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
 
 
 def run_predict(args: argparse.Namespace) -> int:
-    """Predict."""
+    """Predict the rows of a table with the draws of a run that `isosgd fit` made. A regression gives mean,
+    standard deviation and the ends of an interval; a classification gives the likeliest class, the probability
+    of each, and the entropy. Rows unlike the training data are flagged, and why.
+
+    example: isosgd predict runs/houses new.csv --out predictions.csv
+    """
     args.to_stdout = args.out is None
     check_file(args.out)
     if not 0 < args.level < 1:

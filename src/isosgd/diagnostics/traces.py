@@ -1,7 +1,7 @@
-"""R-hat and effective numbers of draws for many traces at once, with numpy and torch only, which sampling needs.
+"""R-hat and effective numbers of draws for many traces at once. `sample` needs them, so they use numpy and torch only.
 
 A trace is a number followed over the draws of several chains, such as a held-out prediction. Arrays are ``[chains,
-draws, ...]``, results have the shape of the rest. The estimators are those of arviz-stats and Stan, to rounding.
+draws, ...]``; results have the shape of the rest. The estimators are those of arviz-stats and Stan, up to rounding.
 
 References:
     Vehtari, Gelman, Simpson, Carpenter and Bürkner (2021), Rank-normalization, folding, and localization: an improved
@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -74,9 +75,9 @@ def ess(traces: Any, kind: Kind = "bulk") -> Array:
         >>> bool(1500 < found[0] < 2600), bool(60 < found[1] < 160)
         (True, True)
     """
-    if kind not in _ESS:
-        raise ValueError(f"kind = {kind!r} must be one of {', '.join(map(repr, _ESS))}")
-    return _each(_ESS[kind], traces)
+    if kind not in get_args(Kind):
+        raise ValueError(f"kind = {kind!r} must be one of {', '.join(map(repr, get_args(Kind)))}")
+    return _each(partial(_ess, kind=kind), traces)
 
 
 def integrated_time(traces: Any) -> Array:
@@ -255,23 +256,11 @@ def _time(x: Array) -> Array:
     return np.where(moves, np.maximum(time, 1 / np.log10(chains * draws)), 1.0)
 
 
-def _ess(x: Array) -> Array:
-    found: Array = x.shape[1] * x.shape[2] / _time(x)
+def _ess(x: Array, kind: Kind) -> Array:
+    if kind == "tail":
+        ends = np.quantile(x, (TAIL, 1 - TAIL), axis=(1, 2), keepdims=True)
+        found: Array = np.min([_ess((x <= end).astype(np.float64), "mean") for end in ends], 0)
+        return found
+    halves = _halves(x)
+    found = halves.shape[1] * halves.shape[2] / _time(_normal_scores(halves) if kind == "bulk" else halves)
     return found
-
-
-def _bulk(x: Array) -> Array:
-    return _ess(_normal_scores(_halves(x)))
-
-
-def _tail(x: Array) -> Array:
-    ends = np.quantile(x, (TAIL, 1 - TAIL), axis=(1, 2), keepdims=True)
-    low, high = (_ess(_halves((x <= end).astype(np.float64))) for end in ends)
-    return np.minimum(low, high)
-
-
-def _mean(x: Array) -> Array:
-    return _ess(_halves(x))
-
-
-_ESS: dict[str, Callable[[Array], Array]] = {"bulk": _bulk, "tail": _tail, "mean": _mean}

@@ -139,7 +139,7 @@ def judge(
 
 
 def threshold(tests: int, effective: float) -> float:
-    """Standard errors that one of so many tests may be off by chance.
+    """How many standard errors the worst of this many tests may be off by chance.
 
     At one false alarm in a thousand verdicts; larger for standard errors from few effective draws (Student's t, by its
     expansion).

@@ -1,12 +1,12 @@
-"""Softmax temperatures: how sure predictions of classes are, set by examples that were not trained on.
+"""Softmax temperatures: the confidence of class predictions, set on held-out examples.
 
-Logits of every draw are divided by one number, so that the average over draws suits the examples best (Guo, Pleiss, Sun
-and Weinberger, 2017, for one network). It does not change what is sampled: the temperature of a density is another
-thing.
+The logits of every draw are divided by one number, chosen so that the average over draws predicts the examples best
+(Guo, Pleiss, Sun and Weinberger, 2017, for one network). That does not change what is sampled: the temperature of a
+density is another quantity.
 
-Where no examples were left out, those that were trained on are predicted without themselves (`leave_one_out`), and the
-logarithm of the average is divided (`sharpened`): an average over a wide posterior is less sure than its draws, which
-their own logits can hardly make up for (Rahaman and Thiery, 2021).
+Without held-out examples, each training example is predicted as if it had been left out (`leave_one_out`), and the
+logarithm of the average is divided (`sharpened`): an average over a wide posterior is less confident than its draws,
+which scaling their logits hardly corrects (Rahaman and Thiery, 2021).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from isosgd.target.likelihoods import Bernoulli, Categorical, Likelihood
 
 # From .61 to 12 a tenth apart; what lies outside is rare.
 TEMPERATURES = tuple(math.exp(k / 10) for k in (-25, -20, -15, -10, *range(-5, 26), 30, 35, 40, 45, 50))
-AVERAGES = tuple(math.exp(k / 20) for k in sorted(range(-50, 51), key=abs))  # of averages; of equals the nearest to 1
-FEW = 2  # examples that may look better by chance, as those do of which a network was sure and wrong
-UNSEEN = 1  # examples with labels at random, beside those that are left out one by one
+AVERAGES = tuple(math.exp(k / 20) for k in sorted(range(-50, 51), key=abs))  # of averages; ties go to the nearest to 1
+FEW = 2  # examples that may look better by chance, such as those that a network got wrong with confidence
+UNSEEN = 1  # examples with random labels, in addition to those that are left out one by one
 
 
 def can_be_scaled(likelihood: object) -> bool:
@@ -87,10 +87,10 @@ class Densities:
         return Densities(self.values[only], self.random[only], (1.0,))
 
     def unlikely(self, index: int, gain: Tensor) -> float:
-        """What speaks against a temperature, for log densities that ``gain`` so much beside those of temperature 1.
+        """Penalty of a temperature whose log densities exceed those of temperature 1 by ``gain``.
 
-        The `FEW` examples that gain most gain nothing, and as many more, which nobody has seen, have labels at random.
-        Without it some dozens of examples, all of them right, would make a network as sure as can be.
+        The gains of the `FEW` examples that gain most do not count, and as many unseen examples have random labels.
+        Otherwise a few dozen examples, all of them right, would make a network fully confident.
         """
         most = gain.topk(min(FEW, len(gain))).values.clamp_min(0).sum()
         return float(most) - FEW * min(0.0, float(self.random[index] - self.random[self.one]))
@@ -121,7 +121,7 @@ def averaged(blocks: Iterable[Tensor], temperatures: tuple[float, ...], counts: 
 
 
 def best_temperature(found: Densities) -> int:
-    """Index of the softmax temperature that suits the examples best, under the first of the averages.
+    """Index of the softmax temperature that predicts the examples best, under the first of the averages.
 
     Example:
         >>> from isosgd.posterior.calibration import TEMPERATURES
@@ -144,11 +144,11 @@ def best_temperature(found: Densities) -> int:
 
 
 def leave_one_out(probabilities: Tensor, y: Tensor) -> Tensor:
-    """Log probabilities ``[n, classes]`` of each example by draws of a posterior that has not seen it.
+    """Log probabilities ``[n, classes]`` of each example under a posterior that has not seen it.
 
-    They are those of a posterior that has, ``[draws, n, classes]``, with weights of one over the likelihood of the
-    example. None is above the root of their number over the mean likelihood, so that a draw which is sure of another
-    class is one among many.
+    The draws of a posterior that has, ``[draws, n, classes]``, are weighted by one over the likelihood of the example.
+    Weights are capped at the root of the number of draws over the mean likelihood, so that a draw that is confident of
+    another class does not dominate.
 
     Example:
         >>> said = torch.tensor([[0.9, 0.1], [0.6, 0.4]]).unsqueeze(1)  # two draws of one example, of the first class
@@ -163,7 +163,7 @@ def leave_one_out(probabilities: Tensor, y: Tensor) -> Tensor:
 
 
 def sharpened(probabilities: Tensor, temperature: float) -> Tensor:
-    """Probabilities ``[..., classes]`` whose logarithms are divided by a softmax temperature; below 1 they are surer.
+    """Probabilities ``[..., classes]`` with logarithms divided by a softmax temperature; below 1 is more confident.
 
     Example:
         >>> sharpened(torch.tensor([0.8, 0.2]), 0.5)
@@ -176,10 +176,10 @@ def sharpened(probabilities: Tensor, temperature: float) -> Tensor:
 
 
 def sharpest(logs: Tensor, y: Tensor) -> float:
-    """The softmax temperature that suits averages best, given their logarithms ``[n, classes]`` and labels.
+    """The softmax temperature under which averages predict best, given their logarithms ``[n, classes]`` and labels.
 
-    Against temperatures below 1 speak `UNSEEN` more examples, with labels at random: some dozens of examples, all of
-    them right, must not make an average as sure as can be.
+    `UNSEEN` further examples with random labels penalise temperatures below 1: a few dozen examples, all of them right,
+    must not make an average fully confident.
 
     Example:
         >>> logs = torch.tensor([[0.7, 0.3]]).log()  # of examples of which nine in ten are of the first class
@@ -198,7 +198,7 @@ def sharpest(logs: Tensor, y: Tensor) -> float:
 
 
 def warn_of_end(temperature: float) -> None:
-    """Warn of a softmax temperature that is the last of those that are tried."""
+    """Warn of a softmax temperature at the end of the grid."""
     low, high = TEMPERATURES[0], TEMPERATURES[-1]
     if temperature in (low, high):
         size = "small" if temperature == low else "large"

@@ -52,16 +52,16 @@ class Comparison:
         start: scores of the start; of several networks, those of their ensemble.
         single: mean scores of one network, where there are several.
         average: scores of the average over all draws.
-        difference: mean over examples of the NLL of the average less that of the start; negative is better.
+        difference: mean difference in NLL, average minus start; negative is better.
         standard_error: of ``difference``, over examples.
         examples: number of examples.
         starts: number of networks.
         draws: number of draws.
         curve: NLL of ensembles of 1, 2, ... of the networks.
-        worth: how many of the networks an ensemble needs for the NLL of the average, linear in 1/k between whole
-            numbers k: 0 where one network is better, and all of them where the average is at least as good as all. None
-            with one network.
-        density: whether y has a density, of which an NLL has no zero.
+        worth: how many networks an ensemble needs to reach the NLL of the average, linear in 1/k between whole numbers
+            k: 0 where one network is better, and the number of networks where the average is at least as good as all of
+            them. None with one network.
+        density: whether y has a density; its NLL then has no natural zero.
     """
 
     start: Scores
@@ -188,7 +188,7 @@ def ensemble_curve(log_likelihoods: Tensor) -> list[float]:
 def worth(nll: float, curve: Sequence[float]) -> float:
     """How many networks have this NLL together; ``curve`` is the NLL of ensembles of 1, 2, ... networks.
 
-    Linear in 1 / k between them. 0 stands for worse than one network, the largest k for at least that.
+    Linear in 1 / k between them: 0 if worse than one network, the largest k if at least as good as all of them.
 
     Example:
         >>> worth(0.08, [0.1, 0.08, 0.07]), worth(0.2, [0.1, 0.08]), worth(0.01, [0.1, 0.08])

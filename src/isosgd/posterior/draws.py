@@ -1,11 +1,10 @@
-"""Draws in memory or in a store, some at a time, and a function of parameters at each of them."""
+"""Draws in memory or in a store, read in blocks, and functions of parameters mapped over them."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import vmap
 
+from isosgd.errors import check_integer
 from isosgd.store.draws import Rows
 from isosgd.target import Params
 from isosgd.target.batches import batch_length, tensors_of, tree_map
+
+Device = torch.device | str | None
 
 Draws = Mapping[str, Tensor]
 """Tensors ``[chains, draws, *shape]`` by name, in memory or read as they are needed."""
@@ -81,41 +83,28 @@ class Stack:
         """Some chains and some draws of each."""
         return Stack(*(_part_of(source, chains, draws) for source in (self.draws, self.buffers)))
 
-    def blocks(self, inputs: Any, size: int | None = None, device: torch.device | None = None) -> Iterator[Params]:
-        """All draws in turn, some at a time ``[draws, *shape]``, buffers included; arguments as of `counted_blocks`."""
-        for block, times in self.counted_blocks(inputs, size, device):
-            yield from repeat(block, times)
-
-    def counted_blocks(
+    def blocks(
         self, inputs: Any, size: int | None = None, device: torch.device | None = None
     ) -> Iterator[tuple[Params, int]]:
-        """The same, with the number of times that a block is to be taken: once, but for what is `Headed`.
+        """Blocks of draws ``[draws, *shape]`` with their buffers, in order, and how often each block counts.
+
+        That is once, except for the draw at the head of a chain that is `Headed`.
 
         Args:
             inputs: what will be evaluated at them.
-            size: draws in a block; so many that memory stays bounded by default.
+            size: draws in a block; as many as keep memory bounded by default.
             device: where to put a block; where the inputs are by default.
         """
         size = size or at_once(list(self.shapes.values()), inputs)
-        place = device or device_of(inputs)
-        if not isinstance(self.draws, Headed):
-            for block in self._cut(0, len(self), size):
-                yield moved(block, place), 1
-            return
-        buffers = self.buffers if isinstance(self.buffers, Headed) else self.draws.cut(self.buffers)
-        head, rest = Stack(self.draws.head, buffers.head), Stack(self.draws.rest, buffers.rest)
-        for chain in range(self.num_chains):
-            for block in head._cut(chain, chain + 1, 1):
-                yield moved(block, place), self.draws.copies
-            for block in rest._cut(chain * rest.num_draws, (chain + 1) * rest.num_draws, size):
-                yield moved(block, place), 1
-
-    def _cut(self, begin: int, end: int, size: int) -> Iterator[Params]:
-        """Draws from one number to another, chain after chain, so many at a time."""
-        draws = self.num_draws
-        for first in range(begin, end, size):
-            last = min(first + size, end)
-            yield _some_of(self.draws, first, last, draws) | _some_of(self.buffers, first, last, draws)
+        place, draws, runs = device or device_of(inputs), self.num_draws, [(0, len(self), 1)]
+        if isinstance(self.draws, Headed):
+            copies, starts = self.draws.copies, range(0, len(self), draws)
+            runs = [run for at in starts for run in ((at, at + 1, copies), (at + copies, at + draws, 1))]
+        for begin, end, times in runs:
+            for first in range(begin, end, size):
+                last = min(first + size, end)
+                block = _between(self.draws, first, last, draws) | _between(self.buffers, first, last, draws)
+                yield moved(block, place), times
 
 
 class Part(Mapping[str, Tensor]):
@@ -131,7 +120,7 @@ class Part(Mapping[str, Tensor]):
         return found
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of ``part[name]``, without reading it."""
+        """Shape of ``part[name]``, without reading it."""
         return (self.num_chains, self.num_draws, *self._source.shape(name)[2:])
 
     def __getitem__(self, name: str) -> Tensor:
@@ -145,11 +134,11 @@ class Part(Mapping[str, Tensor]):
 
 
 class Headed(Mapping[str, Tensor]):
-    """Draws with another at the head of each chain, which is held once and counts several times.
+    """Draws with another draw at the head of each chain that is stored once and counts several times.
 
     Args:
         head: tensors ``[chains, 1, *shape]`` by name.
-        copies: how often it stands there.
+        copies: how often the head counts.
         rest: the draws after it.
     """
 
@@ -172,7 +161,7 @@ class Headed(Mapping[str, Tensor]):
         return _one_of(self.head, chain, 0, rows) if place < 0 else _one_of(self.rest, chain, place, rows)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of ``draws[name]``, without making it."""
+        """Shape of ``draws[name]``, without building it."""
         return (self.num_chains, self.num_draws, *Stack(self.head).shapes[name])
 
     def select(self, chains: Sequence[int], draws: Sequence[int]) -> Draws:
@@ -183,11 +172,6 @@ class Headed(Mapping[str, Tensor]):
             return Part(self, chains, draws)
         part = _part_of(self.rest, chains, rest)
         return Headed(_part_of(self.head, chains, [0]), copies, part) if copies else part
-
-    def cut(self, draws: Draws) -> Headed:
-        """Other tensors ``[chains, draws, *shape]``, of which as many first ones are the same."""
-        head, rest = ({name: x[:, some] for name, x in draws.items()} for some in (slice(1), slice(self.copies, None)))
-        return Headed(head, self.copies, rest)
 
     def __getitem__(self, name: str) -> Tensor:
         rest = self.rest[name]
@@ -209,7 +193,7 @@ def _part_of(source: Draws, chains: Sequence[int], draws: Sequence[int]) -> Draw
 
 
 def _one_of(source: Draws, chain: int, index: int, rows: Rows | None = None) -> Params:
-    """One draw: of a store by its own way, which reads nothing else."""
+    """One draw; from a store nothing else is read."""
     read = getattr(source, "draw", None)
     if read is not None:
         found: Params = read(chain, index, rows)
@@ -218,23 +202,27 @@ def _one_of(source: Draws, chain: int, index: int, rows: Rows | None = None) -> 
     return draw | {name: draw[name][first:last] for name, (first, last) in (rows or {}).items()}
 
 
-def _some_of(source: Draws, first: int, last: int, draws: int) -> Params:
-    """Draws from one number to another, chain after chain, ``[last - first, *shape]``."""
-    if not source:
-        return {}
-    if not hasattr(source, "draw"):
+def _between(source: Draws, first: int, last: int, draws: int) -> Params:
+    """Draws ``first`` to ``last``, counted chain after chain with ``draws`` in each, ``[last - first, *shape]``."""
+    if isinstance(source, Headed):
+        chain, index = divmod(first, draws)
+        if index < source.copies:
+            return _between(source.head, chain, chain + 1, 1)
+        begin = first - (chain + 1) * source.copies
+        return _between(source.rest, begin, begin + last - first, draws - source.copies)
+    if not len(source) or not hasattr(source, "draw"):
         return {name: value.flatten(0, 1)[first:last] for name, value in source.items()}
     every = [_one_of(source, *divmod(i, draws)) for i in range(first, last)]
     return {name: torch.stack([one[name] for one in every]) for name in every[0]}
 
 
-def place_of(device: torch.device | str | None, home: torch.device | None, inputs: Any) -> torch.device:
+def place_of(device: Device, home: torch.device | None, inputs: Any) -> torch.device:
     """Where to evaluate a target at draws.
 
     Args:
-        device: what the user asks for, if anything.
+        device: the user's choice, if any.
         home: where the target's own values are. A model on an accelerator is evaluated there.
-        inputs: what it is evaluated at; in all other cases it happens where they are.
+        inputs: what it is evaluated at; in all other cases their device is used.
     """
     if device is not None:
         return torch.device(device)
@@ -244,7 +232,7 @@ def place_of(device: torch.device | str | None, home: torch.device | None, input
 
 
 def device_of(inputs: Any) -> torch.device:
-    """Where inputs are: the device of their first tensor; the CPU, where draws are, when they have none."""
+    """Device of the first tensor of some inputs; the CPU, where draws are, when there is none."""
     return next((t.device for t in tensors_of(inputs)), torch.device("cpu"))
 
 
@@ -259,7 +247,7 @@ def by_chain(values: Tensor, chains: int) -> Tensor:
 
 
 def at_once(shapes: Collection[Sequence[int]], inputs: Any) -> int:
-    """How many draws to work on at once, by what each takes: its parameters, and the widest layer for all inputs.
+    """How many draws to evaluate at once, by the memory of each: its parameters, and the widest layer for all inputs.
 
     Args:
         shapes: of the parameters of a draw.
@@ -273,39 +261,35 @@ def at_once(shapes: Collection[Sequence[int]], inputs: Any) -> int:
 
 
 def batches_of(inputs: Any, size: int | None) -> Iterator[Any]:
-    """Inputs, some rows at a time: every tensor that has as many rows as the first is cut."""
+    """Inputs in batches of rows; every tensor with as many rows as the first is split."""
     if size is None:
         yield inputs
         return
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"batch_size = {size!r} must be an integer of at least 1")
+    check_integer("batch_size", size, 1)
     rows = batch_length(inputs)
     if rows is None:
         raise TypeError(f"batch_size = {size} needs inputs with rows, got {type(inputs).__name__}; leave it out")
     for first in range(0, max(rows, 1), size):
-        yield tree_map(_cut(first, size, rows), inputs)
-
-
-def _cut(first: int, size: int, rows: int) -> Callable[[Tensor], Tensor]:
-    return lambda t: t[first : first + size] if t.ndim and len(t) == rows else t
+        part = slice(first, first + size)
+        yield tree_map(lambda t, part=part: t[part] if t.ndim and len(t) == rows else t, inputs)
 
 
 class Mapped:
     """``function(params)`` over a leading dimension of draws, by `torch.func.vmap` where it gives the same.
 
-    Whether it does is found out at the first call. Filters of convolutions are never mapped over: that turns one large
-    convolution into many small ones.
+    The first call tests whether it does. Convolution filters are never mapped over: one large convolution would become
+    many small ones.
 
     Args:
         function: from the parameters of a draw, and further arguments, to a tensor or a dict of tensors.
-        dims: 0 for each further argument that has a leading dimension of draws, too, None for one that has not.
+        dims: for each further argument, 0 if it too has a leading dimension of draws, else None.
     """
 
     def __init__(self, function: Callable[..., Any], dims: tuple[int | None, ...] = (None,)) -> None:
         self.function, self.dims = function, dims
         self.at_once: bool | None = None  # not known yet
 
-    def __call__(self, block: Params, *more: Any) -> Tree:
+    def __call__(self, block: Params, *more: Any) -> Any:
         """Results with a leading dimension of draws."""
         if self.at_once is None:
             self.at_once = self._try(block, *more)
@@ -314,9 +298,8 @@ class Mapped:
             return self._map(block, *more)
         return _stack([self._single(block, k, *more) for k in range(count)])
 
-    def _map(self, block: Params, *more: Any) -> Tree:
-        found: Tree = vmap(self.function, (0, *self.dims[: len(more)]))(block, *more)
-        return found
+    def _map(self, block: Params, *more: Any) -> Any:
+        return vmap(self.function, (0, *self.dims[: len(more)]))(block, *more)
 
     def _single(self, block: Params, k: int, *more: Any) -> Any:
         further = [x if dim is None else _at(x, k) for x, dim in zip(more, self.dims, strict=False)]

@@ -1,9 +1,7 @@
-"""Draws and what they predict."""
+"""Draws, what they predict, how that compares with the trained networks, and whether to believe it."""
 
 from __future__ import annotations
 
-import importlib
-import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isosgd.data.sources import as_tensors
 from isosgd.diagnostics.meter import LEAST
 from isosgd.diagnostics.summary import PosteriorSummary, summary_of
 from isosgd.diagnostics.traces import as_array
 from isosgd.diagnostics.verdict import ESS, RHAT, Verdict, judge
+from isosgd.errors import check_integer
 from isosgd.metrics.checks import between_0_and_1
+from isosgd.posterior.arviz import to_datatree
 from isosgd.posterior.calibration import (
     TEMPERATURES,
     Densities,
@@ -33,6 +32,7 @@ from isosgd.posterior.calibration import (
 )
 from isosgd.posterior.comparison import STARTS, Comparison, State, as_states, compare, stacked
 from isosgd.posterior.draws import (
+    Device,
     Draws,
     Headed,
     Mapped,
@@ -45,7 +45,8 @@ from isosgd.posterior.draws import (
     place_of,
 )
 from isosgd.posterior.prediction import Average, Prediction, join
-from isosgd.posterior.temperature import measure
+from isosgd.posterior.quantities import chosen_parameters, followed
+from isosgd.posterior.temperature import DrawGradients, measure
 from isosgd.posterior.view import Function, View
 from isosgd.samplers.shards import is_sharded, rows_here
 from isosgd.target import Likelihood, Params, Target
@@ -55,18 +56,12 @@ from isosgd.target.batches import (
     label_name,
     labels_of,
     tensors_of,
-    tree_map,
     with_labels,
     with_tensors,
 )
 from isosgd.target.heads import Head
 from isosgd.target.likelihoods import Tokens
 from isosgd.target.modules import unwrapped
-from isosgd.target.params import match
-
-Device = torch.device | str | None
-
-FEW = 32  # parameters up to which all of them are followed
 
 
 class Posterior:
@@ -76,18 +71,16 @@ class Posterior:
         target: what was sampled; None when it is not at hand: draws can then be looked at, but not predict.
         draws: natural parameters, tensors ``[chains, draws, *shape]`` by name. A mapping with a method
             ``draw(chain, index)`` is read one draw at a time.
-        info: how the draws came about.
+        info: settings, rates, warm-up reports, seed, versions: how the draws came about.
         data: the training data, for `summary` and `trust`.
         buffers: of the network at each draw, such as BatchNorm statistics; none for most models.
-        starts: the trained networks that chains began with, as state_dicts; for `against_start`.
+        starts: the trained networks that chains began with, or their state_dicts; for `against_start`.
 
     Attributes:
-        draws: natural parameters, tensors ``[chains, draws, *shape]`` by name.
-        info: settings, rates, warm-up reports, seed, versions: how the draws came about.
-        target: what was sampled.
-        data: the training data where they are at hand.
-        buffers: tensors ``[chains, draws, *shape]`` by their name in the network.
-        starts: state_dicts of the trained networks that chains began with; None where they are not at hand.
+        target: what was sampled, or None.
+        info: how the draws came about.
+        data: the training data, or None.
+        starts: state_dicts of the trained networks that chains began with, or None.
     """
 
     def __init__(
@@ -103,6 +96,8 @@ class Posterior:
         self.starts = None if starts is None else as_states(starts)
         self._stack = Stack(draws, buffers)
         self._view: View | None = None
+
+    # ---------------------------------------------------------------- what it holds
 
     @property
     def draws(self) -> Draws:
@@ -137,12 +132,22 @@ class Posterior:
         """One draw, as natural parameters."""
         return self._stack.draw(chain, index)
 
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name} {list(shape)}" for name, shape in self.shapes.items())
+        size = f"{self.num_chains} chains x {self.num_draws} draws"
+        return f"Posterior({size} of {shapes}; method={self.info.get('method')!r})"
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each parameter."""
+        return self._stack.shapes
+
     @torch.no_grad()
     def load_into(self, model: nn.Module, chain: int = 0, index: int = -1) -> None:
-        """Give a model the parameters of a draw, and the buffers that go with it; within DDP or `torch.compile`, too.
+        """Copy the parameters of a draw and its buffers into a model, which may be wrapped by DDP or `torch.compile`.
 
-        A model that is sharded over ranks (`fully_shard`), on any number of them, is given its parts: every rank makes
-        this call, and reads no rows but its own. Sampled scales, which are not the model's, are left out.
+        A model that is sharded over ranks (`fully_shard`), on any number of them, gets its shards: every rank makes
+        this call and reads its own rows only. Sampled scales, which do not belong to the model, are left out.
 
         Args:
             model: the network that was sampled, or another one with parameters of the same names and shapes.
@@ -175,69 +180,6 @@ class Posterior:
             to: Any = held[name]
             (to.to_local() if name in rows else to).copy_(draw[name])
 
-    def __repr__(self) -> str:
-        shapes = ", ".join(f"{name} {list(shape)}" for name, shape in self.shapes.items())
-        size = f"{self.num_chains} chains x {self.num_draws} draws"
-        return f"Posterior({size} of {shapes}; method={self.info.get('method')!r})"
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each parameter."""
-        return self._stack.shapes
-
-    @property
-    def view(self) -> View:
-        """The target as it is at a draw."""
-        if self.target is None:
-            raise ValueError(
-                "these draws came without their target, which says what they predict: pass it to isosgd.load(path, "
-                "target=...)"
-            )
-        if self._view is None:
-            self._view = View(self.target, self.softmax_temperature)
-        return self._view
-
-    @property
-    def softmax_temperature(self) -> float:
-        """By which the logits of every draw are divided in predictions, where they are of classes; see `calibrated`."""
-        return float(self.info.get("softmax_temperature", 1.0))
-
-    def at_softmax_temperature(self, temperature: float) -> Posterior:
-        """The same draws, with their logits divided by this number in predictions.
-
-        Averages and log likelihoods are of these logits; `summary` and `trust` judge the draws as they were sampled.
-
-        Args:
-            temperature: above 1, predictions are less sure; 1 for those of the network as it is.
-        """
-        if not isinstance(temperature, int | float) or not (math.isfinite(temperature) and temperature > 0):
-            raise ValueError(f"softmax temperature = {temperature!r} must be a positive number; 1 changes nothing")
-        if not can_be_scaled(self.view.network and self.view.network.likelihood):
-            raise ValueError(
-                "a softmax temperature is for classes: make the target by Target.from_module with the likelihood "
-                "'categorical' or 'bernoulli'"
-            )
-        info = {**self.info, "softmax_temperature": float(temperature)}
-        return Posterior(self.target, self.draws, info, self.data, self.buffers, self.starts)
-
-    def calibrated(self, x: Any, y: Any = None, *, batch_size: int | None = None, device: Device = None) -> Posterior:
-        """The same draws at the `softmax_temperature` that suits examples best which no network was trained on.
-
-        ``sample(starts=..., held_out=...)`` does that by itself. A few examples change little: those that gain most
-        are left out, and as many unseen ones are taken to have labels at random.
-
-        Args:
-            x: inputs, as for `predict`.
-            y: their labels; may be left out where ``x`` is a dict that has them.
-            batch_size: examples worked on at once; all of them by default.
-            device: where to compute, as for `predict`.
-        """
-        plain = self.at_softmax_temperature(1.0)
-        found = plain.densities(self._examples(x, y, "calibrated")[1], batch_size=batch_size, device=device)
-        temperature = TEMPERATURES[best_temperature(found)]
-        warn_of_end(temperature)
-        return plain.at_softmax_temperature(temperature)
-
     def select(self, chains: Sequence[int] | None = None, draws: slice | None = None) -> Posterior:
         """Some chains and some draws of each, such as ``select(chains=[0, 1], draws=slice(100, None))``."""
         kept = list(range(self.num_chains)) if chains is None else list(chains)
@@ -246,96 +188,15 @@ class Posterior:
         which = range(self.num_draws)[slice(None) if draws is None else draws]
         if not which:
             raise ValueError(f"draws = {draws!r} leaves none of {self.num_draws} draws")
-        by_chain = ("warmup", "rates", "keep_every", "chain_indices")
-        info = {
-            key: [value[k] for k in kept] if key in by_chain and len(value) == self.num_chains else value
-            for key, value in self.info.items()
-        } | {"chains": len(kept), "draws": len(which), **_counted(self.info, which)}
+        info: dict[str, Any] = {**self.info, "chains": len(kept), "draws": len(which), **_counted(self.info, which)}
+        for key in ("warmup", "rates", "keep_every", "chain_indices"):
+            if key in info and len(info[key]) == self.num_chains:
+                info[key] = [info[key][k] for k in kept]
         part = self._stack.select(kept, which)
         return Posterior(self.target, part.draws, info, self.data, part.buffers, self.starts)
 
-    def with_starts(self, share: float, starts: Any = None) -> Posterior:
-        """The draws beside the trained networks that chains began with, which have this ``share`` of all predictions.
-
-        The networks stand at the head of each chain, as often as their share takes (``info["from_start"]``), to the
-        nearest whole number; each is held and predicted once. With more than half of it, half of the draws may be left
-        out, evenly, to save time in predictions. `summary` and `trust` judge the chains alone.
-
-        Args:
-            share: of the networks in every average, between 0 and 1.
-            starts: trained networks or their state_dicts; those of ``sample(starts=...)`` by default.
-
-        Example:
-            >>> from isosgd import Target
-            >>> start = torch.nn.Linear(1, 1, bias=False)
-            >>> posterior = Posterior(Target.from_module(start, "gaussian"), {
-            ...     "weight": torch.zeros(1, 6, 1, 1), "likelihood.scale": torch.ones(1, 6)}, {}, starts=[start])
-            >>> both = posterior.with_starts(0.25)
-            >>> both.num_draws, both.info["from_start"]
-            (8, 2)
-        """
-        share = between_0_and_1("share", share)
-        if self.info.get("from_start"):
-            return self._without_starts().with_starts(share, starts)
-        states = self._states(starts)
-        if starts is not None and len(states) > self.num_chains:  # of the chains' own some may have been dropped
-            raise ValueError(f"{len(states)} starts for {self.num_chains} chains: each chain has one at its head")
-        count = math.ceil(self.num_draws * min(1.0, max(0.5, (1 - share) / share)))
-        copies = round(count * share / (1 - share))
-        which = evenly(self.num_draws, count).tolist()
-        part = self._stack.select(list(range(self.num_chains)), which)
-        known = {} if starts is not None else dict(enumerate(self.info.get("start_of_chain", ())))  # of merged runs
-        chains = self.info.get("chain_indices") or range(self.num_chains)
-        own = [known.get(k, k % len(states)) for k in chains]
-        heads = self.start_draws(states)
-        draws, buffers = (
-            Headed({name: head[name][own].to(x) for name, x in first.items()}, copies, rest) if copies else rest
-            for head, rest, first in (
-                (heads.draws, part.draws, part.draw(0, 0)),
-                (heads.buffers, part.buffers, Stack(part.buffers).draw(0, 0) if part.buffers else {}),
-            )
-        )
-        info = {**self.info, **_counted(self.info, which), "draws": copies + count, "from_start": copies}
-        return Posterior(self.target, draws, info, self.data, buffers, states)
-
-    @property
-    def _as_drawn(self) -> bool:
-        """Whether these are what chains drew, as they drew it."""
-        return not self.info.get("from_start") and self.softmax_temperature == 1
-
-    def _without_starts(self) -> Posterior:
-        """Without the networks that chains began with."""
-        found = self.select(draws=slice(self.info.get("from_start", 0), None))
-        found.info.pop("from_start", None)
-        return found
-
-    def _own(self) -> Posterior:
-        """What chains drew, as they drew it: without the networks that they began with, at softmax temperature 1."""
-        found = self._without_starts()
-        found.info.pop("softmax_temperature", None)
-        return found
-
-    def _states(self, starts: Any) -> Sequence[State]:
-        """Trained networks as given, or those that chains began with."""
-        states = self.starts if starts is None else as_states(starts)
-        if states is None:
-            raise ValueError("the networks that chains began with are not at hand: pass them, starts=[model]")
-        return states
-
-    def start_draws(self, starts: Any = None) -> Posterior:
-        """Trained networks as draws, one for each chain. A noise scale that they lack is the one that chains found.
-
-        Args:
-            starts: trained networks or their state_dicts; those of ``sample(starts=...)`` by default.
-        """
-        target, states = self.view.target, self._states(starts)
-        free = target.unconstrain(self.draw(0, 0))
-        scales = {name: self.draws[name].double().log().mean((0, 1)).exp() for name in target.extras(free)}
-        params, buffers = stacked(states, target, scales)
-        return Posterior(target, params, {}, None, buffers)
-
     def of_set(self, index: int) -> Posterior:
-        """The chains of one data set, of draws that are of several (see `isosgd.DataSets`)."""
+        """The chains of one of several data sets (see `isosgd.DataSets`)."""
         sets = int(self.info.get("sets", 1))
         if not 0 <= index < sets:
             raise ValueError(f"there is no data set {index!r}; there are {sets}, counted from 0")
@@ -349,7 +210,19 @@ class Posterior:
         data = self.data.set(index) if hasattr(self.data, "set") else None
         return Posterior(self.target, chosen.draws, chosen.info | {"sets": 1}, data, chosen.buffers, self.starts)
 
-    # ---------------------------------------------------------------- predictions
+    @property
+    def view(self) -> View:
+        """The target as it is at a draw."""
+        if self.target is None:
+            raise ValueError(
+                "these draws came without their target, which says what they predict: pass it to isosgd.load(path, "
+                "target=...)"
+            )
+        if self._view is None:
+            self._view = View(self.target, self.softmax_temperature)
+        return self._view
+
+    # ---------------------------------------------------------------- what it predicts
 
     @torch.no_grad()
     def predict(
@@ -363,19 +236,18 @@ class Posterior:
         return_draws: bool = False,
         device: Device = None,
     ) -> Prediction:
-        """Average the predictions of all draws; running sums are kept, so that memory does not grow with the draws.
+        """Average the predictions of all draws, in running sums: memory does not grow with the number of draws.
 
         Args:
             x: inputs, as the model or the target's ``predict`` takes them, on any device: predictions come back there.
             batch_size: inputs worked on at once; all of them by default.
-            function: a user's ``(model, params, x) -> Tensor[n, ...]``, averaged in place of the target's own
-                prediction; ``model`` is the network at a draw, to be called with inputs, and its outputs are not
-                divided by the `softmax_temperature`. A dict of ``mean`` and ``variance`` counts as normal noise around
-                the mean.
+            function: your own ``(model, params, x) -> Tensor[n, ...]``, averaged instead of the target's prediction.
+                ``model`` is the network at a draw, which you call with inputs; its outputs are not divided by the
+                `softmax_temperature`. A dict of ``mean`` and ``variance`` is taken as normal noise around the mean.
             levels: quantiles of y to find, such as ``(0.025, 0.5, 0.975)``: those of the mixture over draws.
             refresh: batches of training data, or of inputs, over which each draw's BatchNorm statistics are found
                 anew.
-            return_draws: whether to return what each draw says, too.
+            return_draws: also return the prediction of each draw.
             device: where to compute; that of the target's model if it is an accelerator, else that of the inputs, by
                 default. Draws go there some at a time.
 
@@ -395,15 +267,17 @@ class Posterior:
         """
         levels = tuple(between_0_and_1("levels", level) for level in levels)
         x = with_tensors(x, self.view.target.dtype)
+        view, place = self.view, self._place(device, x)
         if refresh is not None:
-            place = self._place(device, x)
-            return self.refreshed(refresh, device=place).predict(
+            fresh = self.refreshed(refresh, device=place)
+            return fresh.predict(
                 x, batch_size=batch_size, function=function, levels=levels, return_draws=return_draws, device=place
             )
-        view, place = self.view, self._place(device, x)
         self._warn_of_batch_statistics(view)
-        call = Mapped(view.predict if function is None else lambda p, part: view.apply(function, p, part))
-        classes, df = view.classes and function is None, view.df if function is None else math.inf
+        if function is None:
+            call, classes, df = Mapped(view.predict), view.classes, view.df
+        else:
+            call, classes, df = Mapped(partial(view.apply, function)), False, math.inf
         if levels and classes:
             raise ValueError(
                 "levels: class labels have no quantiles; for those of a probability give function=, such as "
@@ -412,78 +286,22 @@ class Posterior:
         head = None if function is not None else self._head(x, place)
         if head is not None:
             call, first = Mapped(head[1].predict), moved(self.draw(0, 0), place)
-        done = []
+        done: list[Prediction] = []
         for parts in self._groups(x, batch_size, bounded=bool(levels)):
             if head is not None:
                 assert view.network is not None
                 parts = [head[0].features(view.network.as_inputs(moved(part, place)), first) for part in parts]
             averages = [Average(classes, keep=return_draws or bool(levels)) for _ in parts]
-            blocks = self._stack.counted_blocks(parts[0], device=place)
-            for (block, times), part, average in (
-                (b, *each) for b in blocks for each in zip(parts, averages, strict=True)
-            ):
-                part = moved(part, place)
-                found = call(block, part)
-                if isinstance(found, dict) and "mean" not in found:
-                    raise ValueError(f"a prediction must be a tensor or have a 'mean'; it has {list(found)}")
-                values, variances = (found["mean"], found.get("variance")) if isinstance(found, dict) else (found, None)
-                if batch_size is not None and (values.ndim < 2 or values.shape[1] != batch_length(part)):
-                    raise ValueError(
-                        f"batch_size = {batch_size} needs predictions with a row for each input: {batch_length(part)} "
-                        f"inputs gave shape {list(values.shape[1:])}; leave batch_size out"
-                    )
-                for _ in range(times):
-                    average.add(values, variances)
+            for block, times in self._stack.blocks(parts[0], device=place):
+                for part, average in zip(parts, averages, strict=True):
+                    part = moved(part, place)
+                    average.add(*_mean_and_variance(call(block, part), part, batch_size), times)
             done += [a.prediction(self.num_chains, levels, df, return_draws).to(device_of(x)) for a in averages]
         return join(done)
 
-    def _groups(self, x: Any, batch_size: int | None, bounded: bool = False) -> Iterator[list[Any]]:
-        """Batches that are gone through together for each draw: all, where a draw is larger, so that it is read once.
-
-        Otherwise, and where memory must be ``bounded`` by one batch, one after the other.
-        """
-        parts = batches_of(x, batch_size)
-        size = sum(math.prod(shape) for shape in self.shapes.values())
-        if batch_size is None or bounded or size < sum(t.numel() for t in tensors_of(x)):
-            yield from ([part] for part in parts)
-        else:
-            yield list(parts)
-
-    @torch.no_grad()
-    def log_likelihood(self, batch: Any, *, batch_size: int | None = None, device: Device = None) -> Tensor:
-        """Log likelihood of each example at each draw, ``[chains, draws, n]``.
-
-        Args:
-            batch: examples as in the data, for instance ``(x, y)``.
-            batch_size: examples worked on at once; all of them by default.
-            device: where to compute, as for `predict`.
-        """
-        batch = with_tensors(batch, self.view.target.dtype)
-        home, likely = device_of(batch), self._likely(batch, batch_size, device)
-        return by_chain(torch.cat([torch.cat([x.to(home) for x in every]) for every in likely], 1), self.num_chains)
-
-    @torch.no_grad()
-    def log_predictive(self, batch: Any, *, batch_size: int | None = None, device: Device = None) -> Tensor:
-        """Log density of each example under the model average: ``log mean_draws p(y | x, draw)``, ``[n]``.
-
-        Args:
-            batch: examples as in the data, for instance ``(x, y)``.
-            batch_size: examples worked on at once; all of them by default.
-            device: where to compute, as for `predict`.
-        """
-        batch, parts = with_tensors(batch, self.view.target.dtype), []
-        for every in self._likely(batch, batch_size, device):
-            total = None
-            for values in every:
-                block = values.double().logsumexp(0)
-                total = block if total is None else torch.logaddexp(total, block)
-            assert total is not None
-            parts.append((total - math.log(len(self))).to(device_of(batch), values.dtype))
-        return torch.cat(parts)
-
     @torch.no_grad()
     def simulate(self, x: Any, *, seed: int = 0, batch_size: int | None = None, device: Device = None) -> Tensor:
-        """Outcomes from the posterior predictive distribution: at each draw one for each input, ``[chains, draws, n]``.
+        """Outcomes from the posterior predictive distribution, one for each input at each draw, ``[chains, draws, n]``.
 
         Args:
             x: inputs, as for `predict`.
@@ -515,34 +333,41 @@ class Posterior:
         parts = []
         for part in batches_of(x, batch_size):
             part, drawn = moved(part, place), []
-            for block, times in self._stack.counted_blocks(part, device=place):
-                for k, output in list(enumerate(_tensor(outputs(block, part)))) * times:
+            for block, times in self._stack.blocks(part, device=place):
+                for k, output in list(enumerate(outputs(block, part))) * times:
                     drawn.append(likelihood.simulate(output, {name: t[k] for name, t in block.items()}, generator))
             parts.append(torch.stack(drawn).to(device_of(x)))
         return by_chain(torch.cat(parts, 1), self.num_chains)
 
-    def _likely(
-        self, batch: Any, batch_size: int | None, device: Device, temperatures: tuple[float, ...] = ()
-    ) -> Iterator[Iterator[Tensor]]:
-        """For some examples at a time, their log likelihoods at some draws at a time, ``[draws, n]``.
+    @torch.no_grad()
+    def log_likelihood(self, batch: Any, *, batch_size: int | None = None, device: Device = None) -> Tensor:
+        """Log likelihood of each example at each draw, ``[chains, draws, n]``.
 
-        With softmax temperatures ``[draws, n, temperatures, 2]``, as `View.log_likelihoods_at` gives them.
+        Args:
+            batch: examples as in the data, for instance ``(x, y)``.
+            batch_size: examples worked on at once; all of them by default.
+            device: where to compute, as for `predict`.
         """
-        view, place = self.view, self._place(device, batch)
-        head = None if view.network is None else self._head(view.target.inputs_of(batch), place)
-        at_draw = view if head is None else head[1]
-        call = Mapped(
-            partial(at_draw.log_likelihoods_at, temperatures=temperatures) if temperatures else at_draw.log_likelihood
-        )
-        for parts in self._groups(batch, batch_size):
-            if head is not None:
-                parts = [head[0].batch(moved(part, place), moved(self.draw(0, 0), place)) for part in parts]
+        batch = with_tensors(batch, self.view.target.dtype)
+        home, parts = device_of(batch), self._log_likelihoods(batch, batch_size, device)
+        return by_chain(torch.cat([torch.cat([x.to(home) for x in blocks]) for blocks in parts], 1), self.num_chains)
 
-            def at(block: Params, parts: list[Any] = parts) -> Tensor:
-                return torch.cat([_tensor(call(block, moved(part, place))) for part in parts], 1)
+    @torch.no_grad()
+    def log_predictive(self, batch: Any, *, batch_size: int | None = None, device: Device = None) -> Tensor:
+        """Log density of each example under the model average: ``log mean_draws p(y | x, draw)``, ``[n]``.
 
-            blocks = self._stack.counted_blocks(parts[0], device=place)
-            yield (found for block, times in blocks for found in repeat(at(block), times))
+        Args:
+            batch: examples as in the data, for instance ``(x, y)``.
+            batch_size: examples worked on at once; all of them by default.
+            device: where to compute, as for `predict`.
+        """
+        batch, parts = with_tensors(batch, self.view.target.dtype), []
+        for blocks in self._log_likelihoods(batch, batch_size, device):
+            total = torch.tensor(-math.inf, dtype=torch.float64)
+            for values in blocks:
+                total = torch.logaddexp(total.to(values.device), values.double().logsumexp(0))
+            parts.append((total - math.log(len(self))).to(device_of(batch), values.dtype))
+        return torch.cat(parts)
 
     @torch.no_grad()
     def refreshed(self, batches: Any, *, device: Device = None) -> Posterior:
@@ -550,7 +375,7 @@ class Posterior:
 
         Args:
             batches: an iterable of batches such as a DataLoader or a list, of data or of inputs alone; or one tuple of
-                tensors, taken as a single batch. It is gone through once for each draw.
+                tensors, taken as a single batch. Each draw makes one pass over it.
             device: where to compute; that of the target's model if it is an accelerator, else that of tensors given as
                 such or in a list, by default.
         """
@@ -563,11 +388,111 @@ class Posterior:
         ):
             batches = [batches]
         found: list[Params] = []
-        for block, times in self._stack.counted_blocks(None, 1, self._place(device, batches)):
+        for block, times in self._stack.blocks(None, 1, self._place(device, batches)):
             fresh = network.refreshed({name: x[0] for name, x in block.items()}, batches)
             found += [{name: x.cpu() for name, x in fresh.items()}] * times
         each = {name: by_chain(torch.stack([one[name] for one in found]), self.num_chains) for name in found[0]}
         return Posterior(self.target, self.draws, self.info, self.data, {**self.buffers, **each}, self.starts)
+
+    @torch.no_grad()
+    def densities(
+        self, batch: Any, counts: Sequence[int] = (), *, batch_size: int | None = None, device: Device = None
+    ) -> Densities:
+        """Log densities of examples under averages over draws; of classes, at each of many softmax temperatures.
+
+        Args:
+            batch: examples as in the data, for instance ``(x, y)``.
+            counts: how many draws of each chain, from the first on, to average over; all of them by default.
+            batch_size: examples worked on at once; all of them by default.
+            device: where to compute, as for `predict`.
+        """
+        batch, network = with_tensors(batch, self.view.target.dtype), self.view.network
+        temperatures: tuple[float, ...] = (1.0,)
+        if network is not None and can_be_scaled(network.likelihood):
+            temperatures, place = TEMPERATURES, self._place(device, batch)
+            first, _ = next(self._stack.blocks(None, 1, place))
+            network.check({name: x[0] for name, x in first.items()}, moved(batch, place))
+        found = [
+            averaged(every, temperatures, counts or [self.num_draws], self.num_draws)
+            for every in self._log_likelihoods(batch, batch_size, device, temperatures)
+        ]
+        return Densities.joined(found)
+
+    @property
+    def softmax_temperature(self) -> float:
+        """Divisor of the logits of every draw in predictions of classes; see `calibrated`."""
+        return float(self.info.get("softmax_temperature", 1.0))
+
+    def at_softmax_temperature(self, temperature: float) -> Posterior:
+        """The same draws, with their logits divided by this number in predictions.
+
+        Averages and log likelihoods use these logits; `summary` and `trust` judge the draws as they were sampled.
+
+        Args:
+            temperature: above 1 for less confident predictions; 1 for those of the network as it is.
+        """
+        if not isinstance(temperature, int | float) or not (math.isfinite(temperature) and temperature > 0):
+            raise ValueError(f"softmax temperature = {temperature!r} must be a positive number; 1 changes nothing")
+        if not can_be_scaled(self.view.network and self.view.network.likelihood):
+            raise ValueError(
+                "a softmax temperature is for classes: make the target by Target.from_module with the likelihood "
+                "'categorical' or 'bernoulli'"
+            )
+        info = {**self.info, "softmax_temperature": float(temperature)}
+        return Posterior(self.target, self.draws, info, self.data, self.buffers, self.starts)
+
+    def calibrated(self, x: Any, y: Any = None, *, batch_size: int | None = None, device: Device = None) -> Posterior:
+        """The same draws at the `softmax_temperature` that predicts held-out examples best.
+
+        ``sample(starts=..., held_out=...)`` does that by itself. A few examples change little: those that gain most
+        are left out, and as many unseen ones are assumed to have random labels.
+
+        Args:
+            x: inputs that no network was trained on, as for `predict`.
+            y: their labels; may be left out where ``x`` is a dict that has them.
+            batch_size: examples worked on at once; all of them by default.
+            device: where to compute, as for `predict`.
+        """
+        plain = self.at_softmax_temperature(1.0)
+        found = plain.densities(self._examples(x, y, "calibrated")[1], batch_size=batch_size, device=device)
+        temperature = TEMPERATURES[best_temperature(found)]
+        warn_of_end(temperature)
+        return plain.at_softmax_temperature(temperature)
+
+    def _groups(self, x: Any, batch_size: int | None, bounded: bool = False) -> Iterator[list[Any]]:
+        """Batches that share a pass over the draws: all of them where a draw is larger, so that it is read only once.
+
+        Otherwise, and where memory must be ``bounded`` by one batch, each batch has a pass of its own.
+        """
+        parts = batches_of(x, batch_size)
+        size = sum(math.prod(shape) for shape in self.shapes.values())
+        if batch_size is None or bounded or size < sum(t.numel() for t in tensors_of(x)):
+            yield from ([part] for part in parts)
+        else:
+            yield list(parts)
+
+    def _log_likelihoods(
+        self, batch: Any, batch_size: int | None, device: Device, temperatures: tuple[float, ...] = ()
+    ) -> Iterator[Iterator[Tensor]]:
+        """For each part of the examples, their log likelihoods at each block of draws, ``[draws, n]``.
+
+        With softmax temperatures ``[draws, n, temperatures, 2]``, as from `View.log_likelihoods_at`.
+        """
+        view, place = self.view, self._place(device, batch)
+        head = None if view.network is None else self._head(view.target.inputs_of(batch), place)
+        at_draw = view if head is None else head[1]
+        call = Mapped(
+            partial(at_draw.log_likelihoods_at, temperatures=temperatures) if temperatures else at_draw.log_likelihood
+        )
+        for parts in self._groups(batch, batch_size):
+            if head is not None:
+                parts = [head[0].batch(moved(part, place), moved(self.draw(0, 0), place)) for part in parts]
+
+            def at(block: Params, parts: list[Any] = parts) -> Tensor:
+                return torch.cat([call(block, moved(part, place)) for part in parts], 1)
+
+            blocks = self._stack.blocks(parts[0], device=place)
+            yield (found for block, times in blocks for found in repeat(at(block), times))
 
     def _head(self, x: Any, place: torch.device) -> tuple[Head, View] | None:
         """The sampled head of the network, which alone differs from draw to draw; None where there is none."""
@@ -586,32 +511,8 @@ class Posterior:
                 stacklevel=4,
             )
 
-    @torch.no_grad()
-    def densities(
-        self, batch: Any, counts: Sequence[int] = (), *, batch_size: int | None = None, device: Device = None
-    ) -> Densities:
-        """Log densities of examples under averages over draws, at softmax temperatures where these are of classes.
-
-        Args:
-            batch: examples as in the data, for instance ``(x, y)``.
-            counts: draws of each chain, the first ones, that are averaged over; all of them by default.
-            batch_size: examples worked on at once; all of them by default.
-            device: where to compute, as for `predict`.
-        """
-        batch, network = with_tensors(batch, self.view.target.dtype), self.view.network
-        temperatures: tuple[float, ...] = (1.0,)
-        if network is not None and can_be_scaled(network.likelihood):
-            temperatures, place = TEMPERATURES, self._place(device, batch)
-            first = next(iter(self._stack.blocks(None, 1, place)))
-            network.check({name: x[0] for name, x in first.items()}, moved(batch, place))
-        found = [
-            averaged(every, temperatures, counts or [self.num_draws], self.num_draws)
-            for every in self._likely(batch, batch_size, device, temperatures)
-        ]
-        return Densities.joined(found)
-
     def _examples(self, x: Any, y: Any, caller: str) -> tuple[Any, Any]:
-        """Inputs, and these with labels as a batch."""
+        """Inputs, and a batch of inputs and labels."""
         view = self.view
         labels = None if view.network is None else view.network.labels
         if y is None:
@@ -621,16 +522,69 @@ class Posterior:
         inputs = with_tensors(inputs_of(x, labels) if isinstance(x, Mapping) else x, view.target.dtype)
         return inputs, with_tensors(with_labels(inputs, y, labels), view.target.dtype)
 
-    # ---------------------------------------------------------------- whether it was worth it
+    # ---------------------------------------------------------------- the trained networks that chains began with
+
+    def with_starts(self, share: float, starts: Any = None) -> Posterior:
+        """The draws together with the trained networks that chains began with, which get this ``share`` of predictions.
+
+        A network stands at the head of each chain, repeated ``info["from_start"]`` times to give the share, to the
+        nearest whole number; it is stored and evaluated once. With a share of more than half, up to half of the draws
+        are left out, evenly spaced, to save time in predictions. `summary` and `trust` judge the chains alone.
+
+        Args:
+            share: of the networks in every average, between 0 and 1.
+            starts: trained networks or their state_dicts; those of ``sample(starts=...)`` by default.
+
+        Example:
+            >>> from isosgd import Target
+            >>> start = torch.nn.Linear(1, 1, bias=False)
+            >>> posterior = Posterior(Target.from_module(start, "gaussian"), {
+            ...     "weight": torch.zeros(1, 6, 1, 1), "likelihood.scale": torch.ones(1, 6)}, {}, starts=[start])
+            >>> both = posterior.with_starts(0.25)
+            >>> both.num_draws, both.info["from_start"]
+            (8, 2)
+        """
+        share = between_0_and_1("share", share)
+        if self.info.get("from_start"):
+            return self._without_starts().with_starts(share, starts)
+        states = self._states(starts)
+        if starts is not None and len(states) > self.num_chains:  # of the chains' own some may have been dropped
+            raise ValueError(f"{len(states)} starts for {self.num_chains} chains: each chain has one at its head")
+        count = math.ceil(self.num_draws * min(1.0, max(0.5, (1 - share) / share)))
+        copies = round(count * share / (1 - share))
+        which = evenly(self.num_draws, count).tolist()
+        part = self._stack.select(list(range(self.num_chains)), which)
+        known = {} if starts is not None else dict(enumerate(self.info.get("start_of_chain", ())))  # of merged runs
+        chains = self.info.get("chain_indices") or range(self.num_chains)
+        own = [known.get(k, k % len(states)) for k in chains]
+        heads, draws, buffers = self.start_draws(states), part.draws, part.buffers
+        if copies:
+            like = part.draw(0, 0)
+            draws = Headed({name: heads.draws[name][own].to(x) for name, x in like.items()}, copies, draws)
+            like = Stack(buffers).draw(0, 0) if buffers else {}
+            buffers = Headed({name: heads.buffers[name][own].to(x) for name, x in like.items()}, copies, buffers)
+        info = {**self.info, **_counted(self.info, which), "draws": copies + count, "from_start": copies}
+        return Posterior(self.target, draws, info, self.data, buffers, states)
+
+    def start_draws(self, starts: Any = None) -> Posterior:
+        """Trained networks as draws, one for each chain. A noise scale that they lack is the one the chains found.
+
+        Args:
+            starts: trained networks or their state_dicts; those of ``sample(starts=...)`` by default.
+        """
+        target, states = self.view.target, self._states(starts)
+        free = target.unconstrain(self.draw(0, 0))
+        scales = {name: self.draws[name].double().log().mean((0, 1)).exp() for name in target.extras(free)}
+        params, buffers = stacked(states, target, scales)
+        return Posterior(target, params, {}, None, buffers)
 
     @torch.no_grad()
     def against_start(
         self, x: Any, y: Any = None, *, starts: Any = None, batch_size: int | None = None, device: Device = None
     ) -> Comparison:
-        """Scores of the trained networks that chains began with, and of the average over draws, on new examples.
+        """Scores on new examples: the trained networks that chains began with against the average over draws.
 
-        A noise scale that a start does not have, as a network has none, is the one that the draws found: their
-        geometric mean.
+        Networks have no noise scale of their own; theirs is the geometric mean over the draws.
 
         Args:
             x: inputs that were not trained on, as for `predict`.
@@ -672,7 +626,28 @@ class Posterior:
             predicted, y = [one for one, _ in pairs], pairs[0][1]
         return compare(each, average, predicted, y, view.classes, len(self))
 
-    # ---------------------------------------------------------------- whether to believe them
+    def _states(self, starts: Any) -> Sequence[State]:
+        """Trained networks as given, or those that chains began with."""
+        states = self.starts if starts is None else as_states(starts)
+        if states is None:
+            raise ValueError("the networks that chains began with are not at hand: pass them, starts=[model]")
+        return states
+
+    def _without_starts(self) -> Posterior:
+        """The same draws without the trained networks at the head of each chain."""
+        found = self.select(draws=slice(self.info.get("from_start", 0), None))
+        found.info.pop("from_start", None)
+        return found
+
+    def _own(self) -> Posterior:
+        """The chains' own draws as they were sampled: without trained networks, at softmax temperature 1."""
+        if not self.info.get("from_start") and self.softmax_temperature == 1:
+            return self
+        found = self._without_starts()
+        found.info.pop("softmax_temperature", None)
+        return found
+
+    # ---------------------------------------------------------------- whether to believe it
 
     def summary(
         self,
@@ -699,14 +674,12 @@ class Posterior:
             >>> found.rows[0].name, found.rhat < 1.01, found.as_dict()["chains"]
             ('mu', True, 4)
         """
-        if isinstance(examples, bool) or not isinstance(examples, int) or examples < 1:
-            raise ValueError(f"examples = {examples!r} must be an integer of at least 1")
+        check_integer("examples", examples, 1)
         self._check_sets()
-        if not self._as_drawn:
-            return self._own().summary(data, inputs=inputs, parameters=parameters, examples=examples, device=device)
-        traces = self._function_traces(data, inputs, examples, device)
-        for name in self._chosen(parameters):
-            traces[name] = ("parameter", self.draws[name])
+        own = self._own()
+        traces = followed(own, data, inputs, examples, device)
+        for name in chosen_parameters(own.shapes, parameters):
+            traces[name] = ("parameter", own.draws[name])
         return summary_of(traces)
 
     def trust(
@@ -728,12 +701,12 @@ class Posterior:
         Judged by convergence of predictions, by the temperature meter, and by what the warm-up found.
 
         Args:
-            data: the training data, all of them: the temperature is read from gradients at the draws. Those which were
-                sampled by default, where they are at hand.
-            temperature: T that the draws should be at; that which was sampled at by default.
+            data: all training data: the temperature is read from gradients at the draws. By default the data that were
+                sampled, where they are at hand.
+            temperature: the target temperature T; by default that of the run.
             inputs: inputs for the target's ``predict``, where they are not all but the last tensor of the data.
             held_out: examples whose predictions are judged; some of the training data by default. Draws around trained
-                networks are compared with these by them, as `against_start` does.
+                networks are also compared with them on these examples, as by `against_start`.
             rows: examples in each gradient, drawn afresh for every draw; all of them, or as many as are affordable, by
                 default.
             rhat: largest R-hat to believe.
@@ -743,42 +716,49 @@ class Posterior:
             device: where to compute, as for `predict`.
         """
         self._check_sets()
-        if not self._as_drawn and self.info.get("method") != STARTS:
-            own = self._own()
-            own.starts = None  # it is with them that the average is compared, below
-            verdict = own.trust(
-                data, temperature=temperature, inputs=inputs, held_out=held_out, rows=rows, rhat=rhat, ess=ess,
-                examples=examples, seed=seed, device=device,
-            )  # fmt: skip
-            return replace(verdict, opening=self._opening(held_out, device))
-        view = self.view  # says so where there is no target
+        assert self.view  # says so where there is no target
         data = self.data if data is None else data
         if data is None:
             raise ValueError(
                 "the temperature is read from gradients of the training data: pass them, posterior.trust(data); "
                 "posterior.summary() does without"
             )
-        wanted = float(self.info.get("temperature", 1.0) if temperature is None else temperature)
         if self.info.get("method") == STARTS:
             raise ValueError(
                 "the draws are the trained networks themselves, since no temperature was better: there is nothing to "
                 "judge. posterior.info['temperature_choice'] says what was tried"
             )
+        wanted = float(self.info.get("temperature", 1.0) if temperature is None else temperature)
         if not wanted > 0:
             raise ValueError(f"temperature = {wanted} must be positive: the draws cannot be compared with a point")
-        if self.num_draws < LEAST:
-            raise ValueError(f"{self.num_draws} draws of a chain are too few for a verdict; {LEAST} at least")
-        found, along = measure(self._stack, view, data, self.info.get("num_data"), wanted, rows, seed, device)
-        traces = self._function_traces(held_out if held_out is not None else data, inputs, examples, device)
-        every = np.concatenate(
-            [as_array(x).reshape(self.num_chains, self.num_draws, -1) for _, x in traces.values()], -1
-        )
+        own = self._own()
+        if own.num_draws < LEAST:
+            raise ValueError(f"{own.num_draws} draws of a chain are too few for a verdict; {LEAST} at least")
+        num_data = self.info.get("num_data")
+        found, along = measure(DrawGradients(own._stack, own.view, data, num_data, rows, seed, device, wanted))
+        traces = followed(own, held_out if held_out is not None else data, inputs, examples, device)
+        every = [as_array(x).reshape(own.num_chains, own.num_draws, -1) for _, x in traces.values()]
         reports = self.info.get("warmup", [])
-        verdict = judge(wanted, found, along, summary_of(traces), every, reports, rhat, ess)
+        verdict = judge(wanted, found, along, summary_of(traces), np.concatenate(every, -1), reports, rhat, ess)
         return replace(verdict, opening=self._opening(held_out, device))
 
+    def to_arviz(self, data: Any = None, *, parameters: Sequence[str] | None = None, seed: int = 0) -> Any:
+        """The draws as an ``xarray.DataTree`` for ArviZ (``pip install "isosgd[arviz]"``).
+
+        Groups are ``posterior`` and ``sample_stats`` (temperature, and rates by layer if known), and with data
+        ``log_likelihood``, ``observed_data``, ``posterior_predictive`` (under one of `isosgd.likelihoods`, see
+        `simulate`), and the mean negative log likelihood as ``loss`` in ``sample_stats``.
+
+        Args:
+            data: examples such as ``(x, y)``.
+            parameters: names or shell patterns of the parameters to take; all by default.
+            seed: of simulated outcomes.
+        """
+        names = list(self.shapes) if parameters is None else chosen_parameters(self.shapes, parameters)
+        return to_datatree(self._own(), data, names, seed)
+
     def _opening(self, held_out: Any, device: Device) -> tuple[str, ...]:
-        """Of draws around trained networks: the comparison, where there are examples for it, and the temperature."""
+        """How draws around trained networks compare with these, given examples, and how the temperature was chosen."""
         lines = []
         if self.starts is not None and isinstance(held_out, tuple | list | Mapping) and len(held_out) > 1:
             inputs = self.view.target.inputs_of(held_out)
@@ -789,94 +769,6 @@ class Posterior:
         choice = self.info.get("temperature_choice", {}).get("reason", "given")
         return (*lines, *([] if choice == "given" else [f"Temperature: {choice}."]))
 
-    def to_arviz(self, data: Any = None, *, parameters: Sequence[str] | None = None, seed: int = 0) -> Any:
-        """The draws as ArviZ takes them: an ``xarray.DataTree``, by ``pip install "isosgd[arviz]"``.
-
-        Groups are ``posterior`` and ``sample_stats`` (temperature, and rates by layer where there are), and with data
-        ``log_likelihood``, ``observed_data``, ``posterior_predictive`` (under one of `isosgd.likelihoods`, see
-        `simulate`), and the mean negative log likelihood as ``loss`` in ``sample_stats``.
-
-        Args:
-            data: examples such as ``(x, y)``.
-            parameters: names or shell patterns of the parameters to take; all by default.
-            seed: of simulated outcomes.
-        """
-        try:
-            arviz = importlib.import_module("arviz_base")
-        except ImportError as error:
-            raise ImportError('to_arviz needs arviz-base: pip install "isosgd[arviz]"') from error
-        if not self._as_drawn:
-            return self._own().to_arviz(data, parameters=parameters, seed=seed)
-        names = list(self.shapes) if parameters is None else self._chosen(parameters)
-        size = self.num_chains, self.num_draws
-        stats: dict[str, Any] = {"temperature": np.full(size, float(self.info.get("temperature", 1.0)))}
-        groups = {"posterior": {name: _array(self.draws[name]) for name in names}}
-        rates = self.info.get("rates") or [{}]
-        layers = list(rates[0])
-        if layers and len(rates) == self.num_chains and all(list(each) == layers for each in rates):
-            table = np.array([[each[layer] for layer in layers] for each in rates], float)
-            stats["rate"] = np.broadcast_to(table[:, None], (*size, len(layers)))
-        if data is not None:
-            batch = with_tensors(data, self.view.target.dtype)
-            each = self.log_likelihood(batch)
-            groups["log_likelihood"] = {"y": _array(each)}
-            stats["loss"] = _array(-each.double().mean(-1))
-            if isinstance(batch, tuple | list | Mapping) and len(batch) > 1:
-                y = self.view.target.labels_of(batch)
-                groups["observed_data"] = {"y": _array(y)}
-                if self.view.network is not None and isinstance(self.view.network.likelihood, Likelihood):
-                    simulated = self.simulate(self.view.target.inputs_of(batch), seed=seed)
-                    groups["posterior_predictive"] = {"y": _array(simulated.reshape(*size, *y.shape))}
-        # Attributes must be plain for files of ArviZ: what is nested goes as JSON.
-        attrs = {key: value if isinstance(value, str | int | float) else json.dumps(value, default=str)
-                 for key, value in self.info.items()}  # fmt: skip
-        attrs = {key: int(value) if isinstance(value, bool) else value for key, value in attrs.items()}  # for netCDF
-        attrs["inference_library"] = "isosgd"
-        found = arviz.from_dict(groups, attrs={"posterior": attrs})
-        # Apart from the rest: `dims` are for all groups, and a parameter may be called like a statistic.
-        named = {"dims": {"rate": ["layer"]}, "coords": {"layer": layers}}
-        found["sample_stats"] = arviz.from_dict({"sample_stats": stats}, **named)["sample_stats"]
-        return found
-
-    def _function_traces(self, data: Any, inputs: Any, examples: int, device: Device) -> dict[str, tuple[str, Any]]:
-        """Predictions and log likelihoods of some examples at each draw."""
-        traces: dict[str, tuple[str, Any]] = {}
-        batch = _some_examples(
-            self.data if data is None else data, examples, None if self.target is None else self.target.dtype
-        )
-        if batch is None and inputs is None:
-            return traces
-        network = self.view.network is not None
-        if inputs is not None or network:
-            x = (
-                tree_map(lambda t: _spaced(t, examples), with_tensors(inputs, self.view.target.dtype))
-                if inputs is not None
-                else self.view.target.inputs_of(batch)
-            )
-            predicted = self.predict(x, return_draws=True, device=device).draws
-            assert predicted is not None
-            traces["prediction"] = ("prediction", _without_last_class(predicted, self.view.classes))
-        if batch is not None:
-            each = self.log_likelihood(batch, device=device)
-            traces["log likelihood"] = ("log likelihood", each.double().mean(-1))
-            if "prediction" not in traces:  # the next best function of the parameters
-                traces["log likelihood of example"] = ("log likelihood", each)
-        return traces
-
-    def _chosen(self, patterns: Sequence[str] | None) -> list[str]:
-        """Names of the parameters to follow."""
-        shapes = self.shapes
-        if patterns is not None:
-            given = [patterns] if isinstance(patterns, str) else list(patterns)
-            for pattern in given:
-                if not any(match(name, [pattern]) for name in shapes):
-                    raise ValueError(f"parameters has {pattern!r}, which fits none of {list(shapes)}")
-            return [name for name in shapes if match(name, given)]
-        if sum(int(np.prod(shape)) for shape in shapes.values()) <= FEW:
-            return list(shapes)
-        scales = [name for name, shape in shapes.items() if not shape]
-        return scales[:FEW]
-
     def _check_sets(self) -> None:
         if (sets := int(self.info.get("sets", 1))) > 1:
             raise ValueError(
@@ -886,43 +778,20 @@ class Posterior:
 
 
 def _counted(info: Mapping[str, Any], which: Sequence[int]) -> dict[str, int]:
-    """How many of some draws are networks that a chain began with, and how many of a trial of temperatures."""
+    """Of the selected draws, how many are trained starts and how many come from a trial of temperatures."""
     first = int(info.get("from_start", 0))
     parts = {"from_start": range(first), "from_rung": range(first, first + int(info.get("from_rung", 0)))}
     return {name: sum(i in part for i in which) for name, part in parts.items() if name in info}
 
 
-def _tensor(found: Any) -> Tensor:
-    assert isinstance(found, Tensor)
-    return found
-
-
-def _some_examples(data: Any, count: int, dtype: torch.dtype | None) -> Any:
-    """Some examples of the data, evenly spaced; of a loader, the first of its first batch."""
-    if data is None:
-        return None
-    tensors = as_tensors(data, dtype)
-    if tensors:
-        return tree_map(lambda t: _spaced(t, count), tensors)
-    batch = with_tensors(next(iter(data), None), dtype)
-    if batch is None:
-        raise ValueError("data yields no batches: it is empty, or an iterator that was gone through already")
-    size = batch_length(batch)
-    return tree_map(lambda t: t[:count] if t.ndim and len(t) == size else t, batch)
-
-
-def _spaced(x: Tensor, count: int) -> Tensor:
-    """So many rows, evenly spaced."""
-    if not x.ndim or len(x) <= count:
-        return x
-    return x[torch.linspace(0, len(x) - 1, count).round().long().to(x.device)]
-
-
-def _without_last_class(predicted: Tensor, classes: bool) -> Any:
-    """Probabilities sum to one: the last says nothing that the others do not."""
-    return predicted[:, :, :, :-1] if classes and predicted.ndim > 3 and predicted.shape[3] > 1 else predicted
-
-
-def _array(values: torch.Tensor) -> Any:
-    values = values.detach().cpu()
-    return (values.float() if values.dtype in (torch.bfloat16, torch.float16) else values).numpy()
+def _mean_and_variance(found: Any, x: Any, batch_size: int | None) -> tuple[Tensor, Tensor | None]:
+    """What draws predict at inputs, ``[draws, *shape]``."""
+    if isinstance(found, dict) and "mean" not in found:
+        raise ValueError(f"a prediction must be a tensor or have a 'mean'; it has {list(found)}")
+    mean, variance = (found["mean"], found.get("variance")) if isinstance(found, dict) else (found, None)
+    if batch_size is not None and (mean.ndim < 2 or mean.shape[1] != batch_length(x)):
+        raise ValueError(
+            f"batch_size = {batch_size} needs predictions with a row for each input: {batch_length(x)} inputs gave "
+            f"shape {list(mean.shape[1:])}; leave batch_size out"
+        )
+    return mean, variance

@@ -1,4 +1,4 @@
-"""What draws predict, averaged as they are gone through: memory does not grow with the number of draws."""
+"""Predictions averaged over draws in one pass: memory does not grow with the number of draws."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ CLOSE = 1e-9  # levels closer than this are the same
 
 @dataclass(frozen=True)
 class Prediction:
-    """The posterior predictive distribution of y at some inputs: the average over draws of what each says.
+    """The posterior predictive distribution of y at some inputs: the average over the predictions of all draws.
 
     Attributes:
         mean: predictive mean; class probabilities for a classification.
         model_variance: variance over draws of the mean, what more data would take away.
         noise_variance: mean over draws of the variance of y itself; None when the target does not say.
         expected_entropy: mean over draws of the entropy of y, ``[n]``; of classifications only.
-        levels: the probabilities that were asked for.
-        quantiles: ``[levels, *shape]``; None when none were asked for.
-        draws: what each draw says, ``[chains, draws, *shape]``, when asked for.
-        draw_variances: noise variance that each draw says, ``[chains, draws, *shape]``, when asked for.
+        levels: the requested probabilities.
+        quantiles: at these levels, ``[levels, *shape]``; None without levels.
+        draws: per-draw predictions ``[chains, draws, *shape]``, if requested.
+        draw_variances: per-draw noise variances ``[chains, draws, *shape]``, if requested.
         df: degrees of freedom of Student-t noise around each draw's mean, infinite of normal noise; None of any other.
     """
 
@@ -69,7 +69,7 @@ class Prediction:
     def quantile(self, levels: float | Sequence[float]) -> Tensor:
         """Quantiles of y, ``[*shape]`` for one level and ``[levels, *shape]`` for several.
 
-        They are those asked of ``predict``, or found from the draws that it returned.
+        They are those that ``predict`` found, or they come from the draws that it returned.
         """
         many = levels if isinstance(levels, Sequence) else [levels]
         found = [next((i for i, own in enumerate(self.levels) if abs(own - level) < CLOSE), None) for level in many]
@@ -80,7 +80,7 @@ class Prediction:
             values = quantiles_over_draws(self.draws.flatten(0, 1), variances, many, self.df)
         else:
             raise ValueError(
-                f"quantiles at {list(many)} were not asked for (there are {list(self.levels)}): "
+                f"quantiles at {list(many)} were not requested (there are {list(self.levels)}): "
                 "predict(x, levels=...) finds some, predict(x, return_draws=True) lets you choose later"
             )
         return values if isinstance(levels, Sequence) else values[0]
@@ -132,10 +132,10 @@ def entropy_of(probabilities: Tensor) -> Tensor:
 
 
 def quantiles_over_draws(means: Tensor, variances: Tensor | None, levels: Sequence[float], df: float | None) -> Tensor:
-    """Quantiles ``[levels, *shape]`` of what draws ``[draws, *shape]`` say of y.
+    """Quantiles ``[levels, *shape]`` of y from per-draw predictions ``[draws, *shape]``.
 
-    Where each draw says a normal or Student-t distribution, these are the quantiles of the mixture; where it says a
-    number, those of the numbers over draws.
+    Where each draw predicts a normal or Student-t distribution, these are the quantiles of the mixture; where it
+    predicts a number, they are the quantiles of these numbers.
     """
     if variances is None:
         at = torch.tensor([between_0_and_1("levels", p) for p in levels], dtype=torch.float64, device=means.device)
@@ -154,7 +154,7 @@ class Average:
 
     Args:
         classes: whether predictions are class probabilities.
-        keep: whether to keep what each draw says.
+        keep: whether to keep per-draw predictions.
     """
 
     def __init__(self, classes: bool, keep: bool) -> None:
@@ -165,13 +165,14 @@ class Average:
         self._kept: list[Tensor] = []
         self._kept_variances: list[Tensor] = []
 
-    def add(self, values: Tensor, variances: Tensor | None) -> None:
-        """Take some draws ``[draws, *shape]``; moments of parts are joined as Chan, Golub and LeVeque (1979) do."""
+    def add(self, values: Tensor, variances: Tensor | None, times: int = 1) -> None:
+        """Add some draws ``[draws, *shape]`` so many times; moments are joined as in Chan, Golub and LeVeque (1979)."""
         wide = values.double()
-        number, mean = len(wide), wide.mean(0)
+        number, mean = len(wide) * times, wide.mean(0)
         total = self.count + number
         step = mean - self._mean
-        self._squares = self._squares + (wide - mean).square().sum(0) + step.square() * (self.count * number / total)
+        within = (wide - mean).square().sum(0) * times
+        self._squares = self._squares + within + step.square() * (self.count * number / total)
         self._mean = self._mean + step * (number / total)
         if variances is not None:
             before = self._noise if self._noise is not None else 0.0
@@ -180,32 +181,31 @@ class Average:
             each = torch.stack([entropy_of(x) for x in wide]).mean(0)
             self._entropy = self._entropy + (each - self._entropy) * (number / total)
         if self.keep:
-            self._kept.append(values)
+            self._kept += [values] * times
             if variances is not None:
-                self._kept_variances.append(variances.expand_as(values))
+                self._kept_variances += [variances.expand_as(values)] * times
         self.count, self._dtype = total, values.dtype
 
     def prediction(self, chains: int, levels: Sequence[float], df: float | None, return_draws: bool) -> Prediction:
         """The average over the draws taken so far."""
         dtype = self._dtype
-        every = torch.cat(self._kept) if self._kept else None
-        variances = torch.cat(self._kept_variances) if self._kept_variances else None
-        found = None
-        if levels:
-            assert every is not None
-            found = quantiles_over_draws(every, variances, levels, df)
-        shaped = [None if x is None else by_chain(x, chains) for x in (every, variances)]
-        return Prediction(
+        found = Prediction(
             self._mean.to(dtype),
             (self._squares / self.count).to(dtype),
             None if self._noise is None else self._noise.to(dtype),
             self._entropy.to(dtype) if self.classes else None,
-            tuple(levels),
-            found,
-            shaped[0] if return_draws else None,
-            shaped[1] if return_draws else None,
-            df,
+            levels=tuple(levels),
+            df=df,
         )
+        if not self._kept:
+            return found
+        every, variances = torch.cat(self._kept), torch.cat(self._kept_variances) if self._kept_variances else None
+        if levels:
+            found = replace(found, quantiles=quantiles_over_draws(every, variances, levels, df))
+        if return_draws:
+            shaped = None if variances is None else by_chain(variances, chains)
+            found = replace(found, draws=by_chain(every, chains), draw_variances=shaped)
+        return found
 
 
 def join(parts: Sequence[Prediction]) -> Prediction:
@@ -213,21 +213,8 @@ def join(parts: Sequence[Prediction]) -> Prediction:
     if len(parts) == 1:
         return parts[0]
     leading = {"quantiles": 1, "draws": 2, "draw_variances": 2}  # dimensions that come before those of the inputs
-
-    def along(name: str) -> Tensor | None:
-        values = [getattr(part, name) for part in parts]
-        return None if values[0] is None else torch.cat(values, leading.get(name, 0))
-
-    mean, model_variance = along("mean"), along("model_variance")
-    assert mean is not None and model_variance is not None
-    return Prediction(
-        mean,
-        model_variance,
-        along("noise_variance"),
-        along("expected_entropy"),
-        parts[0].levels,
-        along("quantiles"),
-        along("draws"),
-        along("draw_variances"),
-        parts[0].df,
-    )
+    tensors = [name for name, x in vars(parts[0]).items() if isinstance(x, Tensor)]
+    whole: dict[str, Any] = {
+        name: torch.cat([getattr(part, name) for part in parts], leading.get(name, 0)) for name in tensors
+    }
+    return replace(parts[0], **whole)

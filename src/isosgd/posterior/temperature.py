@@ -1,6 +1,6 @@
 """The temperature that draws are at, read from gradients of the potential at each of them.
 
-Gradients are of all data where that is affordable, of fresh examples where not.
+Gradients use all data where that is affordable, and fresh examples otherwise.
 """
 
 from __future__ import annotations
@@ -28,34 +28,138 @@ WORKED_ON = 1 << 21  # entries of gradients, and as many of draws, at once
 HELD = 1 << 24  # numbers of draws, and of gradients, that are held for directions
 
 
-def measure(
-    stack: Stack,
-    view: View,
-    data: Any,
-    num_data: int | None,
-    temperature: float,
-    rows: int | None,
-    seed: int,
-    device: torch.device | str | None = None,
-) -> tuple[tuple[Reading, ...], tuple[Reading, ...]]:
-    """Temperatures over all parameters and each layer, and along single directions.
-
-    Draws are gone through twice, for the centres and for the gradients; of the draws and gradients themselves only so
-    many are held as fit.
+class DrawGradients:
+    """``grad f`` at each draw in free parameters, where ``exp(-f / T)`` is the density that was sampled.
 
     Args:
         stack: the draws.
         view: their target.
         data: all training data: tensors or batches.
         num_data: N as it was when sampling; found from the data when None.
-        temperature: T that they should be at.
         rows: examples in each gradient; all of them, or as many as are affordable, when None.
         seed: of the examples.
         device: where to compute, as for `Posterior.predict`.
+        temperature: T; where the prior has sampled scales it counts T times, see `isosgd.Target.prior_weight`.
+
+    Attributes:
+        sizes: number of entries of each parameter.
+        example: one draw, in free parameters.
+        rows: examples in each gradient.
     """
-    chains, draws = stack.num_chains, stack.num_draws
-    gradient = DrawGradients(stack, view, data, num_data, rows, seed, device, temperature)
-    layers = view.target.layers(gradient.example)
+
+    def __init__(
+        self, stack: Stack, view: View, data: Any, num_data: int | None, rows: int | None, seed: int,
+        device: torch.device | str | None = None, temperature: float = 1.0,
+    ) -> None:  # fmt: skip
+        self.stack, self.view, self.target = stack, view, view.target
+        self.tensors = as_tensors(data, self.target.dtype)
+        self.data = data if self.tensors is None else self.tensors
+        self.num_data = num_data or self.target.resolve_num_data(self.data)
+        self.target.bind_num_data(self.num_data)
+        self.temperature = temperature
+        self.example = self.target.unconstrain(stack.draw(0, 0))
+        self.prior_weight = self.target.prior_weight(self.example, temperature)
+        self.sizes = {name: x.numel() for name, x in self.example.items()}
+        total = sum(self.sizes.values())
+        most = int(AFFORDABLE / (total * len(stack)))
+        self.rows = min(self.num_data, max(LEAST_ROWS, most)) if rows is None else rows
+        if isinstance(self.rows, bool) or not 1 <= self.rows <= self.num_data:
+            raise ValueError(f"rows = {rows!r} must lie between 1 and the {self.num_data} examples")
+        self._generator = torch.Generator().manual_seed(seed)
+        self._full = self.rows == self.num_data
+        # Fresh examples are each draw's own; all data, and batches of a loader, are shared by the draws of a block.
+        shared = self._full or self.tensors is None
+        self._mapped = Mapped(self._one, (0, None if shared else 0))
+        self._scores = Mapped(self.target.prior_score, ())
+        self._batches: Iterator[Any] = iter(())
+        self.place = place_of(device, self.target.device, self._few())
+
+    def free_blocks(self) -> Iterator[tuple[int, Tensor]]:
+        """Number of the first draw of a block, and free parameters ``[block, d]``."""
+        first = 0
+        for block, _ in self.stack.blocks(None):
+            free = self.target.unconstrain({name: block[name] for name in self.sizes})
+            yield first, self._flat(free)
+            first += len(next(iter(block.values())))
+
+    def blocks(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """The same with gradients ``[block, d]``, both on the CPU."""
+        size = at_once([tuple(x.shape) for x in self.example.values()], self._few())
+        size = max(1, min(size, WORKED_ON // sum(self.sizes.values())))
+        first = 0
+        for block, _ in self.stack.blocks(self._few(), size, self.place):
+            natural = {name: block[name] for name in self.sizes}
+            buffers = {name: x for name, x in block.items() if name not in natural}
+            free = self.target.unconstrain(natural)
+            count = len(next(iter(free.values())))
+            total: Params = {name: torch.zeros_like(x) for name, x in free.items()}
+            examples = 0
+            for batch, rows in self._parts(count):
+                found = self._mapped(free, buffers, moved(batch, self.place))
+                total = {name: total[name] + found[name] for name in total}
+                examples += rows
+            scores, scale = self._scores(free), self.num_data / examples
+            slope = {name: total[name] * scale - self.prior_weight * scores[name] for name in total}
+            yield first, self._flat(free), self._flat(slope)
+            first += count
+
+    def _one(self, free: Params, buffers: Params, batch: Any) -> Params:
+        """Gradient of the negative log likelihood of a batch, summed over examples, at one draw."""
+
+        def loss(leaves: Params) -> Tensor:
+            return -self.view.log_likelihood(self.target.constrain(leaves) | buffers, batch).sum()
+
+        return value_and_slope(loss, free)[1]
+
+    def _parts(self, draws: int) -> Iterator[tuple[Any, int]]:
+        """Batches for some draws, and the examples in each."""
+        if self.tensors is None:
+            yield from self._loaded()
+        elif self._full:
+            for part in batches_of(self.tensors, CHUNK):
+                yield part, batch_length(part) or 0
+        else:
+            for first in range(0, self.rows, CHUNK):
+                rows = min(CHUNK, self.rows - first)
+                index = torch.randint(batch_length(self.tensors) or 0, (draws, rows), generator=self._generator)
+                yield tree_map(lambda t, index=index: t[index.to(t.device)], self.tensors), rows
+
+    def _loaded(self) -> Iterator[tuple[Any, int]]:
+        """Batches of a loader: all of them, or as many as are affordable, continuing where the last block ended."""
+        if self._full:
+            self._batches = iter(self.data)
+        seen, started = 0, False
+        while seen < self.rows:
+            batch = with_tensors(next(self._batches, None), self.target.dtype)
+            if batch is None:
+                if seen and self._full:
+                    return
+                if started:
+                    raise ValueError("data yields no batches: it is empty, or an iterator gone through already")
+                self._batches, started = iter(self.data), True
+                continue
+            rows = batch_length(batch) or 1
+            seen, started = seen + rows, False
+            yield batch, rows
+
+    def _few(self) -> Any:
+        """As many examples as a draw is evaluated at in one go."""
+        if self.tensors is not None:
+            return tree_map(lambda t: t[: min(CHUNK, self.rows)], self.tensors)
+        return with_tensors(next(iter(self.data), None))
+
+    def _flat(self, params: Params) -> Tensor:
+        return torch.cat([x.detach().reshape(len(x), -1).cpu() for x in (params[name] for name in self.sizes)], 1)
+
+
+def measure(gradient: DrawGradients) -> tuple[tuple[Reading, ...], tuple[Reading, ...]]:
+    """Temperatures over all parameters and each layer, and along single directions.
+
+    It makes two passes over the draws, one for the centres and one for the gradients. Of the draws and gradients
+    themselves it keeps only as many as fit in memory.
+    """
+    chains, draws, temperature = gradient.stack.num_chains, gradient.stack.num_draws, gradient.temperature
+    layers = gradient.target.layers(gradient.example)
     groups = list(dict.fromkeys(layers[name] for name in gradient.sizes))
     numbers = torch.tensor([groups.index(layers[name]) for name in gradient.sizes])
     place = numbers.repeat_interleave(torch.tensor(list(gradient.sizes.values())))  # group of each entry
@@ -100,132 +204,6 @@ def measure(
         sizes = [total, *torch.bincount(place).tolist()]
         found = readings(["all", *groups], sizes, np.concatenate([every, as_array(series)], -1), temperature)
     return found, directions(kept[0], kept[1], temperature) if kept else ()
-
-
-class DrawGradients:
-    """``grad f`` at each draw in free parameters, ``exp(-f / T)`` being the density that was sampled.
-
-    Args:
-        stack: the draws.
-        view: their target.
-        data: all training data: tensors or batches.
-        num_data: N as it was when sampling; found from the data when None.
-        rows: examples in each gradient; all of them, or as many as are affordable, when None.
-        seed: of the examples.
-        device: where to compute, as for `Posterior.predict`.
-        temperature: T; where the prior has sampled scales it counts T times, see `isosgd.Target.prior_weight`.
-
-    Attributes:
-        sizes: number of entries of each parameter.
-        example: one draw, in free parameters.
-        rows: examples in each gradient.
-    """
-
-    def __init__(
-        self, stack: Stack, view: View, data: Any, num_data: int | None, rows: int | None, seed: int,
-        device: torch.device | str | None = None, temperature: float = 1.0,
-    ) -> None:  # fmt: skip
-        self.stack, self.view, self.target = stack, view, view.target
-        self.tensors = as_tensors(data, self.target.dtype)
-        self.data = data if self.tensors is None else self.tensors
-        self.num_data = num_data or self.target.resolve_num_data(self.data)
-        self.target.bind_num_data(self.num_data)
-        self.example = self.target.unconstrain(stack.draw(0, 0))
-        self.prior_weight = self.target.prior_weight(self.example, temperature)
-        self.sizes = {name: x.numel() for name, x in self.example.items()}
-        total = sum(self.sizes.values())
-        most = int(AFFORDABLE / (total * len(stack)))
-        self.rows = min(self.num_data, max(LEAST_ROWS, most)) if rows is None else rows
-        if isinstance(self.rows, bool) or not 1 <= self.rows <= self.num_data:
-            raise ValueError(f"rows = {rows!r} must lie between 1 and the {self.num_data} examples")
-        self._generator = torch.Generator().manual_seed(seed)
-        self._full = self.rows == self.num_data
-        # Fresh examples are each draw's own; all data, and batches of a loader, are shared by the draws of a block.
-        shared = self._full or self.tensors is None
-        self._mapped = Mapped(self._one, (0, None if shared else 0))
-        self._scores = Mapped(self.target.prior_score, ())
-        self._batches: Iterator[Any] = iter(())
-        self.place = place_of(device, self.target.device, self._few())
-
-    def free_blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """Number of the first draw of a block, and free parameters ``[block, d]``."""
-        first = 0
-        for block in self.stack.blocks(None):
-            free = self.target.unconstrain({name: block[name] for name in self.sizes})
-            yield first, self._flat(free)
-            first += len(next(iter(block.values())))
-
-    def blocks(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """The same with gradients ``[block, d]``, both on the CPU."""
-        size = at_once([tuple(x.shape) for x in self.example.values()], self._few())
-        size = max(1, min(size, WORKED_ON // sum(self.sizes.values())))
-        first = 0
-        for block in self.stack.blocks(self._few(), size, self.place):
-            natural = {name: block[name] for name in self.sizes}
-            buffers = {name: x for name, x in block.items() if name not in natural}
-            free = self.target.unconstrain(natural)
-            count = len(next(iter(free.values())))
-            total: Params = {name: torch.zeros_like(x) for name, x in free.items()}
-            examples = 0
-            for batch, rows in self._parts(count):
-                found = self._mapped(free, buffers, moved(batch, self.place))
-                assert isinstance(found, dict)
-                total = {name: total[name] + found[name] for name in total}
-                examples += rows
-            scores = self._scores(free)
-            assert isinstance(scores, dict)
-            scale = self.num_data / examples
-            slope = {name: total[name] * scale - self.prior_weight * scores[name] for name in total}
-            yield first, self._flat(free), self._flat(slope)
-            first += count
-
-    def _one(self, free: Params, buffers: Params, batch: Any) -> Params:
-        """Gradient of the negative log likelihood of a batch, summed over examples, at one draw."""
-
-        def loss(leaves: Params) -> Tensor:
-            return -self.view.log_likelihood(self.target.constrain(leaves) | buffers, batch).sum()
-
-        return value_and_slope(loss, free)[1]
-
-    def _parts(self, draws: int) -> Iterator[tuple[Any, int]]:
-        """Batches for some draws, and the examples in each."""
-        if self.tensors is None:
-            yield from self._loaded()
-        elif self._full:
-            for part in batches_of(self.tensors, CHUNK):
-                yield part, batch_length(part) or 0
-        else:
-            for first in range(0, self.rows, CHUNK):
-                rows = min(CHUNK, self.rows - first)
-                index = torch.randint(batch_length(self.tensors) or 0, (draws, rows), generator=self._generator)
-                yield tree_map(lambda t, index=index: t[index.to(t.device)], self.tensors), rows
-
-    def _loaded(self) -> Iterator[tuple[Any, int]]:
-        """Batches of a loader: all of them, or as many as are affordable, going on where the last block ended."""
-        if self._full:
-            self._batches = iter(self.data)
-        seen, started = 0, False
-        while seen < self.rows:
-            batch = with_tensors(next(self._batches, None), self.target.dtype)
-            if batch is None:
-                if seen and self._full:
-                    return
-                if started:
-                    raise ValueError("data yields no batches: it is empty, or an iterator gone through already")
-                self._batches, started = iter(self.data), True
-                continue
-            rows = batch_length(batch) or 1
-            seen, started = seen + rows, False
-            yield batch, rows
-
-    def _few(self) -> Any:
-        """Examples like those that a draw is evaluated with at once."""
-        if self.tensors is not None:
-            return tree_map(lambda t: t[: min(CHUNK, self.rows)], self.tensors)
-        return with_tensors(next(iter(self.data), None))
-
-    def _flat(self, params: Params) -> Tensor:
-        return torch.cat([x.detach().reshape(len(x), -1).cpu() for x in (params[name] for name in self.sizes)], 1)
 
 
 def value_and_slope(function: Callable[[Params], Tensor], params: Params) -> tuple[Tensor, Params]:

@@ -1,4 +1,4 @@
-"""A target as it is at a draw, buffers of its network included."""
+"""A target evaluated at a draw, with the buffers of its network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -21,17 +21,18 @@ from isosgd.target.modules import ModuleLikelihood
 
 NUMBERS = {"Gaussian", "StudentT", "Heteroscedastic"}  # y is normal, or a Student-t, around each draw's mean
 CLASSES = {"Categorical", "Bernoulli", "Tokens"}
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of a BatchNorm layer
 
 Function = Callable[[Callable[..., Any], Params, Any], Any]
 """A user's ``(model, params, x) -> Tensor``: ``model`` is the network at a draw, ``params`` its natural parameters."""
 
 
 class View:
-    """Predictions and log likelihoods of a target at natural parameters, with which buffers may come.
+    """Predictions and log likelihoods of a target at natural parameters, which may include buffers.
 
     Args:
         target: what was sampled.
-        softmax_temperature: by which the network's logits are divided.
+        softmax_temperature: divisor of the network's logits.
     """
 
     def __init__(self, target: Target, softmax_temperature: float = 1.0) -> None:
@@ -48,10 +49,10 @@ class View:
             self.df = float(df)  # with 2 or fewer there is no variance
 
     def head(self, inputs: Any) -> tuple[Head, View] | None:
-        """The sampled head of the network and its view, where there is one: what goes into it is the same at all draws.
+        """The sampled head of the network and its view, if there is one: its inputs are the same at all draws.
 
         Args:
-            inputs: on which to find out, as the network takes them.
+            inputs: examples to trace the network with.
         """
         if not self._tried:
             few = tree_map(lambda t: t[:2] if t.ndim else t, inputs)
@@ -62,7 +63,7 @@ class View:
         return self._head
 
     def _network_at(self, natural: Params) -> Network | None:
-        """The network, where it does something at these parameters that the target does not."""
+        """The network, where at these parameters it differs from the target's own."""
         other = self.network is not None and (self.softmax_temperature != 1 or self.network.holds(natural))
         return self.network if other else None
 
@@ -75,7 +76,7 @@ class View:
     def log_likelihoods_at(self, natural: Params, batch: Any, temperatures: Sequence[float]) -> Tensor:
         """Log likelihood of each example at softmax temperatures, and its mean over labels, ``[n, temperatures, 2]``.
 
-        Of predictions that are not of classes at temperature 1 alone, and 0 as the mean.
+        Other predictions than of classes have temperature 1 alone, and a mean of 0.
         """
         if tuple(temperatures) == (1.0,):
             found = self.log_likelihood(natural, batch)
@@ -104,7 +105,7 @@ class View:
 class Network(ModuleLikelihood):
     """A module's likelihood whose buffers may come with the parameters, under their names in the module.
 
-    It shares all tensors with the likelihood it is made from. BatchNorm then uses the running statistics it is given,
+    It shares all tensors with the likelihood it is made from. BatchNorm uses the running statistics it is given,
     whatever mode the module was in.
     """
 
@@ -121,15 +122,17 @@ class Network(ModuleLikelihood):
     @property
     def batch_statistics(self) -> str:
         """Name of a layer that normalises with the statistics of the batch it is in; empty when there is none."""
-        layers = self._plain._module.named_modules()
-        return next((str(name) for name, layer in layers if _looks_around(layer)), "")
+        for name, layer in self._plain._module.named_modules():
+            if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
+                return str(name)
+        return ""
 
     def holds(self, natural: Params) -> bool:
         """Whether buffers came with these parameters."""
         return not self._buffers.isdisjoint(natural)
 
     def logits(self, output: Any, params: Params) -> Any:
-        """Of an output, over the softmax temperature."""
+        """Logits of an output, divided by the softmax temperature."""
         found = super().logits(output, params)
         return found if self._softmax_temperature == 1 else found / self._softmax_temperature
 
@@ -145,14 +148,14 @@ class Network(ModuleLikelihood):
         return functional_call(self._module, state, args, kwargs)
 
     def refreshed(self, natural: Params, batches: Iterable[Any]) -> Params:
-        """Running statistics of every BatchNorm at these parameters: averages over batches of inputs, each as heavy.
+        """Running statistics of every BatchNorm at these parameters: averages over batches, all with the same weight.
 
-        As `torch.optim.swa_utils.update_bn` does it.
+        This is what `torch.optim.swa_utils.update_bn` does.
         """
         norms = [(name, layer) for name, layer in self._named_norms() if layer.running_mean is not None]
         first = natural[next(iter(self.values))]
         rest = self._rest_as((first.device, first.dtype))
-        names = [f"{name}.{kind}" if name else kind for name, _ in norms for kind in _STATISTICS]
+        names = [f"{name}.{kind}" if name else kind for name, _ in norms for kind in STATISTICS]
         found = {name: torch.zeros_like(rest[name]) for name in names}
         before = [layer.momentum for _, layer in norms]
         count = 0
@@ -174,8 +177,8 @@ class Network(ModuleLikelihood):
         return found
 
     def check_refresh(self) -> None:
-        """Refuse to refresh statistics that are not there."""
-        if not any(layer.running_mean is not None for layer in self._norms()):
+        """Raise an error where there are no statistics to refresh."""
+        if not any(layer.running_mean is not None for _, layer in self._named_norms()):
             raise ValueError(
                 f"{self._class_name} has no BatchNorm with running statistics: leave refresh= out, there is nothing "
                 "to refresh"
@@ -185,14 +188,3 @@ class Network(ModuleLikelihood):
         for name, layer in self._module.named_modules():
             if isinstance(layer, _BatchNorm):
                 yield name, layer
-
-    def _norms(self) -> list[nn.Module]:
-        return [layer for _, layer in self._named_norms()]
-
-
-def _looks_around(layer: nn.Module) -> bool:
-    """Whether a layer normalises with the statistics of the batch."""
-    return isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None)
-
-
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

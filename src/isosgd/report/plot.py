@@ -69,11 +69,11 @@ class Plot:
             points = " ".join(f"{a:.1f},{b:.1f}" for a, b in path)
             self._add(f'<polygon class="band {colour} {style}" points="{points}"/>', label, colour, f"band {style}")
 
-    def dots(self, x: Any, y: Any, colour: str, *, label: str = "", radius: float = 2.6, style: str = "") -> None:
+    def dots(self, x: Any, y: Any, colour: str, *, label: str = "", radius: float = 2.6) -> None:
         """A dot at each point."""
         xs, ys = self._places(x, y)
         dots = "".join(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="{radius:g}"/>' for a, b in zip(xs, ys, strict=True))
-        self._add(f'<g class="dot {colour} {style}">{dots}</g>', label, colour, f"dot {style}")
+        self._add(f'<g class="dot {colour}">{dots}</g>', label, colour, "dot")
 
     def rods(self, x: Any, low: Any, high: Any, colour: str, *, label: str = "") -> None:
         """An upright line from low to high at each x, such as an interval."""
@@ -214,7 +214,7 @@ def widened(ends: Limits) -> Limits:
 
 
 def ticks(low: float, high: float, count: float) -> list[tuple[float, str]]:
-    """Round numbers between two ends, about so many."""
+    """About ``count`` round numbers between two ends, with labels."""
     rough = (high - low) / max(count, 2)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)

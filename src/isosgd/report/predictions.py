@@ -40,7 +40,7 @@ BINS = 24
 
 
 def some(rows: Any) -> Any:
-    """At most so many rows, evenly spaced, of a tuple of tensors; None for anything else."""
+    """At most `MOST_ROWS` rows, evenly spaced, of a tuple of tensors; None for anything else."""
     if not isinstance(rows, tuple | list) or not all(isinstance(x, Tensor) and x.ndim for x in rows) or not rows:
         return None
     if len(rows[0]) <= MOST_ROWS:

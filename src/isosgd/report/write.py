@@ -137,7 +137,7 @@ def _evaluated(
 
 
 def _against_start(posterior: Posterior, rows: Any, seen: str, subject: Subject) -> str:
-    """The trained networks that chains began with, and the average, on the same rows; empty where there are none."""
+    """The section that compares the average with the trained networks; empty for runs without."""
     if posterior.starts is None or not _has_targets(rows):
         return ""
     found = posterior.against_start(*rows)

@@ -1,4 +1,4 @@
-"""Draws on the disk, read as they are needed."""
+"""Draws on disk, read when they are needed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Rows = Mapping[str, tuple[int, int]]
 
 
 def rectangle(lengths: Mapping[int, int]) -> tuple[list[int], int]:
-    """Of chains of these lengths, some and how many draws of each: most draws in all, since an array is a rectangle.
+    """The chains, and the number of draws of each, that give most draws in all: an array must be a rectangle.
 
     Example:
         >>> rectangle({0: 100, 1: 100, 2: 30})
@@ -47,8 +47,8 @@ def rectangle(lengths: Mapping[int, int]) -> tuple[list[int], int]:
 class Shards:
     """The shards of a run: each is checked when it is first used, and mapped into memory while it is.
 
-    ``damaged="refuse"`` raises `DamagedError` when a shard that is not as it was written is met; ``"drop"`` looks at
-    all of them at once, warns of those that are not, and does without them; so does ``verify``, which raises.
+    ``damaged="refuse"`` raises `DamagedError` at the first use of a shard that has changed since it was written.
+    ``"drop"`` checks all shards at once, warns of changed ones and leaves them out. ``verify`` also checks all at once.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, damaged: Damaged = "refuse", verify: bool = False) -> None:
@@ -112,7 +112,7 @@ class Shards:
 
         Args:
             place: which draws, and which chains.
-            rows: of tensors of which not all rows are wanted, first and end. Files with none of them are not opened.
+            rows: first row and end, for tensors of which only some rows are read. Files without them stay closed.
         """
         found = {}
         for name in names:
@@ -142,7 +142,7 @@ class Shards:
 
 
 def look(folder: Path, about: File) -> None:
-    """Whether a file is there, by its length. That of a link or a pipe is another."""
+    """Check that a file is there, by its length; a link or a pipe has another one."""
     try:
         found = os.lstat(folder / about.file).st_size
     except OSError as error:
@@ -167,7 +167,7 @@ def read_tensors(folder: Path, about: File) -> dict[str, Tensor]:
 
 
 class StoredState(Mapping[str, Tensor]):
-    """The tensors of a file by name, read when the first of them is needed."""
+    """The tensors of a file by name, read at the first access."""
 
     def __init__(self, folder: Path, about: File) -> None:
         self._folder, self._about = folder, about
@@ -192,9 +192,9 @@ class StoredDraws(Mapping[str, Tensor]):
     ``draws[name]`` reads all of one; ``draws.draw(chain, index)`` reads one draw, from mapped memory.
 
     Args:
-        chains: numbers of the chains to show; by default those that have not been given up, with the number of draws
-            that makes for most draws in all (chains that run in turn may have been stopped at different lengths).
-        buffers: show the buffers that go with the draws, not the draws.
+        chains: numbers of the chains to show; by default chains that were not dropped, chosen with a number of draws
+            that gives most draws in all (chains that run in turn may have been stopped at different lengths).
+        buffers: show the buffers of the draws instead of the draws.
 
     Attributes:
         chains: their numbers in the run.
@@ -230,7 +230,7 @@ class StoredDraws(Mapping[str, Tensor]):
         return len(self.chains)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of ``draws[name]``, without reading it."""
+        """Shape of ``draws[name]``, without reading it."""
         return (self.num_chains, self.num_draws, *self._specs[name].shape)
 
     def __len__(self) -> int:

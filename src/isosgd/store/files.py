@@ -1,12 +1,12 @@
-"""Files of a store, whole or not there whenever a machine stops; tensors and nested states, without pickle.
+"""Files of a store, complete or absent whenever a machine stops; tensors and nested states, without pickle.
 
-A file is written under another name, brought to the disk, and only then given its name; then the folder is brought to
-the disk. Whoever opens the name finds the old file or the new one.
+A file is written under another name, synced to disk, and only then renamed; then the folder is synced. Whoever opens
+the name finds the old file or the new one.
 
 Tensors are in safetensors files (https://github.com/huggingface/safetensors), written without a copy. A nested state
 (dicts, lists, tuples, strings, numbers, None, tensors and numpy arrays) becomes plain values that JSON can hold and a
-dict of tensors, and comes back the same, bit for bit; nothing else is taken, in either direction. What JSON does not
-have is written as a dict with one key that begins with ``$``: ``{"$tensor": "0"}``.
+dict of tensors, and comes back the same, bit for bit; nothing else is accepted, in either direction. Types that JSON
+lacks are written as a dict with one key that begins with ``$``: ``{"$tensor": "0"}``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ DTYPES = {
 }  # fmt: skip
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 METADATA = "__metadata__"
-DEEPEST = 64
 
 
 class StoreError(ValueError):
@@ -76,7 +75,7 @@ def write_file(path: Path, parts: Iterable[Any]) -> tuple[str, int]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk, where the system can."""
+    """Sync the names in a folder to disk, where the system can."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:  # Windows
@@ -88,7 +87,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file, in little memory."""
+    """The SHA-256 of a file, read in blocks."""
     digest = hashlib.sha256()
     try:
         with open(path, "rb") as file:
@@ -120,7 +119,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def raw(x: Tensor) -> Tensor:
-    """The bytes of a tensor; those of a copy where it does not lie in memory one after the other, on the CPU."""
+    """The bytes of a tensor; of a copy where it is not contiguous or not on the CPU."""
     found = x.detach().cpu().contiguous()
     return found.as_strided((found.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
 
@@ -168,7 +167,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
 
 
 def pack(value: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Plain values and tensors for any nested state.
+    """A nested state as plain values and tensors.
 
     Example:
         >>> plain, tensors = pack({"rate": float("nan"), "shape": (2, 3), "state": {0: torch.ones(2)}})
@@ -178,20 +177,18 @@ def pack(value: Any) -> tuple[Any, dict[str, Tensor]]:
         {0: tensor([1., 1.])}
     """
     tensors: dict[str, Tensor] = {}
-    return _pack(value, tensors, 0), tensors
+    return _pack(value, tensors), tensors
 
 
 def plain(value: Any) -> Any:
-    """`pack` for what holds no tensors."""
+    """`pack` for a state without tensors."""
     packed, tensors = pack(value)
     if tensors:
         raise TypeError("a tensor stands where only plain values belong")
     return packed
 
 
-def _pack(value: Any, tensors: dict[str, Tensor], depth: int) -> Any:
-    if depth > DEEPEST:
-        raise ValueError(f"a state is nested more than {DEEPEST} deep: does it hold itself?")
+def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int | np.integer):
@@ -209,13 +206,13 @@ def _pack(value: Any, tensors: dict[str, Tensor], depth: int) -> Any:
             return {"$tensor": _name(value.detach(), tensors)}
         return {"$permuted": [_name(turned, tensors), *order]}
     if isinstance(value, list):
-        return [_pack(item, tensors, depth + 1) for item in value]
+        return [_pack(item, tensors) for item in value]
     if isinstance(value, tuple):
-        return {"$tuple": [_pack(item, tensors, depth + 1) for item in value]}
+        return {"$tuple": [_pack(item, tensors) for item in value]}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: _pack(item, tensors, depth + 1) for key, item in value.items()}
-        pairs = [[_pack(part, tensors, depth + 2) for part in pair] for pair in value.items()]
+            return {key: _pack(item, tensors) for key, item in value.items()}
+        pairs = [[_pack(part, tensors) for part in pair] for pair in value.items()]
         return {"$items": pairs}
     raise TypeError(
         f"a value of type {type(value).__name__} cannot be written to a store, which holds tensors, numbers and text"
@@ -229,7 +226,7 @@ def _name(tensor: Tensor, tensors: dict[str, Tensor]) -> str:
 
 
 def unpack(value: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
-    """What `pack` was given."""
+    """The inverse of `pack`."""
     try:
         return _unpack(value, tensors or {})
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:

@@ -1,6 +1,6 @@
-"""The manifest: what a run is, and which files hold it. It is the only file that says what belongs to a run.
+"""The manifest: what a run is and which files hold it. It alone says what belongs to a run.
 
-Its own SHA-256 stands in it, against accidents. Names of files are of a fixed form: none leads out of the folder.
+It contains its own SHA-256, to detect accidents. File names have a fixed form, so that none leads out of the folder.
 """
 
 from __future__ import annotations
@@ -92,18 +92,18 @@ class Manifest:
 
     Attributes:
         info: how the draws come about, as far as is known.
-        identity: what must be the same for the run to be resumed.
-        tensors: what a draw consists of.
-        buffers: tensors of the network that change from draw to draw and go with it.
+        identity: what must match for the run to be resumed.
+        tensors: the tensors of a draw.
+        buffers: tensors of the network that change from draw to draw and are stored with it.
         complete: whether all draws are there.
-        shards: where they are.
-        lost: chains that were given up, with the number of their good draws.
+        shards: the files that hold them.
+        lost: dropped chains, with the number of their good draws.
         frozen: tensors of the network that do not change.
         starts: the trained networks that chains began with, a file each.
-        checkpoints: from where to go on, by the first of chains that run side by side; of a loop, by the rank.
-        seconds: spent so far.
-        number: of the next file.
-        parts: folders within this one, each a run of its own, which together are this one; then there is nothing else.
+        checkpoints: from where to go on, by the first of the chains that run side by side; in a loop, by rank.
+        seconds: time spent so far.
+        number: number of the next checkpoint.
+        parts: subfolders, each a run of its own, that together make this run; it then has nothing else.
     """
 
     info: dict[str, Any]
@@ -121,7 +121,7 @@ class Manifest:
     parts: list[str] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
-        """Put it in the place of the old one."""
+        """Replace the old one."""
         body = {
             "format": FORMAT,
             "complete": self.complete,
@@ -148,7 +148,7 @@ class Manifest:
 
     @staticmethod
     def begun(folder: Path) -> bool:
-        """Whether a folder holds a run that would be lost: one with draws, or with a checkpoint."""
+        """Whether a folder holds a run that overwriting would lose: one with draws or a checkpoint."""
         if not (folder / NAME).exists():
             return False
         found = Manifest.read(folder)
@@ -204,14 +204,14 @@ def _parsed(body: dict[str, Any]) -> Manifest:
 
 
 def _ours(form: re.Pattern[str], name: str) -> str:
-    """A name that stands in a manifest, if it is of the form of ours: anyone may have written it."""
+    """A file name from a manifest, checked against the form of ours: anyone may have written the manifest."""
     if form.fullmatch(name) is None:
         raise ValueError(f"{name!r} is not the name of a file of ours")
     return name
 
 
 def _lines(body: dict[str, Any]) -> bytes:
-    """JSON with a line for each item and each shard, so that it can be looked at."""
+    """JSON with a line for each item and each shard, so that people can read it."""
     *items, (last, shards) = body.items()
     text = b",\n".join(to_json(key) + b":" + to_json(value) for key, value in items)
     rows = b",\n".join(to_json(shard) for shard in shards)

@@ -1,12 +1,12 @@
-"""Writes a run to the disk as it goes.
+"""Writes a run to disk while it goes on.
 
-Draws are gathered and written a shard at a time; a checkpoint, from which the chains can go on, from time to time. Both
-are there once the manifest says so. What a crash takes is what was gathered and what came after the last checkpoint,
-and that can be had again, bit for bit, from the checkpoint.
+Draws are gathered and written a shard at a time; from time to time a checkpoint is written, from which the chains can
+go on. Both count once the manifest names them. A crash loses the gathered draws and what came after the last
+checkpoint; the checkpoint gives them again, bit for bit.
 
-All is written by one thread, in the order in which it came, while the chains go on: a checkpoint never comes before the
-draws that it follows on. While that thread has work, what belongs to the disk (the manifest's shards, checkpoint and
-number) is its own; all else in the manifest is the chains'.
+One thread writes everything, in the order in which it came, while the chains go on: a checkpoint never comes before the
+draws that it follows. While that thread is busy it owns the manifest's shards, checkpoints and number; the chains own
+the rest of the manifest.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Writer:
 
     @classmethod
     def reopen(cls, folder: Path) -> Writer:
-        """Go on with a run; what a crash left behind is removed."""
+        """Go on with a run; remove what a crash left behind."""
         writer = cls(folder, Manifest.read(folder))
         with writer.closed_on_error():
             # Read behind the lock: a process that was still ending may have written more meanwhile.
@@ -93,13 +93,13 @@ class Writer:
         return writer
 
     def extend(self, identity: Mapping[str, Any]) -> None:
-        """More draws are asked for than before: say so before the first of them comes."""
+        """Note that the run is to have more draws than before, ahead of the first of them."""
         self.manifest.identity, self.manifest.complete = dict(identity), False
         self._write_manifest(self.manifest)
 
     @contextmanager
     def closed_on_error(self) -> Iterator[None]:
-        """Let go of the folder when something goes wrong."""
+        """Release the folder when something goes wrong."""
         try:
             yield
         except BaseException:
@@ -107,7 +107,7 @@ class Writer:
             raise
 
     def close(self) -> None:
-        """Let go of the folder; draws that are gathered and not flushed are dropped."""
+        """Release the folder; gathered draws that were not flushed are lost."""
         self._background.close()
         if self._lock is not None:
             os.close(self._lock)
@@ -145,7 +145,7 @@ class Writer:
 
     @torch.no_grad()
     def _copied(self, every: Params) -> dict[str, Tensor]:
-        """A copy on the CPU, as it is stored. Memory that was used before is there already; new one is given slowly."""
+        """A copy on the CPU in the stored dtype, in memory of written draws where there is some: new memory is slow."""
         try:
             held = self._free.pop()
         except IndexError:
@@ -158,7 +158,7 @@ class Writer:
         return held
 
     def differs(self, first: int, index: int, draw: Params, buffers: Params) -> str:
-        """The name of a tensor in which a draw is not the one that is stored; empty when it is, bit for bit."""
+        """The name of a tensor in which a draw differs from the stored one; empty when they agree bit for bit."""
         shard = next(s for s in self.manifest.shards if s.first == first and s.start <= index < s.stop)
         parts = self._copied(self._named(draw, buffers))
         found = self._shards.read(shard, parts, (index - shard.start, slice(None)))
@@ -167,17 +167,17 @@ class Writer:
         return next((name for name, equal in same.items() if not equal), "")
 
     def flush(self) -> None:
-        """Write what is gathered, and the manifest, before anything else happens."""
+        """Write the gathered draws and the manifest, and wait for it."""
         self._send()
         self._background.wait()
 
     def _send(self) -> None:
-        """Have what is gathered written."""
+        """Hand the gathered draws to the thread that writes."""
         self._background.wait()  # before anything is taken: Ctrl-C may come meanwhile
         self._background.give(self._taken())
 
     def _taken(self) -> Callable[[], None]:
-        """What writes that which is gathered."""
+        """A job that writes the gathered draws."""
         if not self._gathered:
             return lambda: None
         gathered, self._gathered, self._bytes = self._gathered, [], 0
@@ -190,7 +190,7 @@ class Writer:
     ) -> None:
         """Write a shard and a manifest that names it.
 
-        It is the thread that says that a shard is there, so that Ctrl-C in the other one cannot make it forget one.
+        The writing thread itself records the shard, so that Ctrl-C in the main thread cannot make it forget one.
         """
         with self._flushes.timed():
             tensors = {key: [draw[key] for draw in gathered] for key in gathered[0]}
@@ -224,7 +224,7 @@ class Writer:
                 raise StoreError(f"a file of another rank is not seen here ({error}). {SHARED}") from error
 
     def cut(self, draws: int) -> None:
-        """Drop all draws of chain 0 but so many first ones; those after them come from another past."""
+        """Keep only so many first draws of chain 0: the later ones followed from another state."""
         self.flush()
         kept = [shard for shard in self.manifest.shards if shard.stop <= draws]
         if (kept[-1].stop if kept else 0) != draws:
@@ -240,7 +240,7 @@ class Writer:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def mark(self, first: int, state: Callable[[], Any], now: bool = False) -> None:
-        """Write a checkpoint, if one is due or ``now``: all that chains from ``first`` on need to go on from here."""
+        """Write a checkpoint, if one is due or ``now``: everything that chains from ``first`` on need to go on."""
         due = self._checkpoints.setdefault(first, Waiting(5.0 * LEAST_WAIT))
         if not (now or due.due()):
             return
@@ -261,7 +261,7 @@ class Writer:
             self._background.wait()
 
     def _write_checkpoint(self, manifest: Manifest, first: int, packed: Any, tensors: Params) -> None:
-        """Write a checkpoint and a manifest that names it; then the one before it is gone."""
+        """Write a checkpoint and a manifest that names it; then delete the one before it."""
         with self._checkpoints[first].timed():
             name = f"checkpoint-{self.manifest.number:06d}.safetensors"
             self._name_checkpoints(
@@ -289,7 +289,7 @@ class Writer:
     # -- the manifest -------------------------------------------------------------------------------------------------
 
     def finish(self, info: Mapping[str, Any]) -> None:
-        """All draws are there: write the rest. The checkpoints stay, so that the run can be extended."""
+        """Mark the run as complete. The checkpoints stay, so that it can be extended."""
         self.flush()
         self.manifest.complete = True
         self.manifest.info = dict(info)
@@ -309,7 +309,7 @@ class Writer:
         return replace(self.manifest, lost=dict(self.manifest.lost))
 
     def _write_named(self, manifest: Manifest, shards: list[Shard], checkpoints: dict[int, File]) -> None:
-        """Write a manifest as it was, but for what is on the disk now."""
+        """Write an earlier copy of the manifest with what is on disk now."""
         self._write_manifest(replace(manifest, shards=shards, checkpoints=checkpoints, number=self.manifest.number))
 
     def _write_manifest(self, manifest: Manifest) -> None:
@@ -381,18 +381,18 @@ class Waiting:
         self.last, self.cost = self.started, 0.0
 
     def due(self) -> bool:
-        """Whether it is time."""
+        """Whether a write is due."""
         now = time.monotonic()
         wait = min(max(self.least, WAIT_SHARE * (now - self.started)), MOST_WAIT)
         return not self.least or now - self.last >= max(wait, self.cost / COST_SHARE)
 
     def sent(self) -> None:
-        """A write is being made; what it costs is known later."""
+        """A write was started; what it costs is known later."""
         self.last = time.monotonic()
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Around a write, wherever it is made: how long it takes is what it costs."""
+        """Around a write, in whichever thread: measures what it costs."""
         began = time.monotonic()
         yield
         self.cost = time.monotonic() - began
@@ -419,20 +419,20 @@ def lock(folder: Path) -> int | None:
 
 
 class Background:
-    """Does one job at a time in a thread. Once one has failed, its error is raised by all that follows."""
+    """Runs one job at a time in a thread. Once one has failed, every later call raises its error."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._under_way: Future[None] | None = None
 
     def give(self, job: Callable[[], None]) -> None:
-        """Have a job done, once the one before it is done."""
+        """Start a job once the one before it is done."""
         self.wait()
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="isosgd-store")
         self._under_way = self._pool.submit(job)
 
     def wait(self) -> None:
-        """Wait for the job that is under way; what went wrong is raised here."""
+        """Wait for the running job and raise its error, if any."""
         if self._under_way is not None:
             self._under_way.result()
 

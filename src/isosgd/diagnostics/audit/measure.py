@@ -70,7 +70,7 @@ def measure(loop: Loop, make: Factory, seed: int = 0) -> Measured:
     target = ConjugateTarget(_with_own_target(loop, make), torch.Generator().manual_seed(seed))
     theta = torch.zeros(DIMENSION, dtype=torch.float64).requires_grad_()
     optimizer = make([theta])
-    if isinstance(optimizer, Sampler) and _needs_rate(optimizer):
+    if isinstance(optimizer, Sampler) and optimizer.param_groups[0].get("rate") is None:
         _set_rate(optimizer, theta, target)
         found = read(optimizer)[0][0]
         loop = target.loop = replace(target.loop, lr=found["lr"], noise=found["noise"])
@@ -152,10 +152,6 @@ class ConjugateTarget:
 # -- samplers of ours, which find their own rate ----------------------------------------------------------------------
 
 
-def _needs_rate(optimizer: Optimizer) -> bool:
-    return isinstance(optimizer, Sampler) and optimizer.param_groups[0].get("rate") is None
-
-
 def _set_rate(optimizer: Sampler, theta: Tensor, target: ConjugateTarget) -> None:
     """Let a sampler observe noise vectors and set its rate."""
     geometry = optimizer.geometry if isinstance(optimizer, ISGD) else None
@@ -173,7 +169,7 @@ def _with_own_target(loop: Loop, make: Factory) -> Loop:
     needs noise; for the others it is small.
     """
     optimizer = make([torch.zeros(8, dtype=torch.float64).requires_grad_()])
-    if not _needs_rate(optimizer):
+    if not isinstance(optimizer, Sampler) or optimizer.param_groups[0].get("rate") is not None:
         return loop
     share = QUIET / loop.num_data
     if isinstance(optimizer, ISGD) and optimizer.geometry is not None:

@@ -1,4 +1,4 @@
-"""What an optimizer says of itself: the fields of a `Loop` that can be read from its parameter groups and its state."""
+"""The fields of a `Loop` that can be read from an optimizer's parameter groups and state."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read(optimizer: Optimizer) -> tuple[list[dict[str, Any]], list[Finding]]:
 
 
 def _other(optimizer: Optimizer, group: Group) -> dict[str, Any]:
-    """An optimizer of torch, or of someone else: what its settings of the usual names say."""
+    """An optimizer of torch or of someone else: its settings with the usual names."""
     found: dict[str, Any] = {"noise": None}
     for name in ("lr", "momentum", "weight_decay"):
         value = group.get(name)
@@ -55,7 +55,7 @@ def _other(optimizer: Optimizer, group: Group) -> dict[str, Any]:
 
 
 def _sampler(sampler: Sampler, group: Group) -> dict[str, Any]:
-    """A sampler of ours: the noise is that of its next step, so that a setting changed by hand shows."""
+    """A sampler of this library: the noise is that of its next step, so that a setting changed by hand shows."""
     assumed, temperature, friction = int(group["num_data"]), float(group["temperature"]), sampler.friction
     known, cyclical = group.get("rate") is not None, isinstance(sampler.schedule, Cycles)
     rate = UNSET
