@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,7 @@ from isosgd.engine.graph import GraphSteps, accelerate
 from isosgd.engine.leapfrog import LeapfrogMultiStep
 from isosgd.engine.multistep import MultiStep
 from isosgd.engine.ranks import Ranks
-from isosgd.engine.state import failure_from, failure_state, load_state, moved, state_of, take_over
+from isosgd.engine.state import AS_IS, failure_from, failure_state, load_state, moved, state_of, take_over
 from isosgd.errors import DivergedError, warn_caller
 from isosgd.progress import Progress
 from isosgd.sampling.stopping import Watch, looks, verdict
@@ -366,22 +366,30 @@ def draw_from(
     leapfrogs = _leapfrog_steps(run, plan, bar)
     stride: MultiStep | GraphSteps | LeapfrogMultiStep | None = leapfrogs
     watch: Watch | None = None
+    begun = plan.begin.get(first) if saved is None else None
     if plan.compile_after is not None:
         accelerate(run)
     if saved is not None:
         saved = moved(saved, run.alive.device)
         load_state(run, saved["chains"])
         bar.skip(run.count * run.gradients)
-    elif first in plan.begin:
-        take_over(run, plan.begin[first])
+    elif begun is not None:
+        take_over(run, begun)
     try:
         if saved is None or saved["stage"] == "warmup":
 
             def mark(state: Callable[[], State]) -> None:
                 keeper.mark(first, lambda: {"stage": "warmup", "chains": state_of(run), "warmup": state()})
 
-            outcome.reports = _find_rates(run, plan, bar, mark, None if saved is None else saved["warmup"], leapfrogs)
-            if (measured := outcome.reports[0].keep_every) is not None:
+            if begun is not None and AS_IS in begun:
+                spacing = {} if plan.keep_every == "auto" else {"keep_every": None}
+                outcome.reports = [replace(report, **spacing) for report in begun[AS_IS]]
+                bar.skip(run.count * outcome.reports[0].steps)
+            else:
+                outcome.reports = _find_rates(
+                    run, plan, bar, mark, None if saved is None else saved["warmup"], leapfrogs
+                )
+            if (measured := outcome.reports[0].keep_every) is not None and run.heating is None:
                 run.sampler.fit_schedule(measured)
         else:
             outcome.reports = [report_from(report) for report in saved["reports"]]
@@ -460,7 +468,7 @@ def draw_from(
         outcome.compiled = f", eager ({run.graph_unsupported})"
     outcome.batches = run.batches.state()
     if plan.ends is not None:
-        plan.ends[first] = state_of(run)
+        plan.ends[first] = {**state_of(run), "reports": outcome.reports}
     keeper.finished(outcome, state if len(run.failures) < run.count else None)
 
 

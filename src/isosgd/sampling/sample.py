@@ -26,6 +26,7 @@ from isosgd.sampling.loop import ChainsResult, DrawPlan, check_warmup, draw_all,
 from isosgd.sampling.parallel import check_call, check_request, check_sampler, draw_over_ranks
 from isosgd.sampling.recorders import InMemory, OnDisk, keep_at_once
 from isosgd.sampling.settings import (
+    check_heating,
     check_room,
     check_seconds,
     check_settings,
@@ -225,11 +226,8 @@ def sample(
         target, data, networks, held_out, ladder, given, options, store is None and ranks is None,
         temperature in (None, "auto"),
     )  # fmt: skip
-    if around.cycles and warmup != "auto":
-        raise ValueError(
-            f"warmup = {warmup}: cycles find their rate by heating, which takes as many gradients as it takes; leave "
-            "warmup out, or give method='csghmc' a rate, lr="
-        )
+    if around.cycles:
+        check_heating(warmup)
     if draws == "auto" and around.held_out is not None:
         more["held_out"] = target.inputs_of(around.held_out)
     all_chains = max(chains, len(networks))
@@ -328,8 +326,7 @@ def _draw(
     check_room(asked.start(0), asked.count, in_memory)
     given = dict(options)
     after = compile_after(given)
-    given.pop("tempered", None)
-    heated = is_heated(given, method)
+    heated = is_heated(given, method, warmup)
     if method in BASELINES:
         assert not isinstance(batch_size, str)  # `resolve_method` refuses it
         described_run = {
@@ -346,6 +343,7 @@ def _draw(
             after, progress, given, transform,
         )  # fmt: skip
         return keep_at_once(asked, described_run, lambda: baseline.posterior(described_run))
+    given.pop("tempered", None)
     numbers = ranks.own(chains) if ranks is not None else None
     if first_chain is not None:
         numbers = list(range(first_chain, first_chain + chains))

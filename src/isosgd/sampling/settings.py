@@ -62,14 +62,24 @@ def noise_every(options: dict[str, Any]) -> int | None:
     return found
 
 
-def is_heated(options: dict[str, Any], method: str) -> bool:
+def is_heated(options: dict[str, Any], method: str, warmup: int | Literal["auto"]) -> bool:
     """Whether cycles find their rates by heating (``lr="heated"``); the option is taken out."""
     if options.get("lr") != HEATED:
         return False
     if method not in CYCLICAL:
         raise ValueError(f"lr = {HEATED!r} is for methods in cycles, {' and '.join(CYCLICAL)}, not for {method!r}")
+    check_heating(warmup)
     del options["lr"]
     return True
+
+
+def check_heating(warmup: int | Literal["auto"]) -> None:
+    """Refuse to say how long cycles are heated."""
+    if warmup != "auto":
+        raise ValueError(
+            f"warmup = {warmup}: cycles find their rate by heating, which takes as many gradients as it takes; leave "
+            "warmup out, use method='isgd', or give method='csghmc' a rate, lr="
+        )
 
 
 def resolve_method(method: str, batch_size: Size) -> tuple[str, Size]:

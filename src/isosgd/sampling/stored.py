@@ -86,6 +86,9 @@ def load(
         _warn_of_lengths(manifest, draws, path if isinstance(path, str | Path) else None)
     if target is not None:
         _check_target(folder, manifest, target)
+        about = manifest.info.get("target")
+        likelihood_alone = isinstance(about, dict) and about.get("tempered") == "likelihood"
+        target = target.tempered("likelihood" if likelihood_alone else "both")
     info = {
         **info_of(manifest.info, draws.chains),
         "complete": manifest.complete,

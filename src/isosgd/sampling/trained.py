@@ -261,7 +261,7 @@ def default_method(
         return "csghmc"
     rows = as_tensors(data)
     fits = rows is not None and (batch_length(rows) or 0) <= HMC_ROWS and transform is None and not target.ties_examples
-    free = batch_size is None and options.keys() <= {"compile"}  # others are meant for I-SGD, or for both
+    free = batch_size is None and options.keys() <= {"compile", "tempered"}  # others are meant for I-SGD, or for both
     return "hmc" if free and fits and learns_noise(target) and _size(target) <= HMC_SIZE else "isgd"
 
 
@@ -470,7 +470,7 @@ class TrainedRun:
                 draws -= early.num_draws
             lengths = steps(draws if isinstance(draws, int) else DRAWS, bool(begin))
             if self.cycles:
-                begin = {first: {**state, AS_IS: True} for first, state in begin.items()}
+                begin = {first: {**state, AS_IS: state["reports"]} for first, state in begin.items()}
             settings, began = {**more, "draws": draws}, time.monotonic()
             if choice.held_out and more.get("deadline") is not None:  # to judge the run by them takes its time, too
                 drawn, total = 1 if early is None else 1 + early.num_draws, more["draws"]

@@ -572,6 +572,7 @@ class Target:
         space = self._space
         return about | {
             "prior": self._prior.describe(),
+            **({} if self._tempered == "both" else {"tempered": self._tempered}),
             "num_data": self.num_data,
             "positive": list(space.positive if space else self._patterns),
             "parameters": {name: list(x.shape) for name, x in space.values.items()} if space else {},
