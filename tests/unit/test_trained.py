@@ -167,8 +167,8 @@ def judged_as(
 
     By the clock each takes so many seconds more than it does.
     """
-    module, ran = sys.modules["isosgd.sampling.sample"], list[float]()
-    draw, clock = module._draw, time.monotonic  # type: ignore[attr-defined]
+    module, ran = sys.modules["isosgd.sampling.trained"], list[float]()
+    draw, clock = module.draw_at, time.monotonic  # type: ignore[attr-defined]
     monkeypatch.setattr(time, "monotonic", lambda: clock() + seconds * len(ran))
 
     def fated(*args: Any, **given: Any) -> Any:
@@ -185,7 +185,7 @@ def judged_as(
         rest = error if math.isfinite(found.rest) else found.rest
         return replace(found, difference=-1e-4, error=error, rest=rest) if apart else found
 
-    monkeypatch.setattr(module, "_draw", fated)
+    monkeypatch.setattr(module, "draw_at", fated)
     monkeypatch.setattr(Rung, "of", unsure)
     model, data, held_out = fitted(apart=0.0)
     run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False, "draws": 8, "keep_every": 5}
@@ -300,14 +300,14 @@ def test_gradients_of_trials_are_counted_once() -> None:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*the statistics of the minibatch:UserWarning")
 def test_the_run_of_a_network_with_batchnorm_keeps_the_rates_of_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    name, trials, runs = "_draw", dict[float, Any](), dict[float, Any]()
+    name, trials, runs = "draw_at", dict[float, Any](), dict[float, Any]()
 
     def followed(*args: Any, **settings: Any) -> Any:
         found = draw(*args, **settings)
         (runs if "about_choice" in settings else trials)[settings["temperature"]] = found.info["rates"]
         return found
 
-    module = sys.modules["isosgd.sampling.sample"]
+    module = sys.modules["isosgd.sampling.trained"]
     draw = getattr(module, name)
     monkeypatch.setattr(module, name, followed)
     model = trained(norm=True)

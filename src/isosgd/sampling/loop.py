@@ -25,7 +25,6 @@ from isosgd.sampling.stopping import Watch, looks, verdict
 from isosgd.sampling.stored import RunRequest
 from isosgd.target import Params
 from isosgd.warmup.alarms import warn_of
-from isosgd.warmup.base import Mark
 from isosgd.warmup.reports import GroupReport, WarmupReport
 from isosgd.warmup.windows import warmup_of
 
@@ -366,31 +365,17 @@ def draw_from(
     leapfrogs = _leapfrog_steps(run, plan, bar)
     stride: MultiStep | GraphSteps | LeapfrogMultiStep | None = leapfrogs
     watch: Watch | None = None
-    begun = plan.begin.get(first) if saved is None else None
     if plan.compile_after is not None:
         accelerate(run)
     if saved is not None:
         saved = moved(saved, run.alive.device)
         load_state(run, saved["chains"])
         bar.skip(run.count * run.gradients)
-    elif begun is not None:
-        take_over(run, begun)
+    elif first in plan.begin:
+        take_over(run, plan.begin[first])
     try:
         if saved is None or saved["stage"] == "warmup":
-
-            def mark(state: Callable[[], State]) -> None:
-                keeper.mark(first, lambda: {"stage": "warmup", "chains": state_of(run), "warmup": state()})
-
-            if begun is not None and AS_IS in begun:
-                spacing = {} if plan.keep_every == "auto" else {"keep_every": None}
-                outcome.reports = [replace(report, **spacing) for report in begun[AS_IS]]
-                bar.skip(run.count * outcome.reports[0].steps)
-            else:
-                outcome.reports = _find_rates(
-                    run, plan, bar, mark, None if saved is None else saved["warmup"], leapfrogs
-                )
-            if (measured := outcome.reports[0].keep_every) is not None and run.heating is None:
-                run.sampler.fit_schedule(measured)
+            outcome.reports = _warm_up(run, first, plan, bar, keeper, saved, leapfrogs)
         else:
             outcome.reports = [report_from(report) for report in saved["reports"]]
             done, drawn, levels = saved["done"], saved["drawn"], list(saved["levels"].unbind())
@@ -456,20 +441,24 @@ def draw_from(
     for k in run.failures:
         outcome.lengths.setdefault(k, drawn)
     outcome.failures, outcome.gradients, outcome.drawn = run.failures, run.gradients, drawn
-    single = stride is None or (isinstance(stride, LeapfrogMultiStep) and stride.unsupported_reason)
-    outcome.compiled = run.compiled if single else ", several steps a call"
-    if isinstance(stride, LeapfrogMultiStep) and not single:
-        outcome.compiled = stride.engine
-    if isinstance(stride, GraphSteps):
-        outcome.compiled = ", CUDA graph of whole steps"
-    elif run.graph is not None:
-        outcome.compiled = f", CUDA graph of gradients ({run.graph_unsupported})"
-    elif run.leaves[0].is_cuda and run.many is None:
-        outcome.compiled = f", eager ({run.graph_unsupported})"
+    outcome.compiled = _engine(run, stride)
     outcome.batches = run.batches.state()
     if plan.ends is not None:
         plan.ends[first] = {**state_of(run), "reports": outcome.reports}
     keeper.finished(outcome, state if len(run.failures) < run.count else None)
+
+
+def _engine(run: Chains, stride: MultiStep | GraphSteps | LeapfrogMultiStep | None) -> str:
+    """How steps were taken, to be added to the name of the engine."""
+    if isinstance(stride, GraphSteps):
+        return ", CUDA graph of whole steps"
+    if run.graph is not None:
+        return f", CUDA graph of gradients ({run.graph_unsupported})"
+    if run.leaves[0].is_cuda and run.many is None:
+        return f", eager ({run.graph_unsupported})"
+    if isinstance(stride, LeapfrogMultiStep):
+        return run.compiled if stride.unsupported_reason else stride.engine
+    return run.compiled if stride is None else ", several steps a call"
 
 
 def _leapfrog_steps(run: Chains, plan: DrawPlan, bar: Progress) -> LeapfrogMultiStep | None:
@@ -518,14 +507,33 @@ def _check_rates(run: Chains, plan: DrawPlan) -> None:
         raise ValueError("keep_every='auto' is measured in the warm-up: give a number, or let warmup be 'auto'")
 
 
-def _find_rates(
-    run: Chains, plan: DrawPlan, bar: Progress, mark: Mark, saved: State | None, glide: LeapfrogMultiStep | None
+def _warm_up(
+    run: Chains,
+    first: int,
+    plan: DrawPlan,
+    bar: Progress,
+    keeper: Keeper,
+    saved: State | None,
+    leapfrogs: LeapfrogMultiStep | None,
 ) -> list[WarmupReport]:
-    if plan.warmup == 0:
+    """Find the rates of chains, or take those they have; a report for each chain."""
+    begun = plan.begin.get(first, {})
+    if AS_IS in begun:
+        measured = plan.keep_every == "auto"
+        reports = [replace(report, keep_every=report.keep_every if measured else None) for report in begun[AS_IS]]
+        bar.skip(run.count * reports[0].steps)
+    elif plan.warmup == 0:
         _check_rates(run, plan)
-        return [WarmupReport(True, "", 0, 0, None) for _ in range(run.count)]
-    steps = None if plan.warmup == "auto" else int(plan.warmup)
-    warmup = warmup_of(run, steps, bar, mark, glide)
-    if saved is not None:
-        warmup.load(saved)
-    return warmup.run(plan.keep_every == "auto")
+        reports = [WarmupReport(True, "", 0, 0, None) for _ in range(run.count)]
+    else:
+
+        def mark(state: Callable[[], State]) -> None:
+            keeper.mark(first, lambda: {"stage": "warmup", "chains": state_of(run), "warmup": state()})
+
+        warmup = warmup_of(run, None if plan.warmup == "auto" else int(plan.warmup), bar, mark, leapfrogs)
+        if saved is not None:
+            warmup.load(saved["warmup"])
+        reports = warmup.run(plan.keep_every == "auto")
+    if (spacing := reports[0].keep_every) is not None and run.heating is None:
+        run.sampler.fit_schedule(spacing)
+    return reports

@@ -1,9 +1,10 @@
-"""How high the rates of cycles rise, where chains start at trained networks (``lr="heated"``).
+"""The peak rate of cycles that start at trained networks (``lr="heated"``).
 
-A cycle is to leave the mode at which a network was trained, and to come back to one that is as good. What that takes is
-not told by curvature and noise at the mode, where both are small. So the rate of momentum descent grows, from one at
-which nothing happens, until the loss has come a part of the way to that of predictions which know nothing. Cycles begin
-at a share of that rate, for a rate that is kept does more than one that is passed by; and at the trained network again.
+A cycle should leave the mode at which training ended and come back to another one that is as good. Curvature and noise
+at the mode do not tell which rate that takes, since both are small there. So momentum descent starts at a rate that
+changes nothing, and the rate grows until the loss has risen a part of the way to that of predictions that ignore the
+input. Cycles peak at a share of that rate, since a rate that is held for many steps does more than one that is reached
+for one step. They begin at the trained network again.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ FIRST = 0.05  # of 1 / curvature: the first rate
 SOON, LOWER, MOST_STARTS = 60, 1000.0, 3  # where the loss rises in fewer steps, begin again at so much lower a rate
 GROWTH, MOST = 1.02, 800  # of rates from step to step, and steps
 MEMORY = 0.9  # of the mean loss
-PART, LEAST_PART = 0.1, 0.02  # of the way to what knows nothing, and of the loss of that at least
+PART, LEAST_PART = 0.1, 0.02  # of the way to chance, and of the loss at chance at least
 SURE = 3.0  # standard errors of the loss at the start, by which it must rise at least
-UP = 0.5, 0.1  # nats, or that share of the loss, where it is not known how far that is
+UP = 0.5, 0.1  # rise in nats, or as a share of the loss, if the loss at chance is not known
 LEAST_CYCLE = 50  # steps, however little time there is
 SHARE = 20.0  # times T, at most 1, of the rate that was reached: the highest of a cycle
 
