@@ -1,4 +1,8 @@
-"""The loop: warm chains up and draw from them, so that a run that was stopped can go on from a state of it."""
+"""The loop: warm chains up, take their steps, and hand each draw to a keeper, which can also resume a stopped run.
+
+`draw_all` goes through the chains; `draw_from` is the life of chains that run side by side, from their warm-up to the
+last draw.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +33,11 @@ from isosgd.warmup.reports import GroupReport, WarmupReport
 from isosgd.warmup.windows import warmup_of
 
 GUESSED_SPACING = 100  # for the progress bar, until the spacing is known
-NOISE_EVERY = 16  # in sampling the noise is followed, not found: every so many steps one is split in halves ...
-SHAPED_EVERY = 128  # ... and fewer where a shape of Lambda averages all that it has seen
-GRAPH_EVERY = 512  # ... and fewer still beside captured steps: taking a noise vector in costs some of them
-MULTI_STEP_FROM = 4_000  # steps, for which it pays to compile several in a call ...
-SINGLE_CHAIN = 5  # ... and so many times more for one chain, whose single steps take less time
+NOISE_EVERY = 16  # while draws are taken the noise is only followed: one step in 16 is split into halves ...
+SHAPED_EVERY = 128  # ... one in 128 if a shape of Lambda averages all noise that it has seen ...
+GRAPH_EVERY = 512  # ... and one in 512 of captured steps, since a noise vector costs as much as some of them
+MULTI_STEP_FROM = 4_000  # steps from which it pays to compile several in a call ...
+SINGLE_CHAIN = 5  # ... times this for one chain, whose single steps take less time
 
 WARMUP_TIME = 0.5  # share of the time of a run that has a limit, after which the warm-up begins no other window
 
@@ -44,24 +48,24 @@ Note = Callable[[int, Tensor, dict[str, Any], int], None]
 
 @dataclass(frozen=True)
 class DrawPlan:
-    """What is asked for.
+    """What to draw, and how.
 
     Attributes:
         draws: of each chain; at most, where they are ``auto``.
         keep_every: steps between draws.
         warmup: gradients of the warm-up.
-        noise_every: how often the noise is measured while draws are taken, where that is said.
+        noise_every: steps between measurements of the noise while draws are taken; chosen here when None.
         total: chains in all.
         compile_after: gradients after which it pays to compile; None for never, 0 for at once.
-        auto: whether draws end when predictions have converged.
+        auto: whether drawing ends when predictions have converged.
         chains_per_set: chains of one data set, where they run side by side.
         held_out: inputs at which predictions are watched.
         trained: whether chains start at trained networks.
-        deadline: when to end, by `time.monotonic`; chains that run in turn share what is left equally.
-        scoring: seconds that each draw of a chain will take once all are there, for which time is left.
+        deadline: when to end, by `time.monotonic`; chains that run in turn share the time that is left equally.
+        scoring: seconds to reserve before the deadline for each draw of a chain, to score it at the end.
         here: chains that this process draws; all when None.
-        begin: states that chains at another temperature ended in, by the first chain, to go on from.
-        ends: where to put the states that these chains end in.
+        begin: states, by the first chain, to start from: where chains of another run ended.
+        ends: takes the states that these chains end in, by the first chain.
         heated: whether cycles find their rates by heating.
     """
 
@@ -106,19 +110,19 @@ class DrawPlan:
 
 @dataclass
 class ChainsResult:
-    """What came of chains that ran side by side.
+    """The result of chains that ran side by side.
 
     Attributes:
         first: index of the first of them.
         count: how many.
         reports: of their warm-up.
-        lengths: good draws of those that were given up before the end.
-        failures: why.
+        lengths: good draws of chains that were dropped before the end.
+        failures: why they were dropped.
         gradients: spent on each.
-        compiled: whether gradients came to be compiled, in words.
-        batches: where in the data they ended.
-        drawn: how many draws were taken of each.
-        stopped: why no more, where that was not said before.
+        compiled: how steps were taken, to be added to the name of the engine.
+        batches: state of the source of minibatches at the end.
+        drawn: draws taken of each.
+        stopped: why drawing ended early; empty if it did not.
     """
 
     first: int
@@ -133,7 +137,7 @@ class ChainsResult:
     stopped: str = ""
 
     def is_end(self, plan: DrawPlan) -> bool:
-        """Whether no more is to be drawn, by a plan that may ask for more than the one by which this ended."""
+        """Whether nothing is left to draw, by a plan that may ask for more than the one before."""
         failed, converged = len(self.failures) == self.count, self.stopped.startswith("converged")
         return failed or self.drawn >= plan.draws or (plan.auto and converged)
 
@@ -157,7 +161,7 @@ About = Callable[[list[ChainsResult]], dict[str, Any]]
 
 
 def why_stopped(outcomes: list[ChainsResult]) -> str:
-    """Why draws that end by themselves did: of all chains that have not failed it is the same."""
+    """Why drawing ended early; the same for all chains that have not failed."""
     return next((outcome.stopped for outcome in outcomes if outcome.stopped), "")
 
 
@@ -194,7 +198,7 @@ def report_from(state: State) -> WarmupReport:
 
 
 class Keeper:
-    """Where draws go, and where chains go on from. This one keeps no draws: another rank has those of a shared chain.
+    """Takes draws, and knows where chains resume. This one keeps no draws: another rank has those of a shared chain.
 
     Args:
         request: what is drawn from.
@@ -274,8 +278,8 @@ def draw_all(
 ) -> None:
     """Draw from all chains.
 
-    Those that run in turn come to their end one after the other. Where draws end by themselves they are drawn from in
-    rounds, so that convergence is judged over all of them.
+    Chains that run in turn are finished one after the other. With ``draws="auto"`` they are drawn from in rounds, so
+    that convergence is judged over all of them.
 
     Args:
         runs: chains that run side by side, with the index of the first of them, and where their draws go.

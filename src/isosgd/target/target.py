@@ -357,6 +357,8 @@ class Target:
         """The same, but for what a temperature acts on: likelihood and prior ``both``, or the ``likelihood`` alone."""
         if what not in ("both", "likelihood"):
             raise ValueError(f"tempered = {what!r} is unknown; choose one of 'both', 'likelihood'")
+        if what == self._tempered:
+            return self
         found = copy.copy(self)
         found._tempered = what
         return found

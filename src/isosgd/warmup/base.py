@@ -98,7 +98,6 @@ class Warmup:
 
     def check(self) -> None:
         """Refuse a budget that is surely too small, before a gradient is taken."""
-        raise NotImplementedError
 
     def run(self, measure_spacing: bool) -> list[WarmupReport]:
         """Warm chains up; a report for each. ``measure_spacing``: whether to measure how far apart draws should be."""

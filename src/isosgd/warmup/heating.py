@@ -37,9 +37,6 @@ SHARE = 20.0  # times T, at most 1, of the rate that was reached: the highest of
 class Heating(Warmup):
     """The warm-up of samplers in cycles, of chains that start at trained networks; one rate serves all groups."""
 
-    def check(self) -> None:
-        pass
-
     def run(self, measure_spacing: bool) -> list[WarmupReport]:
         """A report for each chain; with ``measure_spacing`` a stage has `STAGE_DRAWS` draws."""
         chains, sampler, schedule = self.chains, self.chains.sampler, self.chains.sampler.schedule
