@@ -13,11 +13,9 @@ A call of `sample` passes through these files in turn:
 
 from isosgd.sampling.collector import Collector
 from isosgd.sampling.llc import LLC, llc
-from isosgd.sampling.merging import merge
 from isosgd.sampling.recorders import Interrupted
-from isosgd.sampling.resuming import resume
-from isosgd.sampling.sample import sample
+from isosgd.sampling.sample import resume, sample
 from isosgd.sampling.settings import methods
-from isosgd.sampling.stored import load
+from isosgd.sampling.stored import load, merge
 
 __all__ = ["LLC", "Collector", "Interrupted", "llc", "load", "merge", "methods", "resume", "sample"]
