@@ -1,5 +1,6 @@
 """Trained classifiers of some size are sampled in cycles: what is called, found and said."""
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -215,7 +216,8 @@ def test_the_length_of_heated_cycles_stays_as_reported(network: Any) -> None:
     found = sample(target, data, temperature=0.03, max_seconds=1.0, **settings, **SHORT)
     heating, cycle = found.info["warmup"][0]["steps"], found.info["warmup"][0]["cycle"]
     assert cycle < 5000
-    assert found.info["gradients"] - heating <= cycle
+    stage = min(10, int(0.05 * cycle))  # draws of one at least, where its steps are too few for ten
+    assert found.info["gradients"] - heating <= cycle * math.ceil(10 / stage)
 
 
 def test_heating_counts_the_examples_of_every_minibatch(network: Any) -> None:
