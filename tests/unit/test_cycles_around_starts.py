@@ -238,7 +238,7 @@ def test_what_is_tempered_does_not_choose_the_method() -> None:
     x = torch.randn(60, 3)
     model = nn.Linear(3, 1)
     target = Target.from_module(model, "gaussian", "empirical")
-    settings: dict[str, Any] = {"starts": [model], "draws": 2, "warmup": 100, "keep_every": 1}
+    settings: dict[str, Any] = {"starts": [model], "draws": 2, "warmup": 200, "keep_every": 1}
     found = sample(target, (x, x[:, :1]), tempered="both", **settings, **SHORT)
     assert found.info["method"] == "hmc"
 
@@ -257,7 +257,7 @@ def test_a_stored_run_knows_what_its_temperature_acted_on(network: Any, tmp_path
     assert both.prior_weight(both.initial(), 0.01) == 1.0
     with pytest.raises(ValueError, match="tempered"):
         isosgd.merge([tmp_path / "likelihood", tmp_path / "both"], tmp_path / "merged")
-    with pytest.raises(isosgd.store.StoreError, match="tempered"):
+    with pytest.raises(ValueError, match="tempered"):
         asked = target.tempered("both")
         sample(asked, data, store=tmp_path / "likelihood", resume=True, seed=0, **settings, **SHORT)
 
