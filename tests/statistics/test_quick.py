@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isosgd import Posterior, Target, priors, sample
-from isosgd.sampling.sample import _draw
+from isosgd.sampling.run import draw_at
 
 ROWS, SIGMA = 400, 0.8
 WAYS: dict[str, dict[str, Any]] = {
@@ -73,7 +73,7 @@ def test_chains_that_go_on_at_another_temperature(structure: str, before: float,
     }
     given |= {"device": None, "compile": False, "progress": False, "structure": structure}
     ends: dict[int, Any] = {}
-    _draw(target, data, temperature=before, warmup=360, draws=1, ends=ends, **given)
-    found = _draw(target, data, temperature=after, warmup=60, draws=10, begin=ends, **given)
+    draw_at(target, data, temperature=before, warmup=360, draws=1, ends=ends, **given)
+    found = draw_at(target, data, temperature=after, warmup=60, draws=10, begin=ends, **given)
     assert found.info["gradients"] >= 128 * (360 + 25 + 60 + 10 * 25)
     check(found.select(draws=slice(4, None)), mean, precision / after)

@@ -1,5 +1,6 @@
 """Trained classifiers of some size are sampled in cycles: what is called, found and said."""
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import isosgd
 from isosgd import Posterior, Target, sample
@@ -190,6 +192,74 @@ def test_heating_knows_how_far_chance_is(labels: str) -> None:
     posterior = sample(target, (data[0], y), starts=[model], temperature=0.03, **settings, **SHORT)
     assert posterior.info["warmup"][0]["steps"] > 100
     assert posterior.info["warmup"][0]["cycle"] == 50
+
+
+def test_the_report_of_the_warm_up_is_that_of_the_heating(drawn: Posterior) -> None:
+    """Also where the run goes on from a trial, whose heating it was."""
+    (report,) = drawn.info["warmup"]
+    assert report["steps"] > 100
+    assert report["cycle"] == 400
+
+
+def test_heating_is_the_whole_warm_up_without_starts_too(network: Any) -> None:
+    model, data, _, _ = network
+    target = Target.from_module(model, "categorical", "empirical")
+    for warmup in (0, 300):
+        with pytest.raises(ValueError, match=f"warmup = {warmup}: cycles find their rate by heating"):
+            sample(target, data, method="csghmc", lr="heated", warmup=warmup, **SHORT)
+
+
+def test_the_length_of_heated_cycles_stays_as_reported(network: Any) -> None:
+    model, data, _, _ = network
+    target = Target.from_module(model, "categorical", "empirical")
+    settings: dict[str, Any] = {"method": "csghmc", "lr": "heated", "exploration": 0.8, "draws": 10}
+    found = sample(target, data, temperature=0.03, max_seconds=1.0, **settings, **SHORT)
+    heating, cycle = found.info["warmup"][0]["steps"], found.info["warmup"][0]["cycle"]
+    assert cycle < 5000
+    stage = min(10, int(0.05 * cycle))  # draws of one at least, where its steps are too few for ten
+    assert found.info["gradients"] - heating <= cycle * math.ceil(10 / stage)
+
+
+def test_heating_counts_the_examples_of_every_minibatch(network: Any) -> None:
+    """Also where the last one that it looks at is a short one, as of a loader."""
+    model, data, _, _ = network
+    target = Target.from_module(model, "categorical", "empirical")
+    settings: dict[str, Any] = {"method": "csghmc", "lr": "heated", "cycle": 50, "draws": 1, "keep_every": 1}
+    rates = []
+    for count in (420, 401):  # 21 batches, of which heating looks at the last 20 first
+        loader = DataLoader(TensorDataset(data[0][:count], data[1][:count]), batch_size=20)
+        posterior = sample(target, loader, starts=[model], temperature=0.03, **settings, **SHORT)
+        rates += set(posterior.info["rates"][0].values())
+    assert rates[1] < 1.5 * rates[0]
+
+
+def test_what_is_tempered_does_not_choose_the_method() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(60, 3)
+    model = nn.Linear(3, 1)
+    target = Target.from_module(model, "gaussian", "empirical")
+    settings: dict[str, Any] = {"starts": [model], "draws": 2, "warmup": 200, "keep_every": 1}
+    found = sample(target, (x, x[:, :1]), tempered="both", **settings, **SHORT)
+    assert found.info["method"] == "hmc"
+
+
+def test_a_stored_run_knows_what_its_temperature_acted_on(network: Any, tmp_path: Path) -> None:
+    model, data, _, _ = network
+    target = Target.from_module(model, "categorical", "empirical")
+    settings: dict[str, Any] = {"temperature": 0.01, "draws": 3, "keep_every": 2, "warmup": 200, "structure": "layer"}
+    for seed, tempered in enumerate(("likelihood", "both")):
+        sample(target, data, tempered=tempered, store=tmp_path / tempered, seed=seed, **settings, **SHORT)
+    found = isosgd.load(tmp_path / "likelihood", target, data=data).target
+    assert found is not None
+    assert found.prior_weight(found.initial(), 0.01) == 0.01
+    both = isosgd.load(tmp_path / "both", target, data=data).target
+    assert both is not None
+    assert both.prior_weight(both.initial(), 0.01) == 1.0
+    with pytest.raises(ValueError, match="tempered"):
+        isosgd.merge([tmp_path / "likelihood", tmp_path / "both"], tmp_path / "merged")
+    with pytest.raises(ValueError, match="tempered"):
+        asked = target.tempered("both")
+        sample(asked, data, store=tmp_path / "likelihood", resume=True, seed=0, **settings, **SHORT)
 
 
 def test_what_a_temperature_acts_on_must_be_known(network: Any) -> None:

@@ -148,7 +148,7 @@ def test_a_run_sends_its_data_to_the_parameters(data: tuple[Tensor, Tensor], mon
         seen.append(device)
         raise InterruptedError
 
-    monkeypatch.setattr(sys.modules["isosgd.sampling.sample"], "as_data", stop)
+    monkeypatch.setattr(sys.modules["isosgd.sampling.run"], "as_data", stop)
     there = {"w": torch.zeros(3, device="meta")}
     monkeypatch.setattr(Target, "initial", lambda self, init=None, device=None: there)
     target = Target(lambda p, b: b[0] @ p["w"], lambda p: p["w"].sum())

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -609,7 +610,7 @@ def test_options_that_are_lists_or_dicts_come_from_the_manifest(
     manifest.identity["settings"] = asked.identity()["settings"]
     manifest.write(tmp_path)
     given: dict[str, Any] = {}
-    monkeypatch.setattr("isosgd.sampling.resuming.sample", lambda *args, **rest: given.update(rest))
+    monkeypatch.setattr(sys.modules["isosgd.sampling.sample"], "sample", lambda *args, **rest: given.update(rest))
     with pytest.raises(ValueError, match="pass made= as it was"):
         resume(tmp_path, make_target(), (X, Y))
     resume(tmp_path, make_target(), (X, Y), made=options["made"])

@@ -141,7 +141,16 @@ def test_where_every_trial_does_harm_the_starts_come_back_without_a_run() -> Non
 @pytest.mark.long
 def test_a_run_that_is_not_surely_better_is_followed_by_a_colder_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """And by no third one: the second decides."""
-    monkeypatch.setattr("isosgd.sampling.trained.COLDER_GAIN", 1.0)
+    said, of = iter([(-1e-4, 2e-4), (-0.05, 0.01)]), Rung.of
+
+    def judged(*args: Any, apart: bool = False) -> Rung:
+        found = of(*args, apart=apart)
+        if not apart:
+            return found
+        difference, error = next(said)
+        return replace(found, difference=difference, error=error, rest=difference + error)
+
+    monkeypatch.setattr(Rung, "of", judged)
     model, data, held_out = fitted(apart=0.0)
     run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False}
     found = sample(target_of(model), data, starts=[model], held_out=held_out, **run)
@@ -158,8 +167,8 @@ def judged_as(
 
     By the clock each takes so many seconds more than it does.
     """
-    module, ran = sys.modules["isosgd.sampling.sample"], list[float]()
-    draw, clock = module._draw, time.monotonic  # type: ignore[attr-defined]
+    module, ran = sys.modules["isosgd.sampling.trained"], list[float]()
+    draw, clock = module.draw_at, time.monotonic  # type: ignore[attr-defined]
     monkeypatch.setattr(time, "monotonic", lambda: clock() + seconds * len(ran))
 
     def fated(*args: Any, **given: Any) -> Any:
@@ -176,7 +185,7 @@ def judged_as(
         rest = error if math.isfinite(found.rest) else found.rest
         return replace(found, difference=-1e-4, error=error, rest=rest) if apart else found
 
-    monkeypatch.setattr(module, "_draw", fated)
+    monkeypatch.setattr(module, "draw_at", fated)
     monkeypatch.setattr(Rung, "of", unsure)
     model, data, held_out = fitted(apart=0.0)
     run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False, "draws": 8, "keep_every": 5}
@@ -219,8 +228,9 @@ def test_without_a_warm_up_there_is_no_second_run(monkeypatch: pytest.MonkeyPatc
 
 def test_two_held_out_examples_are_too_few_for_a_second_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _, (x, y) = fitted(apart=0.0)
-    wrong = model(x).argmax(1) != y  # so that trials do not all do harm
-    assert len(judged_as(monkeypatch, ["unsure", "never"], held_out=(x[wrong][:2], y[wrong][:2]))[0]) == 1
+    losses = nn.functional.cross_entropy(model(x), y, reduction="none")
+    worst = losses.argsort(descending=True)[:2]  # so that trials do not all do harm
+    assert len(judged_as(monkeypatch, ["unsure", "never"], held_out=(x[worst], y[worst]))[0]) == 1
 
 
 def test_held_out_examples_are_predicted_once_by_each_trial(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,26 +300,27 @@ def test_gradients_of_trials_are_counted_once() -> None:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*the statistics of the minibatch:UserWarning")
 def test_the_run_of_a_network_with_batchnorm_keeps_the_rates_of_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    name, rates = "_draw", list[Any]()
+    name, trials, runs = "draw_at", dict[float, Any](), dict[float, Any]()
 
     def followed(*args: Any, **settings: Any) -> Any:
         found = draw(*args, **settings)
-        rates.append(found.info["rates"])
+        (runs if "about_choice" in settings else trials)[settings["temperature"]] = found.info["rates"]
         return found
 
-    module = sys.modules["isosgd.sampling.sample"]
+    module = sys.modules["isosgd.sampling.trained"]
     draw = getattr(module, name)
     monkeypatch.setattr(module, name, followed)
     model = trained(norm=True)
     run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False}
     sample(target_of(model), TRAIN, starts=[model], held_out=HELD, **run)
-    assert len(rates) >= 2 and rates[-1] == rates[-2]
+    first = next(iter(runs))  # a colder one begins anew
+    assert runs[first] == trials[first]
 
 
 @pytest.mark.long
 def test_draws_where_predictions_get_worse_are_left_out() -> None:
     """From a network that was stopped early a chain goes on to those that fit the noise of few examples."""
-    model = trained(steps=15)
+    model = trained(steps=10)
     run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False, "draws": 32}
     found = sample(target_of(model), TRAIN, starts=[model], held_out=HELD, **run)
     choice, own = found.info["temperature_choice"], found.num_draws - found.info["from_start"]

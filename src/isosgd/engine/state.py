@@ -21,7 +21,7 @@ State = dict[str, Any]
 FORMAT = 2  # of a state; one of another format is refused
 STIFFNESS = ("image", "length", "probes", "turn")
 
-AS_IS = "as it is"  # key of a state: chains that continue from it keep their rates
+AS_IS = "as it is"  # in a state: the reports of the warm-up of chains that go on from it without another one
 
 
 def state_of(chains: Chains) -> State:
@@ -98,13 +98,11 @@ def moved(state: Any, device: torch.device, copy: bool = False) -> Any:
 def take_over(chains: Chains, state: State) -> None:
     """Continue from the end of chains at another temperature, with the noise and curvature that they measured.
 
-    With `AS_IS` in the state, which then has the same temperature, rates are kept.
+    With `AS_IS` in the state, which is then of the same temperature, rates stay as they are and are not measured again.
     """
     temperature = chains.temperature
     load_state(chains, moved(state, chains.alive.device, copy=True), same_batches=False)
-    if state.get(AS_IS):
-        chains.warmed = True
-    else:
+    if AS_IS not in state:
         chains.change_temperature(temperature)
 
 

@@ -1,17 +1,17 @@
-"""A ladder of temperatures: short runs from trained networks, scored on examples that these were not trained on.
+"""A ladder of temperatures: short runs from trained networks (the starts), scored on held-out examples.
 
-Draws are scored beside the starts: predictions of both are pooled, with the weights that suit the examples best. Draws
-of a high temperature are worse than the starts, each alone and after a short run all together, and yet know what the
-starts do not. Trials are scored as they are. In the end predictions of classes are scored at the softmax temperature
-that suits the examples best (`isosgd.posterior.calibration`), and so are those of the starts alone: a trial is too
-short to be better than starts that are calibrated, and says the less about a long run.
+The score pools the predictions of draws and starts, with the weights that suit the examples best. Draws at a high
+temperature are worse than the starts, one by one and, after a short run, together; yet they add what the starts lack.
+Trials are scored uncalibrated. The final run, and the starts alone, are scored at the softmax temperature that suits
+the examples best (`isosgd.posterior.calibration`): a trial is too short to beat calibrated starts, and would tell less
+about a long run.
 
-By default a high temperature comes first, and colder ones only where it does harm: short runs do not tell temperatures
-apart, but for those that are too high. Of temperatures that are given, each run is hotter than the last and goes on
-from where that one ended, until draws alone get clearly worse; then one beside the best.
+By default a high temperature is tried first, and colder ones only if it does harm: short runs cannot tell temperatures
+apart, except those that are too high. Temperatures that are given are tried from cold to hot, each run continuing the
+last one, until draws alone get clearly worse; then one more next to the best.
 
-Where draws of the first trial are far better than the starts, these were not trained to the end, and an initial
-optimisation comes first.
+If draws of the first trial are far better than the starts, these were not fully trained, and an initial optimisation
+comes first.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ State = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Place:
-    """Where chains are: networks, one for each chain in turn, and what was measured on the way, if it can be used."""
+    """Where chains are: networks, which chains take in turns, and what chains measured, if it is of use."""
 
     states: Sequence[State]
     measured: Mapping[int, State] = field(default_factory=dict)
@@ -267,7 +267,7 @@ def last_draws(posterior: Posterior) -> list[State]:
 
 
 class Ladder:
-    """Temperatures tried one after the other.
+    """Tries temperatures one after the other.
 
     Args:
         run: samples at a temperature from a place, after an initial optimisation or without, and says where it ended.
@@ -353,7 +353,7 @@ class Ladder:
         return self._choice(self._best if self.found else None)
 
     def descend(self, temperature: float) -> Choice:
-        """Take a temperature, or ever colder ones: the first at which draws alone are not much worse than starts."""
+        """Try a temperature, then colder ones; take the first at which draws alone are not much worse than starts."""
         place = Place(self.starts)
         for k in range(DESCENTS):
             if self.found and self._late():

@@ -1,11 +1,15 @@
-"""The loop: warm chains up and draw from them, so that a run that was stopped can go on from a state of it."""
+"""The loop: warm chains up, take their steps, and hand each draw to a keeper, which can also resume a stopped run.
+
+`draw_all` goes through the chains; `draw_from` is the life of chains that run side by side, from their warm-up to the
+last draw.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -18,23 +22,22 @@ from isosgd.engine.graph import GraphSteps, accelerate
 from isosgd.engine.leapfrog import LeapfrogMultiStep
 from isosgd.engine.multistep import MultiStep
 from isosgd.engine.ranks import Ranks
-from isosgd.engine.state import failure_from, failure_state, load_state, moved, state_of, take_over
+from isosgd.engine.state import AS_IS, failure_from, failure_state, load_state, moved, state_of, take_over
 from isosgd.errors import DivergedError, warn_caller
 from isosgd.progress import Progress
 from isosgd.sampling.stopping import Watch, looks, verdict
 from isosgd.sampling.stored import RunRequest
 from isosgd.target import Params
 from isosgd.warmup.alarms import warn_of
-from isosgd.warmup.base import Mark
 from isosgd.warmup.reports import GroupReport, WarmupReport
 from isosgd.warmup.windows import warmup_of
 
 GUESSED_SPACING = 100  # for the progress bar, until the spacing is known
-NOISE_EVERY = 16  # in sampling the noise is followed, not found: every so many steps one is split in halves ...
-SHAPED_EVERY = 128  # ... and fewer where a shape of Lambda averages all that it has seen
-GRAPH_EVERY = 512  # ... and fewer still beside captured steps: taking a noise vector in costs some of them
-MULTI_STEP_FROM = 4_000  # steps, for which it pays to compile several in a call ...
-SINGLE_CHAIN = 5  # ... and so many times more for one chain, whose single steps take less time
+NOISE_EVERY = 16  # while draws are taken the noise is only followed: one step in 16 is split into halves ...
+SHAPED_EVERY = 128  # ... one in 128 if a shape of Lambda averages all noise that it has seen ...
+GRAPH_EVERY = 512  # ... and one in 512 of captured steps, since a noise vector costs as much as some of them
+MULTI_STEP_FROM = 4_000  # steps from which it pays to compile several in a call ...
+SINGLE_CHAIN = 5  # ... times this for one chain, whose single steps take less time
 
 WARMUP_TIME = 0.5  # share of the time of a run that has a limit, after which the warm-up begins no other window
 
@@ -45,24 +48,24 @@ Note = Callable[[int, Tensor, dict[str, Any], int], None]
 
 @dataclass(frozen=True)
 class DrawPlan:
-    """What is asked for.
+    """What to draw, and how.
 
     Attributes:
         draws: of each chain; at most, where they are ``auto``.
         keep_every: steps between draws.
         warmup: gradients of the warm-up.
-        noise_every: how often the noise is measured while draws are taken, where that is said.
+        noise_every: steps between measurements of the noise while draws are taken; chosen here when None.
         total: chains in all.
         compile_after: gradients after which it pays to compile; None for never, 0 for at once.
-        auto: whether draws end when predictions have converged.
+        auto: whether drawing ends when predictions have converged.
         chains_per_set: chains of one data set, where they run side by side.
         held_out: inputs at which predictions are watched.
         trained: whether chains start at trained networks.
-        deadline: when to end, by `time.monotonic`; chains that run in turn share what is left equally.
-        scoring: seconds that each draw of a chain will take once all are there, for which time is left.
+        deadline: when to end, by `time.monotonic`; chains that run in turn share the time that is left equally.
+        scoring: seconds to reserve before the deadline for each draw of a chain, to score it at the end.
         here: chains that this process draws; all when None.
-        begin: states that chains at another temperature ended in, by the first chain, to go on from.
-        ends: where to put the states that these chains end in.
+        begin: states, by the first chain, to start from: where chains of another run ended.
+        ends: takes the states that these chains end in, by the first chain.
         heated: whether cycles find their rates by heating.
     """
 
@@ -107,19 +110,19 @@ class DrawPlan:
 
 @dataclass
 class ChainsResult:
-    """What came of chains that ran side by side.
+    """The result of chains that ran side by side.
 
     Attributes:
         first: index of the first of them.
         count: how many.
         reports: of their warm-up.
-        lengths: good draws of those that were given up before the end.
-        failures: why.
+        lengths: good draws of chains that were dropped before the end.
+        failures: why they were dropped.
         gradients: spent on each.
-        compiled: whether gradients came to be compiled, in words.
-        batches: where in the data they ended.
-        drawn: how many draws were taken of each.
-        stopped: why no more, where that was not said before.
+        compiled: how steps were taken, to be added to the name of the engine.
+        batches: state of the source of minibatches at the end.
+        drawn: draws taken of each.
+        stopped: why drawing ended early; empty if it did not.
     """
 
     first: int
@@ -134,7 +137,7 @@ class ChainsResult:
     stopped: str = ""
 
     def is_end(self, plan: DrawPlan) -> bool:
-        """Whether no more is to be drawn, by a plan that may ask for more than the one by which this ended."""
+        """Whether nothing is left to draw, by a plan that may ask for more than the one before."""
         failed, converged = len(self.failures) == self.count, self.stopped.startswith("converged")
         return failed or self.drawn >= plan.draws or (plan.auto and converged)
 
@@ -158,7 +161,7 @@ About = Callable[[list[ChainsResult]], dict[str, Any]]
 
 
 def why_stopped(outcomes: list[ChainsResult]) -> str:
-    """Why draws that end by themselves did: of all chains that have not failed it is the same."""
+    """Why drawing ended early; the same for all chains that have not failed."""
     return next((outcome.stopped for outcome in outcomes if outcome.stopped), "")
 
 
@@ -195,7 +198,7 @@ def report_from(state: State) -> WarmupReport:
 
 
 class Keeper:
-    """Where draws go, and where chains go on from. This one keeps no draws: another rank has those of a shared chain.
+    """Takes draws, and knows where chains resume. This one keeps no draws: another rank has those of a shared chain.
 
     Args:
         request: what is drawn from.
@@ -275,8 +278,8 @@ def draw_all(
 ) -> None:
     """Draw from all chains.
 
-    Those that run in turn come to their end one after the other. Where draws end by themselves they are drawn from in
-    rounds, so that convergence is judged over all of them.
+    Chains that run in turn are finished one after the other. With ``draws="auto"`` they are drawn from in rounds, so
+    that convergence is judged over all of them.
 
     Args:
         runs: chains that run side by side, with the index of the first of them, and where their draws go.
@@ -376,13 +379,7 @@ def draw_from(
         take_over(run, plan.begin[first])
     try:
         if saved is None or saved["stage"] == "warmup":
-
-            def mark(state: Callable[[], State]) -> None:
-                keeper.mark(first, lambda: {"stage": "warmup", "chains": state_of(run), "warmup": state()})
-
-            outcome.reports = _find_rates(run, plan, bar, mark, None if saved is None else saved["warmup"], leapfrogs)
-            if (measured := outcome.reports[0].keep_every) is not None:
-                run.sampler.fit_schedule(measured)
+            outcome.reports = _warm_up(run, first, plan, bar, keeper, saved, leapfrogs)
         else:
             outcome.reports = [report_from(report) for report in saved["reports"]]
             done, drawn, levels = saved["done"], saved["drawn"], list(saved["levels"].unbind())
@@ -448,20 +445,24 @@ def draw_from(
     for k in run.failures:
         outcome.lengths.setdefault(k, drawn)
     outcome.failures, outcome.gradients, outcome.drawn = run.failures, run.gradients, drawn
-    single = stride is None or (isinstance(stride, LeapfrogMultiStep) and stride.unsupported_reason)
-    outcome.compiled = run.compiled if single else ", several steps a call"
-    if isinstance(stride, LeapfrogMultiStep) and not single:
-        outcome.compiled = stride.engine
-    if isinstance(stride, GraphSteps):
-        outcome.compiled = ", CUDA graph of whole steps"
-    elif run.graph is not None:
-        outcome.compiled = f", CUDA graph of gradients ({run.graph_unsupported})"
-    elif run.leaves[0].is_cuda and run.many is None:
-        outcome.compiled = f", eager ({run.graph_unsupported})"
+    outcome.compiled = _engine(run, stride)
     outcome.batches = run.batches.state()
     if plan.ends is not None:
-        plan.ends[first] = state_of(run)
+        plan.ends[first] = {**state_of(run), "reports": outcome.reports}
     keeper.finished(outcome, state if len(run.failures) < run.count else None)
+
+
+def _engine(run: Chains, stride: MultiStep | GraphSteps | LeapfrogMultiStep | None) -> str:
+    """How steps were taken, to be added to the name of the engine."""
+    if isinstance(stride, GraphSteps):
+        return ", CUDA graph of whole steps"
+    if run.graph is not None:
+        return f", CUDA graph of gradients ({run.graph_unsupported})"
+    if run.leaves[0].is_cuda and run.many is None:
+        return f", eager ({run.graph_unsupported})"
+    if isinstance(stride, LeapfrogMultiStep):
+        return run.compiled if stride.unsupported_reason else stride.engine
+    return run.compiled if stride is None else ", several steps a call"
 
 
 def _leapfrog_steps(run: Chains, plan: DrawPlan, bar: Progress) -> LeapfrogMultiStep | None:
@@ -510,14 +511,33 @@ def _check_rates(run: Chains, plan: DrawPlan) -> None:
         raise ValueError("keep_every='auto' is measured in the warm-up: give a number, or let warmup be 'auto'")
 
 
-def _find_rates(
-    run: Chains, plan: DrawPlan, bar: Progress, mark: Mark, saved: State | None, glide: LeapfrogMultiStep | None
+def _warm_up(
+    run: Chains,
+    first: int,
+    plan: DrawPlan,
+    bar: Progress,
+    keeper: Keeper,
+    saved: State | None,
+    leapfrogs: LeapfrogMultiStep | None,
 ) -> list[WarmupReport]:
-    if plan.warmup == 0:
+    """Find the rates of chains, or take those they have; a report for each chain."""
+    begun = plan.begin.get(first, {})
+    if AS_IS in begun:
+        measured = plan.keep_every == "auto"
+        reports = [replace(report, keep_every=report.keep_every if measured else None) for report in begun[AS_IS]]
+        bar.skip(run.count * reports[0].steps)
+    elif plan.warmup == 0:
         _check_rates(run, plan)
-        return [WarmupReport(True, "", 0, 0, None) for _ in range(run.count)]
-    steps = None if plan.warmup == "auto" else int(plan.warmup)
-    warmup = warmup_of(run, steps, bar, mark, glide)
-    if saved is not None:
-        warmup.load(saved)
-    return warmup.run(plan.keep_every == "auto")
+        reports = [WarmupReport(True, "", 0, 0, None) for _ in range(run.count)]
+    else:
+
+        def mark(state: Callable[[], State]) -> None:
+            keeper.mark(first, lambda: {"stage": "warmup", "chains": state_of(run), "warmup": state()})
+
+        warmup = warmup_of(run, None if plan.warmup == "auto" else int(plan.warmup), bar, mark, leapfrogs)
+        if saved is not None:
+            warmup.load(saved["warmup"])
+        reports = warmup.run(plan.keep_every == "auto")
+    if (spacing := reports[0].keep_every) is not None and run.heating is None:
+        run.sampler.fit_schedule(spacing)
+    return reports

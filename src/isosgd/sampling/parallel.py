@@ -22,10 +22,9 @@ from isosgd.posterior import Posterior
 from isosgd.progress import Progress
 from isosgd.samplers import METHODS
 from isosgd.sampling.loop import ChainsResult, DrawPlan, Keeper, Note, draw_all, report_end
-from isosgd.sampling.merging import write_parts
 from isosgd.sampling.recorders import InMemory, Interrupted, OnDisk
 from isosgd.sampling.settings import versions
-from isosgd.sampling.stored import RunRequest, load
+from isosgd.sampling.stored import RunRequest, load, write_parts
 from isosgd.store import Manifest, StoreError
 from isosgd.store.files import plain, unpack
 from isosgd.store.writer import SHARED, check_new, lock, read_state

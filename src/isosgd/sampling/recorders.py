@@ -26,7 +26,7 @@ Info = dict[str, Any]
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C while draws were taken. What had been drawn is not lost.
+    """Ctrl-C while draws were taken. Draws taken so far are kept.
 
     Attributes:
         posterior: the draws so far; None when there were none.

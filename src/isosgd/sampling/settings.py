@@ -1,4 +1,4 @@
-"""Settings of `sample`, checked, and what follows from them."""
+"""Checks the settings of `sample`, and derives others from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVERY: dict[str, Method] = {**REGISTRY, **BASELINES}  # samplers of the posterio
 OURS = {"batch_size", "warmup", "budget", "sets"}  # settings that `sample` gives
 OBJECT = 500  # bytes that a tensor takes up beside its numbers
 
-HEATED = "heated"  # in place of a rate: found where a trained network's loss rises
+HEATED = "heated"  # as lr=: the rate at which a trained network's loss rises is measured
 CYCLICAL = ("csgld", "csghmc")
 
 
@@ -55,21 +55,31 @@ def compile_after(options: dict[str, Any]) -> int | None:
 
 
 def noise_every(options: dict[str, Any]) -> int | None:
-    """How often the noise is measured while draws are taken, where that is said; the option is taken out."""
+    """Steps between measurements of the noise while draws are taken, if given; the option is taken out."""
     found: int | None = options.pop("noise_every", None)
     if found is not None:
         check_integer("noise_every", found, 1)
     return found
 
 
-def is_heated(options: dict[str, Any], method: str) -> bool:
+def is_heated(options: dict[str, Any], method: str, warmup: int | Literal["auto"]) -> bool:
     """Whether cycles find their rates by heating (``lr="heated"``); the option is taken out."""
     if options.get("lr") != HEATED:
         return False
     if method not in CYCLICAL:
         raise ValueError(f"lr = {HEATED!r} is for methods in cycles, {' and '.join(CYCLICAL)}, not for {method!r}")
+    check_heating(warmup)
     del options["lr"]
     return True
+
+
+def check_heating(warmup: int | Literal["auto"]) -> None:
+    """Refuse a length of the warm-up for cycles that find their rate by heating."""
+    if warmup != "auto":
+        raise ValueError(
+            f"warmup = {warmup}: cycles find their rate by heating, which takes as many gradients as it takes; leave "
+            "warmup out, use method='isgd', or give method='csghmc' a rate, lr="
+        )
 
 
 def resolve_method(method: str, batch_size: Size) -> tuple[str, Size]:
@@ -97,7 +107,7 @@ def resolve_method(method: str, batch_size: Size) -> tuple[str, Size]:
 def sampler_factory(
     method: str, num_data: int, temperature: float, batch_size: int, sets: int, options: dict[str, Any]
 ) -> MakeSampler:
-    """What makes the sampler of chains, with all options checked."""
+    """A function that makes the sampler of chains, with all options checked."""
     kind: type[Sampler] = METHODS[method]
     preset = options.pop("preset", None)
     if preset is not None:
@@ -124,7 +134,7 @@ def sampler_factory(
 
 
 def check_settings(method: str, draws: Any, chains: int, keep_every: Any, warmup: Any, temperature: float) -> None:
-    """Refuse settings that cannot be meant."""
+    """Refuse unknown methods, and numbers out of range."""
     if method not in EVERY:
         raise ValueError(f"method = {method!r} is unknown; choose one of {sorted(EVERY)}")
     for name, value, least in (
@@ -164,7 +174,7 @@ def most_draws(draws: int | Literal["auto"], budget: int | None, held_out: Any, 
 
 
 def versions() -> dict[str, str]:
-    """Of what draws depend on."""
+    """Versions of everything that draws depend on."""
     try:
         ours = version("isosgd")
     except PackageNotFoundError:

@@ -1,9 +1,10 @@
 """`draws="auto"`: go on until predictions have converged, or the budget ends.
 
-Weights of a network do not mix, predictions may. So R-hat and effective draws (see `isosgd.diagnostics.Convergence`)
-are those of predictions at a few inputs, and of the mean log likelihood of some of the data. Both are taken at every
-draw and looked at whenever there are a quarter more draws than the last time, over all chains: those that run in turn
-are drawn from in rounds, each until the next look. Chains of different data sets are not compared.
+Weights of a network do not mix, but predictions may. So R-hat and effective draws (see
+`isosgd.diagnostics.Convergence`) are those of predictions at a few inputs and of the mean log likelihood of some of the
+data. Both are recorded at every draw, and judged over all chains whenever there are a quarter more draws than at the
+last look: chains that run in turn are drawn from in rounds, each until the next look. Chains of different data sets are
+not compared.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def looks(budget: int) -> list[int]:
 
 
 class Watch:
-    """Takes down what chains predict, draw after draw.
+    """Records what chains predict at each draw.
 
     Args:
         held_out: inputs at which to predict; some of the training data when None.
@@ -70,7 +71,7 @@ class Watch:
         return batches.at(every.expand(self.run.count, -1) if self.run.many is not None else every)
 
     def _inputs(self, held_out: Any) -> Any:
-        """Where to predict, for each chain; None where the target cannot."""
+        """Inputs at which to predict, for each chain; None if the target cannot predict."""
         if not self.run.target.predicts:
             if held_out is not None:
                 raise ValueError("held_out are inputs, but the target cannot predict: pass predict= to Target")
@@ -94,7 +95,7 @@ class Watch:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Take in where the chains are now."""
+        """Record the predictions of the chains as they are now."""
         run, parts = self.run, []
         if self.inputs is not None:
             predict = run.target.predictive

@@ -1,13 +1,13 @@
-"""From trained networks to draws around them: the temperature is found on examples that they were not trained on.
+"""Sampling around trained networks, at a temperature that held-out examples choose.
 
-A network is trained to one point, and its posterior at T = 1 is mostly far from it: draws at T = 1 from a short run are
-worse than the start. Colder densities lie around it. Which temperature predicts best is found by a ladder of short runs
-(`isosgd.sampling.ladder`). The winner goes on, and the starts stay among its draws, with the weight that held-out
-examples give them; where draws do not help, they are the starts.
+Training ends at one point, and the posterior at T = 1 has most of its mass far from it: draws of a short run at T = 1
+are worse than the network. Colder densities concentrate around it. Short runs at several temperatures
+(`isosgd.sampling.ladder`) show which one predicts best; the run continues from there. The networks stay among the draws
+with a weight that held-out examples choose. If draws do not help, the networks alone are returned.
 
-A regression samples the scale of its noise along, and a colder density believes that scale which fits the training data
-best, so that it is too sure. There T is 1, and held-out examples only say whether the draws are better than the starts.
-Few rows are sampled by HMC, which comes to T = 1 in some thousand gradients.
+A regression also samples the scale of its noise. A colder density favours the scale that fits the training data best
+and is overconfident, so there T is 1, and held-out examples only decide whether the draws are better than the networks.
+With few rows the method is HMC, which reaches T = 1 in some thousand gradients.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,7 +49,8 @@ from isosgd.sampling.ladder import (
     start_posterior,
     with_noise_scales,
 )
-from isosgd.sampling.settings import HEATED
+from isosgd.sampling.run import Checked, draw_at
+from isosgd.sampling.settings import HEATED, check_heating
 from isosgd.target import Target
 from isosgd.target.batches import batch_length, tensors_of, tree_map, with_tensors
 from isosgd.target.likelihoods import Bernoulli, Categorical, Heteroscedastic, Tokens
@@ -56,32 +58,29 @@ from isosgd.target.modules import MASK
 from isosgd.target.space import refuse_sharded
 
 HOT = 0.3  # tried first; with cycles CYCLE_TEMPERATURE
-COLD = 1e-3  # where nothing is held out; docs/trained-evidence.md says what it did
-# Standard errors by which held-out examples must be predicted better than by the starts: where they chose the
-# temperature; and where they did not, since it is that of the posterior. There the average is better more often than
-# some dozens of rows can tell, and only draws that are clearly worse are left. Where they chose it the gain must also
-# exceed a share of the calibrated start's NLL: less may be luck, and is not worth predictions by all draws.
+COLD = 1e-3  # with no held-out examples; docs/trained-evidence.md has results at this temperature
+# Standard errors by which draws must predict held-out examples better than the starts: if these examples chose the
+# temperature; and if T is that of the posterior. In the second case the average is better more often than some dozens
+# of rows can show, so only draws that are clearly worse are rejected. In the first case the gain must also exceed a
+# share of the calibrated start's NLL: a smaller gain may be luck, and is not worth predictions by all draws.
 SURE_CHOSEN, SURE, LEAST_GAIN = 1.0, -1.0, 0.005
 EPOCHS, LEAST = 10, 2_000  # of gradients in all, and gradients at least
 LADDER_SHARE, RUNGS, TRIAL_SHARE = 1 / 3, 5, 0.1
-# At most, if held-out examples do not speak for the first: a colder one, which comes to an NLL that is lower by such a
-# share of the calibrated start's. Where that would not be enough there is none (figures: docs/trained-evidence.md).
+# Runs at most. A second, colder run follows a first one that is not better, but only if lowering the NLL by this share
+# of the calibrated start's would make it better (docs/trained-evidence.md has the figures).
 RUNS, COLDER_GAIN = 2, 0.03
 RUNG_DRAWS, RUNG_WARMUP = 8, 200  # draws of a rung, and gradients to measure its noise by
 WARMUP_SHARE, DRAWS = 0.3, 30  # of the run itself
-# A rung that goes on from another has a short warm-up, in which rates at most double. The run has one as long as from
-# scratch, so that they can rise; but cycles go on as they are.
+# Gradients of the warm-up of a rung that continues another one; rates at most double in it. The run itself has a full
+# warm-up, in which rates can rise further. Cycles continue without a warm-up.
 CONTINUED = 60
 LARGE = 1 << 20  # parameters from which Lambda is one number for each layer
-# Of classes, by cycles: the temperature that is tried first, epochs of a cycle, its steps at least, and the share of
-# them without noise; a trial is the first cycle.
+# Cycles of classifiers: the first temperature, epochs of a cycle, its least number of steps, and the share of steps
+# without noise. A trial is the first cycle.
 CYCLE_TEMPERATURE, CYCLE_EPOCHS, CYCLE_STEPS, EXPLORATION = 0.03, 8, 400, 0.8
 CYCLE_SIZE = 5_000  # parameters at least
 HMC_ROWS, HMC_SIZE = 5_000, 50_000  # rows and parameters of a regression, at most, for HMC
 HMC_LENGTHS, HMC_RUNG = {"warmup": 1_600, "keep_every": 100}, {"warmup": 700, "keep_every": 20}
-
-Run = Callable[..., Posterior]
-
 
 # -- what was given ---------------------------------------------------------------------------------------------------
 
@@ -202,9 +201,9 @@ def _check_held_out(found: Tensors, tensors: Tensors | None, target: Target) -> 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Gradients of each chain: of a rung that goes on from another, and of the run.
+    """How many gradients each chain takes: in a rung that continues another one, and in the run.
 
-    ``cycle`` is 0 where there are none; else a rung is one, and draws are as far apart as suits it.
+    In cycles a rung is one cycle of ``cycle`` steps, and the cycle sets the spacing of draws; otherwise it is 0.
     """
 
     rung: int
@@ -213,7 +212,7 @@ class Lengths:
 
     @classmethod
     def of(cls, num_data: int, batch_size: int, descends: bool = False) -> Lengths:
-        """About `EPOCHS` epochs, about a third of them on the ladder; one that ``descends`` has mostly one trial."""
+        """About `EPOCHS` epochs, a third of them on the ladder; one that ``descends`` mostly has a single trial."""
         total = max(LEAST, EPOCHS * -(-num_data // batch_size))
         each = CONTINUED + round(TRIAL_SHARE * total) if descends else round(LADDER_SHARE * total / RUNGS)
         rung = max(CONTINUED + 5 * RUNG_DRAWS, each)
@@ -221,7 +220,7 @@ class Lengths:
 
     @classmethod
     def in_cycles(cls, num_data: int, batch_size: int) -> Lengths:
-        """Of cycles."""
+        """The same for cycles."""
         return cls(0, 0, max(CYCLE_STEPS, CYCLE_EPOCHS * -(-num_data // batch_size)))
 
     def settings(self, draws: int, hmc: bool = False, continued: bool = False) -> dict[str, Any]:
@@ -246,11 +245,10 @@ class Lengths:
 def default_method(
     target: Target, data: Any, transform: Any, batch_size: Any, options: Mapping[str, Any], chosen: bool
 ) -> str:
-    """How to sample around a trained network, where the user does not say.
+    """The default method around a trained network.
 
-    A regression of few rows by HMC. Classes in cycles, unless the network is small, where held-out examples are to
-    choose the temperature (``chosen``): cycles leave the network, and only such examples tell whether that does good.
-    Otherwise by I-SGD.
+    HMC for a regression with few rows. Cycles for a classifier that is not small, if held-out examples choose the
+    temperature (``chosen``): cycles leave the network, and only such examples show whether that helps. Otherwise I-SGD.
     """
     likelihood = None if target.module is None else target.module.likelihood
     if (
@@ -261,16 +259,16 @@ def default_method(
         return "csghmc"
     rows = as_tensors(data)
     fits = rows is not None and (batch_length(rows) or 0) <= HMC_ROWS and transform is None and not target.ties_examples
-    free = batch_size is None and options.keys() <= {"compile"}  # others are meant for I-SGD, or for both
+    free = batch_size is None and options.keys() <= {"compile", "tempered"}  # others are meant for I-SGD, or for both
     return "hmc" if free and fits and learns_noise(target) and _size(target) <= HMC_SIZE else "isgd"
 
 
 def default_options(target: Target, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What of I-SGD, where the user does not say.
+    """The default options of I-SGD around a trained network.
 
-    BatchNorm makes the curvature along the scale of a layer's weights large and meaningless, so that a guard by the
-    curvature would stop the chain: there, and in networks of millions of weights, the noise of each layer sets its rate
-    (the preset ``windowed``). Otherwise Lambda knows some directions, and the curvature guards the rate.
+    BatchNorm makes the curvature along the scale of a layer's weights large and meaningless, and the curvature guard
+    would stop the chain. There, and in networks of more than a million weights, the noise of each layer sets its rate
+    (the preset ``windowed``). Otherwise Lambda is of low rank, and the curvature guards the rate.
     """
     if {"preset", "structure", "scheme", "lam", "noise"} & options.keys():
         return {}
@@ -299,24 +297,27 @@ def own_network(target: Target, init: Any) -> State:
 
 
 class TrainedRun:
-    """Sampling around trained networks.
+    """A run around trained networks: `posterior` has temperatures tried, runs at the best one, and judges its draws.
 
     Args:
         target: what is sampled.
         data: as given to `sample`.
         starts: the networks.
+        temperature: as given to `sample`.
+        chains: of the run.
         held_out: as given to `sample`.
         ladder: temperatures to try; some by default.
-        given: settings of `sample` that every run has.
+        keep_every: as given to `sample`.
+        warmup: as given to `sample`.
+        given: settings of `sample` that trials and runs have.
+        more: settings of `sample` that trials do not have.
         options: of the method.
-        alone: whether the run goes on from a trial. One that is stored does not, so that it can be resumed without the
-            ladder; nor does one of several processes.
-        choosing: whether the temperature is to be found.
     """
 
     def __init__(
-        self, target: Target, data: Any, starts: Sequence[State], held_out: Any, ladder: Any,
-        given: Mapping[str, Any], options: Mapping[str, Any], alone: bool, choosing: bool = False,
+        self, target: Target, data: Any, starts: Sequence[State], temperature: Any, chains: int, held_out: Any,
+        ladder: Any, keep_every: Any, warmup: Any, given: Mapping[str, Any], more: Mapping[str, Any],
+        options: Mapping[str, Any],
     ) -> None:  # fmt: skip
         method: str | None = given["method"]
         if method in BASELINES:
@@ -325,26 +326,37 @@ class TrainedRun:
             raise ValueError(
                 "starts= with isosgd.DataSets: networks are trained on one data set; sample each on its own"
             )
-        self.target, self.device, self.alone = target, given["device"], alone
         if isinstance(held_out, float) and given["transform"] is not None:
             raise ValueError(
                 f"held_out = {held_out} with a transform: predictions do not go through it, so pass held_out=(x, y) as "
                 "the network takes them"
             )
+        self.target, self.device, self.temperature, self.chains = target, given["device"], temperature, chains
+        self.store, self.ranks, self.deadline = more["store"], more["ranks"], more["deadline"]
+        # A run that is stored begins at the networks, not where a trial ended, so that it can be resumed without the
+        # trials; and so does one of several processes.
+        self.alone = self.store is None and self.ranks is None
+        self.keep_every, self.warmup = keep_every, warmup
         self.data, self.held_out = set_aside(held_out, data, target, given["seed"])
+        self.more = dict(more)
+        if more["draws"] == "auto" and self.held_out is not None:
+            self.more["held_out"] = target.inputs_of(self.held_out)
         self.starts = self.given = list(starts)
         self.spent = {"gradients": 0, "seconds": 0.0}  # of trials and runs
         scored = self.held_out or (None if given["transform"] is not None else _some(self.data, target))
         if scored is not None:
             self.starts = with_noise_scales(target, starts, scored, self.device)
-        self.own_temperature = 1.0 if learns_noise(target) else COLD  # where held-out examples do not choose it
+        self.choosing = temperature in (None, "auto")  # the temperature
+        self.by_noise = learns_noise(target)  # so that T is 1, and held-out examples do not choose it
         if method is None:
-            chosen = choosing and ladder is None and self.held_out is not None
+            chosen = self.choosing and ladder is None and self.held_out is not None
             method = default_method(target, self.data, given["transform"], given["batch_size"], options, chosen)
         plain = method == "isgd" and given["batch_size"] != "all"
         self.cycles = options.get("lr") == HEATED or (method == "csghmc" and given["method"] is None)
-        if self.cycles and ladder is not None:
-            raise ValueError(f"ladder = {ladder!r} with lr = {HEATED!r}: give method='isgd', or leave ladder out")
+        if self.cycles:
+            check_heating(warmup)
+            if ladder is not None:
+                raise ValueError(f"ladder = {ladder!r} with lr = {HEATED!r}: give method='isgd', or leave ladder out")
         # With what a rung has measured.
         self.continues = self.cycles or (plain and not {"preset", "scheme", "lam"} & options.keys())
         self.place = Place(self.starts)
@@ -352,9 +364,9 @@ class TrainedRun:
         num_data = target.resolve_num_data(as_tensors(self.data, target.dtype) or self.data)
         size = given["batch_size"] if as_tensors(self.data) is not None else _loaded_size(self.data)
         self.hmc = method == "hmc" or given["batch_size"] == "all"
-        own = 1.0 if learns_noise(target) else CYCLE_TEMPERATURE if self.cycles else HOT
+        own = 1.0 if self.by_noise else CYCLE_TEMPERATURE if self.cycles else HOT
         self.temperatures = check_ladder([own] if ladder is None else ladder)
-        self.descends = ladder is None and not learns_noise(target)
+        self.descends = ladder is None and not self.by_noise
         size = size_of("all" if self.hmc else size, num_data)
         self.lengths = Lengths.of(num_data, size, self.descends)
         if self.cycles:
@@ -366,222 +378,201 @@ class TrainedRun:
         self.tried, self.engine = 0, ""  # steps of all trials, and what took the last ones
         self.early: Posterior | None = None  # what the rung that the run goes on from has drawn
 
-    def _init(self, states: Sequence[State]) -> Callable[[int], State]:
-        """Chains take the networks in turns."""
-        return lambda chain: states[chain % len(states)]
-
-    def choose(self, temperature: Any, draw: Run, chains: int, deadline: float | None) -> Choice:
-        """The temperature: as given, or by held-out data."""
-        if temperature != "auto":
-            return Choice(temperature, "given")
-        if self.held_out is None:
-            own = self.own_temperature
-            return Choice(own, f"T = {own:g} by default: no examples were held out (held_out=) to choose by")
-        now, self.chains = time.monotonic(), chains
-        end = None if deadline is None else now + LADDER_SHARE * (deadline - now)
-
-        def run(temperature: float, place: Place, optimise: bool) -> tuple[Posterior, Place]:
-            ends: dict[int, Any] = {}
-            lengths = self.lengths.rung_settings(self.hmc, bool(place.measured))
-            if optimise:
-                lengths["warmup"] = max(lengths["warmup"], self.lengths.run // 2)
-            if not self.cycles:  # which fit themselves into the time
-                self.tried += lengths["warmup"] + lengths["draws"] * lengths["keep_every"]
-            found = self._counted(draw)(
-                self.target, self.data, init=self._init(place.states), chains=chains, temperature=temperature,
-                trained=not optimise, progress=False, deadline=end, begin=place.measured,
-                ends=ends if self.continues else None, **lengths, **self.settings,
-            )  # fmt: skip
-            whole = not found.info["dropped"]  # else what was measured would leave chains out of all runs to come
-            return found, Place(last_draws(found), ends if whole else {})
-
-        coldest, hottest = self.temperatures[0], self.temperatures[-1]
-        LOGGER.info("trying temperatures from %g to %g on held-out examples", coldest, hottest)
-        late = math.inf if end is None else end
-        heads = [self.starts[k % len(self.starts)] for k in range(chains)]  # as often as there are chains of each
-        networks = min(chains, len(self.starts))
-        optimises = None if self.cycles else self.continues and self.alone
-        ladder = Ladder(run, self.target, heads, networks, self.held_out, late, self.device, optimises)
-        self.ladder = ladder
-        if coldest < hottest or self.descends:
-            choice = ladder.descend(coldest) if self.descends else ladder.climb(self.temperatures)
-            self.place = ladder.places.get(choice.temperature, self.place)
-            self.early = ladder.drawn.get(choice.temperature)
-            return choice
-        reason = f"T = {coldest:g}, the only one to try"
-        return Choice(coldest, reason, held_out=len(ladder.beside), **ladder.about_starts)
-
-    def _counted(self, draw: Run) -> Run:
-        """The same, but for the record of what is spent."""
-
-        def counted(*args: Any, **settings: Any) -> Posterior:
-            began, on = time.monotonic(), settings["begin"].values()  # chains that go on from others count on
-
-            def count(gradients: int) -> None:
-                self.spent["gradients"] += gradients - sum(state["gradients"] * len(state["alive"]) for state in on)
-                self.spent["seconds"] += time.monotonic() - began
-
-            try:
-                found = draw(*args, **settings)
-            except DivergedError as error:
-                count(error.gradients)
-                raise
-            count(found.info["gradients"])
-            self.engine = found.info.get("engine", "")
-            return found
-
-        return counted
-
-    def shortened(self, choice: Choice, steps: Mapping[str, int], draws: int, deadline: float) -> dict[str, int]:
-        """Steps of the warm-up and between draws that fit into the time left, by the speed of the ladder."""
-        if not self.tried:
-            return dict(steps)
-        fit = (deadline - self._judging(draws, draws) - time.monotonic()) * self.tried / choice.seconds
-        share = min(1.0, max(0.0, fit / (steps["warmup"] + draws * steps["keep_every"])))
-        warmup = max(min(RUNG_WARMUP, steps["warmup"]), int(share * steps["warmup"]))
-        return {
-            "warmup": warmup,
-            "keep_every": max(1, int((fit - warmup) / draws) if share < 1 else steps["keep_every"]),
-        }
-
-    def _judging(self, draws: int, total: int) -> float:
-        """Seconds that held-out examples take for so many draws of each chain, and for averages over all of them."""
-        return draws * self.chains * self.ladder.scoring + 2 * len(parts_of(total)) * self.ladder.pooling
-
-    def posterior(
-        self, choice: Choice, draw: Run, chains: int, more: Mapping[str, Any],
-        steps: Callable[[int, bool], Mapping[str, Any]],
-    ) -> Posterior:  # fmt: skip
+    def posterior(self) -> Posterior:
         """Draws at the temperature that was chosen, those of its rung and more from where it ended.
-
-        ``steps`` gives warm-up and steps between draws, from their number and whether the run goes on from a rung.
 
         A rung is short, and a longer run may go on to where predictions are worse. So the held-out examples have the
         last word: they say how many of the draws are kept and what weight the starts have among them, and a run that is
         of no use gives way to a colder one, at last to the starts themselves.
         """
-        ranks = more.get("ranks")
+        choice = Choice(1.0 if self.choosing else self.temperature, "")
+        with suppress(Checked):  # a rung can be drawn: now for the run itself
+            choice = self.choose()
+        choice = replace(choice, temperature=self._of_rank_0(choice.temperature))
         begin = self.place.measured if self.alone else {}
         while choice.temperature > 0:
-            draws: Any = more["draws"]
-            least = STAGE_DRAWS + 1 if self.cycles else 2 * RUNG_DRAWS
-            early = self.early if begin and isinstance(draws, int) and draws >= least else None
-            if early is not None:
-                draws -= early.num_draws
-            lengths = steps(draws if isinstance(draws, int) else DRAWS, bool(begin))
-            if self.cycles:
-                begin = {first: {**state, AS_IS: True} for first, state in begin.items()}
-            settings, began = {**more, "draws": draws}, time.monotonic()
-            if choice.held_out and more.get("deadline") is not None:  # to judge the run by them takes its time, too
-                drawn, total = 1 if early is None else 1 + early.num_draws, more["draws"]
-                judging = self._judging(drawn, total if isinstance(total, int) else DRAWS)
-                settings |= {"deadline": more["deadline"] - judging, "scoring": self.ladder.scoring}
+            began = time.monotonic()
             try:
                 with warnings.catch_warnings(record=True) as said:  # of a run that is not kept they would mislead
-                    found = self._counted(draw)(
-                        self.target, self.data, init=self._init(self.starts), starts=self.given, chains=chains,
-                        trained=True, temperature=choice.temperature, about_choice=self._about(choice), begin=begin,
-                        **lengths, **settings, **self.settings,
-                    )  # fmt: skip
+                    found, early, warmup = self._run(choice, begin)
             except DivergedError:
-                if not choice.held_out or more.get("store") is not None:
+                if not choice.held_out or self.store is not None:
                     raise
-                choice, begin = self._in_time(self._colder(choice, "diverged"), more, began), {}
+                choice, begin = self._in_time(self._colder(choice, "diverged"), began), {}
                 continue
-            if early is not None and early.num_chains == found.num_chains:
-                found = _followed_by(early, found)
-            found.starts = list(self.given)
-            judged, chosen = None, not learns_noise(self.target)
-            sure = SURE_CHOSEN if chosen else SURE
-            unit = choice.calibrated_nll if has_classes(self.target) else 1.0
-            short = -LEAST_GAIN * unit if chosen else 0.0
-            if choice.held_out and self.held_out is not None:
-                counts = parts_of(found.num_draws) if chosen else [found.num_draws]
-                after = densities(found, self.held_out, self.device, counts)
-                # Among draws a network has the noise scale that these found, alone the one that suits it best.
-                beside = self.ladder.beside if chosen else densities(found.start_draws(), self.held_out, self.device)
-                judged = Rung.of(choice.temperature, self.ladder.alone, beside, after, apart=True)
-                choice = replace(choice, judged=judged, runs=(*choice.runs, judged))
-                found.info |= self._about(choice)
-            good = judged is None or judged.better(sure, chosen, short)
-            if ranks is not None:  # where machines round otherwise, rank 0 has its way
-                good = ranks.gather(good)[0]
-            if good or more.get("store") is not None:
-                for warning in said:
-                    warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-            if judged is None:
+            if not choice.held_out:
+                _repeat(said)
                 return found
-            if more.get("store") is not None:
-                some = f".select(draws=slice({counts[judged.part]}))" if judged.part else ""
-                scale = judged.softmax_temperature if good else choice.start_softmax_temperature
-                advice = f"posterior{some}.with_starts({judged.share:g}, starts)" if good else "the starts"
-                advice += f" at the softmax temperature {scale:.2g}" if scale != 1 else ""
-                warn_caller(
-                    f"the held-out examples are predicted best by {advice}: a stored run has its own draws alone"
-                )
+            counts = [found.num_draws] if self.by_noise else parts_of(found.num_draws)
+            judged = self._judged(choice.temperature, found, counts)
+            count = counts[judged.part] if judged.part else None
+            choice = replace(choice, judged=judged, runs=(*choice.runs, judged))
+            found.info |= self._about(choice)
+            good = self._of_rank_0(self._is_better(choice, judged))
+            if self.store is not None:
+                _repeat(said)
+                self._advise(choice, judged, good, count)
                 return found
             if good:
-                part = self._first(counts[judged.part], found, early) if judged.part else found
-                both = part.with_starts(judged.share)
-                if judged.softmax_temperature != 1:
-                    both = both.at_softmax_temperature(judged.softmax_temperature)
-                share = both.info.get("from_start", 0) / both.num_draws
-                what = f"the starts have a weight of {share:.2g} in predictions; after the run NLL {judged.nll:.4g}"
-                if judged.softmax_temperature != 1:
-                    what += f" at the softmax temperature {judged.softmax_temperature:.2g}"
+                _repeat(said)
                 if begin and self.ladder.optimised:
-                    what = f"chains began with an initial optimisation; {what}"
-                if judged.part:
-                    what += f", by the first {counts[judged.part]} of {found.num_draws} draws"
-                warn_of_end(judged.softmax_temperature)
-                LOGGER.info("held-out examples: %s", what)
-                both.info |= {**self.spent, **self._about(replace(choice, reason=f"{choice.reason}; {what}"))}
-                return both
-            useless = not judged.difference < 0
-            unsure = "" if useless else f" surely ({-judged.difference:.2g} ± {judged.error:.2g} better"
-            if unsure:
-                unsure += f", by {FEW} examples alone)" if judged.better(sure, False, short) else ")"
-            fault, begin = f"did not help to predict held-out examples{unsure}", {}
-            # A colder run is closer to the start: it helps where draws are worse than that, and may be surer.
-            last = len(choice.runs) >= RUNS or (useless and judged.alone <= choice.start_nll)
-            last |= not judged.better(sure, chosen, short + COLDER_GAIN * unit)
-            last |= lengths["warmup"] == 0  # without a trial's rates there would be none
-            choice = self._in_time(self._colder(choice, fault, COLDER if useless else COOLER, last), more, began)
-            if ranks is not None:
-                choice = replace(choice, temperature=ranks.gather(choice.temperature)[0])
-        stored = "" if more.get("store") is None else f"; nothing was written to {more['store']}"
-        if choice.start_softmax_temperature != 1:
-            scaled = f"predicted at the softmax temperature {choice.start_softmax_temperature:.2g}"
-            choice = replace(choice, reason=f"{choice.reason}, {scaled} (NLL {choice.calibrated_nll:.4g})")
-        warn_of_end(choice.start_softmax_temperature)
-        warn_caller(choice.reason + stored)
-        found = start_posterior(self.target, self.starts)
-        size: dict[str, Any] = {"chains": len(self.starts), "draws": 1}
-        if choice.start_softmax_temperature != 1:
-            size["softmax_temperature"] = choice.start_softmax_temperature
-        engine = {"engine": self.engine} if self.engine else {}
-        info = {**found.info, **self.spent, **engine, **size, "complete": True, **self._about(choice)}
-        return Posterior(self.target, found.draws, info, as_tensors(self.data), found.buffers, list(self.starts))
+                    choice = replace(choice, reason=f"{choice.reason}; chains began with an initial optimisation")
+                return self._with_starts(choice, judged, found, early, count)
+            choice, begin = self._in_time(self._after(choice, judged, warmup), began), {}
+            choice = replace(choice, temperature=self._of_rank_0(choice.temperature))
+        return self._starts_alone(choice)
 
-    def _first(self, count: int, found: Posterior, early: Posterior | None) -> Posterior:
-        """The first draws of each chain, with what is known of them: those of the trial are described by it."""
-        if early is not None and early.num_chains == found.num_chains and count <= early.num_draws:
-            found = early
-        part = found.select(draws=slice(count))
-        part.starts = list(self.given)
-        part.info.pop("stopped", None)  # which is said of all draws
-        return part
+    # -- the temperature ----------------------------------------------------------------------------------------------
 
-    def _about(self, choice: Choice) -> dict[str, Any]:
-        return {"temperature_choice": choice.as_dict(), "starts": len(self.starts)}
+    def choose(self) -> Choice:
+        """The temperature: as given, or by held-out data."""
+        if not self.choosing:
+            return Choice(self.temperature, "given")
+        if self.held_out is None:
+            own = 1.0 if self.by_noise else COLD
+            return Choice(own, f"T = {own:g} by default: no examples were held out (held_out=) to choose by")
+        now = time.monotonic()
+        late = math.inf if self.deadline is None else now + LADDER_SHARE * (self.deadline - now)
+        chains = len(self.starts) if self.ranks else self.chains
+        coldest, hottest = self.temperatures[0], self.temperatures[-1]
+        LOGGER.info("trying temperatures from %g to %g on held-out examples", coldest, hottest)
+        heads = [self.starts[k % len(self.starts)] for k in range(chains)]  # as often as there are chains of each
+        optimises = None if self.cycles else self.continues and self.alone
 
-    def _in_time(self, choice: Choice, more: Mapping[str, Any], began: float) -> Choice:
-        """The same, but the starts where not even half of the time is left that the run took, which began then."""
-        end, now = more.get("deadline"), time.monotonic()
-        if choice.temperature and end is not None and end - now < (now - began) / 2:
-            late = "max_seconds ended before a colder one: the draws are the starts"
-            choice = replace(choice, temperature=0.0, reason=choice.reason.partition(": ")[0] + f", and {late}")
-        return choice
+        def trial(temperature: float, place: Place, optimise: bool) -> tuple[Posterior, Place]:
+            return self._trial(temperature, place, optimise, chains, late)
+
+        self.ladder = Ladder(trial, self.target, heads, len(self.starts), self.held_out, late, self.device, optimises)
+        if coldest < hottest or self.descends:
+            choice = self.ladder.descend(coldest) if self.descends else self.ladder.climb(self.temperatures)
+            self.place = self.ladder.places.get(choice.temperature, self.place)
+            if (self.keep_every, self.warmup) == ("auto", "auto"):  # else a rung has others
+                self.early = self.ladder.drawn.get(choice.temperature)
+            return choice
+        reason = f"T = {coldest:g}, the only one to try"
+        return Choice(coldest, reason, held_out=len(self.ladder.beside), **self.ladder.about_starts)
+
+    def _trial(
+        self, temperature: float, place: Place, optimise: bool, chains: int, late: float
+    ) -> tuple[Posterior, Place]:
+        """A rung of the ladder, and where it ended."""
+        ends: dict[int, Any] = {}
+        lengths = self.lengths.rung_settings(self.hmc, bool(place.measured))
+        if optimise:
+            lengths["warmup"] = max(lengths["warmup"], self.lengths.run // 2)
+        if not self.cycles:  # which fit themselves into the time
+            self.tried += lengths["warmup"] + lengths["draws"] * lengths["keep_every"]
+        found = self._draw(
+            place.states, chains=chains, temperature=temperature, trained=not optimise, progress=False,
+            deadline=late if math.isfinite(late) else None, begin=place.measured,
+            ends=ends if self.continues else None, **lengths,
+        )  # fmt: skip
+        whole = not found.info["dropped"]  # else what was measured would leave chains out of all runs to come
+        return found, Place(last_draws(found), ends if whole else {})
+
+    def _draw(self, states: Sequence[State], **settings: Any) -> Posterior:
+        """Draws of chains that take these networks in turns; what they cost is added to `spent`."""
+        began, on = time.monotonic(), settings["begin"].values()  # chains that go on from others count on
+
+        def count(gradients: int) -> None:
+            self.spent["gradients"] += gradients - sum(state["gradients"] * len(state["alive"]) for state in on)
+            self.spent["seconds"] += time.monotonic() - began
+
+        try:
+            found = draw_at(
+                self.target, self.data, init=lambda chain: states[chain % len(states)], **settings, **self.settings
+            )
+        except DivergedError as error:
+            count(error.gradients)
+            raise
+        count(found.info["gradients"])
+        self.engine = found.info.get("engine", "")
+        return found
+
+    def _of_rank_0(self, value: Any) -> Any:
+        """A decision: where processes share a run their machines may round otherwise, and rank 0 has its way."""
+        return value if self.ranks is None else self.ranks.gather(value)[0]
+
+    # -- a run --------------------------------------------------------------------------------------------------------
+
+    def _run(self, choice: Choice, begin: Mapping[int, Any]) -> tuple[Posterior, Posterior | None, Any]:
+        """Draws at a temperature, the first of them those of its trial where chains go on from there.
+
+        Returns:
+            All draws, those of the trial where they are among them, and the warm-up that was asked for.
+        """
+        draws = self.more["draws"]
+        least = STAGE_DRAWS + 1 if self.cycles else 2 * RUNG_DRAWS
+        early = self.early if begin and isinstance(draws, int) and draws >= least else None
+        if early is not None:
+            draws -= early.num_draws
+        lengths = self._steps(choice, draws if isinstance(draws, int) else DRAWS, bool(begin))
+        if self.cycles:
+            begin = {first: {**state, AS_IS: state["reports"]} for first, state in begin.items()}
+        settings = {**self.more, "draws": draws, **lengths}
+        if choice.held_out and self.deadline is not None:  # to judge the run by them takes its time, too
+            drawn, total = 1 if early is None else 1 + early.num_draws, self.more["draws"]
+            judging = self._judging(drawn, total if isinstance(total, int) else DRAWS)
+            settings |= {"deadline": self.deadline - judging, "scoring": self.ladder.scoring}
+        found = self._draw(
+            self.starts, starts=self.given, chains=self.chains, trained=True, temperature=choice.temperature,
+            about_choice=self._about(choice), begin=begin, **settings,
+        )  # fmt: skip
+        if early is not None and early.num_chains != found.num_chains:
+            early = None
+        if early is not None:
+            found = _followed_by(early, found)
+        found.starts = list(self.given)
+        return found, early, lengths["warmup"]
+
+    def _steps(self, choice: Choice, draws: int, continued: bool) -> dict[str, Any]:
+        """Warm-up of the run and steps between its draws, as given or as fit into the time, by the ladder's speed."""
+        steps = self.lengths.settings(draws, self.hmc, continued)
+        given = {"keep_every": self.keep_every, "warmup": self.warmup}
+        if self.deadline is not None and self.tried and set(given.values()) == {"auto"}:
+            fit = (self.deadline - self._judging(draws, draws) - time.monotonic()) * self.tried / choice.seconds
+            share = min(1.0, max(0.0, fit / (steps["warmup"] + draws * steps["keep_every"])))
+            warmup = max(min(RUNG_WARMUP, steps["warmup"]), int(share * steps["warmup"]))
+            spacing = max(1, int((fit - warmup) / draws) if share < 1 else steps["keep_every"])
+            steps = {"warmup": warmup, "keep_every": spacing}
+        return {name: steps[name] if value == "auto" else value for name, value in given.items()}
+
+    def _judging(self, draws: int, total: int) -> float:
+        """Seconds that held-out examples take for so many draws of each chain, and for averages over all of them."""
+        return draws * self.chains * self.ladder.scoring + 2 * len(parts_of(total)) * self.ladder.pooling
+
+    # -- what held-out examples say of it -----------------------------------------------------------------------------
+
+    def _judged(self, temperature: float, found: Posterior, counts: Sequence[int]) -> Rung:
+        """Starts and draws together, of so many first draws as suit the held-out examples best."""
+        assert self.held_out is not None
+        after, beside = densities(found, self.held_out, self.device, counts), self.ladder.beside
+        if self.by_noise:  # among draws a network has the noise scale that these found, alone that which suits it best
+            beside = densities(found.start_draws(), self.held_out, self.device)
+        return Rung.of(temperature, self.ladder.alone, beside, after, apart=True)
+
+    def _is_better(self, choice: Choice, judged: Rung, short: float = 0.0, by_few: bool = False) -> bool:
+        """Whether it is surely better than the starts, or would be if its NLL were lower by a share of theirs.
+
+        ``by_few``: a gain from `FEW` examples alone will do.
+        """
+        unit = choice.calibrated_nll if has_classes(self.target) else 1.0
+        if self.by_noise:
+            return judged.better(SURE, False, short * unit)
+        return judged.better(SURE_CHOSEN, not by_few, (short - LEAST_GAIN) * unit)
+
+    def _after(self, choice: Choice, judged: Rung, warmup: Any) -> Choice:
+        """What follows a run that is not better: a colder one, or the starts."""
+        useless = not judged.difference < 0
+        fault = "did not help to predict held-out examples"
+        if not useless:
+            fault += f" surely ({-judged.difference:.2g} ± {judged.error:.2g} better"
+            fault += f", by {FEW} examples alone)" if self._is_better(choice, judged, by_few=True) else ")"
+        # A colder run is closer to the start: it helps where draws are worse than that, and may be surer.
+        last = len(choice.runs) >= RUNS or (useless and judged.alone <= choice.start_nll)
+        last |= not self._is_better(choice, judged, COLDER_GAIN)
+        last |= warmup == 0  # without a trial's rates there would be none
+        return self._colder(choice, fault, COLDER if useless else COOLER, last)
 
     def _colder(self, choice: Choice, fault: str, factor: float = COLDER, last: bool = False) -> Choice:
         """A lower temperature; 0 where that is below what a rung would be, or nothing else is to be tried."""
@@ -593,6 +584,73 @@ class TrainedRun:
         LOGGER.info(reason)
         diverged = choice.diverged + ((choice.temperature,) if fault == "diverged" else ())
         return replace(choice, temperature=temperature, reason=reason, diverged=diverged)
+
+    def _in_time(self, choice: Choice, began: float) -> Choice:
+        """The same, but the starts where not even half of the time is left that the run took, which began then."""
+        now = time.monotonic()
+        if choice.temperature and self.deadline is not None and self.deadline - now < (now - began) / 2:
+            late = "max_seconds ended before a colder one: the draws are the starts"
+            choice = replace(choice, temperature=0.0, reason=choice.reason.partition(": ")[0] + f", and {late}")
+        return choice
+
+    # -- what comes back ----------------------------------------------------------------------------------------------
+
+    def _with_starts(
+        self, choice: Choice, judged: Rung, found: Posterior, early: Posterior | None, count: int | None
+    ) -> Posterior:
+        """The draws, or so many of the first of each chain, with the starts among them and calibrated."""
+        part = found if count is None else self._first(count, found, early)
+        both = part.with_starts(judged.share)
+        share = both.info.get("from_start", 0) / both.num_draws
+        what = f"the starts have a weight of {share:.2g} in predictions; after the run NLL {judged.nll:.4g}"
+        if judged.softmax_temperature != 1:
+            both = both.at_softmax_temperature(judged.softmax_temperature)
+            what += f" at the softmax temperature {judged.softmax_temperature:.2g}"
+        if count is not None:
+            what += f", by the first {count} of {found.num_draws} draws"
+        warn_of_end(judged.softmax_temperature)
+        LOGGER.info("held-out examples: %s", what)
+        both.info |= {**self.spent, **self._about(replace(choice, reason=f"{choice.reason}; {what}"))}
+        return both
+
+    def _first(self, count: int, found: Posterior, early: Posterior | None) -> Posterior:
+        """The first draws of each chain, with what is known of them: those of the trial are described by it."""
+        part = (found if early is None or count > early.num_draws else early).select(draws=slice(count))
+        part.starts = list(self.given)
+        part.info.pop("stopped", None)  # which is said of all draws
+        return part
+
+    def _advise(self, choice: Choice, judged: Rung, good: bool, count: int | None) -> None:
+        """Say what predicts best: a stored run has its own draws alone."""
+        some = "" if count is None else f".select(draws=slice({count}))"
+        scale = judged.softmax_temperature if good else choice.start_softmax_temperature
+        advice = f"posterior{some}.with_starts({judged.share:g}, starts)" if good else "the starts"
+        advice += f" at the softmax temperature {scale:.2g}" if scale != 1 else ""
+        warn_caller(f"the held-out examples are predicted best by {advice}: a stored run has its own draws alone")
+
+    def _starts_alone(self, choice: Choice) -> Posterior:
+        """The starts, calibrated: nothing that was drawn is better."""
+        stored = "" if self.store is None else f"; nothing was written to {self.store}"
+        size: dict[str, Any] = {"chains": len(self.starts), "draws": 1}
+        if (scale := choice.start_softmax_temperature) != 1:
+            size["softmax_temperature"] = scale
+            scaled = f"predicted at the softmax temperature {scale:.2g} (NLL {choice.calibrated_nll:.4g})"
+            choice = replace(choice, reason=f"{choice.reason}, {scaled}")
+        warn_of_end(scale)
+        warn_caller(choice.reason + stored)
+        found = start_posterior(self.target, self.starts)
+        engine = {"engine": self.engine} if self.engine else {}
+        info = {**found.info, **self.spent, **engine, **size, "complete": True, **self._about(choice)}
+        return Posterior(self.target, found.draws, info, as_tensors(self.data), found.buffers, list(self.starts))
+
+    def _about(self, choice: Choice) -> dict[str, Any]:
+        return {"temperature_choice": choice.as_dict(), "starts": len(self.starts)}
+
+
+def _repeat(said: Sequence[warnings.WarningMessage]) -> None:
+    """Give warnings that were held back."""
+    for warning in said:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def parts_of(draws: int) -> list[int]:

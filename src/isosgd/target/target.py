@@ -352,6 +352,8 @@ class Target:
         """The same target, with a temperature that acts on ``both`` likelihood and prior, or on the ``likelihood``."""
         if what not in ("both", "likelihood"):
             raise ValueError(f"tempered = {what!r} is unknown; choose one of 'both', 'likelihood'")
+        if what == self._tempered:
+            return self
         found = copy.copy(self)
         found._tempered = what
         return found
@@ -564,6 +566,7 @@ class Target:
         space = self._space
         return about | {
             "prior": self._prior.describe(),
+            **({} if self._tempered == "both" else {"tempered": self._tempered}),
             "num_data": self.num_data,
             "positive": list(space.positive if space else self._patterns),
             "parameters": {name: list(x.shape) for name, x in space.values.items()} if space else {},

@@ -1,4 +1,4 @@
-"""What may be wrong with chains that ran to their end: one warning per cause, for all chains that have it."""
+"""Warnings at the end of a run: one per cause, for all chains that have it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,13 @@ Late = Tensor | None  # mean loss of each chain in the second half of the draws
 
 
 def warn_of(run: Chains, reports: list[WarmupReport], late: list[Tensor], first: int) -> None:
-    """Warn of everything that may have gone wrong with chains, after their last draw, numbered from ``first`` on.
+    """Warn of whatever has gone wrong with chains, after their last draw.
 
-    ``late`` are the losses of minibatches in the second half of the draws.
+    Args:
+        run: the chains.
+        reports: of their warm-up.
+        late: losses of minibatches in the second half of the draws.
+        first: number of the first chain.
     """
     alive = [k for k in range(run.count) if k not in run.failures]
     losses = torch.stack(late).double().mean(0).cpu() if late else None
@@ -97,7 +101,7 @@ def _in_order(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
 
 
 def _risen(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
-    """A chain that has left the place where its rates were found. Trajectories are right at any rate."""
+    """A chain that has left the region where its rates were found. HMC is exact at any step size."""
     if report.loss is None or late is None or run.hmc is not None:
         return ""
     before, spread = report.loss
@@ -111,7 +115,7 @@ def _risen(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
 
 
 def _short_stages(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
-    """Cycles in whose sampling stages a chain cannot spread."""
+    """Cycles whose sampling stage is too short for a chain to spread out."""
     schedule, spacing = run.sampler.schedule, report.keep_every
     if not isinstance(schedule, Cycles) or spacing is None or run.heating is not None:
         return ""

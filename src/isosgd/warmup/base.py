@@ -1,4 +1,4 @@
-"""What both warm-ups share: a budget, a state between windows, and traces that say how far apart draws should be."""
+"""What all warm-ups share: a budget, a state between windows, and traces from which the spacing of draws follows."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ class Traces:
 
 
 class Warmup:
-    """A warm-up of chains, which it leaves where sampling starts.
+    """A warm-up of chains; it leaves them where sampling starts, at fixed rates.
 
     Args:
         budget: gradients to spend on each.
-        exact: whether all of them are to be spent; otherwise as many as it takes.
+        exact: whether to spend all of them; otherwise the warm-up ends when the chains have settled.
         mark: called between windows, with what gives the state of the warm-up there.
 
     Attributes:
@@ -98,7 +98,6 @@ class Warmup:
 
     def check(self) -> None:
         """Refuse a budget that is surely too small, before a gradient is taken."""
-        raise NotImplementedError
 
     def run(self, measure_spacing: bool) -> list[WarmupReport]:
         """Warm chains up; a report for each. ``measure_spacing``: whether to measure how far apart draws should be."""

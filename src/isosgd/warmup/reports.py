@@ -1,7 +1,7 @@
-"""What a warm-up reports at its end: rates by layer, and how fast chains forget where they were.
+"""Reports of the warm-up: rates by layer, and how fast chains forget where they were.
 
-Along a direction of curvature h, a step of the rate r takes the share ``a = r h`` of the distance to the mean away: the
-past is forgotten within ``1 / a`` steps, ``n / (N a)`` epochs, and an effective draw costs ``2 / a`` gradients.
+Along a direction of curvature h, a step at the rate r removes the share ``a = r h`` of the distance to the mean: a
+chain forgets its past within ``1 / a`` steps, ``n / (N a)`` epochs, and an effective draw costs ``2 / a`` gradients.
 """
 
 from __future__ import annotations
