@@ -20,8 +20,8 @@ def test_scores_of_a_linear_table(likelihood: str, tmp_path: Path) -> None:
     np.savetxt(tmp_path / "tabular" / "airfoil.csv", rows, delimiter=",", header="a,b,y", comments="")
     given = {
         "data": "airfoil", "split": 0, "seed": 0, "hidden": "4", "likelihood": likelihood,
-        "scale": None, "out_scale": None, "size": None, "df": 6.0, "chains": 2, "effort": 0.2, "max_seconds": None, "rows": None,
-        "validate": True, "device": "cpu", "threads": 1, "data_root": str(tmp_path),
+        "scale": None, "out_scale": None, "size": None, "df": 6.0, "chains": 2, "effort": 0.2, "max_seconds": None,
+        "rows": None, "validate": True, "device": "cpu", "threads": 1, "data_root": str(tmp_path),
     }  # fmt: skip
     found = tables.run_one(given)
     json.dumps(found)
