@@ -318,28 +318,8 @@ class Bernoulli(Likelihood):
             raise ValueError(f"Bernoulli needs y of 0 and 1, got {_first(y, bad)}")
 
 
-class _OneScale(Likelihood):
-    """Noise of one scale for all examples around the output: Student-t, or normal where ``df`` is infinite."""
-
-    df: float = math.inf
-
-    def slopes(self, output: Tensor, y: Tensor, params: Params) -> tuple[Tensor, Tensor, Params]:
-        location, y = _align(output, y)
-        found, slope, _, own = self._noise_slopes(location, y, self.scale_at(params), self.df, params)
-        return found, slope.view_as(output), own
-
-    def mean(self, output: Tensor, params: Params) -> Tensor:
-        return output
-
-    def variance(self, output: Tensor, params: Params) -> Tensor:
-        return torch.ones_like(output) * self.scale_at(params) ** 2 * student_t_variance(self.df)
-
-    def simulate(self, output: Tensor, params: Params, generator: torch.Generator) -> Tensor:
-        return output + self.scale_at(params) * student_t_draw(output, self.df, generator)
-
-
 @dataclass(frozen=True)
-class Gaussian(_OneScale):
+class Gaussian(Likelihood):
     """Normal noise around the output, of known or sampled standard deviation.
 
     Args:
@@ -362,9 +342,23 @@ class Gaussian(_OneScale):
         squares = F.mse_loss(output, y, reduction="none")
         return _by_example(squares * (-0.5 / scale**2) - (_log(scale) + 0.5 * LOG_2PI))
 
+    def slopes(self, output: Tensor, y: Tensor, params: Params) -> tuple[Tensor, Tensor, Params]:
+        location, y = _align(output, y)
+        found, slope, _, own = self._noise_slopes(location, y, self.scale_at(params), math.inf, params)
+        return found, slope.view_as(output), own
+
+    def mean(self, output: Tensor, params: Params) -> Tensor:
+        return output
+
+    def variance(self, output: Tensor, params: Params) -> Tensor:
+        return torch.ones_like(output) * self.scale_at(params) ** 2
+
+    def simulate(self, output: Tensor, params: Params, generator: torch.Generator) -> Tensor:
+        return output + self.scale_at(params) * student_t_draw(output, math.inf, generator)
+
 
 @dataclass(frozen=True)
-class StudentT(_OneScale):
+class StudentT(Likelihood):
     """Student-t noise around the output: regression that shrugs off outliers.
 
     Args:
@@ -385,6 +379,20 @@ class StudentT(_OneScale):
         output, y = _align(output, y)
         scale = self.scale_at(params)
         return _by_example(student_t_log_prob((y - output) / scale, self.df) - _log(scale))
+
+    def slopes(self, output: Tensor, y: Tensor, params: Params) -> tuple[Tensor, Tensor, Params]:
+        location, y = _align(output, y)
+        found, slope, _, own = self._noise_slopes(location, y, self.scale_at(params), self.df, params)
+        return found, slope.view_as(output), own
+
+    def mean(self, output: Tensor, params: Params) -> Tensor:
+        return output
+
+    def variance(self, output: Tensor, params: Params) -> Tensor:
+        return torch.ones_like(output) * self.scale_at(params) ** 2 * student_t_variance(self.df)
+
+    def simulate(self, output: Tensor, params: Params, generator: torch.Generator) -> Tensor:
+        return output + self.scale_at(params) * student_t_draw(output, self.df, generator)
 
 
 @dataclass(frozen=True)
