@@ -33,6 +33,7 @@ DTYPES = {
 }  # fmt: skip
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 METADATA = "__metadata__"
+DEEPEST = 64
 
 
 class StoreError(ValueError):
@@ -177,7 +178,7 @@ def pack(value: Any) -> tuple[Any, dict[str, Tensor]]:
         {0: tensor([1., 1.])}
     """
     tensors: dict[str, Tensor] = {}
-    return _pack(value, tensors), tensors
+    return _pack(value, tensors, 0), tensors
 
 
 def plain(value: Any) -> Any:
@@ -188,7 +189,9 @@ def plain(value: Any) -> Any:
     return packed
 
 
-def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:
+def _pack(value: Any, tensors: dict[str, Tensor], depth: int) -> Any:
+    if depth > DEEPEST:
+        raise ValueError(f"a state is nested more than {DEEPEST} deep: does it hold itself?")
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int | np.integer):
@@ -206,13 +209,13 @@ def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:
             return {"$tensor": _name(value.detach(), tensors)}
         return {"$permuted": [_name(turned, tensors), *order]}
     if isinstance(value, list):
-        return [_pack(item, tensors) for item in value]
+        return [_pack(item, tensors, depth + 1) for item in value]
     if isinstance(value, tuple):
-        return {"$tuple": [_pack(item, tensors) for item in value]}
+        return {"$tuple": [_pack(item, tensors, depth + 1) for item in value]}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: _pack(item, tensors) for key, item in value.items()}
-        pairs = [[_pack(part, tensors) for part in pair] for pair in value.items()]
+            return {key: _pack(item, tensors, depth + 1) for key, item in value.items()}
+        pairs = [[_pack(part, tensors, depth + 2) for part in pair] for pair in value.items()]
         return {"$items": pairs}
     raise TypeError(
         f"a value of type {type(value).__name__} cannot be written to a store, which holds tensors, numbers and text"
