@@ -518,11 +518,14 @@ class RunRequest:
 
 def _complete(identity: Info) -> Info:
     """An identity whose target says what the temperature acts on: in earlier folders only the options said so."""
-    target, options = identity.get("target"), identity.get("settings", {}).get("options")
-    known = isinstance(target, dict) and isinstance(target.get("describes"), dict) and isinstance(options, dict)
-    if not known or options.get("tempered") != "likelihood":
+    target, settings = identity.get("target"), identity.get("settings")
+    describes = target.get("describes") if isinstance(target, dict) else None
+    options = settings.get("options") if isinstance(settings, dict) else None
+    if not (isinstance(target, dict) and isinstance(describes, dict) and isinstance(options, dict)):
         return identity
-    return identity | {"target": target | {"describes": target["describes"] | {"tempered": "likelihood"}}}
+    if options.get("tempered") != "likelihood":
+        return identity
+    return {**identity, "target": {**target, "describes": {**describes, "tempered": "likelihood"}}}
 
 
 def _without_length(identity: Info, now: Info) -> Info:
