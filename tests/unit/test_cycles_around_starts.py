@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import isosgd
 from isosgd import Posterior, Target, sample
 from isosgd.metrics import accuracy
+from isosgd.store import Manifest
 
 Data = tuple[Tensor, Tensor]
 SHORT: dict[str, Any] = {"progress": False, "compile": False}
@@ -260,6 +261,25 @@ def test_a_stored_run_knows_what_its_temperature_acted_on(network: Any, tmp_path
     with pytest.raises(ValueError, match="tempered"):
         asked = target.tempered("both")
         sample(asked, data, store=tmp_path / "likelihood", resume=True, seed=0, **settings, **SHORT)
+
+
+def test_a_folder_whose_target_does_not_say_what_its_temperature_acts_on(network: Any, tmp_path: Path) -> None:
+    """As in earlier folders: there only the options say so."""
+    model, data, _, _ = network
+    target = Target.from_module(model, "categorical", "empirical")
+    settings: dict[str, Any] = {"temperature": 0.01, "draws": 3, "keep_every": 2, "warmup": 200, "structure": "layer"}
+    for seed, name in enumerate(("old", "new")):
+        sample(target, data, tempered="likelihood", store=tmp_path / name, seed=seed, **settings, **SHORT)
+    manifest = Manifest.read(tmp_path / "old")
+    del manifest.info["target"]["tempered"], manifest.identity["target"]["describes"]["tempered"]
+    manifest.write(tmp_path / "old")
+    found = isosgd.load(tmp_path / "old", target).target
+    assert found is not None
+    assert found.prior_weight(found.initial(), 0.01) == 0.01
+    merged = isosgd.merge([tmp_path / "new", tmp_path / "old"], tmp_path / "merged", target)
+    assert merged.num_chains == 2
+    longer = isosgd.resume(tmp_path / "old", target, data, draws=5, progress=False)
+    assert longer.num_draws == 5
 
 
 def test_what_a_temperature_acts_on_must_be_known(network: Any) -> None:

@@ -87,9 +87,9 @@ def load(
         _warn_of_lengths(manifest, draws, path if isinstance(path, str | Path) else None)
     if target is not None:
         _check_target(folder, manifest, target)
-        about = manifest.info.get("target")
-        likelihood_alone = isinstance(about, dict) and about.get("tempered") == "likelihood"
-        target = target.tempered("likelihood" if likelihood_alone else "both")
+        about = manifest.info.get("target"), manifest.info.get("options")  # the options alone, in earlier folders
+        alone = any(isinstance(part, dict) and part.get("tempered") == "likelihood" for part in about)
+        target = target.tempered("likelihood" if alone else "both")
     info = {
         **info_of(manifest.info, draws.chains),
         "complete": manifest.complete,
@@ -211,7 +211,7 @@ def _check_alike(one: Path, first: Manifest, other: Path, second: Manifest) -> N
         raise ValueError(f"{one} is a run of several data sets, which are compared each on its own: load it alone")
 
     def known(manifest: Manifest, same_start: bool) -> Info:
-        identity, settings = manifest.identity, manifest.identity.get("settings", {})
+        identity, settings = _complete(manifest.identity), manifest.identity.get("settings", {})
         at_start = () if same_start else ("loss", "gradient")  # where they are taken
         about = {k: v for k, v in identity.get("target", {}).items() if k not in ("start", *at_start)}
         specs = {name: asdict(spec) for name, spec in manifest.tensors.items()}
@@ -474,7 +474,7 @@ class RunRequest:
     def _going_on(self, writer: Writer, identity: Info) -> Writer | None:
         """The writer of the run that is there, if it is this one; None, and closed, when nothing is left to do."""
         manifest, folder, now = writer.manifest, writer.folder, unpack(plain(identity))
-        same = differences(_without_length(manifest.identity, now), _without_length(now, now))
+        same = differences(_without_length(_complete(manifest.identity), now), _without_length(now, now))
         found = [*self._cut_short(manifest, now), *same]
         if found:
             raise ValueError(
@@ -514,6 +514,18 @@ class RunRequest:
             return [f"{change}, which watches predictions from the first draw on: give a number"]
         before, after = (MOST_DRAWS if s.get("budget") is None else s["budget"] for s in (then, asked))
         return [f"settings.budget was {before} and is {after}: {shorter}"] if after < before else []
+
+
+def _complete(identity: Info) -> Info:
+    """An identity whose target says what the temperature acts on: in earlier folders only the options said so."""
+    target, settings = identity.get("target"), identity.get("settings")
+    describes = target.get("describes") if isinstance(target, dict) else None
+    options = settings.get("options") if isinstance(settings, dict) else None
+    if not (isinstance(target, dict) and isinstance(describes, dict) and isinstance(options, dict)):
+        return identity
+    if options.get("tempered") != "likelihood":
+        return identity
+    return {**identity, "target": {**target, "describes": {**describes, "tempered": "likelihood"}}}
 
 
 def _without_length(identity: Info, now: Info) -> Info:
