@@ -66,6 +66,7 @@ BATCH = 2_000  # rows predicted at once
 CALIBRATED, PART = 2_000, 250  # training rows that say how sure averages of classes should be, and how many at once
 REPEATED = 0.05  # share of rows that are there several times, beyond which they say nothing of it
 OF_AVERAGES = "softmax_temperature_of_averages"  # in the info of a posterior
+FEW_DRAWS = 10  # of each chain: a fit that max_seconds leaves fewer warns
 COPIES = 4  # of the inputs, that a fit holds
 MODEL, DATA, VERSION = "model.json", "data.safetensors", 1  # what stands beside the draws of a run
 LARGEST = 64 << 20  # bytes of the former that are read
@@ -171,12 +172,7 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
         _check_room(*x.shape)
         seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
         auto = isinstance(self.hidden_layers, str) and self.hidden_layers == "auto"
-        try:
-            hidden = usual_layers(len(x)) if auto else tuple(int(units) for units in self.hidden_layers)
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"hidden_layers = {self.hidden_layers!r}: give 'auto', or the units of each, such as (64, 64, 64)"
-            ) from None
+        hidden = usual_layers(len(x)) if auto else _units(self.hidden_layers)
         network = Network(x.shape[1], self._outputs, likelihood, hidden, seed=seed)
         x, shape, y = x.float(), np.shape(y), self._encoded(y)
         self.held_out_ = None if held_out is None else self._held_out(held_out, shape)
@@ -190,6 +186,13 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
             self.posterior_ = sample_network(
                 network, x, y, begin=begin, chains=int(self.chains), effort=float(self.effort),
                 max_seconds=self.max_seconds, seed=seed, device=self.device, store=store, progress=bool(self.verbose),
+            )  # fmt: skip
+        drawn = self.posterior_.num_draws
+        if self.max_seconds is not None and drawn < FEW_DRAWS:
+            warnings.warn(
+                f"max_seconds = {self.max_seconds:g} left time for {drawn} draws of each chain, too few for good "
+                "averages: allow more seconds, or give a smaller effort=",
+                SamplingWarning, stacklevel=3,
             )  # fmt: skip
 
     @contextmanager
@@ -336,6 +339,8 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
         self._forget()
         if np.asarray(y).dtype.kind in "mM":
             raise ValueError("y holds dates or times: give numbers, such as days since a date")
+        if np.asarray(y).dtype.kind in "US":
+            raise ValueError(f"y holds text, such as {np.asarray(y).flat[0]!r}: BayesianMLPClassifier predicts classes")
         X, y = self._read(X, True, y, multi_output=True, y_numeric=True)
         y = np.asarray(y, dtype=np.float64)
         self._flat = y.ndim == 1
@@ -382,6 +387,12 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
         """
         if (quantiles is not None) + return_std + return_draws > 1:
             raise ValueError("choose one of return_std=, quantiles= and return_draws=")
+        if quantiles is not None and (
+            not isinstance(quantiles, Sequence | np.ndarray) or not all(0 < level < 1 for level in quantiles)
+        ):
+            raise ValueError(
+                f"quantiles = {quantiles!r}: give a sequence of numbers between 0 and 1, such as (0.05, 0.95)"
+            )
         if return_draws:
             return self._units(self._predicted(X, lambda mean, variance: mean))
         if quantiles is not None:
@@ -607,6 +618,16 @@ def _as_frame(X: Any) -> Any:
     if isinstance(X, pd.DataFrame):
         return X
     return pd.DataFrame({name: X[name].to_list() for name in X.columns})
+
+
+def _units(hidden_layers: Any) -> tuple[int, ...]:
+    """Units of each hidden layer, as given."""
+    listed = isinstance(hidden_layers, Sequence | np.ndarray) and not isinstance(hidden_layers, str)
+    if not listed or any(isinstance(n, bool) or not isinstance(n, numbers.Integral) for n in hidden_layers):
+        raise ValueError(
+            f"hidden_layers = {hidden_layers!r}: give 'auto', or the units of each layer, such as (64, 64, 64)"
+        )
+    return tuple(int(n) for n in hidden_layers)
 
 
 def _check_room(rows: int, inputs: int) -> None:

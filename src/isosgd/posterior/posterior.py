@@ -733,7 +733,10 @@ class Posterior:
             raise ValueError(f"temperature = {wanted} must be positive: the draws cannot be compared with a point")
         own = self._own()
         if own.num_draws < LEAST:
-            raise ValueError(f"{own.num_draws} draws of a chain are too few for a verdict; {LEAST} at least")
+            raise ValueError(
+                f"{own.num_draws} draws of a chain are too few for a verdict, which takes {LEAST} at least: sample for "
+                "longer, or go on with a stored run (isosgd.resume)"
+            )
         num_data = self.info.get("num_data")
         found, along = measure(DrawGradients(own._stack, own.view, data, num_data, rows, seed, device, wanted))
         traces = followed(own, held_out if held_out is not None else data, inputs, examples, device)

@@ -720,9 +720,9 @@ class Sampler(Optimizer):
         """Whether the last step was one of a sampling stage."""
         return self.schedule.sampled(self.param_groups[0])
 
-    def steps_to(self, spacing: float) -> int:
-        """Steps until the next draw, given the spacing of draws in steps at the rate that was set."""
-        return self.schedule.steps_to(self.param_groups[0], spacing)
+    def steps_to(self, spacing: float, draws: int = 1) -> int:
+        """Steps to the next draw, or the last of several, given their spacing in steps at the rate that was set."""
+        return self.schedule.steps_to(self.param_groups[0], spacing, draws)
 
     def fit_schedule(self, spacing: float) -> None:
         """Fit the schedule, before the first draw, to the measured spacing of draws."""

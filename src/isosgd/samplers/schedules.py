@@ -59,9 +59,9 @@ class Schedule:
     def fit(self, groups: Sequence[Group], spacing: float) -> None:
         """Fit the schedule to the spacing of draws, in steps at the rates of the groups."""
 
-    def steps_to(self, group: Group, spacing: float) -> int:
-        """Steps to the next draw, for a spacing in steps at the rate of the group."""
-        return math.ceil(spacing)
+    def steps_to(self, group: Group, spacing: float, draws: int = 1) -> int:
+        """Steps to the next draw, or the last of several, for a spacing in steps at the rate of the group."""
+        return math.ceil(draws * spacing)
 
 
 class Annealing(Schedule):
@@ -202,18 +202,18 @@ class Cycles(Schedule):
         for group in groups:
             group["cycle"] = cycle
 
-    def steps_to(self, group: Group, spacing: float) -> int:
-        """Steps to the next draw. Neither exploration nor the first `SPREAD` of a stage count.
+    def steps_to(self, group: Group, spacing: float, draws: int = 1) -> int:
+        """Steps to the next draw, or the last of several. Neither exploration nor the first `SPREAD` of a stage count.
 
         Draws are due at multiples of the spacing since cycles began, so that steps beyond one do not add up.
         """
         if group["start"] is None or spacing < 1:
-            return math.ceil(spacing)
+            return math.ceil(draws * spacing)
         clock, cycle = self._counted(group["cycle"]), group["cycle"]
         taken = group["step"] - group["start"]
         cycles, here = divmod(taken, cycle)
         now = float(cycles * clock[-1] + clock[here]) / spacing
-        due = (math.floor(now + 2e-9) + 1 - 1e-9) * spacing  # against rounding
+        due = (math.floor(now + 2e-9) + draws - 1e-9) * spacing  # against rounding
         whole = math.ceil(due / clock[-1]) - 1
         return int(whole * cycle + np.searchsorted(clock, due - whole * clock[-1]) - taken)
 

@@ -389,7 +389,7 @@ def draw_from(
         if run.hmc is not None:
             run.hmc.recycles = gap < run.hmc.length
         bar.total = (plan.here or plan.total) * (
-            outcome.reports[0].steps + done + run.sampler.steps_to((plan.draws - drawn) * gap)
+            outcome.reports[0].steps + done + run.sampler.steps_to(gap, plan.draws - drawn)
         )
 
         def state() -> State:

@@ -178,8 +178,21 @@ def _joined(batches: list[Any], target: Target) -> Tensors:
     return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
 
 
+def _equal(a: Tensors, b: Tensors) -> bool:
+    """Whether both hold the same examples in the same order."""
+    pairs = list(zip(tensors_of(a), tensors_of(b), strict=False))
+    return len(tensors_of(a)) == len(tensors_of(b)) and all(
+        x.shape == y.shape and torch.equal(x.cpu(), y.cpu()) for x, y in pairs
+    )
+
+
 def _check_held_out(found: Tensors, tensors: Tensors | None, target: Target) -> None:
     lengths = [len(t) for t in tensors_of(found)]
+    if tensors is not None and _equal(found, tensors):
+        warn_caller(
+            "held_out are the training data, which the networks have seen, so that they cannot tell which temperature "
+            "helps: pass examples that were not trained on"
+        )
     if not lengths[0] or len(set(lengths)) > 1:
         raise ValueError(f"held_out has tensors of {lengths} examples: give as many of each, some at all")
     y = target.labels_of(found)
@@ -640,7 +653,9 @@ class TrainedRun:
         warn_caller(choice.reason + stored)
         found = start_posterior(self.target, self.starts)
         engine = {"engine": self.engine} if self.engine else {}
-        info = {**found.info, **self.spent, **engine, **size, "complete": True, **self._about(choice)}
+        density = "none: no run was better, and the draws are the trained networks"
+        info = {**found.info, **self.spent, **engine, **size, "density": density, "complete": True}
+        info |= self._about(choice)
         return Posterior(self.target, found.draws, info, as_tensors(self.data), found.buffers, list(self.starts))
 
     def _about(self, choice: Choice) -> dict[str, Any]:

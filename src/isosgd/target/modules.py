@@ -17,8 +17,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import UninitializedParameter
 
+from isosgd.errors import first_line
 from isosgd.native import perceptron
-from isosgd.target.batches import batch_length, inputs_of, labels_of, tree_map
+from isosgd.target.batches import batch_length, inputs_of, labels_of, tensors_of, tree_map
 from isosgd.target.likelihoods import NAMES, Likelihood, Tokens
 from isosgd.target.params import HALF, Params, match
 from isosgd.target.priors import Extra
@@ -357,7 +358,13 @@ class ModuleLikelihood:
         n, tensors = batch_length(batch), isinstance(batch, Mapping) or all(isinstance(part, Tensor) for part in batch)
         head = tree_map(lambda t: t[:CHECKED_ROWS] if t.ndim and len(t) == n else t, batch) if tensors else batch
         inputs = inputs_of(head, self.labels)
-        output, again = (self.logits(self.output(params, inputs), params) for _ in range(2))
+        try:
+            output, again = (self.logits(self.output(params, inputs), params) for _ in range(2))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            shapes = ", ".join(str(list(t.shape)) for t in tensors_of(inputs))
+            raise ValueError(f"{self._class_name} cannot take inputs of shape {shapes}: {first_line(error)}") from error
         if isinstance(output, Tensor) and not torch.allclose(output, again, rtol=1e-3, atol=1e-4, equal_nan=True):
             raise ValueError(
                 f"{self._class_name} gives different outputs for the same input, so the posterior is not defined; "
