@@ -340,7 +340,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
         if np.asarray(y).dtype.kind in "mM":
             raise ValueError("y holds dates or times: give numbers, such as days since a date")
         if np.asarray(y).dtype.kind in "US":
-            raise ValueError(f"y holds text, such as {np.asarray(y).flat[0]!r}: BayesianMLPClassifier predicts classes")
+            raise ValueError(f"y holds text, such as {str(np.asarray(y).flat[0])!r}: BayesianMLPClassifier predicts classes")
         X, y = self._read(X, True, y, multi_output=True, y_numeric=True)
         y = np.asarray(y, dtype=np.float64)
         self._flat = y.ndim == 1

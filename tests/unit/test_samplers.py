@@ -399,7 +399,7 @@ def test_draws_of_cycles_are_equally_far_apart_in_time(spacing: int) -> None:
     assert float(rates.sum()) == pytest.approx(schedule.stage(group), rel=0.02)
     late = rates.cumsum(0) >= SPREAD * rates.sum()
     counted = torch.cat([torch.zeros(50), (rates * late).float()]).double().tolist()
-    time, total = 0.0, 0.0
+    time, total, first = 0.0, 0.0, schedule.steps_to(group, spacing, draws=5)
     for draw in range(1, 6):
         steps = schedule.steps_to(group, spacing)
         before = group["step"] - 17
@@ -407,6 +407,7 @@ def test_draws_of_cycles_are_equally_far_apart_in_time(spacing: int) -> None:
         group["step"] += steps
         total, time = total + sum(passed), draw * spacing
         assert time - 1e-3 <= total < time + 1.0 and passed[-1] > 0
+    assert group["step"] - 17 == first
 
 
 def test_cycles_are_as_long_as_the_spacing_asks_for() -> None:

@@ -20,6 +20,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
+from isosgd import SamplingWarning
 from isosgd.engine.gradients import Layout, Many
 from isosgd.native.build import switched_off
 from isosgd.native.layers import Layers
@@ -110,6 +111,8 @@ def test_predictions_come_in_all_forms(fitted: BayesianMLPRegressor) -> None:
         fitted.predict(x, return_std=True, return_draws=True)
     with pytest.raises(ValueError, match="between 0 and 1"):
         fitted.predict(x, quantiles=[1.5])
+    with pytest.raises(ValueError, match="quantiles = 95: give a sequence"):
+        fitted.predict(x, quantiles=95)
 
 
 def test_drawn_targets_have_the_distribution_that_quantiles_say(fitted: BayesianMLPRegressor) -> None:
@@ -245,7 +248,10 @@ def frame_model() -> BayesianMLPRegressor:
         ({"chains": 0}, None, "chains = 0"),
         ({"effort": -1.0}, None, "effort = -1.0"),
         ({"hidden_layers": "deep"}, None, "hidden_layers = 'deep'"),
+        ({"hidden_layers": "64"}, None, "hidden_layers = '64'"),
+        ({"hidden_layers": (16.5, 16)}, None, r"hidden_layers = \(16.5, 16\): give 'auto'"),
         ({"hidden_layers": (0,)}, None, "hidden layers"),
+        ({}, lambda y: np.where(y > 0, "high", "low"), "y holds text, such as '.*': BayesianMLPClassifier"),
         ({"likelihood": "categorical"}, None, "likelihood = 'categorical'"),
     ],
 )
@@ -270,6 +276,14 @@ def test_what_fit_does_not_take_is_refused(kind: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr("isosgd.sklearn.memory", lambda: 1_000)
     with pytest.raises(ValueError, match="30 rows of 3 inputs take up more memory than this machine has: fit fewer"):
         kind(**SHORT).fit(x, labels)
+
+
+def test_a_fit_that_is_left_few_draws_warns() -> None:
+    x, y = linear(60, 0)
+    with pytest.warns(SamplingWarning, match=r"max_seconds = 0.05 left time for \d draws of each chain"):
+        model = BayesianMLPRegressor(chains=2, max_seconds=0.05, random_state=0).fit(x, y)
+    with pytest.raises(ValueError, match="too few for a verdict, which takes 8 at least"):
+        _ = model.trust_
 
 
 def test_one_class_and_infinite_inputs_are_refused() -> None:

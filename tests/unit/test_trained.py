@@ -7,6 +7,7 @@ import functools
 import math
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,7 @@ def test_where_every_trial_does_harm_the_starts_come_back_without_a_run() -> Non
     tried = [rung["temperature"] for rung in found.info["temperature_choice"]["rungs"]]
     assert tried == pytest.approx([0.03, 0.0949, 0.3], rel=1e-3)
     assert len(found) == 1 and found.info["gradients"] == 3 * 400 and found.info["engine"]
+    assert found.info["density"].startswith("none: no run was better")
 
 
 @pytest.mark.long
@@ -605,6 +607,12 @@ def test_bad_input(settings: dict[str, Any], message: str) -> None:
     model = trained(steps=1)
     with pytest.raises((ValueError, TypeError), match=message):
         sample(target_of(model), TRAIN, **{"starts": [model], **SHORT, **settings})
+
+
+def test_held_out_examples_that_are_the_training_data_are_warned_of() -> None:
+    model = trained(steps=1)
+    with pytest.warns(SamplingWarning, match="held_out are the training data"), suppress(ValueError):
+        sample(target_of(model), TRAIN, starts=[model], held_out=TRAIN, **{**SHORT, "ladder": []})
 
 
 def test_without_a_network_there_is_no_start() -> None:
