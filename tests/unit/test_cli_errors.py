@@ -341,7 +341,7 @@ def test_scripts_that_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str], c
 def test_a_traceback_is_shown_to_those_who_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "s.py").write_text(SCRIPTS["data that do not fit"][0])
     monkeypatch.setenv("ISOSGD_TRACEBACK", "1")
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+    with pytest.raises(ValueError, match="mat1 and mat2"):
         main(["sample", f"{tmp_path / 's.py'}:target", "--out", str(tmp_path / "run")])
 
 

@@ -289,7 +289,7 @@ class Ladder:
         self.began, self.deadline = time.monotonic(), deadline
         try:
             self.beside = self.alone = self._scored(start_posterior(target, starts))
-        except (RuntimeError, IndexError) as error:
+        except (RuntimeError, IndexError, ValueError) as error:
             shapes = [list(t.shape) for t in tensors_of(held_out)]
             raise ValueError(
                 f"held_out of shapes {shapes} cannot be predicted by the start ({error}): pass examples as the network "
