@@ -339,8 +339,10 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
         self._forget()
         if np.asarray(y).dtype.kind in "mM":
             raise ValueError("y holds dates or times: give numbers, such as days since a date")
-        if (text := next((v for v in np.asarray(y).flat if isinstance(v, str)), None)) is not None:
-            raise ValueError(f"y holds text, such as {str(text)!r}: BayesianMLPClassifier predicts classes")
+        if np.asarray(y).dtype.kind in "USO":
+            text = [str(v) for v in np.asarray(y).flat if isinstance(v, str)]
+            if text:
+                raise ValueError(f"y holds text, such as {text[0]!r}: BayesianMLPClassifier predicts classes")
         X, y = self._read(X, True, y, multi_output=True, y_numeric=True)
         y = np.asarray(y, dtype=np.float64)
         self._flat = y.ndim == 1
