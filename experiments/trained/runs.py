@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import isosgd
 from experiments.trained.pairs import Pair, Sets
 from experiments.trained.training import SCALE, Start, start, trained_by_ivon
+from experiments.trained.training import starts as networks
 from isosgd import DivergedError, Posterior, Target, priors
 from isosgd.metrics import accuracy, auroc, brier, ece, predictive_entropy, rmse
 from isosgd.posterior.comparison import ensemble_curve, worth
@@ -241,9 +242,8 @@ def run(
     rivals: Sequence[str] = (), members: int = 4, starts: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
     """One pair with one seed: the start, the average of the draws, and the rivals asked for."""
-    every = [
-        start(pair, sets, seed + 1000 * i, folder) for i in range(max(starts, members if "ensemble" in rivals else 1))
-    ]
+    count = max(starts, members if "ensemble" in rivals else 1)
+    every = networks(pair, sets, [seed + 1000 * i for i in range(count)], folder)
     first = every[0]
     before = scores(pair, sets, together(pair, sets, [first]))
     found: dict[str, Any] = {"seed": seed, "training_seconds": first.seconds, "start": before}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,19 +30,27 @@ class Start:
     seconds: float
 
 
-def train(pair: Pair, sets: Sets, seed: int, dropout: float | None = None) -> Start:
-    """Train a network of the pair from scratch, with another dropout probability than its own where one is given."""
+def train(pair: Pair, sets: Sets, seeds: Sequence[int], dropout: float | None = None) -> list[Start]:
+    """Train networks of the pair from scratch, with another dropout probability than its own where one is given.
+
+    Those of CIFAR-10 are trained side by side, and their seconds are an equal part of the time of all.
+    """
     device = sets.test[0].device
+    models, extras, began = [], [dict[str, Tensor]() for _ in seeds], time.monotonic()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        model = pair.model(pair.dropout if dropout is None else dropout).to(device).train()
-        began = time.monotonic()
-        extra = _fast(pair, model, sets, seed) if pair.gpu else _plain(pair, model, sets, seed)
+        for seed, extra in zip(seeds, extras, strict=True):
+            torch.manual_seed(seed)
+            model = pair.model(pair.dropout if dropout is None else dropout).to(device).train()
+            models.append(model.to(memory_format=torch.channels_last) if pair.gpu else model)  # type: ignore[call-overload]
+            if not pair.gpu:
+                extra |= _plain(pair, model, sets, seed)
+        if pair.gpu:
+            _fast(pair, models, sets, seeds)
         if device.type == "cuda":
             torch.cuda.synchronize()
-        seconds = time.monotonic() - began
-    state = {name: x.detach().contiguous().clone() for name, x in model.state_dict().items()}
-    return Start(state | extra, seconds)
+    seconds = (time.monotonic() - began) / len(seeds)
+    states = [{name: x.detach().contiguous().clone() for name, x in model.state_dict().items()} for model in models]
+    return [Start(state | extra, seconds) for state, extra in zip(states, extras, strict=True)]
 
 
 def _plain(pair: Pair, model: nn.Module, sets: Sets, seed: int) -> dict[str, Tensor]:
@@ -110,38 +118,55 @@ def _loss(pair: Pair, output: Tensor, targets: Tensor, log_scale: Tensor) -> Ten
     return cross_entropy(output, targets)
 
 
-def _fast(pair: Pair, model: nn.Module, sets: Sets, seed: int) -> dict[str, Tensor]:
+def _fast(pair: Pair, models: Sequence[nn.Module], sets: Sets, seeds: Sequence[int]) -> None:
     """CIFAR-10 on a GPU: SGD with momentum at a one-cycle rate, in bfloat16, a step a CUDA graph."""
-    group = pair.optimizer(model.parameters()).param_groups[0]
+    group = pair.optimizer(models[0].parameters()).param_groups[0]
     recipe = replace(
         classifiers.RECIPES["resnet18"],
         epochs=pair.epochs, train_batch=pair.batch, peak=group["lr"], decay=group["weight_decay"],
     )  # fmt: skip
     images = Images.make(*sets.train, CIFAR10_MEAN, CIFAR10_STD, "crop-flip", sets.train[0].device)
-    classifiers.train(model.to(memory_format=torch.channels_last), images, recipe, seed)  # type: ignore[call-overload]
-    return {}
+    classifiers.train_all(models, images, recipe, seeds)
 
 
 def start(pair: Pair, sets: Sets, seed: int, folder: Path, dropout: float | None = None) -> Start:
-    """A trained network, from the folder where the same recipe has left one."""
+    """A trained network; see `starts`."""
+    return starts(pair, sets, [seed], folder, dropout)[0]
+
+
+def starts(pair: Pair, sets: Sets, seeds: Sequence[int], folder: Path, dropout: float | None = None) -> list[Start]:
+    """Trained networks, from the folder where the same recipe has left them."""
     device = sets.test[0].device
     used = pair.dropout if dropout is None else dropout
     defaults = pair.optimizer([nn.Parameter(torch.zeros(1))]).defaults
     recipe = {name: defaults[name] for name in ("lr", "weight_decay", "momentum", "betas") if name in defaults}
-    about = json.dumps(
-        {"pair": pair.name, "seed": seed, "dropout": used, "epochs": pair.epochs, "batch": pair.batch,
-         "examples": len(sets.train[0]), "one_cycle": pair.one_cycle, "device": device.type, **recipe},
-        sort_keys=True,
-    )  # fmt: skip
-    path = folder / f"{pair.name}-{seed}{f'-dropout{used:g}' if dropout is not None else ''}.safetensors"
-    if path.is_file():
-        with safe_open(path, "pt", device=str(device)) as file:
-            found = file.metadata() or {}
-            if found.get("about") == about:
-                return Start({name: file.get_tensor(name) for name in file.keys()}, float(found["seconds"]))  # noqa: SIM118
-    trained = train(pair, sets, seed, dropout)
-    folder.mkdir(parents=True, exist_ok=True)
-    half = path.with_suffix(".part")
-    save_file(dict(trained.state), half, {"about": about, "seconds": str(trained.seconds)})
-    half.replace(path)
-    return trained
+    abouts = [
+        json.dumps(
+            {"pair": pair.name, "seed": seed, "dropout": used, "epochs": pair.epochs, "batch": pair.batch,
+             "examples": len(sets.train[0]), "one_cycle": pair.one_cycle, "device": device.type, **recipe},
+            sort_keys=True,
+        )
+        for seed in seeds
+    ]  # fmt: skip
+    ending = f"-dropout{dropout:g}" if dropout is not None else ""
+    paths = [folder / f"{pair.name}-{seed}{ending}.safetensors" for seed in seeds]
+    found = [_known(path, about, device) for path, about in zip(paths, abouts, strict=True)]
+    missing = [i for i, one in enumerate(found) if one is None]
+    trained = train(pair, sets, [seeds[i] for i in missing], dropout) if missing else []
+    for i, one in zip(missing, trained, strict=True):
+        found[i] = one
+        folder.mkdir(parents=True, exist_ok=True)
+        half = paths[i].with_suffix(".part")
+        save_file(dict(one.state), half, {"about": abouts[i], "seconds": str(one.seconds)})
+        half.replace(paths[i])
+    return [one for one in found if one is not None]
+
+
+def _known(path: Path, about: str, device: torch.device) -> Start | None:
+    if not path.is_file():
+        return None
+    with safe_open(path, "pt", device=str(device)) as file:
+        found = file.metadata() or {}
+        if found.get("about") != about:
+            return None
+        return Start({name: file.get_tensor(name) for name in file.keys()}, float(found["seconds"]))  # noqa: SIM118

@@ -78,7 +78,7 @@ def test_networks_give_ten_logits(model, shape):
 
 def test_a_regression_trains_its_noise_and_scores_in_the_old_unit(tmp_path):
     sets = LINE.read(None, 0)
-    begun = train(LINE, sets, 0)
+    (begun,) = train(LINE, sets, [0])
     assert 0 < float(begun.state[SCALE]) < 2
     found = runs.scores(LINE, sets, runs.together(LINE, sets, [begun]))
     model = LINE.model(0.0)

@@ -147,6 +147,9 @@ def _end_capture(generators: Sequence[torch.Generator], stream: torch.cuda.Strea
 class Captured:
     """A function without arguments as a CUDA graph.
 
+    It is captured on the current stream, unless that is the default one: libraries keep work space for each stream, so
+    graphs that run side by side must have been captured on streams of their own.
+
     Args:
         body: it may not wait for the device; what it reads and writes must stay in its place.
         generators: that it draws from.
@@ -157,12 +160,13 @@ class Captured:
         every = [*generators, torch.cuda.default_generators[torch.cuda.current_device()]]  # which every graph knows
         before, values = [generator.get_state() for generator in every], [x.detach().clone() for x in keep]
         place, self.graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+        own = None if place == torch.cuda.default_stream() else place
         try:
-            self._warm_up(body)
+            self._warm_up(body, own)
             for generator in generators:
                 self.graph.register_generator_state(generator)
             try:
-                with torch.cuda.graph(self.graph):
+                with torch.cuda.graph(self.graph, stream=own):
                     body()
             except BaseException:
                 with suppress(RuntimeError):  # of the two errors the first says why
@@ -175,8 +179,8 @@ class Captured:
             for generator, state in zip(every, before, strict=True):
                 generator.set_state(state)
 
-    def _warm_up(self, body: Callable[[], None]) -> None:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    def _warm_up(self, body: Callable[[], None], own: torch.cuda.Stream | None) -> None:
+        stream = torch.cuda.Stream() if own is None else own  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):

@@ -10,7 +10,7 @@ Noise vectors are differences of successive gradients over sqrt(2), so that all 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,9 +20,12 @@ from isosgd.data.sources import IterableBatches, TensorBatches
 from isosgd.engine.chains import Chains
 from isosgd.engine.compiled import Captured
 from isosgd.engine.fused import FlatParameters, FusedStep
+from isosgd.engine.fused import unsupported_reason as why_not_fused
 from isosgd.errors import first_line
 from isosgd.samplers.program import Elementwise, ScheduledProgram, StepProgram
 from isosgd.target.batches import tensors_of, tree_map
+
+TURN = 64  # steps of a chain before it is the turn of another one
 
 
 def unsupported_reason(run: Chains) -> str:
@@ -136,7 +139,7 @@ class FusedUpdate:
         self.run, self.program = run, program
         self.fused = FusedStep(run.graph.flat, like, run.graph.decays, run.sampler.generator)
         if run.keys is not None:
-            self.fused.keys.copy_(run.keys)
+            self.fused.keys.copy_(run.keys[:1])
         run.keys = self.fused.keys
         self.kept = [run.graph.flat.values, self.fused.keys, self.fused.velocity]
         self.prior = False  # the kernel adds that of the prior
@@ -163,8 +166,7 @@ class FusedUpdate:
         """Take the present rates and kicks; returns whether a captured step uses them."""
         found = self.program.elementwise()
         assert found is not None
-        self.fused.set(found)
-        return True
+        return self.fused.set(found)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -254,50 +256,75 @@ class GraphSteps:
         program.prepare(1)
         self.program = program
         single = program.elementwise() if self.graph.decays is not None else None
+        if single is not None and why_not_fused(self.graph.flat, single):
+            single = None
         if program.scheduled and single is None:
             raise RuntimeError("rates change from step to step")
         self.update = ProgramUpdate(run, program) if single is None else FusedUpdate(run, program, single)
-        self.good = torch.ones(1, dtype=torch.bool, device=run.alive.device)
+        # Zero as long as all losses were finite, else NaN: one operation a step. The step after a gradient that is not
+        # finite has such a loss.
+        self.faults, self._zero = (torch.zeros(1, device=run.alive.device) for _ in range(2))
         self._before = torch.zeros_like(self.graph.gradient)
         self._loader = isinstance(run.batches, IterableBatches)
         self._generators = [run.sampler.generator, *([] if self._loader else self.graph.generators)]
         self._step = self._capture()
 
     def _capture(self) -> Captured:
-        return Captured(self._body, self._generators, [*self.update.kept, self.good, *self.run.buffers.values()])
+        return Captured(self._body, self._generators, [*self.update.kept, self.faults, *self.run.buffers.values()])
 
     def _body(self) -> None:
         self._step_at(self.graph.batch if self._loader else self.run.batches.next())
 
     def _step_at(self, batch: Any) -> None:
         self.graph.differentiate(batch, self.update.prior)
-        self.good.logical_and_(torch.isfinite(self.graph.loss))  # of a bad gradient the next loss is not finite
+        self.faults.addcmul_(self.graph.loss, self._zero)
         self.update.step(self.graph.gradient)
 
-    @torch.no_grad()
     def take_steps(self, done: int, steps: int, tick: Callable[[int], None]) -> None:
-        """Take a number of steps. Whether all were finite is checked once, at the end."""
-        run = self.run
-        start = self.graph.flat.values.clone()
-        self.update.begin(steps)
+        """Take a number of steps; as `turns`, without letting others go on in between."""
+        for _ in self.turns(done, steps, tick):
+            pass
+
+    def turns(self, done: int, steps: int, tick: Callable[[int], None]) -> Iterator[None]:
+        """Take a number of steps, some at a time, between which other chains may use the device.
+
+        Nothing waits for the device before the end, where it is checked that all losses were finite.
+        """
+        with torch.no_grad():
+            start = self.graph.flat.values.clone()
+            self.update.begin(steps)
         whole_before = False  # whether the gradient at hand is of a batch of the usual size, taken in this call
-        for i in range(done, done + steps):
-            due = self.program.follows_noise and (i + 1) % self.noise_every == 0 and whole_before
-            if due:
-                self._before.copy_(self.graph.gradient)
-            self.update.at(i - done)
-            whole_before = self._take_step()
-            if due and whole_before:
-                noise = (self.graph.gradient - self._before).mul_(math.sqrt(0.5))
-                run.sampler.observe(self.graph.flat.views(noise))
-                if not self.update.renew():
-                    self._step = self._capture()
+        for first in range(done, done + steps, TURN):
+            end = min(first + TURN, done + steps)
+            with torch.no_grad():
+                for i in range(first, end):
+                    whole_before = self._follow(i, i - done, whole_before)
+            tick(end - first)
+            yield
+        with torch.no_grad():
+            self._finish(start, steps)
+
+    def _follow(self, number: int, place: int, whole_before: bool) -> bool:
+        """A step, by its number in all and its place in this call; from time to time the sampler sees the noise."""
+        due = self.program.follows_noise and (number + 1) % self.noise_every == 0 and whole_before
+        if due:
+            self._before.copy_(self.graph.gradient)
+        self.update.at(place)
+        whole = self._take_step()
+        if due and whole:
+            noise = (self.graph.gradient - self._before).mul_(math.sqrt(0.5))
+            self.run.sampler.observe(self.graph.flat.views(noise))
+            if not self.update.renew():
+                self._step = self._capture()
+        return whole
+
+    def _finish(self, start: Tensor, steps: int) -> None:
+        run = self.run
         self.update.finish()
         run.gradients += steps
         self.program.count(steps)
-        tick(steps)
         run.loss = self.graph.loss.clone()
-        if not bool(self.good & torch.isfinite(self.graph.flat.values.sum())):
+        if not bool(torch.isfinite(self.faults + self.graph.flat.values.sum())):
             self.graph.flat.values.copy_(start)
             run.diverged()
 

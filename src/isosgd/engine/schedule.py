@@ -28,6 +28,8 @@ from isosgd.target import Target
 
 LARGE = 1 << 20  # parameters from which a single chain fills a CPU, so that batching gains nothing
 TOGETHER = "together"
+MOST_SIDE_BY_SIDE = 16
+GRAPH_EACH = 1 << 14  # parameters from which few chains on a GPU are faster each as a CUDA graph than batched
 
 Start = Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None
 
@@ -98,6 +100,16 @@ class Schedule:
         """Number of data sets whose chains run together."""
         return self.sets if self.engine == TOGETHER else 1
 
+    @property
+    def most_side_by_side(self) -> int:
+        """Chains that may run at the same time, each on a CUDA stream of its own; 1 if they run in turn or together."""
+        alone = self.engine == TOGETHER or self.tensors is None or self.numbers is not None or self.ranks is not None
+        return 1 if alone or not self._on_gpu else min(self.count, MOST_SIDE_BY_SIDE)
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.device is not None and self.device.type == "cuda"
+
     def _why_in_turn(self, batch: Any) -> str:
         """Why chains cannot run together; empty when they can."""
         if self.numbers is not None and self.ranks is not None and self.ranks.shares > 1:
@@ -111,11 +123,14 @@ class Schedule:
         if self.tensors is None:
             return "in turn: the data come from a loader, not as tensors"
         start = self.target.initial(start_of(self.init, 0), device=self.device)
+        size = sum(x.numel() for x in start.values())
+        captured = self.compile_after is not None and self.given_size != "all" and not isinstance(self.data, DataSets)
+        if captured and self._on_gpu and size >= GRAPH_EACH and self.count <= MOST_SIDE_BY_SIDE:
+            return "in turn: each is a CUDA graph of its own"
         if self.given_buffers:
             first, *others = (self.target.split_init(start_of(self.init, k))[1] for k in range(self.count))
             if any(one.keys() != first.keys() or any(not torch.equal(one[n], first[n]) for n in one) for one in others):
                 return "in turn: chains start with buffers of their own"
-        size = sum(x.numel() for x in start.values())
         if size > LARGE and next(iter(start.values())).device.type == "cpu":
             return f"in turn: one chain of {size:,} parameters fills the CPU"
         why = batchable(self.target, start, batch, self.num_data)

@@ -18,12 +18,35 @@ from torch import Tensor
 from isosgd.geometry.base import Geometry
 from isosgd.geometry.diagonal import Diagonal
 from isosgd.geometry.full import Full
+from isosgd.geometry.lowrank import LowRank
 from isosgd.samplers.innovations import as_bits, fill_steps
 
 if TYPE_CHECKING:
     from isosgd.samplers.base import Sampler
 
 Tensors = tuple[Tensor, ...]
+
+
+@dataclass
+class Directions:
+    """A part of a step along a few directions S that all parameters share.
+
+    It is ``S^T (back S f + add s + undo S (reach xi))``.
+    Here ``f = g + (kick / rate) xi`` is the force on each element, and s are innovations of the directions themselves.
+
+    Attributes:
+        basis: S, ``[k, d]``.
+        back: ``[k, k]``.
+        add: ``[k, k]``.
+        undo: ``[k, k]``, or None if nothing is taken out of the elements' own innovations.
+        reach: ``[d]``, likewise.
+    """
+
+    basis: Tensor
+    back: Tensor
+    add: Tensor
+    undo: Tensor | None = None
+    reach: Tensor | None = None
 
 
 @dataclass
@@ -35,12 +58,14 @@ class Elementwise:
         kicks: the scale of injected noise, likewise.
         averaged: whether innovations are averaged over two steps.
         friction: of Theorem 2, if there is a velocity.
+        directions: what is subtracted from the parameters besides, if anything.
     """
 
     rates: list[Tensor]
     kicks: list[Tensor]
     averaged: bool = False
     friction: float | None = None
+    directions: Directions | None = None
 
 
 class StepProgram(ABC):
@@ -346,13 +371,22 @@ class GeometryProgram(StepProgram):
         return self.geometry.reads_rows(tensors)
 
     def elementwise(self) -> Elementwise | None:
-        if self.chains > 1 or not isinstance(self.geometry, Diagonal):
+        if self.chains > 1:
+            return None
+        if isinstance(self.geometry, Diagonal):
+            rate, kick = self.geometry.tensors()
+            directions = None
+        elif isinstance(self.geometry, LowRank):
+            basis, back, add, rate, amplitude, *exact = self.geometry.tensors()
+            kick = rate * amplitude
+            directions = Directions(basis[0], back[0], add[0], *(t[0] for t in exact))
+        else:
             return None
         rates, kicks = (
             [part.view(p.shape) for part, p in zip(torch.split(t[0], self.sizes), self.params, strict=True)]
-            for t in self.geometry.tensors()
+            for t in (rate, kick)
         )
-        return Elementwise(rates, kicks, bool(self.lead))
+        return Elementwise(rates, kicks, bool(self.lead), directions=directions)
 
     def draw(self, steps: int) -> Tensor:
         xi, injector = self._empty(steps), self.sampler.injector

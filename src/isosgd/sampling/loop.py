@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -39,6 +40,7 @@ GRAPH_EVERY = 512  # ... and one in 512 of captured steps, since a noise vector 
 MULTI_STEP_FROM = 4_000  # steps from which it pays to compile several in a call ...
 SINGLE_CHAIN = 5  # ... times this for one chain, whose single steps take less time
 
+MEMORY_FOR_ANOTHER = 1.5  # of a GPU must be free, times what a chain takes, for another one beside it
 WARMUP_TIME = 0.5  # share of the time of a run that has a limit, after which the warm-up begins no other window
 
 State = dict[str, Any]
@@ -67,6 +69,7 @@ class DrawPlan:
         begin: states, by the first chain, to start from: where chains of another run ended.
         ends: takes the states that these chains end in, by the first chain.
         heated: whether cycles find their rates by heating.
+        most_side_by_side: chains that may run at the same time, each on a CUDA stream of its own.
     """
 
     draws: int
@@ -85,18 +88,19 @@ class DrawPlan:
     ends: dict[int, State] | None = None
     scoring: float = 0.0
     heated: bool = False
+    most_side_by_side: int = 1
 
     @property
     def ends_early(self) -> bool:
         """Whether there may be fewer draws than `draws`."""
         return self.auto or self.deadline is not None
 
-    def deadline_of(self, run: Chains, first: int, drawn: int) -> float:
-        """When these chains must end, after those before them that have so many draws in all."""
+    def deadline_of(self, count: int, first: int, drawn: int) -> float:
+        """When so many chains must end, after those before them that have so many draws in all."""
         if self.deadline is None:
             return math.inf
         now = time.monotonic()
-        return now + (self.deadline - drawn * self.scoring - now) * run.count / max(self.total - first, run.count)
+        return now + (self.deadline - drawn * self.scoring - now) * count / max(self.total - first, count)
 
     @property
     def spacing(self) -> int:
@@ -123,6 +127,7 @@ class ChainsResult:
         batches: state of the source of minibatches at the end.
         drawn: draws taken of each.
         stopped: why drawing ended early; empty if it did not.
+        side_by_side: how many such runs there were at the same time.
     """
 
     first: int
@@ -135,6 +140,7 @@ class ChainsResult:
     batches: State = field(default_factory=dict)
     drawn: int = 0
     stopped: str = ""
+    side_by_side: int = 1
 
     def is_end(self, plan: DrawPlan) -> bool:
         """Whether nothing is left to draw, by a plan that may ask for more than the one before."""
@@ -278,31 +284,45 @@ def draw_all(
 ) -> None:
     """Draw from all chains.
 
-    Chains that run in turn are finished one after the other. With ``draws="auto"`` they are drawn from in rounds, so
-    that convergence is judged over all of them.
+    Chains that run in turn are finished one after the other, or on a GPU as many at a time as its memory holds. With
+    ``draws="auto"`` they are drawn from in rounds, so that convergence is judged over all of them.
 
     Args:
-        runs: chains that run side by side, with the index of the first of them, and where their draws go.
+        runs: chains that run together, with the index of the first of them, and where their draws go.
         note: told of gradients, loss and rates at every draw, and of the first chain's index.
         ranks: other processes that draw chains of the same run, by which convergence is judged too.
     """
-    going: list[_Drawing] = []
+    going: list[_Drawing] = []  # at a look
     before: dict[int, str] = {}  # why chains of an earlier session ended, by the number of draws after which they did
-    for first, run, keeper in runs:
+    group: list[_Drawing] = []  # warmed up, to be drawn from side by side
+    streams = _Streams(plan.most_side_by_side)
+    remaining = iter(runs)
+    while True:
+        stream = streams.next(len(group))
+        with stream:
+            item = next(remaining, None)  # its memory belongs to the stream
+        if item is None:
+            break
+        first, run, keeper = item
         ended, saved = keeper.restored(first, run, plan)
         if ended is not None:
             if plan.auto and ended.stopped.startswith("converged"):
                 before[ended.drawn] = ended.stopped
             continue
         run.log_to(bar.note)
-        drawing = _Drawing(run, first, keeper, draw_from(run, first, plan, bar, keeper, saved, note))
-        drawing.go(None)  # to the end; with `auto`, to where draws begin
-        going.append(drawing)
+        drawing = _Drawing(run, first, keeper, stream, group[0].first if group else first)
+        drawing.steps = draw_from(drawing, plan, bar, saved, note)
+        drawing.turn(None)  # its warm-up; chains that others do not wait for go on to the first look, or to the end
+        del run, item
+        group.append(drawing)
+        if drawing.in_turns and streams.has_room_for(len(group) + 1):
+            continue
+        going += _taking_turns(group, plan)
+        group = []
+    going += _taking_turns(group, plan)
     reason = ""
     for look in looks(plan.draws) if plan.auto else ():
-        for drawing in going:
-            if drawing.watch is not None and len(drawing.watch.traces) < look:
-                drawing.go("")
+        _take_turns([one for one in going if one.watch is not None and len(one.watch.traces) < look], "")
         watches = {drawing.first: drawing.watch for drawing in going if drawing.watch is not None}
         traces = {first + k: x for first, watch in watches.items() for k, x in watch.so_far(look).items()}
         if ranks is not None:
@@ -314,9 +334,7 @@ def draw_all(
             reason = verdict(dict(sorted(traces.items())), plan.total, plan.chains_per_set, look, plan.draws)
         if reason or not traces:
             break
-    for drawing in going:
-        if drawing.watch is not None:
-            drawing.go(reason)
+    _take_turns([drawing for drawing in going if drawing.watch is not None], reason)
     if reason:
         bar.note(reason)
 
@@ -325,46 +343,117 @@ class _Drawing:
     """Chains that are being drawn from.
 
     Attributes:
-        watch: what they predict; None when they have come to their end.
+        watch: what they predict, at a look; None at any other time.
+        in_turns: whether they have been warmed up and take their steps some at a time, so that others may go on.
+        group: index of the first of those chains that take turns with them.
+        side_by_side: how many take turns.
+        deadline: when they must end.
+        steps: `draw_from` them.
     """
 
-    def __init__(self, run: Chains, first: int, keeper: Keeper, steps: Generator[Watch, str | None, None]) -> None:
-        self.run, self.first, self.keeper, self.steps = run, first, keeper, steps
-        self.watch: Watch | None = None
+    steps: Generator[Watch | None, str | None, None]
 
-    def go(self, stop: str | None) -> None:
-        """Draw until the next pause, or where there is a reason to stop come to an end."""
-        with fastest_products(self.run.alive.device), self.run.target.using(self.run.buffers):
+    def __init__(self, run: Chains, first: int, keeper: Keeper, stream: _Stream, group: int) -> None:
+        self.run, self.first, self.keeper, self.stream, self.group = run, first, keeper, stream, group
+        self.watch: Watch | None = None
+        self.in_turns, self.side_by_side, self.deadline = False, 1, math.inf
+
+    def turn(self, stop: str | None) -> bool:
+        """Go on for a turn. Returns whether they are at a look or at their end; at a look ``stop`` says what to do."""
+        target = self.run.target
+        with self.stream, fastest_products(self.run.alive.device), target.using(self.run.buffers):
             try:
-                self.watch = self.steps.send(stop)
+                self.watch = self.steps.send(None if self.watch is None else stop)
             except StopIteration:
-                self.watch = None
+                self.stream.finish()
+                self.watch, self.in_turns = None, False
+                return True
+        return self.watch is not None
+
+
+def _taking_turns(group: list[_Drawing], plan: DrawPlan) -> list[_Drawing]:
+    """Draw from warmed up chains to their first look or to their end; those that are at a look."""
+    in_turns = [drawing for drawing in group if drawing.in_turns]
+    for drawing in in_turns:
+        drawing.side_by_side = len(in_turns)
+        drawn = sum(ended.drawn * ended.count for ended in drawing.keeper.outcomes)
+        drawing.deadline = plan.deadline_of(len(in_turns) * drawing.run.count, group[0].first, drawn)
+    _take_turns(in_turns, None)
+    return [drawing for drawing in group if drawing.watch is not None]
+
+
+def _take_turns(drawings: list[_Drawing], stop: str | None) -> None:
+    """Draw to the next look or to the end, a turn of each after the other."""
+    while drawings:
+        drawings = [drawing for drawing in drawings if not drawing.turn(stop)]
+
+
+class _Stream:
+    """A CUDA stream as a context that can be entered again and again; on another device, or alone, none."""
+
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        self.stream = stream
+        self._entered: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(nullcontext() if self.stream is None else torch.cuda.stream(self.stream))
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+    def finish(self) -> None:
+        """Wait until all is done."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+
+class _Streams:
+    """Streams of chains side by side, and whether there is memory for another chain."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.reserved = most, torch.cuda.memory_reserved() if most > 1 else 0
+
+    def next(self, others: int) -> _Stream:
+        """For the next chain, beside so many others."""
+        if self.most == 1:
+            return _Stream()
+        if not others:
+            torch.cuda.empty_cache()
+            self.reserved = torch.cuda.memory_reserved()
+        found = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        found.wait_stream(torch.cuda.current_stream())
+        return _Stream(found)
+
+    def has_room_for(self, count: int) -> bool:
+        """Whether so many chains fit, if the last one takes as much memory as each before, and some is left."""
+        if count > self.most:
+            return False
+        each = (torch.cuda.memory_reserved() - self.reserved) / (count - 1)
+        return torch.cuda.mem_get_info()[0] > MEMORY_FOR_ANOTHER * each
 
 
 def draw_from(
-    run: Chains,
-    first: int,
-    plan: DrawPlan,
-    bar: Progress,
-    keeper: Keeper,
-    saved: State | None = None,
-    note: Note | None = None,
-) -> Generator[Watch, str | None, None]:
+    drawing: _Drawing, plan: DrawPlan, bar: Progress, saved: State | None = None, note: Note | None = None
+) -> Generator[Watch | None, str | None, None]:
     """Warm up chains and draw from them; with ``auto``, pause before the first draw and where convergence is judged.
 
     Args:
-        first: index of the first of them.
-        saved: a state that `keeper` was told of, from which to go on.
+        drawing: the chains, and where their draws go.
+        saved: a state that the keeper was told of, from which to go on.
         note: told of gradients, loss and rates at every draw, and of the first chain's index.
 
     Yields:
-        What the chains have predicted so far; takes the reason to stop, empty to go on.
+        What the chains have predicted so far, to be given the reason to stop, empty to go on; or None where other
+        chains may go on.
     """
+    run, first, keeper = drawing.run, drawing.first, drawing.keeper
     label = f"chain {first + 1}/{plan.total} " if run.many is None and plan.total > 1 else ""
     outcome, run.trained, before = ChainsResult(first, run.count), plan.trained, keeper.outcomes
-    deadline = plan.deadline_of(run, first, sum(ended.drawn * ended.count for ended in before))
-    run.deadline = time.monotonic() + WARMUP_TIME * (deadline - time.monotonic())
-    run.heating = Heat(plan.draws, deadline) if plan.heated else None
+    drawn_before = sum(ended.drawn * ended.count for ended in before)
+    drawing.deadline = plan.deadline_of(run.count, drawing.group, drawn_before)
+    run.deadline = time.monotonic() + WARMUP_TIME * (drawing.deadline - time.monotonic())
+    run.heating = Heat(plan.draws, drawing.deadline) if plan.heated else None
     done, drawn, levels = 0, 0, list[Tensor]()
     leapfrogs = _leapfrog_steps(run, plan, bar)
     stride: MultiStep | GraphSteps | LeapfrogMultiStep | None = leapfrogs
@@ -415,12 +504,20 @@ def draw_from(
             watch, pauses = Watch(run, plan.held_out, traces), looks(plan.draws)
             outcome.stopped = (yield watch) or ""
         keeper.mark(first, state)
+        if plan.most_side_by_side > 1 and isinstance(stride, GraphSteps):
+            drawing.in_turns = True
+            yield None
+            if drawing.side_by_side > 1:
+                label, outcome.side_by_side = f"{drawing.side_by_side} chains side by side ", drawing.side_by_side
         while drawn < plan.draws and not outcome.stopped:
-            if drawn and time.monotonic() + drawn * run.count * plan.scoring > deadline:
+            scoring = drawn * run.count * drawing.side_by_side * plan.scoring
+            if drawn and time.monotonic() + scoring > drawing.deadline:
                 outcome.stopped = f"max_seconds: {drawn} of {plan.draws} draws were taken"
                 break
             steps = run.sampler.steps_to(gap)
-            if stride is not None:
+            if isinstance(stride, GraphSteps) and drawing.in_turns:
+                yield from stride.turns(done, steps, tick)
+            elif stride is not None:
                 stride.take_steps(done, steps, tick)
             for _ in range(0 if stride is not None else steps):
                 run.step(split=run.follows_noise and done % every == 0)

@@ -151,6 +151,7 @@ def draw_at(
     plan = DrawPlan(
         most, keep_every, warmup, noise_every(given), schedule.count, after, draws == "auto", schedule.chains, watched,
         trained, deadline, None if numbers is None else len(numbers), begin or {}, ends, scoring, heated,
+        schedule.most_side_by_side,
     )  # fmt: skip
     if METHODS[method] is ISGD:
         given.setdefault("budget", None if warmup == "auto" else warmup)
@@ -225,6 +226,14 @@ def _on_features(asked: RunRequest) -> tuple[Target, Data, Any] | None:
     return head.target, found, None if given is None else head.features(head.whole.as_inputs(inputs), params)
 
 
+def _engine(schedule: Schedule, outcomes: list[ChainsResult]) -> str:
+    """How chains were run: together, in turn or side by side, and how their steps were taken."""
+    engine, most = schedule.engine, max((outcome.side_by_side for outcome in outcomes), default=1)
+    if most > 1:
+        engine = engine.replace("in turn", f"{most} side by side", 1)
+    return engine + "".join(dict.fromkeys(outcome.compiled for outcome in outcomes)) + schedule.engine_note
+
+
 def _info(
     schedule: Schedule, plan: DrawPlan, more: dict[str, Any], asked: RunRequest, outcomes: list[ChainsResult]
 ) -> dict[str, Any]:
@@ -244,7 +253,7 @@ def _info(
         "chain_indices": [o.first + k for o, k in kept],
         "sets": schedule.sets,
         "chains_per_set": schedule.chains,
-        "engine": schedule.engine + "".join(o.compiled for o in outcomes) + schedule.engine_note,
+        "engine": _engine(schedule, outcomes),
         "keep_every": [report.keep_every or plan.spacing for report in reports],
         "seed": asked.settings["seed"],
         "warmup": [report.as_dict() for report in reports],
