@@ -140,10 +140,9 @@ def several(count: int, **more: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         target = Target.from_module(network(), "categorical")
-        return sample(
-            target, (x, y), starts=nets, method="sghmc", lr=1e-4, warmup=0, temperature=0.01, draws=5, keep_every=150,
-            batch_size=50, transform=floats, progress=False, **more,
-        )  # fmt: skip
+        settings: dict[str, Any] = {"method": "sghmc", "lr": 1e-4, "warmup": 0, "temperature": 0.01, "draws": 5}
+        settings |= {"keep_every": 150, "batch_size": 50, "transform": floats, "progress": False}
+        return sample(target, (x, y), starts=nets, **settings | more)
 
 
 def test_several_starts_run_side_by_side_and_give_the_draws_that_they_give_in_turn(
