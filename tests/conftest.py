@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,29 @@ def _seed() -> None:
 def generator() -> torch.Generator:
     """A seeded generator on the CPU."""
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def written_at_once() -> Callable[[], AbstractContextManager[None]]:
+    """A context in which a store writes every draw, and a checkpoint wherever there may be one.
+
+    Otherwise a second passes between two writes, more than the runs of these tests take: no setting changes that.
+    """
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("isosgd.store.writer.LEAST_WAIT", 0.0)
+            yield
+
+    return context
+
+
+@pytest.fixture
+def eager_store(written_at_once: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """`written_at_once` for a whole test."""
+    with written_at_once():
+        yield
 
 
 @pytest.fixture(scope="session")

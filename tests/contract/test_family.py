@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 import isosgd
-from isosgd.samplers import METHODS, Sampler
+from isosgd import METHODS, SGNHT, Sampler
+from isosgd.samplers import REGISTRY, Method
 from isosgd.samplers.adaptive_sghmc import AdaptiveSGHMC
 from isosgd.samplers.cyclical import CSGHMC, CSGLD
 from isosgd.samplers.momentum_isgd import MomentumISGD
 from isosgd.samplers.psgld import PSGLD
-from isosgd.samplers.registry import REGISTRY, Method
 from isosgd.samplers.schedules import cosine
 from isosgd.samplers.sgfs import SGFS, FullSGFS
-from isosgd.samplers.sgnht import SGNHT
 from isosgd.samplers.sgrhmc import SGRHMC
 from isosgd.samplers.sgrld import SGRLD, Field
 

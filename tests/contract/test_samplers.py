@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from isosgd import ISGD, PRESETS, SGHMC, SGLD, VSGD, Sampler
+from isosgd import ISGD, PRESETS, SGHMC, SGLD, SGNHT, VSGD, Sampler
 from isosgd.noise import AlphaStable
 from isosgd.samplers.adaptive_sghmc import AdaptiveSGHMC
 from isosgd.samplers.cyclical import CSGHMC, CSGLD
@@ -20,7 +20,6 @@ from isosgd.samplers.innovations import Source
 from isosgd.samplers.momentum_isgd import MomentumISGD
 from isosgd.samplers.psgld import PSGLD
 from isosgd.samplers.sgfs import SGFS, FullSGFS
-from isosgd.samplers.sgnht import SGNHT
 from isosgd.samplers.sgrhmc import SGRHMC
 from isosgd.samplers.sgrld import SGRLD
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from isosgd import Sampler
 from isosgd.geometry.rule import variance_inflation
-from isosgd.samplers import Sampler
 
 DIM = 6
 CHAINS = 256

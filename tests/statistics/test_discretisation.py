@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from isosgd.samplers import SGHMC, SGLD, VSGD
+from isosgd import SGHMC, SGLD, VSGD
 
 RATES = [0.4, 0.2, 0.1]
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isosgd.samplers import Sampler
+from isosgd import SGNHT, Sampler
 from isosgd.samplers.adaptive_sghmc import AdaptiveSGHMC
 from isosgd.samplers.cyclical import CSGHMC, CSGLD
 from isosgd.samplers.innovations import Source
@@ -22,7 +22,6 @@ from isosgd.samplers.momentum_isgd import MomentumISGD
 from isosgd.samplers.psgld import PSGLD
 from isosgd.samplers.schedules import cosine
 from isosgd.samplers.sgfs import SGFS, FullSGFS
-from isosgd.samplers.sgnht import SGNHT
 from isosgd.samplers.sgrhmc import SGRHMC
 from isosgd.samplers.sgrld import SGRLD, Field
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import isosgd
 from isosgd import Target, priors
-from isosgd.target import Params
 
 N, BATCH, COEFFICIENTS, CHAINS, DRAWS = 46, 8, 3, 256, 15
 pytestmark = pytest.mark.filterwarnings("ignore:.*did not settle:isosgd.errors.SamplingWarning")
@@ -31,7 +30,7 @@ def test_deviations_are_those_of_the_temperature(temperature: float) -> None:
     inner = np.linalg.inv(x.T @ x).diagonal()
     known = np.append(np.sqrt(temperature * inner * variance.mean()), (0.5 * np.log(variance)).std())
 
-    def log_likelihood(params: Params, batch: Any) -> Tensor:
+    def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
         rows, values = batch
         value: Tensor = -0.5 * ((values - rows @ params["beta"]) / params["scale"]).square() - params["scale"].log()
         return value

@@ -17,10 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from isosgd import Posterior, Target, priors, sample
+from isosgd import Posterior, SamplingWarning, Target, priors, sample
 from isosgd.demo.toy import Toy
 from isosgd.diagnostics import Verdict
-from isosgd.errors import SamplingWarning
 
 NUM_DATA, DIM, CHAINS, DRAWS, BATCH = 200, 10, 4, 200, 40
 State = dict[str, Any]

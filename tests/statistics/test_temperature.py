@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from isosgd.samplers import ISGD, SGHMC, SGLD, Sampler, injection
+from isosgd import ISGD, SGHMC, SGLD, Sampler
+from isosgd.samplers import injection
 from isosgd.samplers.innovations import Source
 
 # Samplers that do not correct gradient noise drown it, so they need small rates; a lower noise level keeps runs short.

@@ -8,18 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from isosgd import ISGD, SGLD, SamplingWarning, Target, priors, sample
+from isosgd import ISGD, SGLD, DivergedError, GroupReport, SamplingWarning, Target, WarmupReport, priors, sample
 from isosgd.data.sources import IterableBatches, TensorBatches
 from isosgd.engine.chains import Chains
-from isosgd.errors import DivergedError
-from isosgd.target import Params
 from isosgd.warmup.alarms import CLIPPED_ALARM, EXCESS_ALARM, RISE_ALARM, warn_of
-from isosgd.warmup.reports import GroupReport, WarmupReport
 
 DIM, N, BATCH = 6, 400, 8
 
 
-def log_likelihood(params: Params, batch: Any) -> Tensor:
+def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
     return -0.5 * (batch[0] - params["theta"]).square().sum(-1)
 
 

@@ -12,13 +12,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from isosgd import ISGD, PRESETS, SGHMC, SGLD, VSGD, DivergedError, Target, priors, sample
 from isosgd.noise import AlphaStable, MovingAverage, join_halves, make_estimator
 from isosgd.noise.model import summarise
-from isosgd.target import Params
 
 X = torch.linspace(-1, 1, 40)[:, None]
 Y = 2 * X
 
 
-def log_likelihood(params: Params, batch: Any) -> Tensor:
+def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
     x, y = batch
     return -0.5 * (y - x * params["slope"]).square().sum(-1)
 

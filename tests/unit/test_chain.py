@@ -10,16 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from isosgd.data.sources import (
-    DataSets,
-    IterableBatches,
-    TensorBatches,
-    as_data,
-    batch_length,
-    halves,
-    make_batches,
-    size_of,
-)
+from isosgd import DataSets
+from isosgd.data.sources import IterableBatches, TensorBatches, as_data, batch_length, halves, make_batches, size_of
 from isosgd.diagnostics import integrated_time
 from isosgd.progress import Progress
 

@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 
 import isosgd
-from isosgd import Target, priors
+from isosgd import ISGD, Target, priors
 from isosgd.engine.chains import Chains
 from isosgd.geometry import choice as structures
 from isosgd.geometry.choice import choose, provisional
 from isosgd.geometry.full import condition_numbers
-from isosgd.samplers.isgd import ISGD
 from isosgd.store import writer
-from isosgd.target import Params
 
 WEIGHTS, ROWS = 32, 600
 QUICK: dict[str, Any] = {
@@ -44,7 +42,7 @@ def regression(decades: float) -> tuple[Target, tuple[Tensor, Tensor]]:
     x = (torch.randn(ROWS, WEIGHTS, generator=generator) * scales) @ axes.T
     y = x @ torch.randn(WEIGHTS, generator=generator) + torch.randn(ROWS, generator=generator)
 
-    def log_likelihood(params: Params, batch: Any) -> Tensor:
+    def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
         value: Tensor = -0.5 * (batch[1] - batch[0] @ params["w"]).square()
         return value
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isosgd import SamplingWarning, sample
+from isosgd import SamplingWarning, Target, likelihoods, priors, sample
 from isosgd.engine.gradients import Layout, Many, Single, batchable
-from isosgd.target import Params, Target, likelihoods, priors
 
 F64 = torch.float64
 N, CHAINS = 70, 3
@@ -66,7 +65,7 @@ CASES: dict[str, tuple[Callable[[], Target], Callable[..., tuple[Tensor, ...]]]]
 every_case = pytest.mark.parametrize(("make", "draw"), CASES.values(), ids=CASES)
 
 
-def perturbed(target: Target, generator: torch.Generator) -> Params:
+def perturbed(target: Target, generator: torch.Generator) -> dict[str, Tensor]:
     start = target.initial()
     for x in start.values():
         x.data += 0.3 * torch.randn(x.shape, generator=generator, dtype=x.dtype)
@@ -120,7 +119,7 @@ class Counting(nn.Module):
 
 
 def control_flow() -> Target:
-    def log_likelihood(params: Params, batch: Any) -> Tensor:
+    def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
         x, y = batch
         off = y - x @ params["w"]
         return -0.5 * off.square() if params["w"].sum() < 100 else -off.abs()
@@ -139,7 +138,7 @@ def two_dtypes() -> Target:
 def fickle() -> Target:
     """Not the same function under vmap."""
 
-    def log_likelihood(params: Params, batch: Any) -> Tensor:
+    def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
         mapped = torch._C._functorch.maybe_current_level() is not None
         return -0.5 * (1.5 if mapped else 1.0) * (batch[1] - batch[0] @ params["w"]).square()
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch import distributions as D
 
-from isosgd.target import likelihoods, priors
-from isosgd.target.likelihoods import Likelihood
+from isosgd import likelihoods, priors
+from isosgd.target import Likelihood
 
 N = 6
 SCALE = {"likelihood.scale": torch.tensor(0.7, dtype=torch.float64)}

@@ -10,7 +10,7 @@ from torch import nn
 
 import isosgd
 from isosgd import Target, load, merge, priors, resume, sample
-from isosgd.cli.main import main
+from isosgd.cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")
 

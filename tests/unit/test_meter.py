@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from isosgd import Posterior, Target, likelihoods, priors
-from isosgd.diagnostics.meter import Reading, anisotropy, directions, readings
+from isosgd.diagnostics import Reading
+from isosgd.diagnostics.meter import anisotropy, directions, readings
 from isosgd.diagnostics.summary import summary_of
 from isosgd.diagnostics.verdict import judge, off
 from isosgd.posterior import temperature as module
 from isosgd.posterior.temperature import DrawGradients
-from isosgd.target import Params
 
 F64 = torch.float64
 
@@ -35,7 +35,7 @@ def data(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 @pytest.fixture
 def network(data: tuple[Tensor, Tensor], generator: torch.Generator) -> Posterior:
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-    draws: Params = {
+    draws: dict[str, Tensor] = {
         name: torch.randn(2, 9, *p.shape, generator=generator, dtype=F64) for name, p in net.named_parameters()
     }
     draws["likelihood.scale"] = 0.5 + torch.rand(2, 9, generator=generator, dtype=F64)

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from isosgd import Posterior, Target, likelihoods, priors
-from isosgd.target import Params
 
 F64 = torch.float64
 CHAINS, DRAWS = 2, 3
 
 
-def log_likelihood(params: Params, batch: Any) -> Tensor:
+def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
     x, y = batch
     return torch.distributions.Normal(params["slope"] * x, params["sigma"]).log_prob(y)
 

@@ -17,13 +17,14 @@ from torch.optim.swa_utils import update_bn
 from isosgd import Posterior, Target, likelihoods, metrics, priors
 from isosgd.posterior import central
 from isosgd.posterior.draws import MOST_AT_ONCE, Mapped
-from isosgd.target import Params
 
 F64 = torch.float64
 CHAINS, DRAWS = 2, 5
 
 
-def draws_of(model: nn.Module, generator: torch.Generator, chains: int = CHAINS, draws: int = DRAWS) -> Params:
+def draws_of(
+    model: nn.Module, generator: torch.Generator, chains: int = CHAINS, draws: int = DRAWS
+) -> dict[str, Tensor]:
     return {
         name: p.detach() + 0.3 * torch.randn(chains, draws, *p.shape, generator=generator, dtype=p.dtype)
         for name, p in model.named_parameters()
@@ -119,14 +120,14 @@ def test_more_draws_than_are_worked_on_at_once(generator: torch.Generator, x: Te
 class Stored(Mapping[str, Tensor]):
     """Draws that may only be read one at a time, as from a disk."""
 
-    def __init__(self, of: Params) -> None:
+    def __init__(self, of: dict[str, Tensor]) -> None:
         self._of, self.read = of, 0
         self.num_chains, self.num_draws = next(iter(of.values())).shape[:2]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._of[name].shape
 
-    def draw(self, chain: int, index: int, rows: None = None) -> Params:
+    def draw(self, chain: int, index: int, rows: None = None) -> dict[str, Tensor]:
         self.read += 1
         return {name: x[chain, index].clone() for name, x in self._of.items()}
 
@@ -176,10 +177,10 @@ def test_it_is_done_at_once_where_it_can_be(regression: Posterior, x: Tensor) ->
 
 @pytest.mark.parametrize("how", ["number", "wrong"])
 def test_a_prediction_that_cannot_be_mapped_falls_back(posterior_of_line: Posterior, how: str) -> None:
-    def number(params: Params, x: Tensor) -> Tensor:
+    def number(params: dict[str, Tensor], x: Tensor) -> Tensor:
         return x * params["slope"].item()  # not under vmap
 
-    def wrong(params: Params, x: Tensor) -> Tensor:
+    def wrong(params: dict[str, Tensor], x: Tensor) -> Tensor:
         mapped = torch._C._functorch.is_functorch_wrapped_tensor(params["slope"])
         return x * params["slope"] * (2.0 if mapped else 1.0)
 
@@ -304,7 +305,7 @@ def test_quantiles_of_student_t_noise(generator: torch.Generator, x: Tensor) -> 
 
 
 def test_a_function_of_model_parameters_and_inputs(regression: Posterior, x: Tensor) -> None:
-    def squared(model: Any, params: Params, x: Tensor) -> Tensor:
+    def squared(model: Any, params: dict[str, Tensor], x: Tensor) -> Tensor:
         return model(x).square() + params["likelihood.scale"]
 
     found = regression.predict(x, function=squared, levels=(0.5,), batch_size=4)

@@ -7,9 +7,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from isosgd.target import Target, priors
-from isosgd.target.params import Params
-from isosgd.target.priors import Prior
+from isosgd import Target, priors
+from isosgd.target import Prior
 
 POSITIVE = [
     priors.HalfNormal(0.7),
@@ -37,17 +36,17 @@ REAL = [
 ]
 
 
-def network() -> Params:
+def network() -> dict[str, Tensor]:
     shapes = {"a.weight": (4, 3), "a.bias": (4,), "b.weight": (2, 4, 3, 3), "b.bias": (2,)}
     return {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
 
 
-def with_extras(prior: Prior, params: Params) -> Params:
+def with_extras(prior: Prior, params: dict[str, Tensor]) -> dict[str, Tensor]:
     extras = {name: torch.rand_like(extra.value) + 0.3 for name, extra in prior.extra(params).items()}
     return params | extras
 
 
-def assert_grad_is_autograd(prior: Prior, params: Params) -> None:
+def assert_grad_is_autograd(prior: Prior, params: dict[str, Tensor]) -> None:
     leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
     value = prior.log_prob(leaves)
     assert value.shape == ()
@@ -120,7 +119,7 @@ def test_an_exact_name_goes_before_a_pattern_and_patterns_in_order() -> None:
 
 
 def test_a_callable_prior_goes_through_autograd() -> None:
-    def log_prob(params: Params) -> Tensor:
+    def log_prob(params: dict[str, Tensor]) -> Tensor:
         return -0.5 * params["a.bias"].square().sum()
 
     params = network()
@@ -155,13 +154,13 @@ def test_priors_map_over_a_leading_chain_dimension() -> None:
 # ------------------------------------------------------------------------------------------------ curvature
 
 
-def prior_of(prior: Prior, start: Params, **options: object) -> tuple[Target, Params]:
+def prior_of(prior: Prior, start: dict[str, Tensor], **options: object) -> tuple[Target, dict[str, Tensor]]:
     """The prior as a target's, and where a chain starts."""
     target = Target(lambda params, batch: batch[0], prior, init=start, **options)  # type: ignore[arg-type]
     return target, {name: x.detach() for name, x in target.initial().items()}
 
 
-def check_score_and_curvature(target: Target, free: Params) -> None:
+def check_score_and_curvature(target: Target, free: dict[str, Tensor]) -> None:
     """Against gradient and diagonal of the Hessian of the log prior over all free parameters together."""
     sizes = [x.numel() for x in free.values()]
 

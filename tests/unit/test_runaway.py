@@ -13,7 +13,6 @@ from experiments.posteriors import suite
 from isosgd import Target, priors
 from isosgd.engine.chains import Chains
 from isosgd.store import writer
-from isosgd.target import Params
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")  # warm-ups are short here
 QUICK: dict[str, Any] = {"draws": 10, "chains": 4, "batch_size": 20, "warmup": 1200, "keep_every": 10}
@@ -31,7 +30,7 @@ def cubic() -> tuple[Target, tuple[Tensor, Tensor], Tensor, Tensor]:
     y = x[:, :6].sum(-1) + torch.randn(400, generator=generator)
     covariance = torch.linalg.inv((x.T @ x).double() + torch.eye(x.shape[1]).double())
 
-    def log_likelihood(params: Params, batch: Any) -> Tensor:
+    def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
         value: Tensor = -0.5 * (batch[1] - batch[0] @ params["w"]).square()
         return value
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from isosgd import DivergedError, Posterior, SamplingWarning, Target, priors, sample
-from isosgd.target import Params
 from isosgd.warmup.base import DRAWS_A_TIME
 
 # Short warm-ups are the rule here, and mostly beside the point; where they are the point they are caught.
@@ -28,11 +27,11 @@ N = 200
 QUICK: dict[str, Any] = {"draws": 6, "keep_every": 3, "warmup": 200, "progress": False}
 
 
-def log_likelihood(params: Params, batch: Any) -> Tensor:
+def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
     return -0.5 * (batch[0] - params["mu"]).square().sum(-1)
 
 
-def make_target(function: Callable[[Params, Any], Tensor] = log_likelihood, **options: Any) -> Target:
+def make_target(function: Callable[[dict[str, Tensor], Any], Tensor] = log_likelihood, **options: Any) -> Target:
     return Target(function, priors.Normal(10.0), **{"init": {"mu": torch.full((2,), 3.0)}, **options})
 
 
@@ -42,7 +41,7 @@ class Breaks:
     def __init__(self, after: float, bad: Callable[[Tensor], Tensor]) -> None:
         self.calls, self.after, self.bad = 0, after, bad
 
-    def __call__(self, params: Params, batch: Any) -> Tensor:
+    def __call__(self, params: dict[str, Tensor], batch: Any) -> Tensor:
         self.calls += 1
         value = log_likelihood(params, batch)
         return self.bad(value) if self.calls > self.after else value

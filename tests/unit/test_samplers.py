@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from isosgd import ISGD, PRESETS, SGHMC, SGLD, VSGD, SamplingWarning
+from isosgd import ISGD, PRESETS, SGHMC, SGLD, VSGD, Sampler, SamplingWarning
 from isosgd.geometry.rule import allowed_rate_curvature, variance_inflation
 from isosgd.noise import AlphaStable
-from isosgd.samplers import Sampler, layer_groups
+from isosgd.samplers import layer_groups
 from isosgd.samplers.innovations import Source
 from isosgd.samplers.schedules import SPREAD, STAGE_DRAWS, Cycles
 from isosgd.samplers.steppers import hamiltonian_, langevin_

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from isosgd import METHODS, DivergedError, Posterior, SamplingWarning, Target, priors, sample
-from isosgd.data.sources import DataSets
+from isosgd import METHODS, DataSets, DivergedError, Posterior, SamplingWarning, Target, priors, sample
 from isosgd.diagnostics import integrated_time
 from isosgd.engine import schedule
-from isosgd.target import Params
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*did not settle:isosgd.errors.SamplingWarning")
 
@@ -21,7 +19,7 @@ N = 80
 QUICK = {"draws": 6, "keep_every": 3, "warmup": 120, "batch_size": 16, "compile": False, "progress": False}
 
 
-def log_likelihood(params: Params, batch: Any) -> Tensor:
+def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
     return -0.5 * (batch[0] - params["mu"]).square().sum(-1)
 
 
@@ -45,7 +43,7 @@ class Mined:
     def __init__(self, after: dict[int, float]) -> None:
         self.calls, self.after = 0, after
 
-    def __call__(self, params: Params, batch: Any) -> Tensor:
+    def __call__(self, params: dict[str, Tensor], batch: Any) -> Tensor:
         self.calls += 1
         y, mark = batch
         value = log_likelihood(params, (y,))
@@ -173,7 +171,7 @@ def test_a_chain_that_diverges_leaves_the_others_as_they_are(before_the_end: int
 def test_a_chain_that_runs_away_by_itself_is_dropped() -> None:
     """A potential of fourth order under a rate for one of second order, where the data say so."""
 
-    def steep(params: Params, batch: Any) -> Tensor:
+    def steep(params: dict[str, Tensor], batch: Any) -> Tensor:
         y, mark = batch
         off = (y - params["mu"]).square().sum(-1)
         return -0.5 * off - 1e3 * mark * off.square()

@@ -11,19 +11,18 @@ from isosgd import ISGD, SamplingWarning
 from isosgd.geometry.full import Full
 from isosgd.noise import AlphaStable
 from isosgd.samplers.innovations import Source
-from isosgd.target import Params
 
 SHAPES = {"a.weight": (3, 2), "a.bias": (3,), "b.weight": (2, 2)}
 STRUCTURES = ["diagonal", "kronecker", "full"]
 every_structure = pytest.mark.parametrize("structure", STRUCTURES)
 
 
-def make(structure: Any, params: Params, **settings: Any) -> ISGD:
+def make(structure: Any, params: dict[str, Tensor], **settings: Any) -> ISGD:
     own = {"num_data": 100, "batch_size": 8, "generator": torch.Generator().manual_seed(5)}
     return ISGD(params.items(), structure=structure, **{**own, **settings})
 
 
-def leaves(chains: int | None = None) -> Params:
+def leaves(chains: int | None = None) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(1)
     lead = () if chains is None else (chains,)
     return {name: torch.randn(*lead, *shape, generator=g).requires_grad_() for name, shape in SHAPES.items()}
@@ -32,7 +31,7 @@ def leaves(chains: int | None = None) -> Params:
 class Stream:
     """Gradients of ``|theta|^2 / 2`` with noise, and their noise vectors, correlated within a weight matrix."""
 
-    def __init__(self, params: Params, seed: int = 7) -> None:
+    def __init__(self, params: dict[str, Tensor], seed: int = 7) -> None:
         self.params, self.generator = params, torch.Generator().manual_seed(seed)
 
     def noise(self) -> list[Tensor]:
@@ -54,7 +53,7 @@ class Stream:
             sampler.step(noise=self.next())
 
 
-def values(params: Params) -> list[Tensor]:
+def values(params: dict[str, Tensor]) -> list[Tensor]:
     return [p.detach().clone() for p in params.values()]
 
 
@@ -84,7 +83,7 @@ def test_a_step_is_the_displacement_of_its_shape(
         torch.testing.assert_close(torch.cat([p.detach().reshape(-1) for p in params.values()]), expected)
 
 
-def alone(structure: str, together: Params, k: int) -> tuple[ISGD, Params]:
+def alone(structure: str, together: dict[str, Tensor], k: int) -> tuple[ISGD, dict[str, Tensor]]:
     """A sampler of one of many chains."""
     own = {name: p.detach()[k].clone().requires_grad_() for name, p in together.items()}
     return make(structure, own), own

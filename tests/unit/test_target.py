@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
-from isosgd.target import Params, Target, likelihoods, priors
+from isosgd import Target, likelihoods, priors
 
 F64 = torch.float64
 
@@ -22,7 +22,7 @@ def regression(n: int = 12) -> tuple[Tensor, Tensor]:
     return torch.randn(n, 3, dtype=F64), torch.randn(n, dtype=F64)
 
 
-def line(params: Params, batch: Any) -> Tensor:
+def line(params: dict[str, Tensor], batch: Any) -> Tensor:
     """A straight line with unknown slope and noise, as a user would write it."""
     x, y = batch
     return -0.5 * ((y - x @ params["slope"]) / params["sigma"]).square() - params["sigma"].log()

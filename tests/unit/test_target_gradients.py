@@ -8,7 +8,7 @@ import torch
 from scipy import integrate
 from torch import Tensor, nn
 
-from isosgd.target import Params, Target, likelihoods, priors
+from isosgd import Target, likelihoods, priors
 
 F64 = torch.float64
 
@@ -21,7 +21,7 @@ def regression(n: int = 12) -> tuple[Tensor, Tensor]:
     return torch.randn(n, 3, dtype=F64), torch.randn(n, dtype=F64)
 
 
-def line(params: Params, batch: Any) -> Tensor:
+def line(params: dict[str, Tensor], batch: Any) -> Tensor:
     """A straight line with unknown slope and noise, as a user would write it."""
     x, y = batch
     return -0.5 * ((y - x @ params["slope"]) / params["sigma"]).square() - params["sigma"].log()
@@ -120,7 +120,7 @@ def test_log_joint_maps_over_chains() -> None:
             x.data += 0.1 * torch.randn_like(x)
     batch = regression()
 
-    def loss(free: Params) -> Tensor:
+    def loss(free: dict[str, Tensor]) -> Tensor:
         return -target.log_likelihood(free, batch).mean() - target.log_prior(free) / 50
 
     target.check(starts[0], batch)
@@ -138,7 +138,7 @@ def test_log_joint_compiles_without_a_break() -> None:
     expected = target.log_likelihood(free, batch).sum() + target.log_prior(free)
 
     @torch.compile(backend="eager", fullgraph=True)
-    def joint(free: Params) -> Tensor:
+    def joint(free: dict[str, Tensor]) -> Tensor:
         return target.log_likelihood(free, batch).sum() + target.log_prior(free)
 
     torch.testing.assert_close(joint(free), expected)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isosgd.target import Params, Target, likelihoods, priors
+from isosgd import Target, likelihoods, priors
 from isosgd.target.priors import Extra
 
 F64 = torch.float64
@@ -253,7 +253,7 @@ class Heavy(likelihoods.StudentT):
     def extra(self) -> dict[str, Extra]:
         return {**super().extra(), "likelihood.df": Extra(torch.tensor(4.0), priors.HalfNormal(10.0))}
 
-    def log_prob(self, output: Tensor, y: Tensor, params: Params) -> Tensor:
+    def log_prob(self, output: Tensor, y: Tensor, params: dict[str, Tensor]) -> Tensor:
         df = params["likelihood.df"]
         z = (y - output).squeeze(-1) / params["likelihood.scale"]
         return torch.distributions.StudentT(df).log_prob(z) - params["likelihood.scale"].log()
