@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from isosgd import DataSets, Interrupted, Posterior, Target, likelihoods, priors, resume, sample
+from isosgd import DataSets, Interrupted, Posterior, Target, likelihoods, load, priors, resume, sample
 from isosgd.sampling.stopping import looks
 
 Y = torch.randn(80, generator=torch.Generator().manual_seed(0))
@@ -47,6 +47,19 @@ def test_it_ends_when_the_budget_does_and_warns() -> None:
     with pytest.warns(UserWarning, match="not converged when the budget of 30 draws ended.*R-hat"):
         found = auto(lr=0.001, keep_every=1, budget=30)
     assert found.num_draws == found.info["draws"] == 30 and "budget of 30 draws" in found.info["stopped"]
+
+
+@pytest.mark.filterwarnings("ignore:chain 0:isosgd.errors.SamplingWarning")
+@pytest.mark.parametrize("options", [{}, {"method": "sgld"}, {"method": "hmc"}, {"preset": "alpha-a"}], ids=str)
+@pytest.mark.parametrize("chains", [1, 2])
+def test_a_time_too_short_for_the_warm_up_gives_a_draw(options: dict[str, Any], chains: int, tmp_path: Path) -> None:
+    run: dict[str, Any] = {"draws": 500, "max_seconds": 0.001, "chains": chains, "compile": False, "progress": False}
+    found = sample(target(), (Y,), store=tmp_path / "run", **run, **options)
+    assert found.info["stopped"] == "max_seconds: 1 of 500 draws were taken"
+    assert found.num_draws == 1 and len(load(tmp_path / "run", target())) == chains
+    if not options:  # a whole initial optimisation takes some hundred
+        assert found.info["warmup"][0]["optimisation"] < 100
+        assert "max_seconds ended the warm-up" in found.info["warmup"][0]["reason"]
 
 
 @pytest.mark.filterwarnings(NOT_CONVERGED)

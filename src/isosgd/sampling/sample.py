@@ -125,8 +125,8 @@ def sample(
         ladder: temperatures to try with ``temperature="auto"``, from cold to hot, by I-SGD. By default 0.3, with cycles
             0.03, and colder ones where that does harm; 1 alone where the likelihood samples a scale of its noise, which
             a colder density would believe too small.
-        max_seconds: bound on the time of the whole call: the warm-up and the draws end early. At least one draw of each
-            chain is taken. The initial optimisation does not watch it.
+        max_seconds: bound on the time of the whole call: the initial optimisation, the warm-up and the draws end early.
+            The first measurement of the noise, some hundred gradients, and at least one draw of each chain are taken.
         transform: a function ``(batch, generator) -> batch`` that every minibatch goes through on its device, such as
             augmentation or a change of type: images may so lie on a GPU as bytes. It must keep the number of examples,
             take its random numbers from the generator, and is not applied in predictions.

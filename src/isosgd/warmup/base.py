@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -95,6 +96,14 @@ class Warmup:
         self.reasons = [""] * chains.count
         self.loss: tuple[Array, Array] | None = None
         self.traces = Traces(chains)
+        self._began, self._before = time.monotonic(), 0
+
+    def gradients_in_time(self) -> float:
+        """How many more gradients fit before the chains' deadline, at the speed so far."""
+        if math.isinf(self.chains.deadline):
+            return math.inf
+        now = time.monotonic()
+        return (self.chains.deadline - now) * (self.spent - self._before) / max(now - self._began, 1e-9)
 
     def check(self) -> None:
         """Refuse a budget that is surely too small, before a gradient is taken."""
@@ -110,6 +119,7 @@ class Warmup:
     def load(self, state: State) -> None:
         """Go on from a state; the chains must have been brought to where they were."""
         load_into(self, state, self.chains.alive.device)
+        self._before = self.spent
 
     def count(self, stage: str, steps: int = 1) -> None:
         """So many gradients of each chain were taken."""

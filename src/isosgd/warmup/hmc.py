@@ -29,7 +29,7 @@ from isosgd.progress import Progress
 from isosgd.samplers.hmc import HMC
 from isosgd.samplers.isgd import report_rates
 from isosgd.warmup.base import Array, Mark, Warmup
-from isosgd.warmup.optimise import Adam, decay
+from isosgd.warmup.optimise import Adam, decay, end_of
 from isosgd.warmup.reports import GroupReport, WarmupReport, drifting
 
 FIRST_WINDOW, LEAST_WINDOW = 100, 20  # the least where the whole warm-up is short
@@ -154,6 +154,7 @@ class HMCWarmup(Warmup):
         passes = gradients if parts == 1 else min(gradients, PASSES)
         steps, rate = passes * parts, RATE if parts == 1 else PART_RATE
         adam = Adam(chains, rate, chains.target.prior_scales(chains.params))
+        late = end_of(chains)
         best, saved, turns = chains.energy(), chains.snapshot(), self._turns(parts, rows // parts)
         for i in range(1, steps + 1):
             if parts > 1:
@@ -169,6 +170,8 @@ class HMCWarmup(Warmup):
                 lower = energy < best
                 best = torch.where(lower, energy, best)
                 saved = chains.merged(saved, chains.snapshot(), lower)
+            if time.monotonic() > late:
+                break
         chains.restore(saved)
         self.optimised = self.spent
 

@@ -7,6 +7,7 @@ References:
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
@@ -25,6 +26,7 @@ FRICTION = 0.1
 PROBE_EVERY = 5
 SCALE_STEPS, SCALE_STEP = 60, 0.1
 FIT_STEPS, FIT_RATE, FIT_SHARE = 600, 0.03, 0.25  # of the fit to the data alone; at most that share of the gradients
+TIME = 0.5  # share of the time of a warm-up that has a limit
 ADAM_SIZE = 0.2  # of parameters that start at zero
 ADAM_MEMORY = 0.9, 0.99  # of the gradient and its square
 
@@ -70,6 +72,12 @@ def decay(step: int, steps: int) -> float:
     return min(1.0, 2.0 * (1.0 - step / (steps + 1.0)))
 
 
+def end_of(chains: Chains) -> float:
+    """When an initial optimisation that begins now is to end, by `time.monotonic`."""
+    now = time.monotonic()
+    return now + TIME * (chains.deadline - now)
+
+
 class InitialOptimisation:
     """First to what fits the data, then to a mode of the posterior.
 
@@ -105,16 +113,18 @@ class InitialOptimisation:
         self.factor = np.full(chains.count, RATE)
         self.best: Array | None = None
         self.doubt: Array | None = None
+        self.deadline = math.inf
 
     def run(self) -> int:
         """Optimise; returns the gradients spent on each chain."""
         chains, factor = self.chains, self.factor
+        self.deadline = end_of(chains)
         smallest = FRICTION * allowed_rate_curvature(chains.sampler.bias)
         if self.best is None or self.doubt is None:
             self.best, self.doubt = self._mean_loss(max(self.window // 5, 2))
             steps = min(FIT_STEPS, int(FIT_SHARE * self.limit))
             self._fit(steps - steps % WINDOW)
-        while (factor > smallest).any() and self.spent + self.window <= self.limit:
+        while (factor > smallest).any() and self.spent + self.window <= self.limit and not self._late():
             self.mark()
             saved, best, doubt = chains.snapshot(), self.best, self.doubt
             losses = self._momentum_window(np.where(factor > smallest, factor, 0.0))
@@ -139,6 +149,8 @@ class InitialOptimisation:
             losses.append(chains.loss)
             self._count()
             adam.step(chains.likelihood_gradients(), decay(i, steps))
+            if self._late():
+                break
             if i % window:
                 continue
             now, error = self._summary(losses[-window // 2 :])
@@ -162,7 +174,7 @@ class InitialOptimisation:
         """Descend in the logarithms of the noise scales alone, a tenth a step at most."""
         names = self.chains.target.noise_scales()
         leaves = [self.chains.params[name] for name in names]
-        for _ in range(SCALE_STEPS if names and self.spent + SCALE_STEPS <= self.limit else 0):
+        for _ in range(SCALE_STEPS if names and self.spent + SCALE_STEPS <= self.limit and not self._late() else 0):
             self.chains.evaluate(forgiving=True)
             self._count()
             with torch.no_grad():
@@ -184,6 +196,9 @@ class InitialOptimisation:
         with np.errstate(invalid="ignore"):  # a loss may be infinite; such a window is undone
             mean, deviation = np.atleast_1d(found.mean(0)), np.atleast_1d(found.std(0))
         return np.nan_to_num(mean + prior, nan=math.inf), np.nan_to_num(2.0 * deviation / math.sqrt(len(losses)))
+
+    def _late(self) -> bool:
+        return time.monotonic() > self.deadline
 
     def _count(self) -> None:
         self.spent += 1

@@ -217,11 +217,12 @@ class WindowedWarmup(Warmup):
         while True:
             self.mark()
             self.budget = self.total - self._check_steps()
-            left = self.budget - self.spent
+            left, in_time = self.budget - self.spent, self.gradients_in_time()
             # A remainder too short for another doubled window is spent in this one.
             length = left if self.exact and left < 3 * self.length else min(self.length, left)
-            if time.monotonic() > chains.deadline:
+            if in_time < min(length, self.length / 2):
                 return [reason or "max_seconds ended the warm-up" for reason in self.reasons]
+            length = int(min(length, in_time))
             if length < 2:
                 short = f"{self.total} steps are too few: give warmup at least {8 * FIRST_WINDOW}"
                 return [reason or short for reason in self.reasons]
@@ -437,6 +438,8 @@ class WindowedWarmup(Warmup):
 
     def _spacing(self) -> int:
         found = self.traces.spacing()
+        if found is None and math.isfinite(self.chains.deadline):  # which left no time for a window
+            return FIRST_WINDOW
         if found is None:
             raise ValueError(
                 f"warmup = {self.total} ends before anything was measured: give at least {8 * FIRST_WINDOW}"
