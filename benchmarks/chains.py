@@ -71,7 +71,7 @@ def ours(chains: int, steps: int, method: str, warmup: int, options: dict[str, A
     from isosgd.engine.multistep import MultiStep, unsupported_reason
     from isosgd.engine.schedule import Schedule
     from isosgd.progress import Progress
-    from isosgd.sampling.loop import DrawPlan
+    from isosgd.sampling.plan import DrawPlan
     from isosgd.sampling.settings import sampler_factory
     from isosgd.warmup.windows import warmup_of
 

@@ -154,7 +154,7 @@ def data() -> Any:
         kept.append(torch.cat([x.reshape(-1) for x in run.natural().values()]))
         take(self, run, first, number)
 
-    kind: Any = recorders.Keeper if dist.get_rank() else recorders.InMemory
+    kind: Any = recorders.Recorder if dist.get_rank() else recorders.InMemory
     take, kind.keep = kind.keep, keep
     try:
         found = trajectory(50, parallel="data")

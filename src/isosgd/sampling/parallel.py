@@ -21,8 +21,9 @@ from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.posterior import Posterior
 from isosgd.progress import Progress
 from isosgd.samplers import METHODS
-from isosgd.sampling.loop import ChainsResult, DrawPlan, Keeper, Note, draw_all, report_end
-from isosgd.sampling.recorders import InMemory, Interrupted, OnDisk
+from isosgd.sampling.loop import Note, draw_all
+from isosgd.sampling.plan import ChainsResult, DrawPlan, report_end
+from isosgd.sampling.recorders import InMemory, Interrupted, OnDisk, Recorder
 from isosgd.sampling.settings import versions
 from isosgd.sampling.stored import RunRequest, load, write_parts
 from isosgd.store import Manifest, StoreError
@@ -30,7 +31,7 @@ from isosgd.store.files import plain, unpack
 from isosgd.store.writer import SHARED, check_new, lock, read_state
 
 Info = dict[str, Any]
-About = Callable[[RunRequest, list[ChainsResult]], Info]
+MakeInfo = Callable[[RunRequest, list[ChainsResult]], Info]
 
 
 def check_call(ranks: Ranks, data: Any, max_seconds: float | None, tries_temperatures: bool) -> None:
@@ -88,7 +89,7 @@ def draw_over_ranks(
     schedule: Schedule,
     plan: DrawPlan,
     make_sampler: MakeSampler,
-    about: About,
+    about: MakeInfo,
     bar: Progress,
     note: Note | None,
 ) -> Posterior:
@@ -96,14 +97,14 @@ def draw_over_ranks(
     check_agreement(ranks, request)
     ranks.connect(next(iter(request.start(0).values())).device)
     with ExitStack() as open_ones:
-        keepers = _keepers(ranks, request, about, open_ones)
-        for keeper in keepers.values():
-            open_ones.callback(keeper.close)
+        recorders = _recorders(ranks, request, about, open_ones)
+        for recorder in recorders.values():
+            open_ones.callback(recorder.close)
         if not ranks.leads:
             open_ones.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore", SamplingWarning)  # the first rank of the team has the same to say
-        schedule.numbers = [chain for chain in ranks.own(schedule.count) if chain in keepers]
-        runs = ((first, run, keepers[first]) for first, run in schedule.runs(make_sampler))
+        schedule.numbers = [chain for chain in ranks.own(schedule.count) if chain in recorders]
+        runs = ((first, run, recorders[first]) for first, run in schedule.runs(make_sampler))
         try:
             with bar:
                 draw_all(runs, plan, bar, note, ranks)
@@ -111,27 +112,27 @@ def draw_over_ranks(
             raise Interrupted(
                 "sampling was stopped; with store= it goes on by resume=True, on as many ranks as you like", None
             ) from None
-        return _shared(ranks, request, plan, about, list(keepers.values()))
+        return _shared(ranks, request, plan, about, list(recorders.values()))
 
 
-def _keepers(ranks: Ranks, request: RunRequest, about: About, open_ones: ExitStack) -> dict[int, Keeper]:
+def _recorders(ranks: Ranks, request: RunRequest, about: MakeInfo, open_ones: ExitStack) -> dict[int, Recorder]:
     """Where the draws of each chain of this rank go; without those that have all that is asked for."""
     own = ranks.own(request.count)
     if request.store is None:
-        kind = InMemory if ranks.leads else Keeper
+        kind = InMemory if ranks.leads else Recorder
         return dict.fromkeys(own, kind(request, partial(about, request)))
     folder = Path(request.store)
     if ranks.rank == 0:
         _take_folder(folder, request, open_ones)
     ranks.gather(None)  # what is there is looked at before anything is written
-    keepers: dict[int, Keeper] = {}
+    recorders: dict[int, Recorder] = {}
     for chain in own if ranks.leads else []:
         part = request.of_chain(chain)
         known = partial(about, part)
         writer = part.open(known([]))
         if writer is not None:
             open_ones.callback(writer.close)
-            keepers[chain] = OnDisk(part, known, writer)
+            recorders[chain] = OnDisk(part, known, writer)
     every = [f"part-{chain:04d}" for chain in range(request.count)]
     ranks.gather(None)
     for name in every:
@@ -142,13 +143,13 @@ def _keepers(ranks: Ranks, request: RunRequest, about: About, open_ones: ExitSta
             part = request.of_chain(chain)
             manifest = Manifest.read(folder / every[chain])
             if not manifest.complete:
-                keepers[chain] = follower = Keeper(part, partial(about, part))
+                recorders[chain] = follower = Recorder(part, partial(about, part))
                 states = {k: read_state(folder / every[chain], file) for k, file in manifest.checkpoints.items()}
                 follower.adopt(states)
     ranks.gather(None)  # from here on checkpoints are written over
     if ranks.rank == 0:
         write_parts(folder, every)
-    return keepers
+    return recorders
 
 
 def _take_folder(folder: Path, request: RunRequest, open_ones: ExitStack) -> None:
@@ -176,24 +177,24 @@ def _take_folder(folder: Path, request: RunRequest, open_ones: ExitStack) -> Non
         )
 
 
-def _shared(ranks: Ranks, request: RunRequest, plan: DrawPlan, about: About, keepers: list[Keeper]) -> Posterior:
+def _shared(ranks: Ranks, request: RunRequest, plan: DrawPlan, about: MakeInfo, recorders: list[Recorder]) -> Posterior:
     """All draws, on every rank."""
     if request.store is None:
         found = InMemory(request, partial(about, request))
-        if isinstance(keepers[0], InMemory):
-            found = keepers[0]
+        if isinstance(recorders[0], InMemory):
+            found = recorders[0]
         found.share(ranks)
-        report_end(plan, found.failures(), found.outcomes, warns=ranks.rank == 0)
+        report_end(plan, found.failures(), found.results, warns=ranks.rank == 0)
         return found.posterior()
     failures: dict[int, DivergedError] = {}
-    for keeper in keepers:
-        if isinstance(keeper, OnDisk):
-            failures |= keeper.failures()
-            keeper.writer.finish(keeper.about(keeper.outcomes))
-    outcomes = [outcome for keeper in keepers for outcome in keeper.outcomes] if ranks.leads else []
-    every = ranks.gather([outcome.state() for outcome in outcomes])
-    all_outcomes = [ChainsResult.from_state(state) for found in every for state in found]
-    lost = {o.first: e for o in all_outcomes for e in o.failures.values()}
-    report_end(plan, {**lost, **failures}, all_outcomes, warns=ranks.rank == 0)
+    for recorder in recorders:
+        if isinstance(recorder, OnDisk):
+            failures |= recorder.failures()
+            recorder.writer.finish(recorder.make_info(recorder.results))
+    results = [result for recorder in recorders for result in recorder.results] if ranks.leads else []
+    every = ranks.gather([result.state() for result in results])
+    all_results = [ChainsResult.from_state(state) for found in every for state in found]
+    lost = {o.first: e for o in all_results for e in o.failures.values()}
+    report_end(plan, {**lost, **failures}, all_results, warns=ranks.rank == 0)
     assert request.store is not None
     return load(request.store, request.target, data=request.tensors)

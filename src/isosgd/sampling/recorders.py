@@ -13,9 +13,9 @@ from torch import Tensor
 
 from isosgd.engine.chains import Chains
 from isosgd.engine.ranks import Ranks
-from isosgd.errors import SamplingWarning
+from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.posterior import Posterior
-from isosgd.sampling.loop import About, ChainsResult, Keeper, State
+from isosgd.sampling.plan import ChainsResult, DrawPlan, MakeInfo, State
 from isosgd.sampling.stored import RunRequest, info_of, load
 from isosgd.store import Shards, StoredDraws, Writer, rectangle
 from isosgd.store.files import dtype_name
@@ -37,10 +37,82 @@ class Interrupted(KeyboardInterrupt):
         self.posterior = posterior
 
 
-class InMemory(Keeper):
+class Recorder:
+    """Takes draws, and knows where chains resume. This one keeps no draws: another rank has those of a shared chain.
+
+    Args:
+        request: what is drawn from.
+        about: says how the draws come about, from what has been found out so far.
+    """
+
+    def __init__(self, request: RunRequest, about: MakeInfo) -> None:
+        self.request, self.make_info = request, about
+        self.ended: dict[int, ChainsResult] = {}  # by the first of chains that run side by side
+        self.current: dict[int, ChainsResult] = {}
+        self.saved: dict[int, State] = {}  # from where chains go on
+        self.started = time.monotonic()
+
+    @property
+    def results(self) -> list[ChainsResult]:
+        """Of chains that have come to their end."""
+        return [self.ended[first] for first in sorted(self.ended)]
+
+    def every(self) -> list[ChainsResult]:
+        """Of all chains that have been warmed up."""
+        both = {**self.current, **self.ended}
+        return [both[first] for first in sorted(both)]
+
+    def adopt(self, saved: dict[int, State]) -> None:
+        """Take checkpoints for where chains go on from, or have come to their end."""
+        self.saved = saved
+        results = {first: state["outcome"] for first, state in saved.items() if state["outcome"] is not None}
+        self.ended = {first: ChainsResult.from_state(state) for first, state in results.items()}
+
+    def restored(self, first: int, run: Chains, plan: DrawPlan) -> tuple[ChainsResult | None, State | None]:
+        """What came of these chains, if they have come to their end already, or from where they go on."""
+        saved = self.saved.get(first)
+        if first in self.ended and self.ended[first].is_end(plan):
+            run.batches.load_state(self.ended[first].batches)  # what follows takes its data from where they ended
+            return self.ended[first], None
+        self.ended.pop(first, None)
+        return None, None if saved is None else saved["current"]
+
+    def warmed(self, result: ChainsResult) -> None:
+        """These chains are being drawn from."""
+        self.current[result.first] = result
+
+    def keep(self, run: Chains, first: int, number: int) -> None:
+        """Take draw ``number``, where the chains are now, and the buffers that go with it."""
+
+    def mark(self, first: int, state: Callable[[], State]) -> None:
+        """Chains could go on from here later, from their state."""
+
+    def finished(self, result: ChainsResult, state: Callable[[], State] | None) -> None:
+        """These chains have come to their end, in a state; None when all of them failed."""
+        self.ended[result.first] = result
+        self.current.pop(result.first, None)
+
+    def failures(self) -> dict[int, DivergedError]:
+        """Why chains were given up, with the draws they had."""
+        found = {}
+        for result in self.results:
+            for k, error in result.failures.items():
+                error.draws = self.draws_of(result, k)
+                found[result.first + k] = error
+        return found
+
+    def draws_of(self, result: ChainsResult, k: int) -> Params:
+        """The good draws of a chain that was given up, ``[draws, *shape]``."""
+        return {}
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+class InMemory(Recorder):
     """Keeps draws in memory."""
 
-    def __init__(self, request: RunRequest, about: About) -> None:
+    def __init__(self, request: RunRequest, about: MakeInfo) -> None:
         super().__init__(request, about)
         self._draws: dict[int, list[Params]] = {}
         self._with: dict[int, list[Params]] = {}
@@ -54,16 +126,16 @@ class InMemory(Keeper):
     def share(self, ranks: Ranks) -> None:
         """Have the draws of all ranks on each of them."""
         own = {
-            first: {"outcome": outcome.state(), "draws": self._draws.get(first, []), "with": self._with.get(first, [])}
-            for first, outcome in self.ended.items()
+            first: {"outcome": result.state(), "draws": self._draws.get(first, []), "with": self._with.get(first, [])}
+            for first, result in self.ended.items()
         }
         for found in ranks.gather(own if ranks.leads else {}):
             for first, parts in found.items():
                 self.ended[first] = ChainsResult.from_state(parts["outcome"])
                 self._draws[first], self._with[first] = parts["draws"], parts["with"]
 
-    def draws_of(self, outcome: ChainsResult, k: int) -> Params:
-        return _chain(self._draws.get(outcome.first, [])[: outcome.lengths[k]], k)
+    def draws_of(self, result: ChainsResult, k: int) -> Params:
+        return _chain(self._draws.get(result.first, [])[: result.lengths[k]], k)
 
     def _places(self) -> dict[int, tuple[int, int]]:
         """Where the draws of each living chain that has any are: the first of its run, and its place in it."""
@@ -75,7 +147,7 @@ class InMemory(Keeper):
         place = self._places()
         lengths = {chain: len(self._draws[first]) for chain, (first, _) in place.items()}
         chains, length = rectangle(lengths)
-        if any(outcome.stopped.startswith("max_seconds") for outcome in self.every()):
+        if any(result.stopped.startswith("max_seconds") for result in self.every()):
             chains, length = sorted(lengths), min(lengths.values())  # no network is lost because its turn was short
         parts = []
         for source in (self._draws, self._with):
@@ -83,7 +155,7 @@ class InMemory(Keeper):
             parts.append({name: _stacked([part.pop(name) for part in own]) for name in list(own[0])})
         ordered = {name: parts[0][name] for name in self.request.target.describe()["parameters"]}
         info = {
-            **info_of(self.about(self.every()), chains),
+            **info_of(self.make_info(self.every()), chains),
             "complete": not self.current,
             "seconds": time.monotonic() - self.started,
         }
@@ -105,10 +177,10 @@ def _chain(draws: list[Params], k: int) -> Params:
     return {name: torch.stack([draw[name][k] for draw in draws]) for name in draws[0]} if draws else {}
 
 
-class OnDisk(Keeper):
+class OnDisk(Recorder):
     """Writes draws to a store as they come, and checkpoints."""
 
-    def __init__(self, request: RunRequest, about: About, writer: Writer) -> None:
+    def __init__(self, request: RunRequest, about: MakeInfo, writer: Writer) -> None:
         super().__init__(request, about)
         self.writer = writer
         with writer.closed_on_error():
@@ -128,42 +200,42 @@ class OnDisk(Keeper):
         elif self._agrees:
             self._agrees = comes_again(self.writer, first, number, draw, buffers)
 
-    def warmed(self, outcome: ChainsResult) -> None:
+    def warmed(self, result: ChainsResult) -> None:
         """Say in the manifest what the warm-up found."""
-        super().warmed(outcome)
-        self.writer.manifest.info = self.about(self.every())
+        super().warmed(result)
+        self.writer.manifest.info = self.make_info(self.every())
 
     def mark(self, first: int, state: Callable[[], State]) -> None:
         """Write a checkpoint if one is due."""
         self.writer.mark(first, lambda: self._state(state(), None))
 
-    def finished(self, outcome: ChainsResult, state: Callable[[], State] | None) -> None:
+    def finished(self, result: ChainsResult, state: Callable[[], State] | None) -> None:
         """These chains have come to their end: so much need not be done again, and more may be asked for later."""
-        super().finished(outcome, state)
-        self.writer.manifest.lost |= {outcome.first + k: n for k, n in outcome.lengths.items()}
-        self.writer.manifest.info = self.about(self.every())
-        self.writer.mark(outcome.first, lambda: self._state(None if state is None else state(), outcome), now=True)
+        super().finished(result, state)
+        self.writer.manifest.lost |= {result.first + k: n for k, n in result.lengths.items()}
+        self.writer.manifest.info = self.make_info(self.every())
+        self.writer.mark(result.first, lambda: self._state(None if state is None else state(), result), now=True)
 
-    def _state(self, current: State | None, outcome: ChainsResult | None) -> State:
+    def _state(self, current: State | None, result: ChainsResult | None) -> State:
         return {
-            "outcome": None if outcome is None else outcome.state(),
+            "outcome": None if result is None else result.state(),
             "current": current,
         }
 
-    def draws_of(self, outcome: ChainsResult, k: int) -> Params:
-        if not outcome.lengths[k]:
+    def draws_of(self, result: ChainsResult, k: int) -> Params:
+        if not result.lengths[k]:
             return {}
         self.writer.flush()
-        found = StoredDraws(Shards(self.writer.folder, self.writer.manifest), [outcome.first + k])
+        found = StoredDraws(Shards(self.writer.folder, self.writer.manifest), [result.first + k])
         return {name: found[name][0] for name in found}
 
     def posterior(self) -> Posterior:
         """What was drawn, as it is on the disk; the run is complete, unless its time was up."""
-        if any(outcome.stopped.startswith("max_seconds") for outcome in self.outcomes):
-            self.writer.manifest.info = self.about(self.outcomes)
+        if any(result.stopped.startswith("max_seconds") for result in self.results):
+            self.writer.manifest.info = self.make_info(self.results)
             self.writer.flush()
             return self._load()
-        self.writer.finish(self.about(self.outcomes))
+        self.writer.finish(self.make_info(self.results))
         return self._load()
 
     def _load(self) -> Posterior:

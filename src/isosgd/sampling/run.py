@@ -1,12 +1,13 @@
-"""Draws at a temperature that is known: what was asked for is checked, chains are set up, drawn from, and kept.
+"""Sampling at one known temperature: check the settings, set up chains, and draw from them.
 
 `draw_at` makes the `Schedule` of chains and the plan of their draws; `isosgd.sampling.loop.draw_all` takes the steps,
-and a keeper (`isosgd.sampling.recorders`) takes each draw and makes the `Posterior` of them.
+and a recorder (`isosgd.sampling.recorders`) stores each draw and makes the `Posterior`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -22,8 +23,9 @@ from isosgd.engine.schedule import Schedule, Start, start_of
 from isosgd.posterior import Posterior
 from isosgd.progress import Progress
 from isosgd.samplers import ISGD, METHODS
-from isosgd.sampling.loop import ChainsResult, DrawPlan, check_warmup, draw_all, gradients_of, report_end, why_stopped
+from isosgd.sampling.loop import check_warmup, draw_all
 from isosgd.sampling.parallel import check_request, check_sampler, draw_over_ranks
+from isosgd.sampling.plan import ChainsResult, DrawPlan, gradients_of, report_end, why_stopped
 from isosgd.sampling.recorders import InMemory, OnDisk, keep_at_once
 from isosgd.sampling.settings import (
     check_room,
@@ -46,7 +48,7 @@ only_check: ContextVar[bool] = ContextVar("only_check", default=False)
 
 
 class Checked(Exception):
-    """All that can be checked before the first step is good."""
+    """Raised in place of the first step when `only_check` is set and all checks passed."""
 
 
 def draw_at(
@@ -82,12 +84,17 @@ def draw_at(
     starts: Sequence[Mapping[str, Any]] = (),
     **options: Any,
 ) -> Posterior:
-    """`sample` at a temperature that is known; ``about_choice`` goes into ``info``.
+    """`sample` at one temperature.
 
-    After the draws each of them takes ``scoring`` seconds, which count before the ``deadline``.
-    ``first_chain`` is given where chains are a part of a run that several processes drew, each on its own. ``begin``
-    and ``ends`` are states of chains at another temperature, to go on from and to leave behind. ``starts`` are trained
-    networks that a store is to hold.
+    Args (beside those of `sample`):
+        trained: whether chains start at trained networks.
+        deadline: when to end, by `time.monotonic`.
+        scoring: seconds before the deadline to reserve for each draw, to score it.
+        about_choice: added to ``info``.
+        first_chain: index of the first chain, if these chains are a part of a run over several processes.
+        begin: states of chains at another temperature to start from, by the first chain.
+        ends: takes the states in which the chains end.
+        starts: trained networks to write to the store.
     """
     check_settings(method, draws, chains, keep_every, warmup, temperature)
     given_method, (method, batch_size) = method, resolve_method(method, batch_size)
@@ -95,8 +102,7 @@ def draw_at(
         target = target.tempered(options["tempered"])
     most = most_draws(draws, budget, held_out, method)
     leaf = next(iter(target.initial(start_of(init, 0), device=device).values()))
-    place = leaf.device  # where all parameters go, and the data with them
-    data = as_data(data, batch_size, place, leaf.dtype)
+    data = as_data(data, batch_size, leaf.device, leaf.dtype)
     held_out = with_tensors(held_out, leaf.dtype)
     settings = {
         "method": method,
@@ -110,19 +116,19 @@ def draw_at(
         **({"budget": budget} if draws == "auto" else {}),
         **({} if first_chain is None else {"first_chain": first_chain}),
     }
-    asked = RunRequest(
-        target, data, init, place, settings, options, store, resume, store_dtype, held_out, transform, starts
+    request = RunRequest(
+        target, data, init, leaf.device, settings, options, store, resume, store_dtype, held_out, transform, starts
     )
     if ranks is not None:
         ranks.arrange(chains)
-        check_request(ranks, asked)
+        check_request(ranks, request)
     check_sampler(ranks, data)
-    # Draws that end by themselves may be far fewer than their limit.
+    # With draws="auto" there may be far fewer draws than the limit.
     in_memory = most if draws != "auto" and (store is None or method in BASELINES) else 0
-    check_room(asked.start(0), asked.count, in_memory)
-    given = dict(options)
-    after = compile_after(given)
-    heated = is_heated(given, method, warmup)
+    check_room(request.start(0), request.count, in_memory)
+    remaining = dict(options)
+    after = compile_after(remaining)
+    heated = is_heated(remaining, method, warmup)
     if method in BASELINES:
         assert not isinstance(batch_size, str)  # `resolve_method` refuses it
         described_run = {
@@ -135,34 +141,34 @@ def draw_at(
             "versions": versions(),
         }
         baseline = BaselineRun(
-            method, target, data, init, most, chains, batch_size, keep_every, warmup, temperature, seed, place,
-            after, progress, given, transform,
+            method, target, data, init, most, chains, batch_size, keep_every, warmup, temperature, seed, leaf.device,
+            after, progress, remaining, transform,
         )  # fmt: skip
-        return keep_at_once(asked, described_run, lambda: baseline.posterior(described_run))
-    given.pop("tempered", None)
+        return keep_at_once(request, described_run, lambda: baseline.posterior(described_run))
+    remaining.pop("tempered", None)
     numbers = ranks.own(chains) if ranks is not None else None
     if first_chain is not None:
         numbers = list(range(first_chain, first_chain + chains))
-    _check_all_rows(asked)
-    head = None if ranks is not None else _on_features(asked)
+    _check_all_rows(request)
+    head = None if ranks is not None else _on_features(request)
     part, its_data, watched = head or (target, data, held_out)
-    schedule = Schedule(part, its_data, init, chains, batch_size, seed, place, after, transform, numbers, ranks)
+    schedule = Schedule(part, its_data, init, chains, batch_size, seed, leaf.device, after, transform, numbers, ranks)
     schedule.engine_note = "" if head is None else ", features of the head computed once"
     plan = DrawPlan(
-        most, keep_every, warmup, noise_every(given), schedule.count, after, draws == "auto", schedule.chains, watched,
-        trained, deadline, None if numbers is None else len(numbers), begin or {}, ends, scoring, heated,
+        most, keep_every, warmup, noise_every(remaining), schedule.count, after, draws == "auto", schedule.chains,
+        watched, trained, deadline, None if numbers is None else len(numbers), begin or {}, ends, scoring, heated,
         schedule.most_side_by_side,
     )  # fmt: skip
     if METHODS[method] is ISGD:
-        given.setdefault("budget", None if warmup == "auto" else warmup)
+        remaining.setdefault("budget", None if warmup == "auto" else warmup)
     make_sampler = sampler_factory(
-        method, schedule.num_data, temperature, schedule.batch_size, schedule.together_sets, given
+        method, schedule.num_data, temperature, schedule.batch_size, schedule.together_sets, remaining
     )
     leads = ranks is None or ranks.leads
-    board = None if log is None or not leads else Log(log)  # before a folder is taken: TensorBoard may not be there
+    board = None if log is None or not leads else Log(log)  # before the store is made: TensorBoard may be missing
     note = None if board is None else board.step
     if only_check.get():
-        asked.check_store()
+        request.check_store()
         check_warmup(next(schedule.runs(make_sampler))[1], plan)
         raise Checked
     total = (len(numbers) if numbers is not None else schedule.count) * (
@@ -171,96 +177,92 @@ def draw_at(
     bar = Progress(total, progress and (ranks is None or ranks.rank == 0), beat=None if ranks is None else ranks.beat)
     if given_method != method:
         bar.note("batch_size = 'all': the method is HMC (method='hmc')")
-    about = partial(_info, schedule, plan, about_choice or {})
-    if ranks is not None:
-        try:
-            return draw_over_ranks(ranks, asked, schedule, plan, make_sampler, about, bar, note)
-        finally:
-            if board is not None:
-                board.close()
-    known = partial(about, asked)
-    keeper: InMemory | OnDisk
-    if store is None:
-        keeper = InMemory(asked, known)
-    else:
-        writer = asked.open(known([]))
-        if writer is None:  # nothing is left to do
-            return load(store, target, data=asked.tensors)
-        keeper = OnDisk(asked, known, writer)
-    try:
-        with bar:
-            draw_all(((first, run, keeper) for first, run in schedule.runs(make_sampler)), plan, bar, note)
-        report_end(plan, keeper.failures(), keeper.outcomes)
-        return keeper.posterior()
-    except KeyboardInterrupt:
-        raise keeper.interrupted() from None
-    finally:
-        keeper.close()
-        if board is not None:
-            board.close()
+    info = partial(_info, schedule, plan, about_choice or {})
+    with closing(board) if board is not None else nullcontext():
+        if ranks is not None:
+            return draw_over_ranks(ranks, request, schedule, plan, make_sampler, info, bar, note)
+        recorder: InMemory | OnDisk
+        if store is None:
+            recorder = InMemory(request, partial(info, request))
+        else:
+            writer = request.open(info(request, []))
+            if writer is None:  # the run has all draws
+                return load(store, target, data=request.tensors)
+            recorder = OnDisk(request, partial(info, request), writer)
+        with closing(recorder):
+            try:
+                with bar:
+                    draw_all(((first, run, recorder) for first, run in schedule.runs(make_sampler)), plan, bar, note)
+                report_end(plan, recorder.failures(), recorder.results)
+                return recorder.posterior()
+            except KeyboardInterrupt:
+                raise recorder.interrupted() from None
 
 
-def _check_all_rows(asked: RunRequest) -> None:
-    """Look at all rows of a module's data, where they and the parameters are on one device: later on, at the first."""
-    tensors, start = asked.tensors, asked.start(0)
-    if tensors is None or asked.transform is not None or asked.target.module is None:
+def _check_all_rows(request: RunRequest) -> None:
+    """Check all rows of a module's data if they are on the device of the parameters; else batches are checked."""
+    tensors, start = request.tensors, request.start(0)
+    if tensors is None or request.transform is not None or request.target.module is None:
         return
     if len({t.device for t in (*tensors_of(tensors), *start.values())}) == 1:
-        asked.target.check(start, tensors)
+        request.target.check(start, tensors)
 
 
-def _on_features(asked: RunRequest) -> tuple[Target, Data, Any] | None:
-    """Target, data and held-out inputs of a sampled head, where there is one and nothing random stands before it."""
-    target, tensors, given = asked.target, asked.tensors, asked.held_out
-    if asked.transform is not None or tensors is None or not target.frozen:
+def _on_features(request: RunRequest) -> tuple[Target, Data, Any] | None:
+    """Target, data and held-out inputs of a sampled head whose features can be computed once; None if there is none."""
+    target, tensors, held_out = request.target, request.tensors, request.held_out
+    if request.transform is not None or tensors is None or not target.frozen:
         return None
     few = target.inputs_of(tree_map(lambda t: t[:2], tensors))
-    head = Head.of(target, few, (start_of(asked.init, k) for k in range(asked.count)))
+    head = Head.of(target, few, (start_of(request.init, k) for k in range(request.count)))
     if head is None:
         return None
-    params = {name: x.detach() for name, x in target.constrain(asked.start(0)).items()}
+    params = {name: x.detach() for name, x in target.constrain(request.start(0)).items()}
     found = head.data(tensors, params)
     if found is None:
         return None
-    inputs = given if given is None else tree_map(lambda t: t.to(tensors_of(tensors)[0].device), given)
-    return head.target, found, None if given is None else head.features(head.whole.as_inputs(inputs), params)
+    if held_out is None:
+        return head.target, found, None
+    device = tensors_of(tensors)[0].device
+    inputs = head.whole.as_inputs(tree_map(lambda t: t.to(device), held_out))
+    return head.target, found, head.features(inputs, params)
 
 
-def _engine(schedule: Schedule, outcomes: list[ChainsResult]) -> str:
-    """How chains were run: together, in turn or side by side, and how their steps were taken."""
-    engine, most = schedule.engine, max((outcome.side_by_side for outcome in outcomes), default=1)
+def _engine(schedule: Schedule, results: list[ChainsResult]) -> str:
+    """How chains ran (together, in turn or side by side) and how their steps were taken."""
+    engine, most = schedule.engine, max((result.side_by_side for result in results), default=1)
     if most > 1:
         engine = engine.replace("in turn", f"{most} side by side", 1)
-    return engine + "".join(dict.fromkeys(outcome.compiled for outcome in outcomes)) + schedule.engine_note
+    return engine + "".join(dict.fromkeys(result.compiled for result in results)) + schedule.engine_note
 
 
 def _info(
-    schedule: Schedule, plan: DrawPlan, more: dict[str, Any], asked: RunRequest, outcomes: list[ChainsResult]
+    schedule: Schedule, plan: DrawPlan, more: dict[str, Any], request: RunRequest, results: list[ChainsResult]
 ) -> dict[str, Any]:
-    """How the draws came about, as far as it is known."""
-    kept = [(o, k) for o in outcomes for k in range(o.count) if k not in o.failures and k not in o.lengths]
+    """How the draws were made, as far as it is known."""
+    kept = [(o, k) for o in results for k in range(o.count) if k not in o.failures and k not in o.lengths]
     reports = [o.reports[k] for o, k in kept]
     return {
-        "method": asked.settings["method"],
-        "options": {name: described(value) for name, value in asked.options.items()},
-        "temperature": asked.settings["temperature"],
-        "density": asked.target.density(asked.start(0), asked.settings["temperature"]),
+        "method": request.settings["method"],
+        "options": {name: described(value) for name, value in request.options.items()},
+        "temperature": request.settings["temperature"],
+        "density": request.target.density(request.start(0), request.settings["temperature"]),
         "num_data": schedule.num_data,
         "batch_size": schedule.batch_size if schedule.tensors is not None else None,
-        "draws": max((o.drawn for o in outcomes), default=0) if plan.ends_early else plan.draws,
-        **({"stopped": why_stopped(outcomes)} if plan.ends_early else {}),
+        "draws": max((o.drawn for o in results), default=0) if plan.ends_early else plan.draws,
+        **({"stopped": why_stopped(results)} if plan.ends_early else {}),
         "chains": len(kept),
         "chain_indices": [o.first + k for o, k in kept],
         "sets": schedule.sets,
         "chains_per_set": schedule.chains,
-        "engine": _engine(schedule, outcomes),
+        "engine": _engine(schedule, results),
         "keep_every": [report.keep_every or plan.spacing for report in reports],
-        "seed": asked.settings["seed"],
+        "seed": request.settings["seed"],
         "warmup": [report.as_dict() for report in reports],
         "rates": [{group.name: group.rate for group in report.groups} for report in reports],
-        "dropped": {o.first + k: str(failure) for o in outcomes for k, failure in o.failures.items()},
-        "gradients": gradients_of(outcomes),
-        "target": asked.target.describe(),
+        "dropped": {o.first + k: str(failure) for o in results for k, failure in o.failures.items()},
+        "gradients": gradients_of(results),
+        "target": request.target.describe(),
         "versions": versions(),
         "threads": torch.get_num_threads(),
         **more,

@@ -1,6 +1,6 @@
-"""`sample`: a target and data in, posterior draws out; and `resume`, which calls it as it was called before.
+"""`sample` draws from the posterior of a target given data; `resume` continues a stored run.
 
-Without trained networks it is one call of `isosgd.sampling.run.draw_at`; around them, several
+Without trained networks, `sample` is one call of `isosgd.sampling.run.draw_at`. Around trained networks it is several
 (`isosgd.sampling.trained.TrainedRun`).
 """
 
@@ -28,7 +28,7 @@ from isosgd.target import Target
 
 
 def check_sample(target: Target, data: Any, **settings: Any) -> None:
-    """Raise what `sample` would raise before its first step: of settings, options, data and store."""
+    """Raise the errors that `sample` would raise before its first step, without sampling."""
     token = only_check.set(True)
     try:
         with suppress(Checked):
@@ -71,79 +71,76 @@ def sample(
 
     Args:
         target: what to sample.
-        data: tensors, numpy arrays, or frames of pandas or polars, as a tuple or list, one row an example (minibatches
-            are drawn independently; arrays of floats become of the parameters' dtype); a dict of those, for a model
-            that takes them by name; any other iterable of batches such as a DataLoader or a list of tuples or dicts; or
-            `isosgd.DataSets`, several data sets at once.
-        init: start values in natural parameters, and of buffers where there are, such as the ``state_dict`` of a
-            trained network; where the target says by default. A function from the number of a chain to such values
-            gives each chain a start of its own.
-        starts: trained networks, or their ``state_dict``s: chains begin there, in turns, without an initial
-            optimisation, and their number is at least that of the networks. The run then takes about ten epochs of
-            gradients, in cycles 24, unless ``warmup``, ``draws`` or ``keep_every`` say otherwise.
-        method: a name of `isosgd.methods`: ``isgd``, the default, ``sgld``, ``sghmc`` and so on. ``hmc``, the default
-            around ``starts`` of a regression of at most 5,000 rows unless ``batch_size`` is given, takes all data for
-            every gradient and accepts or rejects its trajectories (see `isosgd.samplers.hmc`): nothing is left of the
-            discretisation bias. It pays up to some thousand examples, above all for networks. ``csghmc``, the default
-            around ``starts`` of classifiers of 5,000 weights or with BatchNorm in training mode, where ``held_out``
-            examples choose the temperature, leaves the network in cycles of momentum descent, and draws at their ends;
-            ``lr="heated"``, which it has there, finds their highest rate where the loss of the network rises.
-        draws: draws to keep from each chain, 100 by default, 30 with ``starts``; ``auto`` goes on until predictions
-            have converged (R-hat of at most 1.01 and 400 effective draws, over all chains) or the ``budget`` ends;
+        data: a tuple or list of tensors, numpy arrays, or pandas or polars frames, one row per example (floating-point
+            arrays are cast to the parameters' dtype, and minibatches are drawn independently); a dict of those, for a
+            model that takes inputs by name; an iterable of batches, such as a DataLoader; or `isosgd.DataSets`.
+        init: start values of parameters, and of buffers if there are any, such as the ``state_dict`` of a trained
+            network; by default those of the target. A function from the chain's index to such values gives each chain
+            its own start.
+        starts: trained networks or their ``state_dict``s. Chains start at them in turn, without an initial
+            optimisation; there are at least as many chains as networks. The run takes about ten epochs of gradients
+            (24 with cycles), unless ``warmup``, ``draws`` or ``keep_every`` is given.
+        method: a name of `isosgd.methods`, ``isgd`` by default. ``hmc`` takes all data for every gradient and accepts
+            or rejects its trajectories (see `isosgd.samplers.hmc`), so it has no discretisation bias. It pays up to
+            some thousand examples, and is the default around ``starts`` of a regression of at most 5,000 rows if
+            ``batch_size`` is not given. ``csghmc`` leaves the network in cycles of momentum descent and draws at their
+            ends. It is the default around ``starts`` of classifiers with at least 5,000 weights, or with BatchNorm in
+            training mode, if ``held_out`` examples choose the temperature; there it has ``lr="heated"``, which raises
+            the rate until the loss of the network rises.
+        draws: draws to keep from each chain; 100 by default, 30 with ``starts``. ``auto`` stops when predictions have
+            converged (R-hat at most 1.01 and 400 effective draws, over all chains) or at the ``budget``;
             ``info["stopped"]`` says which.
-        chains: independent chains, of each data set. They run in one batched computation where the model allows it
-            (``info["engine"]`` says so, or why not).
-        batch_size: examples in a minibatch; half of the data, between 8 and 128, by default. ``all`` is a short way to
-            ``method="hmc"``, and ``info["method"]`` then says ``hmc``.
+        chains: independent chains of each data set. They run in one batched computation if the model allows it;
+            ``info["engine"]`` says so, or why not.
+        batch_size: examples in a minibatch; by default half of the data, between 8 and 128. ``all`` means
+            ``method="hmc"``.
         keep_every: steps between draws; ``auto`` measures the autocorrelation of predictions in the warm-up.
-        warmup: gradients to spend before the first draw; ``auto`` goes on until the chain has settled.
-        temperature: T; 1, the posterior, by default. ``auto``, the default with ``starts``, tries temperatures from the
-            start on ``held_out`` examples (see ``ladder``), and keeps of the draws those up to where they predict
-            best; where they are not better than the start by a standard error, the draws are the starts. Without
-            held-out examples T is 1e-3, of a regression 1.
-            ``info["temperature_choice"]`` says how it was chosen. With a prior whose scales are fixed the density is
-            ``(likelihood * prior)^(1/T)``, that is ``exp(-f / T)``. Where scales of the prior are sampled
-            (`HierarchicalNormal`, `Relevance`), or with ``tempered="likelihood"`` (see ``options``), the likelihood
-            alone is tempered, ``likelihood^(1/T) * prior``: as if there were N/T examples. ``info["density"]`` says
-            which.
+        warmup: gradients before the first draw; ``auto`` continues until the chain has settled.
+        temperature: T; 1, the posterior, by default. ``auto``, the default with ``starts``, tries temperatures on
+            ``held_out`` examples (see ``ladder``) and keeps the draws of each chain up to where they predict best. If
+            they are not better than the starts by a standard error, the starts are returned. Without held-out examples
+            T is 1e-3, or 1 for a regression. ``info["temperature_choice"]`` says how T was chosen. If the scales of
+            the prior are fixed, the density is ``(likelihood * prior)^(1/T)``. If they are sampled
+            (`HierarchicalNormal`, `Relevance`), or with ``tempered="likelihood"``, only the likelihood is tempered,
+            ``likelihood^(1/T) * prior``, as if there were N/T examples. ``info["density"]`` says which.
         seed: same seed and settings, same draws.
-        device: where to sample; where the parameters are by default. Data go there.
-        progress: show a progress line on a terminal; elsewhere log each stage, and a line every 30 seconds, with the
-            time left (logger ``isosgd``: to standard error, unless `logging` is configured).
-        store: a folder to write draws to as they come, so that memory does not grow with them and a crash takes none;
-            `isosgd.load` reads it.
-        resume: go on with the run in ``store`` where it was stopped. On a CPU its draws are bit for bit those of a run
-            that was never stopped. With more ``draws`` (or a larger ``budget``) than before the run is extended (see
-            `isosgd.resume`). A changed model, data or other setting is refused. Where there is no run, one is begun.
+        device: where to sample; by default where the parameters are. Data are moved there.
+        progress: show a progress line on a terminal; elsewhere log each stage, and a line every 30 seconds with the
+            time left (logger ``isosgd``, to standard error unless `logging` is configured).
+        store: a folder to write draws to while sampling, so that they take no memory and survive a crash; read it with
+            `isosgd.load`.
+        resume: continue the run in ``store``, or begin it if there is none. On a CPU the draws are bit for bit those
+            of a run that was never stopped. More ``draws`` or a larger ``budget`` than before extend the run (see
+            `isosgd.resume`); other changes of model, data or settings are an error.
         store_dtype: dtype in which draws are written; their own by default.
         log: a folder for TensorBoard, which shows loss and rates at every draw (needs the extra ``tensorboard``).
-        budget: with ``draws="auto"``, draws of each chain at most; 2,000 by default.
+        budget: with ``draws="auto"``, the most draws of each chain; 2,000 by default.
         held_out: with ``temperature="auto"``, examples that the starts were not trained on: ``(x, y)``, a loader, or a
-            share of the data such as 0.1 that is set aside. Predictions of classes are then calibrated by them, too
-            (`Posterior.softmax_temperature`). With ``draws="auto"``, inputs at which predictions are
-            watched; some of the training data by default.
-        ladder: temperatures to try with ``temperature="auto"``, from cold to hot, by I-SGD. By default 0.3, with cycles
-            0.03, and colder ones where that does harm; 1 alone where the likelihood samples a scale of its noise, which
-            a colder density would believe too small.
-        max_seconds: bound on the time of the whole call: the initial optimisation, the warm-up and the draws end early.
-            The first measurement of the noise, some hundred gradients, and at least one draw of each chain are taken.
-        transform: a function ``(batch, generator) -> batch`` that every minibatch goes through on its device, such as
-            augmentation or a change of type: images may so lie on a GPU as bytes. It must keep the number of examples,
-            take its random numbers from the generator, and is not applied in predictions.
-        parallel: how the processes of `torch.distributed`, each of which makes this call, share the run: ``chains``
-            shares the chains out; ``data`` shares every minibatch of a chain, which takes a part of the tensors or the
-            batches of a DistributedSampler. Every rank has all draws then. See the page "Beyond one machine".
-        rank_timeout: seconds without a sign of life, after which a rank is given up and the others raise its number.
-        options: settings of the method (for instance ``noise``, ``scheme``, ``structure``, ``bias``, ``lr``),
-            ``preset`` for a row of the paper (``alpha-a``, ``alpha-c``, ``G-b``, ``G-c``, each also ``-slr``) or
-            ``windowed`` (from a trained start, lambda is four times the noise of each layer), ``noise_every``, and
-            ``tempered``, what a temperature acts on: ``both``, likelihood and prior, or the ``likelihood`` alone.
+            fraction of the data to set aside, such as 0.1. They also calibrate predictions of classes
+            (`Posterior.softmax_temperature`). With ``draws="auto"``, inputs at which the convergence of predictions is
+            judged; some of the training data by default.
+        ladder: temperatures to try with ``temperature="auto"``, by I-SGD. By default 0.3 (0.03 with cycles), and lower
+            ones if that does harm; only 1 if the likelihood samples the scale of its noise, which a lower temperature
+            would make too small.
+        max_seconds: limit on the time of the whole call: initial optimisation, warm-up and sampling end early. The
+            first measurement of the noise, some hundred gradients, and at least one draw of each chain are taken.
+        transform: a function ``(batch, generator) -> batch`` that is applied to every minibatch on its device, such as
+            augmentation or a change of dtype. It must keep the number of examples and take its random numbers from the
+            generator. It is not applied in predictions.
+        parallel: how the processes of `torch.distributed`, which must all make this call, share the run: ``chains``
+            distributes the chains; ``data`` distributes every minibatch of a chain, by parts of the tensors or a
+            DistributedSampler. Every rank returns all draws. See the page "Beyond one machine".
+        rank_timeout: seconds without a heartbeat after which the other ranks raise an error that names the rank.
+        options: settings of the method (for instance ``noise``, ``scheme``, ``structure``, ``bias``, ``lr``);
+            ``preset``, a row of the paper (``alpha-a``, ``alpha-c``, ``G-b``, ``G-c``, each also ``-slr``) or
+            ``windowed`` (from a trained start, lambda is four times the noise of each layer); ``noise_every``; and
+            ``tempered``, what the temperature acts on, ``both`` likelihood and prior or the ``likelihood``.
 
     Returns:
-        The draws, with how they came about in ``info``.
+        The draws; ``info`` says how they were made.
 
     Raises:
-        DivergedError: when every chain met a loss or gradient that is not finite.
+        DivergedError: when the loss or gradient of every chain became non-finite.
         isosgd.Interrupted: on Ctrl-C, a `KeyboardInterrupt` with the draws so far in ``.posterior``.
 
     Example:
@@ -160,18 +157,18 @@ def sample(
         raise TypeError(
             f"target of type {type(target).__name__}: pass an isosgd.Target; Target.from_module makes one from a model"
         )
-    ranks = cast(Ranks | None, parallel)  # which `shared` has put there
+    ranks = cast(Ranks | None, parallel)  # `shared` has replaced the name
     deadline = None if max_seconds is None else time.monotonic() + check_seconds(max_seconds)
     networks = as_starts(starts, target, init)
     if temperature == "auto" and networks is None:
         networks = as_starts(own_network(target, init), target, None)
     if ladder is not None and temperature not in (None, "auto"):
         raise ValueError(f"ladder= goes with temperature='auto', not with temperature = {temperature!r}")
-    given: dict[str, Any] = {
+    common: dict[str, Any] = {  # of trials at several temperatures and of the run itself
         "method": method, "batch_size": batch_size, "seed": seed, "device": device, "transform": transform,
     }  # fmt: skip
-    more: dict[str, Any] = {
-        "store": store, "resume": resume, "store_dtype": store_dtype, "log": log, "budget": budget,
+    of_run: dict[str, Any] = {
+        "draws": draws, "store": store, "resume": resume, "store_dtype": store_dtype, "log": log, "budget": budget,
         "progress": progress, "deadline": deadline, "ranks": ranks,
     }  # fmt: skip
     tried = networks is not None and temperature in (None, "auto") and held_out is not None
@@ -179,14 +176,14 @@ def sample(
         check_call(ranks, data, max_seconds, tried)
     if networks is None:
         assert temperature != "auto"
-        more |= {"draws": 100 if draws is None else draws, "keep_every": keep_every, "warmup": warmup}
         return draw_at(
             target, data, init=init, chains=chains, temperature=1.0 if temperature is None else temperature,
-            held_out=held_out, **{**given, "method": method or "isgd"}, **more, **options,
+            keep_every=keep_every, warmup=warmup, held_out=held_out,
+            **{**common, "method": method or "isgd"}, **{**of_run, "draws": 100 if draws is None else draws}, **options,
         )  # fmt: skip
-    known = 1.0 if temperature in (None, "auto") else temperature
-    assert known != "auto" and known is not None
-    check_settings(method or "isgd", DRAWS if draws is None else draws, chains, keep_every, warmup, known)
+    of_run["draws"] = DRAWS if draws is None else draws
+    known = 1.0 if temperature is None or temperature == "auto" else temperature
+    check_settings(method or "isgd", of_run["draws"], chains, keep_every, warmup, known)
     if temperature not in (None, "auto") and held_out is not None and draws != "auto":
         raise ValueError(
             f"held_out= goes with temperature='auto' or draws='auto', not with temperature = {temperature!r}"
@@ -196,10 +193,9 @@ def sample(
             "resume=True with temperature='auto': isosgd.resume(store, target, data, starts=...) goes on with a run as "
             "it was begun"
         )
-    more["draws"] = DRAWS if draws is None else draws
     return TrainedRun(
         target, data, networks, temperature, max(chains, len(networks)), held_out, ladder, keep_every, warmup,
-        given, more, options,
+        common, of_run, options,
     ).posterior()  # fmt: skip
 
 
@@ -216,24 +212,24 @@ def resume(
     budget: int | None = None,
     **options: Any,
 ) -> Posterior:
-    """Go on with a run where it was stopped, or extend it. The settings are those of its manifest.
+    """Continue a stopped run, or extend a finished one, with the settings in its manifest.
 
     Args:
-        path: folder of the run, the ``store`` of `sample`; or of merged runs, each of which then goes on.
-        target: what is sampled, made as it was then.
-        data: as they were then.
-        init: as it was then, if it was given.
-        starts: as they were then, if they were given.
-        device: where to sample; the kind must be the same.
+        path: folder of the run, the ``store`` of `sample`; or of merged runs, each of which is continued.
+        target: as in the first call.
+        data: as in the first call.
+        init: as in the first call.
+        starts: as in the first call.
+        device: where to sample; of the same kind as before.
         progress: show a progress line on a terminal.
-        draws: of each chain, where more are wanted than the run was begun with. On a CPU they are bit for bit those of
-            a run that was asked for so many at once, unless so many make it pay to compile several steps in a call,
-            or chains in turn share a loader.
-        budget: of a run with ``draws="auto"``, where more draws are wanted at most.
-        options: settings of the method that were objects, not numbers or text; a manifest does not hold those.
+        draws: the new number of draws of each chain, to extend the run. On a CPU the draws are bit for bit those of a
+            single run of this length, unless that would compile several steps in a call, or chains in turn share a
+            loader.
+        budget: the new limit of a run with ``draws="auto"``.
+        options: settings of the method that are objects rather than numbers or text; a manifest cannot hold those.
 
     Returns:
-        The draws, as `sample` gives them; at once when all that are asked for are there.
+        The draws, as from `sample`; at once if they are all there.
 
     Example:
         >>> import tempfile
