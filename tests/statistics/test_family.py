@@ -89,7 +89,7 @@ class Run:
         if isinstance(self.sampler, SGFS):
             self.state["variance"].copy_(self.state["variance"].mean(0).expand_as(self.theta))
         if isinstance(self.sampler, FullSGFS):
-            self.sampler._renew()
+            self.sampler._update_metric()
         self.sampler.freeze()
         self.sampler.refresh()
         if Run.broken is not None:

@@ -100,7 +100,7 @@ def test_these_tests_fail_when_the_sampler_is_wrong(gaussian_posterior, monkeypa
 
 def test_gradient_noise_that_is_not_taken_out_shows(gaussian_posterior, monkeypatch):
     """The correction itself is under test: without it I-SGD is too hot."""
-    monkeypatch.setattr(injection, "take_out_", lambda *a: None)
+    monkeypatch.setattr(injection, "subtract_outer_", lambda *a: None)
     result = gaussian_posterior("independent").run(ISGD, temperature=0.1)
     assert result.z() > 5
 

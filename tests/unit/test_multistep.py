@@ -164,8 +164,8 @@ def test_data_sets_keep_to_their_own_rows(eager: None) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"method": "sgrld", "lr": 1e-3}, "depends on where the chain is"),
-        ({"method": "sgrhmc", "lr": 1e-3}, "depends on where the chain is"),
+        ({"method": "sgrld", "lr": 1e-3}, "depends on the position of the chain"),
+        ({"method": "sgrhmc", "lr": 1e-3}, "depends on the position of the chain"),
         ({"method": "csghmc", "lr": 1e-3, "corrected": True}, "rates change from step to step"),
         ({"method": "adaptive-sghmc", "lr": 1e-3}, "still adapted"),
         ({"method": "sgld", "lr": 1e-3, "decay": 0.5}, "rates change from step to step"),

@@ -48,7 +48,7 @@ def choose(
     Kronecker product for each layer, can express. The largest models get a diagonal.
 
     Between `FULL_UP_TO` and `MEASURED_UP_TO` parameters the choice is a full matrix at first; whether it stays depends
-    on the conditioning that is ``measured`` then, see `instead`. If it is not measured the choice is low rank.
+    on the conditioning that is ``measured`` then, see `lowrank_instead`. If it is not measured the choice is low rank.
 
     Args:
         shapes: of the parameters.
@@ -74,7 +74,7 @@ def provisional(shapes: Sequence[tuple[int, ...]], structure: StructureName) -> 
     return structure == "full" and sum(math.prod(shape) for shape in shapes) > FULL_UP_TO
 
 
-def instead(full: Full) -> LowRank | None:
+def lowrank_instead(full: Full) -> LowRank | None:
     """A low rank to replace a full matrix that is not worth its cost, as measured; None if it is worth it.
 
     The condition number that a low rank leaves is about the factor by which its slowest direction mixes more slowly.

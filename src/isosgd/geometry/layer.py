@@ -1,6 +1,4 @@
-"""Lambda as a number for each group: its own (``layer``, the paper's), or one for all (``single``, the paper's SLR).
-
-A Lambda that knows directions is a `isosgd.geometry.base.Geometry`.
+"""Lambda as one number for each group (``layer``, as in the paper) or for all groups (``single``, the paper's SLR).
 
 Innovations of a group are a flat tensor ``[d]``, or ``[chains, d]``.
 """
@@ -20,7 +18,7 @@ Number = float | Tensor  # for a whole group: a float, a scalar tensor (capturab
 
 
 def over_chains(value: Number) -> Number:
-    """A group's number, to be broadcast against flat tensors ``[chains, d]``."""
+    """A group's number in a shape that broadcasts against flat tensors ``[chains, d]``."""
     return value.unsqueeze(-1) if isinstance(value, Tensor) and value.dim() else value
 
 
@@ -30,9 +28,9 @@ class PerGroup(NamedTuple):
     name: Literal["layer", "single"]
 
     def solve(self, noise: Sequence[Tensor], guard: Sequence[Tensor]) -> list[Tensor]:
-        """The smallest lambda of each group, above its noise bound and its curvature bound.
+        """The smallest lambda of each group that is above its noise bound and its curvature bound.
 
-        A single one is the sum of the groups' noise bounds (the paper's SLR), or the largest curvature bound.
+        A single one is above the sum of the groups' noise bounds (the paper's SLR) and the largest curvature bound.
         """
         if self.name == "layer":
             return [torch.maximum(b, h) for b, h in zip(noise, guard, strict=True)]
@@ -46,19 +44,19 @@ def root(x: Number) -> Number:
 
 
 def diagonal_scale(lam: Number, variance: Tensor) -> Tensor:
-    """``sqrt(2 (lam - v/2))``: the scale of injected noise, given uncorrelated gradient noise of variance v.
+    """``sqrt(2 (lam - v/2))``, the scale of injected noise for uncorrelated gradient noise of (flat) variance v.
 
-    Nothing is injected where the noise exceeds lambda. ``variance`` is flat.
+    Zero where the noise exceeds lambda.
     """
     return (2.0 * over_chains(lam) - variance).clamp_min_(0.0).sqrt_()
 
 
 def outer_factor(ring: Tensor, spectrum: tuple[Tensor, Tensor], lam: Number, count: int) -> Tensor | float:
-    """The factor ``Q = K M^T`` ``[(chains,) m, d]`` for `take_out_`; ``count`` of the ring's m vectors are filled.
+    """The factor ``Q = K M^T`` ``[(chains,) m, d]`` for `subtract_outer_`; ``count`` rows of the ring are filled.
 
     With ``M = [D_1 ... D_m]`` and ``M^T M = V diag(e) V^T`` it has ``K = V diag(c) V^T``, ``c = (1 - sqrt(1 - s)) /
     e``, ``s = e / (2 lam count)``, computed without cancellation; s is clipped at 1. For a single vector on the CPU it
-    is the number c alone, with ``Q = c D^T``.
+    is the number c, with ``Q = c D^T``.
     """
     values, vectors = spectrum
     if ring.dim() == 2 and ring.shape[0] == 1 and ring.device.type == "cpu":
@@ -70,18 +68,18 @@ def outer_factor(ring: Tensor, spectrum: tuple[Tensor, Tensor], lam: Number, cou
     return (vectors * c.unsqueeze(-2)) @ (vectors.mT @ ring)
 
 
-def take_out_(
+def subtract_outer_(
     xi: Tensor, ring: Tensor, factor: Tensor | float, total: Callable[[Tensor], Tensor] | None = None
 ) -> None:
     """``xi <- xi - Q^T M^T xi``, whose covariance, given m noise vectors, is ``I - (1/m) sum_i D_i D_i^T / (2 lam)``.
 
     Times ``sqrt(2 lam)``, and averaged over the ``D_i``, the covariance is ``2 lam I - Var(g)``: gradient noise and
-    injected noise add up to exactly ``2 lam I`` *whatever the correlations* of the gradient noise, in O(d m). Q comes
-    from `outer_factor`. ``2 lam`` must exceed the top eigenvalue of the ``1/m`` sum: with m = 1 that is ``|D|^2``, the
+    injected noise add up to exactly ``2 lam I`` for any correlations of the gradient noise, in O(d m). Q is that of
+    `outer_factor`. ``2 lam`` must exceed the top eigenvalue of the ``1/m`` sum: with m = 1 that is ``|D|^2``, the
     paper's sum rule; with more vectors it tends to the top eigenvalue of Var(g). If xi and the ring are shards of
     longer vectors, ``total`` sums over the shards.
     """
-    if isinstance(factor, float):  # a large group; numpy, since this may run in a thread beside torch's
+    if isinstance(factor, float):  # in numpy, since this may run in a thread next to torch's
         x, d = xi.numpy(), ring[0].numpy()
         along = np.einsum("i,i->", d, x)
         x -= x.dtype.type(factor * (along if total is None else float(total(torch.tensor(along))))) * d

@@ -242,7 +242,7 @@ class NoiseModel:
         return longest[: min(max(taken - state["ring"].shape[-2], 1), LENGTHS_KEPT)]
 
     def longest(self, group: Group) -> Tensor:
-        """What lambda must cover for `isosgd.geometry.layer.take_out_` to be exact.
+        """What lambda must cover for `isosgd.geometry.layer.subtract_outer_` to be exact.
 
         A quantile, not the maximum: one outlier must not slow the chain for good. The clipped share is reported.
         """
@@ -292,6 +292,12 @@ def flat(tensor: Tensor, batched: bool) -> Tensor:
 def join(tensors: Sequence[Tensor], batched: bool = False) -> Tensor:
     """A group's tensors as one flat vector ``[d]``, or ``[chains, d]``."""
     return flat(tensors[0], batched) if len(tensors) == 1 else torch.cat([flat(t, batched) for t in tensors], dim=-1)
+
+
+def split_like(joined: Tensor, tensors: Sequence[Tensor], chains: int | None = None) -> list[Tensor]:
+    """The inverse of `join`: views of a flat vector ``[d]``, or ``[chains, d]``, in the shapes of the tensors."""
+    parts = torch.split(joined, [t.numel() // (chains or 1) for t in tensors], dim=-1)
+    return [part.reshape(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:

@@ -4,7 +4,7 @@
     Cov(w) = 2 a T / (N lr P) - 2 B^
 
 In the notation of Theorem 2: P from a running mean V of g^2, A = a, B^ = V / 2 or measured. V is estimated in the
-burn-in, with a memory tau that grows where gradients are mostly noise, and is constant afterwards:
+burn-in, with a memory tau that grows where gradients are mostly noise, then constant:
 
     tau <- tau + 1 - tau m^2 / V,    m <- m + (g - m) / (tau + 1),    V <- V + (g^2 - V) / (tau + 1)
 
@@ -30,20 +30,20 @@ from isosgd.samplers.program import StepProgram
 class AdaptiveSGHMC(Sampler):
     """SGHMC whose scales are adapted in the burn-in, then frozen.
 
-    Targets ``exp(-f / T)`` after the burn-in, up to the discretisation bias ``rate h / (2 (2 - a))`` in the metric,
-    when B^ is the variance of the gradient noise and that is independent between parameters. Correlations of the noise
-    are not corrected for; `adapt` keeps their effect below ``bias``.
+    Targets ``exp(-f / T)`` after the burn-in, up to the discretisation bias ``rate h / (2 (2 - a))`` in the metric, if
+    B^ is the variance of the gradient noise and the noise is independent between parameters. Correlations are not
+    corrected for; `adapt` keeps their effect below ``bias``.
 
     Departures from the paper: B^ is measured if noise vectors are passed to `step` or `observe`. Without them it is
     V / 2 as in the paper; V is not centred and exceeds the variance by the squared gradient, so that too little noise
-    is injected and variances come out too small by about ``rate h / (2 a)`` in the metric. The burn-in also ends when
-    rates are frozen, as at the end of the warm-up of `isosgd.sample`. ``eps`` bounds P. Injected noise is cut at zero
+    is injected and variances are too small by about ``rate h / (2 a)`` in the metric. The burn-in also ends when rates
+    are frozen, as at the end of the warm-up of `isosgd.sample`. ``eps`` bounds P. Injected noise is clipped at zero
     where B^ is too large for the rate.
 
     Args:
         friction: a in (0, 1].
         burn_in: steps in which the scales are adapted. Draws count after them.
-        eps: bounds P. It has the units of a mean gradient.
+        eps: bounds P, in the units of a mean gradient.
         corrected: subtract 2 B^ from the injected noise.
         settings: those of every `Sampler`.
     """
@@ -73,7 +73,7 @@ class AdaptiveSGHMC(Sampler):
 
     @property
     def adapting(self) -> bool:
-        """Whether the burn-in goes on."""
+        """Whether the burn-in is still running."""
         return self._adapts(self.param_groups[0])
 
     def _adapts(self, group: Group) -> bool:
@@ -102,7 +102,7 @@ class AdaptiveSGHMC(Sampler):
         return [self._metric(p) * self.state[p].get("variance", self._square(p)) for p in params]
 
     def noise_bound(self, group: Group) -> Tensor:
-        """It covers what is subtracted, and leaves the correlated rest a small share."""
+        """Covers what is subtracted; correlated noise is at most a small share of it."""
         if not self.corrected:
             return super().noise_bound(group)
         noise = self._noise(group["params"])

@@ -1,9 +1,9 @@
-"""What every sampler shares: parameter groups and units, step sizes, the step itself, and saving.
+"""The base class of all samplers: parameter groups, units, step sizes, the step and its saving.
 
-A sampler *has* a model of its gradient noise (`isosgd.noise.model.NoiseModel`), a step size schedule
-(`isosgd.samplers.schedules`) and an `Injector` that draws the injected noise. It may have a diagonal preconditioner
-(`isosgd.samplers.metric`) or a Lambda that knows directions (`isosgd.geometry`). What then distinguishes one sampler
-from another is the `Move` of a group. Outside `isosgd.sample` an `isosgd.samplers.own_warmup.OwnWarmup` sets the rates.
+A sampler has a model of its gradient noise (`isosgd.noise.model.NoiseModel`), a step size schedule
+(`isosgd.samplers.schedules`), an `Injector` that draws the injected noise, and perhaps a diagonal preconditioner
+(`isosgd.samplers.metric`) or a geometry (`isosgd.geometry`). Samplers differ in the `Move` of a group. In a loop of the
+user's own, an `isosgd.samplers.own_warmup.OwnWarmup` sets the rates; in `isosgd.sample`, the warm-up of the run.
 """
 
 from __future__ import annotations
@@ -53,52 +53,51 @@ CHECK_EVERY = 64  # steps between checks of the parameters
 class Sampler(Optimizer):
     """A `torch.optim.Optimizer` whose steps draw from a posterior.
 
-    It expects in ``.grad`` the gradients of ``mean negative log likelihood + (negative log prior) / N``;
-    ``weight_decay`` adds a Gaussian prior. In a training loop of any kind it optimises and warms up by itself;
-    ``draws_ready`` says from when on its steps are draws. Subclasses accept these arguments too, by keyword.
+    ``.grad`` must hold the gradient of ``mean negative log likelihood + (negative log prior) / N``; ``weight_decay``
+    adds a Gaussian prior. In a training loop it optimises and warms up by itself; its steps are draws once
+    ``draws_ready`` is True. Subclasses accept these arguments too, by keyword.
 
     Args:
         params: parameters, with or without names (one group for each layer), or parameter groups.
-        num_data: N, the number of examples in the data set. Never guessed.
-        batch_size: n, the examples behind each step, accumulated ones included. Required if the sampler is to find
-            its rate in a loop.
+        num_data: N, the number of examples in the data set.
+        batch_size: n, the examples in each step's gradient, accumulated ones included. Required if the sampler finds
+            its own rate in a loop.
         weight_decay: adds a Gaussian prior of mean 0 and precision ``weight_decay * num_data``, as
             ``torch.optim.SGD(weight_decay=...)`` does for a mean loss. Can be set per group.
-        warmup: steps of the sampler's own warm-up, in a loop that only calls `step`. By default as many as it takes,
-            and none if ``lr`` is given.
-        trained: whether the parameters come from a trained network, so that the warm-up skips its initial
+        warmup: steps of the sampler's own warm-up in a loop. By default as many as it needs; none if ``lr`` is given.
+        trained: whether the parameters are those of a trained network, so that the warm-up skips the initial
             optimisation.
         temperature: T; the target is ``exp(-f / T)`` with f the negative log joint density.
-        lr: step size for the mean gradient. Can be set per group and changed between steps. By default the warm-up
+        lr: step size for the mean gradient; may differ between groups and change between steps. By default the warm-up
             sets it. I-SGD and V-SGD take none.
         bias: relative error of the posterior variance that the step size may cause, when `adapt` sets the rates.
-        noise: how gradient noise is estimated: ``gaussian``, ``paired``, ``alpha`` or a `NoiseEstimator`.
-        momentum: momentum of that estimate.
-        track_every: with an uncentred estimate, use the gradient of every k-th step; None stops after the warm-up, so
+        noise: estimator of the gradient noise: ``gaussian``, ``paired``, ``alpha`` or a `NoiseEstimator`.
+        momentum: momentum of that estimator.
+        track_every: with an uncentred estimator, use the gradient of every k-th step; None stops after the warm-up, so
             that steps can be captured or compiled.
         generator: source of all randomness; saved with the state. By default seeded from torch's generator.
         chains: K if every parameter has a leading dimension of K independent chains; rates are then ``[K]``.
         foreach: update all tensors of a group in one call.
         capturable: keep rates in tensors on the device, so that a step can be captured in a CUDA graph once the phase
-            is ``sampling``. A captured step ignores changes of ``lr``; it follows the noise if `replayed` is called
-            after each replay.
+            is ``sampling``. A captured step ignores changes of ``lr``; call `replayed` after each replay to update the
+            noise estimate.
         innovations: ``normal``, ``bits`` (moment-matched, see `isosgd.samplers.innovations`) or ``auto``.
         friction: a of Theorem 2, in (0, 1]; None for Theorem 1. Set by subclasses, as are the next three.
-        corrected: whether the measured gradient noise, correlations included, is subtracted from the injected noise.
-            None lets the sampler's own warm-up choose what allows larger rates; without one it means False.
+        corrected: whether to subtract the measured gradient noise, correlations included, from the injected noise.
+            None: the sampler's own warm-up chooses what allows larger rates; in `isosgd.sample` False.
         schedule: step size schedule.
         extra: further entries of each group.
 
     Attributes:
-        noise: what is known of the gradient noise.
+        noise: the model of the gradient noise.
         given: whether the user gave the rate.
         left_out: parameters that were frozen when the sampler was made.
         own: the sampler's own warm-up, once it has begun.
         whole: computes sums over all elements of a group, which may be sharded over ranks.
-        driven: whether something else, such as `isosgd.sample`, sets rates and decides when draws count.
+        driven: whether a caller such as `isosgd.sample` sets the rates and decides which steps are draws.
         resumed: whether a state was loaded.
         metric: a diagonal preconditioner, or None.
-        geometry: a Lambda that knows directions, or None.
+        geometry: a Lambda with directions, or None.
     """
 
     family: ClassVar[str] = "langevin"  # Theorem 1; "hamiltonian" is Theorem 2
@@ -108,12 +107,12 @@ class Sampler(Optimizer):
     has_lr: ClassVar[bool] = True
     grows: ClassVar[bool] = True  # whether groups can be added
     resumed = False
-    shardable: ClassVar[bool] = False  # whether steps of parts of parameters are those of the whole ones
+    shardable: ClassVar[bool] = False  # whether a shard of the parameters can be stepped on its own
     metric: DiagonalMetric | None = None
     geometry: Geometry | None = None
 
     def __init_subclass__(cls, **given: Any) -> None:
-        """Where parameters are sharded, check on construction that all ranks were given the same settings."""
+        """Wrap the constructor: for sharded parameters it checks that all ranks were given the same settings."""
         super().__init_subclass__(**given)
         make: Callable[..., None] = cls.__init__
 
@@ -123,7 +122,7 @@ class Sampler(Optimizer):
                 return make(self, params, *args, **settings)
             groups = layer_groups(params)
             every: list[Any] = [p for group in groups for p in group["params"] if is_sharded(p)]
-            if not every or every[0].device_mesh.ndim > 1:  # refused later
+            if not every or every[0].device_mesh.ndim > 1:  # `take_shards` refuses the latter
                 return make(self, groups, *args, **settings)
             own_stream = settings.get("generator") is None
 
@@ -181,7 +180,7 @@ class Sampler(Optimizer):
         self.batch_size, self.warmup, self.trained = batch_size, warmup, trained
         self.own: OwnWarmup | None = None
         self.driven = False
-        self._captured: list[Any] = []  # keeps alive what captured steps read
+        self._captured: list[Any] = []  # references to what captured steps read
         groups = layer_groups(params)
         self.whole = take_shards(groups)
         if self.whole.sharded and (not self.shardable or chains is not None or capturable):
@@ -211,7 +210,7 @@ class Sampler(Optimizer):
         self._follow_lr()
 
     def _agreed(self, own_stream: bool) -> dict[str, Any]:
-        """What must be the same on all ranks among which the parameters are sharded."""
+        """The settings that must be the same on all ranks among which the parameters are sharded."""
 
         def plain(values: dict[str, Any]) -> dict[str, Any]:
             return {name: x for name, x in values.items() if x is None or isinstance(x, str | int | float)}
@@ -232,7 +231,7 @@ class Sampler(Optimizer):
     # -- groups -------------------------------------------------------------------------------------------------------
 
     def _rate_given(self, groups: Sequence[Group], lr: float | None) -> bool:
-        """Whether the user gave the rates; refuses bad ones, and rates for some groups only."""
+        """Whether the user gave rates; raises if they are invalid or given for some groups only."""
         rates = [group.get("lr", lr) for group in groups]
         if not self.has_lr and any(rate is not None for rate in rates):
             raise ValueError(f"lr = {next(r for r in rates if r is not None)}: {self._no_lr()}")
@@ -250,8 +249,8 @@ class Sampler(Optimizer):
         return f"{name} finds its rate in its warm-up; give lr= to have a rate of your own, which can be scheduled"
 
     def _wrapped(self, group: Group) -> Group:
-        """A group that refuses to be given a rate, unless the user gave it one."""
-        group.pop("param_names", None)  # torch's, which may hold those of parameters that were left out
+        """The group as one that refuses an ``lr``, unless the user gave it one."""
+        group.pop("param_names", None)  # torch's, which may include parameters that were left out
         if "lr" in group:
             return dict(group)
         found = OwnRateGroup(group)
@@ -287,7 +286,7 @@ class Sampler(Optimizer):
             self.own = self._own_warmup()
 
     def hand_over_rates(self) -> None:
-        """End of the warm-up: make the rates the groups' ``lr``, which the user may change."""
+        """At the end of the warm-up: make each group's rate its ``lr``, which the user may change."""
         if self.has_lr:
             for i, group in enumerate(self.param_groups):
                 lr = float(group["rate"])
@@ -303,7 +302,7 @@ class Sampler(Optimizer):
                 if not (math.isfinite(lr) and lr >= 0):
                     raise ValueError(f"group {group['name']!r} has lr = {lr}: it must be finite and not negative")
                 group["followed"] = float(lr)
-                # The injected noise is infinite over a rate of zero: take the smallest one instead.
+                # At a rate of zero the injected noise would be infinite.
                 group["rate"] = self.number(max(float(lr), torch.finfo(torch.float32).tiny))
                 changed = True
         if changed:
@@ -322,9 +321,9 @@ class Sampler(Optimizer):
 
     @torch.no_grad()
     def observe(self, noise: Sequence[Tensor] | None = None) -> None:
-        """Take in one noise vector, in the order of the parameters; None takes the gradients themselves."""
+        """Update the noise estimate with one noise vector, in the order of the parameters, or with the gradients."""
         if self.geometry is not None:
-            if noise is not None:  # the geometry keeps its own, better estimate
+            if noise is not None:  # the geometry has an estimate of its own
                 self.noise.check(noise)
                 self.geometry.observe(noise)
                 for group in self.param_groups:
@@ -338,16 +337,16 @@ class Sampler(Optimizer):
             self.metric.take(noise)
 
     def forget_noise(self, void: bool = False) -> None:
-        """Start the noise estimate anew; the old one serves until the first new vector.
+        """Restart the noise estimate; the old one is used until the first new vector.
 
-        If ``void``, the old one is worthless: it was not measured on the posterior.
+        ``void``: discard the old one, which was not measured on the posterior.
         """
         self.noise.forget()
         if self.geometry is not None:
             self.geometry.forget(void)
 
     def freeze(self) -> None:
-        """Fix the rates, follow only the noise that a step depends on, and let cycles begin."""
+        """Fix the rates, update only the noise estimates that a step depends on, and let cycles begin."""
         self.noise.freeze()
         self.schedule.begin(self.param_groups)
 
@@ -363,7 +362,7 @@ class Sampler(Optimizer):
 
     @property
     def whitening(self) -> Metric | None:
-        """The metric in which curvature is measured, if any."""
+        """The metric in which the curvature is measured, or None."""
         return self.metric
 
     # -- rates --------------------------------------------------------------------------------------------------------
@@ -386,25 +385,22 @@ class Sampler(Optimizer):
                 group["peak"] = self.number(peak)
 
     def noise_bound(self, group: Group) -> Tensor:
-        """The smallest composite noise that a group's gradient noise allows.
-
-        Gradient noise that is corrected for must not exceed it; noise that is ignored must be a small share of it.
-        """
+        """The smallest composite noise allowed: the gradient noise if it is corrected for, else a multiple of it."""
         return self.noise.longest(group) if self.corrected else self.noise_summary(group, "top") / self.bias
 
     def _fit_rate(self, group: Group, curvature: Number, noise: Tensor, rise: float) -> None:
-        """Set the largest rate whose composite noise ``a T / (N rate)`` covers ``noise`` and whose bias is allowed."""
-        # At temperature zero there is no variance to get wrong: only the curvature bounds the rate.
+        """Set the largest rate of allowed bias whose composite noise ``a T / (N rate)`` is at least ``noise``."""
+        # At temperature zero only the curvature bounds the rate.
         variance = self.friction * group["temperature"]
         cover = group["num_data"] * noise / variance if variance else torch.zeros_like(noise)
         guard = torch.as_tensor(curvature, dtype=noise.dtype, device=noise.device)
         inverse = torch.maximum(cover, guard / allowed_rate_curvature(self.bias, self.friction))
         old = None if group["rate"] is None else 1.0 / group["rate"]
-        group["rate"] = self.number(1.0 / slow_rise(old, inverse, rise))
+        group["rate"] = self.number(1.0 / limit_rise(old, inverse, rise))
         self.refresh()
 
     def number(self, value: Number) -> Number:
-        """A group's number as this sampler keeps it: a float, or a tensor with ``chains`` or ``capturable``."""
+        """A group's number as this sampler stores it: a float, or a tensor with ``chains`` or ``capturable``."""
         if self.chains is None and not self.capturable:
             return float(value)
         device = self.param_groups[0]["params"][0].device
@@ -426,10 +422,10 @@ class Sampler(Optimizer):
     # -- moves --------------------------------------------------------------------------------------------------------
 
     def _move(self, group: Group, params: list[Tensor]) -> Move:
-        """The rate and the injected noise of a group's next steps: all that distinguishes samplers.
+        """The rate and the injected noise of a group's next steps; subclasses override this.
 
-        Called again when the noise estimate or the rates change, and after `refresh`. By default all of the composite
-        noise is injected, less the measured gradient noise if ``corrected``.
+        Called again when the noise estimate or the rates change, and after `refresh`. By default the injected noise is
+        the composite noise, less the measured gradient noise if ``corrected``.
         """
         rate, lam = self.rate(group), self.composite(group)
         return self._outer(lam, rate) if self.corrected else Move(rate, root(2.0 * lam))
@@ -438,7 +434,7 @@ class Sampler(Optimizer):
         return Move(self.rate(group), 0.0) if self.schedule.explores(group) else self._move(group, params)
 
     def _outer(self, lam: Number, rate: Number) -> Move:
-        """A move that subtracts the gradient noise, correlations included (see `take_out_`)."""
+        """A move that subtracts the gradient noise, correlations included (see `subtract_outer_`)."""
         return Move(rate, root(2.0 * lam), outer=lam)
 
     def _diagonal(self, lam: Number, rate: Number, variances: Sequence[Tensor]) -> Move:
@@ -446,7 +442,7 @@ class Sampler(Optimizer):
         return Move(rate, 1.0, scale=diagonal_scale(lam, join(list(variances), self.batched)))
 
     def refresh(self) -> None:
-        """Work out the moves anew; call it after changing a group's settings by hand."""
+        """Recompute the moves; call it after changing a group's settings by hand."""
         self.injector.refresh()
 
     # -- the step -----------------------------------------------------------------------------------------------------
@@ -461,7 +457,7 @@ class Sampler(Optimizer):
 
         Args:
             closure: re-evaluates the loss and its gradients.
-            noise: the noise vector of this step's minibatch (paired halves), if there is one.
+            noise: the noise vector of this step's minibatch (paired halves), if any.
         """
         loss = None
         if closure is not None:
@@ -473,7 +469,7 @@ class Sampler(Optimizer):
         self._follow_lr()
         if self.own is None and not self.driven:
             if self.given and self.needs_vectors and noise is None:
-                self.own = OwnWarmup(self, None, by_scheme=True)  # for noise vectors alone
+                self.own = OwnWarmup(self, None, by_scheme=True)  # only provides noise vectors
             elif not self.given and any(group["rate"] is None for group in self.param_groups):
                 self.own = self._own_warmup()
         own, captured = self.own, capturing()
@@ -491,7 +487,7 @@ class Sampler(Optimizer):
             elif noise is not None or self._takes_gradient():
                 self.observe(noise)
             elif own is not None and own.by_scheme and not self.warming and not self.noise.ready():
-                moves = False  # not before the first noise vector
+                moves = False  # wait for the first noise vector
             if moves:
                 self.injector.lay_out()
                 self._update()
@@ -511,9 +507,9 @@ class Sampler(Optimizer):
     @Optimizer.profile_hook_step  # run step hooks for these steps, too
     @torch.no_grad()
     def replayed(self) -> None:
-        """Count a step that was replayed from a CUDA graph, and follow the noise by its gradients.
+        """Count a step that was replayed from a CUDA graph, and update the noise estimate from its gradients.
 
-        Call it after each replay, on the same stream, with the gradients still there.
+        Call it after each replay, on the same stream, before the gradients are cleared.
         """
         if any(p.grad is None for p in self.injector.params):
             raise RuntimeError("replayed() needs the gradients of the step: call it before zero_grad()")
@@ -529,7 +525,7 @@ class Sampler(Optimizer):
             group["step"] += 1
 
     def _check_capture(self) -> None:
-        """Refuse to capture a step whose replays would not be valid steps."""
+        """Raise if replays of this step would not be valid steps."""
         if not self.capturable:
             why = "it was made without capturable=True"
         elif self.phase != SAMPLING or not self.injector.layout:
@@ -543,7 +539,7 @@ class Sampler(Optimizer):
         raise RuntimeError(f"a step of this {type(self).__name__} cannot be captured in a CUDA graph: {why}")
 
     def _check_parameters(self) -> None:
-        """Refuse parameters that were thawed meanwhile, and sparse gradients."""
+        """Raise if a frozen parameter was unfrozen since construction, or a gradient is sparse."""
         for p in self.left_out:
             if p.requires_grad:
                 raise ValueError(
@@ -569,7 +565,7 @@ class Sampler(Optimizer):
         self.whole.zero_grad(set_to_none)
 
     def _plain(self) -> bool:
-        """Whether a step of bfloat16 parameters is a stepper's alone, so that it needs no float32 copies."""
+        """Whether bfloat16 parameters can be stepped one by one, without float32 copies of all."""
         if not self.half.every or self.batched or self.corrected or self.warming:
             return False
         if self.capturable or self.metric is not None or any(self.noise.uses) or self._takes_gradient():
@@ -577,7 +573,7 @@ class Sampler(Optimizer):
         return all(getattr(type(self), name) is getattr(Sampler, name) for name in ("_move", "_update", "_advance"))
 
     def _plain_step(self) -> None:
-        """A step, parameter by parameter."""
+        """A step of bfloat16 parameters, one by one."""
         if not any(p.grad is not None for p in self.half.params):
             raise RuntimeError(NO_GRADIENT)
         self.injector.drop_prefetched()
@@ -593,7 +589,7 @@ class Sampler(Optimizer):
 
     @contextmanager
     def _decayed(self) -> Iterator[None]:
-        """Within it, gradients include that of the Gaussian prior, ``weight_decay * theta``."""
+        """Context in which gradients include that of the Gaussian prior, ``weight_decay * theta``."""
         decays = [(p, g["weight_decay"]) for g in self.param_groups if g["weight_decay"] for p in g["params"]]
         found = [(p, p.grad, decay) for p, decay in decays if p.grad is not None]
         for p, grad, decay in found:
@@ -607,13 +603,13 @@ class Sampler(Optimizer):
     # -- a warm-up of its own -----------------------------------------------------------------------------------------
 
     def _own_warmup(self) -> OwnWarmup:
-        """The sampler's own warm-up, from its beginning."""
+        """A new warm-up of the sampler's own."""
         if self.batched:
             raise RuntimeError("chains side by side have no warm-up of their own: let isosgd.sample take them")
         return OwnWarmup(self, self.warmup)
 
     def _forget_warmup(self) -> None:
-        """Go back to before the first step."""
+        """Return to the state before the first step."""
         self.own = None
 
     @property
@@ -637,14 +633,14 @@ class Sampler(Optimizer):
 
     @property
     def draws_ready(self) -> bool:
-        """Whether the parameters are, after the last step, a draw that counts."""
+        """Whether the parameters are, after the last step, a draw."""
         return self.phase == SAMPLING and self.param_groups[0]["step"] > 0 and self.sampling
 
     def _takes_gradient(self) -> bool:
         """Whether this step's gradient is taken as an (uncentred) noise vector."""
         every = self.track_every
         if self.own is not None and not self.own.by_scheme:
-            return False  # it uses centred ones
+            return False  # the warm-up uses centred ones
         return every is not None and not self.estimator.centred and self.param_groups[0]["step"] % every == 0
 
     def _update(self) -> None:
@@ -673,7 +669,7 @@ class Sampler(Optimizer):
     def _advance(
         self, params: list[Tensor], grads: list[Tensor], rate: Number | list[float], kick: list[Tensor] | None
     ) -> None:
-        """Move the parameters by Theorem 1 or 2, in the metric if there is one."""
+        """Apply the stepper of Theorem 1 or 2, in the metric if there is one."""
         if self.metric is not None:
             metric, grads = self._drift(params, grads)
             if kick is not None:
@@ -693,7 +689,7 @@ class Sampler(Optimizer):
         return self.kept_like(p, "velocity", p.dtype)
 
     def kept_like(self, p: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-        """A tensor in a parameter's state, of its shape; zero at first."""
+        """A tensor of a parameter's shape in its state, zero at first."""
         state = self.state[p]
         if name not in state:
             state[name] = torch.zeros_like(p, dtype=dtype)
@@ -701,7 +697,7 @@ class Sampler(Optimizer):
         return found
 
     def program(self) -> StepProgram | str:
-        """The next steps in a form that a backend can run many of at once, or why there is none."""
+        """The next steps as a program for a backend, or the reason why there is none."""
         if any(self.noise.uses) and not self.estimator.centred and self.track_every is not None:
             return "the noise is followed by single gradients"
         if not self.schedule.changes(self.param_groups):
@@ -717,21 +713,21 @@ class Sampler(Optimizer):
 
     @property
     def sampling(self) -> bool:
-        """Whether the last step was one of a sampling stage."""
+        """Whether the last step belongs to a sampling stage."""
         return self.schedule.sampled(self.param_groups[0])
 
     def steps_to(self, spacing: float, draws: int = 1) -> int:
-        """Steps to the next draw, or the last of several, given their spacing in steps at the rate that was set."""
+        """Steps to the next draw, or to the last of several; ``spacing`` is in steps at the rate that was set."""
         return self.schedule.steps_to(self.param_groups[0], spacing, draws)
 
     def fit_schedule(self, spacing: float) -> None:
-        """Fit the schedule, before the first draw, to the measured spacing of draws."""
+        """Fit the schedule to the measured spacing of draws, before the first draw."""
         self.schedule.fit(self.param_groups, spacing)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, with that of the generator, of the warm-up and of the geometry."""
+        """The optimizer's state with those of the generator, the warm-up and the geometry."""
         state = {**super().state_dict(), "generator": self.injector.generator_state()}
         if self.own is not None:
             state["warmup"] = state_of(self.own)
@@ -741,7 +737,7 @@ class Sampler(Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict`. Estimates keep their dtype, which torch would change to the parameter's."""
+        """Load a `state_dict`. Estimates keep their dtype, which torch would cast to the parameter's."""
         if "generator" not in state_dict:
             raise ValueError(
                 "this state has no 'generator': it was not saved by an isosgd sampler and cannot resume a chain"
@@ -774,6 +770,6 @@ class Sampler(Optimizer):
             self.injector.last = None if saved["last"] is None else saved["last"].clone()
 
 
-def slow_rise(old: Number | None, new: Tensor, rise: float) -> Tensor:
-    """A new inverse rate (or lambda): it grows at once and shrinks by at most a factor of ``rise``."""
+def limit_rise(old: Number | None, new: Tensor, rise: float) -> Tensor:
+    """A new inverse rate (or lambda), which may shrink by at most a factor of ``rise``."""
     return new if old is None else torch.maximum(new, torch.as_tensor(old, dtype=new.dtype, device=new.device) / rise)

@@ -3,9 +3,8 @@
     rate_t = lr min(peak, c(r) / c(beta)),    c(r) = (1 + cos(pi r)) / 2,    r = (t mod cycle) / cycle
 
 Each cycle begins with *exploration* (r < beta): steps at a high rate without injected noise, towards another mode. Then
-comes *sampling*: steps of SGLD or SGHMC while the rate falls from ``lr`` towards zero. Only draws of this second stage
-count. The paper's alpha_0 is ``lr / c(beta)``. The schedule, and what it means for the spacing of draws, is in
-`isosgd.samplers.schedules.Cycles`.
+comes *sampling*: steps of SGLD or SGHMC while the rate falls from ``lr`` towards zero. Draws are taken in this second
+stage only. The paper's alpha_0 is ``lr / c(beta)``. The schedule is `isosgd.samplers.schedules.Cycles`.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ class CSGLD(Sampler):
     """SGLD in cycles.
 
     Targets ``exp(-f / T)`` within the modes it visits, as ``lr -> 0`` with many relaxation times in every sampling
-    stage. Each exploration ends cold, so that short stages come out too narrow. How often a mode is visited has
-    nothing to do with its mass.
+    stage. Exploration ends at temperature zero, so variances of short stages are too small. How often a mode is visited
+    does not depend on its mass.
 
     Departures from the paper: ``lr`` is the largest rate of the sampling stage, which `adapt` can set by theory, not
-    that of the cycle; `adapt` also caps the rate of exploration where it would be unstable; cycles begin when rates
-    are frozen (at the end of the warm-up of `isosgd.sample`), or with the first step if ``lr`` is given. In
-    `isosgd.sample` a stage is long enough for the chain to spread again and then give ten draws, which are equally
-    spaced in the sum of rates, not in steps.
+    that of the cycle; `adapt` also limits the rate of exploration to a stable one; cycles begin when rates are frozen
+    (at the end of the warm-up of `isosgd.sample`), or with the first step if ``lr`` is given. In `isosgd.sample` a
+    stage is long enough for the chain to spread again and then give ten draws, equally spaced in the sum of rates, not
+    in steps.
 
     Args:
-        cycle: steps in a cycle. By default `isosgd.sample` sets it from the spacing of draws; it is 5,000 where that
-            is not measured.
-        exploration: beta, the share of exploration in a cycle. The paper has .25 for mixtures and .8 for networks.
+        cycle: steps in a cycle. By default `isosgd.sample` sets it from the spacing of draws, or to 5,000 if that is
+            not measured.
+        exploration: beta, the share of exploration in a cycle; the paper has .25 for mixtures and .8 for networks.
         decay: exponent of an annealing over all cycles, 0 for none.
-        offset: steps after which the annealing sets in.
+        offset: steps after which the rate begins to fall.
         corrected: subtract the measured gradient noise from the injected noise, as in `Sampler`.
         settings: those of every `Sampler`.
 
@@ -72,13 +71,11 @@ class CSGLD(Sampler):
 
 
 class CSGHMC(Sampler):
-    """SGHMC in cycles. The velocity is kept from stage to stage.
+    """SGHMC in cycles; the velocity is kept from stage to stage.
 
-    Targets ``exp(-f / T)`` within the modes it visits, with the errors of `CSGLD` and those of
-    `isosgd.samplers.sghmc.SGHMC`.
+    Targets ``exp(-f / T)`` within the modes it visits, with the errors of `CSGLD` and `isosgd.samplers.sghmc.SGHMC`.
 
-    Departures from the paper, ``cycle`` and ``exploration`` are those of `CSGLD`; ``friction`` and ``corrected``
-    those of `SGHMC`.
+    Departures from the paper, ``cycle`` and ``exploration``: see `CSGLD`; ``friction`` and ``corrected``: see `SGHMC`.
     """
 
     family = "hamiltonian"

@@ -16,7 +16,7 @@ Group = dict[str, Any]
 
 
 class OwnRateGroup(dict[str, Any]):
-    """A group whose rate the sampler sets: to read or set ``lr``, as a scheduler would, is refused with the reason."""
+    """A group whose rate the sampler sets: reading or setting ``lr``, as a scheduler does, raises with the reason."""
 
     reason = ""
 
@@ -30,10 +30,10 @@ class OwnRateGroup(dict[str, Any]):
 
 
 def layer_groups(params: ParamsLike) -> list[Group]:
-    """One group for each layer; groups that are given as dicts stay as they are.
+    """One group for each layer, or the groups that are given as dicts.
 
-    Without names, a tensor of two or more dimensions begins a layer, and a vector of its length that follows is its
-    bias.
+    Without names, a tensor of two or more dimensions begins a layer, and a vector of the same length that follows it
+    is its bias.
 
     Example:
         >>> import torch
@@ -73,13 +73,13 @@ def layer_groups(params: ParamsLike) -> list[Group]:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Refuse names that are not unique."""
+    """Raise if names are not unique."""
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"two groups have the name {twice[0]!r}: give each group a name of its own")
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Refuse a setting that is not one of the choices."""
+    """Raise if a setting is not one of the choices."""
     if value not in choices:
         *others, last = map(repr, choices)
         raise ValueError(f"{name} = {value!r} is unknown; choose {', '.join(others)} or {last}")
@@ -91,7 +91,7 @@ def is_whole(number: object) -> bool:
 
 
 def check_units(num_data: int, temperature: float) -> None:
-    """Refuse a bad N or T."""
+    """Raise if N or T is invalid."""
     if not is_whole(num_data) or num_data < 1:
         raise ValueError(f"num_data = {num_data!r} must be the number of examples, an integer of at least 1")
     if not (math.isfinite(temperature) and temperature >= 0):
@@ -99,7 +99,7 @@ def check_units(num_data: int, temperature: float) -> None:
 
 
 def check_batch_size(batch_size: int | None, num_data: int | None = None) -> None:
-    """Refuse a bad n."""
+    """Raise if n is invalid."""
     if batch_size is None:
         return
     if not is_whole(batch_size) or batch_size < 1:
@@ -111,7 +111,7 @@ def check_batch_size(batch_size: int | None, num_data: int | None = None) -> Non
 
 
 def check_groups(groups: list[Group], chains: int | None) -> None:
-    """Refuse groups with bad units, integer tensors, or tensors without their chain dimension."""
+    """Raise if a group has invalid units, integer tensors, or tensors without the chain dimension."""
     for group in groups:
         check_units(group["num_data"], group["temperature"])
         group["num_data"] = int(group["num_data"])
@@ -130,7 +130,7 @@ def check_groups(groups: list[Group], chains: int | None) -> None:
 
 
 def trained_groups(groups: list[Group]) -> list[Group]:
-    """Leave out frozen parameters, which need no noise and no rate, unless all are frozen."""
+    """The groups without frozen parameters, unless all are frozen."""
     trained = [[p for p in group["params"] if p.requires_grad] for group in groups]
     if not any(trained):
         return groups

@@ -1,10 +1,9 @@
-"""Parameters in bfloat16 whose steps are those of float32.
+"""Parameters in bfloat16 that are stepped in float32.
 
-Most steps of a sampler are smaller than the spacing of bfloat16 numbers, about 1/128 of a value, and would be lost.
-Stochastic rounding keeps them on average, but adds a variance at every step that can exceed that of the step
-(`tests/unit/test_sampled_parts.py` measures both). So a parameter is the rounded upper half of a float32, and the
-sampler's state holds the rest as 16-bit integers: together they are the float32, exactly, in six bytes with the
-gradient.
+Most steps of a sampler are smaller than the spacing of bfloat16 numbers, about 1/128 of a value, and would be rounded
+away. Stochastic rounding keeps them on average, but adds a variance at every step that can exceed that of the step
+(`tests/unit/test_sampled_parts.py` measures both). So the parameter holds the rounded upper half of a float32, and the
+sampler's state the rest as a 16-bit integer: six bytes for each parameter, gradient included.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ HALF_STEP = 1 << 15  # of the upper half, in units of the lower
 def wide(upper: Tensor, low: Tensor) -> Tensor:
     """A float32 from its halves, 16-bit integers.
 
-    A zero upper half with a negative lower half was set from outside, without the lower half: it is zero.
+    A zero upper half with a negative lower half is zero: someone else has set the parameter.
 
     Example:
         >>> x = torch.tensor([3.14159265, -1e-3])
@@ -40,8 +39,8 @@ def wide(upper: Tensor, low: Tensor) -> Tensor:
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The bits of the nearest bfloat16, and those of the float32 less these."""
-    bits = torch.where(x.isnan(), NAN, x.view(torch.int32))  # other NaNs could overflow into a number
+    """The bits of the nearest bfloat16, and the difference to those of the float32."""
+    bits = torch.where(x.isnan(), NAN, x.view(torch.int32))  # other NaNs could overflow
     upper = (bits + HALF_STEP) >> 16
     return upper.to(torch.int16), (bits - (upper << 16)).to(torch.int16)
 
@@ -49,10 +48,9 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
 def step_halves_(
     upper: Tensor, low: Tensor, grad: Tensor, xi: Tensor, numbers: Sequence[float], velocity: Tensor | None = None
 ) -> None:
-    """A step of either stepper in place; ``numbers`` are the rate, the kick, the weight decay and the friction.
+    """``v <- (1 - friction) v - rate (grad + decay theta) - kick xi``, ``theta += v``, in place.
 
-    ``v <- (1 - friction) v - rate (grad + decay theta) - kick xi``, ``theta += v``; without a velocity v starts from
-    zero.
+    ``numbers`` are the rate, the kick, the decay and the friction. Without a velocity, v is zero before the step.
     """
     rate, kick, decay, friction = numbers
     theta = wide(upper, low)
@@ -67,7 +65,7 @@ def step_halves_(
 
 @lru_cache(maxsize=1)
 def make_kernel() -> Any:
-    """The same step for a GPU, with innovations of its own; None without Triton."""
+    """`step_halves_` as a Triton kernel that draws its own innovations; None without Triton."""
     normals = make_normals()
     if normals is None:
         return None
@@ -113,9 +111,9 @@ class HalfParameters:
             )
         self.state, self.params = state, [p for p in params if p.dtype == torch.bfloat16]
         self.every = bool(params) and len(self.params) == len(params)
-        self._key: Tensor | None = None  # of a step's innovations on a GPU, and how many it has taken
-        self._first = 0
-        self.unsupported_reason = ""  # of the kernel
+        self._key: Tensor | None = None  # of the step's innovations on a GPU
+        self._first = 0  # their next counter
+        self.unsupported_reason = ""  # why the kernel is not used
 
     def low(self, p: Tensor) -> Tensor:
         if LOW not in self.state[p]:
@@ -125,7 +123,7 @@ class HalfParameters:
 
     @contextmanager
     def widened(self) -> Iterator[None]:
-        """While open, parameters and gradients are in float32."""
+        """Context in which parameters and gradients are in float32."""
         before = [(p, p.data, p.grad) for p in self.params]
         for p, data, grad in before:
             p.grad = None
@@ -152,21 +150,22 @@ class HalfParameters:
     def step_(
         self, p: Tensor, numbers: Sequence[float], generator: torch.Generator, velocity: Tensor | None = None
     ) -> None:
-        """A step of one parameter; on a GPU in one pass over memory."""
+        """A step of one parameter; on a GPU by the kernel."""
         assert p.grad is not None
         args = [p.detach().view(torch.int16), self.low(p), p.grad, *([] if velocity is None else [velocity])]
-        plain = all(x.stride() == p.stride() for x in args) and _dense(p)
-        if plain and self._key is not None and self._key.device == p.device:
+        dense = p.is_contiguous() or p.is_contiguous(memory_format=torch.channels_last)
+        same = all(x.stride() == p.stride() for x in args)
+        if dense and same and self._key is not None and self._key.device == p.device:
             try:
                 self._launch(p, args, numbers)
                 return
-            except Exception as error:  # whatever a compiler may raise, before anything is written
+            except Exception as error:  # any error of the compiler, before anything is written
                 self._key, self.unsupported_reason = None, first_line(error)
         xi = torch.empty(p.shape, device=p.device).normal_(generator=generator)
         step_halves_(args[0], args[1], args[2], xi, numbers, velocity)
 
     def _launch(self, p: Tensor, args: Sequence[Tensor], numbers: Sequence[float]) -> None:
-        """The step by the kernel; the last of ``args`` is the velocity, if there is one."""
+        """Launch the kernel; a fourth entry of ``args`` is the velocity."""
         rate, kick, decay, friction = numbers
         chunks = -(-p.numel() // CHUNK)
         with torch.cuda.device(p.device):  # Triton launches where torch is, not where its arguments are
@@ -175,9 +174,4 @@ class HalfParameters:
                 MOMENTUM=len(args) > 3, QUARTER=CHUNK // 4,
             )  # fmt: skip
         self._first += chunks * (CHUNK // 4)
-        torch.autograd.graph.increment_version(p)  # or a graph that still needs the old values would not notice
-
-
-def _dense(p: Tensor) -> bool:
-    """Whether values lie in memory without gaps."""
-    return p.is_contiguous() or p.is_contiguous(memory_format=torch.channels_last)
+        torch.autograd.graph.increment_version(p)  # autograd must notice the change

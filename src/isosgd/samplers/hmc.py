@@ -1,9 +1,8 @@
-"""Hamiltonian Monte Carlo on all of the data, with a mass that is learned as I-SGD's Lambda is.
+"""Hamiltonian Monte Carlo on all data, with I-SGD's Lambda as its mass.
 
-Gradients of all data have no noise: B = 0, every Lambda is large enough, and energies are known exactly. Noise is
-injected only as fresh velocities of covariance ``2 (T / N) P``, ``P = (T / N) Lambda^-1``, at the start of a trajectory
-of leapfrog steps without friction. Its end is accepted or rejected by the change of energy (Metropolis), which removes
-the discretisation bias. The mass is Lambda.
+Gradients of all data have no noise (B = 0, so that any Lambda is large enough), and energies are exact. A trajectory
+begins with a new velocity of covariance ``2 (T / N) P``, ``P = (T / N) Lambda^-1``, goes on with leapfrog steps without
+friction, and is accepted or rejected by the change of energy (Metropolis), which removes the discretisation bias.
 
 With the squared step size ``tau`` of a chain, in units of Lambda's metric, a leapfrog step is
 
@@ -28,7 +27,7 @@ from isosgd.geometry.choice import StructureName, choose, make_structure
 from isosgd.geometry.layer import Number
 from isosgd.geometry.rule import Rule
 from isosgd.noise.estimators import AlphaStable
-from isosgd.noise.model import dot
+from isosgd.noise.model import dot, split_like
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import ParamsLike
 from isosgd.samplers.isgd import bind_geometry, check_sets, parameter_shapes, report_rates
@@ -41,11 +40,10 @@ FIRST_STEP_SIZE = 1e-3
 class HMC(Sampler):
     """HMC on all data. Targets ``exp(-f / T)`` without a bias.
 
-    It must be told the energy ``f / T`` of each chain before every step (``energy``), as `isosgd.sample` does with
-    ``method="hmc"``.
+    Before every step, ``energy`` must be set to the energy ``f / T`` of each chain, as `isosgd.sample` does.
 
-    Departures: the mass is Lambda, learned from differences of gradients between random halves of the data; step sizes
-    are jittered by up to 30% between trajectories; chains that run together have trajectories of one length.
+    Departures: the mass is Lambda, estimated from differences of gradients between random halves of the data; step
+    sizes are jittered by up to 30% between trajectories; chains that run together have trajectories of one length.
 
     Args:
         structure: the form of the mass: ``auto``, ``diagonal``, ``lowrank``, ``kronecker``, ``full``, or a `Geometry`.
@@ -60,10 +58,10 @@ class HMC(Sampler):
         acceptance: acceptance probability of each chain's last trajectory.
         ended: whether the last step ended a trajectory.
         error: change of energy since the start of the trajectory, before the last step.
-        home: flat parameters at the start of the current trajectories. None before the first step.
+        home: flat parameters at the start of the current trajectories; None before the first step.
         recycles: whether draws are also taken along trajectories that are longer than the spacing of draws.
-        drawn: the last of these; `home` if a trajectory that ended there would have been rejected.
-        growth: squared distance that each chain's last trajectory covered, and its derivative by the log length.
+        drawn: the last of these, or `home` if a trajectory that ended there would have been rejected.
+        growth: squared distance covered by each chain's last trajectory, and its derivative by the log length.
     """
 
     family = "metropolis"
@@ -87,8 +85,7 @@ class HMC(Sampler):
         sets: int = 1,
         **settings: Any,
     ) -> None:
-        # The kinetic energy assumes normal velocities: counted bits, whose error averages out over many small steps,
-        # would leave a bias here.
+        # The kinetic energy assumes normal velocities: with counted bits there would be a bias.
         if settings.get("innovations", "auto") == "bits":
             raise ValueError("innovations = 'bits' goes with minibatches: with method='hmc' leave it out")
         check_sets(sets, settings.get("chains") or 1)
@@ -103,7 +100,7 @@ class HMC(Sampler):
                 f"structure = {chosen.name!r} knows no directions: HMC needs 'auto', 'diagonal', 'lowrank', "
                 "'kronecker' or 'full'"
             )
-        bind_geometry(self, chosen, self.batch_size, sets)
+        bind_geometry(self, chosen, sets)
         self.structure = self.geometry = chosen
         self.injector.extra = chosen.extra_innovations
         chosen.noise_weight = 0.0
@@ -117,7 +114,7 @@ class HMC(Sampler):
         self.home_gradient = self.home_pull = self.home_energy = chosen.full(0.0)
 
     def rule(self) -> Rule:
-        """How large the geometry must be; the step size does the rest."""
+        """The rule for the size of the geometry."""
         group = self.param_groups[0]
         assert self.batch_size is not None
         return Rule(
@@ -130,12 +127,12 @@ class HMC(Sampler):
         rise: float = 2.0,
         prior: Sequence[Tensor] | None = None,
     ) -> None:
-        """Set the mass from the measured noise, as `isosgd.samplers.isgd.ISGD.adapt`."""
+        """Set the mass; the arguments are those of `isosgd.samplers.isgd.ISGD.adapt`."""
         self.geometry.resize(self.rule(), curvature, rise, prior)
         report_rates(self)
 
     def restart(self) -> None:
-        """Go back to the start of the current trajectory, and begin another with the present mass."""
+        """Return to the start of the current trajectory; the next step begins another with the present mass."""
         if self.home is not None:
             self.put(self.home)
         self.home, self.place = None, 0
@@ -167,7 +164,7 @@ class HMC(Sampler):
         self.place += 1
 
     def _begin(self, here: Tensor, gradient: Tensor, pull: Tensor, energy: Tensor) -> None:
-        """Begin a trajectory: a fresh velocity and step size."""
+        """Begin a trajectory with a new velocity and step size."""
         self.home, self.home_gradient, self.home_pull, self.home_energy = here, gradient, pull, energy
         self.drawn = here
         geometry = self.geometry
@@ -179,7 +176,7 @@ class HMC(Sampler):
         self.gained = torch.zeros_like(energy)
 
     def _half_kick(self, gradient: Tensor, pull: Tensor) -> None:
-        """Half a kick, and its change of the kinetic energy."""
+        """Half a kick to the velocity; its change of the kinetic energy is added to ``gained``."""
         pull = self.jittered.unsqueeze(-1) * pull
         work = 0.5 * dot(gradient, pull) - dot(gradient, self.velocities)
         self.gained = self.gained + work / (2.0 * self.geometry.scale)
@@ -188,7 +185,7 @@ class HMC(Sampler):
     def _accept_or_reject(
         self, here: Tensor, gradient: Tensor, pull: Tensor, energy: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Accept or reject the trajectory; returns where the chains are then, and gradient, pull and energy there."""
+        """Accept or reject the trajectory; returns the chains' position, gradient, pull and energy then."""
         assert self.home is not None
         moved = here - self.home
         self.growth = dot(moved, moved), 2.0 * self.length * dot(moved, self.velocities)
@@ -213,8 +210,7 @@ class HMC(Sampler):
     def put(self, flat: Tensor) -> None:
         """Write flat parameters."""
         params = [p for group in self.param_groups for p in group["params"]]
-        parts = torch.split(flat, self.geometry.sizes, -1)
-        torch._foreach_copy_(params, [part.reshape(p.shape) for part, p in zip(parts, params, strict=True)])
+        torch._foreach_copy_(params, split_like(flat, params, self.geometry.chains))
 
     def _program(self) -> StepProgram | str:
         return "HMC accepts or rejects where a trajectory ends"

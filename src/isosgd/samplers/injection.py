@@ -1,7 +1,7 @@
 """Injected noise: from the moves of a sampler to its kicks.
 
-A sampler provides the `Move` of each group. Here all moves become a plan: one rate for each tensor (or group), and one
-flat tensor of *kicks*, ``rate * w``, drawn, scaled and corrected at once for all groups.
+A sampler provides the `Move` of each group. An `Injector` turns all moves into a plan: one rate for each tensor (or
+group), and one flat tensor of *kicks*, ``rate * w``, drawn, scaled and corrected in one go for all groups.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from isosgd.geometry.layer import Number, outer_factor, over_chains, take_out_
-from isosgd.noise.model import NoiseModel
+from isosgd.geometry.layer import Number, outer_factor, over_chains, subtract_outer_
+from isosgd.noise.model import NoiseModel, split_like
 from isosgd.samplers.groups import Group
 from isosgd.samplers.innovations import Innovations, Source
 
@@ -22,15 +22,15 @@ NO_GRADIENT = "no parameter has a gradient: call backward() before step()"
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being captured, so that nothing may wait for the device."""
+    """Whether a CUDA graph is being captured."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class Move(NamedTuple):
     """The step of a group, in terms of Theorems 1 and 2 (see `isosgd.samplers.steppers`).
 
-    The injected noise is ``w = amplitude * scale * xi``; an amplitude of 0 injects none. If ``outer``, a lambda, is
-    given, xi is first corrected for recent noise vectors (see `isosgd.geometry.layer.take_out_`).
+    The injected noise is ``w = amplitude * scale * xi``; an amplitude of 0 injects none. ``outer`` is the lambda of a
+    correction for recent noise vectors (see `isosgd.geometry.layer.subtract_outer_`).
     """
 
     rate: Number
@@ -40,7 +40,7 @@ class Move(NamedTuple):
 
 
 class GroupKicks(NamedTuple):
-    """A group's parameters that have gradients, and views of their kicks, flat and by parameter."""
+    """The parameters of a group that have gradients, and views of their kicks: flat, and one for each parameter."""
 
     group: Group
     params: list[Tensor]
@@ -49,7 +49,7 @@ class GroupKicks(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """Parameters that move together."""
+    """Parameters that are updated in one call."""
 
     params: list[Tensor]
     rate: Number | list[float]
@@ -57,14 +57,14 @@ class Planned(NamedTuple):
 
 
 class Injector:
-    """The kicks of a sampler's steps, from its ``move``: the rate and the injected noise of a group's next steps.
+    """Draws the kicks of a sampler's steps, from ``move``, which gives the `Move` of a group.
 
-    The layout depends on which parameters have gradients; the plan is worked out again when something has changed.
+    The layout depends on which parameters have gradients; the plan is updated when something has changed.
 
     Attributes:
         extra: innovations that a step takes beyond one for each element.
         averaged: whether innovations are means over this step and the last one.
-        moves: of the groups in the layout; empty if they have to be worked out again.
+        moves: of the groups in the layout; empty if they have to be recomputed.
         plan: what a step executes.
         scale: of the kicks, flat.
         noiseless: whether nothing is injected.
@@ -99,7 +99,7 @@ class Injector:
         self._fixed: list[Tensor] = []
 
     def fixed(self, found: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Tensors that change as the noise is followed, copied to where a captured step reads them."""
+        """Tensors that change with the noise estimate, copied to where a captured step reads them."""
         if not self.capturable:
             return found
         if not capturing():
@@ -111,10 +111,10 @@ class Injector:
 
     @property
     def params(self) -> list[Tensor]:
-        return [p for own in self.layout for p in own.params]
+        return [p for part in self.layout for p in part.params]
 
     def generator_state(self) -> Tensor:
-        """The generator's state before the next step: what has to be saved."""
+        """The generator's state before the next step, to be saved."""
         return self.generator.get_state() if self._key is None else self.source.state()
 
     def drop_prefetched(self) -> None:
@@ -123,7 +123,7 @@ class Injector:
             self.source.drop_prefetched()
 
     def lay_out(self) -> None:
-        """Give the parameters that have gradients their places in a flat tensor of kicks."""
+        """Assign the parameters that have gradients their places in the flat tensor of kicks."""
         groups = self.noise.groups
         key = tuple([p.grad is not None for group in groups for p in group["params"]])
         if key == self._key:
@@ -151,47 +151,44 @@ class Injector:
         self.layout, end = [], 0
         for group, params in zip(groups, active, strict=True):
             if params:
-                start, own = end, [p.numel() // (self.chains or 1) for p in params]
-                end += sum(own)
-                parts = zip(torch.split(drawn[..., start:end], own, dim=-1), params, strict=True)
-                self.layout.append(
-                    GroupKicks(group, params, drawn[..., start:end], [part.view(p.shape) for part, p in parts])
-                )
+                start, end = end, end + sum(p.numel() for p in params) // (self.chains or 1)
+                flat = drawn[..., start:end]
+                self.layout.append(GroupKicks(group, params, flat, split_like(flat, params, self.chains)))
         self._key = key
         self.moves, self.scale = [], torch.empty(0)
         if self.averaged:
             self.last = last
 
     def refresh(self) -> None:
-        """Work out the moves again; with ``capturable``, overwrite the tensors that captured steps read."""
+        """Recompute the moves; with ``capturable``, overwrite the tensors that captured steps read."""
         again = self.capturable and bool(self.moves)
         self.moves = []
         if again:
             self.make_plan()
 
     def noise_changed(self) -> None:
-        """Follow the noise: its variances may change the moves, its vectors the correction of the kicks."""
+        """Adopt a new noise estimate: variances may change the moves, vectors the correction of the kicks."""
         if self.noise.uses.variances or not self.noise.groups[0]["frozen"]:
             self.refresh()
         self._corrected = False
 
     def make_plan(self) -> None:
-        """Turn the sampler's moves into a plan, as far as something has changed.
+        """Update the plan if the moves have changed, and the correction if the noise vectors have.
 
-        If every rate is a float all groups become one, so that a step is a few calls however many layers there are.
+        If every rate is a float, all groups become one, so that a step is a few calls for any number of layers.
         """
         if not self.moves:
-            self.moves = [(own, self.move(own.group, own.params)) for own in self.layout]
+            self.moves = [(part, self.move(part.group, part.params)) for part in self.layout]
             self.noiseless = all(isinstance(m.amplitude, float) and m.amplitude == 0 for _, m in self.moves)
             if any(isinstance(move.rate, Tensor) for _, move in self.moves):
-                self.plan = [Planned(own.params, move.rate, own.kicks) for own, move in self.moves]
+                self.plan = [Planned(part.params, move.rate, part.kicks) for part, move in self.moves]
             else:
-                rates = [cast(float, move.rate) for own, move in self.moves for _ in own.params]
-                self.plan = [Planned(self.params, rates, [kick for own in self.layout for kick in own.kicks])]
+                rates = [cast(float, move.rate) for part, move in self.moves for _ in part.params]
+                self.plan = [Planned(self.params, rates, [kick for part in self.layout for kick in part.kicks])]
             scales = []
-            for own, move in self.moves:
+            for part, move in self.moves:
                 scale = over_chains(move.rate * move.amplitude) * (1.0 if move.scale is None else move.scale)
-                scales.append(torch.as_tensor(scale).to(own.flat).expand_as(own.flat))
+                scales.append(torch.as_tensor(scale).to(part.flat).expand_as(part.flat))
             if self.capturable and self.scale.numel():
                 torch.cat(scales, dim=-1, out=self.scale)
             else:
@@ -202,32 +199,32 @@ class Injector:
             self._corrected = True
 
     def outer_corrections(self) -> list[tuple[GroupKicks, Tensor, Tensor | float]]:
-        """Groups whose kicks are corrected for noise vectors, with the vectors and the factor for `take_out_`."""
+        """Groups whose kicks are corrected for noise vectors, with the vectors and the factor for `subtract_outer_`."""
         found = []
-        for own, move in self.moves:
+        for part, move in self.moves:
             if move.outer is not None:
-                ring, *spectrum, count = self.noise.spectrum(own.group)
+                ring, *spectrum, count = self.noise.spectrum(part.group)
                 factor = outer_factor(ring, (spectrum[0], spectrum[1]), move.outer, count)
-                found.append((own, ring, factor))
+                found.append((part, ring, factor))
         return found
 
     def _correction(self) -> Callable[[], None] | None:
-        """What corrects the scaled kicks; a group has a single scale, so that the order does not matter."""
+        """A function that corrects the scaled kicks: a group has one scale, so correcting after scaling is exact."""
         outers, whole = self.outer_corrections(), self.noise.whole
         factors = [factor for *_, factor in outers if isinstance(factor, Tensor)]
         if factors and len(factors) == len(outers):
             fixed = self.fixed(factors)
-            outers = [(own, ring, factor) for (own, ring, _), factor in zip(outers, fixed, strict=True)]
+            outers = [(part, ring, factor) for (part, ring, _), factor in zip(outers, fixed, strict=True)]
 
         def finish() -> None:
-            for own, ring, factor in outers:
-                take_out_(own.flat, ring, factor, whole.total if whole.sharded else None)
+            for part, ring, factor in outers:
+                subtract_outer_(part.flat, ring, factor, whole.total if whole.sharded else None)
 
         return finish if outers else None
 
     @property
     def last(self) -> Tensor | None:
-        """Innovations of the last step, if they are averaged; None before the first."""
+        """Innovations of the last step, if averaged; None before the first."""
         return self._last if self._key is None else self.source.last
 
     @last.setter

@@ -1,14 +1,14 @@
-"""The random numbers of a step: independent, mean zero, one variance.
+"""The innovations of a step: independent random numbers of mean zero and one variance.
 
-On an accelerator, and for small tensors, they are normal. On a CPU drawing a million normals takes fifteen times as
+On an accelerator, and for small tensors, they are normal. On a CPU, drawing a million normals takes fifteen times as
 long as the update, so large CPU tensors get sums of eight random signs instead, from counting the bits of a byte: a
 binomial variable with the mean, variance and odd moments of a normal, and a fourth moment of 2.75 instead of 3. Schemes
 of weak order one, such as our steppers, keep their order (Kloeden and Platen 1992, section 14.1): means, covariances
-and the order of the discretisation bias are unchanged. A chain adds up many steps before it has moved by a standard
-deviation, so that its own fourth moment is off by 0.25 rate h only, less than 0.01.
+and the order of the discretisation bias are unchanged. A chain sums many steps before it has moved by a standard
+deviation, so its fourth moment is off by 0.25 rate h only, less than 0.01.
 
-Both kinds depend on the `torch.Generator` alone, so that saving the generator saves the stream. Kernels on a GPU draw
-normals of their own, from a key and a counter (Philox), so that these never pass through memory.
+Both kinds depend on the `torch.Generator` alone, so saving the generator saves the stream. Kernels on a GPU draw
+normals from a key and a counter (Philox), so that these never pass through memory.
 
 References:
     Salmon, Moraes, Dror, Shaw (2011), Parallel random numbers: as easy as 1, 2, 3.
@@ -33,7 +33,7 @@ UNIT = 0.5**0.5  # the sum of eight bits has variance two
 
 
 def make_generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
-    """The given generator, checked; by default one that is seeded from torch's."""
+    """The given generator, checked; by default a new one, seeded from torch's."""
     if generator is None:
         generator = torch.Generator(device=device).manual_seed(int(torch.randint(2**62, ())))
     if generator.device.type != device.type:
@@ -47,10 +47,10 @@ def as_bits(kind: Innovations, size: int, device: torch.device) -> bool:
 
 
 class Source:
-    """Innovations for a flat float tensor ``out``, from a generator; ``auto`` takes bits where they are faster.
+    """Innovations for a flat float tensor ``out``; ``auto`` takes bits where they are faster.
 
     Counted bits can be prefetched by a thread while the next gradient is computed. If ``averaged``, each innovation
-    is the mean of a fresh one and that of the last `fill`. If ``out`` is a shard of a longer vector, ``draw`` fills it
+    is the mean of a new one and that of the last `fill`. If ``out`` is a shard of a longer vector, ``draw`` fills it
     with normal numbers.
 
     Example:
@@ -69,7 +69,7 @@ class Source:
     ) -> None:
         self.out, self.generator, self.averaged = out, generator, averaged
         self.bits = draw is None and as_bits(kind, out.numel(), out.device)
-        self._draws_part = draw
+        self._draws_shard = draw
         self.prefetched: Future[None] | None = None
         self._before = generator.get_state()
         self._last: Tensor | None = None  # normal numbers; bits are averaged as bytes, which is cheaper
@@ -78,9 +78,9 @@ class Source:
         self.prepare()
 
     def prepare(self, scale: Tensor | None = None, finish: Callable[[], None] | None = None) -> None:
-        """Set what `fill` does to innovations of unit variance, and drop what was prefetched.
+        """Set the scale of the innovations, and drop prefetched ones.
 
-        ``scale`` multiplies them; then ``finish`` is called, perhaps in another thread, and may change ``out`` again.
+        ``finish`` is called after scaling, perhaps in another thread, and may change ``out``.
         """
         self.drop_prefetched()
         self._scale, self._finish = scale, finish
@@ -89,7 +89,7 @@ class Source:
             self._factor: Any = kind(UNIT) if scale is None else (scale * UNIT).reshape(-1).numpy()
 
     def drop_prefetched(self) -> None:
-        """Return what was prefetched to the generator."""
+        """Drop prefetched innovations and reset the generator to before them."""
         if self.prefetched is not None:
             self.prefetched.result()
             self.prefetched = None
@@ -97,7 +97,7 @@ class Source:
             self._counts = self._counts_before
 
     def fill(self) -> Tensor:
-        """Fresh innovations, in ``out`` unless averaged normals."""
+        """Draw innovations, into ``out`` unless they are averaged normals."""
         if self.bits:
             (self.prefetched or self._start()).result()
             self.prefetched = None
@@ -121,10 +121,10 @@ class Source:
             self.prefetched = self._start()
 
     def _draw(self, out: Tensor) -> None:
-        if self._draws_part is None:
+        if self._draws_shard is None:
             out.normal_(generator=self.generator)
         else:
-            self._draws_part(out)
+            self._draws_shard(out)
 
     def _start(self) -> Future[None]:
         self._before, self._counts_before = self.generator.get_state(), self._counts
@@ -145,7 +145,7 @@ class Source:
 
     @property
     def last(self) -> Tensor | None:
-        """If they are averaged, the fresh innovations of the last `fill`; None before the first."""
+        """If averaged, the new innovations of the last `fill`; None before the first."""
         if not self.bits:
             return self._last
         counts = self._counts if self.prefetched is None else self._counts_before
@@ -160,7 +160,7 @@ class Source:
         self._counts = None if value is None else value.detach().div(UNIT).round_().to(torch.int8).view(-1).numpy()
 
     def state(self) -> Tensor:
-        """The generator's state before the next `fill`: what has to be saved."""
+        """The generator's state before the next `fill`, to be saved."""
         return self.generator.get_state() if self.prefetched is None else self._before
 
 
@@ -170,7 +170,7 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def stream(seed: NDArray[np.uint64]) -> np.random.Generator:
-    """Numpy's SFC64 generator with three words as its state, warmed up until they are mixed."""
+    """Numpy's SFC64 generator seeded with three words, advanced until they are mixed."""
     source = np.random.SFC64(0)
     state: Any = {"state": np.append(seed, np.uint64(1))}
     source.state = {"bit_generator": "SFC64", "state": state, "has_uint32": 0, "uinteger": 0}
@@ -179,7 +179,7 @@ def stream(seed: NDArray[np.uint64]) -> np.random.Generator:
 
 
 def count_bits(seed: NDArray[np.uint64], count: int) -> NDArray[np.int8]:
-    """``count`` halved sums of eight random signs: the bits of random bytes, less four; the seed has three words."""
+    """``count`` halved sums of eight random signs: the number of bits in random bytes, less four."""
     # `integers` over the whole range gives raw words without holding the GIL.
     words = stream(seed).integers(0, 2**64 - 1, (count + 7) // 8, dtype=np.uint64, endpoint=True)
     ones = np.bitwise_count(words.view(np.uint8)).view(np.int8)
@@ -190,7 +190,7 @@ def count_bits(seed: NDArray[np.uint64], count: int) -> NDArray[np.int8]:
 def fill_steps(out: Tensor, generator: torch.Generator, bits: bool, scale: Tensor | None = None) -> Tensor:
     """Innovations of several steps at once, ``[steps, chains, width]``, in ``out``.
 
-    They are normal, or counted ``bits``, times an optional scale ``[chains, width]``.
+    They are normal, or counted bits, times an optional scale ``[chains, width]``.
 
     Example:
         >>> out = fill_steps(torch.empty(50, 10, 20), torch.Generator().manual_seed(0), bits=False)
@@ -213,7 +213,7 @@ def fill_steps(out: Tensor, generator: torch.Generator, bits: bool, scale: Tenso
 
 @lru_cache(maxsize=1)
 def make_normals() -> Any:
-    """A function for kernels, of key, counters and their number, a quarter of the values; None without Triton."""
+    """A Triton function of a key and counters that gives four normals for each counter; None without Triton."""
     try:
         import triton
         import triton.language as tl

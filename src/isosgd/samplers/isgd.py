@@ -3,15 +3,15 @@
     theta <- theta - rate_p (g + w),    rate_p = T / (N lam_p),    Cov(w) = 2 lam_p I - Var(g)
 
 Gradient noise and injected noise add up to a constant isotropic covariance in every layer p, so that Theorem 1 holds
-at a rate that is neither tuned nor annealed. In the code: ``lam`` is lambda^(p), ``b = v / 2`` the diagonal of B.
+at a rate that is neither tuned nor annealed. In the code ``lam`` is lambda^(p), and ``b = v / 2`` the diagonal of B.
 
-Lambda must cover the gradient noise. `isosgd.sample` sets it (by `ISGD.adapt`), or the optimizer does so itself in its
+Lambda must be at least the gradient noise. `isosgd.sample` sets it (by `ISGD.adapt`), or the optimizer itself in its
 first steps: by one of the paper's schemes, or in windows of growing length (`isosgd.samplers.own_warmup`).
 
 Departures from the paper, each an option: noise is centred by default (``noise="paired"``); the injected noise corrects
-for correlations of the gradient noise too (``correction="outer"``); lambda also obeys a curvature guard, ``lam >= T h /
-(N delta)``, which bounds the discretisation bias; lambda is estimated while sampling, in windows
-(``scheme="windowed"``); and it may be a matrix that knows directions (`isosgd.geometry`).
+for correlations of the gradient noise too (``correction="outer"``); a curvature guard, ``lam >= T h / (N delta)``,
+bounds the discretisation bias; lambda is estimated while sampling, in windows (``scheme="windowed"``); and it may be a
+matrix (`isosgd.geometry`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from torch import Tensor
 
 from isosgd.errors import warn_caller
 from isosgd.geometry.base import Geometry
-from isosgd.geometry.choice import FULL_UP_TO, StructureName, choose, instead, make_structure, provisional
+from isosgd.geometry.choice import FULL_UP_TO, StructureName, choose, lowrank_instead, make_structure, provisional
 from isosgd.geometry.full import Full
 from isosgd.geometry.layer import Correction, Number, PerGroup, diagonal_scale
 from isosgd.geometry.lowrank import LowRank
 from isosgd.geometry.rule import Rule, allowed_rate_curvature
 from isosgd.noise.estimators import AlphaStable, MovingAverage
-from isosgd.noise.model import Summary, Uses, join
-from isosgd.samplers.base import Sampler, slow_rise
+from isosgd.noise.model import Summary, Uses, join, split_like
+from isosgd.samplers.base import Sampler, limit_rise
 from isosgd.samplers.groups import Group, ParamsLike, check_choice
 from isosgd.samplers.injection import Move
 from isosgd.samplers.own_warmup import OwnWarmup
@@ -40,7 +40,7 @@ from isosgd.samplers.program import GeometryProgram, KickProgram, StepProgram
 
 Scheme = Literal["a", "b", "c", "windowed", "online"]
 FIRST_ONLINE, UPDATE_EVERY = 100, 20  # steps of the first window, and between updates of lambda in later ones
-CAUTION = 64.0  # factor on the first lambda: a mode has far less noise than its surroundings
+CAUTION = 64.0  # factor on the first lambda: there is far less noise at a mode than around it
 PAPER_STEPS = 2_000  # the paper's warm-up on its regressions
 HOT = 1e-2  # temperature from which scheme c was seen to diverge
 
@@ -52,13 +52,13 @@ def _paper(noise: str, scheme: str, structure: str) -> dict[str, Any]:
     return {"noise": MovingAverage(0.9, centred=False), "summary": "sum", **common}
 
 
-# The paper's variants: how noise is estimated, a dash, and the scheme; "slr" is one lambda for all layers.
+# The paper's variants: the noise estimator and the scheme; "slr" is one lambda for all layers.
 PRESETS: dict[str, dict[str, Any]] = {
     f"{noise}-{scheme}{suffix}": _paper(noise, scheme, structure)
     for noise, scheme in (("alpha", "a"), ("alpha", "c"), ("G", "b"), ("G", "c"))
     for suffix, structure in (("", "layer"), ("-slr", "single"))
 }
-# From a trained start, four times the largest noise of a layer: held at T = 1 on convolutional networks.
+# For a trained start: four times the largest noise of a layer. Stable at T = 1 on convolutional networks.
 PRESETS["windowed"] = {
     **{"scheme": "online", "structure": "layer", "correction": "diagonal"},
     **{"noise": MovingAverage(0.99, centred=True), "summary": "max", "safety": 4.0},
@@ -68,29 +68,27 @@ PRESETS["windowed"] = {
 class ISGD(Sampler):
     """Isotropic SGD: posterior draws at a rate it finds itself.
 
-    Targets ``exp(-f / T)``, f the negative log joint density, when lambda is constant and at least the top eigenvalue
-    of B, up to the discretisation bias ``rate h / 2`` (bounded by ``bias`` where the curvature h is known).
+    Targets ``exp(-f / T)``, f the negative log joint density, if lambda is constant and at least the top eigenvalue of
+    B, up to the discretisation bias ``rate h / 2`` (bounded by ``bias`` if the curvature h is known).
 
     Departures from the paper, each an option: centred noise, a correction for correlated noise, a curvature guard,
-    lambda estimated in windows while sampling, and Lambdas that know directions.
+    lambda estimated in windows while sampling, and Lambda as a matrix.
 
     Args:
         scheme: when lambda is estimated. ``a``, ``b``: during training (from scratch, from a trained model), at the
-            rate that the running estimate gives; ``c``: at a frozen trained model; ``windowed``: while sampling, in
-            growing windows, so that lambda is that of the typical set; ``online``: likewise, from a trained start and
-            without the curvature guard, in windows of 100, 200, 400, ... steps. The parameters stay fixed in the first
-            of these, after which lambda is 64 times its bound; it is then set every 20 steps and halves at most.
-        structure: the form of Lambda. ``layer``, ``single`` (the paper's SLR); or one that knows directions:
-            ``diagonal``, ``lowrank``, ``kronecker``, ``full`` (see `isosgd.geometry`); ``auto`` for the one that fits
-            the model (see `decide`); or a `Geometry`. By default ``layer``; in a loop ``full`` for up to 200 parameters
-            in a single group.
+            rate of the running estimate; ``c``: at a frozen trained model; ``windowed``: while sampling, in growing
+            windows, so that lambda is that of the typical set; ``online``: likewise, from a trained start and without
+            the curvature guard, in windows of 100, 200, 400, ... steps. In the first of these the parameters stay
+            fixed, then lambda is 64 times its bound; after that it is set every 20 steps and at most halves.
+        structure: the form of Lambda: ``layer``, ``single`` (the paper's SLR), a geometry: ``diagonal``, ``lowrank``,
+            ``kronecker``, ``full`` or a `Geometry` (see `isosgd.geometry`); or ``auto``, which chooses by the size of
+            the model (see `decide`). By default ``layer``; in a loop ``full`` for up to 200 parameters in one group.
         averaged: inject the mean of this step's and the last step's innovations (Leimkuhler and Matthews 2013), so that
             only the gradient noise has a discretisation bias; the default for a geometry.
         correction: ``outer`` corrects for correlated noise and needs ``noise="paired"``, for which it is the default;
             ``diagonal`` is the paper's, and the default for other noise.
         summary: how a group's noise bounds lambda with ``correction="diagonal"``: ``max``, ``sum``, ``mean``, ``top``.
-        safety: factor between lambda and the bound by the noise. Noise grows when a chain moves away from where it
-            was measured.
+        safety: lambda over its bound by the noise, since noise may be larger away from where it was measured.
         budget: gradients that the warm-up of `isosgd.sample` may take, for ``structure="auto"``.
         lam: fixed lambda for all groups; nothing is adapted then.
         sets: with ``chains=K``, the number of data sets. Chains of one data set share the estimate of a full matrix.
@@ -117,7 +115,7 @@ class ISGD(Sampler):
     )
     has_lr = False
     shardable = True
-    independent_batches = False  # if so, the level of the noise can be tracked from step to step
+    independent_batches = False  # needed to track the level of the noise from step to step
 
     def __init__(
         self,
@@ -162,7 +160,7 @@ class ISGD(Sampler):
         self.correction: Correction = correction or ("outer" if paired else "diagonal")
         self.noise.uses = Uses(variances=self.correction == "diagonal", vectors=self.correction == "outer")
         if scheme != "windowed" and self.correction == "diagonal" and summary != "top" and len(self.param_groups) > 16:
-            self.noise.vectors_every = 8  # for many groups they would take longer than the steps
+            self.noise.vectors_every = 8  # with many groups, vectors take longer than the step
         self.structure = make_structure(structure or "layer")
         has_geometry, name = isinstance(self.structure, Geometry), self.structure.name
         self.averaged = has_geometry if averaged is None else averaged
@@ -182,7 +180,7 @@ class ISGD(Sampler):
                     f"structure {name!r} is estimated from centred noise in windows: it needs noise='paired' and "
                     f"scheme='windowed', not {type(self.estimator).__name__} and {scheme!r}"
                 )
-            self._take_up(self.structure)
+            self._use_geometry(self.structure)
         if lam is not None:
             self._set([torch.as_tensor(lam) for _ in self.param_groups])
         temperature = self.defaults["temperature"]
@@ -195,14 +193,14 @@ class ISGD(Sampler):
 
     @classmethod
     def preset(cls, name: str, params: ParamsLike, *, num_data: int, **settings: Any) -> ISGD:
-        """By name: the paper's ``alpha-a``, ``alpha-c``, ``G-b``, ``G-c``, each also ``-slr``; and ``windowed``."""
+        """A preset: ``windowed``, or the paper's ``alpha-a``, ``alpha-c``, ``G-b``, ``G-c``, each also ``-slr``."""
         if name not in PRESETS:
             raise ValueError(f"preset = {name!r} is unknown; choose one of {sorted(PRESETS)}")
         return cls(params, num_data=num_data, **{**PRESETS[name], **settings})
 
-    def _take_up(self, geometry: Geometry) -> None:
-        """Use a geometry that has seen no noise yet."""
-        bind_geometry(self, geometry, self.batch_size, self.sets)
+    def _use_geometry(self, geometry: Geometry) -> None:
+        """Bind and use a new geometry."""
+        bind_geometry(self, geometry, self.sets)
         self.structure = self.geometry = geometry
         self.noise.uses = Uses()
         self.injector.averaged = self.averaged
@@ -217,16 +215,16 @@ class ISGD(Sampler):
             self.injector.reset(0)
 
     def decide(self) -> bool:
-        """With ``structure="auto"``, after a first estimate: replace a full Lambda by a simpler one that is as good.
+        """With ``structure="auto"``, after a first estimate: replace a full Lambda if a low rank is as good.
 
         Returns whether Lambda was replaced; the new one has seen no noise yet.
         """
         before = self.geometry if self.undecided else None
-        other = instead(before) if isinstance(before, Full) else None
+        other = lowrank_instead(before) if isinstance(before, Full) else None
         self.undecided = False
         if before is None or other is None:
             return False
-        self._take_up(other)
+        self._use_geometry(other)
         other.alive = before.alive
         self.forget_noise()
         return True
@@ -239,12 +237,13 @@ class ISGD(Sampler):
         rise: float = 2.0,
         prior: Sequence[Tensor] | None = None,
     ) -> None:
-        """Set Lambda from the measured noise and the curvature; it grows at once and shrinks by at most ``rise``.
+        """Set Lambda from the measured noise and the curvature.
 
         Args:
             curvature: the top curvature of ``f / N`` in each group.
-            rise: how much rates may rise. With 1 a geometry only slows down where the curvature requires it.
-            prior: curvature of the negative log prior for each parameter, which a geometry needs.
+            rise: factor by which rates may rise at most. With 1 a geometry only slows down if the curvature requires
+                it.
+            prior: curvature of the negative log prior for each parameter; for a geometry.
         """
         if self.geometry is not None:
             self.geometry.resize(self.rule(), curvature, rise, prior)
@@ -255,7 +254,7 @@ class ISGD(Sampler):
             self._adapt_groups(curvature, rise)
 
     def _adapt_groups(self, curvature: Sequence[Number] | None, rise: float) -> None:
-        """One lambda for each group, which covers its noise and keeps the discretisation bias as small as allowed."""
+        """Set each group's lambda from its noise and the allowed discretisation bias."""
         assert isinstance(self.structure, PerGroup)
         noise = [self.noise_bound(group) for group in self.param_groups]
         guard = [torch.zeros_like(b) for b in noise]
@@ -267,10 +266,10 @@ class ISGD(Sampler):
             ]
             guard = [torch.as_tensor(x).to(b).expand_as(b) for x, b in zip(bounds, noise, strict=True)]
         lams = self.structure.solve(noise, guard)
-        self._set([slow_rise(group["lam"], lam, rise) for group, lam in zip(self.param_groups, lams, strict=True)])
+        self._set([limit_rise(group["lam"], lam, rise) for group, lam in zip(self.param_groups, lams, strict=True)])
 
     def noise_bound(self, group: Group) -> Tensor:
-        """The smallest lambda that leaves a non-negative covariance to inject, times `safety`."""
+        """The smallest lambda for which the covariance of the injected noise is non-negative, times `safety`."""
         outer = self.correction == "outer"
         return self.safety * (self.noise.longest(group) if outer else self.noise_summary(group, self.summary))
 
@@ -282,7 +281,7 @@ class ISGD(Sampler):
         self.refresh()
 
     def rule(self) -> Rule:
-        """How large a geometry must be."""
+        """The rule for the size of a geometry."""
         group = self.param_groups[0]
         assert self.batch_size is not None and self.geometry is not None
         n, t, kappa = self.batch_size, group["temperature"], self.geometry.kappa
@@ -290,16 +289,17 @@ class ISGD(Sampler):
         return Rule(group["num_data"], n, t, self.bias, self.averaged, kappa, trackable=trackable)
 
     def relax(self, curvature_ratio: Tensor) -> None:
-        """Shrink a new geometry that was enlarged too much, since its ratio was measured against the old one.
+        """Shrink a new geometry whose curvature ratio, measured against the old one, is too large.
 
-        ``curvature_ratio`` is the true curvature over the new H in the direction where the old H was most too small.
+        ``curvature_ratio`` is the true curvature over the new H, in the direction where that over the old H was
+        largest.
         """
         assert self.geometry is not None
         self.geometry.relax(self.rule(), curvature_ratio)
         self.limit_excess()
 
     def limit_excess(self) -> None:
-        """Slow down where noise that the geometry does not express would raise the temperature."""
+        """Reduce the rates of chains in which noise that the geometry cannot express raises the temperature."""
         assert self.geometry is not None
         self.geometry.limit_excess()
         report_rates(self)
@@ -322,17 +322,17 @@ class ISGD(Sampler):
         if self.scheme == "windowed":
             if self._chooses_structure and self.geometry is None:
                 sizes = [math.prod(shape) for shape in parameter_shapes(self)]
-                # For a network the Fisher information, which is all that a loop shows, is no guide to a full matrix.
+                # Not for a network: a loop has only the Fisher information, from which its full matrix would be wrong.
                 if sum(sizes) <= FULL_UP_TO and len(self.param_groups) == 1:
                     self.averaged = True
-                    self._take_up(Full())
+                    self._use_geometry(Full())
             return super()._own_warmup()
         self.warmup = PAPER_STEPS if self.warmup is None else self.warmup
         return OwnWarmup(self, self.warmup, by_scheme=True)
 
     @property
     def warming(self) -> bool:
-        """Whether one of the paper's schemes, or ``online``, is still estimating."""
+        """Whether one of the paper's schemes, or ``online``, is still estimating lambda."""
         return self.scheme != "windowed" and bool(self.param_groups[0]["step"] < (self.warmup or 0))
 
     def _takes_gradient(self) -> bool:
@@ -345,7 +345,7 @@ class ISGD(Sampler):
             self._estimate()
 
     def _estimate(self) -> None:
-        """Set lambda from the noise seen so far, if the scheme says so."""
+        """Set lambda from the noise so far, as the scheme says."""
         if self.given or not (self.warming and self.noise.ready()):
             return
         step = self.param_groups[0]["step"]
@@ -363,14 +363,14 @@ class ISGD(Sampler):
             self._adapt_groups(None, rise=math.inf)
 
     def restart_scheme(self) -> None:
-        """Let the scheme ``online``, which counts steps itself, warm up again from the present lambda."""
+        """Restart the warm-up of the scheme ``online`` from the present lambda."""
         if self.scheme == "online":
             self.forget_noise()
             for group in self.param_groups:
                 group["step"] = 0
 
     def cut_warmup(self) -> None:
-        """End the warm-up of a scheme now, at the rate that the noise seen so far suggests."""
+        """End the warm-up of a scheme now, at the rate for the noise so far."""
         if self.scheme == "online" and self.warming and self.noise.ready():
             self._adapt_groups(None, rise=math.inf)
         self.warmup = self.param_groups[0]["step"]
@@ -391,12 +391,11 @@ class ISGD(Sampler):
     def _move(self, group: Group, params: list[Tensor]) -> Move:
         lam = group["lam"]
         if self.warming and (self.scheme == "c" or lam is None):
-            return Move(0.0, 0.0)  # without an estimate no step; scheme c keeps the model frozen
+            return Move(0.0, 0.0)  # there is no estimate yet, or scheme c keeps the model frozen
         if lam is None:
             raise RuntimeError(f"group {group['name']!r} has no lambda: call adapt(), or give lam=")
         if self.warming and self.scheme not in ("windowed", "online"):
-            # Training goes on, at the rate of T = 1 whatever temperature is sampled later.
-            return Move(1.0 / (group["num_data"] * lam), 0.0)
+            return Move(1.0 / (group["num_data"] * lam), 0.0)  # training, at the rate of T = 1 for any temperature
         rate = self.rate(group)
         if self.correction == "outer":
             return self._outer(lam, rate)
@@ -419,8 +418,7 @@ class ISGD(Sampler):
         xi = self.injector.source.fill()
         gradient = geometry.flatten([p.grad for p in params])  # type: ignore[misc]
         moved = geometry.displace(self.injector.fixed(geometry.tensors()), gradient, xi.view(geometry.chains, -1))
-        parts = torch.split(moved.to(xi.dtype), geometry.sizes, -1)
-        torch._foreach_sub_(params, [part.reshape(p.shape) for part, p in zip(parts, params, strict=True)])
+        torch._foreach_sub_(params, split_like(moved.to(xi.dtype), params, geometry.chains))
 
     def _program(self) -> StepProgram | str:
         if self.warming:
@@ -431,7 +429,7 @@ class ISGD(Sampler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.undecided and (state_dict.get("structure") or {}).get("name") == LowRank.name:
-            self._take_up(LowRank())  # it was decided before the state was saved
+            self._use_geometry(LowRank())  # decided before the state was saved
             self.undecided = False
         super().load_state_dict(state_dict)
 
@@ -461,17 +459,16 @@ def parameter_shapes(sampler: Sampler) -> list[tuple[int, ...]]:
 
 
 def check_sets(sets: int, chains: int) -> None:
-    """Refuse a number of data sets that chains cannot be of."""
+    """Raise if the number of data sets does not divide that of chains."""
     if isinstance(sets, bool) or not isinstance(sets, int) or sets < 1 or chains % sets:
         raise ValueError(f"sets = {sets!r} must divide the number of chains, {chains}; leave it to isosgd.sample")
 
 
-def bind_geometry(sampler: Sampler, geometry: Geometry, batch_size: int | None, sets: int) -> None:
-    """Refuse settings that no geometry can work with, and bind it to the parameters."""
-    if batch_size is None or batch_size < 2:
-        raise ValueError(
-            f"structure {geometry.name!r} takes the curvature from n Var(g): pass batch_size=n, not {batch_size}"
-        )
+def bind_geometry(sampler: Sampler, geometry: Geometry, sets: int) -> None:
+    """Bind a geometry to a sampler's parameters; raises if no geometry works with the settings."""
+    n = sampler.batch_size
+    if n is None or n < 2:
+        raise ValueError(f"structure {geometry.name!r} takes the curvature from n Var(g): pass batch_size=n, not {n}")
     for name in ("temperature", "num_data"):
         found = {group[name] for group in sampler.param_groups}
         if len(found) > 1:
@@ -480,12 +477,12 @@ def bind_geometry(sampler: Sampler, geometry: Geometry, batch_size: int | None, 
 
 
 def report_rates(sampler: Sampler, step_size: Tensor | float = 1.0) -> None:
-    """Set every group's rate and lambda to the geometry's mean there, times a step size."""
+    """Set every group's rate, and lambda from it, to the geometry's mean rate times a step size."""
     geometry, first = sampler.geometry, sampler.param_groups[0]
     assert geometry is not None
     scale = first["temperature"] / first["num_data"]
     for group, rate in zip(sampler.param_groups, geometry.group_rates().unbind(-1), strict=True):
         rate = step_size * rate
         group["rate"] = sampler.number(rate if sampler.batched else rate.squeeze(0))
-        # At temperature zero nothing moves: rates are zero, and lambda is infinite.
+        # At temperature zero rates are zero, and lambda is infinite.
         group["lam"] = sampler.number(scale / torch.as_tensor(group["rate"]))

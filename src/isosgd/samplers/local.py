@@ -1,17 +1,16 @@
-"""Langevin dynamics around a trained network that finds its own step size, mass and noise.
+"""Langevin dynamics around a trained network, with its own step size, mass and noise correction.
 
-It draws from ``p(w) ~ exp(-n_beta L(w) - gamma/2 |w - w0|^2)``, L the mean loss, w0 where the parameters are when the
-sampler is made. With ``U = -log p``, a diagonal mass M and momenta p of unit variance, a step from a gradient at w is
+It draws from ``p(w) ~ exp(-n_beta L(w) - gamma/2 |w - w0|^2)``, L the mean loss, w0 the parameters when the sampler is
+made. With ``U = -log p``, a diagonal mass M and momenta p of unit variance, a step from a gradient at w is
 
     p -= eps M^-1/2 grad U;    w += eps/2 M^-1/2 p;    p = c p + s xi;    w += eps/2 M^-1/2 p
 
 with ``c = exp(-eps)``: the splitting BAOAB, whose draws of w have the right variance for a quadratic loss at any stable
-step size, with one gradient per step. Three things are measured in the first steps and then fixed:
+step size, with one gradient per step. Three quantities are measured in the first steps and then fixed:
 
 - the mass, ``M = E[(grad U)^2]``, which is the mean curvature (by integration by parts) plus the minibatch noise, so
   that the noise never exceeds it;
-- that noise, from differences of successive gradients. It heats the chain, and ``s^2 = 1 - c^2 (1 + eps^2 noise / M)``
-  corrects for it;
+- that noise, from differences of successive gradients; ``s^2 = 1 - c^2 (1 + eps^2 noise / M)`` corrects for it;
 - the step size, such that ``eps^2 |M^-1/2 dg| / |M^1/2 dw|``, the squared frequency in units of eps, equals `BEND`.
 
 References:
@@ -33,26 +32,26 @@ from isosgd.errors import check_integer
 from isosgd.samplers.groups import trained_groups
 
 BEND = 0.25
-UNSTABLE = 2.0  # the same quantity for a step that is undone, after which steps are shorter ...
-FIRST_STEP, MOST_STEP = 0.1, 1.0
+UNSTABLE = 2.0  # the same quantity above which a step is undone and later ones are shorter ...
 JUMP = 30.0  # ... if it also changes gradients this many times more than noise does
+FIRST_STEP, MOST_STEP = 0.1, 1.0
 GROWTH = 1.25  # largest growth of the step size per step
-RESPONSE = 0.25  # power of the ratio by which it changes
+RESPONSE = 0.25  # exponent of the ratio by which it changes
 FORGET = 0.97  # decay of sums over earlier steps
 SHRINK = 10.0  # weight, in gradients, of the mean over all entries in the mass of each
 PROBE = 1e-3  # of the size of the parameters: the first move
 
 
 class LocalSampler(Optimizer):
-    """Draws around the parameters' present values, without a step size to choose. Targets ``exp(-U)``, see above.
+    """Draws around the parameters' present values, at a step size that it finds. Targets ``exp(-U)``, see above.
 
     It can be the ``sampling_method`` in devinterp 1.x. Gradients are those of the mean loss of a minibatch.
 
     Args:
-        params: parameters or groups of them; a group's ``optimize_over`` is a mask of the entries to move.
+        params: parameters or groups of them; a group's ``optimize_over`` is a mask of the entries to sample.
         nbeta: inverse temperature, N / log N for the local learning coefficient.
-        localization: gamma, precision of the pull to the start.
-        warmup: steps in which mass, noise and step size are estimated. Draws count after them.
+        localization: gamma, precision of the Gaussian around the start.
+        warmup: steps in which mass, noise and step size are estimated; draws begin after them.
         chains: whether the first dimension of every parameter is that of chains, which share these estimates.
         noise: whether gradients are those of minibatches; False for gradients of all data.
         generator: of random numbers; torch's own by default.
@@ -61,7 +60,7 @@ class LocalSampler(Optimizer):
 
     Attributes:
         step_size: eps.
-        settled: whether the warm-up is over, so that draws count.
+        settled: whether the warm-up is over, so that steps are draws.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -116,7 +115,7 @@ class LocalSampler(Optimizer):
 
     @property
     def settled(self) -> bool:
-        """Whether the warm-up is over, so that draws count."""
+        """Whether the warm-up is over, so that steps are draws."""
         return self.steps > self.warmup
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,7 +126,7 @@ class LocalSampler(Optimizer):
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "found"})
 
     def slopes(self) -> list[Tensor]:
-        """``grad U`` at the present values, from the gradients of the loss there."""
+        """``grad U`` at the present values, from the gradients of the loss."""
         found = []
         for group in self.param_groups:
             for p in group["params"]:
@@ -172,7 +171,7 @@ class LocalSampler(Optimizer):
             p.add_(root * (kicked + state["momentum"]), alpha=0.5 * eps)
 
     def _learn(self, params: list[Tensor], slopes: list[Tensor]) -> None:
-        """Measure the last step's bend, undo the step where it was unstable, and learn from it in the warm-up."""
+        """Undo the last step where it was unstable; in the warm-up, update mass, noise and step size from it."""
         states = [self.state[p] for p in params]
         first = self.steps == 1
         turns = [slope - state["slope"] for slope, state in zip(slopes, states, strict=True)]
@@ -188,7 +187,7 @@ class LocalSampler(Optimizer):
                 state |= {"mass": level * mass, "square": SHRINK * level * mass, "slope": slope}
                 state["noise"] = torch.zeros_like(mass)
             return
-        # Noise turns gradients too; a step that is unstable turns them far more than those before it.
+        # Noise changes gradients, too; an unstable step changes them far more than the steps before it.
         usual = 2.0 / self._weight * sum(float((s["noise"] / m).sum()) for s, m in zip(states, masses, strict=True))
         stable = (self.step_size**2 * curvature < UNSTABLE) | (bent < JUMP * usual)  # which NaN is not
         if not bool(stable.all()):
@@ -226,7 +225,7 @@ class LocalSampler(Optimizer):
         return x if mask is None else x * mask
 
     def _sum(self, tensors: list[Tensor]) -> Tensor:
-        """Sums over all entries, one for each chain."""
+        """The sum over all entries, for each chain."""
         return torch.stack([x.reshape(len(x) if self.chains else 1, -1).sum(1) for x in tensors]).sum(0)
 
     def _mean(self, x: Tensor) -> Tensor:

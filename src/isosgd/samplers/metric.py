@@ -2,12 +2,12 @@
 
     theta -= rate P g + P^1/2 kick        instead of        theta -= rate g + kick
 
-In the coordinates ``P^-1/2 theta`` this is the step without P. So the rate is bounded by the gradient noise and the
-curvature in those coordinates, ``P^1/2 V P^1/2`` and ``P^1/2 H P^1/2``. The former is measured here, the latter by a
-loop that probes along `whiten`. If only the top eigenvalue of H is known, the noise stands in for H (see
-`DiagonalMetric.curvature_ratio`).
+In the coordinates ``P^-1/2 theta`` this is the step without P. So the gradient noise and the curvature in those
+coordinates, ``P^1/2 V P^1/2`` and ``P^1/2 H P^1/2``, bound the rate. The former is measured here, the latter by the
+warm-up, which probes along `whiten`. If only the top eigenvalue of H is known, H is assumed to be proportional to V
+(see `DiagonalMetric.curvature_ratio`).
 
-A P that changes with theta adds a drift, ``(T / N) div P`` (Theorem 1), that a sampler must correct for, or may drop.
+A P that depends on theta adds a drift, ``(T / N) div P`` (Theorem 1), which a sampler corrects for or drops.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def rms_metric(square: Tensor, eps: float) -> Tensor:
 
 
 def check_eps(eps: float) -> float:
-    """Refuse a bad eps of `rms_metric`; returns it."""
+    """The eps of `rms_metric`; raises if it is not positive."""
     if not eps > 0:
         raise ValueError(f"eps = {eps} must be positive: it bounds the preconditioner")
     return eps
@@ -39,22 +39,22 @@ def check_eps(eps: float) -> float:
 class Metric(Protocol):
     """A preconditioner in whose coordinates curvature is measured."""
 
-    entered: bool  # whether curvatures are measured in the metric, by a loop that probes along `whiten`
+    entered: bool  # whether the curvature that is passed to `adapt` is that in the metric
 
     def whiten(self, vectors: Sequence[Tensor], power: float = 0.5) -> list[Tensor]:
         """``P^power`` times vectors, one for each parameter in their order."""
 
     def curvature_ratio(self, group: Group) -> Tensor:
-        """Curvature in the metric over the curvature that is given."""
+        """Curvature in the metric over the curvature that is passed to `adapt`."""
 
 
 class DiagonalMetric:
     """The preconditioner of a sampler, and its gradient noise in that metric.
 
     Args:
-        noise: the sampler's gradient noise, and its groups.
+        noise: the sampler's gradient noise.
         value: the diagonal of P for one parameter, in its shape, in float32 at least.
-        learn: updates P from the gradients of a group, each of which it sees once.
+        learn: updates P from the gradients of a group; called once for each gradient.
     """
 
     def __init__(self, noise: NoiseModel, value: Callable[[Tensor], Tensor], learn: Learn | None = None) -> None:
@@ -66,14 +66,14 @@ class DiagonalMetric:
         return [self.value(p) ** power * d for p, d in zip(every, vectors, strict=True)]
 
     def curvature_ratio(self, group: Group) -> Tensor:
-        """The ratio of the noise's top eigenvalues, which is exact if noise and curvature are proportional."""
+        """The ratio of the noise's top eigenvalues: exact if noise and curvature are proportional."""
         plain, scaled = self.noise.summary(group, "top"), self.top(group)
         largest = join([self.value(p) for p in group["params"]], self.noise.batched).amax(-1)
         ratio = torch.where(plain > 0, scaled / plain, largest.to(plain))
         return torch.ones_like(ratio) if self.entered else ratio
 
     def see(self, observed: bool) -> None:
-        """Update P from the present gradients, once: when they are observed, or else before their step."""
+        """Update P from the present gradients, once: when they are observed, otherwise before the step."""
         first = self.noise.groups[0]
         if observed or not first.get("learnt"):
             for group in self.noise.groups:
@@ -83,7 +83,7 @@ class DiagonalMetric:
         first["learnt"] = observed
 
     def take(self, noise: Sequence[Tensor] | None) -> None:
-        """Follow the noise's top direction in the metric; called after `NoiseModel.take`."""
+        """Update the top direction of the noise in the metric; called after `NoiseModel.take`."""
         for group, seen in self.noise.by_group(noise):
             if not seen or group["frozen"]:
                 continue
@@ -103,7 +103,7 @@ class DiagonalMetric:
         return top_eigenvalue(self.noise.seen_of_group(group)["scaled"])
 
     def excess_noise(self, group: Group, corrected: list[Tensor]) -> Tensor:
-        """Noise left along its top direction after a diagonal of it, in the metric, is corrected for."""
+        """Noise along its top direction in the metric that is left after the diagonal is corrected for."""
         image = self.noise.seen_of_group(group)["scaled"]
         along = dot(0.5 * join(corrected, self.noise.batched), image.square()) / dot(image, image).clamp_min(1e-30)
         return (top_eigenvalue(image) - along).clamp_min(0.0)

@@ -23,11 +23,11 @@ from isosgd.samplers.injection import Move
 class MomentumISGD(Sampler):
     """I-SGD with momentum, one lambda for each group, at a rate it finds itself.
 
-    Targets ``exp(-f / T)`` when lambda is constant and at least the top eigenvalue of B, up to the discretisation bias
-    ``rate h / (2 (2 - a))``. The rate is ``a T / (N lam)``. If the noise bounds it, a chain mixes no faster than
-    without momentum; if the curvature does, it mixes a few times faster.
+    Targets ``exp(-f / T)`` if lambda is constant and at least the top eigenvalue of B, up to the discretisation bias
+    ``rate h / (2 (2 - a))``. The rate is ``a T / (N lam)``. Where the noise bounds it, chains mix as fast as without
+    momentum; where the curvature does, a few times faster.
 
-    Departures from the paper, which has no algorithm for it: those of `isosgd.samplers.isgd`.
+    Departures from the paper, which gives no algorithm: those of `isosgd.samplers.isgd`.
 
     Args:
         lam: fixed lambda for all groups; by default `adapt` sets it from the noise and the curvature.
@@ -45,7 +45,7 @@ class MomentumISGD(Sampler):
             raise ValueError(f"lam = {lam} must be positive; leave it out to have it estimated")
         super().__init__(params, friction=friction, corrected=True, **settings)
         if not self.estimator.centred or isinstance(self.estimator, AlphaStable):
-            raise ValueError("momentum I-SGD takes centred noise vectors out of the injected noise: use noise='paired'")
+            raise ValueError("momentum I-SGD subtracts centred noise vectors: use noise='paired'")
         self.given, self._lam = lam is not None, lam
         if lam is not None:
             for group in self.param_groups:

@@ -1,18 +1,18 @@
-"""The warm-up that a sampler drives itself, in a loop that only calls ``backward`` and ``step``.
+"""The warm-up of a sampler in a loop that only calls ``backward`` and ``step``.
 
-A loop shows nothing but gradients: no loss, and no second gradient on the same minibatch.
+It sees only gradients: no loss, and no second gradient on the same minibatch.
 
 - *Noise vectors* are differences of successive gradients over sqrt(2). They are centred wherever the chain is, so that
-  a poor start does not look like noise. A loop that knows better passes ``step(noise=...)``.
-- *Optimising* uses Adam. Its steps grow while successive gradients agree, and shrink once these no longer point the
-  same way (Pflug 1990), until they are short beside the width of the posterior. Then the iterates are averaged.
-  With ``trained=True`` this stage is skipped.
+  the gradient of a poor start does not count as noise. Better ones can be passed by ``step(noise=...)``.
+- *Optimising* uses Adam. Its steps grow while successive gradients agree, and shrink when these no longer correlate
+  (Pflug 1990), until they are shorter than the posterior is wide. Then the iterates are averaged. With
+  ``trained=True`` this stage is skipped.
 - *Warming up* first holds the parameters fixed to measure the noise at one point. The chain then samples, in windows
   whose length doubles. Rates fall at once where they must, and rise by at most a factor of 2 between windows.
-- *Curvature* is taken from the Fisher information ``n Var(g)``, unless a regression of gradients on parameters, along
-  the directions with most noise, gives significantly more.
-- *Batches without replacement*, as from a shuffled loader, have noise that cancels over an epoch. This shows in
-  the epoch means of the regression's residuals. Then only the noise that does not cancel is corrected for.
+- *Curvature* is the Fisher information ``n Var(g)``, unless a regression of gradients on parameters, along the
+  directions with most noise, gives significantly more.
+- *Batches without replacement*, as from a shuffled loader, have noise that cancels over an epoch, as the epoch means of
+  the regression's residuals show. Then only the noise that does not cancel is corrected for.
 - *Sampling* begins when, in two successive windows, rates hardly changed and the mean gradient was as small as
   stationarity allows. Rates are then frozen.
 
@@ -41,20 +41,20 @@ if TYPE_CHECKING:
 
 OPTIMISING, WARMING_UP, SAMPLING = "optimising", "warming up", "sampling"
 
-MOST_STEPS = 20_000  # of the whole warm-up, unless the user says
+MOST_STEPS = 20_000  # of the whole warm-up, by default
 MOST_OPTIMISATION_SHARE = 0.5
 OPTIMISATION_WINDOW = 100
-LEAST_OPTIMISED, OPTIMISED_EPOCHS = 2_000, 50  # steps and epochs after which only a distant start goes on
+LEAST_OPTIMISED, OPTIMISED_EPOCHS = 2_000, 50  # steps and epochs after which optimisation ends unless the mode is far
 FIRST_LENGTH, LENGTH_AT_ZERO = 0.03, 0.006  # of Adam's first steps: relative to a group's RMS; if that is zero
 ADAM_MEMORY = 0.9, 0.99
-STRAIGHT = 0.1  # net displacement over path length; below it steps go to and fro (a random walk has 0.3)
+STRAIGHT = 0.1  # net displacement over path length, below which steps oscillate (a random walk has 0.3)
 AGREEMENT = 0.5  # correlation of successive gradients above which the optimum is far away
 SHORT = 0.5  # posterior standard deviations: steps need not be shorter
 SHORTEST = 2.0**-12  # times the longest step
 FIRST_WINDOW, LEAST_LAST_WINDOW, ADAPT_EVERY = 50, 400, 20
-FIRST_CAUTION = 100.0  # times the first curvature, until it has been measured on moving steps
+FIRST_CAUTION = 100.0  # factor on the first curvature, until it is measured along the chain
 EARLY_RISE = 10.0  # of rates, in windows shorter than LEAST_LAST_WINDOW
-SILENT = 1e-12  # of the squared gradient at the start: less is rounding
+SILENT = 1e-12  # times the squared gradient at the start: less is rounding error
 RUNAWAY = 100.0  # times the squared gradient that stationarity allows plus that of the held parameters
 UNUSED_FOR = 20  # steps without a gradient after which a parameter counts as unused
 LEAST_POINTS = 5  # for a regression line
@@ -65,17 +65,17 @@ SETTLED_RATIO, SIGNAL_RATIO, RELAXATIONS = 1.5, 2.0, 5.0
 SURE = 3.0  # standard errors
 DRIFTING = 4.0  # standard errors
 PROBES = 8  # directions along which a geometry's curvature is checked
-SAFE = 2.0  # times the curvature found along them
+SAFE = 2.0  # factor on the curvature found along them
 MOST_RESTARTS = 10
 CANCELLING = 0.8  # variance of epoch means over that of independent batches, below which noise cancels
 SLOWER = 4.0  # factor by which steps shrink
 
 
 class OwnWarmup:
-    """The warm-up of a sampler by itself. `step` is called once for each step of the sampler.
+    """The warm-up of a sampler in the user's loop. `step` is called once for each step of the sampler.
 
     Args:
-        budget: its length in steps; None for as many as it takes, up to `MOST_STEPS`.
+        budget: its length in steps; None for as many as it needs, up to `MOST_STEPS`.
         by_scheme: whether one of I-SGD's schemes estimates the rates, or the user gave them: this class then only
             provides noise vectors.
 
@@ -129,7 +129,7 @@ class OwnWarmup:
         self.last: list[Tensor] = []  # the same, in the step after it
         self.start: list[Tensor] = []  # where a window began
         self.halves: list[list[Tensor]] = []  # sums of the gradients in the halves of a window
-        self.line = Line(count, self.device)
+        self.line = Regression(count, self.device)
         self.recent = torch.zeros(count, dtype=torch.float64, device=self.device)  # squared gradients since `looked`
         self.levels: list[float] = []  # mean squared gradients while the parameters were held fixed
         self.steepest = 0.0  # squared gradient at the start
@@ -160,8 +160,8 @@ class OwnWarmup:
         return [p for group in self.groups for p in group["params"]]
 
     def gradients(self) -> list[Tensor]:
-        """Copies of all gradients; zeros where a parameter has none."""
-        return [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in self.params]
+        """All gradients; zeros where a parameter has none."""
+        return [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in self.params]
 
     @property
     def geometry(self) -> Geometry | None:
@@ -175,7 +175,7 @@ class OwnWarmup:
         return found
 
     def dots(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
-        """Inner products of each group's parts."""
+        """Inner products within each group."""
         return self._sums(self.by_group(a), self.by_group(b))
 
     def _sums(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
@@ -192,25 +192,23 @@ class OwnWarmup:
         if self.by_scheme and (given is not None or not self.sampler.estimator.centred):
             return given
         if self.phase != SAMPLING:
-            now = self.gradients()
+            now = [g.clone() for g in self.gradients()]
             self.last, self.before = self.before, now
             return self._difference(now, self.last) if given is None and self.last else given
         if not (self.sampler.needs_vectors or self.geometry is not None):
-            return None  # nothing depends on noise any more
+            return None  # steps no longer depend on noise
         if given is not None:
             return self._weighted(given)
         if capturing():
             return None
         every = FOLLOW_EVERY if self.geometry is None else FOLLOW_GEOMETRY_EVERY
-        turn = self.groups[0]["step"] % every
-        first = self.by_scheme and not self.sampler.noise.ready()  # then every step counts
-        last, self.before = self.before, self.gradients() if turn == every - 1 or first else []
-        if first:
-            turn = 0
-        return self._weighted(self._difference(self.gradients(), last)) if turn == 0 and last else None
+        turn, now = self.groups[0]["step"] % every, self.gradients()
+        first = self.by_scheme and not self.sampler.noise.ready()  # then every step gives one
+        last, self.before = self.before, [g.clone() for g in now] if turn == every - 1 or first else []
+        return self._weighted(self._difference(now, last)) if last and (first or turn == 0) else None
 
     def _look_for_unused(self) -> None:
-        """Refuse a parameter on which the loss does not depend: it has no noise, hence no rate."""
+        """Raise if the loss does not depend on a parameter: without noise there is no rate for it."""
         last = min(UNUSED_FOR, self.total)
         if self.spent >= last:
             return
@@ -237,7 +235,7 @@ class OwnWarmup:
     # -- the phases ---------------------------------------------------------------------------------------------------
 
     def step(self, noise: Sequence[Tensor] | None) -> bool:
-        """Process the gradients of a step. Returns whether the sampler is to make its own move."""
+        """Process the gradients of a step. Returns whether the sampler makes its own move."""
         self.spent += 1
         if self.phase == OPTIMISING:
             self._optimise(noise)
@@ -270,7 +268,7 @@ class OwnWarmup:
     # -- initial optimisation -----------------------------------------------------------------------------------------
 
     def _optimise(self, noise: Sequence[Tensor] | None) -> None:
-        params, grads = self.params, [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.params]
+        params, grads = self.params, self.gradients()
         if not self.mean:
             self.mean, self.square, self.noise_square, self.centre = (
                 [torch.zeros_like(p, dtype=torch.float32) for p in params] for _ in range(4)
@@ -290,7 +288,7 @@ class OwnWarmup:
             weight = max(1.0 - second, 1.0 / self.spent)
             torch._foreach_lerp_(self.noise_square, torch._foreach_mul(vectors, vectors), weight)
         mean_factor, square_factor = 1.0 - first**self.spent, 1.0 - second**self.spent
-        begun = min(self.spent / self.length, 1.0)  # a full first step could leave the minimum of a trained network
+        begun = min(self.spent / self.length, 1.0)  # full first steps could leave the minimum of a trained network
         if self.place == 0:
             self.start = [p.detach().float().clone() for p in params]
         agreement = torch.zeros(3, dtype=torch.float64, device=self.device)
@@ -321,10 +319,10 @@ class OwnWarmup:
             )  # fmt: skip
         self.pflug.zero_()
         far = total > AGREEMENT * lengths
-        enough = max(LEAST_OPTIMISED, OPTIMISED_EPOCHS * self.epoch)  # a network may improve for ever
+        enough = max(LEAST_OPTIMISED, OPTIMISED_EPOCHS * self.epoch)
         over = self.spent >= MOST_OPTIMISATION_SHARE * self.total or (self.spent >= enough and not far)
         self.place = 0
-        # Without noise, successive gradients agree even if steps only go to and fro.
+        # Without noise, successive gradients agree even if steps oscillate.
         significant = gone > STRAIGHT * way and total > 2.0 * math.sqrt(max(squares - total**2 / self.length, 0.0))
         if not over and significant:
             if far:
@@ -334,15 +332,15 @@ class OwnWarmup:
         if not over and not self._short_enough() and self.factor > SHORTEST * self.longest:
             self.factor /= SLOWER
             return
-        if not significant:  # steps go around a mode, to which their mean is closer than the last one
+        if not significant:  # steps surround a mode, to which their mean is closest
             torch._foreach_copy_(self.params, self.centre)
         self.mean = self.square = self.noise_square = self.centre = []
         self.before, self.lengths = [], []
         self._hold_here()
 
     def _short_enough(self) -> bool:
-        """Whether steps are short beside the posterior width that the Fisher information implies."""
-        first = 0  # parameter of the group, all of which have one step length
+        """Whether steps are shorter than the posterior width that the Fisher information implies."""
+        first = 0  # parameter of the group; all of a group have one step length
         for group, square in zip(self.groups, self.by_group(self.noise_square), strict=True):
             length, first = self.lengths[first], first + len(group["params"])
             information = group["num_data"] * self._batch_size * float(self.whole.mean(square, group["params"]))
@@ -359,7 +357,7 @@ class OwnWarmup:
     # -- the noise at one point ---------------------------------------------------------------------------------------
 
     def _hold_here(self) -> None:
-        """End the optimisation, and hold the parameters fixed."""
+        """End the optimisation and hold the parameters fixed."""
         self.optimisation, self.phase, self.holding = self.spent, WARMING_UP, True
         self.length = FIRST_WINDOW if self.geometry is None else max(FIRST_WINDOW, self.geometry.min_vectors)
 
@@ -387,7 +385,7 @@ class OwnWarmup:
         self._begin_window(FIRST_WINDOW)
 
     def _ran_away(self) -> bool:
-        """Whether gradients are many times what they can be, so that noise measured here is worthless."""
+        """Whether gradients are far larger than they can be on the posterior."""
         if not bool(torch.isfinite(self.whole.total(torch.stack(torch._foreach_norm(self.params)).sum()))):
             return True
         if self.line.count >= LEAST_POINTS:
@@ -408,21 +406,21 @@ class OwnWarmup:
         return found
 
     def _prior(self) -> dict[str, Any]:
-        """The curvature of the prior, that of weight decay, as an argument of `adapt` for a geometry."""
+        """The curvature of the prior (weight decay) as an argument of `adapt`, for a geometry."""
         if self.geometry is None:
             return {}
         decays = [(p, group["weight_decay"] * group["num_data"]) for group in self.groups for p in group["params"]]
         return {"prior": [torch.full_like(p, decay) for p, decay in decays]}
 
     def _fisher(self) -> list[float]:
-        """The largest curvature of each group, by the noise of its gradients."""
+        """The largest curvature of each group, from the noise of its gradients."""
         if self.geometry is not None:
             return [1.0] * len(self.groups) if not self.geometry.known else self.curvatures
         tops = [float(self.sampler.noise.summary(group, "top")) for group in self.groups]
         return [2.0 * self._batch_size * b + g["weight_decay"] for b, g in zip(tops, self.groups, strict=True)]
 
     def _choose_correction(self) -> None:
-        """Unless the user said, correct for gradient noise if that allows larger rates."""
+        """If the user has left the choice, correct for gradient noise if that allows larger rates."""
         sampler = self.sampler
         if sampler.chooses_correction:
             ratio = 0.0
@@ -457,18 +455,18 @@ class OwnWarmup:
             found = [self.sampler.noise.seen_of_group(group)["top"].clone() for group in self.groups]
             self.images = self.axes = [u / self.whole.norm(u).clamp_min(1e-30) for u in found]
         else:
-            # A direction in which noise and H say that the curvature is 1: an image w = H t, and t itself.
+            # Directions t, scaled so that the curvature along them is 1 by H, and their images w = H t.
             shape = (min(PROBES, geometry.total), geometry.total)
             drawn = torch.randn(shape, generator=self.sampler.generator, device=self.device, dtype=geometry.dtype)
             axes = [geometry.direction(x.unsqueeze(0)).squeeze(0) / geometry.unit_rate for x in drawn]
             scales = [(x * t).sum().clamp_min(1e-36).sqrt() for x, t in zip(drawn, axes, strict=True)]
             self.images = [x / s for x, s in zip(drawn, scales, strict=True)]
             self.axes = [t / s for t, s in zip(axes, scales, strict=True)]
-        self.line = Line(len(self.axes), self.device)
+        self.line = Regression(len(self.axes), self.device)
 
     def _in_window(self, noise: Sequence[Tensor] | None) -> None:
         self.recent += self.dots(self.before, self.before)
-        i, grads = self.place, [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.params]
+        i, grads = self.place, self.gradients()
         moved = torch._foreach_sub([p.detach() for p in self.params], self.start)
         if self.geometry is None:
             places, pulls = self.by_group(moved), self.by_group(grads)
@@ -484,7 +482,7 @@ class OwnWarmup:
             return
         if i % PAIR_EVERY == 1 or self.length < PAIR_EVERY:
             self.sampler.observe(list(noise))
-        # Successive gradients have independent noise, so that their product estimates the squared mean gradient.
+        # The noise of successive gradients is independent: their product estimates the squared mean gradient.
         product = self._whitened_dots(grads, self.last)
         self.signal += torch.stack([product, product**2, torch.ones_like(product)])
         if self.geometry is None:
@@ -499,11 +497,11 @@ class OwnWarmup:
         return whole.expand(len(self.groups))
 
     def _measured(self) -> list[float]:
-        """The curvature of each group, by the noise and by the regression of gradients on parameters."""
+        """The curvature of each group, from the noise and the regression of gradients on parameters."""
         slope, error = self.line.slopes(pooled=self.geometry is not None)
         sure = slope > SURE * error
         if self.geometry is not None:
-            # Relative to H. If the slope is lost in noise, steps are too small for a moderate curvature to matter.
+            # Relative to H. Where the slope is not significant, a moderate curvature does not matter at these rates.
             ratio = SAFE * float(slope) if bool(sure) and self.line.count >= LEAST_POINTS else FIRST_RATIO
             share = max(ratio, 1.0) * self.caution * float(self.geometry.unit_rate)
             return [share / float(group["rate"]) for group in self.groups]
@@ -514,7 +512,7 @@ class OwnWarmup:
         return [factor * max(h, s) for h, s in zip(self._fisher(), beyond, strict=True)]
 
     def _joint_factor(self) -> float:
-        """How much stiffer the groups are together than alone, by the correlation of their noise."""
+        """Top curvature of all groups together over that of single groups, from the correlation of their noise."""
         scale = self.joint.diagonal().clamp_min(1e-300).rsqrt()
         if len(self.groups) == 1 or not bool((self.joint.diagonal() > 0).all()):
             return 1.0
@@ -527,7 +525,7 @@ class OwnWarmup:
         self.sampler.adapt(self.curvatures, rise, **(self._prior() if rise > 1.0 else {}))
 
     def _restart(self) -> None:
-        """Go back to where the window began, with smaller steps."""
+        """Return to the start of the window, with smaller rates."""
         self.restarts += 1
         if self.restarts > MOST_RESTARTS:
             raise DivergedError(
@@ -587,7 +585,7 @@ class OwnWarmup:
         return found if found > 1 else 0
 
     def _weigh_noise(self, weight: float) -> None:
-        """Correct for a share of the gradient noise only."""
+        """Correct for only a share of the gradient noise."""
         self.noise_weight = weight
         if self.geometry is not None:
             self.geometry.noise_weight = weight
@@ -606,11 +604,11 @@ class OwnWarmup:
 
     @property
     def spacing(self) -> int:
-        """Steps between draws worth keeping: half an autocorrelation time, as far as it is known."""
+        """Steps between draws: an estimate of half the autocorrelation time."""
         return max(1, math.ceil(max(self.relaxation, 1.0 / self.sampler.friction)))
 
     def _unsettled(self, last: bool) -> str:
-        """Why the chain has not settled; empty if it has."""
+        """Why the chain has not settled, or an empty string."""
         groups = self.groups
         if not groups[0]["temperature"]:
             return ""
@@ -629,7 +627,7 @@ class OwnWarmup:
         return unsettled(groups, ratios, signals, self.length, self.relaxation) or self._drifting()
 
     def _drifting(self) -> str:
-        """Whether the mean gradients of the window's two halves agree: why the chain has not settled."""
+        """Why the chain has not settled: the mean gradients of the window's halves agree. An empty string if not."""
         if len(self.halves) < 2 or self.geometry is not None:
             return ""
         half = self.length / 2
@@ -649,7 +647,7 @@ def unsettled(
     steps: int,
     relaxation: float,
 ) -> str:
-    """Why a chain has not settled in its last window of ``steps`` steps; empty if nothing says so.
+    """Why a chain has not settled in its last window of ``steps`` steps, or an empty string.
 
     Args:
         groups: parameter groups.
@@ -684,8 +682,8 @@ def unsettled(
 def uncancelled(pull: float, epoch: int) -> float:
     """Share of the gradient noise that acts on a chain if batches are drawn without replacement.
 
-    Noise then sums to zero over an epoch of E steps. At lag k < E its covariance is ``-V / (E - 1)``, for the share
-    ``1 - k / E`` of all steps. A chain that forgets the share a = ``pull`` of its past in a step weights it by
+    Noise then sums to zero over an epoch of E steps: at lag k < E its covariance is ``-V / (E - 1)``, for the share
+    ``1 - k / E`` of all steps. A chain that contracts by ``1 - a`` in a step, a = ``pull``, weights it by
     ``(1 - a)^k``.
 
     Example:
@@ -696,11 +694,11 @@ def uncancelled(pull: float, epoch: int) -> float:
     return 1.0 - 2.0 / (epoch - 1) * sum((1.0 - k / epoch) * max(1.0 - pull, 0.0) ** k for k in lags)
 
 
-class Line:
+class Regression:
     """Several simple linear regressions, updated point by point: slopes and their standard errors.
 
     Example:
-        >>> line = Line(1, torch.device("cpu"))
+        >>> line = Regression(1, torch.device("cpu"))
         >>> for x in range(10):
         ...     line.take(torch.tensor([float(x)]), torch.tensor([3.0 * x + (-1) ** x]))
         >>> [round(float(found), 1) for found in line.slopes()]
@@ -715,7 +713,7 @@ class Line:
         self.blocks: list[Tensor] = []  # of complete epochs
 
     def take(self, x: Tensor, y: Tensor, epoch: int = 0, place: int = 0) -> None:
-        """Take in a point of each line; ``place`` is its position in an epoch of ``epoch`` points."""
+        """Add a point to each line; ``place`` is its position in an epoch of ``epoch`` points."""
         x, y = x.double(), y.double()
         self.sums += torch.stack([x, y, x * x, x * y, y * y])
         self.count += 1
@@ -728,7 +726,7 @@ class Line:
             self.blocks.append(self.block)
 
     def block_noise(self) -> tuple[float, float]:
-        """Variance of the epoch means of residuals over that of independent ones, and its relative error."""
+        """Variance of the epoch means of residuals, over that of independent ones, and its relative error."""
         if len(self.blocks) < LEAST_EPOCHS:
             return 1.0, math.inf
         x, y, _, xy, yy = self.sums

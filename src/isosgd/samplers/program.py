@@ -1,8 +1,8 @@
-"""Steps of a sampler as tensors and a pure function of them, which a backend executes many times.
+"""Step programs: the steps of a sampler as a pure function of tensors, for backends to execute.
 
-A backend keeps a *state*: flat parameters ``[chains, d]``, followed by further columns if a step has more to remember
-(a velocity, a thermostat). It asks for the innovations of the next steps and for the tensors that a step reads, and
-moves the state step by step, in compiled code or in a captured graph. No backend looks into a sampler.
+A backend keeps a *state*: flat parameters ``[chains, d]``, followed by further columns for what else a step needs (a
+velocity, a thermostat). It asks for the innovations of the next steps and for the tensors that a step reads, and
+updates the state step by step, in compiled code or in a captured graph. No backend reads a sampler's attributes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from isosgd.geometry.base import Geometry
 from isosgd.geometry.diagonal import Diagonal
 from isosgd.geometry.full import Full
 from isosgd.geometry.lowrank import LowRank
+from isosgd.noise.model import split_like
 from isosgd.samplers.innovations import as_bits, fill_steps
 
 if TYPE_CHECKING:
@@ -29,16 +30,16 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass
 class Directions:
-    """A part of a step along a few directions S that all parameters share.
+    """The part of a step along a few directions S that all parameters share.
 
-    It is ``S^T (back S f + add s + undo S (reach xi))``.
-    Here ``f = g + (kick / rate) xi`` is the force on each element, and s are innovations of the directions themselves.
+    It is ``S^T (back S f + add s + undo S (reach xi))``, with the force ``f = g + (kick / rate) xi`` on each element
+    and innovations s of the directions.
 
     Attributes:
         basis: S, ``[k, d]``.
         back: ``[k, k]``.
         add: ``[k, k]``.
-        undo: ``[k, k]``, or None if nothing is taken out of the elements' own innovations.
+        undo: ``[k, k]``, or None if nothing is subtracted from the elements' own innovations.
         reach: ``[d]``, likewise.
     """
 
@@ -51,14 +52,14 @@ class Directions:
 
 @dataclass
 class Elementwise:
-    """A step that acts on each element on its own: ``theta -= rate g + kick xi``, or the same with a velocity.
+    """A step that acts on each element separately: ``theta -= rate g + kick xi``, or the same with a velocity.
 
     Attributes:
         rates: a number for each parameter tensor, or a tensor of its shape.
         kicks: the scale of injected noise, likewise.
         averaged: whether innovations are averaged over two steps.
         friction: of Theorem 2, if there is a velocity.
-        directions: what is subtracted from the parameters besides, if anything.
+        directions: what is also subtracted from the parameters, if anything.
     """
 
     rates: list[Tensor]
@@ -69,16 +70,16 @@ class Elementwise:
 
 
 class StepProgram(ABC):
-    """Steps of a sampler whose rates are fixed or scheduled. Nothing is changed before `prepare`.
+    """Steps of a sampler whose rates are fixed or scheduled. The sampler is unchanged before `prepare`.
 
     Attributes:
         dim: d, elements of all parameters of a chain.
         counts: the same for each group.
         width: innovations that a step takes.
         lead: innovations that precede those of the first step.
-        follows_noise: whether the sampler wants noise vectors from time to time (`isosgd.samplers.Sampler.observe`).
+        follows_noise: whether the sampler needs a noise vector from time to time (`isosgd.samplers.Sampler.observe`).
         needs_noise: whether every step takes a noise vector.
-        scheduled: whether rates change from step to step: they then come with the innovations of `draw`, and there is
+        scheduled: whether rates change from step to step. They are then part of the innovations of `draw`, and there is
             no `injection`.
     """
 
@@ -89,9 +90,8 @@ class StepProgram(ABC):
     def __init__(self, sampler: Sampler) -> None:
         self.sampler, self.chains = sampler, sampler.chains or 1
         self.params = [p for group in sampler.param_groups for p in group["params"]]
-        self.sizes = [p.numel() // self.chains for p in self.params]
         self.counts = [sum(p.numel() for p in group["params"]) // self.chains for group in sampler.param_groups]
-        self.dim = sum(self.sizes)
+        self.dim = sum(self.counts)
         self.width = self.dim + sampler.injector.extra
         followed = any(sampler.noise.uses) and (sampler.estimator.centred or sampler.track_every is not None)
         self.follows_noise = followed or sampler.geometry is not None
@@ -99,9 +99,9 @@ class StepProgram(ABC):
         self.bits = False
 
     def prepare(self, most: int) -> None:
-        """Get ready for calls of up to ``most`` steps; prefetched innovations are returned to the generator."""
+        """Prepare for calls of up to ``most`` steps; prefetched innovations are dropped."""
         injector = self.sampler.injector
-        for p in self.params:  # the layout is that of the parameters with gradients
+        for p in self.params:  # only parameters with gradients are laid out
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         injector.lay_out()
         injector.source.prepare()
@@ -111,14 +111,14 @@ class StepProgram(ABC):
     # -- the state ------------------------------------------------------------------------------------------------
 
     def memory(self) -> list[list[Tensor]]:
-        """What a step remembers of each parameter, in tensors of their shapes."""
+        """The state of a step besides the parameters, in tensors of their shapes."""
         return []
 
     def numbers(self) -> list[Tensor]:
-        """Scalars that it remembers, each ``[chains]``."""
+        """Further numbers in the state, each ``[chains]``."""
         return []
 
-    def take_numbers(self, numbers: Tensor) -> None:  # noqa: B027 (most remember none)
+    def take_numbers(self, numbers: Tensor) -> None:  # noqa: B027 (most have none)
         """Store the new values of `numbers`, ``[chains, columns]``."""
 
     def begin(self) -> Tensor:
@@ -129,7 +129,7 @@ class StepProgram(ABC):
         return torch.cat([theta, *columns], dim=-1)
 
     def finish(self, state: Tensor) -> None:
-        """Write a state back to the sampler and its parameters."""
+        """Write a state to the sampler and its parameters."""
         end = 0
         for tensors in (self.params, *self.memory()):
             self.write(tensors, state[:, end : end + self.dim])
@@ -143,8 +143,7 @@ class StepProgram(ABC):
     @torch.no_grad()
     def write(self, tensors: Sequence[Tensor], flat: Tensor) -> None:
         """The inverse of `flat`."""
-        parts = torch.split(flat, self.sizes, -1)
-        torch._foreach_copy_(list(tensors), [part.reshape(t.shape) for part, t in zip(parts, tensors, strict=True)])
+        torch._foreach_copy_(list(tensors), split_like(flat, tensors, self.chains))
 
     def parameters(self, state: Tensor) -> Tensor:
         """The parameters in a state."""
@@ -177,7 +176,7 @@ class StepProgram(ABC):
         return drawn.select(0, k)
 
     def injection(self) -> Tensors:
-        """The tensors by which `inject` turns normal numbers into innovations; they may change between calls."""
+        """The tensors with which `inject` turns normal numbers into innovations; they may change between calls."""
         injector = self.sampler.injector
         injector.make_plan()
         found = [injector.scale.view(self.chains, -1)]
@@ -187,12 +186,12 @@ class StepProgram(ABC):
         return tuple(found)
 
     def inject(self, normals: Tensor, tensors: Tensors) -> Tensor:
-        """Innovations ``[chains, width]`` of standard normal numbers: a function of tensors alone."""
+        """Innovations ``[chains, width]`` from standard normal numbers: a pure function of tensors."""
         scale, *outer = tensors
         return self._take_out((normals * scale).unsqueeze(0), outer).squeeze(0)
 
     def _take_out(self, kicks: Tensor, outer: Sequence[Tensor]) -> Tensor:
-        """Correct kicks ``[steps, chains, d]`` for correlated noise, in place, in the groups that ask for it."""
+        """Correct kicks ``[steps, chains, d]`` for correlated noise, in place, where a group's move says so."""
         moves = self.sampler.injector.moves
         corrections = zip(outer[::2], outer[1::2], strict=True)
         for kick, (_, move) in zip(torch.split(kicks, self.counts, -1), moves, strict=True):
@@ -206,26 +205,26 @@ class StepProgram(ABC):
 
     @abstractmethod
     def tensors(self) -> Tensors:
-        """What a step reads besides its state; it may change between calls, not within one."""
+        """The tensors that a step reads besides its state; they may change between calls, not within one."""
 
     @abstractmethod
     def move(self, state: Tensor, gradient: Tensor, noise: Tensor | None, xi: Tensor, tensors: Tensors) -> Tensor:
-        """The state after one step: a function of tensors alone.
+        """The state after one step: a pure function of tensors.
 
         Args:
-            state: before it.
+            state: the state before it.
             gradient: flat, of the mean loss.
             noise: the noise vector of the minibatch, if the program needs it.
-            xi: its innovations.
-            tensors: what `tensors` gave.
+            xi: the innovations of the step.
+            tensors: those of `tensors`.
         """
 
     def reads_rows(self, tensors: Tensors) -> bool:
-        """Whether a compiled step is a single operation that takes these tensors as they are in memory."""
+        """Whether a compiled step is a single operation on these tensors."""
         return False
 
     def elementwise(self) -> Elementwise | None:
-        """The step in elementwise form, so that one pass over memory suffices; None if it has none."""
+        """The step in elementwise form, for one pass over memory; None if it has none."""
         return None
 
     def rates(self) -> Tensor:
@@ -239,7 +238,7 @@ class StepProgram(ABC):
 
 
 class KickProgram(StepProgram):
-    """Steps of Theorem 1, or of Theorem 2 with a velocity behind the parameters; a metric must be constant."""
+    """Steps of Theorem 1, or of Theorem 2 with the velocity in the state; a metric must be constant."""
 
     def __init__(self, sampler: Sampler) -> None:
         super().__init__(sampler)
@@ -261,13 +260,14 @@ class KickProgram(StepProgram):
         if self.chains > 1 or self.sampler.metric is not None or any(m.outer is not None for _, m in injector.moves):
             return None
         found = Elementwise([], [], friction=self.friction)
-        for own, move in injector.moves:
-            rate = torch.as_tensor(move.rate, dtype=self.dtype, device=own.flat.device).reshape(())
+        for part, move in injector.moves:
+            rate = torch.as_tensor(move.rate, dtype=self.dtype, device=part.flat.device).reshape(())
             kick = (rate * move.amplitude).reshape(())
-            shares = None if move.scale is None else torch.split(move.scale.flatten(), [p.numel() for p in own.params])
-            for i, p in enumerate(own.params):
-                found.rates.append(rate)
-                found.kicks.append(kick if shares is None else (kick * shares[i]).view(p.shape))
+            found.rates += [rate] * len(part.params)
+            if move.scale is None:
+                found.kicks += [kick] * len(part.params)
+            else:
+                found.kicks += [kick * share for share in split_like(move.scale.flatten(), part.params)]
         return found
 
     def move(self, state: Tensor, gradient: Tensor, noise: Tensor | None, xi: Tensor, tensors: Tensors) -> Tensor:
@@ -282,10 +282,9 @@ class KickProgram(StepProgram):
 
 
 class ScheduledProgram(StepProgram):
-    """Steps that inject all of the composite noise, at rates that change from step to step, without a metric.
+    """Steps at rates that change from step to step, without a metric; the injected noise is the composite noise.
 
-    The innovations are all that differs between a backend's steps, so the rates of the groups are further columns of
-    them.
+    A backend changes only the innovations between steps, so the rates of the groups are further columns of them.
     """
 
     scheduled = True
@@ -302,7 +301,7 @@ class ScheduledProgram(StepProgram):
         return ()
 
     def table(self, steps: int) -> tuple[Tensor, Tensor]:
-        """Rates and kicks of the next steps, each ``[steps, chains, groups]``, or ``[steps, 1, groups]``."""
+        """Rates and scales of the kicks of the next steps, each ``[steps, chains or 1, groups]``."""
         sampler, rates, kicks = self.sampler, [], []
         for group in sampler.param_groups:
             rate = torch.as_tensor(group["rate"], dtype=torch.float64, device="cpu")
@@ -323,7 +322,7 @@ class ScheduledProgram(StepProgram):
         return out
 
     def elementwise(self) -> Elementwise | None:
-        """That of the first step; `table` has the others'."""
+        """That of the first step; `table` has those of all."""
         if self.chains > 1:
             return None
         rates, kicks = ([x[0, 0, i] for i in self.groups] for x in self.table(1))
@@ -335,7 +334,7 @@ class ScheduledProgram(StepProgram):
         return [i for i, group in enumerate(self.sampler.param_groups) for _ in group["params"]]
 
     def injection(self) -> Tensors:
-        raise RuntimeError("rates change from step to step: no injection serves several")
+        raise RuntimeError("rates change from step to step: there is no injection for several steps")
 
     def move(self, state: Tensor, gradient: Tensor, noise: Tensor | None, xi: Tensor, tensors: Tensors) -> Tensor:
         columns = torch.split(xi[:, self.dim :], 1, -1)
@@ -345,9 +344,9 @@ class ScheduledProgram(StepProgram):
 
 
 class GeometryProgram(StepProgram):
-    """Steps of I-SGD with a Lambda that knows directions; a level of the noise that it tracks is a further column.
+    """Steps of I-SGD with a geometry; if it tracks the level of the noise, the level is part of the state.
 
-    ``averaged`` says whether innovations are averaged over two steps.
+    ``averaged``: whether innovations are averaged over two steps.
     """
 
     def __init__(self, sampler: Sampler, geometry: Geometry, averaged: bool) -> None:
@@ -382,10 +381,7 @@ class GeometryProgram(StepProgram):
             directions = Directions(basis[0], back[0], add[0], *(t[0] for t in exact))
         else:
             return None
-        rates, kicks = (
-            [part.view(p.shape) for part, p in zip(torch.split(t[0], self.sizes), self.params, strict=True)]
-            for t in (rate, kick)
-        )
+        rates, kicks = (split_like(t[0], self.params) for t in (rate, kick))
         return Elementwise(rates, kicks, bool(self.lead), directions=directions)
 
     def draw(self, steps: int) -> Tensor:

@@ -24,10 +24,10 @@ from isosgd.samplers.schedules import Annealing
 class PSGLD(Sampler):
     """SGLD with the preconditioner of RMSprop, without the drift for its dependence on theta.
 
-    Targets ``exp(-f / T)`` only where V hardly depends on theta, that is where gradient noise exceeds the gradient
-    itself. Otherwise, as ``lr -> 0`` and for independent parameters, the density is ``exp(-f / T) / P(theta)``, which
-    is too wide, since P is smallest far from the mode: without gradient noise a Gaussian's variance doubles. The errors
-    of SGLD at a fixed rate, ``rate h / 2`` and ``rate N b / T`` in the metric, come on top; `adapt` keeps each below
+    Targets ``exp(-f / T)`` only if V hardly depends on theta, that is if gradient noise exceeds the gradient.
+    Otherwise, as ``lr -> 0`` and for independent parameters, the density is ``exp(-f / T) / P(theta)``, which is too
+    wide, since P is smallest far from the mode: without gradient noise a Gaussian's variance doubles. The errors of
+    SGLD at a fixed rate, ``rate h / 2`` and ``rate N b / T`` in the metric, add to this; `adapt` keeps each below
     ``bias``.
 
     Departures from the paper: V starts as a plain average, so that its start value has no effect; its gradients
@@ -35,9 +35,9 @@ class PSGLD(Sampler):
 
     Args:
         alpha: memory of V.
-        eps: the paper's lambda, which bounds P. It has the units of a mean gradient.
+        eps: the paper's lambda, which bounds P, in the units of a mean gradient.
         decay: exponent of the annealing, 0 for a fixed rate.
-        offset: steps after which the annealing sets in.
+        offset: steps after which the rate begins to fall.
         settings: those of every `Sampler`.
     """
 
@@ -82,7 +82,7 @@ class PSGLD(Sampler):
 
 
 class RMSProgram(StepProgram):
-    """Steps of `PSGLD`. The state has V and the number of gradients in it as further columns."""
+    """Steps of `PSGLD`. The state also has V and the number of gradients in it."""
 
     def __init__(self, sampler: PSGLD) -> None:
         super().__init__(sampler)

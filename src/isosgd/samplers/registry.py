@@ -1,4 +1,4 @@
-"""Every sampler by name: its family, what it targets, where it departs from its paper, its settings and defaults."""
+"""Every sampler by name: its family, target density, departures from its paper, settings and defaults."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from isosgd.samplers.sgrhmc import SGRHMC
 from isosgd.samplers.sgrld import SGRLD
 from isosgd.samplers.vsgd import VSGD
 
-# Given by `isosgd.sample`.
+# Arguments that `isosgd.sample` sets.
 NOT_SETTINGS = {"num_data", "temperature", "generator", "chains", "warmup", "trained", "weight_decay"}
-INNER = {"lr", "friction", "corrected", "schedule", "extra"}  # of `Sampler`: subclasses have none, or their own
+INNER = {"lr", "friction", "corrected", "schedule", "extra"}  # of `Sampler`, set or redefined by subclasses
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Method:
     """A method with a name.
 
     Attributes:
-        kind: the class. It has a ``family``: ``langevin`` (Theorem 1), ``hamiltonian`` (Theorem 2), ``metropolis``
-            (all data, accept or reject), or ``baseline``; a ``paper``; what it ``targets``; and its ``departures``
-            from the paper, in a line.
+        kind: the class, with attributes ``family``: ``langevin`` (Theorem 1), ``hamiltonian`` (Theorem 2),
+            ``metropolis`` (all data, accept/reject) or ``baseline``; ``paper``; ``targets``; and ``departures`` from
+            the paper.
         options: settings of `isosgd.sample` that differ from the defaults of ``kind``.
     """
 
@@ -55,7 +55,7 @@ class Method:
         return {**found, **self.options}
 
     def row(self, name: str) -> dict[str, Any]:
-        """Its row in a table.
+        """The method as the row of a table.
 
         Example:
             >>> psgld = REGISTRY["psgld"].row("psgld")

@@ -15,22 +15,22 @@ from isosgd.samplers.groups import Group
 
 CYCLE = 5000  # steps, if the spacing of draws is not known
 LEAST_CYCLE = 500  # steps, if it is
-SPREAD = 0.2  # share of a sampling stage in which a chain spreads from the mode and no draw counts
+SPREAD = 0.2  # share of a sampling stage, at its start, without draws: the chain spreads from the mode
 STAGE_DRAWS = 10  # draws of a stage, if its length follows from the spacing of draws
 
 
 class Schedule:
-    """Turns the rate of a group into that of its next step: by default the same."""
+    """Turns the rate of a group into that of its next step; by default it is constant."""
 
     def settings(self, begun: bool = False) -> dict[str, float | None]:
-        """Entries of every group; ``begun`` if the first step already samples."""
+        """Entries of every group; ``begun``: whether the first step already samples."""
         return {}
 
     def begin(self, groups: Sequence[Group]) -> None:
-        """Rates are frozen, and sampling begins."""
+        """Called when rates are frozen and sampling begins."""
 
     def changes(self, groups: Sequence[Group]) -> bool:
-        """Whether rates change from step to step now."""
+        """Whether rates now change from step to step."""
         return False
 
     def rate(self, group: Group, rate: Number) -> Number:
@@ -49,7 +49,7 @@ class Schedule:
         return torch.zeros(steps, 1, dtype=torch.bool)
 
     def sampled(self, group: Group) -> bool:
-        """Whether the last step was one of sampling."""
+        """Whether the last step belongs to a sampling stage."""
         return True
 
     def limit_peak(self, group: Group, curvature: Number) -> Tensor | None:
@@ -60,7 +60,7 @@ class Schedule:
         """Fit the schedule to the spacing of draws, in steps at the rates of the groups."""
 
     def steps_to(self, group: Group, spacing: float, draws: int = 1) -> int:
-        """Steps to the next draw, or the last of several, for a spacing in steps at the rate of the group."""
+        """Steps to the next draw, or to the last of several; ``spacing`` is in steps at the rate of the group."""
         return math.ceil(draws * spacing)
 
 
@@ -69,7 +69,7 @@ class Annealing(Schedule):
 
     Args:
         decay: 0 for a fixed rate.
-        offset: steps after which the annealing sets in.
+        offset: steps after which the rate begins to fall.
     """
 
     def __init__(self, decay: float, offset: float) -> None:
@@ -105,18 +105,18 @@ def area(position: float) -> float:
 
 
 class Cycles(Schedule):
-    """Cycles of a cosine, each with an exploration and a sampling stage (see `isosgd.samplers.cyclical`).
+    """Cosine cycles, each with an exploration and a sampling stage (see `isosgd.samplers.cyclical`).
 
-    Exploration ends at a mode, so that a chain has to spread again in every sampling stage. The lower the rate, the
-    less a chain moves: what counts is *time*, the sum of the steps' rates over that of the group.
+    Exploration ends at a mode, from which a chain spreads again in every sampling stage. The lower the rate, the less a
+    chain moves, so draws are spaced in *time*: the sum of the steps' rates over that of the group.
 
-    Each group keeps the length of a ``cycle``, the step at its ``start``, and its ``peak``, the highest rate over that
-    of sampling.
+    Each group stores the length of its ``cycle``, the step at which cycles ``start``, and ``peak``, the highest rate
+    over that of sampling.
 
     Args:
-        cycle: steps in a cycle; None lets `fit` set it, and is `CYCLE` until then.
+        cycle: steps in a cycle; with None `fit` sets it, and it is `CYCLE` until then.
         exploration: the share of exploration in a cycle.
-        within: a schedule of the rate of all cycles.
+        within: a schedule over all cycles.
     """
 
     def __init__(self, cycle: int | None, exploration: float, within: Schedule | None = None) -> None:
@@ -181,7 +181,7 @@ class Cycles(Schedule):
         return stable.clamp(1.0, 1.0 / cosine(self.exploration))
 
     def set_highest(self, group: Group, rate: Number) -> Number:
-        """The group's rate for cycles that begin at ``rate``."""
+        """The group's rate for cycles whose highest rate is ``rate``."""
         group["peak"] = 1.0 / cosine(self.exploration)
         return rate * cosine(self.exploration)
 
@@ -190,11 +190,11 @@ class Cycles(Schedule):
         return float(group["cycle"]) * (area(1.0) - area(self.exploration)) / cosine(self.exploration)
 
     def spacing(self, group: Group) -> float:
-        """Time between draws that gives `STAGE_DRAWS` of them in a stage."""
+        """Time between draws for `STAGE_DRAWS` of them in a stage."""
         return max(1.0, (1.0 - 1e-6) * float(self._counted(group["cycle"])[-1]) / STAGE_DRAWS)
 
     def fit(self, groups: Sequence[Group], spacing: float) -> None:
-        """Make stages so long that the chain spreads and then gives `STAGE_DRAWS` draws."""
+        """Set the cycle so that the chain spreads and then gives `STAGE_DRAWS` draws in a stage."""
         if self.given:
             return
         stage = STAGE_DRAWS * spacing / (1.0 - SPREAD)
@@ -203,9 +203,10 @@ class Cycles(Schedule):
             group["cycle"] = cycle
 
     def steps_to(self, group: Group, spacing: float, draws: int = 1) -> int:
-        """Steps to the next draw, or the last of several. Neither exploration nor the first `SPREAD` of a stage count.
+        """Steps to the next draw, or to the last of several.
 
-        Draws are due at multiples of the spacing since cycles began, so that steps beyond one do not add up.
+        Exploration and the first `SPREAD` of a stage do not count. Draws are due at multiples of the spacing since
+        cycles began, so that rounding up to whole steps does not accumulate.
         """
         if group["start"] is None or spacing < 1:
             return math.ceil(draws * spacing)
@@ -218,7 +219,7 @@ class Cycles(Schedule):
         return int(whole * cycle + np.searchsorted(clock, due - whole * clock[-1]) - taken)
 
     def _counted(self, cycle: int) -> NDArray[np.float64]:
-        """Time that counts for draws, from the start of a cycle to that of each step, and to its end."""
+        """Time that counts for draws, from the start of a cycle to that of each of its steps, and to its end."""
         if len(self._clock) != cycle + 1:
             rates = 0.5 * (1.0 + np.cos(np.pi * np.arange(cycle) / cycle)) / cosine(self.exploration)
             rates[np.arange(cycle) / cycle < self.exploration] = 0.0

@@ -3,9 +3,9 @@
     theta <- theta - lr P (g + w),    P = Var(g)^-1,    Cov(w) = (2 T / (N lr) - 1 - n T / N) Var(g)
 
 In the notation of Theorem 1: P ~ B^-1, C = (T / (N lr) - 1/2 - n T / (2 N)) Var(g). Their step is ``2 (gamma N I +
-4 B / epsilon)^-1`` for the full gradient, with ``gamma = (n + N) / n`` and I the Fisher information. It is the same
-with I = n Var(g), T = 1, and the user's matrix B, which sets the rate, a multiple of I. The term ``n T / N`` makes it
-exact at any rate where the curvature of f / N is I.
+4 B / epsilon)^-1`` for the full gradient, with ``gamma = (n + N) / n`` and I the Fisher information: the same step if
+I = n Var(g), T = 1, and their matrix B, which sets the rate, is a multiple of I. The term ``n T / N`` makes it exact at
+any rate if the curvature of f / N is I.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from isosgd.geometry.layer import Number, diagonal_scale
 from isosgd.geometry.linalg import times
 from isosgd.noise.estimators import state_dtype
-from isosgd.noise.model import Summary, join
+from isosgd.noise.model import Summary, join, split_like
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import Group, ParamsLike
 from isosgd.samplers.injection import Move
@@ -33,12 +33,12 @@ MOST_PARAMETERS = 2000  # of a full matrix
 
 
 def subtracted_share(batch_size: int | None, group: Group) -> float:
-    """The noise to be subtracted, in units of Var(g): ``1 + n T / N``."""
+    """The noise to subtract, in units of Var(g): ``1 + n T / N``."""
     return 1.0 + float((batch_size or 0) * group["temperature"] / group["num_data"])
 
 
 def check_scoring(floor: float) -> None:
-    """Refuse a bad floor."""
+    """Raise if the floor is invalid."""
     if not 0 < floor < 1:
         raise ValueError(f"floor = {floor} must lie in (0, 1): the least variance, over the mean of its tensor")
 
@@ -46,18 +46,19 @@ def check_scoring(floor: float) -> None:
 class SGFS(Sampler):
     """Fisher scoring with the variance of each parameter's gradient noise.
 
-    Targets ``exp(-f / T)`` when P is constant, gradient noise is independent between parameters, and the curvature k
-    of f / N is the Fisher information ``n Var(g)``. Where it is not, variances are off by the factor
-    ``(2 - rate n) / (2 - rate k)``, both in the metric (n = 0 when ``batch_size`` is not given); `adapt` keeps that,
-    and the excess temperature of correlated noise, below ``bias``.
+    Targets ``exp(-f / T)`` if P is constant, gradient noise is independent between parameters, and the curvature k of
+    f / N is the Fisher information ``n Var(g)``. Otherwise variances are off by the factor
+    ``(2 - rate n) / (2 - rate k)``, both in the metric (n = 0 if ``batch_size`` is not given); `adapt` keeps that, and
+    the excess temperature of correlated noise, below ``bias``.
 
     Departures from the paper: P comes from the running mean of squared noise vectors and is constant once rates are
-    frozen; the matrix B is a multiple of Var(g) that the rate sets; the variances in P have a floor; T.
+    frozen; the matrix B is a multiple of Var(g) that the rate sets; the variances in P have a floor; there is a
+    temperature.
 
     Args:
         floor: least variance in P, over the mean of its tensor (of the matrix), for directions without noise.
         decay: exponent of the annealing, 0 for a fixed rate.
-        offset: steps after which the annealing sets in.
+        offset: steps after which the rate begins to fall.
         settings: those of every `Sampler`; ``lr`` must be below ``2 T / N``, and without ``batch_size`` the step is
             exact to first order in the rate only.
     """
@@ -96,7 +97,7 @@ class SGFS(Sampler):
         return 1.0 / torch.maximum(v, self.floor * mean).clamp_min(TINY)
 
     def noise_bound(self, group: Group) -> Tensor:
-        """It covers what is subtracted, and leaves the correlated rest a small share."""
+        """Covers what is subtracted; correlated noise is at most a small share of it."""
         noise = self.metric.variances(group)
         subtracted = 0.5 * subtracted_share(self.batch_size, group) * join(noise, self.batched).amax(-1)
         return subtracted + self.metric.excess_noise(group, noise) / self.bias
@@ -112,14 +113,13 @@ class SGFS(Sampler):
 
 
 class FullSGFS(Sampler):
-    """Fisher scoring with the covariance matrix of all gradient noise: up to 2000 parameters.
+    """Fisher scoring with the covariance matrix of the gradient noise, for up to 2000 parameters.
 
-    Targets the density of `SGFS`, without its condition of independent noise, as far as the matrix is known: `adapt`
-    keeps the excess temperature of what m noise vectors in d dimensions leave unknown, ``(1 + sqrt(d / m))^2 - 1``,
-    below ``bias``.
+    Targets the density of `SGFS`, for correlated noise too. The matrix is estimated from m noise vectors in d
+    dimensions; `adapt` keeps the excess temperature of its error, ``(1 + sqrt(d / m))^2 - 1``, below ``bias``.
 
-    Departures from the paper: those of `SGFS`; the matrix is shrunk towards its diagonal by ``d / (m + d)``; P is only
-    updated when rates are set, or with a given ``lr`` when the number of noise vectors has doubled.
+    Departures from the paper: those of `SGFS`; the matrix is shrunk towards its diagonal by ``d / (m + d)``; P is
+    updated only when rates are set, or with a given ``lr`` when the number of noise vectors has doubled.
 
     Args: those of `SGFS`.
     """
@@ -139,7 +139,7 @@ class FullSGFS(Sampler):
         **settings: Any,
     ) -> None:
         check_scoring(floor)
-        counter = {"behind": 0}  # noise vectors in the matrix in use
+        counter = {"behind": 0}  # noise vectors in the matrix that P was made from
         super().__init__(params, schedule=Annealing(decay, offset), extra=counter, **settings)
         self.floor = floor
         self.size = sum(p.numel() for group in self.param_groups for p in group["params"]) // (self.chains or 1)
@@ -168,10 +168,9 @@ class FullSGFS(Sampler):
         square = d.unsqueeze(-1) * d.unsqueeze(-2)
         self._kept.setdefault("covariance", torch.zeros_like(square)).lerp_(square, 1.0 / seen)
         if self.given and seen.bit_count() == 1:
-            self._renew()
+            self._update_metric()
 
-    def _renew(self) -> None:
-        """Update P."""
+    def _update_metric(self) -> None:
         self.noise.seen_of_group(self.param_groups[0])
         matrix, m = self._kept["covariance"].double(), self.param_groups[0]["seen"]
         matrix = matrix.lerp(torch.diag_embed(torch.diagonal(matrix, dim1=-2, dim2=-1)), self.size / (m + self.size))
@@ -193,9 +192,7 @@ class FullSGFS(Sampler):
         return self
 
     def whiten(self, vectors: Sequence[Tensor], power: float = 0.5) -> list[Tensor]:
-        flat = self._apply(power, join(list(vectors), self.batched))
-        parts = torch.split(flat, [v.numel() // (self.chains or 1) for v in vectors], dim=-1)
-        return [part.reshape(v.shape) for part, v in zip(parts, vectors, strict=True)]
+        return split_like(self._apply(power, join(list(vectors), self.batched)), vectors, self.chains)
 
     def curvature_ratio(self, group: Group) -> Tensor:
         share, inverse = self._kept["share"], self._kept["inverse"]
@@ -215,7 +212,7 @@ class FullSGFS(Sampler):
             return
         group = self.param_groups[0]
         if not group["behind"] or (rise > 1.0 and group["seen"] >= self.size):
-            self._renew()
+            self._update_metric()
         h = torch.stack([torch.as_tensor(h, dtype=torch.float32) for h in curvature]).amax(0)
         for group in self.param_groups:
             subtracted = 0.5 * subtracted_share(self.batch_size, group) * self._kept["share"].amax(-1)
@@ -234,14 +231,13 @@ class FullSGFS(Sampler):
             raise RuntimeError("a parameter has no gradient: a full matrix needs all of them")
         group = self.param_groups[0]
         if not group["behind"]:
-            self._renew()
+            self._update_metric()
         self._make_plan()
         inverse, share = self._kept["inverse"], self._kept["share"]
         scale = diagonal_scale(self.composite(group), subtracted_share(self.batch_size, group) * share) * inverse.sqrt()
         source = self.injector.source
         source.out.copy_(times(self._kept["basis"], scale * source.fill()))
         drift = self._apply(1.0, join([p.grad for p in params], self.batched).to(inverse.dtype))  # type: ignore[misc]
-        parts = iter(torch.split(drift, [p.numel() // (self.chains or 1) for p in params], dim=-1))
+        drifts = iter(split_like(drift, params, self.chains))
         for planned in self.injector.plan:
-            steps = [next(parts).reshape(p.shape) for p in planned.params]
-            langevin_(planned.params, steps, planned.rate, planned.kicks)
+            langevin_(planned.params, [next(drifts) for _ in planned.params], planned.rate, planned.kicks)

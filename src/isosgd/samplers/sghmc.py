@@ -18,16 +18,16 @@ from isosgd.samplers.groups import ParamsLike
 class SGHMC(Sampler):
     """SGHMC, with or without the correction for gradient noise.
 
-    Targets ``exp(-f / T)`` up to the discretisation bias ``rate h / (2 (2 - a))``, and without the correction as the
-    rate tends to zero only: gradient noise then heats it by ``rate N b / (a T)``.
+    Targets ``exp(-f / T)`` up to the discretisation bias ``rate h / (2 (2 - a))``. Without the correction, gradient
+    noise raises the temperature by the share ``rate N b / (a T)``.
 
     Departures from the paper: B^ is measured, correlations included, not given by the user; the velocity is never
     resampled; `adapt` sets the rate if none is given; there is a temperature.
 
     Args:
         friction: a in (0, 1]; at 1 it is SGLD.
-        corrected: subtract the measured gradient noise, correlations included, from the injected noise; this needs
-            centred noise vectors. By default a loop does so if that allows larger rates, and `isosgd.sample` does not.
+        corrected: subtract the measured gradient noise, correlations included, from the injected noise; needs centred
+            noise vectors. By default in a loop if that allows larger rates, and not in `isosgd.sample`.
         settings: those of every `Sampler`.
     """
 

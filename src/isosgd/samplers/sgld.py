@@ -26,7 +26,7 @@ class SGLD(Sampler):
 
     Args:
         decay: exponent of the annealing, 0 for a fixed rate; Welling and Teh take a value in (0.5, 1].
-        offset: steps after which the annealing sets in.
+        offset: steps after which the rate begins to fall.
         corrected: subtract the measured gradient noise from the injected noise, as in `Sampler`.
         settings: those of every `Sampler`.
 

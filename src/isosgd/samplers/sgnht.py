@@ -26,19 +26,18 @@ from isosgd.samplers.steppers import hamiltonian_, spread
 class SGNHT(Sampler):
     """SGHMC with a friction that adapts to gradient noise of unknown size.
 
-    Targets ``exp(-f / T)`` when gradient noise is isotropic within each group, whatever its size. Otherwise the mean
-    temperature is right but that of single directions is not: a variance is too large by ``(s + b) / (s + mean b)``,
-    with ``s = a T / (N rate)`` and b the noise in that direction; `adapt` keeps the error below ``bias``.
+    Targets ``exp(-f / T)`` if gradient noise of any size is isotropic within each group. Otherwise only the mean
+    temperature is right: the variance in a direction is too large by the factor ``(s + b) / (s + mean b)``, with
+    ``s = a T / (N rate)`` and b the noise in that direction; `adapt` keeps the error below ``bias``.
 
     Departures from the paper: one thermostat for each group; the set point of the velocity is ``2 / (2 - xi)``, not 1,
-    which makes the discrete recursion right for Gaussians at any rate, on average over directions; ``gain``, an inverse
+    which makes the discrete recursion exact for Gaussians at any rate, on average over directions; ``gain``, an inverse
     thermal mass, does not vanish with the rate; friction is at most 1.
 
     Args:
-        friction: a in (0, 1], the friction that matches the injected noise alone; xi starts there.
+        friction: a in (0, 1], the friction that matches the injected noise; xi starts there.
         gain: how fast xi adapts; ``0.1 friction^2`` by default. Its standard deviation is then ``0.3 a / sqrt(d)``.
-        corrected: subtract the measured gradient noise from the injected noise, as in `SGHMC`. What remains is
-            isotropic.
+        corrected: subtract the measured gradient noise from the injected noise, as in `SGHMC`; the total is isotropic.
         settings: those of every `Sampler`.
     """
 
@@ -76,7 +75,7 @@ class SGNHT(Sampler):
         return variance
 
     def noise_bound(self, group: Group) -> Tensor:
-        """Anisotropic noise must be a small share of it; isotropic noise may double the friction."""
+        """Anisotropic noise is at most a small share of it; isotropic noise may double the friction."""
         if self.corrected:
             return super().noise_bound(group)
         top, mean = self.noise_summary(group, "top"), self.noise_summary(group, "mean")
@@ -86,20 +85,20 @@ class SGNHT(Sampler):
         if any(p.dtype.itemsize < 4 for group in self.param_groups for p in group["params"]):
             return "thermostats need float32"
         if self.corrected:
-            return "thermostats and a correction for noise go step by step"
+            return "thermostats with a correction for noise run step by step"
         if not all(group["temperature"] for group in self.param_groups):
             return "there is no temperature to regulate"
         return ThermostatProgram(self)
 
     def _update(self) -> None:
-        for own in self.injector.layout:
-            velocity = [self.velocity(p) for p in own.params]
-            torch._foreach_mul_(velocity, spread(1.0 - self.thermostat(own.group), velocity))
+        for part in self.injector.layout:
+            velocity = [self.velocity(p) for p in part.params]
+            torch._foreach_mul_(velocity, spread(1.0 - self.thermostat(part.group), velocity))
         super()._update()
-        for own in self.injector.layout:
-            if own.group["temperature"]:
-                xi, v = self.thermostat(own.group), join([self.velocity(p) for p in own.params], self.batched).float()
-                found = dot(v, v) / (v.shape[-1] * self.velocity_variance(own.group))
+        for part in self.injector.layout:
+            if part.group["temperature"]:
+                xi, v = self.thermostat(part.group), join([self.velocity(p) for p in part.params], self.batched).float()
+                found = dot(v, v) / (v.shape[-1] * self.velocity_variance(part.group))
                 xi.add_(self.gain * (found - 2.0 / (2.0 - xi))).clamp_(max=1.0)
 
     def _advance(
@@ -109,7 +108,7 @@ class SGNHT(Sampler):
 
 
 class ThermostatProgram(StepProgram):
-    """Steps of `SGNHT`. The state has the velocity and the friction of each group as further columns."""
+    """Steps of `SGNHT`. The state also has the velocity and the friction of each group."""
 
     def __init__(self, sampler: SGNHT) -> None:
         super().__init__(sampler)

@@ -29,12 +29,12 @@ class SGRHMC(Sampler):
     """SGHMC in a metric that the user gives as a function of theta.
 
     Targets ``exp(-f / T)`` as ``lr -> 0``. At a fixed rate the variance is too large by ``rate h P^2 / 2`` or less, and
-    without the correction by ``rate N b / (a T)``; `adapt` keeps each below ``bias`` for the metric where the chain was
-    then. Without a metric it is SGHMC.
+    without the correction by ``rate N b / (a T)``; `adapt` keeps each below ``bias`` for the metric at the chain's
+    position then. Without a metric it is SGHMC.
 
     Departures from the paper: theta moves with P at the midpoint, and the divergence has a weight (see
-    `divergence_weight`), without which the error would not vanish with the rate at a fixed friction a; friction is cut
-    at 1 where the metric is large, together with its noise, which any friction allows.
+    `divergence_weight`), without which the error would not vanish with the rate at a fixed friction a; friction, with
+    its noise, is clipped at 1 where the metric is large.
 
     Args:
         friction: a in (0, 1].
@@ -67,7 +67,7 @@ class SGRHMC(Sampler):
         return self.noise.summary(group, how)  # the metric in the friction cancels it
 
     def _program(self) -> StepProgram | str:
-        return "its metric depends on where the chain is"
+        return "its metric depends on the position of the chain"
 
     def _advance(
         self, params: list[Tensor], grads: list[Tensor], rate: Number | list[float], kick: list[Tensor] | None
@@ -88,7 +88,7 @@ class SGRHMC(Sampler):
 
 
 def divergence_weight(friction: Tensor) -> Tensor:
-    """Factor of div P for a friction c per step that is not small: ``1 + 2 c / (2 - c)``, or 1 where it is cut.
+    """Factor of div P for a friction c per step that is not small: ``1 + 2 c / (2 - c)``, or 1 where it is clipped.
 
     Averaged over the velocity, whose variance is ``2 / (2 - c)`` of the continuous one, theta diffuses by ``P^2 / c``.
     For the drift to be the divergence of this it takes ``(T / N) (P' + P c' / (2 - c))``, here with ``c = a P^2``.

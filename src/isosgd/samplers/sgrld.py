@@ -23,17 +23,16 @@ from isosgd.samplers.program import StepProgram
 from isosgd.samplers.schedules import Annealing
 
 Metric = Callable[[Tensor], Tensor]
-LEEWAY = 1e-3  # for rounding, in the check that entries are independent
+LEEWAY = 1e-3  # for rounding errors, in the check that entries are independent
 
 
 class Field:
     """A metric given by the user: its value and its divergence at a parameter.
 
     Args:
-        metric: a function from a parameter to the diagonal of ``G^-1`` in its shape; by default the identity. With
-            chains the parameter has their leading dimension.
+        metric: a function from a parameter to the diagonal of ``G^-1`` in its shape; by default the identity.
         coupled: whether an entry of the metric depends on other entries of the parameter. The divergence then takes a
-            backward pass for each entry, instead of one in all.
+            backward pass for each entry, instead of one for all.
         batched: whether parameters have a leading dimension of chains.
     """
 
@@ -99,13 +98,13 @@ class SGRLD(Sampler):
     ``rate N b / T``, in the metric; `adapt` keeps each below ``bias`` for the metric at the chain's position then.
     Without a metric it is SGLD.
 
-    Departures from the paper: the metric is diagonal and any function; theirs is that of a simplex.
+    Departures from the paper: any diagonal metric; theirs is that of a simplex.
 
     Args:
         metric: a function from a parameter to the diagonal of ``G^-1`` in its shape, see `Field`. It is not saved.
         coupled: whether an entry of it depends on other entries of the parameter.
         decay: exponent of the annealing, 0 for a fixed rate.
-        offset: steps after which the annealing sets in.
+        offset: steps after which the rate begins to fall.
         settings: those of every `Sampler`.
 
     Example:
@@ -133,7 +132,7 @@ class SGRLD(Sampler):
         self.metric = DiagonalMetric(self.noise, self.field.value)
 
     def _program(self) -> StepProgram | str:
-        return "its metric depends on where the chain is"
+        return "its metric depends on the position of the chain"
 
     def _drift(self, params: list[Tensor], grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         scale, fields = scales(self), [self.field.at(p) for p in params]

@@ -1,9 +1,9 @@
-"""Parameters that are sharded over ranks: DTensors, as FSDP2's `torch.distributed.fsdp.fully_shard` makes them.
+"""Parameters sharded over ranks: DTensors, as FSDP2's `torch.distributed.fsdp.fully_shard` makes them.
 
 Each rank steps its own rows of every parameter. Quantities of whole groups (norms, products of noise vectors) are
-summed over ranks. Injected noise is drawn in blocks, each seeded by the step, the parameter and the offset in it; a
-rank draws the blocks of its rows. So a chain is the same on any number of ranks, up to rounding. Gradients are already
-means over ranks, and noise vectors are differences of successive ones.
+summed over ranks. Injected noise is drawn in blocks, each seeded by the step, the parameter and its offset in it; a
+rank draws the blocks of its rows, so that a chain is the same on any number of ranks, up to rounding. Gradients are
+already means over ranks, and noise vectors are differences of successive gradients.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from isosgd.errors import RankError, RankValueError
 from isosgd.noise.model import Whole
 from isosgd.samplers.groups import Group
 
-BLOCK = 1 << 14  # numbers that are drawn at once
+BLOCK = 1 << 14  # random numbers of one seed
 
 
 def is_sharded(p: Tensor) -> bool:
@@ -30,7 +30,7 @@ def is_sharded(p: Tensor) -> bool:
 
 
 def rows_of(length: int, rank: int, ranks: int) -> tuple[int, int]:
-    """First row and end of a rank's rows of a tensor, split as by `torch.chunk`: the last ranks may have none.
+    """First row and end of a rank's rows, split as by `torch.chunk`: the last ranks may have none.
 
     Example:
         >>> [rows_of(5, rank, 4) for rank in range(4)]
@@ -41,7 +41,7 @@ def rows_of(length: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def rows_here(p: Any) -> tuple[int, int]:
-    """First row and end of this rank's rows of a DTensor; refuses placements that are not supported."""
+    """First row and end of this rank's rows of a DTensor; raises if its placement is not supported."""
     from torch.distributed.tensor import Shard  # slow to import
 
     mesh = p.device_mesh
@@ -58,7 +58,7 @@ def together(mesh: Any, call: Callable[[], Any]) -> list[Any]:
     error: Exception | None = None
     try:
         text = json.dumps({"got": call()}, default=str)
-    except Exception as met:  # whatever it is, the other ranks must not wait
+    except Exception as met:  # any error, for the other ranks wait
         error, text = met, json.dumps({"text": str(met), "wrong": isinstance(met, ValueError | TypeError)})
     own, group = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), mesh.get_group()
     longest = torch.tensor(len(own), device=mesh.device_type)
@@ -76,7 +76,7 @@ def together(mesh: Any, call: Callable[[], Any]) -> list[Any]:
 
 
 def take_shards(groups: list[Group]) -> Whole:
-    """Replace sharded parameters by this rank's parts; returns how sums over all ranks are made."""
+    """Replace sharded parameters by this rank's shards; returns how to sum over all of them."""
     every = [p for group in groups for p in group["params"]]
     if not any(is_sharded(p) for p in every):
         return Whole()
@@ -89,13 +89,13 @@ def take_shards(groups: list[Group]) -> Whole:
 
 
 class Shards(Whole):
-    """This rank's parts of sharded parameters.
+    """This rank's shards of parameters.
 
     Args:
         wholes: the DTensors.
 
     Attributes:
-        part_of: the part, a plain tensor in the same memory, of each DTensor.
+        part_of: the shard of each DTensor, a plain tensor in the same memory.
     """
 
     sharded = True

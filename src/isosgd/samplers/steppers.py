@@ -1,4 +1,4 @@
-"""The two steppers of the library, in mean-gradient units. A sampler provides its rate, C and friction.
+"""The two steppers of all samplers, for gradients of the mean loss. A sampler provides its rate, C and friction.
 
 Theorem 1 (no momentum): ``theta -= rate (g + w)``, ``w ~ N(0, 2 C)``. With gradient noise ``Var(g) = 2 B`` it targets
 ``exp(-f / T)`` when ``rate = T / (N Sigma)``, ``Sigma = B + C`` constant.
@@ -6,10 +6,8 @@ Theorem 1 (no momentum): ``theta -= rate (g + w)``, ``w ~ N(0, 2 C)``. With grad
 Theorem 2 (momentum, in velocity form): ``v <- (1 - a) v - rate (g + w)``, ``theta += v``. It targets ``exp(-f / T)``
 when ``Sigma = a T / (N rate)``. At ``a = 1`` it is the first stepper.
 
-Both take the injected noise as the *kick* ``rate w``, which the sampler draws.
-
-Both are discrete: for curvature ``h`` of ``f / N`` the stationary variance is too large by the factor
-`isosgd.geometry.rule.variance_inflation`.
+Both take the injected noise as the *kick* ``rate w``. For curvature ``h`` of ``f / N`` the stationary variance is too
+large by the factor `isosgd.geometry.rule.variance_inflation`.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ def add_scaled_(y: list[Tensor], x: list[Tensor], factor: list[float]) -> None:
     """``y_i += factor_i x_i`` for floats, in one call."""
     if factor.count(factor[0]) == len(factor):
         torch._foreach_add_(y, x, alpha=factor[0])
-    else:  # the only foreach operation that takes a factor for each tensor
+    else:  # the only foreach operation with a factor for each tensor
         torch._foreach_addcmul_(y, x, [torch.ones((), dtype=x[0].dtype, device=x[0].device)] * len(x), factor)
 
 

@@ -2,8 +2,8 @@
 
     theta <- theta - rate g,    rate = 2 T D / (N tr Var(g))
 
-In the notation of Theorem 1: P = I, C = 0: the gradient noise alone drives the chain. The rate minimises the KL
-divergence to a Gaussian posterior; it takes the mean of ``b = v / 2`` where I-SGD takes an upper bound.
+In the notation of Theorem 1: P = I, C = 0: no noise is injected. The rate minimises the KL divergence to a Gaussian
+posterior; it uses the mean of ``b = v / 2`` where I-SGD uses an upper bound.
 """
 
 from __future__ import annotations
@@ -15,22 +15,21 @@ import torch
 from torch import Tensor
 
 from isosgd.geometry.layer import Number
-from isosgd.samplers.base import Sampler, slow_rise
+from isosgd.samplers.base import Sampler, limit_rise
 from isosgd.samplers.groups import Group, ParamsLike
 from isosgd.samplers.injection import Move
 
 
 class VSGD(Sampler):
-    """Constant-rate SGD at Mandt's rate. An approximation, not a sampler of the posterior.
+    """SGD at the constant rate of Mandt et al. It does not sample the posterior exactly.
 
-    Targets no posterior exactly: near a mode with Hessian ``H`` of ``f / N`` it draws from a Gaussian whose
-    covariance S solves ``H S + S H = rate Var(g)`` (to first order in the rate), which is the posterior's only when
-    ``Var(g)`` is a multiple of H or isotropic in the right way.
+    Targets, near a mode with Hessian ``H`` of ``f / N``, a Gaussian whose covariance S solves
+    ``H S + S H = rate Var(g)`` (to first order in the rate); S is the posterior's only if ``Var(g)`` is isotropic.
 
     Departures from the paper: a temperature; gradient noise is measured on halves of a minibatch.
 
     Args:
-        per_layer: one rate for each group rather than one for all, as Mandt et al. have it.
+        per_layer: one rate for each group, rather than one for all as in the paper.
         settings: those of every `Sampler`.
     """
 
@@ -43,7 +42,7 @@ class VSGD(Sampler):
         super().__init__(params, **settings)
 
     def adapt(self, curvature: Sequence[Number] | None = None, rise: float = 2.0) -> None:
-        """Mandt's rate from the measured noise; the curvature plays no part."""
+        """Set the paper's rate from the measured noise; the curvature is ignored."""
         total = torch.stack([self.noise_summary(group, "sum") for group in self.param_groups])
         counts = [sum(p.numel() for p in g["params"]) / (self.chains or 1) for g in self.param_groups]
         mean_b = [t / c for t, c in zip(total, counts, strict=True)]
@@ -52,7 +51,7 @@ class VSGD(Sampler):
         for group, b in zip(self.param_groups, mean_b, strict=True):
             inverse = b * group["num_data"]
             old = 1.0 / group["rate"] if group["rate"] is not None and group["temperature"] else None
-            group["rate"] = self.number(1.0 / slow_rise(old, inverse / group["temperature"], rise))
+            group["rate"] = self.number(1.0 / limit_rise(old, inverse / group["temperature"], rise))
         self.refresh()
 
     def _move(self, group: Group, params: list[Tensor]) -> Move:
