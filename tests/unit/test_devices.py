@@ -99,7 +99,7 @@ def test_statistics_are_refreshed_where_the_model_is(
     monkeypatch.setattr(Target, "device", CUDA)
     with Moves() as moves:
         found = posterior.predict(data[0], refresh=[(data[0],)])
-    assert moves.there.count((1, 4, 3)) == 10  # each draw for its statistics,
+    assert moves.there.count((1, 4, 3)) == 11  # the first to check inputs, each draw for its statistics,
     assert (10, 4, 3) in moves.there and (10, 4) in moves.there  # then all with them to predict
     torch.testing.assert_close(found.mean, expected.mean)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isosgd import Target, likelihoods, load, sample
-from isosgd.sampling.trained import _joined
+from isosgd.data.sources import joined
 
 VOCABULARY, WIDTH, LENGTH = 11, 8, 6
 
@@ -131,8 +131,8 @@ def test_held_out_texts_of_different_lengths_are_padded():
     target = Target.from_module(model, "tokens")
     posterior = sample(target, texts(), starts=[model], temperature=0.1, batch_size=20, **SHORT)
     apart = torch.cat([posterior.log_predictive(part) for part in (short, texts())])
-    joined = _joined([short, texts()], target)
-    torch.testing.assert_close(posterior.log_predictive(joined), apart)
+    whole = joined([short, texts()], target, "held_out")
+    torch.testing.assert_close(posterior.log_predictive(whole), apart)
 
 
 def test_a_stored_run_of_a_dict_is_not_resumed_with_other_values(tmp_path):

@@ -114,7 +114,7 @@ def test_predictions_of_a_head_go_through_the_body_once_and_are_those_of_the_net
     calls = []
     target.module._module.body.register_forward_hook(lambda *_: calls.append(1))
     found = posterior.predict(data[0])
-    assert len(calls) == 2  # the trial, and all examples
+    assert len(calls) == 3  # two rows to check them, the trial, and all examples
     each = posterior.predict(data[0], function=lambda network, params, x: network(x).softmax(1))
     torch.testing.assert_close(found.mean, each.mean)
     torch.testing.assert_close(posterior.log_predictive(data), _by_hand(model, posterior, data))

@@ -9,9 +9,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from isosgd.target import batches
+from isosgd.target import Target, batches
 from isosgd.target.batches import tensors_of, tree_map
+from isosgd.target.likelihoods import Tokens
+from isosgd.target.modules import MASK
 
 Batch = Any
 Transform = Callable[[Batch, torch.Generator], Batch]
@@ -329,6 +332,40 @@ def as_tensors(data: Any, dtype: torch.dtype | None = None) -> Any:
     if not items:
         raise ValueError("data is an empty tuple; pass the tensors, for instance (inputs, targets)")
     return tuple(batches.as_tensor(item, dtype) for item in items)
+
+
+def joined(parts: Iterable[Batch], target: Target, what: str) -> Tensors:
+    """Batches as one, refused unless all are of one form; texts with masks are padded to one length.
+
+    Args:
+        parts: a loader, or a list of batches.
+        target: says which entry of a dict holds the labels.
+        what: the user's name for them.
+    """
+    every = [batches.with_tensors(part, target.dtype) for part in parts]
+    if not every:
+        raise ValueError(f"{what} has no examples: it is empty, or an iterator that was gone through already")
+    if all(isinstance(b, Mapping) and b.keys() == every[0].keys() for b in every):
+        labels, likelihood = (
+            target.labels_of({name: name for name in every[0]}), target.module and target.module.likelihood,
+        )  # fmt: skip
+        ignore = likelihood.ignore if isinstance(likelihood, Tokens) else 0
+        found: dict[str, Tensor] = {}
+        for name in every[0]:
+            tensors = [b[name] for b in every]
+            if MASK in every[0] and all(t.ndim == 2 for t in tensors):
+                longest, value = max(t.shape[1] for t in tensors), ignore if name == labels else 0
+                tensors = [F.pad(t, (0, longest - t.shape[1]), value=value) for t in tensors]
+            if len({t.shape[1:] for t in tensors}) > 1:
+                raise ValueError(f"{what} has batches whose {name!r} are of different shapes: give them one")
+            found[name] = torch.cat(tensors)
+        return found
+    if not all(isinstance(b, tuple | list) and len(b) == len(every[0]) and all(map(torch.is_tensor, b)) for b in every):
+        raise TypeError(
+            f"{what} must be (x, y) or a dict of tensors, or a loader of such batches, not of batches of "
+            f"{type(every[0]).__name__}"
+        )
+    return tuple(torch.cat(column) for column in zip(*every, strict=True))
 
 
 class DataSets:

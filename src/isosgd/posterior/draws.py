@@ -243,7 +243,7 @@ def moved(tree: Any, device: torch.device) -> Any:
 
 def by_chain(values: Tensor, chains: int) -> Tensor:
     """Draws of one chain after the other, ``[chains * draws, *shape]``, as ``[chains, draws, *shape]``."""
-    return values.reshape(chains, -1, *values.shape[1:])
+    return values.reshape(chains, len(values) // chains, *values.shape[1:])
 
 
 def at_once(shapes: Collection[Sequence[int]], inputs: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from isosgd.data.sources import as_tensors, joined
 from isosgd.diagnostics.meter import LEAST
 from isosgd.diagnostics.summary import PosteriorSummary, summary_of
 from isosgd.diagnostics.traces import as_array
@@ -182,6 +183,10 @@ class Posterior:
 
     def select(self, chains: Sequence[int] | None = None, draws: slice | None = None) -> Posterior:
         """Some chains and some draws of each, such as ``select(chains=[0, 1], draws=slice(100, None))``."""
+        if isinstance(chains, int) or not isinstance(draws, slice | None):
+            raise TypeError(
+                f"chains = {chains!r} must be a list such as [0, 1], and draws = {draws!r} a slice such as slice(10)"
+            )
         kept = list(range(self.num_chains)) if chains is None else list(chains)
         if not kept or not all(0 <= k < self.num_chains for k in kept):
             raise ValueError(f"chains = {chains!r} must name some of {self.num_chains} chains, counted from 0")
@@ -265,6 +270,8 @@ class Posterior:
             >>> low, high
             (tensor([-1.9600, -0.4883]), tensor([1.9600, 4.4883]))
         """
+        if isinstance(levels, int | float):
+            raise TypeError(f"levels = {levels!r} must be a tuple such as ({levels!r},)")
         levels = tuple(between_0_and_1("levels", level) for level in levels)
         x = with_tensors(x, self.view.target.dtype)
         view, place = self.view, self._place(device, x)
@@ -283,6 +290,8 @@ class Posterior:
                 "levels: class labels have no quantiles; for those of a probability give function=, such as "
                 "lambda model, params, x: model(x).softmax(1)"
             )
+        if function is None and view.network is not None:
+            view.network.check_inputs(self._first(place), x)
         head = None if function is not None else self._head(x, place)
         if head is not None:
             call, first = Mapped(head[1].predict), moved(self.draw(0, 0), place)
@@ -329,6 +338,7 @@ class Posterior:
         generator = torch.Generator(place).manual_seed(seed)
         network = view.network
         assert network is not None
+        network.check_inputs(self._first(place), x)
         outputs = Mapped(lambda p, part: network.logits(network.output(p, network.as_inputs(part)), p))
         parts = []
         for part in batches_of(x, batch_size):
@@ -409,9 +419,7 @@ class Posterior:
         batch, network = with_tensors(batch, self.view.target.dtype), self.view.network
         temperatures: tuple[float, ...] = (1.0,)
         if network is not None and can_be_scaled(network.likelihood):
-            temperatures, place = TEMPERATURES, self._place(device, batch)
-            first, _ = next(self._stack.blocks(None, 1, place))
-            network.check({name: x[0] for name, x in first.items()}, moved(batch, place))
+            temperatures = TEMPERATURES
         found = [
             averaged(every, temperatures, counts or [self.num_draws], self.num_draws)
             for every in self._log_likelihoods(batch, batch_size, device, temperatures)
@@ -448,13 +456,15 @@ class Posterior:
         are left out, and as many unseen ones are assumed to have random labels.
 
         Args:
-            x: inputs that no network was trained on, as for `predict`.
-            y: their labels; may be left out where ``x`` is a dict that has them.
+            x: inputs that no network was trained on, as for `predict`; or a loader of such inputs with their labels.
+            y: their labels; left out for a loader, and may be left out where ``x`` is a dict that has them.
             batch_size: examples worked on at once; all of them by default.
             device: where to compute, as for `predict`.
         """
-        plain = self.at_softmax_temperature(1.0)
-        found = plain.densities(self._examples(x, y, "calibrated")[1], batch_size=batch_size, device=device)
+        plain, examples = self.at_softmax_temperature(1.0), self._examples(x, y, "calibrated")[1]
+        if batch_length(examples) == 0:
+            raise ValueError("calibrated was given no examples: there is nothing to choose a softmax temperature by")
+        found = plain.densities(examples, batch_size=batch_size, device=device)
         temperature = TEMPERATURES[best_temperature(found)]
         warn_of_end(temperature)
         return plain.at_softmax_temperature(temperature)
@@ -479,6 +489,8 @@ class Posterior:
         With softmax temperatures ``[draws, n, temperatures, 2]``, as from `View.log_likelihoods_at`.
         """
         view, place = self.view, self._place(device, batch)
+        if view.network is not None and batch_length(batch) != 0:
+            view.network.check(self._first(place), batch)
         head = None if view.network is None else self._head(view.target.inputs_of(batch), place)
         at_draw = view if head is None else head[1]
         call = Mapped(
@@ -493,6 +505,11 @@ class Posterior:
 
             blocks = self._stack.blocks(parts[0], device=place)
             yield (found for block, times in blocks for found in repeat(at(block), times))
+
+    def _first(self, place: torch.device) -> Params:
+        """The first draw, with the buffers that go with it."""
+        block, _ = next(self._stack.blocks(None, 1, place))
+        return {name: x[0] for name, x in block.items()}
 
     def _head(self, x: Any, place: torch.device) -> tuple[Head, View] | None:
         """The sampled head of the network, which alone differs from draw to draw; None where there is none."""
@@ -516,8 +533,14 @@ class Posterior:
         view = self.view
         labels = None if view.network is None else view.network.labels
         if y is None:
+            if isinstance(x, Iterable) and not isinstance(x, str | Mapping) and as_tensors(x) is None:
+                batch: Any = joined(x, view.target, caller)
+                return view.target.inputs_of(batch), batch
             if not isinstance(x, Mapping):
-                raise TypeError(f"{caller}(x, y) needs y, what is to be predicted; only a dict may have it in x")
+                raise TypeError(
+                    f"{caller}(x, y) needs y, what is to be predicted; only a dict or the batches of a loader may have "
+                    "it in x"
+                )
             y = x[label_name(x, labels)]
         inputs = with_tensors(inputs_of(x, labels) if isinstance(x, Mapping) else x, view.target.dtype)
         return inputs, with_tensors(with_labels(inputs, y, labels), view.target.dtype)
@@ -587,8 +610,8 @@ class Posterior:
         Networks have no noise scale of their own; theirs is the geometric mean over the draws.
 
         Args:
-            x: inputs that were not trained on, as for `predict`.
-            y: what is to be predicted; may be left out where ``x`` is a dict that has it.
+            x: inputs that were not trained on, as for `predict`; or a loader of such inputs with their ``y``.
+            y: what is to be predicted; left out for a loader, and may be left out where ``x`` is a dict that has it.
             starts: trained networks or their state_dicts, one or several; those of ``sample(starts=...)`` by default.
             batch_size: inputs worked on at once; all of them by default.
             device: where to compute, as for `predict`.
@@ -611,6 +634,8 @@ class Posterior:
         view = self.view
         began = self.start_draws(starts)
         inputs, batch = self._examples(x, y, "against_start")
+        if batch_length(batch) == 0:
+            raise ValueError("against_start was given no examples: there is nothing to compare")
         each = began.log_likelihood(batch, batch_size=batch_size, device=device)[:, 0]
         average = self.log_predictive(batch, batch_size=batch_size, device=device)
         predicted = None

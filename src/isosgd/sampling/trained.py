@@ -21,11 +21,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from isosgd.baselines import BASELINES
-from isosgd.data.sources import DataSets, Tensors, as_tensors, size_of
+from isosgd.data.sources import DataSets, Tensors, as_tensors, joined, size_of
 from isosgd.engine.state import AS_IS
 from isosgd.errors import DivergedError, warn_caller
 from isosgd.posterior import Posterior
@@ -53,8 +51,7 @@ from isosgd.sampling.run import Checked, draw_at
 from isosgd.sampling.settings import HEATED, check_heating
 from isosgd.target import Target
 from isosgd.target.batches import batch_length, tensors_of, tree_map, with_tensors
-from isosgd.target.likelihoods import Bernoulli, Categorical, Heteroscedastic, Tokens
-from isosgd.target.modules import MASK
+from isosgd.target.likelihoods import Bernoulli, Categorical, Heteroscedastic
 from isosgd.target.space import refuse_sharded
 
 HOT = 0.3  # tried first; with cycles CYCLE_TEMPERATURE
@@ -144,38 +141,12 @@ def set_aside(held_out: Any, data: Any, target: Target, seed: int) -> tuple[Any,
         aside, rest = order[:part], order[part:]
         return tree_map(lambda t: t[rest], tensors), tree_map(lambda t: t[aside], tensors)
     found = as_tensors(held_out, target.dtype)
-    if found is None and isinstance(held_out, Iterable):
-        batches = [with_tensors(batch, target.dtype) for batch in held_out]
-        found = _joined(batches, target)
+    if found is None and isinstance(held_out, Iterable) and not isinstance(held_out, str):
+        found = joined(held_out, target, "held_out")
     if found is None:
         raise TypeError(f"held_out of type {type(held_out).__name__}: pass (x, y), a loader, or a share such as 0.1")
     _check_held_out(found, tensors, target)
     return data, found
-
-
-def _joined(batches: list[Any], target: Target) -> Tensors:
-    """Batches of a loader as one, refused unless all are of one form; texts with masks are padded to one length."""
-    if batches and all(isinstance(b, Mapping) and b.keys() == batches[0].keys() for b in batches):
-        labels, likelihood = (
-            target.labels_of({name: name for name in batches[0]}),
-            target.module and target.module.likelihood,
-        )
-        ignore = likelihood.ignore if isinstance(likelihood, Tokens) else 0
-        found: dict[str, Tensor] = {}
-        for name in batches[0]:
-            parts = [b[name] for b in batches]
-            if MASK in batches[0] and all(t.ndim == 2 for t in parts):
-                longest, value = max(t.shape[1] for t in parts), ignore if name == labels else 0
-                parts = [F.pad(t, (0, longest - t.shape[1]), value=value) for t in parts]
-            if len({t.shape[1:] for t in parts}) > 1:
-                raise ValueError(f"held_out has batches whose {name!r} are of different shapes: give them one")
-            found[name] = torch.cat(parts)
-        return found
-    if not batches or not all(isinstance(b, tuple | list) and all(map(torch.is_tensor, b)) for b in batches):
-        raise TypeError(
-            "held_out must be (x, y) or a dict of tensors, a loader of such batches, or a share of the data such as 0.1"
-        )
-    return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
 
 
 def _equal(a: Tensors, b: Tensors) -> bool:

@@ -219,6 +219,7 @@ class Categorical(Likelihood):
         if output.ndim < 2 or y.shape[1:] != output.shape[2:]:
             raise ValueError(
                 f"Categorical needs output [n, classes] and y [n]; got output {tuple(output.shape)}, y {tuple(y.shape)}"
+                + (": turn one-hot rows into labels by y.argmax(1)" if y.ndim == 2 and output.ndim == 2 else "")
             )
         _check_labels("Categorical", y, output.shape[1], "classes")
 

@@ -13,14 +13,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.loss import _Loss
 from torch.nn.parameter import UninitializedParameter
 
-from isosgd.errors import first_line
+from isosgd.errors import first_line, warn_caller
 from isosgd.native import perceptron
 from isosgd.target.batches import batch_length, inputs_of, labels_of, tensors_of, tree_map
-from isosgd.target.likelihoods import NAMES, Likelihood, Tokens
+from isosgd.target.likelihoods import NAMES, Bernoulli, Categorical, Likelihood, Tokens
 from isosgd.target.params import HALF, Params, match
 from isosgd.target.priors import Extra
 from isosgd.target.space import refuse_sharded
@@ -117,6 +119,7 @@ class ModuleLikelihood:
         self._refreshed = [m for m in self._batch_norms if m.training and m.running_mean is not None]
         for norm in self._refreshed:
             norm.track_running_stats = False
+        self._told_of_probabilities = False
 
     def place(self, module: nn.Module) -> None:
         """Use a module, which has the sampled parameters, for forward passes."""
@@ -356,15 +359,12 @@ class ModuleLikelihood:
         y = self.labels_in(batch)
         self._check_values(batch, y)
         n, tensors = batch_length(batch), isinstance(batch, Mapping) or all(isinstance(part, Tensor) for part in batch)
-        head = tree_map(lambda t: t[:CHECKED_ROWS] if t.ndim and len(t) == n else t, batch) if tensors else batch
+        place = params[self._sampled_places[0][2]].device
+        head = batch if not tensors else tree_map(
+            lambda t: (t[:CHECKED_ROWS] if t.ndim and len(t) == n else t).to(place), batch
+        )  # fmt: skip
         inputs = inputs_of(head, self.labels)
-        try:
-            output, again = (self.logits(self.output(params, inputs), params) for _ in range(2))
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            shapes = ", ".join(str(list(t.shape)) for t in tensors_of(inputs))
-            raise ValueError(f"{self._class_name} cannot take inputs of shape {shapes}: {first_line(error)}") from error
+        output, again = (self._tried(params, inputs, inputs_of(batch, self.labels)) for _ in range(2))
         if isinstance(output, Tensor) and not torch.allclose(output, again, rtol=1e-3, atol=1e-4, equal_nan=True):
             raise ValueError(
                 f"{self._class_name} gives different outputs for the same input, so the posterior is not defined; "
@@ -377,15 +377,86 @@ class ModuleLikelihood:
                     "callable likelihood"
                 )
             self.likelihood.check(output, y)
+            self._warn_of_probabilities(output)
         return head
+
+    def check_inputs(self, params: Params, x: Any) -> None:
+        """Check a user's inputs for prediction: their form and values, and that the module takes the first of them."""
+        inputs = self.as_inputs(x)
+        if not tensors_of(inputs):
+            raise TypeError(
+                f"inputs of type {type(x).__name__}: pass tensors or arrays as {self._class_name} takes them, one row "
+                "an example; batches of a loader can be joined by torch.cat"
+            )
+        self._check_finite(inputs)
+        n, place = batch_length(inputs), params[self._sampled_places[0][2]].device
+        if n:
+            head = tree_map(lambda t: (t[:2] if t.ndim and len(t) == n else t).to(place), inputs)
+            self._tried(params, head, inputs)
+
+    def _tried(self, params: Params, inputs: Any, whole: Any) -> Any:
+        """The output, refused unless the module can take these rows of whole inputs and gives a row for each."""
+        try:
+            output = self.logits(self.output(params, inputs), params)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, IndexError) as error:
+            shapes = ", ".join(str(list(t.shape)) for t in tensors_of(whole))
+            raise ValueError(
+                f"{self._class_name} cannot take inputs of shape {shapes}: {first_line(error)}"
+                f"{self._other_type(params, inputs, error)}"
+            ) from error
+        rows = batch_length(inputs)
+        if isinstance(self.likelihood, Likelihood) and isinstance(output, Tensor) and output.shape[:1] != (rows,):
+            raise ValueError(
+                f"{self._class_name} gives an output of shape {list(output.shape)} for {rows} examples: its first "
+                "dimension must be that of the examples; a single one is x[None]"
+            )
+        return output
+
+    def _other_type(self, params: Params, inputs: Any, error: Exception) -> str:
+        """What to do about inputs of another type than the parameters', where that may be the cause of an error."""
+        wanted = params[self._sampled_places[0][2]].dtype
+        other = next((t.dtype for t in tensors_of(inputs) if t.dtype != wanted), None)
+        if other is None or not ("type" in str(error) and str(wanted).startswith("torch.float")):
+            return ""
+        return f". The inputs are {other}, the parameters {wanted}: pass x.to({wanted}), or convert the model"
+
+    def _warn_of_probabilities(self, output: Tensor) -> None:
+        """Warn once where logits are expected and the outputs are probabilities."""
+        last = next(reversed(list(self._module.modules())))
+        low, sums = bool((output >= 0).all()), output.sum(-1)
+        if isinstance(self.likelihood, Categorical):
+            found = output.ndim == 2 and len(output) > 1 and low and bool((sums - 1).abs().max() < 1e-3)
+        else:
+            found = isinstance(self.likelihood, Bernoulli) and isinstance(last, nn.Sigmoid) and low
+        if found and not self._told_of_probabilities:
+            self._told_of_probabilities = True
+            name = type(self.likelihood).__name__.lower()
+            warn_caller(
+                f"the outputs of {self._class_name} are probabilities, and {name!r} takes logits: leave the model's "
+                "last softmax or sigmoid out, unless it was trained with both"
+            )
+
+    @staticmethod
+    def _check_finite(parts: Any, y: Any = None) -> None:
+        """Refuse parts of a batch or of inputs whose values are not finite."""
+        named = dict(parts) if isinstance(parts, Mapping) else {f"input {i}": part for i, part in enumerate(parts)}
+        for name, part in named.items():
+            if isinstance(part, Tensor) and part.is_floating_point() and (bad := int((~part.isfinite()).sum())):
+                where = "y" if part is y else name
+                first = int((~part.isfinite()).reshape(len(part), -1).any(1).nonzero()[0]) if part.ndim else 0
+                raise ValueError(
+                    f"{where} has {bad} values that are NaN or infinite, in row {first} first; drop or mend these rows"
+                )
 
     def _check_values(self, batch: Any, y: Any) -> None:
         """Refuse values that are not finite, inputs that the module does not take, and masks that leave nothing."""
-        named = dict(batch) if isinstance(batch, Mapping) else {f"input {i}": part for i, part in enumerate(batch)}
-        for name, part in named.items():
-            if isinstance(part, Tensor) and part.is_floating_point() and (bad := int((~part.isfinite()).sum())):
-                where = "y" if part is labels_of(batch, self.labels) else name
-                raise ValueError(f"{where} has {bad} values that are NaN or infinite; drop or mend these rows")
+        if isinstance(self.likelihood, Likelihood) and not isinstance(y, Tensor):
+            raise TypeError(f"y is of type {type(y).__name__}: pass a tensor or an array, one row an example")
+        if isinstance(y, Tensor) and y.ndim and (n := batch_length(batch)) != len(y):
+            raise ValueError(f"the inputs have {n} examples and y has {len(y)}: give one row of y for each")
+        self._check_finite(batch, labels_of(batch, self.labels))
         if not isinstance(batch, Mapping):
             return
         takes = inspect.signature(self._module.forward).parameters.values()
@@ -467,6 +538,11 @@ def as_likelihood(likelihood: object) -> Likelihood | Callable[[Any, Tensor], Te
         return NAMES[likelihood]()
     if isinstance(likelihood, type) and issubclass(likelihood, Likelihood):
         return likelihood()
+    if isinstance(likelihood, _Loss) or getattr(likelihood, "__module__", "") == F.__name__:
+        raise ValueError(
+            f"likelihood = {getattr(likelihood, '__name__', likelihood)} is a loss, the negative of a log likelihood: "
+            "pass a name, 'categorical' for the cross entropy, 'bernoulli' for the binary one, 'gaussian' for squares"
+        )
     if isinstance(likelihood, Likelihood) or callable(likelihood):
         return likelihood
     raise TypeError(f"likelihood must be one of isosgd.likelihoods, a name or a callable, got {likelihood!r}")

@@ -524,6 +524,8 @@ class Target:
             if self.module is not None:
                 batch = self.module.check(natural, batch)
             value = self._log_likelihood(natural, batch)
+        if self.module is not None and not self._checked:
+            self._check_dependence(free, batch)
         if not isinstance(value, Tensor) or not value.is_floating_point():
             found = value.dtype if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(f"log_likelihood must return a floating-point tensor [n], got {found}")
@@ -536,6 +538,17 @@ class Target:
         if bad := int(value.isnan().sum()):
             raise ValueError(f"log_likelihood is NaN for {bad} of {len(value)} examples; look at the data and at init")
         self._checked = True
+
+    def _check_dependence(self, free: Params, batch: Any) -> None:
+        """Refuse a module whose log likelihood has no gradient: draws would be those of the prior."""
+        with torch.enable_grad():
+            leaves = {name: x.detach().requires_grad_() for name, x in free.items()}
+            value = self._log_likelihood(self.constrain(leaves), batch)
+            if isinstance(value, Tensor) and not value.requires_grad:
+                raise ValueError(
+                    "the log likelihood has no gradient in the sampled parameters: look for detach(), no_grad() or "
+                    ".data in the model's forward(), or sample other parameters (sampled=)"
+                )
 
     # ---------------------------------------------------------------- after sampling
 
