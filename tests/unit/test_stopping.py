@@ -1,6 +1,7 @@
 """draws="auto": until predictions have converged or the budget ends, and it is said which."""
 
 import math
+import time
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,26 @@ def test_a_time_too_short_for_the_warm_up_gives_a_draw(options: dict[str, Any], 
     if not options:  # a whole initial optimisation takes some hundred
         assert found.info["warmup"][0]["optimisation"] < 100
         assert "max_seconds ended the warm-up" in found.info["warmup"][0]["reason"]
+
+
+@pytest.mark.parametrize("keep_every", [1000, 200])
+def test_a_gap_between_draws_ends_with_the_time(keep_every: int) -> None:
+    delay, seconds = 0.005, 2.0
+
+    def slow(params: dict[str, Tensor], batch: Any) -> Tensor:
+        time.sleep(delay)
+        return -0.5 * (batch[0] - params["mu"]) ** 2
+
+    slow_target = Target(slow, priors.Normal(10.0), init={"mu": 0.0})
+    found = sample(slow_target, (Y,), draws=50, max_seconds=seconds, keep_every=keep_every, **SETTINGS)
+    assert found.info["gradients"] <= seconds / delay  # since each of them takes that long at least
+    assert found.num_draws == max(1, found.info["gradients"] // keep_every)
+    assert found.info["stopped"] == f"max_seconds: {found.num_draws} of 50 draws were taken"
+
+
+def test_nothing_is_compiled_in_a_short_time() -> None:
+    found = sample(target(), (Y,), draws=20, chains=2, max_seconds=20.0, progress=False, seed=1)
+    assert found.info["gradients"] > 2 * 500 and "compiled" not in found.info["engine"]
 
 
 @pytest.mark.filterwarnings(NOT_CONVERGED)

@@ -276,19 +276,30 @@ def draw_from(
             yield None
             if drawing.side_by_side > 1:
                 label, result.side_by_side = f"{drawing.side_by_side} chains side by side ", drawing.side_by_side
-        while drawn < plan.draws and not result.stopped:
+
+        def late() -> bool:
             scoring = drawn * run.count * drawing.side_by_side * plan.scoring
-            if drawn and time.monotonic() + scoring > drawing.deadline:
+            return time.monotonic() + scoring > drawing.deadline
+
+        while drawn < plan.draws and not result.stopped:
+            if drawn and late():
                 result.stopped = f"max_seconds: {drawn} of {plan.draws} draws were taken"
                 break
-            steps = run.sampler.steps_to(gap)
+            steps = left = run.sampler.steps_to(gap)
+            # The first draw may come before its time, unless it belongs to the end of a cycle or trajectory.
+            ends_early = drawn > 0 or (run.hmc is None and steps == gap)
             if isinstance(multi_step, GraphSteps) and drawing.in_turns:
                 yield from multi_step.turns(done, steps, tick)
             elif multi_step is not None:
                 multi_step.take_steps(done, steps, tick)
-            for _ in range(0 if multi_step is not None else steps):
+            while multi_step is None and left:
                 run.step(split=run.follows_noise and done % every == 0)
                 tick(1)
+                left -= 1
+                if ends_early and late():
+                    break
+            if drawn and multi_step is None and left:
+                continue
             run.check_finite()
             levels.append(run.level)
             recorder.keep(run, first, drawn)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
@@ -24,6 +25,8 @@ from isosgd.target import Params
 EVERY: dict[str, Method] = {**REGISTRY, **BASELINES}  # samplers of the posterior, and baselines
 OURS = {"batch_size", "warmup", "budget", "sets"}  # settings that `sample` gives
 OBJECT = 500  # bytes that a tensor takes up beside its numbers
+
+LEAST_TO_COMPILE = 60.0  # seconds that a run on a CPU must have, which its compiler would take a large part of
 
 HEATED = "heated"  # as lr=: the rate at which a trained network's loss rises is measured
 CYCLICAL = ("csgld", "csghmc")
@@ -46,12 +49,15 @@ def methods() -> list[dict[str, Any]]:
     return [method.row(name) for name, method in EVERY.items()]
 
 
-def compile_after(options: dict[str, Any]) -> int | None:
+def compile_after(options: dict[str, Any], deadline: float | None = None) -> int | None:
     """Gradients after which the rest is compiled; the option is taken out."""
     chosen = options.pop("compile", "auto")
     if chosen not in ("auto", True, False):
         raise ValueError(f"compile = {chosen!r} is unknown; choose 'auto', True or False")
-    return COMPILE_AFTER if chosen == "auto" else (0 if chosen else None)
+    if chosen == "auto":
+        short = deadline is not None and deadline - time.monotonic() < LEAST_TO_COMPILE
+        return None if short else COMPILE_AFTER
+    return 0 if chosen else None
 
 
 def noise_every(options: dict[str, Any]) -> int | None:
