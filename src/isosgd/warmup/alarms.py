@@ -20,7 +20,7 @@ Late = Tensor | None  # mean loss of each chain in the second half of the draws
 
 
 def warn_of(run: Chains, reports: list[WarmupReport], late: list[Tensor], first: int) -> None:
-    """Warn of whatever has gone wrong with chains, after their last draw.
+    """Check chains after their last draw and warn about problems.
 
     Args:
         run: the chains.
@@ -55,17 +55,17 @@ def _clipped(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
 
 
 def _hot(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
-    """Noise that a Lambda does not know."""
-    excess = 0.0 if run.geometry is None or not run.geometry.known else float(run.geometry.excess_temperature()[k])
-    if excess <= EXCESS_ALARM:
+    """Noise that a geometry does not express."""
+    geometry = run.geometry
+    if geometry is None or not geometry.known or (excess := float(geometry.excess_temperature()[k])) <= EXCESS_ALARM:
         return ""
-    if run.geometry.name == "full":  # type: ignore[union-attr]
+    if geometry.name == "full":
         return (
             f"gradient noise is larger where the chain now is than it was on average, and raises the temperature by "
             f"{100 * excess:.0f}% in the worst direction. A larger batch_size= or a longer warmup= would help."
         )
     return (
-        f"gradient noise that structure {run.geometry.name!r} does not express raises the temperature by "  # type: ignore[union-attr]
+        f"gradient noise that structure {geometry.name!r} does not express raises the temperature by "
         f"{100 * excess:.0f}% in the worst direction. A larger batch_size=, structure='full' or 'layer' would help."
     )
 
@@ -101,7 +101,7 @@ def _in_order(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
 
 
 def _risen(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
-    """A chain that has left the region where its rates were found. HMC is exact at any step size."""
+    """A chain that has left the region in which its rates were found. HMC is exact at any step size."""
     if report.loss is None or late is None or run.hmc is not None:
         return ""
     before, spread = report.loss
@@ -115,7 +115,7 @@ def _risen(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
 
 
 def _short_stages(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
-    """Cycles whose sampling stage is too short for a chain to spread out."""
+    """Cycles whose sampling stage is too short for a chain to spread."""
     schedule, spacing = run.sampler.schedule, report.keep_every
     if not isinstance(schedule, Cycles) or spacing is None or run.heating is not None:
         return ""

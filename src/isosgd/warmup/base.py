@@ -1,4 +1,4 @@
-"""What all warm-ups share: a budget, a state between windows, and traces from which the spacing of draws follows."""
+"""The base class of warm-ups: budget, state between windows, and traces that give the spacing of draws."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from isosgd.target.batches import tree_map
 from isosgd.warmup.reports import WarmupReport
 
 EXAMPLES, LENGTH = 16, 400
-GRAPH_LENGTH = 100  # of a trace beside a CUDA graph: a look is then as long as several steps
-DRAWS_A_TIME = 2  # draws in an autocorrelation time: one would lose a quarter of what the chain knows, two lose 7%
+GRAPH_LENGTH = 100  # of a trace next to a CUDA graph, where a point takes as long as several steps
+DRAWS_A_TIME = 2  # draws in an autocorrelation time: one would lose a quarter of the effective draws, two lose 7%
 
 Array = NDArray[np.float64]
 State = dict[str, Any]
@@ -27,7 +27,7 @@ Mark = Callable[[Callable[[], State]], None]
 
 
 class Traces:
-    """Log likelihoods of a few fixed examples, step by step: functions mix even where weights do not."""
+    """Log likelihoods of a few fixed examples, step by step: functions mix even if weights do not."""
 
     kept = ("found", "every", "examples")
 
@@ -38,14 +38,14 @@ class Traces:
         self.examples: Any = None
 
     def begin(self, steps: int) -> None:
-        """Trace anew, every k-th of the steps to come, so that it does not get too long."""
+        """Start a new trace of the next ``steps`` steps, with about `LENGTH` points."""
         length = LENGTH if self.chains.graph is None else GRAPH_LENGTH
         self.found, self.every = [], max(1, steps // length)
 
     def take(self, step: int, count: int = 1) -> None:
-        """Look at the chains around a step, counted from 0, if it is time.
+        """Add points to the trace if due at ``step``, counted from 0, or the ``count - 1`` steps after it.
 
-        The ``count`` steps since the last look all left the chains where they are now.
+        The chains must not have moved in these steps.
         """
         times = sum((step + k) % self.every == 0 for k in range(count))
         if not times:
@@ -53,38 +53,37 @@ class Traces:
         if self.examples is None:
             cut = (slice(EXAMPLES),) if self.chains.many is None else (slice(None), slice(EXAMPLES))
             self.examples = tree_map(lambda t: t[cut] if t.dim() >= len(cut) else t, self.chains.batch)
-            if self.chains.ranks is not None:  # which may have parts of the data
+            if self.chains.ranks is not None:  # each may have other data
                 self.examples = self.chains.ranks.of_lead(self.examples)
         self.found += times * [self.chains.log_likelihood(self.examples).double().cpu().numpy()]
 
     def spacing(self) -> int | None:
-        """Steps between draws: half of the integrated autocorrelation time of the slowest traced example.
+        """Steps between draws: half the integrated autocorrelation time of the slowest example; None without a trace.
 
-        Of many chains, which have the same or similar posteriors, the median: each one's is a noisy estimate.
-        None when nothing was traced.
+        Of several chains, the median.
         """
         if not self.found:
             return None
         times = integrated_time(np.stack(self.found))  # [chains, examples]
-        finite = times[np.isfinite(times).all(1)]  # a chain that was dropped has no numbers
+        finite = times[np.isfinite(times).all(1)]  # without dropped chains
         slowest = float(np.median(finite.max(1))) if len(finite) else 1.0
         return max(1, math.ceil(slowest * self.every / DRAWS_A_TIME))
 
 
 class Warmup:
-    """A warm-up of chains; it leaves them where sampling starts, at fixed rates.
+    """A warm-up of chains; afterwards they are ready to sample, at fixed rates.
 
     Args:
-        budget: gradients to spend on each.
+        budget: gradients to spend on each chain.
         exact: whether to spend all of them; otherwise the warm-up ends when the chains have settled.
-        mark: called between windows, with what gives the state of the warm-up there.
+        mark: called between windows with a function that returns the state of the warm-up.
 
     Attributes:
-        kept: names of what is needed to go on from between two windows, beside the chains.
+        kept: names of the attributes in that state.
         spent: gradients so far.
         length: of the next window.
         reasons: why each chain has not settled; empty for those that have.
-        loss: mean and standard deviation of each chain's in the last window.
+        loss: mean and standard deviation of each chain's loss in the last window.
     """
 
     kept: ClassVar[tuple[str, ...]] = ("stage", "spent", "length", "reasons", "loss", "traces")
@@ -99,29 +98,29 @@ class Warmup:
         self._began, self._before = time.monotonic(), 0
 
     def gradients_in_time(self) -> float:
-        """How many more gradients fit before the chains' deadline, at the speed so far."""
+        """The number of gradients left before the chains' deadline, at the speed so far."""
         if math.isinf(self.chains.deadline):
             return math.inf
         now = time.monotonic()
         return (self.chains.deadline - now) * (self.spent - self._before) / max(now - self._began, 1e-9)
 
     def check(self) -> None:
-        """Refuse a budget that is surely too small, before a gradient is taken."""
+        """Raise if the budget is certainly too small, before any gradient is computed."""
 
     def run(self, measure_spacing: bool) -> list[WarmupReport]:
-        """Warm chains up; a report for each. ``measure_spacing``: whether to measure how far apart draws should be."""
+        """Warm up; a report for each chain. ``measure_spacing``: whether to measure the spacing of draws."""
         raise NotImplementedError
 
     def mark(self) -> None:
-        """Here the warm-up can be taken up again."""
+        """Mark a point from which the warm-up can be resumed."""
         self._mark(lambda: state_of(self))
 
     def load(self, state: State) -> None:
-        """Go on from a state; the chains must have been brought to where they were."""
+        """Load a state; that of the chains must be loaded, too."""
         load_into(self, state, self.chains.alive.device)
         self._before = self.spent
 
     def count(self, stage: str, steps: int = 1) -> None:
-        """So many gradients of each chain were taken."""
+        """Count gradients of each chain and report progress."""
         self.spent += steps
         self.progress.advance(stage, steps * self.chains.count)

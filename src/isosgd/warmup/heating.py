@@ -1,10 +1,9 @@
 """The peak rate of cycles that start at trained networks (``lr="heated"``).
 
-A cycle should leave the mode at which training ended and come back to another one that is as good. Curvature and noise
-at the mode do not tell which rate that takes, since both are small there. So momentum descent starts at a rate that
-changes nothing, and the rate grows until the loss has risen a part of the way to that of predictions that ignore the
-input. Cycles peak at a share of that rate, since a rate that is held for many steps does more than one that is reached
-for one step. They begin at the trained network again.
+A cycle should leave the mode at which training ended and reach another one of equal loss. Curvature and noise at the
+mode are too small to tell which rate that takes. So momentum descent starts at a very low rate, which grows until the
+loss has risen by a set part of its distance to the loss of predictions that ignore the input. The peak rate of the
+cycles is a share of the rate reached, since it is held for many steps. Sampling starts again at the trained network.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from isosgd.target.likelihoods import Bernoulli, Categorical
 from isosgd.warmup.base import Warmup
 from isosgd.warmup.reports import GroupReport, WarmupReport
 
-PROBES, BATCHES = 20, 20  # power iterations for the curvature, and minibatches for the loss, of the start
-FIRST = 0.05  # of 1 / curvature: the first rate
-SOON, LOWER, MOST_STARTS = 60, 1000.0, 3  # where the loss rises in fewer steps, begin again at so much lower a rate
-GROWTH, MOST = 1.02, 800  # of rates from step to step, and steps
+PROBES, BATCHES = 20, 20  # power iterations for the curvature, and minibatches for the loss, at the start
+FIRST = 0.05  # first rate, over 1 / curvature
+SOON, LOWER, MOST_STARTS = 60, 1000.0, 3  # if the loss rises in fewer steps, retry at a rate lower by this factor
+GROWTH, MOST = 1.02, 800  # growth of the rate per step, and most steps
 MEMORY = 0.9  # of the mean loss
-PART, LEAST_PART = 0.1, 0.02  # of the way to chance, and of the loss at chance at least
-SURE = 3.0  # standard errors of the loss at the start, by which it must rise at least
+PART, LEAST_PART = 0.1, 0.02  # rise of the loss, over the distance to chance, and over the loss at chance at least
+SURE = 3.0  # least rise, in standard errors of the loss at the start
 UP = 0.5, 0.1  # rise in nats, or as a share of the loss, if the loss at chance is not known
-LEAST_CYCLE = 50  # steps, however little time there is
-SHARE = 20.0  # times T, at most 1, of the rate that was reached: the highest of a cycle
+LEAST_CYCLE = 50  # steps
+SHARE = 20.0  # peak rate of a cycle, over T times the rate reached; at most that rate
 
 
 class Heating(Warmup):
-    """The warm-up of samplers in cycles, of chains that start at trained networks; one rate serves all groups."""
+    """The warm-up of cyclical samplers whose chains start at trained networks; all groups have one rate."""
 
     def run(self, measure_spacing: bool) -> list[WarmupReport]:
-        """A report for each chain; with ``measure_spacing`` a stage has `STAGE_DRAWS` draws."""
+        """As `Warmup.run`; with ``measure_spacing`` a stage has `STAGE_DRAWS` draws."""
         chains, sampler, schedule = self.chains, self.chains.sampler, self.chains.sampler.schedule
         assert isinstance(schedule, Cycles)
         reason = self._find_rates(schedule)
@@ -54,7 +53,7 @@ class Heating(Warmup):
         return [WarmupReport(not reason, reason, self.spent, 0, keep, groups, cycle=group["cycle"]) for groups in found]
 
     def _find_rates(self, schedule: Cycles) -> str:
-        """Heat chains, and set the rates of their cycles; these are shorter where there is little time."""
+        """Set the rates of cycles, and shorten these if there is little time; returns what went wrong, if anything."""
         chains, sampler, began = self.chains, self.chains.sampler, time.monotonic()
         assert chains.heating is not None
         chains.evaluate()
@@ -73,8 +72,8 @@ class Heating(Warmup):
             reached = reached[0]
         share = min(1.0, SHARE * sampler.param_groups[0]["temperature"])
         now, cycles = time.monotonic(), -(-chains.heating.draws // STAGE_DRAWS)
-        fits = (chains.heating.end - now) * self.spent / (now - began) / cycles  # steps, by the speed so far
-        least = max(LEAST_CYCLE, math.ceil(1 / (1 - schedule.exploration)))  # so that some of its steps sample
+        fits = (chains.heating.end - now) * self.spent / (now - began) / cycles  # steps, at the speed so far
+        least = max(LEAST_CYCLE, math.ceil(1 / (1 - schedule.exploration)))  # with a sampling stage
         for group in sampler.param_groups:
             group["rate"] = sampler.number(schedule.set_highest(group, share * reached))
             if fits < group["cycle"]:
@@ -83,7 +82,7 @@ class Heating(Warmup):
         return reason
 
     def _level(self) -> tuple[Tensor, Tensor]:
-        """The loss of each chain at its start, and that up to which it is heated."""
+        """The loss of each chain at its start, and the loss at which its heating ends."""
         chains, losses, seen, examples = self.chains, list[Tensor](), list[Tensor](), 0
         module = chains.target.module
         classes = module is not None and isinstance(module.likelihood, Categorical | Bernoulli)
@@ -101,17 +100,17 @@ class Heating(Warmup):
         if classes:
             labels = torch.cat(seen)
             shares = torch.unique(labels, return_counts=True)[1].double() / len(labels)
-            chance = -(shares * shares.log()).sum() * len(labels) / examples  # of all labels of an example
+            chance = -(shares * shares.log()).sum() * len(labels) / examples  # summed over the labels of an example
             rise = torch.maximum(PART * (chance - start), LEAST_PART * chance)
         limit = start + torch.maximum(rise, noise)
         return start, limit if chains.ranks is None else chains.ranks.of_lead(limit)
 
     @torch.no_grad()
     def _heat(self, rate: Tensor, loss: Tensor, limit: Tensor) -> tuple[Tensor, int, str]:
-        """The rate of each chain at which its mean loss exceeds the limit; chains are back at their starts then.
+        """Raise the rate of each chain until its mean loss exceeds the limit, then restore the chains.
 
         Returns:
-            Rates, steps until the first chain came to its limit, and what went wrong; empty when nothing did.
+            Rates, steps until the first chain exceeded its limit, and what went wrong, or an empty string.
         """
         chains, friction = self.chains, self.chains.sampler.friction
         saved, velocity = chains.snapshot(), [torch.zeros_like(leaf) for leaf in chains.leaves]

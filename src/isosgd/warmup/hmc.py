@@ -1,12 +1,11 @@
 """The warm-up of HMC: optimise, then find the mass and the step sizes.
 
-1. *Initial optimisation* by Adam on all of the data, or on parts of them where they are many; the lowest place found is
-   kept.
-2. *HMC* in windows that double. In each, differences of gradients between random halves of the data give Lambda its
-   shape, and each chain's step size is set so that a chosen share of its trajectories is accepted.
-3. In a *last* window Lambda is fixed and only step sizes are set; then they are frozen too.
+1. *Initial optimisation* by Adam on all data, or in turn on parts of a large data set; the best parameters are kept.
+2. *Windows* of doubling length. In each, Lambda is estimated from differences of gradients between random halves of the
+   data, and each chain's step size is set so that a chosen share of its trajectories is accepted.
+3. In the *last* window Lambda is fixed and only step sizes are set, which are then frozen, too.
 
-Trajectories are accepted or rejected from the first on, so that no chain can diverge here.
+All trajectories are accepted or rejected, so that no chain can diverge.
 
 References:
     Hoffman, Gelman (2014), The No-U-Turn sampler (dual averaging).
@@ -32,36 +31,36 @@ from isosgd.warmup.base import Array, Mark, Warmup
 from isosgd.warmup.optimise import Adam, decay, end_of
 from isosgd.warmup.reports import GroupReport, WarmupReport, drifting
 
-FIRST_WINDOW, LEAST_WINDOW = 100, 20  # the least where the whole warm-up is short
-LAST_SHARE = 0.4  # of what is left after the initial optimisation, for the last window
+FIRST_WINDOW, LEAST_WINDOW = 100, 20  # the latter if the whole warm-up is short
+LAST_SHARE = 0.4  # of the gradients after the initial optimisation, for the last window
 OPTIMISATION_SHARE, MOST_OPTIMISATION = 0.15, 1_500
-RATE = 0.1  # of the size of a group's parameters, in a step of the optimisation
-PART = 1_000  # rows of a step of the optimisation, at the least, where there are
-MANY = 10  # such parts: with fewer, steps on all rows come down faster
-PART_RATE = 0.03  # of such a step, whose gradient is noisy
-PASSES = 150  # through all parts, at the most: then HMC comes down faster
-LOOK = 10  # passes between looks at all data
-ACCEPTED = 0.75  # share of trajectories that step sizes aim at
-LEAST_ACCEPTED = 0.3  # below which a chain has not found its step size
+RATE = 0.1  # step length of the optimisation, over the size of a group's parameters
+PART = 1_000  # least number of rows in a part of the data
+MANY = 10  # least number of parts: with fewer, steps on all rows descend faster
+PART_RATE = 0.03  # step length on a part, whose gradient is noisy
+PASSES = 150  # through all parts, at most: then HMC descends faster
+LOOK = 10  # passes between evaluations on all data
+ACCEPTED = 0.75  # share of accepted trajectories at which step sizes aim
+LEAST_ACCEPTED = 0.3  # share below which a chain has not found its step size
 REACH = 2.0  # length of a trajectory, in standard deviations of a direction in which the curvature is H
 MOST_LENGTH = 64  # steps of a trajectory
-# Longer ones, where they pay: the squared distance that a trajectory comes must grow with its length by more than this
-# power (2 is a straight line), judged by so many directions of trajectories; a trajectory tells of some at the most.
+# Longer trajectories, up to LONGEST, are used if the squared distance that they cover grows with the length by more
+# than the power WORTH (2 is a straight line), measured over ENOUGH_TOLD directions, at most TELLING of a trajectory.
 WORTH, ENOUGH_TOLD, TELLING, LONGEST = 1.5, 80, 40, 256
-LENGTHENED, LONG_TRAJECTORIES = 0.6, 8  # share of the last window after which lengths stay; long ones in it, at least
-GAIN = 0.2  # of dual averaging; the usual one, .05, lets step sizes swing, and in short windows they end too small
-TRAJECTORIES = 20  # in a window, at the least: step sizes are learned from them
-FEW_TRAJECTORIES = 4  # the same where the time of a run is over
-DIVERGED = 10.0  # energy over T that a trajectory may have gained where noise is looked at
-VECTORS = 4  # of noise in a window, over the least that tell a Lambda's shape; more are not worth their time
+LENGTHENED, LONG_TRAJECTORIES = 0.6, 8  # share of the last window in which lengths may grow; least trajectories in it
+GAIN = 0.2  # of dual averaging; with the usual .05, step sizes swing and are too small after short windows
+TRAJECTORIES = 20  # in a window, at least: step sizes are found from them
+FEW_TRAJECTORIES = 4  # the same if the time of the run is over
+DIVERGED = 10.0  # gain of energy over T above which the noise of a trajectory is not used
+VECTORS = 4  # noise vectors in a window, over the least number for a geometry
 ENOUGH = 1_600  # steps of the last window, unless a number was given
 
 
 class DualAveraging:
-    """Step sizes whose acceptance comes to a chosen share, one for each chain (dual averaging).
+    """Dual averaging of step sizes, one for each chain, to reach a share of accepted trajectories.
 
-    If all trajectories are accepted at first, steps ``bold`` times as long as those at the start are tried; the larger
-    the ``gain``, the steadier they are.
+    If all trajectories are accepted at first, steps ``bold`` times as long as those at the start are tried. A larger
+    ``gain`` makes step sizes vary less.
     """
 
     def __init__(self, start: Tensor, share: float = ACCEPTED, bold: float = 2.0, gain: float = GAIN) -> None:
@@ -71,7 +70,7 @@ class DualAveraging:
         self.value = start
 
     def take(self, acceptance: Tensor) -> None:
-        """Learn from the probabilities with which the last trajectories were accepted."""
+        """Update with the acceptance probabilities of the last trajectories."""
         self.count += 1
         self.error = torch.lerp(self.error, self.share - acceptance, 1.0 / (self.count + 10.0))
         log = self.centre - math.sqrt(self.count) / self.gain * self.error
@@ -80,7 +79,7 @@ class DualAveraging:
 
     @property
     def mean(self) -> Tensor:
-        """The step sizes to go on with."""
+        """The averaged step sizes, for use after the adaptation."""
         return self.log_mean.exp()
 
 
@@ -102,7 +101,7 @@ class HMCWarmup(Warmup):
         self.sampler, self.multi_step = cast(HMC, chains.sampler), multi_step
         self.length, self.optimised, self.traced = FIRST_WINDOW, 0, True
         self.last: list[Tensor] | None = None  # noise
-        self.grown, self.told = torch.zeros(2), 0  # of the last trajectories, see `_lengthen`
+        self.grown, self.told = torch.zeros(2), 0  # sums over the last trajectories, see `_lengthen`
 
     def check(self) -> None:
         needed = self.sampler.geometry.min_vectors + 5 * LEAST_WINDOW
@@ -110,7 +109,6 @@ class HMCWarmup(Warmup):
             raise ValueError(f"warmup = {self.budget} is too short for HMC: give at least {needed}")
 
     def run(self, measure_spacing: bool) -> list[WarmupReport]:
-        """All of it."""
         self.traced = measure_spacing
         geometry = self.sampler.geometry
         self.check()
@@ -129,7 +127,7 @@ class HMCWarmup(Warmup):
         while self.stage == "windows":
             self.mark()
             self._window(self.length, fixed=False)
-            self.sampler.restart()  # first: the prior's part of Lambda is that of where the chains are
+            self.sampler.restart()  # first: the prior's part of Lambda depends on the position
             self.chains.shape()
             left = self.budget - self.spent
             done = 2 * self.length > (1.0 - LAST_SHARE) * left or not (self.exact or any(self.reasons)) or self._late()
@@ -144,12 +142,12 @@ class HMCWarmup(Warmup):
 
     @torch.no_grad()
     def _optimise(self, gradients: int) -> None:
-        """Adam's steps, smaller and smaller in the second half. Many data take turns, a part in each step.
+        """Adam with steps that shrink in the second half; a step on a large data set is on a part of it.
 
-        Scales of the prior are held: a hierarchical density has its mode where one of them is zero, far from its mass.
+        Scales of the prior are fixed: a hierarchical density has its mode at scale zero, far from its mass.
         """
         chains = self.chains
-        rows = cast(TensorBatches, chains.batches).num_data  # N may be larger, where they stand for more
+        rows = cast(TensorBatches, chains.batches).num_data  # N may be larger
         parts = rows // PART if rows >= MANY * PART else 1
         passes = gradients if parts == 1 else min(gradients, PASSES)
         steps, rate = passes * parts, RATE if parts == 1 else PART_RATE
@@ -176,7 +174,7 @@ class HMCWarmup(Warmup):
         self.optimised = self.spent
 
     def _turns(self, parts: int, size: int) -> Iterator[Any]:
-        """Equal parts of the data, again and again, each time in another order; a few rows may be left out of it."""
+        """Equal parts of the data, without end, shuffled in every pass; a few rows may be left out of a pass."""
         dim = 0 if self.chains.many is None else 1
         while True:
             mixed = self.chains.batches.next(mixed=True)
@@ -186,7 +184,7 @@ class HMCWarmup(Warmup):
     # -- windows ------------------------------------------------------------------------------------------------------
 
     def _window(self, steps: int, fixed: bool) -> None:
-        """Trajectories that set the step sizes; and the noise that shapes Lambda, unless it is fixed."""
+        """Run trajectories to set the step sizes and, unless Lambda is ``fixed``, observe noise."""
         chains, sampler = self.chains, self.sampler
         sampler.forget_noise()
         self.traces.begin(steps)
@@ -218,9 +216,9 @@ class HMCWarmup(Warmup):
                 accepted.append(sampler.acceptance)
                 step_sizes.take(sampler.acceptance)
                 sampler.step_size = step_sizes.value.square()
-                if fixed and i <= steps // 4:  # step sizes are about right, so that lengths are too
+                if fixed and i <= steps // 4:
                     self._choose_length(steps)
-                elif fixed and i <= LENGTHENED * steps and self._lengthen(steps):  # steps must be shorter
+                elif fixed and i <= LENGTHENED * steps and self._lengthen(steps):  # then steps must be shorter
                     step_sizes = DualAveraging(step_sizes.mean, bold=1.0)
         sampler.step_size = step_sizes.mean.square()
         losses, shares = _array(levels), _array(accepted[len(accepted) // 2 :]).mean(0)
@@ -228,11 +226,11 @@ class HMCWarmup(Warmup):
         self.reasons = [self._unsettled(k, shares[k], losses[:, k]) for k in range(chains.count)]
 
     def _late(self) -> bool:
-        """Whether the time of the warm-up is over, where the run has a limit (``max_seconds``)."""
+        """Whether the time of the run (``max_seconds``) is over."""
         return time.monotonic() > self.chains.deadline
 
     def _seen(self, noise: list[Tensor]) -> list[Tensor]:
-        """The noise of chains that are where the posterior has its mass; of others that which was seen last."""
+        """The noise vectors, with the last good one of chains whose trajectory has gained too much energy."""
         good = self.sampler.error.abs() < DIVERGED
         if self.last is not None:
             noise = self.chains.merged(self.last, noise, good)
@@ -240,16 +238,15 @@ class HMCWarmup(Warmup):
         return noise
 
     def _choose_length(self, steps: int) -> None:
-        """A trajectory's, by the median step size: chains take their steps together."""
-        # A step size may fall to zero where every trajectory is rejected; the longest one is taken then, and reports
-        # say so.
+        """Set the length of trajectories, one for all chains, from the median step size."""
+        # The step size may fall to zero if every trajectory is rejected.
         reach = REACH / max(float(self.sampler.step_size.sqrt().median()), REACH / MOST_LENGTH)
         self.sampler.length = max(1, min(math.ceil(reach), MOST_LENGTH, steps // TRAJECTORIES))
 
     def _lengthen(self, steps: int) -> bool:
-        """Trajectories twice as long, where chains come so much farther by it that it pays; whether they are.
+        """Double the length of trajectories if chains then move so much farther that it pays; returns whether it does.
 
-        It does where the posterior is far wider in some directions than the mass says, as those of networks are.
+        It does if the posterior is far wider in some directions than the mass says, as those of networks are.
         """
         sampler = self.sampler
         self.grown = self.grown + torch.stack([(sampler.acceptance * x).nansum() for x in sampler.growth]).cpu()

@@ -1,4 +1,4 @@
-"""Initial optimisation: from wherever chains start to where the posterior has its mass.
+"""Initial optimisation: from the start of the chains to the bulk of the posterior.
 
 References:
     Kingma, Ba (2015), Adam.
@@ -25,16 +25,16 @@ RATE = 0.5  # of 1 / h; with friction 0.1 the limit is 3.8
 FRICTION = 0.1
 PROBE_EVERY = 5
 SCALE_STEPS, SCALE_STEP = 60, 0.1
-FIT_STEPS, FIT_RATE, FIT_SHARE = 600, 0.03, 0.25  # of the fit to the data alone; at most that share of the gradients
-TIME = 0.5  # share of the time of a warm-up that has a limit
-ADAM_SIZE = 0.2  # of parameters that start at zero
+FIT_STEPS, FIT_RATE, FIT_SHARE = 600, 0.03, 0.25  # of the fit of the likelihood; at most that share of the gradients
+TIME = 0.5  # share of the time, if that is limited
+ADAM_SIZE = 0.2  # assumed size of parameters that start at zero
 ADAM_MEMORY = 0.9, 0.99  # of the gradient and its square
 
 
 class Adam:
-    """Adam's steps for all chains, each as long as a share of the size of its group's parameters.
+    """Adam for all chains; a step's length is a share of the size of its group's parameters.
 
-    Parameters whose names are ``held`` stay where they are.
+    Parameters whose names are in ``held`` are fixed.
     """
 
     def __init__(self, chains: Chains, share: float, held: Collection[str]) -> None:
@@ -53,7 +53,7 @@ class Adam:
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], factor: float = 1.0) -> None:
-        """One step, ``factor`` times as long."""
+        """One step, its length times ``factor``."""
         self.count += 1
         torch._foreach_lerp_(self.mean, list(gradients), 1.0 - ADAM_MEMORY[0])
         torch._foreach_lerp_(self.square, torch._foreach_mul(list(gradients), list(gradients)), 1.0 - ADAM_MEMORY[1])
@@ -63,7 +63,7 @@ class Adam:
 
 
 def decay(step: int, steps: int) -> float:
-    """Factor of the step length at one of so many steps, numbered from 1: constant in the first half, then down to 0.
+    """Factor of the length of a step, numbered from 1: constant in the first half, then falling to 0.
 
     Example:
         >>> [round(decay(i, 9), 1) for i in (1, 5, 9)]
@@ -73,29 +73,29 @@ def decay(step: int, steps: int) -> float:
 
 
 def end_of(chains: Chains) -> float:
-    """When an initial optimisation that begins now is to end, by `time.monotonic`."""
+    """The time (`time.monotonic`) at which an initial optimisation that begins now must end."""
     now = time.monotonic()
     return now + TIME * (chains.deadline - now)
 
 
 class InitialOptimisation:
-    """First to what fits the data, then to a mode of the posterior.
+    """Fit the likelihood, then find a mode of the posterior.
 
-    *The fit* is by Adam's steps on the likelihood alone, scales of the noise included. Where data are few the prior
-    keeps a chain that starts with little in places that explain nothing, modes of their own far from all the mass; a
-    fit leaves them. Each chain then goes on from where the posterior density was highest, or from where it started.
+    *The fit* is by Adam on the likelihood, scales of the noise included. With few data, the prior can hold a chain that
+    starts at small parameters at a mode that explains nothing, far from the mass of the posterior; the fit leaves it.
+    Each chain then continues from the highest posterior density of the fit, or from its start.
 
-    *The mode* is found by momentum descent at temperature 0: a window that does not end clearly below the best so far
-    is undone. The rate of each chain is cut when its loss stops falling, down to the rate of sampling. Scales of priors
-    and noise are held: a hierarchical density has its mode where a scale is zero, far from all its mass. At the end the
-    scales of the noise, but not those of the prior, are set to what fits the residuals: where they are far too large,
-    gradient noise says that the curvature is far smaller than it is.
+    *The mode* is found by momentum descent at temperature 0, in windows; one that does not end clearly below the best
+    so far is undone. A chain's rate is cut when its loss stops falling, down to the rate of sampling. Scales of priors
+    and noise are fixed: a hierarchical density has its mode at scale zero, far from its mass. At the end the scales of
+    the noise, but not those of the prior, are fitted to the residuals: if they are far too large, the curvature
+    estimated from gradient noise is far too small.
 
     Args:
-        chains: they are moved.
+        chains: their parameters are changed.
         limit: gradients to spend at most.
-        count: told of every gradient.
-        mark: called between windows, where what is ``kept`` is all that is needed to go on.
+        count: called for every gradient.
+        mark: called between windows; the attributes in ``kept`` suffice to resume there.
     """
 
     kept = ("spent", "factor", "best", "doubt")
@@ -129,8 +129,8 @@ class InitialOptimisation:
             saved, best, doubt = chains.snapshot(), self.best, self.doubt
             losses = self._momentum_window(np.where(factor > smallest, factor, 0.0))
             now, error = self._summary(losses[len(losses) // 2 :])
-            # At these rates gradient noise alone drives a chain far out along flat directions, which the loss hardly
-            # shows: what does not clearly lower the loss is undone.
+            # At these rates gradient noise drives a chain far out along flat directions, which the loss hardly shows:
+            # undo what does not clearly lower the loss.
             lower = now < best - np.maximum(np.hypot(error, doubt), 1e-3 * np.abs(best))
             chains.restore(saved, torch.as_tensor(~lower, device=chains.alive.device))
             factor[~lower] /= 4.0
@@ -139,7 +139,7 @@ class InitialOptimisation:
         return self.spent
 
     def _fit(self, steps: int) -> None:
-        """Fit the data alone, and take each chain to where the posterior density was highest on the way."""
+        """Fit the likelihood; each chain continues from the highest posterior density on the way."""
         chains, window = self.chains, WINDOW
         adam = Adam(chains, FIT_RATE, chains.target.prior_scales(chains.params))
         saved, losses, before = chains.snapshot(), list[Tensor](), math.inf
@@ -158,11 +158,11 @@ class InitialOptimisation:
             saved = chains.merged(saved, chains.snapshot(), torch.as_tensor(lower, device=chains.alive.device))
             self.best, self.doubt = np.where(lower, now, self.best), np.where(lower, error, self.doubt)
             middle = float(torch.stack(losses[-window:]).median())
-            if middle > before:  # most chains fit as well as they can
+            if middle > before:  # most chains no longer improve
                 break
             before = middle
         chains.restore(saved)
-        if steps:  # the curvature may be another here
+        if steps:  # the curvature may differ here
             chains.curvature.forget()
             chains.evaluate(forgiving=True)
             self._count()
@@ -171,7 +171,7 @@ class InitialOptimisation:
                 self._count()
 
     def _fit_scales(self) -> None:
-        """Descend in the logarithms of the noise scales alone, a tenth a step at most."""
+        """Descend in the logarithms of the noise scales only, by at most 0.1 per step."""
         names = self.chains.target.noise_scales()
         leaves = [self.chains.params[name] for name in names]
         for _ in range(SCALE_STEPS if names and self.spent + SCALE_STEPS <= self.limit and not self._late() else 0):
@@ -190,10 +190,10 @@ class InitialOptimisation:
         return self._summary(losses)
 
     def _summary(self, losses: list[Tensor]) -> tuple[Array, Array]:
-        """Mean loss of each chain, the prior's part included, and twice its standard error."""
+        """Mean loss of each chain, including the prior's part, and twice its standard error."""
         found = torch.stack(losses).double().cpu().numpy()
         prior = -self.chains.log_prior().double().cpu().numpy() / self.chains.num_data
-        with np.errstate(invalid="ignore"):  # a loss may be infinite; such a window is undone
+        with np.errstate(invalid="ignore"):  # a loss may be infinite
             mean, deviation = np.atleast_1d(found.mean(0)), np.atleast_1d(found.std(0))
         return np.nan_to_num(mean + prior, nan=math.inf), np.nan_to_num(2.0 * deviation / math.sqrt(len(losses)))
 

@@ -1,7 +1,7 @@
-"""Reports of the warm-up: rates by layer, and how fast chains forget where they were.
+"""Reports of the warm-up: rates by layer and relaxation times.
 
-Along a direction of curvature h, a step at the rate r removes the share ``a = r h`` of the distance to the mean: a
-chain forgets its past within ``1 / a`` steps, ``n / (N a)`` epochs, and an effective draw costs ``2 / a`` gradients.
+Along a direction of curvature h, a step at the rate r removes the share ``a = r h`` of the distance to the mean: the
+relaxation time is ``1 / a`` steps, ``n / (N a)`` epochs, and an effective draw costs ``2 / a`` gradients.
 """
 
 from __future__ import annotations
@@ -49,20 +49,19 @@ class WarmupReport:
 
     Attributes:
         settled: whether rates and loss stopped changing.
-        reason: why not, and what would help; empty when settled.
+        reason: why not, and what would help; empty if settled.
         steps: gradients spent.
-        optimisation: of them in the initial optimisation.
-        keep_every: spacing of draws measured from the autocorrelation of predictions (None when not measured).
-        loss: mean and standard deviation of the minibatches' loss in the last window (None when not measured).
+        optimisation: those of the initial optimisation.
+        keep_every: spacing of draws, measured from the autocorrelation of predictions; None if not measured.
+        loss: mean and standard deviation of the minibatches' loss in the last window; None if not measured.
         groups: one report for each layer.
-        directions: rates along the directions of a Lambda that knows them, and how long they take to forget (see
-            `directions`); None where it knows none.
-        batch_sizes: what minibatches of other sizes would cost and gain; empty where Lambda knows no directions.
-        structure: the shape of Lambda.
-        restarts: how often the chain ran away and was restarted where its window began (see `isosgd.warmup.runaway`).
-        conditioning: of a full matrix, the condition number that simpler shapes would leave (see `Full.conditioning`).
+        directions: rates and relaxation times along the directions of a geometry (see `directions`), or None.
+        batch_sizes: cost and gain of other minibatch sizes, with a geometry (see `batch_sizes`).
+        structure: the form of Lambda.
+        restarts: how often the chain diverged and was restarted (see `isosgd.warmup.runaway`).
+        conditioning: of a full matrix, the condition numbers that simpler forms would leave (see `Full.conditioning`).
         trajectory: of HMC, leapfrog steps of a trajectory.
-        cycle: steps of a cycle, where heating has set its rate.
+        cycle: steps of a cycle, if heating has set its rate.
     """
 
     settled: bool
@@ -86,7 +85,7 @@ class WarmupReport:
 
 
 def drifting(losses: Array) -> str:
-    """Whether the losses of a window differ from its first to its second half, in words; empty when they do not."""
+    """A message if the mean loss differs between the halves of a window, or an empty string."""
     if len(losses) < 2 * PARTS:
         return f"the last window of the warm-up had {len(losses)} steps only: give it more time, or a longer warmup="
     parts = np.array([part.mean() for part in np.array_split(losses, PARTS)])
@@ -102,7 +101,7 @@ def drifting(losses: Array) -> str:
 
 
 def direction_reports(chains: Chains) -> list[dict[str, Any]]:
-    """What is known of directions, and of other batch sizes, for each chain."""
+    """For each chain with a geometry: `directions`, `batch_sizes` and conditioning."""
     sampler, geometry = chains.sampler, chains.geometry
     if geometry is None or not isinstance(sampler, ISGD) or not bool((geometry.unit_rate > 0).all()):
         return [{} for _ in range(chains.count)]
@@ -114,13 +113,13 @@ def direction_reports(chains: Chains) -> list[dict[str, Any]]:
 
 
 def group_reports(chains: Chains, curvatures: Array | None, tails: Sequence[float]) -> list[list[GroupReport]]:
-    """What was found for each chain and group, from curvatures ``[chains, groups]`` and the tail indices of groups."""
+    """A report for each chain and group, from curvatures ``[chains, groups]`` and the tail indices of groups."""
     sampler, rates = chains.sampler, chains.rates().cpu().numpy()
     curvatures = chains.curvatures().cpu().numpy() if curvatures is None else curvatures
     found: list[list[GroupReport]] = [[] for _ in range(chains.count)]
     for i, group in enumerate(sampler.param_groups):
         composite = sampler.friction * group["temperature"] / group["num_data"]  # times the rate
-        counted, share = chains.each(1.0), chains.each(math.nan)  # of the composite noise, what makes for a bias
+        counted, share = chains.each(1.0), chains.each(math.nan)  # shares of the composite noise: biasing; gradient's
         if chains.geometry is not None and isinstance(sampler, ISGD):
             share = (0.5 / (sampler.rule().batch_size * chains.geometry.factor)).clamp_max(1.0).double()
             counted = share if sampler.averaged else counted
@@ -147,11 +146,10 @@ def group_reports(chains: Chains, curvatures: Array | None, tails: Sequence[floa
 
 
 def directions(geometry: Geometry, rule: Rule) -> list[dict[str, Any]]:
-    """Of each chain, what is known of its directions, from Lambda and the rule by which it was sized.
+    """For each chain, what is known of the directions of its geometry.
 
-    ``count``: of directions. ``rates``: a few, from the largest to the smallest, in the parameters' own units.
-    ``epochs_to_forget``: along the direction that forgets fastest and along the slowest, as far as curvature was
-    measured along directions (``full``); by the curvature H that Lambda was made of for other shapes.
+    ``count``: number of directions. ``rates``: a few, from the largest to the smallest. ``epochs_to_forget``:
+    relaxation times along the fastest and the slowest direction, by the measured curvature (``full``) or by H.
     """
     rates, shares = geometry.principal_rates(), geometry.rate_curvatures()
     found = []
@@ -164,11 +162,11 @@ def directions(geometry: Geometry, rule: Rule) -> list[dict[str, Any]]:
 
 
 def batch_sizes(rule: Rule, curvature_ratio: Tensor) -> list[dict[str, float]]:
-    """What minibatches of other sizes would cost and gain, by the rule, for directions whose curvature is H.
+    """Cost and gain of other minibatch sizes, by the rule, for directions whose curvature is H.
 
-    ``curvature_ratio`` is the true curvature over H in the worst direction, of one chain. For each ``batch_size``:
-    ``rate_curvature``, a; ``noise_share``, that of gradient noise in Lambda; and ``epochs_to_forget``,
-    ``gradients_per_draw`` and ``examples_per_draw``, for each effective draw.
+    ``curvature_ratio`` is that of one chain. For each ``batch_size``: ``rate_curvature``, a; ``noise_share``, that of
+    gradient noise in Lambda; ``epochs_to_forget``; and, for an effective draw, ``gradients_per_draw`` and
+    ``examples_per_draw``.
 
     Example:
         >>> rule = Rule(num_data=1000, batch_size=32, temperature=1.0, bias=0.02, averaged=True)

@@ -1,8 +1,8 @@
-"""Chains that run away while rates are being found are restarted where the window began, with smaller rates.
+"""Restarts chains that diverge in a window of the warm-up, at the start of that window and with smaller rates.
 
-Rates follow from averages: of the noise, and of the curvature. A few examples far out, whose minibatches have a hundred
-times the average curvature, can drive a chain away that is stable on average. Its loss tells: at temperature T it is
-above that of a mode by ``d T / (2 N)``, and many times as much only where nothing holds the chain.
+Rates follow from average noise and curvature. A few outliers, whose minibatches have a hundred times the average
+curvature, can make a chain diverge that is stable on average. This shows in the loss: at temperature T it is above that
+of a mode by ``d T / (2 N)``, and by many times as much only if the chain has left the posterior.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from isosgd.engine.chains import Chains
 from isosgd.geometry.base import Geometry
 from isosgd.samplers import ISGD
 
-LOSSES = 20  # of which the median is looked at: one bad minibatch is none
-BEYOND = 20.0  # times what the loss can be above that of the mode, and deviations of such a median
-LEAST_BEYOND = 1e-3  # of the loss itself: less may be rounding
-SCATTER = 1.7  # times the deviation of minibatches' losses over the posterior: six of such a median
-SLOWER = 4.0  # times, when a chain is restarted ...
-MOST = 10  # ... as often as this
+LOSSES = 20  # whose median is checked, so that one bad minibatch does not count
+BEYOND = 20.0  # factor on the expected excess of the loss over that of the mode, and on the error of the median
+LEAST_BEYOND = 1e-3  # least excess over the loss: less may be rounding error
+SCATTER = 1.7  # factor on the deviation of minibatches' losses over the posterior: six deviations of the median
+SLOWER = 4.0  # factor by which rates fall when a chain is restarted
+MOST = 10  # restarts
 
 
 class WindowStart(NamedTuple):
-    """Where a window began, and what was believed of the curvature then."""
+    """The chains and the curvature estimates at the start of a window."""
 
     place: list[Tensor]
     factor: Tensor
@@ -36,19 +36,19 @@ class WindowStart(NamedTuple):
 
 
 class Runaway:
-    """Restarts chains whose Lambda knows directions, after the initial optimisation; with others it does nothing."""
+    """Restarts diverging chains after the initial optimisation; does nothing without a geometry."""
 
     kept = ("limit", "least", "restarts")
 
     def __init__(self, chains: Chains) -> None:
         self.chains = chains
-        self.limit = chains.each(torch.inf)  # the loss from which on a chain has run away
-        self.least = torch.zeros_like(self.limit)  # factor of Lambda
-        self.restarts = torch.zeros_like(self.limit)  # how often
+        self.limit = chains.each(torch.inf)  # loss above which a chain has diverged
+        self.least = torch.zeros_like(self.limit)  # least factor of Lambda, after restarts
+        self.restarts = torch.zeros_like(self.limit)  # number of them
         self.start: WindowStart | None = None
 
     def set_limit(self, at_mode: Sequence[Tensor]) -> None:
-        """Take in losses ``[chains]`` where the initial optimisation ended."""
+        """Set the limit from losses ``[chains]`` of minibatches at the end of the initial optimisation."""
         group, losses = self.chains.sampler.param_groups[0], torch.stack(list(at_mode)).double()
         thermal = 0.5 * sum(self.chains.layout.sizes) * group["temperature"] / self.chains.num_data
         middle = losses.quantile(0.5, dim=0)
@@ -57,16 +57,16 @@ class Runaway:
         self.limit = middle + torch.maximum(beyond, LEAST_BEYOND * middle.abs())
 
     def begin(self) -> None:
-        """A window begins: where chains are now they may be sent back to."""
+        """Save the start of a window."""
         chains, geometry, stiffness = self.chains, self.chains.geometry, self.chains.stiffness
         if geometry is not None:
             sizes = geometry.factor.clone(), geometry.curvature_ratio.clone()
             self.start = WindowStart(chains.snapshot(), *sizes, stiffness.image.clone(), stiffness.length)
 
     def restart_runaways(self, losses: Sequence[Tensor]) -> bool:
-        """Restart chains that have run away by the last losses of a window; whether there were any.
+        """Restart chains that have diverged, judging by the last losses of a window; returns whether there were any.
 
-        What was measured on the way is forgotten, by all chains: it is not of the posterior.
+        If so, all chains discard the measurements of the window.
         """
         chains, geometry, start = self.chains, self.chains.geometry, self.start
         if geometry is None or start is None or len(losses) < LOSSES:
@@ -89,16 +89,16 @@ class Runaway:
         return True
 
     def _scatter(self, geometry: Geometry) -> Tensor:
-        """Deviation of minibatches' losses over the posterior, at the most.
+        """Upper bound of the deviation of minibatches' losses over the posterior.
 
-        Over a direction in which ``rate * curvature`` is a and the noise has the share s of Lambda it is
-        ``(T / N) sqrt(2 s / a)``; much where there is noise without curvature.
+        Along a direction in which ``rate * curvature`` is a and the noise is the share s of Lambda, the deviation is
+        ``(T / N) sqrt(2 s / a)``: large if there is noise without curvature.
         """
         pulls, d = geometry.rate_curvatures().to(self.limit), sum(self.chains.layout.sizes)
         return geometry.scale * (2.0 * d / pulls).mean(-1).sqrt()
 
     def keep_slow(self) -> None:
-        """Chains that ran away stay slower, whatever rates have been found since."""
+        """Keep the rates of restarted chains low, after new rates have been set."""
         chains, geometry = self.chains, self.chains.geometry
         if geometry is None or not isinstance(chains.sampler, ISGD) or not bool(self.restarts.any()):
             return

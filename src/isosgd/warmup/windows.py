@@ -1,15 +1,15 @@
-"""The automatic warm-up: find the typical set, find the rates, say whether it worked.
+"""The automatic warm-up: find the typical set and the rates, and check that the chains have settled.
 
 1. *Initial optimisation*: momentum descent at temperature 0, at half the largest stable rate, until the loss no
    longer falls.
-2. *Sample* in windows that double. In each, gradient noise and curvature are measured where the chain now is; rates
-   fall at once when they must and rise by at most 2 from window to window.
-3. *Settle* when in two successive windows no rate changed by more than a half and the loss did not drift. Rates
-   are frozen then, which is what Theorem 1 asks for.
+2. *Windows* of doubling length, in which the chains sample. Gradient noise and curvature are measured at the chains'
+   positions; rates fall at once if they must and rise by at most a factor of 2 from window to window.
+3. The chains have *settled* if in two successive windows no rate changed by more than a half and the loss did not
+   drift. Rates are then frozen, as Theorem 1 requires.
 
-Chains that run side by side share windows and budget; rates, losses and verdicts are each chain's own.
+Chains that run side by side share windows and budget; each has rates, losses and a verdict of its own.
 
-The paper's schemes a, b and c, and the scheme ``online``, are driven by the sampler itself for a fixed number of steps
+The paper's schemes a, b and c, and the scheme ``online``, are part of the sampler and run for a fixed number of steps
 (see `isosgd.samplers.isgd`).
 """
 
@@ -44,17 +44,17 @@ LEAST_LAST_WINDOW = 400
 PROBE_EVERY = 10
 SPLIT_EVERY = 2
 ADAPT_EVERY = 20
-VECTORS = 8  # noise vectors in the last window, over the least that tell a Lambda's shape
+VECTORS = 8  # noise vectors in the last window, over the least number for a geometry
 EARLY_RISE = 10.0
 MOST_STEPS = 20_000
 MOST_OPTIMISATION_SHARE = 0.5
-CHECK_SHARE, MOST_CHECKED = 0.05, 400  # of the budget, for trying the last rates ...
-FALLING_SHARE, MOST_FALLING = 0.2, 4_000  # ... and where they fell in the last window: stiff directions come and go
+CHECK_SHARE, MOST_CHECKED = 0.05, 400  # of the budget, and gradients at most, to test the last rates ...
+FALLING_SHARE, MOST_FALLING = 0.2, 4_000  # ... if they fell in the last window
 LATE = "the chain ran away while its last rates were tried, and was restarted: a longer warmup= would help"
-ENOUGH = 0.75  # share of the chains that must have settled: of many, one is always unsettled by chance
+ENOUGH = 0.75  # share of the chains that must have settled; of many, some are unsettled by chance
 MARK_EVERY = 100  # steps of the paper's schemes, which have no windows
 MOST_TRIES = 4  # minibatches for each noise vector of the first estimate
-TAILS_EVERY = 16  # steps between looks at the tails of the noise, where gradients are captured
+TAILS_EVERY = 16  # steps between updates of the tail index, with captured gradients
 
 
 def warmup_of(
@@ -64,11 +64,11 @@ def warmup_of(
     mark: Mark = lambda state: None,
     multi_step: LeapfrogMultiStep | None = None,
 ) -> Warmup:
-    """The warm-up of chains, whose ``run`` leaves them where sampling starts, with frozen rates.
+    """The warm-up for chains; after its ``run`` they are ready to sample, at frozen rates.
 
     Args:
-        steps: gradients to spend on each; None for as many as it takes, up to a limit.
-        mark: called between windows, with what gives the state of the warm-up there, beside that of the chains.
+        steps: gradients to spend on each chain; None for as many as it takes, up to a limit.
+        mark: called between windows with a function that returns the state of the warm-up.
         multi_step: takes several leapfrog steps in a call.
     """
     given = MOST_STEPS if steps is None else steps, steps is not None, progress, mark
@@ -87,14 +87,14 @@ class WindowedWarmup(Warmup):
         self.length, self.measure_spacing = FIRST_WINDOW, True
         self.tails = [TailMeter() for _ in chains.sampler.param_groups]
         self.runaway = Runaway(chains)
-        self.signal: list[Tensor] = []  # [chains, groups]; on the device, so that nothing waits for them
+        self.signal: list[Tensor] = []  # [chains, groups], on the device
         self.seen_curvatures: list[Tensor] = []
         self.curvatures: Array | None = None
         limit = int(MOST_OPTIMISATION_SHARE * budget)
         self.optimisation = InitialOptimisation(chains, limit, lambda: self.count("initial optimisation"), self.mark)
         self.settled_before = False
-        self.fell = False  # whether most rates had to fall within the last window
-        self.last = False  # whether no other window is to come
+        self.fell = False  # whether most rates fell within the last window
+        self.last = False  # whether this is the last window
 
     def check(self) -> None:
         chains, sampler = self.chains, self.chains.sampler
@@ -109,7 +109,7 @@ class WindowedWarmup(Warmup):
             self._check_structure(1 + 2 * PROBE_EVERY, self.total - self._check_steps())
 
     def _check_structure(self, spent: int, budget: int) -> None:
-        """Refuse a budget that does not suffice for a first look at all directions."""
+        """Raise if the budget does not suffice for a first estimate of the geometry."""
         geometry = self.chains.geometry
         if geometry is None:
             return
@@ -122,7 +122,6 @@ class WindowedWarmup(Warmup):
             )
 
     def run(self, measure_spacing: bool) -> list[WarmupReport]:
-        """A report for each chain; ``measure_spacing`` says whether to measure how far apart draws should be."""
         chains, sampler, self.measure_spacing = self.chains, self.chains.sampler, measure_spacing
         self.check()
         if isinstance(sampler, ISGD) and sampler.scheme != "windowed":
@@ -165,7 +164,7 @@ class WindowedWarmup(Warmup):
     # -- sample in windows until settled ------------------------------------------------------------------------------
 
     def _first_estimates(self) -> None:
-        """Noise and curvature where the initial optimisation ended, and the first rates."""
+        """Measure noise and curvature after the initial optimisation, and set the first rates."""
         chains, length = self.chains, FIRST_WINDOW
         if chains.geometry is not None:
             self._check_structure(self.spent, self.budget)
@@ -173,7 +172,7 @@ class WindowedWarmup(Warmup):
         losses: list[Tensor] = []
         chains.forget_gradient()
         seen = 0
-        while seen < length:  # a first noise estimate before the first move
+        while seen < length:  # a first noise estimate, before the chains move
             if len(losses) > MOST_TRIES * length:
                 raise ValueError(
                     "minibatches that follow one another differ in size, so that their noise cannot be compared: let "
@@ -183,7 +182,7 @@ class WindowedWarmup(Warmup):
             losses.append(chains.loss)
             self.count("measuring noise")
         self.runaway.set_limit(losses)
-        # A mode has far less noise than its surroundings: start well below the rate it suggests, and let it rise.
+        # There is far less noise at a mode than around it: start at a lower rate, which then rises.
         chains.adapt(FIRST_RATIO * chains.curvature.values())
         if chains.decide():
             self._first_estimates()
@@ -192,14 +191,14 @@ class WindowedWarmup(Warmup):
             for _ in range(2 * PROBE_EVERY):
                 self._probe("measuring curvature")
             chains.adapt(FIRST_RATIO * chains.curvatures())
-        if chains.geometry is not None:  # and a look at the curvature along its axes, twice
+        if chains.geometry is not None:  # measure the curvature along its axes, twice
             for _ in range(4 * chains.geometry.axes):
                 self._probe("measuring curvature")
             chains.adapt(chains.curvatures())
         self.length = length
 
     def _take_over(self) -> None:
-        """Go on with what colder chains measured; only what a loss can be at this temperature is new."""
+        """Continue with the estimates of colder chains; only the limit of the loss is new."""
         losses = list[Tensor]()
         for _ in range(LOSSES):
             self.chains.evaluate()
@@ -209,7 +208,7 @@ class WindowedWarmup(Warmup):
         self.stage = "windows"
 
     def _windows(self) -> list[str]:
-        """Why each chain has not settled; empty for those that have."""
+        """Run windows until the chains have settled; returns why each has not, or an empty string."""
         chains = self.chains
         if self.stage == "optimisation":
             self._first_estimates()
@@ -218,7 +217,7 @@ class WindowedWarmup(Warmup):
             self.mark()
             self.budget = self.total - self._check_steps()
             left, in_time = self.budget - self.spent, self.gradients_in_time()
-            # A remainder too short for another doubled window is spent in this one.
+            # If the rest is too short for another window of twice the length, it is added to this one.
             length = left if self.exact and left < 3 * self.length else min(self.length, left)
             if in_time < min(length, self.length / 2):
                 return [reason or "max_seconds ended the warm-up" for reason in self.reasons]
@@ -228,20 +227,20 @@ class WindowedWarmup(Warmup):
                 return [reason or short for reason in self.reasons]
             old, before = self._rates(), self._sizes()
             losses = self._window(length)
-            if losses is None:  # a chain ran away and was restarted: begin the window anew
+            if losses is None:  # a chain has diverged: the window is run again
                 self.settled_before = False
                 continue
             self.fell = bool((self._sizes() > SETTLED_RATIO * before)[chains.alive].double().mean() > 0.5)
             self.budget = self.total - self._check_steps()
             self.last = self.exact and self.budget - self.spent < length
-            # One probe is noisy: the upper quartile over the window's second half bounds the curvature of most places.
+            # A single probe is noisy: take the upper quartile over the second half of the window.
             later = torch.stack(self.seen_curvatures[len(self.seen_curvatures) // 2 :]).cpu().numpy()
             self.curvatures = np.quantile(later, 0.75, axis=0)
-            # A shape is measured in every direction, so it may be left quickly while the chain is still on its way.
+            # A geometry is measured in every direction, so that its rates may rise quickly in early windows.
             early = chains.geometry is not None and length < LEAST_LAST_WINDOW
             chains.adapt(torch.as_tensor(self.curvatures), rise=EARLY_RISE if early else 2.0)
             self.runaway.keep_slow()
-            if chains.geometry is not None:  # over the Lambda there is now
+            if chains.geometry is not None:  # relative to the new Lambda
                 self.curvatures = chains.curvatures().cpu().numpy()
             with np.errstate(invalid="ignore"):  # the loss of a chain that was dropped is infinite
                 self.loss = losses.mean(0), losses.std(0)
@@ -257,19 +256,19 @@ class WindowedWarmup(Warmup):
             self.length = 2 * length
 
     def _sizes(self) -> Tensor:
-        """How large the Lambda of each chain is, as a multiple of its H."""
+        """The Lambda of each chain's geometry over its H."""
         geometry = self.chains.geometry
         return self.chains.each(1.0) if geometry is None else geometry.factor.clone()
 
     def _check_steps(self) -> int:
-        """Gradients that are left for trying the last rates, where Lambda knows directions."""
+        """Gradients reserved for `_check`, with a geometry."""
         if self.chains.geometry is None:
             return 0
         share, most = (FALLING_SHARE, MOST_FALLING) if self.fell else (CHECK_SHARE, MOST_CHECKED)
         return min(int(share * self.total), most)
 
     def _check(self, end: int) -> None:
-        """Try the last rates, which no window has used: until ``end`` they may only fall."""
+        """Test the last rates, which no window has used; until ``end`` they may only fall."""
         chains, losses = self.chains, list[Tensor]()
         if chains.geometry is None or self.spent >= end:
             return
@@ -290,8 +289,8 @@ class WindowedWarmup(Warmup):
         self.curvatures = chains.curvatures().cpu().numpy()
 
     def _settled(self, reasons: list[str]) -> bool:
-        """Whether most living chains have settled."""
-        good = [not reason for reason, lives in zip(reasons, self.chains.alive.tolist(), strict=True) if lives]
+        """Whether enough of the chains that were not dropped have settled."""
+        good = [not reason for reason, alive in zip(reasons, self.chains.alive.tolist(), strict=True) if alive]
         return sum(good) >= ENOUGH * len(good)
 
     def _least_last_window(self) -> int:
@@ -299,7 +298,7 @@ class WindowedWarmup(Warmup):
         return LEAST_LAST_WINDOW if geometry is None else max(LEAST_LAST_WINDOW, VECTORS * geometry.min_vectors)
 
     def _window(self, length: int) -> Array | None:
-        """Losses of a window, ``[steps, chains]``; None where a chain ran away, so that it begins anew."""
+        """Run a window; returns its losses ``[steps, chains]``, or None if a chain has diverged and was restarted."""
         chains = self.chains
         chains.sampler.forget_noise()
         chains.forget_gradient()
@@ -319,8 +318,7 @@ class WindowedWarmup(Warmup):
                 self._probe(stage)
                 self.seen_curvatures.append(chains.curvatures())
             if noise is not None:
-                # Sums of successive differences would cancel in the tails; and beside captured gradients these two
-                # cost more than the gradient.
+                # Sums of successive differences would cancel in the tails. Both cost more than a captured gradient.
                 if (not chains.successive or i % 4 == 0) and (chains.graph is None or i % TAILS_EVERY == 0):
                     self._feed_tails(noise)
                 if chains.graph is None or i % 4 == 0:
@@ -328,21 +326,21 @@ class WindowedWarmup(Warmup):
             if self.measure_spacing:
                 self.traces.take(i)
             chains.advance(noise if chains.sampler.estimator.centred else None)
-            if i % ADAPT_EVERY == ADAPT_EVERY - 1:  # within a window rates may only fall
+            if i % ADAPT_EVERY == ADAPT_EVERY - 1:
                 chains.check_finite()
                 if self.runaway.restart_runaways(losses):
                     return None
-                chains.adapt(chains.curvatures(), rise=1.0)
+                chains.adapt(chains.curvatures(), rise=1.0)  # within a window rates may only fall
         if self.runaway.restart_runaways(losses):
             return None
         return torch.stack(losses).double().cpu().numpy()
 
     def _unsettled(self, old: Array, losses: Array) -> list[str]:
-        """Why each chain has not settled; empty when it has."""
+        """Why each chain has not settled, or an empty string."""
         signal = torch.stack(self.signal[len(self.signal) // 2 :]).cpu().numpy()
         return [
-            self._verdict(k, old[k], losses[:, k], signal[:, k]) if lives else "the chain has diverged"
-            for k, lives in enumerate(self.chains.alive.tolist())
+            self._verdict(k, old[k], losses[:, k], signal[:, k]) if alive else "the chain has diverged"
+            for k, alive in enumerate(self.chains.alive.tolist())
         ]
 
     def _verdict(self, k: int, old: Array, losses: Array, signal: Array) -> str:
@@ -350,8 +348,7 @@ class WindowedWarmup(Warmup):
         sampler, rates, curvatures = self.chains.sampler, self._rates()[k], self.curvatures[k]
         ratios = rates / old
         if self.last:
-            # No window is left to use a higher rate; that the old one was low did no harm, only cost time.
-            ratios = np.minimum(ratios, 1.0)
+            ratios = np.minimum(ratios, 1.0)  # a rate that was too low does no harm
         sizes = np.array([slot.stop - slot.start for slot in self.chains.slots])
         scale = sampler.param_groups[0]["temperature"] / sampler.param_groups[0]["num_data"]
         most = scale * curvatures * sizes
@@ -376,7 +373,7 @@ class WindowedWarmup(Warmup):
                 chains.check_finite()
                 self.mark()
             noise = chains.evaluate(split=sampler.estimator.centred)
-            if chains.graph is None or i % TAILS_EVERY == 0:  # beside captured gradients they cost more than these
+            if chains.graph is None or i % TAILS_EVERY == 0:  # they cost more than a captured gradient
                 self._feed_tails(noise if noise is not None else [leaf.grad for leaf in chains.leaves])
             chains.advance(noise)
             self.count(f"scheme {sampler.scheme}")
@@ -388,7 +385,7 @@ class WindowedWarmup(Warmup):
         if sampler.param_groups[0]["lam"] is None:
             raise ValueError(f"{steps} steps are too few for a first noise estimate: give a longer warmup=")
         chains.evaluate()
-        for _ in range(2 * PROBE_EVERY):  # for the report alone: these schemes have no guard
+        for _ in range(2 * PROBE_EVERY):  # for the report only: these schemes have no guard
             chains.probe_curvature()
         sampler.freeze()
         keep = None
@@ -438,7 +435,7 @@ class WindowedWarmup(Warmup):
 
     def _spacing(self) -> int:
         found = self.traces.spacing()
-        if found is None and math.isfinite(self.chains.deadline):  # which left no time for a window
+        if found is None and math.isfinite(self.chains.deadline):  # there was no time for a window
             return FIRST_WINDOW
         if found is None:
             raise ValueError(
