@@ -127,7 +127,7 @@ def draw_at(
     in_memory = most if draws != "auto" and (store is None or method in BASELINES) else 0
     check_room(request.start(0), request.count, in_memory)
     remaining = dict(options)
-    after = compile_after(remaining, deadline if place.type == "cpu" else None)
+    after = compile_after(remaining, deadline if leaf.device.type == "cpu" else None)
     heated = is_heated(remaining, method, warmup)
     if method in BASELINES:
         assert not isinstance(batch_size, str)  # `resolve_method` refuses it
