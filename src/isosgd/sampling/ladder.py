@@ -1,17 +1,16 @@
 """A ladder of temperatures: short runs from trained networks (the starts), scored on held-out examples.
 
-The score pools the predictions of draws and starts, with the weights that suit the examples best. Draws at a high
-temperature are worse than the starts, one by one and, after a short run, together; yet they add what the starts lack.
-Trials are scored uncalibrated. The final run, and the starts alone, are scored at the softmax temperature that suits
-the examples best (`isosgd.posterior.calibration`): a trial is too short to beat calibrated starts, and would tell less
-about a long run.
+The score is that of an average over draws and starts, with the weights that predict the examples best: draws at a high
+temperature alone predict worse than the starts, but add what the starts lack. Trials are scored uncalibrated, since
+they are too short to beat calibrated starts. The final run and the starts alone are scored at the softmax temperature
+that predicts the examples best (`isosgd.posterior.calibration`).
 
-By default a high temperature is tried first, and colder ones only if it does harm: short runs cannot tell temperatures
-apart, except those that are too high. Temperatures that are given are tried from cold to hot, each run continuing the
-last one, until draws alone get clearly worse; then one more next to the best.
+By default a high temperature is tried first, and colder ones only if it does harm, since short runs cannot tell
+temperatures apart unless they are too high. Given temperatures are tried from cold to hot, each run continuing the last
+one, until draws alone get clearly worse; then one more next to the best.
 
-If draws of the first trial are far better than the starts, these were not fully trained, and an initial optimisation
-comes first.
+If the draws of the first trial are far better than the starts, the networks were not fully trained, and chains begin
+with an initial optimisation.
 """
 
 from __future__ import annotations
@@ -36,31 +35,31 @@ from isosgd.target import Target
 from isosgd.target.batches import tensors_of
 from isosgd.target.likelihoods import Bernoulli, Categorical, Tokens
 
-COLDER = 10.0  # a rung so much colder than the coldest is tried where that one was best
-COOLER = 10**0.5  # times a temperature: the next that is tried, where the first is a high one
-DESCENTS = 3  # temperatures from hot to cold, at most
-CLOSE = 5.0  # times a temperature: nothing is tried in between
-UNTRAINED = 5.0  # standard errors by which the first draws are better than a network that was not trained to the end
-WORSE = 0.1  # of the start's NLL, by which draws alone must be worse for hotter ones not to be tried
-HARM = 0.25  # likewise, for a colder one to be tried where temperatures fall
-SHARES = tuple(k / 20 for k in range(1, 19))  # weights of the starts that are tried; more would leave draws no say
-BOTH = 2.0  # examples that speak for the starts, and as many for the draws, beside those that are held out
-SCORED = 1_000  # examples that are predicted at once
-SCALES = 33  # of the noise, tried at once
+COLDER = 10.0  # if the coldest rung was best, one colder by this factor is tried
+COOLER = 10**0.5  # factor between temperatures that fall
+DESCENTS = 3  # the most temperatures that fall
+CLOSE = 5.0  # no rung between temperatures closer than this factor
+UNTRAINED = 5.0  # if the first draws are better by so many standard errors, the network was not fully trained
+WORSE = 0.1  # share of the start's NLL by which draws alone must be worse to stop rising temperatures
+HARM = 0.25  # the same, to try a lower one of falling temperatures
+SHARES = tuple(k / 20 for k in range(1, 19))  # weights of the starts; a larger one would make the draws useless
+BOTH = 2.0  # pseudo-examples in favour of the starts, and as many in favour of the draws
+SCORED = 1_000  # examples predicted at once
+SCALES = 33  # noise scales tried at once
 
 State = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where chains are: networks, which chains take in turns, and what chains measured, if it is of use."""
+    """Where chains are: networks, at which chains start in turn, and what the chains have measured."""
 
     states: Sequence[State]
     measured: Mapping[int, State] = field(default_factory=dict)
 
 
 def pooled(before: Tensor, after: Tensor, share: float) -> Tensor:
-    """Log densities of examples under the starts and under draws, both averaged: ``share`` is the weight of the first.
+    """Log densities of examples under the average of starts, with weight ``share``, and draws.
 
     Example:
         >>> pooled(torch.tensor([0.5]).log(), torch.tensor([0.1]).log(), 0.25).exp()
@@ -70,9 +69,9 @@ def pooled(before: Tensor, after: Tensor, share: float) -> Tensor:
 
 
 def best_share(before: Tensor, after: Tensor) -> float:
-    """The weight of the starts that suits the examples best.
+    """The weight of the starts that predicts the examples best.
 
-    As stacking does (Yao, Vehtari, Simpson and Gelman, 2018), but with `BOTH` in favour of a half.
+    This is stacking (Yao, Vehtari, Simpson and Gelman, 2018), with `BOTH` pseudo-examples in favour of 1/2.
 
     Example:
         >>> right, wrong = torch.tensor([0.9]).log(), torch.tensor([0.1]).log()
@@ -90,12 +89,12 @@ def best_share(before: Tensor, after: Tensor) -> float:
 
 
 def best_pool(before: Densities, after: Densities) -> tuple[int, int, float]:
-    """Of several averages over draws the one that suits the examples best, the softmax temperature, the starts' weight.
+    """The average over draws that predicts the examples best, with softmax temperature and weight of the starts.
 
-    The first is that over all draws, and taken unless another is better by `BOTH` in the log likelihood of them all.
+    The first average is over all draws; another one must be better by `BOTH` in log likelihood.
 
     Returns:
-        Number of the average, index of the softmax temperature, weight.
+        Index of the average, index of the softmax temperature, weight.
 
     Example:
         >>> right, wrong = torch.tensor([0.9]).log(), torch.tensor([0.1]).log()
@@ -119,17 +118,17 @@ def best_pool(before: Densities, after: Densities) -> tuple[int, int, float]:
 
 @dataclass(frozen=True)
 class Rung:
-    """A temperature that was tried.
+    """The score of a temperature.
 
     Attributes:
         temperature: of the draws.
-        nll: of held-out examples, on average, by starts and draws together.
-        difference: to that of the starts alone; below zero is better.
-        error: standard error of it.
+        nll: mean NLL of held-out examples under starts and draws together.
+        difference: of that to the starts alone; below zero is better.
+        error: standard error of the difference.
         rest: the difference without the `FEW` examples that gain most.
         share: weight of the starts.
-        alone: NLL by the draws alone, at the softmax temperature 1.
-        part: which of several averages over draws it is, the one that suits the examples best.
+        alone: NLL under the draws alone, at softmax temperature 1.
+        part: index of the average over draws that predicts best.
         softmax_temperature: of starts and draws together.
     """
 
@@ -147,10 +146,10 @@ class Rung:
     def of(
         cls, temperature: float, starts: Densities, beside: Densities, after: Densities, apart: bool = False
     ) -> Rung:
-        """From log densities of examples under the starts alone, and under starts and draws that are to be pooled.
+        """From log densities of examples under the starts alone, and under the starts and draws to be averaged.
 
-        With ``apart`` each half of the examples is judged by what the other half chooses: what suits the examples best
-        looks better on them than it is. That holds for the starts' softmax temperature, too.
+        With ``apart`` each half of the examples is scored with what the other half chooses, since a choice looks
+        better than it is on the examples that made it. The starts' softmax temperature is chosen in the same way.
         """
         part, index, share = best_pool(beside, after)
         together = pooled(beside.values[index, 0], after.values[index, part], share)
@@ -168,10 +167,11 @@ class Rung:
         return cls(temperature, nll, float(change.mean()), error, rest, share, alone, part, hotness)
 
     def better(self, sure: float, without_few: bool, short: float = 0.0) -> bool:
-        """Than the starts, by so many standard errors; where ``without_few``, not by what `FEW` examples gain alone.
+        """Whether it is better than the starts by ``sure`` standard errors.
 
-        ``short`` is how much may be missing: whether it would be better if its NLL were lower by so much. Below zero it
-        is a gain that is asked for beside.
+        Args:
+            without_few: whether it must also be better without the `FEW` examples that gain most.
+            short: the NLL may be higher by so much; if negative, it must be lower.
         """
         sure_enough = math.isfinite(self.error) and self.difference + sure * self.error < short
         return sure_enough and not (without_few and self.rest >= max(short, 0.0))
@@ -179,11 +179,16 @@ class Rung:
 
 @dataclass(frozen=True)
 class Choice:
-    """How a temperature was chosen; ``temperature`` is 0 where none helps, so that the draws are the starts.
+    """How the temperature was chosen.
 
-    ``start_softmax_temperature`` and ``calibrated_nll`` are of the starts alone. ``judged`` is what held-out examples
-    say of the run, with its difference to the calibrated starts, and ``runs`` are all that were judged; ``rungs`` are
-    the trials before them, with differences to the starts as they are.
+    Attributes:
+        temperature: 0 if none helps, so that the draws are the starts.
+        start_softmax_temperature: of the starts alone.
+        calibrated_nll: of the starts alone.
+        held_out: number of held-out examples.
+        rungs: scores of the trials, with differences to the uncalibrated starts.
+        judged: score of the run, with the difference to the calibrated starts.
+        runs: scores of all runs.
     """
 
     temperature: float
@@ -215,20 +220,20 @@ def check_ladder(ladder: Any) -> tuple[float, ...]:
 
 
 def has_classes(target: Target) -> bool:
-    """Whether the likelihood is one of classes, so that its NLL has a zero and labels must be known ones."""
+    """Whether the likelihood is one of classes: its NLL is at least 0, and held-out labels must be known."""
     likelihood = None if target.module is None else target.module.likelihood
     return isinstance(likelihood, Categorical | Bernoulli | Tokens)
 
 
 def densities(posterior: Posterior, examples: Tensors, device: Any, counts: Sequence[int] = ()) -> Densities:
-    """Log densities of held-out examples, some at a time."""
+    """Log densities of held-out examples, in batches."""
     return posterior.densities(examples, counts, batch_size=SCORED, device=device)
 
 
 def with_noise_scales(target: Target, starts: Sequence[State], examples: Tensors, device: Any) -> list[State]:
-    """Starts with the scales of the noise that a network has none of: those under which it predicts best.
+    """Starts with the noise scales under which they predict best.
 
-    Otherwise a regression's start would be scored under an arbitrary scale, and anything would be better.
+    A network has no noise scale. Under an arbitrary one its score would be poor, and any draws would look better.
     """
     return [_with_scales(target, start, examples, device) for start in starts]
 
@@ -237,7 +242,7 @@ def _with_scales(target: Target, start: State, examples: Tensors, device: Any) -
     for name in target.noise_scales():
         if name in start:
             continue
-        spread, here = 1e4, 1.0  # a grid over eight decades, then ever finer ones around the best
+        spread, here = 1e4, 1.0  # a grid over eight decades, then finer ones around the best
         for _ in range(4):
             scales = here * torch.logspace(-math.log10(spread), math.log10(spread), SCALES, dtype=torch.float64)
             one = start_posterior(target, [start])
@@ -253,16 +258,16 @@ def _with_scales(target: Target, start: State, examples: Tensors, device: Any) -
 
 
 def start_posterior(target: Target, starts: Sequence[State]) -> Posterior:
-    """The starts as draws, one for each chain."""
+    """A posterior whose draws are the starts, one per chain."""
     draws, buffers = stacked(starts, target, {})
     return Posterior(target, draws, {"method": STARTS, "temperature": 0.0}, buffers=buffers)
 
 
 def last_draws(posterior: Posterior) -> list[State]:
-    """Where each chain ended, with its buffers."""
+    """The last draw and buffers of each chain."""
     parts = {**posterior.draws, **posterior.buffers}
     assert posterior.target is not None
-    place = posterior.target.device  # draws are on the CPU, and a chain runs where its start is
+    place = posterior.target.device  # draws are on the CPU, but a chain runs on the device of its start
     return [{name: x[k, -1].to(place) for name, x in parts.items()} for k in range(posterior.num_chains)]
 
 
@@ -270,15 +275,15 @@ class Ladder:
     """Tries temperatures one after the other.
 
     Args:
-        run: samples at a temperature from a place, after an initial optimisation or without, and says where it ended.
+        run: samples at a temperature from a place, with or without an initial optimisation; returns where it ended.
         target: what is sampled.
-        starts: the trained networks, one for each chain.
-        networks: how many different ones there are, the first of ``starts``.
-        held_out: examples to score by.
-        deadline: after which no other rung is begun.
+        starts: the trained networks, one per chain.
+        networks: number of different networks, the first of ``starts``.
+        held_out: examples that score.
+        deadline: after which no further rung begins.
         device: where to score.
-        optimises: whether networks that were not trained to the end are optimised first. Where a run does not go on
-            from a trial it is only said that they were not; None where a run trains them further anyway.
+        optimises: whether chains begin with an initial optimisation if networks were not fully trained. If False, only
+            the reason says so; None if a run trains them further anyway.
     """
 
     def __init__(
@@ -297,46 +302,39 @@ class Ladder:
             ) from error
         now, one = time.monotonic(), self.beside.values[0, 0]
         best_share(one, one)
-        self.pooling = (time.monotonic() - now) * len(self.beside.temperatures)  # seconds to pool an average with them
-        if len(starts) % networks:  # some have more chains than others; what comes back has each of them once
+        self.pooling = (time.monotonic() - now) * len(self.beside.temperatures)  # seconds to weight an average
+        if len(starts) % networks:  # some have more chains than others; returned alone, each counts once
             self.alone = self._scored(start_posterior(target, starts[:networks]))
         calibrated = best_temperature(self.alone)
         self.softmax_temperature = self.alone.temperatures[calibrated]
         self.calibrated_nll = -float(self.alone.values[calibrated, 0].mean())
         self.start_nll = -float(self.beside.values[self.beside.one, 0].mean())
-        self.unit = abs(self.start_nll) if has_classes(target) else 1.0  # a density has no zero of its NLL
+        self.unit = abs(self.start_nll) if has_classes(target) else 1.0  # the NLL of a density may be 0
         self.found: dict[float, Rung] = {}
         self.places: dict[float, Place] = {}
         self.drawn: dict[float, Posterior] = {}
-        self.last = self.beside  # what the last trial predicts
+        self.last = self.beside  # log densities of the last trial
         self.diverged: list[float] = []
-        self.undertrained = self.optimised = False  # the networks; whether chains began with an initial optimisation
+        self.undertrained = self.optimised = False  # whether the networks were; whether chains began with optimisation
 
     def _scored(self, posterior: Posterior) -> Densities:
-        """Log densities of the held-out examples; takes the time."""
+        """Log densities of the held-out examples; also measures the time."""
         now = time.monotonic()
         found = densities(posterior, self.held_out, self.device)
-        self.scoring = (time.monotonic() - now) / len(posterior)  # seconds a draw
+        self.scoring = (time.monotonic() - now) / len(posterior)  # seconds per draw
         return found
 
     @property
     def about_starts(self) -> dict[str, Any]:
-        """What held-out examples say of the starts alone."""
+        """The scores of the starts alone."""
         return {
             "start_nll": self.start_nll,
             "start_softmax_temperature": self.softmax_temperature,
             "calibrated_nll": self.calibrated_nll,
         }
 
-    def said(self) -> str:
-        """The same in words."""
-        plain = f"of the start {self.start_nll:.4g}"
-        if self.softmax_temperature == 1:
-            return plain
-        return f"{plain}, calibrated {self.calibrated_nll:.4g}"
-
     def climb(self, temperatures: Sequence[float]) -> Choice:
-        """Try temperatures from cold to hot, colder ones if the coldest was best, and one beside the best."""
+        """Try temperatures from cold to hot, a colder one if the coldest was best, and one next to the best."""
         place = Place(self.starts)
         for temperature in temperatures:
             rung = self._try(temperature, place)
@@ -353,7 +351,7 @@ class Ladder:
         return self._choice(self._best if self.found else None)
 
     def descend(self, temperature: float) -> Choice:
-        """Try a temperature, then colder ones; take the first at which draws alone are not much worse than starts."""
+        """Try a temperature, then colder ones, until draws alone are not much worse than the starts."""
         place = Place(self.starts)
         for k in range(DESCENTS):
             if self.found and self._late():
@@ -368,13 +366,13 @@ class Ladder:
         return self._choice(self._best if self.found else None)
 
     def _untrained(self, first: Rung) -> bool:
-        """Whether the first draws are far better than the starts, though these are not too sure, as overfitted ones."""
+        """Whether the first draws are far better than the starts, and these are not overconfident from overfitting."""
         if self.softmax_temperature > 1 or self.optimises is None:
             return False
         return Rung.of(first.temperature, self.alone, self.beside, self.last).better(UNTRAINED, without_few=True)
 
     def _optimise(self, cold: Rung) -> Rung:
-        """The same after an initial optimisation, if that is better and the run can go on from it."""
+        """The rung after an initial optimisation, if that is better and the run can continue from it."""
         self.undertrained = not self.optimises
         if self.undertrained:
             return cold
@@ -393,7 +391,7 @@ class Ladder:
         return rung.alone - min(self.start_nll, *(found.alone for found in self.found.values()))
 
     def _refine(self) -> None:
-        """Try a temperature between the best one and the better of its neighbours, unless they are close."""
+        """Try a temperature between the best and the better of its neighbours, unless they are close."""
         order = sorted(self.found)
         i = order.index(self._best.temperature)
         beside = min(order[max(0, i - 1) : i] + order[i + 1 : i + 2], key=lambda t: self.found[t].nll)
@@ -415,7 +413,7 @@ class Ladder:
             return None
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", SamplingWarning)  # a rung is short, and nobody looks at its draws
+                warnings.simplefilter("ignore", SamplingWarning)  # a rung is short by design
                 posterior, end = self.run(temperature, place, optimise)
             after = self._scored(posterior)
         except DivergedError:
@@ -434,7 +432,10 @@ class Ladder:
         return rung
 
     def _choice(self, best: Rung | None, tried_enough: bool = True, more: str = "") -> Choice:
-        """That of the best rung; where ``tried_enough``, none if it does not help. ``more`` ends the reason."""
+        """The choice of the best rung; with ``tried_enough``, none if it does not help. ``more`` ends the reason."""
+        of_start = f"of the start {self.start_nll:.4g}"
+        if self.softmax_temperature != 1:
+            of_start += f", calibrated {self.calibrated_nll:.4g}"
         known: dict[str, Any] = {
             **self.about_starts,
             "held_out": len(self.beside),
@@ -448,12 +449,10 @@ class Ladder:
         if best.difference >= 0 and tried_enough:
             reason = (
                 f"at no temperature do draws help to predict {len(self.beside)} held-out examples (the best, T = "
-                f"{best.temperature:.3g}, has an NLL of {best.nll:.4g}, {self.said()}): the draws are the starts{more}"
+                f"{best.temperature:.3g}, has an NLL of {best.nll:.4g}, {of_start}): the draws are the starts{more}"
             )
             return Choice(0.0, reason, **known)
-        reason = (
-            f"T = {best.temperature:.3g} by {len(self.beside)} held-out examples: NLL {best.nll:.4g}, {self.said()}"
-        )
+        reason = f"T = {best.temperature:.3g} by {len(self.beside)} held-out examples: NLL {best.nll:.4g}, {of_start}"
         if self.optimised or self.undertrained:
             reason += "; the network was not trained to the end"
         if self.undertrained:

@@ -1,4 +1,4 @@
-"""A run that several processes draw: which must agree, who writes what, and how all come to have all draws."""
+"""A run over several processes: they check that they agree, draw their chains, and share the draws."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MakeInfo = Callable[[RunRequest, list[ChainsResult]], Info]
 
 
 def check_call(ranks: Ranks, data: Any, max_seconds: float | None, tries_temperatures: bool) -> None:
-    """Refuse what cannot be shared out, before anything is tried."""
+    """Check the arguments of `sample` that do not go with ``parallel``."""
     if max_seconds is not None:
         raise ValueError(f"max_seconds does not go with parallel = {ranks.parallel!r}: ranks have clocks of their own")
     if tries_temperatures and as_tensors(data) is None:
@@ -47,7 +47,7 @@ def check_call(ranks: Ranks, data: Any, max_seconds: float | None, tries_tempera
 
 
 def check_request(ranks: Ranks, request: RunRequest) -> None:
-    """Refuse what cannot be shared out."""
+    """Check that method and data can be shared out over ranks."""
     parallel, method = ranks.parallel, request.settings["method"]
     if method not in METHODS:
         raise ValueError(f"parallel = {parallel!r} shares out chains, and {method} has none: leave parallel out")
@@ -62,7 +62,7 @@ def check_request(ranks: Ranks, request: RunRequest) -> None:
 
 
 def check_sampler(ranks: Ranks | None, data: Any) -> None:
-    """Refuse a loader for ranks that share the data, where they do not."""
+    """Check that a DistributedSampler is for the ranks that share the data of a chain."""
     sampler = getattr(data, "sampler", None)
     place, shares = (0, 1) if ranks is None else (ranks.place, ranks.shares)
     if isinstance(sampler, DistributedSampler) and (sampler.num_replicas, sampler.rank) != (shares, place):
@@ -74,7 +74,7 @@ def check_sampler(ranks: Ranks | None, data: Any) -> None:
 
 
 def check_agreement(ranks: Ranks, request: RunRequest) -> None:
-    """Refuse ranks that were given other settings, another target or other data."""
+    """Check that all ranks have the same settings, target and data."""
     own = {**request.identity(), "parallel": ranks.parallel, "versions": versions()}
     own |= {"store=": request.store is not None, "resume=": request.resume}
     check_ranks(
@@ -89,20 +89,20 @@ def draw_over_ranks(
     schedule: Schedule,
     plan: DrawPlan,
     make_sampler: MakeSampler,
-    about: MakeInfo,
+    make_info: MakeInfo,
     bar: Progress,
     note: Note | None,
 ) -> Posterior:
-    """Draw the chains of this rank's team, and have those of all."""
+    """Draw the chains of this rank's team; returns the draws of all ranks."""
     check_agreement(ranks, request)
     ranks.connect(next(iter(request.start(0).values())).device)
     with ExitStack() as open_ones:
-        recorders = _recorders(ranks, request, about, open_ones)
+        recorders = _recorders(ranks, request, make_info, open_ones)
         for recorder in recorders.values():
             open_ones.callback(recorder.close)
         if not ranks.leads:
             open_ones.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore", SamplingWarning)  # the first rank of the team has the same to say
+            warnings.simplefilter("ignore", SamplingWarning)  # the first rank of the team warns
         schedule.numbers = [chain for chain in ranks.own(schedule.count) if chain in recorders]
         runs = ((first, run, recorders[first]) for first, run in schedule.runs(make_sampler))
         try:
@@ -112,27 +112,27 @@ def draw_over_ranks(
             raise Interrupted(
                 "sampling was stopped; with store= it goes on by resume=True, on as many ranks as you like", None
             ) from None
-        return _shared(ranks, request, plan, about, list(recorders.values()))
+        return _shared(ranks, request, plan, make_info, list(recorders.values()))
 
 
-def _recorders(ranks: Ranks, request: RunRequest, about: MakeInfo, open_ones: ExitStack) -> dict[int, Recorder]:
-    """Where the draws of each chain of this rank go; without those that have all that is asked for."""
+def _recorders(ranks: Ranks, request: RunRequest, make_info: MakeInfo, open_ones: ExitStack) -> dict[int, Recorder]:
+    """The recorder of each unfinished chain of this rank."""
     own = ranks.own(request.count)
     if request.store is None:
         kind = InMemory if ranks.leads else Recorder
-        return dict.fromkeys(own, kind(request, partial(about, request)))
+        return dict.fromkeys(own, kind(request, partial(make_info, request)))
     folder = Path(request.store)
     if ranks.rank == 0:
         _take_folder(folder, request, open_ones)
-    ranks.gather(None)  # what is there is looked at before anything is written
+    ranks.gather(None)  # the folder is checked before anything is written
     recorders: dict[int, Recorder] = {}
     for chain in own if ranks.leads else []:
         part = request.of_chain(chain)
-        known = partial(about, part)
-        writer = part.open(known([]))
+        info_of_part = partial(make_info, part)
+        writer = part.open(info_of_part([]))
         if writer is not None:
             open_ones.callback(writer.close)
-            recorders[chain] = OnDisk(part, known, writer)
+            recorders[chain] = OnDisk(part, info_of_part, writer)
     every = [f"part-{chain:04d}" for chain in range(request.count)]
     ranks.gather(None)
     for name in every:
@@ -143,17 +143,17 @@ def _recorders(ranks: Ranks, request: RunRequest, about: MakeInfo, open_ones: Ex
             part = request.of_chain(chain)
             manifest = Manifest.read(folder / every[chain])
             if not manifest.complete:
-                recorders[chain] = follower = Recorder(part, partial(about, part))
+                recorders[chain] = follower = Recorder(part, partial(make_info, part))
                 states = {k: read_state(folder / every[chain], file) for k, file in manifest.checkpoints.items()}
                 follower.adopt(states)
-    ranks.gather(None)  # from here on checkpoints are written over
+    ranks.gather(None)  # from here on checkpoints are overwritten
     if ranks.rank == 0:
         write_parts(folder, every)
     return recorders
 
 
 def _take_folder(folder: Path, request: RunRequest, open_ones: ExitStack) -> None:
-    """Hold the folder against other runs, and refuse one that is not of so many parts."""
+    """Lock the folder, and check that a run in it has one part per chain."""
     folder.mkdir(parents=True, exist_ok=True)
     handle = lock(folder)
     open_ones.callback(lambda: None if handle is None else os.close(handle))
@@ -177,10 +177,12 @@ def _take_folder(folder: Path, request: RunRequest, open_ones: ExitStack) -> Non
         )
 
 
-def _shared(ranks: Ranks, request: RunRequest, plan: DrawPlan, about: MakeInfo, recorders: list[Recorder]) -> Posterior:
-    """All draws, on every rank."""
+def _shared(
+    ranks: Ranks, request: RunRequest, plan: DrawPlan, make_info: MakeInfo, recorders: list[Recorder]
+) -> Posterior:
+    """The draws of all ranks, on every rank."""
     if request.store is None:
-        found = InMemory(request, partial(about, request))
+        found = InMemory(request, partial(make_info, request))
         if isinstance(recorders[0], InMemory):
             found = recorders[0]
         found.share(ranks)

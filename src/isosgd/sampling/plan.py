@@ -23,26 +23,26 @@ Auto = Literal["auto"]
 
 @dataclass(frozen=True)
 class DrawPlan:
-    """What to draw, and how.
+    """What to draw from all chains.
 
     Attributes:
-        draws: of each chain; at most, where they are ``auto``.
+        draws: of each chain; a maximum with ``auto``.
         keep_every: steps between draws.
         warmup: gradients of the warm-up.
-        noise_every: steps between measurements of the noise while draws are taken; chosen here when None.
-        total: chains in all.
-        compile_after: gradients after which it pays to compile; None for never, 0 for at once.
-        auto: whether drawing ends when predictions have converged.
-        chains_per_set: chains of one data set, where they run side by side.
-        held_out: inputs at which predictions are watched.
+        noise_every: steps between measurements of the noise while drawing; chosen by `noise_interval` when None.
+        total: number of chains.
+        compile_after: gradients after which it pays to compile; None for never.
+        auto: whether to stop when predictions have converged.
+        chains_per_set: chains of one data set.
+        held_out: inputs at which the convergence of predictions is judged.
         trained: whether chains start at trained networks.
-        deadline: when to end, by `time.monotonic`; chains that run in turn share the time that is left equally.
-        scoring: seconds to reserve before the deadline for each draw of a chain, to score it at the end.
-        here: chains that this process draws; all when None.
-        begin: states, by the first chain, to start from: where chains of another run ended.
-        ends: takes the states that these chains end in, by the first chain.
+        deadline: when to end, by `time.monotonic`; chains that run in turn share the remaining time equally.
+        scoring: seconds to reserve before the deadline for each draw of a chain, to score it.
+        here: number of chains that this process draws; all when None.
+        begin: states to start from, by the first chain.
+        ends: takes the states in which chains end, by the first chain.
         heated: whether cycles find their rates by heating.
-        most_side_by_side: chains that may run at the same time, each on a CUDA stream of its own.
+        most_side_by_side: chains that may run at the same time, each on its own CUDA stream.
     """
 
     draws: int
@@ -69,7 +69,7 @@ class DrawPlan:
         return self.auto or self.deadline is not None
 
     def deadline_of(self, count: int, first: int, drawn: int) -> float:
-        """When so many chains must end, after those before them that have so many draws in all."""
+        """When ``count`` chains from ``first`` on must end, if ``drawn`` draws of earlier chains are to be scored."""
         if self.deadline is None:
             return math.inf
         now = time.monotonic()
@@ -77,30 +77,30 @@ class DrawPlan:
 
     @property
     def spacing(self) -> int:
-        """Steps between draws, before they are known."""
+        """Steps between draws, guessed until the warm-up has measured it."""
         return GUESSED_SPACING if self.keep_every == "auto" else self.keep_every
 
     def noise_interval(self, run: Chains) -> int:
-        """Of how many steps one measures the noise."""
+        """Steps between measurements of the noise."""
         return self.noise_every or (NOISE_EVERY if run.geometry is None else SHAPED_EVERY)
 
 
 @dataclass
 class ChainsResult:
-    """The result of chains that ran side by side.
+    """The result of chains that ran together.
 
     Attributes:
-        first: index of the first of them.
-        count: how many.
-        reports: of their warm-up.
-        lengths: good draws of chains that were dropped before the end.
+        first: index of the first chain.
+        count: number of chains.
+        reports: of the warm-up, one per chain.
+        lengths: number of finite draws of chains that were dropped, by position.
         failures: why they were dropped.
-        gradients: spent on each.
-        compiled: how steps were taken, to be added to the name of the engine.
-        batches: state of the source of minibatches at the end.
-        drawn: draws taken of each.
+        gradients: of each chain.
+        compiled: how steps were taken, appended to the name of the engine.
+        batches: final state of the source of minibatches.
+        drawn: draws of each chain.
         stopped: why drawing ended early; empty if it did not.
-        side_by_side: how many such runs there were at the same time.
+        side_by_side: number of such runs at the same time.
     """
 
     first: int
@@ -116,7 +116,7 @@ class ChainsResult:
     side_by_side: int = 1
 
     def is_end(self, plan: DrawPlan) -> bool:
-        """Whether nothing is left to draw, by a plan that may ask for more than the one before."""
+        """Whether nothing is left to draw by a plan, which may ask for more draws than these had."""
         failed, converged = len(self.failures) == self.count, self.stopped.startswith("converged")
         return failed or self.drawn >= plan.draws or (plan.auto and converged)
 
@@ -130,7 +130,7 @@ class ChainsResult:
 
     @staticmethod
     def from_state(state: State) -> ChainsResult:
-        """The same again."""
+        """The inverse of `state`."""
         reports = [report_from(report) for report in state["reports"]]
         failures = {k: failure_from(saved) for k, saved in state["failures"].items()}
         return ChainsResult(**{**state, "reports": reports, "failures": failures})
@@ -140,19 +140,19 @@ MakeInfo = Callable[[list[ChainsResult]], dict[str, Any]]
 
 
 def why_stopped(results: list[ChainsResult]) -> str:
-    """Why drawing ended early; the same for all chains that have not failed."""
+    """Why drawing ended early; empty if it did not."""
     return next((result.stopped for result in results if result.stopped), "")
 
 
 def gradients_of(results: list[ChainsResult]) -> int:
-    """Of all chains, also of those that were dropped."""
+    """Gradients of all chains, including dropped ones."""
     return sum(result.gradients * result.count for result in results)
 
 
 def report_end(
     plan: DrawPlan, failures: Mapping[int, DivergedError], results: list[ChainsResult], warns: bool = True
 ) -> None:
-    """Raise where every chain has failed; warn of those that were dropped, and of draws that have not converged."""
+    """Raise if every chain has failed; warn of dropped chains, and of draws that have not converged."""
     if len(failures) == plan.total:
         error = next(iter(failures.values()))
         error.gradients = gradients_of(results)
@@ -166,7 +166,7 @@ def report_end(
 
 
 def report_from(state: State) -> WarmupReport:
-    """A report from its `as_dict`."""
+    """The inverse of `WarmupReport.as_dict`."""
     unknown = sorted(set(state) - set(WarmupReport.__dataclass_fields__))
     if unknown:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Checks the settings of `sample`, and derives others from them."""
+"""Checks of the settings of `sample`, and settings derived from them."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from isosgd.sampling.stopping import MOST_DRAWS
 from isosgd.target import Params
 
 EVERY: dict[str, Method] = {**REGISTRY, **BASELINES}  # samplers of the posterior, and baselines
-OURS = {"batch_size", "warmup", "budget", "sets"}  # settings that `sample` gives
-OBJECT = 500  # bytes that a tensor takes up beside its numbers
+OURS = {"batch_size", "warmup", "budget", "sets"}  # settings that `sample` passes to a sampler
+OBJECT = 500  # bytes of a tensor besides its numbers
 
-LEAST_TO_COMPILE = 60.0  # seconds that a run on a CPU must have, which its compiler would take a large part of
+LEAST_TO_COMPILE = 60.0  # seconds of a limited run from which on compiling on a CPU pays
 
-HEATED = "heated"  # as lr=: the rate at which a trained network's loss rises is measured
+HEATED = "heated"  # lr="heated" raises the rate until the loss of a trained network rises
 CYCLICAL = ("csgld", "csghmc")
 
 
 def methods() -> list[dict[str, Any]]:
-    """Every method with its family, what it targets, where it departs from its paper, and its settings and defaults.
+    """Every method with its family, its target density, where it departs from its paper, and its default settings.
 
-    Those of the families ``langevin`` and ``hamiltonian`` are also optimizers, the classes in `isosgd.METHODS`. That of
-    the family ``metropolis``, HMC, takes all data for every gradient, and runs through `isosgd.sample`. Those of the
-    family ``baseline`` are not samplers of the posterior: they yield draws of something else, for comparison.
+    The families ``langevin`` and ``hamiltonian`` are also optimizers, the classes in `isosgd.METHODS`. The family
+    ``metropolis``, HMC, takes all data for every gradient and runs through `isosgd.sample`. The family ``baseline``
+    does not sample the posterior; its draws are for comparison.
 
     Example:
         >>> {row["family"] for row in methods()} == {"langevin", "hamiltonian", "metropolis", "baseline"}
@@ -50,7 +50,7 @@ def methods() -> list[dict[str, Any]]:
 
 
 def compile_after(options: dict[str, Any], deadline: float | None = None) -> int | None:
-    """Gradients after which the rest is compiled; the option is taken out."""
+    """Pop the option ``compile``: after how many gradients to compile, None for never."""
     chosen = options.pop("compile", "auto")
     if chosen not in ("auto", True, False):
         raise ValueError(f"compile = {chosen!r} is unknown; choose 'auto', True or False")
@@ -61,7 +61,7 @@ def compile_after(options: dict[str, Any], deadline: float | None = None) -> int
 
 
 def noise_every(options: dict[str, Any]) -> int | None:
-    """Steps between measurements of the noise while draws are taken, if given; the option is taken out."""
+    """Pop the option ``noise_every``, steps between measurements of the noise while drawing."""
     found: int | None = options.pop("noise_every", None)
     if found is not None:
         check_integer("noise_every", found, 1)
@@ -69,7 +69,7 @@ def noise_every(options: dict[str, Any]) -> int | None:
 
 
 def is_heated(options: dict[str, Any], method: str, warmup: int | Literal["auto"]) -> bool:
-    """Whether cycles find their rates by heating (``lr="heated"``); the option is taken out."""
+    """Whether cycles find their rates by heating; pops the option ``lr="heated"``."""
     if options.get("lr") != HEATED:
         return False
     if method not in CYCLICAL:
@@ -80,7 +80,7 @@ def is_heated(options: dict[str, Any], method: str, warmup: int | Literal["auto"
 
 
 def check_heating(warmup: int | Literal["auto"]) -> None:
-    """Refuse a length of the warm-up for cycles that find their rate by heating."""
+    """Cycles that find their rate by heating take no length of the warm-up."""
     if warmup != "auto":
         raise ValueError(
             f"warmup = {warmup}: cycles find their rate by heating, which takes as many gradients as it takes; leave "
@@ -89,7 +89,7 @@ def check_heating(warmup: int | Literal["auto"]) -> None:
 
 
 def resolve_method(method: str, batch_size: Size) -> tuple[str, Size]:
-    """The method and batch size that are meant: HMC and all data are one setting, whichever of them was given.
+    """Method and batch size; ``method="hmc"`` and ``batch_size="all"`` imply each other.
 
     Example:
         >>> resolve_method("isgd", "all"), resolve_method("hmc", None), resolve_method("sgld", 32)
@@ -113,7 +113,7 @@ def resolve_method(method: str, batch_size: Size) -> tuple[str, Size]:
 def sampler_factory(
     method: str, num_data: int, temperature: float, batch_size: int, sets: int, options: dict[str, Any]
 ) -> MakeSampler:
-    """A function that makes the sampler of chains, with all options checked."""
+    """A function that makes the sampler of chains; checks all options."""
     kind: type[Sampler] = METHODS[method]
     preset = options.pop("preset", None)
     if preset is not None:
@@ -140,7 +140,7 @@ def sampler_factory(
 
 
 def check_settings(method: str, draws: Any, chains: int, keep_every: Any, warmup: Any, temperature: float) -> None:
-    """Refuse unknown methods, and numbers out of range."""
+    """Check the method, and the range of numbers."""
     if method not in EVERY:
         raise ValueError(f"method = {method!r} is unknown; choose one of {sorted(EVERY)}")
     for name, value, least in (
@@ -159,14 +159,14 @@ def check_settings(method: str, draws: Any, chains: int, keep_every: Any, warmup
 
 
 def check_seconds(seconds: Any) -> float:
-    """A bound on the time of a run."""
+    """``max_seconds`` as a number, checked."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
         raise ValueError(f"max_seconds = {seconds!r} must be a positive number of seconds")
     return float(seconds)
 
 
 def most_draws(draws: int | Literal["auto"], budget: int | None, held_out: Any, method: str) -> int:
-    """Draws of each chain, at most."""
+    """The most draws of each chain."""
     if draws != "auto":
         if budget is not None or held_out is not None:
             name = "budget" if budget is not None else "held_out"
@@ -180,19 +180,19 @@ def most_draws(draws: int | Literal["auto"], budget: int | None, held_out: Any, 
 
 
 def versions() -> dict[str, str]:
-    """Versions of everything that draws depend on."""
+    """Versions of all software that draws depend on."""
     try:
         ours = version("isosgd")
     except PackageNotFoundError:
         ours = "not installed (run from its sources)"
     return {
         **{"isosgd": ours, "torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()},
-        "native": "no" if build.switched_off() else "yes",  # operations of our own round otherwise
+        "native": "no" if build.switched_off() else "yes",  # native operations round differently
     }
 
 
 def memory() -> int | None:
-    """Bytes of memory that this machine has; None where the system does not say."""
+    """Bytes of memory of this machine; None if unknown."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):  # Windows has no such function
@@ -200,12 +200,12 @@ def memory() -> int | None:
 
 
 def check_room(start: Params, chains: int, draws: int) -> None:
-    """Refuse more chains, or more draws of them, than this machine has memory for at the very least.
+    """Raise an error if chains, or the draws of each that stay in memory, need more memory than this machine has.
 
     Args:
         start: parameters of a chain.
-        chains: how many there are.
-        draws: of each, that are kept in memory.
+        chains: number of chains.
+        draws: of each chain, kept in memory.
 
     Example:
         >>> import torch
@@ -229,7 +229,7 @@ def check_room(start: Params, chains: int, draws: int) -> None:
 
 
 def _gib(size: float) -> str:
-    """A number of bytes in words.
+    """A number of bytes as text.
 
     Example:
         >>> _gib(3.2e12)

@@ -1,10 +1,10 @@
-"""`draws="auto"`: go on until predictions have converged, or the budget ends.
+"""`draws="auto"`: draw until predictions have converged, or to the budget.
 
-Weights of a network do not mix, but predictions may. So R-hat and effective draws (see
-`isosgd.diagnostics.Convergence`) are those of predictions at a few inputs and of the mean log likelihood of some of the
-data. Both are recorded at every draw, and judged over all chains whenever there are a quarter more draws than at the
-last look: chains that run in turn are drawn from in rounds, each until the next look. Chains of different data sets are
-not compared.
+The weights of a network do not mix, but predictions may. So R-hat and effective draws
+(`isosgd.diagnostics.Convergence`) are those of predictions at a few inputs, and of the mean log likelihood of some of
+the data. Both are recorded at every draw and judged over all chains when there are a quarter more draws than at the
+last look. Chains that run in turn draw in rounds, each until the next look. Chains of different data sets are not
+compared.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from isosgd.diagnostics import Convergence
 from isosgd.engine.chains import Chains
 from isosgd.target.batches import tree_map, with_tensors
 
-MOST_DRAWS = 2_000  # of each chain, where no budget is given
+MOST_DRAWS = 2_000  # of each chain, if no budget is given
 FIRST_LOOK = 20  # draws
-INPUTS, TRACES, ROWS = 32, 64, 256  # inputs that are predicted, numbers of them at most, and rows of data
+INPUTS, TRACES, ROWS = 32, 64, 256  # inputs to predict, predicted numbers at most, rows for the log likelihood
 
 
 def looks(budget: int) -> list[int]:
-    """Numbers of draws after which convergence is judged, the last of them the budget.
+    """Numbers of draws after which convergence is judged; the last is the budget.
 
     Example:
         >>> looks(60)
@@ -43,11 +43,11 @@ def looks(budget: int) -> list[int]:
 
 
 class Watch:
-    """Records what chains predict at each draw.
+    """Records the predictions of chains at each draw.
 
     Args:
         held_out: inputs at which to predict; some of the training data when None.
-        traces: those of draws that were taken before, ``[draws, chains, traces]``.
+        traces: of draws of an earlier session, ``[draws, chains, traces]``.
     """
 
     def __init__(self, run: Chains, held_out: Any = None, traces: Tensor | None = None) -> None:
@@ -61,7 +61,7 @@ class Watch:
         self.traces: list[Tensor] = [] if traces is None else list(traces.unbind())
 
     def _some_data(self) -> Any:
-        """Rows of the data of each chain, evenly spread."""
+        """Evenly spaced rows of the data of each chain; None for a loader."""
         batches = self.run.batches
         if not isinstance(batches, TensorBatches):
             return None
@@ -89,13 +89,13 @@ class Watch:
         return own[0] if isinstance(own, tuple | list) and len(own) == 1 else own
 
     def so_far(self, drawn: int) -> dict[int, Tensor]:
-        """Traces of the first draws of the chains that have not failed, ``[drawn, traces]``, by their place."""
+        """Traces of the first draws, ``[drawn, traces]``, of each chain that has not failed, by its position."""
         alive = [k for k in range(self.run.count) if k not in self.run.failures]
         return {k: torch.stack([row[k] for row in self.traces[:drawn]]) for k in alive}
 
     @torch.no_grad()
     def take(self) -> None:
-        """Record the predictions of the chains as they are now."""
+        """Record the predictions of the current parameters."""
         run, parts = self.run, []
         if self.inputs is not None:
             predict = run.target.predictive
@@ -114,14 +114,13 @@ class Watch:
 
 
 def verdict(traces: dict[int, Tensor], chains: int, chains_per_set: int, drawn: int, budget: int) -> str:
-    """Why to stop after so many draws; empty to go on.
+    """The reason to stop after ``drawn`` draws of each chain; empty to continue.
 
     Args:
-        traces: ``[draws, traces]`` of each chain that has not failed, by its number.
-        chains: in all, failed ones too.
-        chains_per_set: how many are of one data set.
-        drawn: draws of each chain.
-        budget: draws of each chain, at most.
+        traces: ``[draws, traces]`` of each chain that has not failed, by its index.
+        chains: number of chains, including failed ones.
+        chains_per_set: number of chains of one data set.
+        budget: the most draws of each chain.
     """
     every = np.nan_to_num(torch.stack(list(traces.values())).numpy())
     judged = Convergence.of(every, [chain // chains_per_set for chain in traces])

@@ -1,9 +1,9 @@
 """Sampling around trained networks, at a temperature that held-out examples choose.
 
-Training ends at one point, and the posterior at T = 1 has most of its mass far from it: draws of a short run at T = 1
-are worse than the network. Colder densities concentrate around it. Short runs at several temperatures
-(`isosgd.sampling.ladder`) show which one predicts best; the run continues from there. The networks stay among the draws
-with a weight that held-out examples choose. If draws do not help, the networks alone are returned.
+The posterior at T = 1 has most of its mass far from a trained network, and draws of a short run at T = 1 predict worse
+than the network. Colder densities concentrate around it. Short runs at several temperatures (`isosgd.sampling.ladder`)
+show which one predicts best, and the run continues from there. The networks stay among the draws with a weight that
+held-out examples choose. If draws do not help, only the networks are returned.
 
 A regression also samples the scale of its noise. A colder density favours the scale that fits the training data best
 and is overconfident, so there T is 1, and held-out examples only decide whether the draws are better than the networks.
@@ -54,36 +54,36 @@ from isosgd.target.batches import batch_length, tensors_of, tree_map, with_tenso
 from isosgd.target.likelihoods import Bernoulli, Categorical, Heteroscedastic
 from isosgd.target.space import refuse_sharded
 
-HOT = 0.3  # tried first; with cycles CYCLE_TEMPERATURE
-COLD = 1e-3  # with no held-out examples; docs/trained-evidence.md has results at this temperature
-# Standard errors by which draws must predict held-out examples better than the starts: if these examples chose the
-# temperature; and if T is that of the posterior. In the second case the average is better more often than some dozens
-# of rows can show, so only draws that are clearly worse are rejected. In the first case the gain must also exceed a
-# share of the calibrated start's NLL: a smaller gain may be luck, and is not worth predictions by all draws.
+HOT = 0.3  # first temperature; with cycles CYCLE_TEMPERATURE
+COLD = 1e-3  # temperature without held-out examples; docs/trained-evidence.md has results
+# Standard errors by which draws must predict held-out examples better than the starts, if these examples chose the
+# temperature, and if T is 1. In the second case some dozens of rows cannot show that the average is better, so only
+# draws that are clearly worse are rejected. In the first case the gain must also exceed a share of the calibrated
+# start's NLL: a smaller gain may be luck, and is not worth predictions by all draws.
 SURE_CHOSEN, SURE, LEAST_GAIN = 1.0, -1.0, 0.005
-EPOCHS, LEAST = 10, 2_000  # of gradients in all, and gradients at least
+EPOCHS, LEAST = 10, 2_000  # epochs of gradients of the whole call, and its least number of gradients
 LADDER_SHARE, RUNGS, TRIAL_SHARE = 1 / 3, 5, 0.1
-# Runs at most. A second, colder run follows a first one that is not better, but only if lowering the NLL by this share
-# of the calibrated start's would make it better (docs/trained-evidence.md has the figures).
+# The most runs. A second, colder run follows a first one that is not better, but only if an NLL lower by this share of
+# the calibrated start's would be better (docs/trained-evidence.md has the figures).
 RUNS, COLDER_GAIN = 2, 0.03
-RUNG_DRAWS, RUNG_WARMUP = 8, 200  # draws of a rung, and gradients to measure its noise by
+RUNG_DRAWS, RUNG_WARMUP = 8, 200  # draws of a rung, and gradients that measure its noise
 WARMUP_SHARE, DRAWS = 0.3, 30  # of the run itself
-# Gradients of the warm-up of a rung that continues another one; rates at most double in it. The run itself has a full
-# warm-up, in which rates can rise further. Cycles continue without a warm-up.
+# Gradients of the warm-up of a rung that continues another one, in which rates at most double. The run itself has a
+# full warm-up, in which rates can rise further. Cycles continue without a warm-up.
 CONTINUED = 60
 LARGE = 1 << 20  # parameters from which Lambda is one number for each layer
-# Cycles of classifiers: the first temperature, epochs of a cycle, its least number of steps, and the share of steps
-# without noise. A trial is the first cycle.
+# Cycles of classifiers: the first temperature, epochs of a cycle, its least number of steps, share of steps without
+# noise. The trial is the first cycle.
 CYCLE_TEMPERATURE, CYCLE_EPOCHS, CYCLE_STEPS, EXPLORATION = 0.03, 8, 400, 0.8
-CYCLE_SIZE = 5_000  # parameters at least
-HMC_ROWS, HMC_SIZE = 5_000, 50_000  # rows and parameters of a regression, at most, for HMC
+CYCLE_SIZE = 5_000  # least number of parameters
+HMC_ROWS, HMC_SIZE = 5_000, 50_000  # the most rows and parameters of a regression for HMC
 HMC_LENGTHS, HMC_RUNG = {"warmup": 1_600, "keep_every": 100}, {"warmup": 700, "keep_every": 20}
 
-# -- what was given ---------------------------------------------------------------------------------------------------
+# -- arguments --------------------------------------------------------------------------------------------------------
 
 
 def as_starts(starts: Any, target: Target, init: Any) -> list[State] | None:
-    """Parameters and buffers of trained networks, checked; None where no network was given."""
+    """Parameters and buffers of trained networks, checked; None if ``starts`` is None."""
     if starts is None:
         return None
     if init is not None:
@@ -92,7 +92,7 @@ def as_starts(starts: Any, target: Target, init: Any) -> list[State] | None:
 
 
 def _checked(state: State, number: int, target: Target) -> dict[str, Any]:
-    """A network's state where the target is, refused unless it is of the target's architecture."""
+    """A network's state on the target's device; it must have the target's architecture."""
     for name, x in state.items():
         refuse_sharded(name, x)
     found = {name: torch.as_tensor(x).detach().to(target.device) for name, x in target.without_aliases(state).items()}
@@ -116,13 +116,13 @@ def _checked(state: State, number: int, target: Target) -> dict[str, Any]:
 
 
 def learns_noise(target: Target) -> bool:
-    """Whether the size of the noise is learned: sampled along, or an output of the network."""
+    """Whether the scale of the noise is sampled, or an output of the network."""
     likelihood = None if target.module is None else target.module.likelihood
     return bool(target.noise_scales()) or isinstance(likelihood, Heteroscedastic)
 
 
 def set_aside(held_out: Any, data: Any, target: Target, seed: int) -> tuple[Any, Tensors | None]:
-    """Data to sample from, and held-out examples, checked; a share of the data is taken out of them."""
+    """The data to sample with, and the held-out examples; a fraction is taken out of the data."""
     tensors = as_tensors(data, target.dtype)
     if held_out is None:
         return data, None
@@ -151,9 +151,9 @@ def set_aside(held_out: Any, data: Any, target: Target, seed: int) -> tuple[Any,
 
 def _equal(a: Tensors, b: Tensors) -> bool:
     """Whether both hold the same examples in the same order."""
-    pairs = list(zip(tensors_of(a), tensors_of(b), strict=False))
-    return len(tensors_of(a)) == len(tensors_of(b)) and all(
-        x.shape == y.shape and torch.equal(x.cpu(), y.cpu()) for x, y in pairs
+    first, second = tensors_of(a), tensors_of(b)
+    return len(first) == len(second) and all(
+        x.shape == y.shape and torch.equal(x.cpu(), y.cpu()) for x, y in zip(first, second, strict=True)
     )
 
 
@@ -180,14 +180,14 @@ def _check_held_out(found: Tensors, tensors: Tensors | None, target: Target) -> 
             raise ValueError(f"held_out has label {new[0]}, which the data never have: the networks cannot know it")
 
 
-# -- how long, and by what --------------------------------------------------------------------------------------------
+# -- lengths, method and options --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """How many gradients each chain takes: in a rung that continues another one, and in the run.
+    """Gradients of each chain in a rung that continues another one, and in the run.
 
-    In cycles a rung is one cycle of ``cycle`` steps, and the cycle sets the spacing of draws; otherwise it is 0.
+    With cycles a rung is one cycle of ``cycle`` steps, which also sets the spacing of draws; otherwise it is 0.
     """
 
     rung: int
@@ -196,7 +196,7 @@ class Lengths:
 
     @classmethod
     def of(cls, num_data: int, batch_size: int, descends: bool = False) -> Lengths:
-        """About `EPOCHS` epochs, a third of them on the ladder; one that ``descends`` mostly has a single trial."""
+        """About `EPOCHS` epochs, a third of them on the ladder; a ladder that ``descends`` usually has one trial."""
         total = max(LEAST, EPOCHS * -(-num_data // batch_size))
         each = CONTINUED + round(TRIAL_SHARE * total) if descends else round(LADDER_SHARE * total / RUNGS)
         rung = max(CONTINUED + 5 * RUNG_DRAWS, each)
@@ -204,20 +204,20 @@ class Lengths:
 
     @classmethod
     def in_cycles(cls, num_data: int, batch_size: int) -> Lengths:
-        """The same for cycles."""
+        """The lengths of cycles."""
         return cls(0, 0, max(CYCLE_STEPS, CYCLE_EPOCHS * -(-num_data // batch_size)))
 
     def settings(self, draws: int, hmc: bool = False, continued: bool = False) -> dict[str, Any]:
         """Warm-up, draws and steps between them of the run."""
         if self.cycle:
             return {"warmup": "auto", "draws": draws, "keep_every": "auto"}
-        if hmc:  # whose passes through the data are steps
+        if hmc:  # a step is a pass through the data
             return {"draws": draws, **HMC_LENGTHS}
         warmup = max(CONTINUED if continued else 2 * RUNG_WARMUP, round(WARMUP_SHARE * self.run))
         return {"warmup": warmup, "draws": draws, "keep_every": max(1, (self.run - warmup) // draws)}
 
     def rung_settings(self, hmc: bool = False, continued: bool = False) -> dict[str, Any]:
-        """The same of a rung."""
+        """The same for a rung."""
         if self.cycle:
             return self.settings(STAGE_DRAWS)
         if hmc:
@@ -231,8 +231,8 @@ def default_method(
 ) -> str:
     """The default method around a trained network.
 
-    HMC for a regression with few rows. Cycles for a classifier that is not small, if held-out examples choose the
-    temperature (``chosen``): cycles leave the network, and only such examples show whether that helps. Otherwise I-SGD.
+    HMC for a regression with few rows; cycles for a classifier that is not small, if held-out examples choose the
+    temperature (``chosen``), since cycles leave the network and only such examples show whether that helps; else I-SGD.
     """
     likelihood = None if target.module is None else target.module.likelihood
     if (
@@ -243,16 +243,16 @@ def default_method(
         return "csghmc"
     rows = as_tensors(data)
     fits = rows is not None and (batch_length(rows) or 0) <= HMC_ROWS and transform is None and not target.ties_examples
-    free = batch_size is None and options.keys() <= {"compile", "tempered"}  # others are meant for I-SGD, or for both
+    free = batch_size is None and options.keys() <= {"compile", "tempered"}  # other options may be of I-SGD only
     return "hmc" if free and fits and learns_noise(target) and _size(target) <= HMC_SIZE else "isgd"
 
 
 def default_options(target: Target, options: Mapping[str, Any]) -> dict[str, Any]:
     """The default options of I-SGD around a trained network.
 
-    BatchNorm makes the curvature along the scale of a layer's weights large and meaningless, and the curvature guard
+    With BatchNorm the curvature along the scale of a layer's weights is large and meaningless, and the curvature guard
     would stop the chain. There, and in networks of more than a million weights, the noise of each layer sets its rate
-    (the preset ``windowed``). Otherwise Lambda is of low rank, and the curvature guards the rate.
+    (the preset ``windowed``). Otherwise Lambda is of low rank, and the curvature limits the rate.
     """
     if {"preset", "structure", "scheme", "lam", "noise"} & options.keys():
         return {}
@@ -267,7 +267,7 @@ def _size(target: Target) -> int:
 
 
 def own_network(target: Target, init: Any) -> State:
-    """The module's own weights, or those given as ``init``, as a trained network."""
+    """The module's own weights, or ``init``, as a trained network."""
     if callable(init):
         raise ValueError("temperature='auto' with init= a function: pass the trained networks as starts=")
     if target.module is None:
@@ -281,73 +281,64 @@ def own_network(target: Target, init: Any) -> State:
 
 
 class TrainedRun:
-    """A run around trained networks: `posterior` has temperatures tried, runs at the best one, and judges its draws.
+    """A run around trained networks: `posterior` tries temperatures, samples at the best one, and judges the draws.
 
-    Args:
-        target: what is sampled.
-        data: as given to `sample`.
-        starts: the networks.
-        temperature: as given to `sample`.
-        chains: of the run.
-        held_out: as given to `sample`.
-        ladder: temperatures to try; some by default.
-        keep_every: as given to `sample`.
-        warmup: as given to `sample`.
-        given: settings of `sample` that trials and runs have.
-        more: settings of `sample` that trials do not have.
+    Args (beside those of `sample`):
+        common: settings of both trials and runs.
+        of_run: settings of runs only.
         options: of the method.
     """
 
     def __init__(
         self, target: Target, data: Any, starts: Sequence[State], temperature: Any, chains: int, held_out: Any,
-        ladder: Any, keep_every: Any, warmup: Any, given: Mapping[str, Any], more: Mapping[str, Any],
+        ladder: Any, keep_every: Any, warmup: Any, common: Mapping[str, Any], of_run: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        method: str | None = given["method"]
+        method: str | None = common["method"]
         if method in BASELINES:
             raise ValueError(f"starts= is for samplers; method = {method!r} trains networks of its own: pass init=")
         if isinstance(data, DataSets):
             raise ValueError(
                 "starts= with isosgd.DataSets: networks are trained on one data set; sample each on its own"
             )
-        if isinstance(held_out, float) and given["transform"] is not None:
+        if isinstance(held_out, float) and common["transform"] is not None:
             raise ValueError(
                 f"held_out = {held_out} with a transform: predictions do not go through it, so pass held_out=(x, y) as "
                 "the network takes them"
             )
-        self.target, self.device, self.temperature, self.chains = target, given["device"], temperature, chains
-        self.store, self.ranks, self.deadline = more["store"], more["ranks"], more["deadline"]
-        # A run that is stored begins at the networks, not where a trial ended, so that it can be resumed without the
-        # trials; and so does one of several processes.
+        self.target, self.device, self.temperature, self.chains = target, common["device"], temperature, chains
+        self.store, self.ranks, self.deadline = of_run["store"], of_run["ranks"], of_run["deadline"]
+        # A run with a store begins at the networks rather than where a trial ended, so that it can be resumed without
+        # the trials; so does a run over several processes.
         self.alone = self.store is None and self.ranks is None
         self.keep_every, self.warmup = keep_every, warmup
-        self.data, self.held_out = set_aside(held_out, data, target, given["seed"])
-        self.more = dict(more)
-        if more["draws"] == "auto" and self.held_out is not None:
-            self.more["held_out"] = target.inputs_of(self.held_out)
+        self.data, self.held_out = set_aside(held_out, data, target, common["seed"])
+        self.of_run = dict(of_run)
+        if of_run["draws"] == "auto" and self.held_out is not None:
+            self.of_run["held_out"] = target.inputs_of(self.held_out)
         self.starts = self.given = list(starts)
         self.spent = {"gradients": 0, "seconds": 0.0}  # of trials and runs
-        scored = self.held_out or (None if given["transform"] is not None else _some(self.data, target))
+        scored = self.held_out or (None if common["transform"] is not None else _some(self.data, target))
         if scored is not None:
             self.starts = with_noise_scales(target, starts, scored, self.device)
         self.choosing = temperature in (None, "auto")  # the temperature
-        self.by_noise = learns_noise(target)  # so that T is 1, and held-out examples do not choose it
+        self.by_noise = learns_noise(target)  # then T is 1, and held-out examples do not choose it
         if method is None:
             chosen = self.choosing and ladder is None and self.held_out is not None
-            method = default_method(target, self.data, given["transform"], given["batch_size"], options, chosen)
-        plain = method == "isgd" and given["batch_size"] != "all"
-        self.cycles = options.get("lr") == HEATED or (method == "csghmc" and given["method"] is None)
+            method = default_method(target, self.data, common["transform"], common["batch_size"], options, chosen)
+        plain = method == "isgd" and common["batch_size"] != "all"
+        self.cycles = options.get("lr") == HEATED or (method == "csghmc" and common["method"] is None)
         if self.cycles:
             check_heating(warmup)
             if ladder is not None:
                 raise ValueError(f"ladder = {ladder!r} with lr = {HEATED!r}: give method='isgd', or leave ladder out")
-        # With what a rung has measured.
+        # Whether a run takes over what a rung has measured.
         self.continues = self.cycles or (plain and not {"preset", "scheme", "lam"} & options.keys())
         self.place = Place(self.starts)
-        self.settings = {**given, "method": method, **(default_options(target, options) if plain else {}), **options}
+        self.settings = {**common, "method": method, **(default_options(target, options) if plain else {}), **options}
         num_data = target.resolve_num_data(as_tensors(self.data, target.dtype) or self.data)
-        size = given["batch_size"] if as_tensors(self.data) is not None else _loaded_size(self.data)
-        self.hmc = method == "hmc" or given["batch_size"] == "all"
+        size = common["batch_size"] if as_tensors(self.data) is not None else _loaded_size(self.data)
+        self.hmc = method == "hmc" or common["batch_size"] == "all"
         own = 1.0 if self.by_noise else CYCLE_TEMPERATURE if self.cycles else HOT
         self.temperatures = check_ladder([own] if ladder is None else ladder)
         self.descends = ladder is None and not self.by_noise
@@ -357,27 +348,27 @@ class TrainedRun:
             self.lengths = Lengths.in_cycles(num_data, size)
             cycles = {"lr": HEATED, "cycle": self.lengths.cycle, "exploration": EXPLORATION}
             self.settings = {**cycles, **self.settings}
-            if target.prior_is_empirical:  # as wide as the network is large: tempered, it would shrink all weights
+            if target.prior_is_empirical:  # its scales are those of the weights: tempered, it would shrink them all
                 self.settings.setdefault("tempered", "likelihood")
-        self.tried, self.engine = 0, ""  # steps of all trials, and what took the last ones
-        self.early: Posterior | None = None  # what the rung that the run goes on from has drawn
+        self.tried, self.engine = 0, ""  # steps of all trials, and the engine of the last one
+        self.early: Posterior | None = None  # the draws of the rung that the run continues
 
     def posterior(self) -> Posterior:
-        """Draws at the temperature that was chosen, those of its rung and more from where it ended.
+        """Draws at the chosen temperature: those of its rung, and more from where it ended.
 
-        A rung is short, and a longer run may go on to where predictions are worse. So the held-out examples have the
-        last word: they say how many of the draws are kept and what weight the starts have among them, and a run that is
-        of no use gives way to a colder one, at last to the starts themselves.
+        A rung is short, and a longer run may reach weights that predict worse. So held-out examples judge the run, too:
+        they say how many draws to keep and the weight of the starts among them. A run that does not help is replaced by
+        a colder one, or by the starts.
         """
         choice = Choice(1.0 if self.choosing else self.temperature, "")
-        with suppress(Checked):  # a rung can be drawn: now for the run itself
+        with suppress(Checked):  # the settings of a rung are good; those of the run are checked next
             choice = self.choose()
         choice = replace(choice, temperature=self._of_rank_0(choice.temperature))
         begin = self.place.measured if self.alone else {}
         while choice.temperature > 0:
             began = time.monotonic()
             try:
-                with warnings.catch_warnings(record=True) as said:  # of a run that is not kept they would mislead
+                with warnings.catch_warnings(record=True) as held_back:  # of a run that is not kept they would mislead
                     found, early, warmup = self._run(choice, begin)
             except DivergedError:
                 if not choice.held_out or self.store is not None:
@@ -385,7 +376,7 @@ class TrainedRun:
                 choice, begin = self._in_time(self._colder(choice, "diverged"), began), {}
                 continue
             if not choice.held_out:
-                _repeat(said)
+                _repeat(held_back)
                 return found
             counts = [found.num_draws] if self.by_noise else parts_of(found.num_draws)
             judged = self._judged(choice.temperature, found, counts)
@@ -394,11 +385,11 @@ class TrainedRun:
             found.info |= self._about(choice)
             good = self._of_rank_0(self._is_better(choice, judged))
             if self.store is not None:
-                _repeat(said)
+                _repeat(held_back)
                 self._advise(choice, judged, good, count)
                 return found
             if good:
-                _repeat(said)
+                _repeat(held_back)
                 if begin and self.ladder.optimised:
                     choice = replace(choice, reason=f"{choice.reason}; chains began with an initial optimisation")
                 return self._with_starts(choice, judged, found, early, count)
@@ -409,7 +400,7 @@ class TrainedRun:
     # -- the temperature ----------------------------------------------------------------------------------------------
 
     def choose(self) -> Choice:
-        """The temperature: as given, or by held-out data."""
+        """The temperature: as given, or chosen by held-out data."""
         if not self.choosing:
             return Choice(self.temperature, "given")
         if self.held_out is None:
@@ -420,17 +411,17 @@ class TrainedRun:
         chains = len(self.starts) if self.ranks else self.chains
         coldest, hottest = self.temperatures[0], self.temperatures[-1]
         LOGGER.info("trying temperatures from %g to %g on held-out examples", coldest, hottest)
-        heads = [self.starts[k % len(self.starts)] for k in range(chains)]  # as often as there are chains of each
+        starts = [self.starts[k % len(self.starts)] for k in range(chains)]  # of each chain
         optimises = None if self.cycles else self.continues and self.alone
 
         def trial(temperature: float, place: Place, optimise: bool) -> tuple[Posterior, Place]:
             return self._trial(temperature, place, optimise, chains, late)
 
-        self.ladder = Ladder(trial, self.target, heads, len(self.starts), self.held_out, late, self.device, optimises)
+        self.ladder = Ladder(trial, self.target, starts, len(self.starts), self.held_out, late, self.device, optimises)
         if coldest < hottest or self.descends:
             choice = self.ladder.descend(coldest) if self.descends else self.ladder.climb(self.temperatures)
             self.place = self.ladder.places.get(choice.temperature, self.place)
-            if (self.keep_every, self.warmup) == ("auto", "auto"):  # else a rung has others
+            if (self.keep_every, self.warmup) == ("auto", "auto"):  # else a rung has another spacing
                 self.early = self.ladder.drawn.get(choice.temperature)
             return choice
         reason = f"T = {coldest:g}, the only one to try"
@@ -439,27 +430,29 @@ class TrainedRun:
     def _trial(
         self, temperature: float, place: Place, optimise: bool, chains: int, late: float
     ) -> tuple[Posterior, Place]:
-        """A rung of the ladder, and where it ended."""
+        """The draws of a rung, and where it ended."""
         ends: dict[int, Any] = {}
         lengths = self.lengths.rung_settings(self.hmc, bool(place.measured))
         if optimise:
             lengths["warmup"] = max(lengths["warmup"], self.lengths.run // 2)
-        if not self.cycles:  # which fit themselves into the time
+        if not self.cycles:  # cycles fit themselves into the time
             self.tried += lengths["warmup"] + lengths["draws"] * lengths["keep_every"]
         found = self._draw(
             place.states, chains=chains, temperature=temperature, trained=not optimise, progress=False,
             deadline=late if math.isfinite(late) else None, begin=place.measured,
             ends=ends if self.continues else None, **lengths,
         )  # fmt: skip
-        whole = not found.info["dropped"]  # else what was measured would leave chains out of all runs to come
+        whole = not found.info["dropped"]  # else later runs would lack these chains
         return found, Place(last_draws(found), ends if whole else {})
 
     def _draw(self, states: Sequence[State], **settings: Any) -> Posterior:
-        """Draws of chains that take these networks in turns; what they cost is added to `spent`."""
-        began, on = time.monotonic(), settings["begin"].values()  # chains that go on from others count on
+        """Draws of chains that start at these networks in turn; adds their cost to `spent`."""
+        began = time.monotonic()
+        # Chains that continue from others continue to count their gradients.
+        before = sum(state["gradients"] * len(state["alive"]) for state in settings["begin"].values())
 
         def count(gradients: int) -> None:
-            self.spent["gradients"] += gradients - sum(state["gradients"] * len(state["alive"]) for state in on)
+            self.spent["gradients"] += gradients - before
             self.spent["seconds"] += time.monotonic() - began
 
         try:
@@ -474,18 +467,18 @@ class TrainedRun:
         return found
 
     def _of_rank_0(self, value: Any) -> Any:
-        """A decision: where processes share a run their machines may round otherwise, and rank 0 has its way."""
+        """The value of rank 0: the ranks of a run must decide alike, and their machines may round differently."""
         return value if self.ranks is None else self.ranks.gather(value)[0]
 
     # -- a run --------------------------------------------------------------------------------------------------------
 
     def _run(self, choice: Choice, begin: Mapping[int, Any]) -> tuple[Posterior, Posterior | None, Any]:
-        """Draws at a temperature, the first of them those of its trial where chains go on from there.
+        """Draws at a temperature; if chains continue from its trial, those of the trial come first.
 
         Returns:
-            All draws, those of the trial where they are among them, and the warm-up that was asked for.
+            All draws, those of the trial if they are among them, and the setting of the warm-up.
         """
-        draws = self.more["draws"]
+        draws = self.of_run["draws"]
         least = STAGE_DRAWS + 1 if self.cycles else 2 * RUNG_DRAWS
         early = self.early if begin and isinstance(draws, int) and draws >= least else None
         if early is not None:
@@ -493,9 +486,9 @@ class TrainedRun:
         lengths = self._steps(choice, draws if isinstance(draws, int) else DRAWS, bool(begin))
         if self.cycles:
             begin = {first: {**state, AS_IS: state["reports"]} for first, state in begin.items()}
-        settings = {**self.more, "draws": draws, **lengths}
-        if choice.held_out and self.deadline is not None:  # to judge the run by them takes its time, too
-            drawn, total = 1 if early is None else 1 + early.num_draws, self.more["draws"]
+        settings = {**self.of_run, "draws": draws, **lengths}
+        if choice.held_out and self.deadline is not None:  # judging the run takes time, too
+            drawn, total = 1 if early is None else 1 + early.num_draws, self.of_run["draws"]
             judging = self._judging(drawn, total if isinstance(total, int) else DRAWS)
             settings |= {"deadline": self.deadline - judging, "scoring": self.ladder.scoring}
         found = self._draw(
@@ -510,7 +503,7 @@ class TrainedRun:
         return found, early, lengths["warmup"]
 
     def _steps(self, choice: Choice, draws: int, continued: bool) -> dict[str, Any]:
-        """Warm-up of the run and steps between its draws, as given or as fit into the time, by the ladder's speed."""
+        """Warm-up and spacing of the run, as given or as they fit into the time at the ladder's speed."""
         steps = self.lengths.settings(draws, self.hmc, continued)
         given = {"keep_every": self.keep_every, "warmup": self.warmup}
         if self.deadline is not None and self.tried and set(given.values()) == {"auto"}:
@@ -522,23 +515,23 @@ class TrainedRun:
         return {name: steps[name] if value == "auto" else value for name, value in given.items()}
 
     def _judging(self, draws: int, total: int) -> float:
-        """Seconds that held-out examples take for so many draws of each chain, and for averages over all of them."""
+        """Seconds to score ``draws`` draws of each chain by held-out examples, and averages over ``total`` draws."""
         return draws * self.chains * self.ladder.scoring + 2 * len(parts_of(total)) * self.ladder.pooling
 
-    # -- what held-out examples say of it -----------------------------------------------------------------------------
+    # -- judgement by held-out examples -------------------------------------------------------------------------------
 
     def _judged(self, temperature: float, found: Posterior, counts: Sequence[int]) -> Rung:
-        """Starts and draws together, of so many first draws as suit the held-out examples best."""
+        """The score of starts and draws together, with the number of draws that predicts held-out examples best."""
         assert self.held_out is not None
         after, beside = densities(found, self.held_out, self.device, counts), self.ladder.beside
-        if self.by_noise:  # among draws a network has the noise scale that these found, alone that which suits it best
+        if self.by_noise:  # among draws a start has their noise scale; alone, the one that suits it best
             beside = densities(found.start_draws(), self.held_out, self.device)
         return Rung.of(temperature, self.ladder.alone, beside, after, apart=True)
 
     def _is_better(self, choice: Choice, judged: Rung, short: float = 0.0, by_few: bool = False) -> bool:
-        """Whether it is surely better than the starts, or would be if its NLL were lower by a share of theirs.
+        """Whether it is surely better than the starts, or would be if its NLL were lower by ``short`` of theirs.
 
-        ``by_few``: a gain from `FEW` examples alone will do.
+        With ``by_few`` a gain from only `FEW` examples suffices.
         """
         unit = choice.calibrated_nll if has_classes(self.target) else 1.0
         if self.by_noise:
@@ -546,20 +539,20 @@ class TrainedRun:
         return judged.better(SURE_CHOSEN, not by_few, (short - LEAST_GAIN) * unit)
 
     def _after(self, choice: Choice, judged: Rung, warmup: Any) -> Choice:
-        """What follows a run that is not better: a colder one, or the starts."""
+        """The choice after a run that is not better: a colder run, or the starts."""
         useless = not judged.difference < 0
         fault = "did not help to predict held-out examples"
         if not useless:
             fault += f" surely ({-judged.difference:.2g} ± {judged.error:.2g} better"
             fault += f", by {FEW} examples alone)" if self._is_better(choice, judged, by_few=True) else ")"
-        # A colder run is closer to the start: it helps where draws are worse than that, and may be surer.
+        # A colder run stays closer to the start: it helps if draws are worse than the start, and may be surer.
         last = len(choice.runs) >= RUNS or (useless and judged.alone <= choice.start_nll)
         last |= not self._is_better(choice, judged, COLDER_GAIN)
-        last |= warmup == 0  # without a trial's rates there would be none
+        last |= warmup == 0  # then there would be no rates
         return self._colder(choice, fault, COLDER if useless else COOLER, last)
 
     def _colder(self, choice: Choice, fault: str, factor: float = COLDER, last: bool = False) -> Choice:
-        """A lower temperature; 0 where that is below what a rung would be, or nothing else is to be tried."""
+        """The choice of a lower temperature; 0 if this was the ``last`` run, or no rung would be so cold."""
         temperature = choice.temperature / factor
         if last or not choice.rungs or temperature < min(self.temperatures[0] / COLDER, COLD) / 2:
             temperature = 0.0
@@ -570,19 +563,19 @@ class TrainedRun:
         return replace(choice, temperature=temperature, reason=reason, diverged=diverged)
 
     def _in_time(self, choice: Choice, began: float) -> Choice:
-        """The same, but the starts where not even half of the time is left that the run took, which began then."""
+        """The choice, or the starts if less than half of the time is left that the run since ``began`` took."""
         now = time.monotonic()
         if choice.temperature and self.deadline is not None and self.deadline - now < (now - began) / 2:
             late = "max_seconds ended before a colder one: the draws are the starts"
             choice = replace(choice, temperature=0.0, reason=choice.reason.partition(": ")[0] + f", and {late}")
         return choice
 
-    # -- what comes back ----------------------------------------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------------------------------------
 
     def _with_starts(
         self, choice: Choice, judged: Rung, found: Posterior, early: Posterior | None, count: int | None
     ) -> Posterior:
-        """The draws, or so many of the first of each chain, with the starts among them and calibrated."""
+        """The draws, or the first ``count`` of each chain, with the starts among them, calibrated."""
         part = found if count is None else self._first(count, found, early)
         both = part.with_starts(judged.share)
         share = both.info.get("from_start", 0) / both.num_draws
@@ -598,14 +591,14 @@ class TrainedRun:
         return both
 
     def _first(self, count: int, found: Posterior, early: Posterior | None) -> Posterior:
-        """The first draws of each chain, with what is known of them: those of the trial are described by it."""
+        """The first ``count`` draws of each chain; ``info`` is that of the trial if they are all from the trial."""
         part = (found if early is None or count > early.num_draws else early).select(draws=slice(count))
         part.starts = list(self.given)
-        part.info.pop("stopped", None)  # which is said of all draws
+        part.info.pop("stopped", None)  # it is about all draws
         return part
 
     def _advise(self, choice: Choice, judged: Rung, good: bool, count: int | None) -> None:
-        """Say what predicts best: a stored run has its own draws alone."""
+        """Warn which draws and starts predict best, since a stored run has only its own draws."""
         some = "" if count is None else f".select(draws=slice({count}))"
         scale = judged.softmax_temperature if good else choice.start_softmax_temperature
         advice = f"posterior{some}.with_starts({judged.share:g}, starts)" if good else "the starts"
@@ -613,7 +606,7 @@ class TrainedRun:
         warn_caller(f"the held-out examples are predicted best by {advice}: a stored run has its own draws alone")
 
     def _starts_alone(self, choice: Choice) -> Posterior:
-        """The starts, calibrated: nothing that was drawn is better."""
+        """The starts, calibrated, since no draws are better."""
         stored = "" if self.store is None else f"; nothing was written to {self.store}"
         size: dict[str, Any] = {"chains": len(self.starts), "draws": 1}
         if (scale := choice.start_softmax_temperature) != 1:
@@ -633,14 +626,14 @@ class TrainedRun:
         return {"temperature_choice": choice.as_dict(), "starts": len(self.starts)}
 
 
-def _repeat(said: Sequence[warnings.WarningMessage]) -> None:
-    """Give warnings that were held back."""
-    for warning in said:
+def _repeat(held_back: Sequence[warnings.WarningMessage]) -> None:
+    """Issue warnings that were held back."""
+    for warning in held_back:
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def parts_of(draws: int) -> list[int]:
-    """How many of the first draws of a chain may be kept: later ones may be where predictions are worse.
+    """Numbers of first draws of a chain that may be kept, since later draws may predict worse.
 
     Example:
         >>> parts_of(30), parts_of(9)
@@ -653,17 +646,17 @@ def parts_of(draws: int) -> list[int]:
 
 
 def _followed_by(early: Posterior, late: Posterior) -> Posterior:
-    """Draws of chains, and those that they drew later."""
+    """The draws of chains followed by their later draws."""
     draws, buffers = (
         {name: torch.cat([first[name], x], 1) for name, x in second.items()}
         for first, second in ((early.draws, late.draws), (early.buffers, late.buffers))
     )
-    about = {"draws": early.num_draws + late.num_draws, "from_rung": early.num_draws}  # those are closer together
-    return Posterior(late.target, draws, {**late.info, **about}, late.data, buffers)
+    counts = {"draws": early.num_draws + late.num_draws, "from_rung": early.num_draws}
+    return Posterior(late.target, draws, {**late.info, **counts}, late.data, buffers)
 
 
 def _some(data: Any, target: Target) -> Tensors | None:
-    """Some of the training data, where they are tensors."""
+    """Some of the training data, if they are tensors."""
     tensors = as_tensors(data, target.dtype)
     return None if tensors is None else tree_map(lambda t: t[:SCORED], tensors)
 
