@@ -5,9 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from experiments.models import mlp
-from isosgd import Posterior, Target, likelihoods, priors, sample
-from isosgd.engine.chains import Chains
+from isosgd import Target, likelihoods, load, priors
 from isosgd.engine.compiled import Compiled
 from isosgd.engine.gradients import Layout, Many
 from isosgd.native import build, lowrank, perceptron
-from isosgd.store import writer
 
 pytestmark = pytest.mark.long  # it is built first
 needs_compiler = pytest.mark.usefixtures("built")
@@ -39,13 +35,16 @@ def built() -> None:
         pytest.skip(f"no operations here: {said}")
 
 
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Nothing known of what was built."""
-    build._load.cache_clear()
-    yield monkeypatch
-    monkeypatch.undo()
-    build._load.cache_clear()
+def in_process(code: str, **environment: Any) -> str:
+    """What another process prints, in which nothing has been built or loaded yet."""
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {name: str(value) for name, value in environment.items()},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return found.stdout + found.stderr
 
 
 # ------------------------------------------------------------------------------------------------ perceptron
@@ -149,12 +148,19 @@ def test_which_modules_are_meant() -> None:
     assert target(mlp(3, 50, 1), sampled="last_layer").perceptron() is None
 
 
+class Pulled(likelihoods.Gaussian):
+    """A likelihood that looks at the weights of the network, too."""
+
+    def log_prob(self, output: Tensor, y: Tensor, params: Any) -> Tensor:
+        return super().log_prob(output, y, params) - params["0.weight"].square().sum()
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     ("likelihood", "out"),
-    [("gaussian", 1), *SLOW, ("categorical", 3)],
+    [("gaussian", 1), *SLOW, ("categorical", 3), (Pulled(0.5), 1)],
 )
-def test_gradients_of_chains_in_compiled_code(likelihood: str, out: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_chains_in_compiled_code(likelihood: Any, out: int) -> None:
     """Those of torch, and by our operations: halves of a minibatch, and scales of the likelihood, too."""
     posterior = target(mlp(13, 50, out), likelihood)
     layout = Layout(posterior.initial())
@@ -164,34 +170,13 @@ def test_gradients_of_chains_in_compiled_code(likelihood: str, out: int, monkeyp
     batch = drawn(2, chains, rows, 13), y
     posterior.check({name: x[0] for name, x in layout.views(theta).items()}, (batch[0][0], batch[1][0]))
     wanted = many.flat(theta, batch, True)
-    calls = []
-    forward = perceptron.forward
-    monkeypatch.setattr(perceptron, "forward", lambda *tensors: (calls.append(1), forward(*tensors))[1])
     compiled = Compiled(lambda theta: many.flat(theta, batch, True), 0)
-    for mine, theirs in zip(compiled(theta), wanted, strict=True):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        found = compiled(theta)
+    for mine, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-    assert calls and not compiled.unsupported_reason
-
-
-class Pulled(likelihoods.Gaussian):
-    """A likelihood that looks at the weights of the network, too."""
-
-    def log_prob(self, output: Tensor, y: Tensor, params: Any) -> Tensor:
-        return super().log_prob(output, y, params) - params["0.weight"].square().sum()
-
-
-@needs_compiler
-def test_what_a_likelihood_makes_of_the_weights_counts() -> None:
-    posterior = target(mlp(13, 50, 1), Pulled(0.5))
-    layout = Layout(posterior.initial())
-    many, theta = Many(posterior, 100, layout), 0.3 * drawn(0, 4, sum(layout.sizes))
-    batch = drawn(1, 4, 100, 13), drawn(2, 4, 100, 1)
-    posterior.check({name: x[0] for name, x in layout.views(theta).items()}, (batch[0][0], batch[1][0]))
-    names = posterior.perceptron()
-    assert names is not None
-    wanted = many._each(theta, batch)
-    for mine, theirs in zip(many._fused(names, theta, batch), wanted, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert not compiled.unsupported_reason
+    assert {event.name for event in profile.events()} >= {"isosgd::perceptron", "isosgd::perceptron_backward"}
 
 
 @needs_compiler
@@ -212,38 +197,37 @@ def test_tensors_that_do_not_go_together_are_refused() -> None:
         lowrank.displace(*(drawn(0, *shape) for shape in ((2, 3, 16), (1, 3, 3), (2, 3, 3), *[(2, 16)] * 4, (2, 3))))
 
 
-class Stopped(BaseException):
-    pass
+RUN = """
+import sys, warnings, torch
+from isosgd import Target, likelihoods, priors, sample
+from experiments.models import mlp
+warnings.simplefilter("ignore")  # the warm-up is short, and `native` another
+g = torch.Generator().manual_seed(0)
+x, noise = torch.randn(200, 6, generator=g), torch.randn(200, 1, generator=g)
+torch.manual_seed(0)
+target = Target.from_module(mlp(6, 50, 1), likelihoods.Gaussian(0.1), priors.FanInNormal())
+settings = {"chains": 10, "keep_every": 4, "warmup": 700, "seed": 1, "progress": False, "compile": True}
+sample(target, (x, x[:, :1].sin() + 0.1 * noise), batch_size=100, structure="lowrank", **settings,
+       store=sys.argv[1], draws=int(sys.argv[2]), resume=True)
+"""
 
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # the warm-up is short, and `native` another
-def test_a_run_is_the_same_with_and_without(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_is_the_same_with_and_without(tmp_path: Path) -> None:
     """Up to rounding: the same random numbers, the same steps, a Lambda with directions.
 
-    Rounding grows with the steps: both go on from one and the same warm-up, and not for long.
+    Rounding grows with the steps: both go on from one and the same draw, and not for long.
     """
-    x = drawn(0, 200, 6)
-    data = (x, x[:, :1].sin() + 0.1 * drawn(1, 200, 1))
-    settings: dict[str, Any] = {"chains": 10, "draws": 3, "keep_every": 4, "warmup": 700, "batch_size": 100, "seed": 1}
-    settings |= {"structure": "lowrank", "progress": False, "compile": True, "resume": True}
 
-    def run(folder: Path, switch: str) -> Posterior:
-        fresh.setenv("ISOSGD_NATIVE", switch)
-        build._load.cache_clear()
-        torch.manual_seed(0)
-        return sample(target(mlp(6, 50, 1), likelihoods.Gaussian(0.1)), data, store=folder, **settings)
+    def run(folder: Path, draws: int, switch: str) -> Tensor:
+        code = f"import sys; sys.argv[1:] = {[str(folder), str(draws)]}\n" + RUN
+        in_process(code, ISOSGD_NATIVE=switch)
+        return load(folder).draws["0.weight"]
 
-    def stop(*_: Any, **__: Any) -> None:
-        raise Stopped
-
-    fresh.setattr(writer, "LEAST_WAIT", 0.0)  # a checkpoint wherever there may be one
-    with fresh.context() as patch, pytest.raises(Stopped):
-        patch.setattr(Chains, "natural", stop)
-        run(tmp_path / "0", "0")
+    run(tmp_path / "0", 1, "0")
     shutil.copytree(tmp_path / "0", tmp_path / "1")
-    with_, without = (run(tmp_path / switch, switch).draws["0.weight"] for switch in "10")
+    with_, without = (run(tmp_path / switch, 3, switch) for switch in "10")
     assert not torch.equal(with_, without)
     torch.testing.assert_close(with_, without, rtol=1e-5, atol=1e-5)
 
@@ -304,53 +288,62 @@ def test_a_step_along_directions_is_that_of_torch(d: int, k: int) -> None:
 # ------------------------------------------------------------------------------------------------ how it is built
 
 
-def test_it_can_be_switched_off(fresh: pytest.MonkeyPatch) -> None:
-    fresh.setenv("ISOSGD_NATIVE", "0")
-    assert build.unsupported_reason() == "ISOSGD_NATIVE=0"
+OPERATIONS = "from isosgd.native import build; print(repr(build.unsupported_reason()))"
+LIBRARY = "from isosgd.native import build; print(build.layers() is not None)"  # the one that is built sooner
+
+
+def test_it_can_be_switched_off() -> None:
+    assert "'ISOSGD_NATIVE=0'" in in_process(OPERATIONS, ISOSGD_NATIVE=0)
 
 
 @pytest.mark.parametrize("compiler", ["false", "no-such-compiler"])
-def test_without_a_compiler_everything_goes_on(fresh: pytest.MonkeyPatch, tmp_path: Path, compiler: str) -> None:
-    fresh.setenv("CXX", compiler)
-    fresh.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    with pytest.warns(RuntimeWarning, match=compiler):
-        assert compiler in build.unsupported_reason()
-    assert not build.ready(torch.ones(3)) and not list(tmp_path.glob("*/*.so"))
+def test_without_a_compiler_everything_goes_on(tmp_path: Path, compiler: str) -> None:
+    code = OPERATIONS + "; import torch; print('ready' if build.ready(torch.ones(3)) else 'not ready')"
+    said = in_process(code, CXX=compiler, TORCH_EXTENSIONS_DIR=tmp_path)
+    assert "RuntimeWarning: small networks are slower" in said and said.count(compiler) >= 2 and "not ready" in said
+    assert not list(tmp_path.glob("*/*.so"))
+
+
+@pytest.fixture
+def compiler(tmp_path: Path) -> Path:
+    """A compiler that notes its calls; the first result is cut short where there is a file ``fails`` beside it."""
+    real = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    script = tmp_path / "compiler"
+    script.write_text(
+        f"""#!/bin/sh
+cd "$(dirname "$0")" && echo call >> calls
+for last; do :; done
+if [ -e fails ]; then rm fails; echo cut short > "$last"; else exec {real} "$@"; fi
+"""
+    )
+    script.chmod(0o755)
+    return script
+
+
+def calls(compiler: Path) -> int:
+    return len((compiler.parent / "calls").read_text().splitlines())
 
 
 @needs_compiler
-def test_a_library_that_cannot_be_loaded_is_built_again(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_library_that_cannot_be_loaded_is_built_again(tmp_path: Path, compiler: Path) -> None:
     """As after a crash, or from another system."""
-    made, asked = [], []
-
-    def run(command: list[str], **options: Any) -> Any:
-        made.append(command)
-        Path(command[-1]).write_bytes(b"new" if len(made) > 1 else b"cut short")
-        return SimpleNamespace(returncode=0, stderr="")
-
-    def load(path: str) -> None:  # a second copy of the real one in this process would be one too many
-        asked.append(Path(path).read_bytes())
-        if asked[-1] != b"new":
-            raise OSError("file too short")
-
-    fresh.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    fresh.setattr(build.subprocess, "run", run)
-    fresh.setattr(torch.ops, "load_library", load)
-    assert build.unsupported_reason() == "" and asked == [b"cut short", b"new"] and len(made) == 2
+    (tmp_path / "fails").touch()
+    assert in_process(LIBRARY, CXX=compiler, TORCH_EXTENSIONS_DIR=tmp_path / "built").strip() == "True"
+    assert calls(compiler) == 2
 
 
-def test_what_was_built_is_found_again(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+ELSEWHERE = """
+from pathlib import Path
+read = Path.read_text
+Path.read_text = lambda path, *given, **named: read(path, *given, **named) + (
+    "\\nflags : other\\n" if str(path) == "/proc/cpuinfo" else ""
+)
+"""
+
+
+@needs_compiler
+def test_what_was_built_is_found_again(tmp_path: Path, compiler: Path) -> None:
     """One call of the compiler for all runs on a machine; nothing is found that another processor's would have made."""
-    called = []
-
-    def run(command: list[str], **options: Any) -> Any:
-        called.append(command)
-        Path(command[-1]).write_bytes(b"built")
-        return SimpleNamespace(returncode=0, stderr="")
-
-    fresh.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    fresh.setattr(build.subprocess, "run", run)
-    first, again = build._built(build.OPERATIONS), build._built(build.OPERATIONS)
-    assert first == again and first.read_bytes() == b"built" and len(called) == 1
-    fresh.setattr(build, "_processor", lambda: "another")
-    assert build._built(build.OPERATIONS) != first and len(called) == 2
+    for code, times in ((LIBRARY, 1), (LIBRARY, 1), (ELSEWHERE + LIBRARY, 2)):
+        assert in_process(code, CXX=compiler, TORCH_EXTENSIONS_DIR=tmp_path / "built").strip() == "True"
+        assert calls(compiler) == times
