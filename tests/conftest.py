@@ -68,6 +68,12 @@ def eager_store(written_at_once: Callable[[], AbstractContextManager[None]]) -> 
         yield
 
 
+@pytest.fixture
+def eager_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that leaves functions as they are: torch's takes tens of seconds. Slow tests compare the two."""
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
+
+
 @pytest.fixture(scope="session")
 def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the public data sets in their usual formats: ISOSGD_DATA, or laid out from beside the clone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,18 +14,20 @@ from torch import Tensor, nn
 import isosgd
 from isosgd import DataSets, Target, priors, sample
 from isosgd.data.sources import TensorBatches
-from isosgd.engine import compiled, leapfrog
 from isosgd.engine.chains import Chains
 from isosgd.engine.leapfrog import LeapfrogMultiStep, unsupported_reason
 from isosgd.engine.state import load_state, state_of
 from isosgd.samplers.hmc import HMC
 from isosgd.samplers.innovations import BITS_FROM
-from isosgd.warmup import hmc
 from isosgd.warmup.hmc import DualAveraging
+from tests.crashes import Crash, Tanh, crash_after
 
 G = torch.Generator().manual_seed(0)
 X = torch.randn(40, 3, generator=G)
 Y = X.sum(1, keepdim=True) + 0.1 * torch.randn(40, 1, generator=G)
+# With inputs, targets, and what two layers give, half of these rows fit into a cache, and one is left over.
+MANY = torch.randn(22_001, 3, generator=G)
+MANY_Y = MANY.sum(1, keepdim=True) + 0.1 * torch.randn(22_001, 1, generator=G)
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")  # short warm-ups
 QUICK: dict[str, Any] = {
     "batch_size": "all", "draws": 3, "keep_every": 7, "warmup": 500, "compile": False, "progress": False
@@ -33,23 +36,26 @@ QUICK: dict[str, Any] = {
 
 def target(scales: bool = True) -> Target:
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    model = nn.Sequential(nn.Linear(3, 4), Tanh(), nn.Linear(4, 1))
     return Target.from_module(model, "gaussian", priors.HierarchicalNormal() if scales else priors.FanInNormal())
 
 
-def chains(count: int = 2, structure: str = "lowrank", temperature: float = 1.0) -> Chains:
+def chains(
+    count: int = 2, structure: str = "lowrank", temperature: float = 1.0, data: tuple[Tensor, Tensor] = (X, Y)
+) -> Chains:
     """Chains whose Lambda is known."""
+    rows = len(data[0])
 
     def make(groups: list[dict[str, Any]], generator: torch.Generator, chains: int | None) -> HMC:
         return HMC(
-            groups, num_data=40, temperature=temperature, generator=generator, chains=chains, batch_size=40,
+            groups, num_data=rows, temperature=temperature, generator=generator, chains=chains, batch_size=rows,
             structure=structure,
         )  # fmt: skip
 
     posterior = target()
-    posterior.check(posterior.initial(), (X, Y))
-    batches = TensorBatches((X, Y), "all", 0, count)
-    run = Chains(posterior, [posterior.initial() for _ in range(count)], batches, 40, make, 0, together=True)
+    posterior.check(posterior.initial(), data)
+    batches = TensorBatches(data, "all", 0, count)
+    run = Chains(posterior, [posterior.initial() for _ in range(count)], batches, rows, make, 0, together=True)
     for _ in range(run.geometry.min_vectors):  # type: ignore[union-attr]
         run.sampler.observe(run.evaluate(split=True))
     run.shape()
@@ -276,17 +282,17 @@ def test_step_sizes_come_to_the_target_acceptance() -> None:
 # -- several steps in a call --
 
 
-@pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler that leaves functions as they are."""
-    monkeypatch.setattr(compiled.torch, "compile", lambda function, **settings: function)
-
-
 def after(
-    steps: int, how: str, structure: str = "lowrank", count: int = 3, length: int = 5, temperature: float = 0.3
+    steps: int,
+    how: str,
+    structure: str = "lowrank",
+    count: int = 3,
+    length: int = 5,
+    temperature: float = 0.3,
+    data: tuple[Tensor, Tensor] = (X, Y),
 ) -> tuple[Any, Any]:
     """Chains that have taken some steps, one by one or several in a call; and the numbers of steps told."""
-    run = chains(count, structure, temperature)
+    run = chains(count, structure, temperature, data)
     run.sampler.length, run.sampler.step_size = length, torch.full((count,), 0.01)  # type: ignore[attr-defined]
     told: list[int] = []
     if how == "single":
@@ -328,59 +334,36 @@ def test_so_they_are_when_compiled(structure: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So small that only 13 of the 40 rows fit, with their inputs, targets, and what two layers give."""
-    monkeypatch.setattr(leapfrog, "CACHE", 13.5 * 4 * (3 + 1 + 4 + 1))
-
-
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["loop", pytest.param("compiled", marks=pytest.mark.slow)])
-def test_the_steps_are_the_same_when_rows_go_part_by_part(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, _ = after(7, "single")
-    small_cache(monkeypatch)
-    assert LeapfrogMultiStep(one, compiled=False).rows == 13  # three parts, and one row is left over
-    many, _ = after(7, how)
+def test_the_steps_are_the_same_when_rows_go_part_by_part(how: str) -> None:
+    one, _ = after(7, "single", data=(MANY, MANY_Y))
+    assert LeapfrogMultiStep(one, compiled=False).rows == 11_000
+    many, _ = after(7, how, data=(MANY, MANY_Y))
     for a, b in zip(one.leaves, many.leaves, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.long
-def test_parts_are_of_the_rows_there_are(eager: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("eager_compiler")
+def test_parts_are_of_the_rows_there_are() -> None:
     """N may be larger, where rows stand for more; and each of several sets has rows of its own."""
-    monkeypatch.setattr(hmc, "PART", 4)
-    small_cache(monkeypatch)
     one = target()
-    one.num_data = 4_000
-    data = DataSets((X, Y), rows=torch.stack([torch.arange(0, 30), torch.arange(10, 40)]))
-    found = sample(one, data, **{**QUICK, "compile": True, "chains": 2})
-    assert found.info["num_data"] == 4_000
+    one.num_data = 4_000_000
+    data = DataSets((MANY, MANY_Y), rows=torch.stack([torch.arange(0, 22_000), torch.arange(1, 22_001)]))
+    found = sample(one, data, **{**QUICK, "compile": True})
+    assert found.info["num_data"] == 4_000_000
     assert all(bool(torch.isfinite(x).all()) for x in found.draws.values())
 
 
 @pytest.mark.long
-def test_a_run_that_was_stopped_goes_on_the_same(eager: None, tmp_path: Any) -> None:
+@pytest.mark.usefixtures("eager_compiler", "eager_store")
+def test_a_run_that_was_stopped_goes_on_the_same(tmp_path: Path) -> None:
     settings = {**QUICK, "compile": True, "draws": 9, "chains": 2}
     whole = sample(target(), (X, Y), **settings)
     assert "several steps a call" in whole.info["engine"]
-
-    class Stop(Exception):
-        pass
-
-    stops = iter(range(4))
-
-    def stop(*_: Any, **__: Any) -> None:
-        if next(stops, None) is None:
-            raise Stop
-
-    original = Chains.natural
-    with pytest.MonkeyPatch.context() as patch:
-
-        def natural(self: Any, *args: Any, **named: Any) -> Any:
-            stop()
-            return original(self, *args, **named)
-
-        patch.setattr(Chains, "natural", natural)
-        with pytest.raises(Stop):
-            sample(target(), (X, Y), store=tmp_path / "run", **settings)
-    again = sample(target(), (X, Y), store=tmp_path / "run", resume=True, **settings)
+    with crash_after(4, tmp_path), pytest.raises(Crash):
+        sample(target(), (X, Y), store=tmp_path, **settings)
+    again = sample(target(), (X, Y), store=tmp_path, resume=True, **settings)
     for name, draws in whole.draws.items():
         torch.testing.assert_close(again.draws[name], draws, rtol=0, atol=0)

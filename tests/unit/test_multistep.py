@@ -7,17 +7,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isosgd import DataSets, Interrupted, Posterior, SamplingWarning, Target, priors, sample
+from isosgd import DataSets, Posterior, SamplingWarning, Target, priors, sample
 from isosgd.data.sources import TensorBatches
-from isosgd.engine import compiled
 from isosgd.engine.chains import Chains
 from isosgd.engine.multistep import MultiStep, unsupported_reason
 from isosgd.engine.schedule import Schedule
 from isosgd.progress import Progress
 from isosgd.samplers.innovations import fill_steps
-from isosgd.sampling import recorders
 from isosgd.sampling.settings import sampler_factory
 from isosgd.warmup.windows import warmup_of
+from tests.crashes import Crash, Tanh, crash_after
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")
 
@@ -52,7 +51,7 @@ SOME = [{"method": "sgld", "lr": 1e-3}, pytest.param({"structure": "diagonal"}, 
 
 
 def make_target() -> Target:
-    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1))
+    model = nn.Sequential(nn.Linear(3, 2), Tanh(), nn.Linear(2, 1))
     generator = torch.Generator().manual_seed(2)
     for p in model.parameters():
         p.data.normal_(0.0, 0.3, generator=generator)
@@ -70,12 +69,6 @@ def make_chains(chains: int, options: dict[str, Any], data: Any = (X, Y)) -> Cha
         budget = 200 if options.get("structure") in ("full", "lowrank") else 120
         warmup_of(run, budget, Progress(1, show=False)).run(measure_spacing=False)
     return run
-
-
-@pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler that leaves functions as they are."""
-    monkeypatch.setattr(compiled.torch, "compile", lambda function, **settings: function)
 
 
 def quick(data: Any = (X, Y), **options: Any) -> Posterior:
@@ -129,29 +122,20 @@ def test_the_steps_are_those_of_the_sampler(options: dict[str, Any], chains: int
         assert bool((run.tracking.level != 1.0).all())
 
 
+@pytest.mark.usefixtures("eager_compiler", "eager_store")
 @pytest.mark.parametrize("options", SOME, ids=str)
-def test_a_run_that_was_stopped_goes_on_bit_for_bit(
-    options: dict[str, Any], eager: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(options: dict[str, Any], tmp_path: Path) -> None:
     settings = {"noise_every": 5, **({"warmup": 0} if "lr" in options else {}), **options}
     whole = quick(**settings)
     assert whole.info["engine"] == "together, several steps a call"
-    keep, count = recorders.OnDisk.keep, [0]
-
-    def stop(self: Any, *args: Any) -> None:
-        count[0] += 1
-        if count[0] == 4:
-            raise KeyboardInterrupt
-        keep(self, *args)
-
-    monkeypatch.setattr(recorders.OnDisk, "keep", stop)
-    with pytest.raises(Interrupted):
-        quick(store=tmp_path / "run", **settings)
-    again = quick(store=tmp_path / "run", resume=True, **settings)
+    with crash_after(3, tmp_path), pytest.raises(Crash):
+        quick(store=tmp_path, **settings)
+    again = quick(store=tmp_path, resume=True, **settings)
     assert all(torch.equal(whole.draws[name], again.draws[name]) for name in whole.draws)
 
 
-def test_data_sets_keep_to_their_own_rows(eager: None) -> None:
+@pytest.mark.usefixtures("eager_compiler")
+def test_data_sets_keep_to_their_own_rows() -> None:
     both = quick(DataSets((X, Y), rows=FOLDS), chains=2, structure="diagonal")
     assert both.info["engine"].endswith("several steps a call") and both.info["chains"] == 4
     run = make_chains(2, {"structure": "diagonal"}, DataSets((X, Y), rows=FOLDS))
@@ -189,7 +173,8 @@ def cliff(threshold: float) -> Target:
     return Target(log_likelihood, priors.Normal(1e3), init={"mu": 0.0})
 
 
-def test_a_chain_that_diverges_is_dropped_with_its_number_and_cause(eager: None) -> None:
+@pytest.mark.usefixtures("eager_compiler")
+def test_a_chain_that_diverges_is_dropped_with_its_number_and_cause() -> None:
     """All are drawn upwards, so little stirred that only the one that starts at the cliff comes to it."""
     y = torch.full((20,), 20.0)
     settings = {"method": "sgld", "lr": 1e-4, "warmup": 0, "keep_every": 3, "draws": 40, "progress": False}
@@ -227,7 +212,7 @@ def test_where_nothing_can_be_compiled_steps_are_taken_one_by_one(monkeypatch: p
 
         return fail
 
-    monkeypatch.setattr(compiled.torch, "compile", broken)
+    monkeypatch.setattr(torch, "compile", broken)  # where there is no compiler
     settings = {"method": "sgld", "lr": 1e-3, "warmup": 0}
     a = quick(**settings)
     assert a.info["engine"].startswith("together, not compiled (RuntimeError: no compiler found")

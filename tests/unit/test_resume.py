@@ -1,15 +1,13 @@
 """A run that was stopped, at whatever moment, goes on to the draws it would have had."""
 
 import builtins
-import json
 import os
 import random
 import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from isosgd import METHODS, DataSets, Interrupted, Posterior, SamplingWarning, Target, load, priors, resume, sample
 from isosgd.engine import compiled
 from isosgd.noise import MovingAverage
+from tests.crashes import MACHINE, Crash, Tanh, crash_after, stored_draws
 
 pytestmark = [
     pytest.mark.usefixtures("eager_store"),
@@ -36,55 +35,6 @@ Y = X.sum(1, keepdim=True) + 0.1 * torch.randn(ROWS, 1, generator=torch.Generato
 FOLDS = torch.stack([torch.randperm(ROWS, generator=torch.Generator().manual_seed(i))[:60] for i in range(2)])
 QUICK: dict[str, Any] = {"draws": 4, "keep_every": 3, "warmup": 300, "progress": False, "compile": False}
 BARE: dict[str, Any] = {**QUICK, "method": "sgld", "lr": 1e-3, "warmup": 0}
-
-
-class Crash(BaseException):
-    """Stands for the end of the process: nothing catches it."""
-
-
-class Machine:
-    """What models run on: it counts their calls, and may end the process at one of them."""
-
-    def __init__(self) -> None:
-        self.calls, self.ends = 0, lambda: False
-
-    def call(self) -> None:
-        self.calls += 1
-        if self.ends():
-            raise Crash
-
-
-MACHINE = Machine()
-
-
-class Tanh(nn.Tanh):
-    """Tanh, on the machine."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        MACHINE.call()
-        return super().forward(x)
-
-
-@contextmanager
-def crash_after(calls: float = float("inf"), store: Path | None = None) -> Iterator[Machine]:
-    """Count calls of a model, and crash after so many; or with ``store`` when so many draws more lie there."""
-    begun = 0 if store is None else stored_draws(store)
-    MACHINE.calls = 0
-    if store is None:
-        MACHINE.ends = lambda: MACHINE.calls > calls
-    else:
-        MACHINE.ends = lambda: stored_draws(store) >= begun + calls
-    try:
-        yield MACHINE
-    finally:
-        MACHINE.ends = lambda: False
-
-
-def stored_draws(folder: Path) -> int:
-    """Draws of all chains, those that run side by side counted once."""
-    path = folder / "manifest.json"
-    shards = json.loads(path.read_text())["shards"] if path.exists() else []
-    return sum(shard["stop"] - shard["start"] for shard in shards)
 
 
 def network(width: int = 4) -> nn.Module:
@@ -274,20 +224,6 @@ def test_a_loader_between_two_chains(tmp_path: Path) -> None:
         return sample(make_target(), data, chains=2, method="sgld", **{**QUICK, "warmup": 120, "draws": 2}, **store)
 
     crash_and_resume(tmp_path, run, 2)  # once all draws of the first are stored
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-@pytest.mark.filterwarnings("ignore:draw .* did not come out")  # sums on a GPU need not come out the same
-@pytest.mark.parametrize("chains", [1, 3])
-def test_a_run_on_a_gpu_goes_on(tmp_path: Path, chains: int) -> None:
-    settings = {**QUICK, "chains": chains, "device": "cuda", "draws": 10, "compile": False}  # a graph calls no Python
-    with crash_after() as machine:
-        sample(make_target(), (X, Y), **settings)
-    total = machine.calls
-    for part in (0.3, 0.6, 0.9):
-        with crash_after(part * total), pytest.raises(Crash):
-            sample(make_target(), (X, Y), store=tmp_path, resume=True, **settings)
-    assert sample(make_target(), (X, Y), store=tmp_path, resume=True, **settings).num_draws == 10
 
 
 @pytest.mark.long

@@ -11,8 +11,7 @@ from torch import Tensor
 import isosgd
 from experiments.posteriors import suite
 from isosgd import Target, priors
-from isosgd.engine.chains import Chains
-from isosgd.store import writer
+from tests.crashes import MACHINE, Crash, crash_after
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")  # warm-ups are short here
 QUICK: dict[str, Any] = {"draws": 10, "chains": 4, "batch_size": 20, "warmup": 1200, "keep_every": 10}
@@ -31,6 +30,7 @@ def cubic() -> tuple[Target, tuple[Tensor, Tensor], Tensor, Tensor]:
     covariance = torch.linalg.inv((x.T @ x).double() + torch.eye(x.shape[1]).double())
 
     def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
+        MACHINE.call()
         value: Tensor = -0.5 * (batch[1] - batch[0] @ params["w"]).square()
         return value
 
@@ -52,23 +52,15 @@ def test_chains_are_where_the_posterior_is(cubic: Any, structure: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_stopped_knows_who_ran_away(cubic: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("eager_store")
+def test_a_run_that_was_stopped_knows_who_ran_away(cubic: Any, tmp_path: Path) -> None:
     target, data, _, _ = cubic
-    monkeypatch.setattr(writer, "LEAST_WAIT", 0.0)  # a checkpoint wherever there may be one
     settings = {**QUICK, **QUIET, "structure": "diagonal"}
-    whole = isosgd.sample(target, data, **settings)
-    evaluate, count = Chains.evaluate, [0]
-
-    def stop(self: Chains, *args: Any, **options: Any) -> Any:
-        count[0] += 1
-        if count[0] > 1000:
-            raise KeyboardInterrupt
-        return evaluate(self, *args, **options)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Chains, "evaluate", stop)
-        with pytest.raises(KeyboardInterrupt):
-            isosgd.sample(target, data, **settings, store=tmp_path)
+    with crash_after() as machine:
+        whole = isosgd.sample(target, data, **settings)
+    assert sum(report["restarts"] for report in whole.info["warmup"]) > 0
+    with crash_after(0.75 * machine.calls), pytest.raises(Crash):
+        isosgd.sample(target, data, **settings, store=tmp_path)
     again = isosgd.sample(target, data, **settings, store=tmp_path, resume=True)
     assert torch.equal(again.draws["w"], whole.draws["w"])
 
