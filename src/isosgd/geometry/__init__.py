@@ -1,8 +1,7 @@
-"""Structures of Lambda, the constant composite noise of I-SGD: how large it must be, and how Lambda - B is injected.
+"""Structures of Lambda, the constant composite noise of I-SGD: its size, and how Lambda - B is injected.
 
-Theorem 1 allows any constant ``Lambda >= B``. It may be one number for each parameter group, as in the paper, or one
-for all, its SLR (`PerGroup`). A `Geometry` knows the noise and curvature in each direction: `Diagonal`, `LowRank`,
-`Kronecker`, `Full`.
+Theorem 1 allows any constant ``Lambda >= B``: one number for each parameter group, as in the paper, or for all groups,
+the paper's SLR (`PerGroup`); or a `Geometry`, a matrix: `Diagonal`, `LowRank`, `Kronecker`, `Full`.
 """
 
 from isosgd.geometry.base import Geometry

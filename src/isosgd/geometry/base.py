@@ -1,13 +1,13 @@
-"""Lambdas that know how much noise and curvature the posterior has in each direction.
+"""Lambda as a matrix: noise and curvature of the posterior in each direction.
 
 A form of H, the curvature of ``f / N``, is a subclass of `Geometry`: diagonal, low-rank, Kronecker, or full. It is
 estimated in the warm-up and constant afterwards, as Theorem 1 requires. ``Lambda = q H``, with q from
 `isosgd.geometry.rule`.
 
-What that rule assumes is checked by measurement: Lambda grows if the Fisher information underestimates the largest
-curvature (see `isosgd.engine.curvature.Stiffness`), or if there is gradient noise that the form cannot express.
+The assumptions of that rule are checked by measurement: Lambda grows if the Fisher information underestimates the
+largest curvature (see `isosgd.engine.curvature.Stiffness`), or if there is gradient noise that the form cannot express.
 
-Chains run side by side, each with a Lambda of its own: every tensor has a leading chain dimension, also for one chain.
+Every chain has a Lambda: all tensors have a leading chain dimension, also for one chain.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from isosgd.geometry.layer import Number
 from isosgd.geometry.rule import Rule
 from isosgd.noise.model import dot, flat
 
-FIRST_RATIO = 4.0  # initial curvature over H: chains start at a mode, where both are smaller than elsewhere
+FIRST_RATIO = 4.0  # first curvature over H: chains start at a mode, where both are smaller than elsewhere
 MOST_EXCESS = 0.1  # excess temperature allowed in the worst direction
 MEMORY = 0.01  # least weight of a new vector in the search for that direction
 LEAST_RATIO = 0.25  # least credible true curvature over Fisher information
@@ -34,26 +34,25 @@ MOST_RELAXED = 10.0  # factor by which Lambda may shrink if its curvature ratio 
 
 
 class Geometry(ABC):
-    """A Lambda for each chain. It works on flat tensors ``[chains, d]``; numbers are ``[chains]``.
+    """A Lambda for each chain, in terms of flat tensors ``[chains, d]`` and numbers ``[chains]``.
 
-    A subclass keeps statistics of the noise in its own form and turns them into Lambda.
+    A subclass keeps statistics of the noise in its form and computes Lambda from them.
 
     Attributes:
-        kept: names of the attributes to save: numbers, tensors, lists of tensors, and objects with ``kept`` of their
-            own. A subclass adds its own.
+        kept: names of the attributes to save: numbers, tensors, lists of tensors, and objects that have ``kept``, too.
         curvature_ratio: the true curvature over H, in the direction where this is largest.
         factor: q.
         scale: ``T / N``.
     """
 
     name: ClassVar[str]
-    kappa: ClassVar[float] = 2.0  # least Lambda over B, since noise may be larger elsewhere than where it was measured
+    kappa: ClassVar[float] = 2.0  # least Lambda over B: noise may be larger away from where it was measured
     kept: ClassVar[tuple[str, ...]] = (
         "alive", "seen", "curvature_ratio", "known", "factor", "scale", "noise_weight", "fallback",
     )  # fmt: skip
 
     def bind(self, groups: Sequence[dict[str, Any]], chains: int | None = None, sets: int = 1) -> None:
-        """Take over the shapes of the parameters; called once by the sampler, with its own arguments."""
+        """Adopt the shapes of a sampler's parameters; called once."""
         self.batched, self.chains, self.sets = chains is not None, chains or 1, sets
         params = [p for group in groups for p in group["params"]]
         self.shapes = [tuple(p.shape[1:] if self.batched else p.shape) for p in params]
@@ -78,13 +77,13 @@ class Geometry(ABC):
         return torch.full((self.chains, *shape), value, dtype=self.dtype, device=self.device)
 
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Tensors of the parameters' shapes as one ``[chains, d]``, always a copy."""
+        """Tensors of the parameters' shapes as one ``[chains, d]``, a copy."""
         joined = torch.cat([flat(t, self.batched) for t in tensors], dim=-1).to(self.dtype)
         return joined.view(self.chains, self.total)
 
     @property
     def unit_rate(self) -> Tensor:
-        """``rate * curvature`` where the curvature is H."""
+        """``rate * curvature`` if the curvature is H."""
         return self.scale / self.factor
 
     @abstractmethod
@@ -104,16 +103,16 @@ class Geometry(ABC):
     # -- the noise, and the Hessian along axes --------------------------------------------------------------------
 
     def observe(self, noise: Sequence[Tensor]) -> None:
-        """Take in a noise vector, in the shapes of the parameters."""
+        """Update with a noise vector, in the shapes of the parameters."""
         self.take(self.flatten(noise))
         self.seen += 1
 
     @abstractmethod
     def take(self, noise: Tensor) -> None:
-        """Take in one flat noise vector of each chain."""
+        """Update with a flat noise vector of each chain."""
 
     def forget(self, void: bool = False) -> None:
-        """Start the noise estimate anew, from scratch if the old one is ``void``; Lambda stays."""
+        """Restart the noise estimate, and discard the old one if ``void``; Lambda is unchanged."""
         self.seen = 0
 
     @property
@@ -126,16 +125,16 @@ class Geometry(ABC):
         raise NotImplementedError
 
     def learn(self, i: int, change: Tensor) -> None:
-        """Take in the Hessian times an axis: the change of the gradient along it."""
+        """Update with the product of the Hessian and an axis: the change of the gradient along it."""
         raise NotImplementedError
 
     # -- Lambda ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:
-        """Set Lambda from the noise, by the rule; rates rise at most by a factor of ``rise``.
+        """Set Lambda from the noise by the rule; rates rise by at most a factor of ``rise``.
 
-        ``prior`` is the curvature of the prior's part of ``f / N`` for each parameter, flat.
+        ``prior``: the flat curvature of the prior's part of ``f / N``.
         """
 
     @abstractmethod
@@ -176,7 +175,7 @@ class Geometry(ABC):
                 self.slow(torch.where(late, needed / self.factor, 1.0))
 
     def relax(self, rule: Rule, curvature_ratio: Tensor) -> None:
-        """Shrink a Lambda that was enlarged too much, since its ratio was measured against the old one."""
+        """Shrink a Lambda whose curvature ratio, measured against the old Lambda, is too large."""
         ratio = torch.minimum(curvature_ratio.to(self.curvature_ratio).clamp_min(LEAST_RATIO), self.curvature_ratio)
         self.slow((rule.factor(ratio) / rule.factor(self.curvature_ratio)).clamp_min(1.0 / MOST_RELAXED))
         self.curvature_ratio = ratio
@@ -187,11 +186,11 @@ class Geometry(ABC):
         self.slow(rule.factor(self.curvature_ratio) / self.factor)
 
     def excess_temperature(self) -> Tensor:
-        """By how much noise that the form cannot express raises the temperature, in the worst direction."""
+        """The relative rise of the temperature by noise that the form cannot express, in the worst direction."""
         return torch.zeros_like(self.factor)
 
     def limit_excess(self) -> None:
-        """Slow chains down whose excess temperature is too high."""
+        """Reduce the rates of chains whose excess temperature is too high."""
         self.slow((self.excess_temperature() / MOST_EXCESS).clamp_min(1.0))
 
     @abstractmethod
@@ -206,14 +205,14 @@ class Geometry(ABC):
 
     @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that `displace` reads, so that it can be compiled as a function of tensors alone."""
+        """The tensors that `displace` reads: it is a pure function of tensors, to be compiled."""
 
     @abstractmethod
     def displace(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
-        """``(T / N) Lambda^-1 (g + w)``, with w from the innovations: what a step subtracts."""
+        """What a step subtracts: ``(T / N) Lambda^-1 (g + w)``, with w from the innovations."""
 
     def reads_rows(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether a compiled step is a single operation that takes these tensors as they are in memory."""
+        """Whether a compiled step is a single operation on these tensors."""
         return False
 
     # -- rates ----------------------------------------------------------------------------------------------------
@@ -227,7 +226,7 @@ class Geometry(ABC):
         return self.rates()
 
     def rate_curvatures(self) -> Tensor:
-        """``rate * curvature`` along directions, by H alone if the curvature was not measured."""
+        """``rate * curvature`` along directions; by H if the curvature was not measured."""
         return self.unit_rate.unsqueeze(-1)
 
     def group_rates(self) -> Tensor:
@@ -238,7 +237,7 @@ class Geometry(ABC):
     # -- saving ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What has to be saved."""
+        """The state to save."""
         return dict(state_of(self))
 
     def load(self, state: dict[str, Any]) -> None:
@@ -246,14 +245,14 @@ class Geometry(ABC):
 
 
 class WorstDirection:
-    """The direction in which gradient noise is largest relative to Lambda, to find noise that a geometry misses.
+    """The direction in which gradient noise is largest relative to Lambda.
 
-    The form may not express it, or it has grown since it was measured. The direction is found by power iteration on
-    ``Lambda^-1 B``; the noise along it is measured on vectors before they enter the iteration: ``ratio`` is B over
-    Lambda there, ``image`` the iterate, and ``count`` the number of vectors seen.
+    It shows noise that the form cannot express or that has grown since it was measured. It is found by power iteration
+    on ``Lambda^-1 B``; the noise along it is measured on vectors before they enter the iteration: ``ratio`` is B over
+    Lambda there, ``image`` the iterate, and ``count`` the number of vectors.
 
-    The geometry has to have ``inverse(x)``, ``Lambda^-1 x``; ``lambda_along(t)``, ``t . Lambda t``; and
-    ``noise_along(t)``, ``t . Var(g) t`` as far as it knows it.
+    The geometry must have ``inverse(x)``, ``Lambda^-1 x``; ``lambda_along(t)``, ``t . Lambda t``; and
+    ``noise_along(t)``, its estimate of ``t . Var(g) t``.
     """
 
     kept = ("image", "ratio", "count")
@@ -264,7 +263,7 @@ class WorstDirection:
         self.ratio, self.count = geometry.full(0.0), 0
 
     def take(self, noise: Tensor) -> None:
-        """Take in a flat noise vector."""
+        """Update with a flat noise vector."""
         if not self.count:
             self.image = noise.clone()
         else:
@@ -285,11 +284,11 @@ class WorstDirection:
             self.ratio = torch.where(now > 0, self.ratio / now, 0.0)  # a dropped chain has no direction
 
     def forget(self, void: bool) -> None:
-        """Measure anew; from scratch if ``void``."""
+        """Restart the measurement; if ``void``, the search for the direction, too."""
         self.count = 0 if void else min(self.count, 1)
 
     def excess_temperature(self) -> Tensor:
-        """What noise that the geometry does not know adds to the temperature."""
+        """The excess temperature by noise that is not in the geometry's estimate."""
         if self.count < 2:
             return torch.zeros_like(self.ratio)
         known = 0.5 * self.geometry.noise_along(self.direction()).to(self.ratio)

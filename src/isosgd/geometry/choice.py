@@ -1,4 +1,4 @@
-"""Structures of Lambda by name, and which to take by default."""
+"""Structures of Lambda by name, and the default choice."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ GEOMETRIES: dict[str, type[Geometry]] = {kind.name: kind for kind in (Diagonal, 
 STRUCTURES = ("layer", "single", *GEOMETRIES)
 GRADIENTS_FOR_EACH = 40  # gradients per parameter that a full matrix needs in the warm-up
 LEAST_BUDGET = 400  # gradients below which no structure is estimated
-FULL_UP_TO = 200  # parameters that always get a full matrix: it costs next to nothing
-MEASURED_UP_TO = 500  # parameters that get one if the warm-up finds it worth its cost; its eigenvectors take d^3
-MOST_NUMBERS = 4_000_000  # in the matrices of all chains together, for that
-WORTH = 30.0  # condition number that a low rank must leave for that; so few vectors of white noise show up to 9
+FULL_UP_TO = 200  # parameters up to which a full matrix is always chosen: it costs little
+MEASURED_UP_TO = 500  # parameters up to which it is tried and kept if worth its cost; its eigenvectors take d^3
+MOST_NUMBERS = 4_000_000  # in the matrices of all chains, for that
+WORTH = 30.0  # least condition number that a low rank leaves, for that; white noise shows up to 9
 LOW_RANK_UP_TO = 1_000_000  # parameters; with more, the directions take too much memory
 
 
 def make_structure(structure: StructureName | Geometry) -> PerGroup | Geometry:
-    """The structure with a name; ``auto`` must be resolved first, see `choose`."""
+    """The structure of that name; ``auto`` must be resolved by `choose` first."""
     if isinstance(structure, Geometry):
         return structure
     if structure == "layer" or structure == "single":
@@ -43,16 +43,16 @@ def choose(
 ) -> StructureName:
     """The structure that mixes best at a cost below that of the gradient.
 
-    Few parameters get a full matrix. More get a diagonal and the strongest directions across all of them: the noise of
-    a network's weights is so correlated that a few directions are a hundred times stiffer than a diagonal, or a
-    Kronecker product for each layer, can express. The largest models get a diagonal.
+    Small models get a full matrix; larger ones a diagonal and the strongest directions across all parameters (low
+    rank), since the noise of a network's weights is so correlated that a few directions are a hundred times stiffer
+    than a diagonal, or a Kronecker product for each layer, can express. The largest models get a diagonal.
 
-    Between `FULL_UP_TO` and `MEASURED_UP_TO` parameters the choice is a full matrix at first; whether it stays depends
-    on the conditioning that is ``measured`` then, see `lowrank_instead`. If it is not measured the choice is low rank.
+    Between `FULL_UP_TO` and `MEASURED_UP_TO` parameters the choice is a full matrix if its conditioning will be
+    ``measured``, see `lowrank_instead`, and else low rank.
 
     Args:
         shapes: of the parameters.
-        budget: gradients that the warm-up may take; a short one does not suffice for many numbers.
+        budget: gradients that the warm-up may take.
         chains: how many run side by side.
         measured: whether conditioning will be measured.
 
@@ -70,14 +70,14 @@ def choose(
 
 
 def provisional(shapes: Sequence[tuple[int, ...]], structure: StructureName) -> bool:
-    """Whether a choice depends on the conditioning that is yet to be measured."""
+    """Whether a choice depends on a measurement of the conditioning."""
     return structure == "full" and sum(math.prod(shape) for shape in shapes) > FULL_UP_TO
 
 
 def lowrank_instead(full: Full) -> LowRank | None:
-    """A low rank to replace a full matrix that is not worth its cost, as measured; None if it is worth it.
+    """A low rank to replace a full matrix that, as measured, is not worth its cost; None if it is.
 
     The condition number that a low rank leaves is about the factor by which its slowest direction mixes more slowly.
-    Few noise vectors make it look up to nine times too large.
+    From few noise vectors it is estimated up to nine times too large.
     """
     return None if full.conditioning()["lowrank"] >= WORTH else LowRank()

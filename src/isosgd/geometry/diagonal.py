@@ -1,7 +1,4 @@
-"""Lambda as a rate for each axis of a basis: the parameters' own (`Diagonal`), or that of `Kronecker`.
-
-`AxisRates` does the work once the basis is known.
-"""
+"""Lambda as a rate for each axis of a basis: the standard basis (`Diagonal`), or that of `Kronecker`."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ class AxisRates:
     """Noise, Lambda and rates along axes: ``H = diag(h)`` in their coordinates.
 
     Lambda is q h. A share of the layer's mean (``damping``) is added to h, so that a unit that was dead in the warm-up
-    does not get an enormous rate. ``v`` ``[chains, d]`` is the noise variance along each axis; ``top`` the image of the
+    does not get a huge rate. ``v`` ``[chains, d]`` is the noise variance along each axis; ``top`` the image of the
     direction in which noise is largest relative to Lambda, and ``top_ratio`` their ratio there.
     """
 
@@ -32,16 +29,16 @@ class AxisRates:
         self.top, self.top_ratio, self.looks = self.v.clone(), geometry.full(0.0), 0
 
     def take(self, z: Tensor) -> None:
-        """Take in a noise vector, in coordinates along the axes."""
+        """Update with a noise vector, in coordinates along the axes."""
         self.v.lerp_(z.square(), 1.0 / (self.geometry.seen + 1))
         if self.geometry.known:
-            self._look(z * (2.0 * self.lam).rsqrt())
+            self._update_top(z * (2.0 * self.lam).rsqrt())
         self.changed()
 
-    def _look(self, white: Tensor) -> None:
-        """Find the direction in which noise is largest relative to Lambda, and their ratio there.
+    def _update_top(self, white: Tensor) -> None:
+        """Update the direction in which noise is largest relative to Lambda, and their ratio there.
 
-        Each vector is measured before it enters the search: along a direction made of it, it would look too long.
+        The ratio is measured before the vector enters the direction, which would bias it.
         """
         if not self.looks:
             self.top = white.clone()
@@ -73,13 +70,13 @@ class AxisRates:
         self.changed()
 
     def changed(self) -> None:
-        """Work out the rates and the scale of injected noise."""
+        """Recompute the rates and the scale of injected noise."""
         if self.geometry.known:
             self.rate = self.geometry.scale / self.lam
             self.amplitude = self.rate * (2.0 * self.lam - self.geometry.noise_weight * self.v).clamp_min(0.0).sqrt()
 
     def excess_temperature(self) -> Tensor:
-        """From noise that axes share, which a diagonal cannot express."""
+        """That of noise which is correlated between axes, which a diagonal cannot express."""
         if self.looks < 2:
             return torch.zeros_like(self.top_ratio)
         expressed = dot(self.top.square(), self.v / (2.0 * self.lam)) / self._length()
@@ -94,7 +91,7 @@ class Diagonal(Geometry):
     """One rate for each element of the parameters.
 
     Args:
-        damping: share of a layer's mean curvature that is added to every parameter's.
+        damping: share of a layer's mean curvature that is added to that of every element.
     """
 
     name = "diagonal"

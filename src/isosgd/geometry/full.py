@@ -1,12 +1,12 @@
-"""Lambda as a full matrix: every direction of a small posterior at its own rate, exactly.
+"""Lambda as a full matrix, for small models: a rate for every direction.
 
 With a root R of the inverse of H, ``R R^T = H^-1``, Lambda is q I in the coordinates ``R^-1 theta``, and gradient noise
 is nearly a multiple of I.
 
-*The level of the noise.* With few data the noise varies over the posterior. Its shape hardly changes, but its level
+*The level of the noise.* With few data the noise varies over the posterior. Its form hardly changes, but its level
 does, above all if a noise scale is sampled. So the level can be tracked: the squared length ``d . H^-1 d`` of the last
-few noise vectors over its average. B times this level is subtracted from the injected noise. This is right on average
-at each point, which is all that Theorem 1 requires.
+few noise vectors over its average. B times this level is subtracted from the injected noise, which is correct on
+average at each point, as Theorem 1 requires.
 """
 
 from __future__ import annotations
@@ -23,24 +23,23 @@ from isosgd.geometry.lowrank import RANK
 from isosgd.geometry.rule import Rule
 
 SINGULAR = 1e-12  # eigenvalues of H, scaled to a unit diagonal, below which a direction has no measurable noise
-BELIEVED = 3.0  # least credible ratio of curvature and Fisher information, either way; less may be chance
-SAFE = 2.0  # times the curvature that was measured in a direction, for Lambda there
+BELIEVED = 3.0  # least significant ratio of curvature and Fisher information, either way
+SAFE = 2.0  # factor on the curvature that was measured in a direction, for Lambda there
 LEAST = 0.01  # least credible curvature over Fisher information
 LEVEL_WEIGHT = 0.25  # of a new noise vector in the level
 
 
 class Full(Geometry):
-    """One matrix over all parameters; for up to a few hundred of them.
+    """One matrix over all parameters, for up to a few hundred of them.
 
-    The Fisher information is checked against the Hessian, axis by axis in the basis in which H is the identity (see
-    `learn`), and replaced by it where they differ much: gradient noise may lack directions that the posterior has, or
-    have directions of its own. Lambda covers the latter, but is no larger than that takes: without curvature there is
-    no bias.
+    The Fisher information is compared with the Hessian, axis by axis in the basis in which H is the identity (see
+    `learn`), and replaced by it where they differ much: there may be curvature without noise, or noise without
+    curvature. Lambda covers such noise, but is no larger, since without curvature there is no bias.
 
-    Chains of one data set share their noise vectors, since so many numbers take many vectors to estimate.
+    Chains of one data set share their noise vectors, since a full matrix takes many vectors to estimate.
 
-    Everything is kept in float64, since regressions on raw data have condition numbers of 1e11 and more. The noise
-    covariance is averaged further while draws are taken, so that ``C = Lambda - B`` improves; Lambda is fixed.
+    All is in float64, since regressions on raw data have condition numbers of 1e11 and more. Lambda is constant after
+    the warm-up, but the average of the noise covariance goes on, so that ``C = Lambda - B`` improves.
     """
 
     name = "full"
@@ -66,14 +65,14 @@ class Full(Geometry):
 
     @property
     def min_vectors(self) -> int:
-        # With four vectors for each parameter, eigenvalues are right within a factor of (1 - 1/2)^2.
+        # With four vectors for each parameter, eigenvalues are correct within a factor of (1 - 1/2)^2.
         return max(20, -(-4 * self.total * self.sets // self.chains))
 
     def _shared(self, x: Tensor) -> Tensor:
         """Averages over the chains of each data set."""
         each = x.view(self.sets, -1, *x.shape[1:])
         alive = self.alive.view(self.sets, -1, *([1] * (x.dim() - 1)))
-        weight, each = alive.to(x.dtype), torch.where(alive, each, 0.0)  # a dropped chain may not be finite
+        weight, each = alive.to(x.dtype), torch.where(alive, each, 0.0)  # dropped chains may not be finite
         mean = each.sum(1, keepdim=True) / weight.sum(1, keepdim=True).clamp_min(1.0)
         return mean.expand_as(each).reshape(x.shape)
 
@@ -116,7 +115,7 @@ class Full(Geometry):
         return unit.unsqueeze(-1) * vectors * values.rsqrt(), (vectors * values.sqrt()).mT / unit.unsqueeze(-2)
 
     def conditioning(self) -> dict[str, float]:
-        """Condition numbers that simpler structures would leave."""
+        """`condition_numbers` of H."""
         return condition_numbers((self.inverse_root.mT @ self.inverse_root)[self.alive])
 
     def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:
@@ -130,7 +129,6 @@ class Full(Geometry):
                 root, inverse = rescale(root, inverse, found, believed)
                 root, inverse = rescale(root, inverse, fisher, at_least_one)
                 root, inverse = rescale(root, inverse, found, partial(soft, rule, self.curvature_ratio))
-            # Rates fall at once and rise slowly.
             root, inverse = rescale(root, inverse, old.mT @ old / rise, at_least_one)
         self.root, self.inverse_root = root, inverse
         self._forget_axes()
@@ -158,7 +156,7 @@ class Full(Geometry):
         super().forget(void)
 
     def _forget_axes(self) -> None:
-        """Start to measure the Hessian along new axes."""
+        """Restart the measurement of the Hessian, along new axes."""
         self.hessian = torch.eye(self.total).to(self.root).repeat(self.chains, 1, 1)
         self.probed = [0] * self.total
 
@@ -169,7 +167,7 @@ class Full(Geometry):
         return ratios * self.unit_rate.double().unsqueeze(-1)
 
     def _inject(self, track_level: bool | None = None) -> None:
-        """Work out the matrices of a step; ``track_level`` None keeps tracking the level, or not."""
+        """Compute the matrices of a step; with None, ``track_level`` is as before."""
         track_level = self.tracks_level if track_level is None else track_level
         values, vectors = torch.linalg.eigh(self.root.mT @ self.cov @ self.root)
         room = 2.0 * self.factor.double().unsqueeze(-1)
@@ -221,7 +219,7 @@ class Full(Geometry):
         return self.sight.numel() > 0
 
     def levels(self, tensors: Sequence[Tensor], level: Tensor, noise: Tensor) -> Tensor:
-        """Levels ``[chains]`` after one more flat noise vector: a function of tensors alone, as `displace`."""
+        """Levels ``[chains]`` after one more flat noise vector: a pure function of tensors, as `displace`."""
         found = times(tensors[3], noise.double()).square().sum(-1)
         return torch.lerp(level, found.to(level), LEVEL_WEIGHT)
 
@@ -271,7 +269,7 @@ def believed(ratio: Tensor) -> Tensor:
 
 
 def soft(rule: Rule, curvature_ratio: Tensor, ratio: Tensor) -> Tensor:
-    """How much smaller Lambda may be where the curvature is below H, so that only the noise bounds it."""
+    """Factor of Lambda for directions in which the curvature is below H, so that only the noise bounds it."""
     needed = torch.minimum(SAFE * ratio.clamp_min(0.0), curvature_ratio.to(ratio).unsqueeze(-1))
     return rule.factor(needed) / rule.factor(curvature_ratio.to(ratio)).unsqueeze(-1)
 
@@ -279,8 +277,8 @@ def soft(rule: Rule, curvature_ratio: Tensor, ratio: Tensor) -> Tensor:
 def condition_numbers(h: Tensor) -> dict[str, float]:
     """Condition numbers that simpler structures leave of curvatures ``[chains, d, d]``; medians over chains.
 
-    The slowest direction takes about so many times longer to mix. ``single``: one rate; ``diagonal``: one for each
-    parameter; ``lowrank``: also one for each of the `RANK` strongest directions.
+    They are about the factors by which the slowest direction mixes more slowly. ``single``: one rate; ``diagonal``: one
+    for each parameter; ``lowrank``: also one for each of the `RANK` strongest directions.
 
     Example:
         >>> found = condition_numbers(torch.diag(torch.logspace(0, 6, 30, dtype=torch.float64)).unsqueeze(0))

@@ -1,10 +1,10 @@
-"""Lambda, diagonal in the eigenbases of each weight matrix's two noise factors; it needs no hooks and fits any model.
+"""Lambda, diagonal in the eigenbases of each weight matrix's two noise factors.
 
 For a weight matrix and its noise vectors D, of the same shape, the running means of ``D D^T`` and ``D^T D`` give two
-orthogonal bases. In them the noise is nearly uncorrelated, so that the diagonal rule applies.
+orthogonal bases. In them the noise is nearly uncorrelated, so that the diagonal rule applies. This needs no hooks.
 
 All axes of a large matrix would cost too much. Only the strongest few of its input side are used (`LeadingAxes`): they
-carry most of the noise that parameters share, and the outputs add little.
+have most of the correlated noise, and the outputs add little.
 
 Matrices m and their noise D are ``[chains, rows, columns]``. The basis B of the column side, a tuple of tensors, turns
 m into ``m B``. It is found from a single tensor, the running mean of ``D^T D`` or a substitute.
@@ -27,27 +27,27 @@ from isosgd.geometry.rule import Rule
 
 Basis = tuple[Tensor, ...]
 FORGET = 0.05  # least weight of a noise matrix in the search for the strongest axes
-LONGEST_SIDE = 512  # that gets all axes ...
-MOST_WORK = 1 << 24  # ... if to rotate it takes at most so many multiply-adds
+LONGEST_SIDE = 512  # up to which a side gets all axes ...
+MOST_WORK = 1 << 24  # ... if its rotation takes at most so many multiply-adds
 LEADING = 4  # axes of the inputs of a larger matrix; half as many ...
 HUGE = 1 << 20  # ... if it has more entries than this
-RECENT = 1 << 22  # numbers in the recent noise vectors from which variances in a new basis start
+RECENT = 1 << 22  # numbers in the recent noise vectors that give the first variances in a new basis
 
 
 class FixedSide:
-    """A side of a matrix that keeps its basis; the other kinds of sides are subclasses."""
+    """A side of a matrix with the standard basis, and the base class of other sides."""
 
-    tensors = 0  # in a basis
+    tensors = 0  # number of tensors in a basis
 
     def start(self, like: Tensor) -> Tensor:
         """The initial statistic of the noise, with the chains, dtype and device of ``like``."""
         return like.new_zeros(len(like), 0)
 
     def take(self, kept: Tensor, noise: Tensor, weight: float) -> None:
-        """Average in a noise matrix, in place; ``weight`` is that of a plain mean."""
+        """Update the statistic with a noise matrix, in place; ``weight`` is that of a plain mean."""
 
     def basis(self, kept: Tensor) -> Basis:
-        """The basis that follows from the statistic."""
+        """The basis for the statistic."""
         return ()
 
     def rotate(self, m: Tensor, basis: Basis) -> Tensor:
@@ -58,12 +58,12 @@ class FixedSide:
         """``m B^T``, in place."""
 
     def spread(self, values: Tensor, old: Basis, new: Basis | None) -> Tensor:
-        """The diagonal in a new basis (None: the parameters' own) of a matrix that is diagonal in the old one."""
+        """The diagonal, in a new basis (None: the standard basis), of a matrix that is diagonal in the old one."""
         return values
 
 
 class AllAxes(FixedSide):
-    """All axes: eigenvectors of the mean of ``D^T D``, or of ``D D^T`` for the side of the ``rows``."""
+    """All axes: eigenvectors of the mean of ``D^T D``, or of ``D D^T`` for the ``rows``."""
 
     tensors = 1
 
@@ -97,9 +97,9 @@ class AllAxes(FixedSide):
 class LeadingAxes(FixedSide):
     """The strongest axes of a long side, found by orthogonal iteration over the noise matrices.
 
-    They become the first coordinates, and the others turn as little as possible: B is a product of reflections, one for
-    each axis, ``B = I + V^T C V``, so that to rotate takes two thin products. If the inputs of a layer are positive, as
-    after ReLU, a few axes carry most of the noise that parameters share.
+    They become the first coordinates, and the others rotate as little as possible: B is a product of reflections, one
+    for each axis, ``B = I + V^T C V``, so that a rotation takes two thin products. If the inputs of a layer are
+    positive, as after ReLU, a few axes have most of the correlated noise.
     """
 
     tensors = 3
@@ -152,7 +152,7 @@ def _along(m: Tensor, v: Tensor) -> Tensor:
     """``m V^T``, for few rows of V."""
     if v.shape[1] > 2 or len(m) > 1 or m.is_cuda:
         return m @ v.mT
-    # Two products with vectors take half as long as one with a matrix of two columns.
+    # Two products with vectors take half the time of one with a matrix of two columns.
     return torch.stack([torch.mv(m[0], row) for row in v[0].unbind(0)], -1).unsqueeze(0)
 
 
@@ -162,10 +162,7 @@ def _pairs(rows: Tensor) -> Tensor:
 
 
 def orthonormal_rows(rows: Tensor) -> Tensor:
-    """Orthonormal rows for each chain, of which the first i span the first i that are given.
-
-    Signs are kept, so that running means make sense.
-    """
+    """Orthonormal rows for each chain; the first i span the first i given rows. Signs are kept, for running means."""
     q, r = torch.linalg.qr(rows.mT)
     sign = torch.where(diagonal(r) < 0, -1.0, 1.0)
     out: Tensor = (q * sign.unsqueeze(-2)).mT
@@ -223,7 +220,7 @@ class Kronecker(Geometry):
     Args:
         damping: share of a layer's mean curvature that is added to every direction.
         longest: longest side that gets all axes, in a matrix that is not too large for it.
-        leading: axes of its inputs that a larger matrix gets, or half as many if it is huge; 0 for none.
+        leading: axes for the inputs of a larger matrix, half as many if it is huge; 0 for none.
     """
 
     name = "kronecker"
@@ -244,7 +241,7 @@ class Kronecker(Geometry):
         edges = [0, *(edge for m in self.matrices for edge in (m.slot.start, m.slot.stop)), self.total]
         self.rest = [slice(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
         self.factors = [side.start(self.on_axes.v) for m in self.matrices for side in (m.left, m.right)]
-        self.bases: list[Tensor] = []  # empty for the parameters' own
+        self.bases: list[Tensor] = []  # empty for the standard basis
         self.recent: list[Tensor] = []
 
     def _with(self, bases: Sequence[Tensor]) -> Iterator[tuple[Matrix, tuple[Basis, Basis]]]:
@@ -283,12 +280,12 @@ class Kronecker(Geometry):
         if not self.known:
             self._renew_bases()
         own = prior.to(self.dtype, copy=True)
-        for matrix in self.matrices:  # its mean is exact if a matrix has a single scale, as nearly always
+        for matrix in self.matrices:  # their means are exact if a matrix has a single prior scale, as nearly always
             own[:, matrix.slot] = own[:, matrix.slot].mean(-1, keepdim=True)
         self.on_axes.settle(rule, own, rise)
 
     def forget(self, void: bool = False) -> None:
-        """At the start of a window, find the bases from the noise of the window before."""
+        """At the start of a window, set the bases from the noise of the last window."""
         if self.known and self.seen > 1 and not void:
             self._renew_bases()
         super().forget(void)
@@ -303,7 +300,7 @@ class Kronecker(Geometry):
         axes.changed()
 
     def _begin(self) -> None:
-        """Variances in a new basis: of recent vectors, shrunk to the product of row and column means (as of 8)."""
+        """Set variances in a new basis: of recent vectors, shrunk to the product of row and column means."""
         seen, count = torch.zeros_like(self.on_axes.v), len(self.recent)
         for d in self.recent:
             seen.add_(self.rotate(d).square_(), alpha=1.0 / count)
@@ -316,7 +313,7 @@ class Kronecker(Geometry):
     # -- Lambda -------------------------------------------------------------------------------------------------------
 
     def _spread(self, values: Tensor, old: Sequence[Tensor], new: Sequence[Tensor] | None) -> Tensor:
-        """The diagonal in new bases (None: the parameters' own) of what is diagonal in the old ones."""
+        """The diagonal, in new bases (None: the standard basis), of a matrix that is diagonal in the old ones."""
         out = values.clone()
         others = repeat((None, None)) if new is None else (bases for _, bases in self._with(new))
         for (matrix, (left, right)), (new_left, new_right) in zip(self._with(old), others, strict=False):

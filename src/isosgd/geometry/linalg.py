@@ -1,7 +1,7 @@
 """Linear algebra for each chain: products with a few long rows, eigenvectors, and diagonal plus low-rank noise.
 
-U is ``[chains, k, d]``: k rows for each chain; d may be in the millions, k is small. On the CPU products go block by
-block, so that intermediate results stay in the cache.
+U is ``[chains, k, d]``: k rows for each chain; d may be in the millions, k is small. On the CPU products are computed
+in blocks, so that intermediate results stay in the cache.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 BLOCK = 1 << 16  # columns at once
-SPLITS = 20  # rounds of `split` at most; none is needed if there are many more columns than rows
+SPLITS = 20  # most iterations of `split`
 CONVERGED = 1e-3
-MOST_RATIO = 10.0  # of one round
+MOST_RATIO = 10.0  # of an iteration
 
 
 def blocks(x: Tensor) -> tuple[Tensor, ...]:
@@ -46,7 +46,7 @@ def project(rows: Tensor, x: Tensor) -> Tensor:
 def spread_out_(rows: Tensor, along: Tensor, out: Tensor) -> Tensor:
     """``out += U^T along`` for ``[k]`` of each chain, in place."""
     if _reduced(rows, out):
-        # A strong direction nearly cancels, so that its rounding error would show: use two parts.
+        # In two parts, since the rounding error of a strong direction, which nearly cancels, would show.
         high = along.to(rows.dtype)
         for part in (high, (along - high).to(rows.dtype)):
             out.add_(times(rows.mT, part))
@@ -65,7 +65,7 @@ def times(matrix: Tensor, x: Tensor) -> Tensor:
 
 
 def _reduced(rows: Tensor, x: Tensor) -> bool:
-    """Whether to multiply in the rows' short type, for which CPUs have no fast arithmetic."""
+    """Whether to multiply in the rows' shorter dtype; CPUs have no fast arithmetic for it."""
     return x.is_cuda and rows.dtype != x.dtype
 
 
@@ -94,9 +94,9 @@ def explained(rows: Tensor, core: Tensor) -> Tensor:
 
 
 def orthonormal_(rows: Tensor) -> Tensor:
-    """Make rows orthonormal in place, turned as little as possible; returns the matrix that does it.
+    """Make rows orthonormal in place, rotated as little as possible; returns the matrix that does it.
 
-    It uses their Gram matrix, scaled to a unit diagonal; twice, since one pass loses half of the digits.
+    By their Gram matrix, scaled to a unit diagonal; twice, since one pass loses half of the digits.
     """
     floor, done = rows.shape[1] * torch.finfo(rows.dtype).eps, None
     for _ in range(2):
@@ -111,11 +111,10 @@ def orthonormal_(rows: Tensor) -> Tensor:
 
 
 def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, rising, and eigenvectors of a symmetric matrix for each chain, in float64."""
+    """Eigenvalues, ascending, and eigenvectors of a symmetric matrix for each chain, in float64."""
     matrix = matrix.double()
     # Finite, so that one diverged chain does not stop the others.
-    matrix = torch.nan_to_num(0.5 * (matrix + matrix.mT), posinf=0.0, neginf=0.0)
-    values, vectors = torch.linalg.eigh(matrix)
+    values, vectors = torch.linalg.eigh(torch.nan_to_num(0.5 * (matrix + matrix.mT), posinf=0.0, neginf=0.0))
     return values, vectors
 
 
@@ -131,14 +130,14 @@ def leftover(rows: Tensor, psi: Tensor) -> Tensor:
 
 
 def split(rows: Tensor, unit: Tensor, left: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
-    """Noise z as ``diag(psi) + U^T shared U``, with psi not negative and ``shared`` positive semi-definite.
+    """The covariance of noise z as ``diag(psi) + U^T shared U``, psi non-negative, ``shared`` positive semi-definite.
 
     The rows are ``U diag(1 / unit)``, U orthonormal; ``left`` is the variance of each coordinate of ``(I - U^T U) z``,
-    and ``spread`` the covariance along U. The former is measured, since as a difference of variances it would be lost
-    in rounding where the rows explain nearly everything.
+    and ``spread`` the covariance along U. The former is measured: as a difference of variances it would be lost in
+    rounding where the rows explain nearly everything.
     """
     psi = left.clone()
-    # With many more coordinates than rows, psi is nearly ``left``; rows that span everything leave only rounding.
+    # With many more coordinates than rows, psi is nearly ``left``; rows that span everything leave rounding error only.
     if CONVERGED * rows.shape[2] < rows.shape[1] < rows.shape[2]:
         _fit(rows.to(left.dtype) * unit.unsqueeze(1), psi)
     values, vectors = symmetric_eigen(spread - gram(rows, psi * unit.square()))
@@ -148,12 +147,12 @@ def split(rows: Tensor, unit: Tensor, left: Tensor, spread: Tensor) -> tuple[Ten
 def _fit(rows: Tensor, psi: Tensor) -> None:
     """Turn ``left`` into psi, in place: non-negative least squares (image space reconstruction).
 
-    A chain that has converged is left alone, so that chains give the same result together and alone.
+    A chain that has converged is not changed, so that its result does not depend on the other chains.
     """
     target, going = leftover(rows, psi), torch.ones_like(psi[:, :1], dtype=torch.bool)
     for _ in range(SPLITS):
         image = leftover(rows, leftover(rows, psi))
-        # Coordinates of which the rows leave only rounding stay as they are.
+        # Coordinates of which the rows leave rounding error only are not changed.
         known = image > torch.finfo(psi.dtype).eps * psi.amax(-1, keepdim=True)
         ratio = torch.where(known, target / image, 1.0).clamp_max_(MOST_RATIO)
         psi.copy_(torch.where(going, psi * ratio, psi))

@@ -1,4 +1,4 @@
-"""Lambda as a diagonal plus a low rank: the strongest directions of noise that different parameters share.
+"""Lambda as a diagonal plus a low rank: the strongest directions of noise that is correlated between parameters.
 
 With a diagonal matrix D and k directions, the rows of S,
 
@@ -6,8 +6,8 @@ With a diagonal matrix D and k directions, the rows of S,
 
 so that a step takes two products with S, O(d k): Lambda^-1 is diagonal plus ``S^T (k x k) S``. The noise has the same
 form, ``Var(g) = D^1/2 (diag(residual) + U^T shared U) D^1/2``: its diagonal is what the directions leave
-(`isosgd.geometry.linalg.split`), so that the rule ``Lambda = q H`` holds both along the directions and beside them. The
-part of ``C = Lambda - Var(g) / 2`` along the directions is injected by k innovations of their own.
+(`isosgd.geometry.linalg.split`), so that the rule ``Lambda = q H`` holds along the directions and orthogonal to them.
+The part of ``C = Lambda - Var(g) / 2`` along the directions is injected by k further innovations.
 
 The directions are found in the warm-up by block power iteration (`Directions`).
 
@@ -44,23 +44,24 @@ from isosgd.noise.model import dot
 
 RANK = 20  # directions, by default
 LARGE = 1_000_000  # parameters from which S is kept in bfloat16 on an accelerator
-ROOM = 0.25  # least strength of a direction, since its noise may turn out larger later
-SPILL = 0.1  # share of the noise along the directions that is added beside them: they turn as a chain moves
+ROOM = 0.25  # least strength of a direction, since its noise may be larger later
+SPILL = 0.1  # share of the noise along the directions that is added to the diagonal: they rotate as a chain moves
 SMALLEST = 0.01  # least injected variance over that of Lambda, in the diagonal part
-NEGLIGIBLE = 0.01  # excess injected variance, over that of the diagonal part, that is not worth a correction
-OLD_BLOCKS = 3  # blocks that the directions of an earlier search count for
+NEGLIGIBLE = 0.01  # excess injected variance, over that of the diagonal part, that is not corrected
+OLD_BLOCKS = 3  # weight of the directions of an earlier search, in blocks
 
 
 class Directions:
     """The search for the strongest directions of the noise, for each chain.
 
     A round combines a block of noise vectors with the result of earlier blocks (history PCA). The noise along the
-    directions is measured on vectors that had no part in finding them: with millions of parameters and a hundred
-    vectors, it would otherwise look a thousand times too large.
+    directions is measured on vectors that were not used to find them: otherwise, with millions of parameters and a
+    hundred vectors, it would be a thousand times too large.
 
     Directions are orthonormal in coordinates ``unit * parameters``. There the noise has the covariance ``spread``
-    ``[chains, k, k]`` along them, and variances ``left`` ``[chains, d]`` beside them. The start, ``[chains, k, d]``, is
-    overwritten. Without a unit, it is found from the variances of the noise, which ``damped`` keeps off zero.
+    ``[chains, k, k]`` along them, and variances ``left`` ``[chains, d]`` orthogonal to them. The start ``rows``,
+    ``[chains, k, d]``, is overwritten. Without a unit, it is set from the variances of the noise, made positive by
+    ``damped``.
     """
 
     kept = ("rows", "image", "unit", "left", "spread", "block_spread", "in_block", "blocks")
@@ -112,7 +113,7 @@ class Directions:
         if self.blocks < 0:
             self.unit = self.damped(self.left).clamp_min(torch.finfo(image.dtype).tiny).rsqrt()
             image.mul_(self.unit.unsqueeze(1))
-        # Along the axes of `spread` images have directions of their own; mixtures would all show the strongest one.
+        # Along the axes of `spread`: images of other vectors would all be close to the strongest direction.
         mix_(symmetric_eigen(spread)[1].mT, image)
         orthonormal_(image)
         if self.blocks >= 0:
@@ -133,7 +134,7 @@ class LowRank(Geometry):
     """A rate for each element of the parameters, and for each of a few directions across all of them.
 
     Args:
-        rank: k, how many directions.
+        rank: k, the number of directions.
         damping: share of a layer's mean that is added to the diagonal part of the curvature everywhere.
         dtype: of S. By default that of the parameters (at least float32); bfloat16 for a large model on an
             accelerator, where reading S takes most of the time. CPUs without bfloat16 arithmetic are slower with it.
@@ -170,13 +171,13 @@ class LowRank(Geometry):
         self.k = min(self.rank, self.total)
         self.worst, none = WorstDirection(self), self.full(0.0, 0)
         self.lam = self.basis = self.strength = self.residual = self.shared = none
-        self.left = self.spread = none  # noise beside the directions and along them
+        self.left = self.spread = none  # noise orthogonal to the directions and along them
         self.rate = self.amplitude = self.inner = self.back = self.add = none  # vectors and small matrices of a step
         self.undo = self.reach = none  # empty unless the noise along a direction exceeds Lambda
         generator = torch.Generator(self.device).manual_seed(0)  # only the span of the start matters
         start = torch.empty(self.k, self.total, dtype=self.dtype, device=self.device).normal_(generator=generator)
         orthonormal_(start.unsqueeze(0))
-        # Until Lambda is settled, and again from `forget` on.
+        # None after Lambda has been set, until `forget`.
         self.search: Directions | None = Directions(start.repeat(self.chains, 1, 1), damped=self._damped)
 
     @property
@@ -208,7 +209,7 @@ class LowRank(Geometry):
         return damped(h, self.damping, self.slots)
 
     def forget(self, void: bool = False) -> None:
-        """At the start of a window, search for directions anew, starting from those of Lambda."""
+        """At the start of a window, restart the search, from the directions of Lambda."""
         if self.known and (void or self.search is None):
             rows = self.basis.to(self.dtype, copy=True).mul_(self.lam.sqrt().unsqueeze(1))
             known = self.lam.rsqrt(), self.left.clone(), self.spread.clone()
@@ -227,7 +228,7 @@ class LowRank(Geometry):
         self.worst.limit_excess()
 
     def _renew(self, search: Directions, rule: Rule, prior: Tensor, rise: float) -> None:
-        """Lambda from the noise along the new directions and beside them."""
+        """Set Lambda from the noise along the new directions and orthogonal to them."""
         before = self.worst.direction() if self.worst.count else None
         psi, shared = split(search.rows, torch.ones_like(search.unit), search.left, search.spread)
         spilt = SPILL * explained(search.rows, shared.to(self.dtype)).clamp_min(0.0)
@@ -272,7 +273,7 @@ class LowRank(Geometry):
         return self.worst.excess_temperature()
 
     def _inject(self) -> None:
-        """Work out the tensors of a step; exact for any S, so that rounding it to bfloat16 does no harm."""
+        """Compute the tensors of a step; exact for any S, also one that was rounded to bfloat16."""
         one = torch.eye(self.k, dtype=torch.float64, device=self.device)
         products, strength = gram(self.basis, self.lam).double(), torch.diag_embed(self.strength.double())
         # Woodbury: Lambda^-1 = D^-1 + S^T inner S

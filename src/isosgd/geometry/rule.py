@@ -1,12 +1,11 @@
-"""How large Lambda must be: the discretisation bias of a step, and the rule that every `Geometry` follows.
+"""The size of Lambda: the discretisation bias of a step, and the rule of every `Geometry`.
 
 The Fisher information of one example, ``F = n Var(g)``, is the curvature of the log likelihood if the model fits.
 With the prior's, ``H = n Var(g) + (prior Hessian) / N`` is the curvature of ``f / N``, and
 
     Lambda = q H,    q = max(what the noise requires, what the allowed bias requires)
 
-makes ``rate * curvature = T / (N q)`` the same in *every* direction, so that none is left unmixed, and leaves ``C =
-Lambda - Var(g) / 2`` positive by construction.
+makes ``rate * curvature = T / (N q)`` the same in every direction and ``C = Lambda - Var(g) / 2`` positive.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from torch import Tensor
 
 N_ = TypeVar("N_", float, Tensor)
 
-HIGHEST = 0.2  # rate * curvature with averaged innovations, whatever bias is predicted
-CHANGE = 11.5  # bias of variances from noise that varies, over its share of Lambda and T / N, for a sampled scale
+HIGHEST = 0.2  # largest rate * curvature with averaged innovations, for any predicted bias
+CHANGE = 11.5  # bias of variances from varying noise, over its share of Lambda and T / N, for a sampled scale
 TRACKED = 3.0  # factor on that share, at about the same bias, if the level of the noise is tracked ...
-ROOM = 2.0  # ... but least Lambda over B, since levels that are measured step by step scatter
-WORTH = 1.3  # factor by which tracking must reduce Lambda to be worth it
+ROOM = 2.0  # ... but least Lambda over B, since measured levels scatter
+WORTH = 1.3  # least factor by which tracking must reduce Lambda
 WIDE = 0.15  # sqrt(T / N) above which a posterior is too wide for expansions
 
 
@@ -33,8 +32,8 @@ def variance_inflation(rate_curvature: N_, friction: float = 1.0, share: float =
     """Stationary variance over target variance for a quadratic potential: ``1 / (1 - rate h / (2 (2 - friction)))``.
 
     Exact for both steppers (the recursion is linear); infinite if the step is unstable. Injected noise that is averaged
-    over two steps adds no bias of its own (Leimkuhler and Matthews 2013): then only the ``share`` of the composite
-    noise that comes from the gradient counts.
+    over two steps adds no bias (Leimkuhler and Matthews 2013): then ``share`` is that of gradient noise in the
+    composite noise.
 
     Example:
         >>> round(variance_inflation(0.04), 4)
@@ -53,7 +52,7 @@ def allowed_rate_curvature(bias: float, friction: float = 1.0) -> float:
 
 @dataclass(frozen=True)
 class Rule:
-    """How large Lambda must be, as a multiple of H.
+    """The size of Lambda as a multiple of H.
 
     Args:
         num_data: N.
@@ -82,13 +81,13 @@ class Rule:
 
     @property
     def change(self) -> float:
-        """Lambda over the gradient noise B that is needed since the noise varies over the posterior."""
-        # Its linear variation averages out, and the quadratic one is of the order of the squared width, T / N.
+        """Least Lambda over B because the noise varies over the posterior."""
+        # Linear variation averages out, and the quadratic one is of the order of the squared width, T / N.
         return CHANGE * min(self.scale, WIDE * math.sqrt(self.scale)) / self.bias
 
     @property
     def tracks_level(self) -> bool:
-        """Whether the level of the noise can be tracked and this is worth it."""
+        """Whether to track the level of the noise."""
         if not self.trackable or self.full_batch:
             return False
         one = torch.ones(())
@@ -126,7 +125,7 @@ class Rule:
 
 
 def damped(h: Tensor, damping: float, slots: Sequence[slice]) -> Tensor:
-    """Curvatures ``[chains, d]`` plus a share of each layer's mean, so that none is nearly zero."""
+    """Curvatures ``[chains, d]`` plus a share of each layer's mean."""
     out = h.clone()
     for slot in slots:
         out[:, slot] += damping * h[:, slot].mean(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Gradient noise: what a minibatch adds to the gradient, measured online."""
+"""Gradient noise, the error of a minibatch gradient, estimated online."""
 
 from isosgd.noise.estimators import (
     AlphaStable,

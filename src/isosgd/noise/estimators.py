@@ -1,15 +1,15 @@
-"""Noise vectors of minibatches, and online estimates of the variance of a gradient, in O(d) for each parameter.
+"""Noise vectors of minibatches, and online estimators of the variance of a gradient.
 
 *Paired halves.* With ``g1``, ``g2`` the mean gradients of two disjoint parts of ``n1`` and ``n2`` examples, the
 minibatch gradient is ``g = (n1 g1 + n2 g2) / n`` and the difference ``D = sqrt(n1 n2) / n (g1 - g2)`` has mean zero and
-the covariance of ``g``, whatever the gradient itself is. The prior's gradient cancels. For equal halves
-``D = (g1 - g2) / 2``. It costs no extra gradients: the two halves together are the minibatch.
+the covariance of ``g``. The prior's gradient cancels. For equal halves ``D = (g1 - g2) / 2``. It costs no extra
+gradients: the two halves are the minibatch.
 
-An estimator takes *noise vectors*, one list of tensors per step, and keeps its state in plain dicts of tensors, in the
-optimizer's state, so that it is saved with the optimizer:
+An estimator takes *noise vectors*, one list of tensors per step, and keeps its state in dicts of tensors in the
+optimizer's state, with which it is saved:
 
 - ``gaussian``: the gradient itself, uncentred, as the paper assumes near a mode (its assumption 2);
-- ``paired``: that difference of the gradients of two halves, centred and unbiased wherever the chain is;
+- ``paired``: the difference of the gradients of two halves, centred and unbiased everywhere;
 - ``alpha``: either of them, modelled as alpha-stable noise, with the variance of the nearest Gaussian.
 """
 
@@ -31,18 +31,18 @@ NoiseName = Literal["gaussian", "paired", "alpha"]
 
 
 def state_dtype(param: Tensor) -> torch.dtype:
-    """Estimates are kept in float32 at least, whatever the parameter's dtype."""
+    """The dtype of estimates: float32 at least."""
     return torch.promote_types(param.dtype, torch.float32)
 
 
 def check_momentum(momentum: float) -> None:
-    """Refuse a momentum that does not average."""
+    """Raise if the momentum is invalid."""
     if not 0.0 <= momentum < 1.0:
         raise ValueError(f"momentum = {momentum} of the noise estimate must lie in [0, 1)")
 
 
 class NoiseEstimator(ABC):
-    """One interface: ``init`` a parameter's state, ``update`` it with noise vectors, read the ``variance``."""
+    """``init`` a parameter's state, ``update`` it with noise vectors, read the ``variance``."""
 
     centred: bool
     momentum: float
@@ -53,10 +53,10 @@ class NoiseEstimator(ABC):
 
     @abstractmethod
     def update(self, states: Sequence[State], noise: Sequence[Tensor], seen: int) -> None:
-        """Take in one noise vector; ``seen`` have been taken in before it."""
+        """Update with a noise vector; ``seen`` is the number of those before it."""
 
     def variance(self, states: Sequence[State]) -> list[Tensor]:
-        """Var(g) for each parameter, in the units of the gradients that were fed."""
+        """Var(g) for each parameter."""
         return [state["variance"] for state in states]
 
     def ready(self, seen: int) -> bool:
@@ -70,7 +70,7 @@ class MovingAverage(NoiseEstimator):
 
     Args:
         momentum: ``mu``. The first ``1 / (1 - mu)`` vectors have equal weights, so that the start value has no effect.
-        centred: whether it takes differences (``paired``) or plain gradients (``gaussian``).
+        centred: whether noise vectors are differences (``paired``) or gradients (``gaussian``).
     """
 
     momentum: float = 0.9
@@ -96,8 +96,8 @@ class AlphaStable(NoiseEstimator):
         block: N1, vectors summed in one block.
         blocks: N2, blocks in one estimate.
         momentum: ``mu`` of the filter over successive estimates.
-        centred: whether it takes differences or plain gradients. Block sums of a drifting gradient grow like ``N1``
-            whatever the noise is, which looks like ``alpha -> 1``: centre wherever possible.
+        centred: whether noise vectors are differences or gradients. Block sums of a drifting gradient grow like ``N1``,
+            which looks like ``alpha -> 1``: centre if possible.
     """
 
     block: int = 10
@@ -144,7 +144,7 @@ class AlphaStable(NoiseEstimator):
 
 
 def make_estimator(noise: NoiseName | NoiseEstimator, momentum: float | None = None) -> NoiseEstimator:
-    """The estimator with a name, at the given momentum or its default."""
+    """The estimator of that name, with the given momentum or its default."""
     if isinstance(noise, NoiseEstimator):
         return noise
     if noise == "gaussian":
@@ -159,7 +159,7 @@ def make_estimator(noise: NoiseName | NoiseEstimator, momentum: float | None = N
 def join_halves(
     first: Sequence[Tensor], second: Sequence[Tensor], sizes: tuple[int, int] = (1, 1)
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Minibatch gradient and noise vector from the mean gradients of its two parts, and the examples in each.
+    """Minibatch gradient and noise vector from the mean gradients of two parts; ``sizes`` are their examples.
 
     Example:
         >>> g, d = join_halves([torch.tensor([1.0, 2.0])], [torch.tensor([3.0, 2.0])])
@@ -174,14 +174,14 @@ def join_halves(
     n = n1 + n2
     difference = torch._foreach_sub(list(first), list(second))
     gradient = torch._foreach_add(list(second), difference, alpha=n1 / n)
-    # Nothing in place: a compiled loop over steps takes no such lists.
+    # Not in place, for compiled loops over steps.
     return list(gradient), list(torch._foreach_mul(difference, math.sqrt(n1 * n2) / n))
 
 
 def paired_backward(
     params: Sequence[Tensor], first: Callable[[], Tensor], second: Callable[[], Tensor], sizes: tuple[int, int] = (1, 1)
 ) -> list[Tensor]:
-    """For a training loop of your own: backpropagate both halves, leave the mean in ``.grad``, return the noise vector.
+    """For your own training loop: backpropagate both halves, write the mean to ``.grad``, return the noise vector.
 
     Args:
         params: the parameters, in the sampler's order.

@@ -1,11 +1,11 @@
-"""What a sampler knows of its gradient noise, kept in the optimizer's state so that it is saved with it.
+"""The gradient noise of a sampler, in the optimizer's state, with which it is saved.
 
-For each parameter this is the variance of its noise (see `isosgd.noise.estimators`); for each group, in the state of
-its first parameter, the top eigenvector of the noise, its last few noise vectors (the *ring*), and the top eigenvalues
-that the ring had lately.
+For each parameter it is the variance of its noise (see `isosgd.noise.estimators`); for each group, in the state of its
+first parameter, the top eigenvector of the noise, its last few noise vectors (the *ring*), and recent top eigenvalues
+of the ring.
 
-A group's noise is summarised by one number: how large must lambda be? *Summaries* are in units of ``b = v / 2``, the
-diagonal of the paper's B. With ``chains=K`` every tensor has a leading chain dimension, and a summary is ``[K]``.
+A *summary* of a group's noise is one number that bounds lambda, in units of ``b = v / 2``, the diagonal of the paper's
+B. With ``chains=K`` every tensor has a leading chain dimension, and a summary is ``[K]``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 
 from isosgd.noise.estimators import NoiseEstimator
 
-CLIPPED = 0.01  # share of steps at which noise may exceed what lambda covers
-LENGTHS_KEPT = 256  # recent top eigenvalues of each group's ring, of which the noise bound takes a quantile
+CLIPPED = 0.01  # share of steps at which noise may exceed lambda
+LENGTHS_KEPT = 256  # recent top eigenvalues of each group's ring, for a quantile
 MOST_VECTORS = 16  # noise vectors in a group's ring ...
-VECTOR_MEMORY = 1 << 15  # ... if a chain's hold at most so many numbers; large groups keep one
+VECTOR_MEMORY = 1 << 15  # ... if they have at most so many numbers for each chain; large groups keep one
 
 Group = dict[str, Any]
 Summary = Literal["max", "sum", "mean", "top"]
@@ -30,14 +30,14 @@ Total = Callable[[Tensor], Tensor]
 
 
 class Uses(NamedTuple):
-    """What a step depends on of the noise, which is always followed; the rest only until rates are frozen."""
+    """The noise estimates that a step depends on; others are updated only until rates are frozen."""
 
     variances: bool = False  # of each parameter
     vectors: bool = False  # of each group
 
 
 class Whole:
-    """Sums over all elements of parameters, which are all here; `isosgd.samplers.shards` is for shards."""
+    """Sums over all elements of parameters that are not sharded; `isosgd.samplers.shards.Shards` is for others."""
 
     sharded = False
     rank, ranks = 0, 1
@@ -50,17 +50,17 @@ class Whole:
         """Seed the generators of all ranks alike."""
 
     def take_gradients(self) -> None:
-        """Give the shards their gradients."""
+        """Pass gradients on to the shards."""
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear the gradients of the sharded parameters."""
 
     def total(self, x: Tensor) -> Tensor:
-        """Sums over all elements, from sums over those here."""
+        """Sums over all elements, from sums over those on this rank."""
         return x
 
     def largest(self, x: Tensor) -> Tensor:
-        """Likewise of maxima."""
+        """Maxima over all elements, likewise."""
         return x
 
     def norm(self, x: Tensor) -> Tensor:
@@ -69,11 +69,11 @@ class Whole:
         return found
 
     def size(self, width: int, params: Sequence[Tensor]) -> int:
-        """Number of elements for each chain; ``width`` of them are here."""
+        """Number of elements for each chain; ``width`` of them are on this rank."""
         return width
 
     def mean(self, x: Tensor, params: Sequence[Tensor]) -> Tensor:
-        """Mean over all elements, of which x holds those here."""
+        """Mean over all elements, from those on this rank."""
         return x.mean()
 
     def normal_(self, out: Tensor, params: Sequence[Tensor], generator: torch.Generator) -> None:
@@ -82,10 +82,10 @@ class Whole:
 
 
 class NoiseModel:
-    """The gradient noise of a sampler, kept in the groups and the state of that optimizer.
+    """The gradient noise of a sampler, kept in its groups and state.
 
-    ``uses`` says what the sampler's steps depend on; the generator is for start vectors. A group's ring and top
-    eigenvector follow every ``vectors_every``-th noise vector.
+    ``uses`` are the estimates that steps depend on; the generator is for start vectors. A group's ring and top
+    eigenvector are updated with every ``vectors_every``-th noise vector.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class NoiseModel:
         self.reset()
 
     def reset(self) -> None:
-        """Drop what was derived from the state, which has changed."""
+        """Drop what was computed from the state."""
         self._spectra: dict[int, tuple[Tensor, Tensor]] = {}  # of each group's ring, by the identity of the group
 
     @property
@@ -112,7 +112,7 @@ class NoiseModel:
     # -- taking in ----------------------------------------------------------------------------------------------------
 
     def take(self, noise: Sequence[Tensor | None] | None = None) -> None:
-        """Take in one noise vector, in the order of the parameters; None takes the gradients themselves."""
+        """Update with a noise vector, in the order of the parameters; None takes the gradients."""
         if noise is not None:
             self.check(noise)
         followed: dict[int, list[tuple[dict[str, Any], Tensor]]] = {}  # by the number of earlier vectors
@@ -134,13 +134,13 @@ class NoiseModel:
             self.estimator.update([state for state, _ in pairs], [d for _, d in pairs], seen)
 
     def by_group(self, noise: Sequence[Tensor | None] | None) -> Iterator[tuple[Group, list[tuple[Tensor, Tensor]]]]:
-        """Every group, with pairs of its parameters and their noise vectors, where there are any."""
+        """Every group, with pairs of its parameters and their noise vectors, if any."""
         given = iter(noise if noise is not None else [p.grad for group in self.groups for p in group["params"]])
         for group in self.groups:
             yield group, [(p, d) for p, d in zip(group["params"], given, strict=False) if d is not None]
 
     def check(self, noise: Sequence[Tensor | None]) -> None:
-        """Refuse noise vectors that do not fit the parameters."""
+        """Raise if noise vectors do not fit the parameters."""
         needed = [tuple(p.shape) for group in self.groups for p in group["params"]]
         found = [None if d is None else tuple(d.shape) for d in noise]
         if len(found) != len(needed) or any(f is not None and f != n for f, n in zip(found, needed, strict=True)):
@@ -149,7 +149,7 @@ class NoiseModel:
             )
 
     def state_of(self, p: Tensor) -> dict[str, Any]:
-        """The state of a parameter, with an estimate."""
+        """The state of a parameter; initialises the estimate."""
         state = self.optimizer.state[p]
         if "variance" not in state:
             state.update(self.estimator.init(p))
@@ -174,7 +174,7 @@ class NoiseModel:
         group["vectors"] += 1
 
     def _take_lengths(self, turned: Sequence[tuple[Group, dict[str, Any]]]) -> None:
-        """Update the top eigenvalues of the rings."""
+        """Store the top eigenvalues of the rings."""
         spectra = ring_spectra([s["ring"] for _, s in turned], self.whole.total)
         for (group, state), spectrum in zip(turned, spectra, strict=True):
             self._spectra[id(group)] = spectrum
@@ -184,27 +184,27 @@ class NoiseModel:
             state["longest"][index] = spectrum[0].amax(-1) / min(group["vectors"], slots)
 
     def freeze(self) -> None:
-        """From now on, follow only what a step depends on."""
+        """From now on, update only the estimates that a step depends on."""
         for group in self.groups:
             group["frozen"] = True
 
     def forget(self) -> None:
-        """Start the estimates anew; the old ones serve until the first new vector."""
+        """Restart the estimates; the old ones are used until the first new vector."""
         for group in self.groups:
             group["seen"] = 0
 
-    # -- what is known ------------------------------------------------------------------------------------------------
+    # -- the estimates ------------------------------------------------------------------------------------------------
 
     def ready(self) -> bool:
         """Whether every group has a first estimate."""
         return all(self.estimator.ready(group["seen"]) for group in self.groups)
 
     def of_group(self, group: Group) -> dict[str, Any] | None:
-        """The state with a group's ring and top eigenvector, or None before any noise was seen."""
+        """The state with a group's ring and top eigenvector, or None before the first noise vector."""
         return next((self.optimizer.state[p] for p in group["params"] if self._knows(p, "top")), None)
 
     def seen_of_group(self, group: Group) -> dict[str, Any]:
-        """The same, or an error."""
+        """`of_group`; raises before the first noise vector."""
         state = self.of_group(group)
         if state is None:
             raise RuntimeError(
@@ -222,7 +222,7 @@ class NoiseModel:
         return self.estimator.variance([self.optimizer.state[p] for p in self.seen_params(group)])
 
     def seen_params(self, group: Group) -> list[Tensor]:
-        """The parameters of a group whose noise was seen."""
+        """The parameters of a group that have an estimate."""
         return [p for p in group["params"] if self._knows(p, "variance")]
 
     def summary(self, group: Group, how: Summary) -> Tensor:
@@ -234,7 +234,7 @@ class NoiseModel:
     def recent_lengths(self, group: Group) -> Tensor:
         """Top eigenvalues of the ring's second moment at recent steps, ``[seen]`` or ``[seen, chains]``.
 
-        They are those of full rings since the noise was last forgotten, or the last one.
+        Only those of full rings since the last `forget`; without any, the last one.
         """
         state = self.seen_of_group(group)
         longest: Tensor = state["longest"]
@@ -242,14 +242,11 @@ class NoiseModel:
         return longest[: min(max(taken - state["ring"].shape[-2], 1), LENGTHS_KEPT)]
 
     def longest(self, group: Group) -> Tensor:
-        """What lambda must cover for `isosgd.geometry.layer.subtract_outer_` to be exact.
-
-        A quantile, not the maximum: one outlier must not slow the chain for good. The clipped share is reported.
-        """
+        """The least lambda for which `isosgd.geometry.layer.subtract_outer_` is exact, but for a share `CLIPPED`."""
         return 0.5 * torch.quantile(self.recent_lengths(group), 1.0 - CLIPPED, dim=0)
 
     def spectrum(self, group: Group) -> tuple[Tensor, Tensor, Tensor, int]:
-        """A group's ring of noise vectors, its eigenvalues and eigenvectors, and how many vectors are in it."""
+        """A group's ring of noise vectors, its eigenvalues and eigenvectors, and the number of vectors in it."""
         ring = self.seen_of_group(group)["ring"]
         if id(group) not in self._spectra:
             (self._spectra[id(group)],) = ring_spectra([ring], self.whole.total)
@@ -257,14 +254,14 @@ class NoiseModel:
 
 
 def here(x: Tensor) -> Tensor:
-    """`Whole.total` if all elements are here."""
+    """`Whole.total` of parameters that are not sharded."""
     return x
 
 
 def ring_spectra(rings: Sequence[Tensor], total: Total = here) -> list[tuple[Tensor, Tensor]]:
     """Eigenvalues ``[(chains,) m]`` and eigenvectors of the Gram matrices of m noise vectors ``[(chains,) m, d]`` each.
 
-    Matrices of one shape are decomposed in one call: on a GPU one of them takes as long as all.
+    Matrices of one shape are decomposed in one call: on a GPU it takes as long as for one of them.
     """
     found: dict[int, tuple[Tensor, Tensor]] = {}
     alike: dict[Any, list[tuple[int, Tensor]]] = {}
@@ -302,7 +299,7 @@ def split_like(joined: Tensor, tensors: Sequence[Tensor], chains: int | None = N
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
     """Inner product of flat vectors, for each chain."""
-    return (a * b).sum(-1)  # torch.dot has threads of its own: 30 times slower on two busy cores
+    return (a * b).sum(-1)  # torch.dot starts threads: 30 times slower on two busy cores
 
 
 def summarise(
@@ -314,8 +311,7 @@ def summarise(
 ) -> Tensor:
     """Max, sum or mean of ``b = v / 2`` over the parameters of a group.
 
-    ``max`` is the paper's choice for independent noise components; ``sum`` bounds the largest eigenvalue of any
-    covariance with that diagonal.
+    ``max`` is the paper's, for independent components; ``sum`` bounds the top eigenvalue of any such covariance.
     """
     whole = whole or Whole()
     parts = [flat(v, batched) for v in variances]

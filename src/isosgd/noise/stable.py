@@ -1,4 +1,4 @@
-"""Symmetric alpha-stable noise: a fit, and the Gaussian nearest to it.
+"""Symmetric alpha-stable noise: its fit, and the nearest Gaussian.
 
 A symmetric alpha-stable variable has characteristic function ``exp(-|c t|^alpha)``; ``alpha = 2`` is a
 Gaussian of variance ``2 c^2``, smaller ``alpha`` has infinite variance. The Gaussian nearest in l2 has standard
@@ -6,8 +6,8 @@ deviation ``c / r(alpha)``. ``r`` minimises
 
     J(r) = r (sqrt(pi) - 2 sqrt(2 pi) E[exp(-|r T|^alpha)]),    T ~ N(0, 1).
 
-The paper prints this with half the second term and says "maximise"; that gives r near 0.36. With the factor of 2
-restored, r stays within 2% of 1/sqrt(2) for alpha >= 1, as the paper claims in words.
+The paper has half the second term and says "maximise", which gives r near 0.36. With the factor of 2, r is within 2% of
+1/sqrt(2) for alpha >= 1, as its text says.
 
 References:
     Franzese et al. (2020), Isotropic SGD, appendix B.3.
@@ -31,7 +31,7 @@ _TINY = 1e-30  # instead of zero, which has no logarithm
 
 
 def match_gaussian(alpha: float) -> float:
-    """``r(alpha)``: the l2-nearest Gaussian of scale-``c`` stable noise has standard deviation ``c / r``.
+    """``r(alpha)``: the Gaussian nearest in l2 to stable noise of scale ``c`` has standard deviation ``c / r``.
 
     Example:
         >>> round(match_gaussian(2.0), 4), round(match_gaussian(1.0), 3)
@@ -83,7 +83,7 @@ def fit_from_logs(mean_log: Tensor, mean_log_block: Tensor, block: int) -> tuple
 
 
 class TailMeter:
-    """One tail index for a group of parameters, pooled over all of them, from successive noise vectors."""
+    """The tail index of a group's noise, pooled over all parameters and successive noise vectors."""
 
     kept = ("_sum", "_logs", "_block_logs", "_count", "_blocks", "_position")
 
@@ -94,7 +94,7 @@ class TailMeter:
         self._count = self._blocks = self._position = 0
 
     def update(self, noise: list[Tensor]) -> None:
-        """Take in one noise vector. Parameters without any noise are left out."""
+        """Update with a noise vector. Entries without noise are left out."""
         if self._sum is None:
             self._sum = [torch.zeros_like(d) for d in noise]
         torch._foreach_add_(self._sum, noise)
@@ -109,7 +109,7 @@ class TailMeter:
             self._position = 0
 
     def tail_index(self) -> float:
-        """Alpha in (0, 2]; 2 is Gaussian. NaN before the first whole block."""
+        """Alpha in (0, 2]; 2 is Gaussian. NaN before the first complete block."""
         if not self._blocks or not self._count:
             return math.nan
         alpha, _ = fit_from_logs(
