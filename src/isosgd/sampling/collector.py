@@ -1,4 +1,4 @@
-"""Draws from a loop of the user's own, collected into a `Posterior`."""
+"""`Collector` keeps draws of a loop of the user's own, and makes a `Posterior` of them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from isosgd.samplers import METHODS, Sampler
 from isosgd.samplers.half import wide
 from isosgd.samplers.injection import capturing
 from isosgd.samplers.shards import Shards, is_sharded
+from isosgd.sampling.request import fingerprint
 from isosgd.sampling.settings import versions
-from isosgd.sampling.stored import fingerprint, load
+from isosgd.sampling.stored import load
 from isosgd.store import Manifest, StoreError, Writer
 from isosgd.store.files import pack, plain, unpack
 from isosgd.store.manifest import BUFFER, DTYPE_NAMES, NAME, File, specs_of
@@ -42,30 +43,27 @@ SAME_MODEL = (
 
 
 class Collector:
-    """Keeps draws as a loop's optimizer takes its steps: nothing is to be called but `posterior`, at the end.
+    """Keeps draws while the optimizer of a training loop takes its steps. Only `posterior` is called, at the end.
 
-    A step that is replayed from a CUDA graph is one for which ``optimizer.replayed()`` is called.
+    Steps replayed from a CUDA graph count when ``optimizer.replayed()`` is called.
 
-    Draws are taken while ``optimizer.draws_ready``, and are equally far apart. In memory there are at most ``draws``:
-    when there are more, every other one is dropped and those to come are twice as far apart.
+    Draws are taken while ``optimizer.draws_ready``, at equal distances. Memory holds at most ``draws``: when there are
+    more, every other one is dropped and the distance doubles.
 
     Args:
-        optimizer: a sampler of this library, which takes the steps.
-        model: the network that it moves; within DDP or `torch.compile`, too. Replicas of DDP are compared at draws:
-            where ranks draw noise of their own, that is an error. So are models that a trainer has put into its DDP.
-        target: what is sampled, for predictions and diagnostics: a `Target` made from the model; or leave it out and
-            give the likelihood.
-        likelihood: as of `Target.from_module`, with scales of noise that are known. The prior is that of the
-            optimizer's ``weight_decay``.
-        keep_every: steps between draws; ``auto`` begins with what the warm-up found.
-        draws: kept in memory, at most.
-        store: a folder to write draws to as they come, all of them; `isosgd.load` reads it. Draws of a model that is
-            sharded over ranks (`fully_shard`) must have one: all ranks make the same calls, each writes its own rows
-            of a draw, and the draw is there before the next step.
-        resume: go on with the draws in ``store``, if there are any: call `restore`, or load the optimizer's
-            ``state_dict`` yourself, before the first step. Draws of later steps than that state's come again.
-        store_dtype: dtype in which they are written; their own by default, which is float32 for parameters in bfloat16:
-            draws are the float32 numbers that the optimizer steps.
+        optimizer: a sampler of this library.
+        model: the network that it steps, possibly within DDP or `torch.compile`. Replicas of DDP are compared at each
+            draw; it is an error if ranks draw different noise.
+        target: a `Target` made from the model, for predictions and diagnostics; or give the likelihood instead.
+        likelihood: as of `Target.from_module`, with fixed noise scales. The prior is the optimizer's ``weight_decay``.
+        keep_every: steps between draws; ``auto`` starts with what the warm-up has measured.
+        draws: the most draws in memory.
+        store: a folder to write all draws to; read it with `isosgd.load`. Draws of a model sharded over ranks
+            (`fully_shard`) need one: all ranks make the same calls, and each writes its rows of a draw before the next
+            step.
+        resume: continue the draws in ``store``, if there are any. Call `restore`, or load the optimizer's
+            ``state_dict``, before the first step. Draws after that state are dropped and taken again.
+        store_dtype: dtype in which draws are written; their own by default, float32 for parameters in bfloat16.
 
     Example:
         >>> from isosgd import ISGD, likelihoods
@@ -103,13 +101,13 @@ class Collector:
         self._folder = None if store is None else Path(store)
         self._draws: list[Params] = []
         self._with: list[Params] = []
-        self._taken: list[int] = []  # after which steps
+        self._taken: list[int] = []  # step of each draw
         self._count, self._due, self._spacing = 0, 0, keep_every
-        self._last: float = 0  # step; infinity when draws in the store may be of later steps than the optimizer's
+        self._last: float = 0  # last step; infinity if the store may have draws after the optimizer's step
         self._began = time.monotonic()
         self._writer: Writer | None = None
         given = dict(keep_every=keep_every, draws=draws, resume=resume, store_dtype=store_dtype)
-        # Ranks that share a model find together that an argument is bad, or not that of all.
+        # Ranks that share a model all raise if one of them has a bad argument, or if arguments differ.
         check_ranks(
             optimizer.whole.together(lambda: given | self._take(model, target, likelihood, resume, store_dtype)),
             SAME_MODEL,
@@ -123,7 +121,7 @@ class Collector:
                 check_ranks(optimizer.whole.together(self._see), SHARED)
         self._hooks = [
             optimizer.register_step_post_hook(lambda *_: self._step()),
-            # Draws before a state that is saved are on the disk, in files that end there.
+            # Draws before a saved state are on disk, in files that end there.
             optimizer.register_state_dict_pre_hook(lambda _: None if self._writer is None else self._writer.flush()),
         ]
 
@@ -138,7 +136,7 @@ class Collector:
         resume: bool,
         store_dtype: str | None,
     ) -> dict[str, Any]:
-        """Take in what is sampled, checked; what of it all ranks that share a model must have."""
+        """Check the arguments and set what is sampled; returns what must be equal on all ranks that share a model."""
         optimizer, keep_every, draws, in_memory = self.optimizer, self.keep_every, self.most, self._folder is None
         if keep_every != "auto":
             check_integer("keep_every", keep_every, 1, ", or 'auto'")
@@ -195,9 +193,9 @@ class Collector:
     def _whole_on_each_rank(self) -> dict[str, Any]:
         """Fingerprints of what every rank that shares a model has a copy of.
 
-        Of sharded parameters each rank has its own rows alone: that these were cut from one model cannot be seen. But
-        a target holds the model as it was before, and buffers are not sharded. Running statistics of normalisation are
-        those of the rank's examples.
+        A rank has only its rows of sharded parameters, so it cannot be seen whether these come from one model. But a
+        target holds the whole model, and buffers are not sharded, except that BatchNorm statistics are of the rank's
+        examples.
         """
         if self._shards is None:
             return {}
@@ -210,7 +208,7 @@ class Collector:
         }
 
     def _manifest(self, store_dtype: str | None) -> Manifest:
-        """Of a store that is begun."""
+        """The manifest of a new store."""
         drawn = {
             name: torch.empty(p.shape, dtype=torch.float32 if p.dtype == torch.bfloat16 else p.dtype, device="meta")
             for name, p in self._params.items()
@@ -226,7 +224,7 @@ class Collector:
         return Manifest(info, identity, specs_of(drawn, STORED[store_dtype]), specs_of(self._buffers))
 
     def _open(self, manifest: Manifest, resume: bool) -> list[int]:
-        """On rank 0, begin the store or go on with it; the steps of its draws, or those at which their files end."""
+        """On rank 0, begin or continue the store; returns the steps of its draws."""
         folder, target = self._folder, self.target
         if folder is None or self.optimizer.whole.rank:
             return []
@@ -239,7 +237,7 @@ class Collector:
         writer = Writer.reopen(folder)
         with writer.closed_on_error():
             then, now = map(_compared, (writer.manifest, manifest))
-            if not (then["target"] and now["target"]):  # which a loop may leave out
+            if not (then["target"] and now["target"]):  # a loop may have no target
                 del then["target"], now["target"]
             if found := list(differences(then, now)):
                 raise ValueError(
@@ -250,7 +248,7 @@ class Collector:
         return [shard.step for shard in writer.manifest.shards for _ in range(shard.start, shard.stop)]
 
     def _see(self) -> dict[str, Any]:
-        """Refuse a folder that rank 0 alone sees; the manifest that is there is to be that of all."""
+        """Check that this rank sees the folder; returns the hash of its manifest, which must be equal on all ranks."""
         assert self._folder is not None
         if not (self._folder / NAME).exists():
             raise StoreError(f"rank {self.optimizer.whole.rank} does not see {self._folder / NAME}: {SHARED}")
@@ -262,12 +260,14 @@ class Collector:
         if self.keep_every != "auto":
             return self.keep_every
         own = self.optimizer.own
-        return own.spacing if own is not None and own.curvatures else 1  # schemes and rates of users measure none
+        return (
+            own.spacing if own is not None and own.curvatures else 1
+        )  # with schemes or rates of the user nothing is measured
 
     def _step(self) -> None:
         optimizer = self.optimizer
         if capturing():
-            return  # nothing has moved
+            return  # capturing a graph takes no step
         step = optimizer.param_groups[0]["step"]
         if step <= self._last:
             self._go_back(step - 1)
@@ -280,7 +280,7 @@ class Collector:
         self._keep()
 
     def _go_back(self, step: int) -> None:
-        """An earlier state of the optimizer was loaded: draws after it are of a chain that was given up."""
+        """The optimizer has loaded an earlier state: drop the draws after it."""
         left, had = sum(taken <= step for taken in self._taken), len(self._taken)
         if self._folder is not None and had and not (step or self.optimizer.resumed):
             raise ValueError(
@@ -294,7 +294,7 @@ class Collector:
         self.keep_every = self.spacing if left else self._spacing
         if left:
             group = {**self.optimizer.param_groups[0], "step": step}
-            since = self._taken[-1] if group.get("start") is None else step  # in cycles draws are due at fixed times
+            since = self._taken[-1] if group.get("start") is None else step  # in cycles draws are due at fixed steps
             self._due = since + self.optimizer.schedule.steps_to(group, self.spacing)
         if self._folder is not None and left < had:
             warn_caller(
@@ -338,20 +338,20 @@ class Collector:
         self._with.append(buffers)
         if len(self._draws) > self.most:
             assert self.keep_every != "auto"
-            if len(self._draws) % 2 == 0:  # this one stays, so that the next is twice as far from it
+            if len(self._draws) % 2 == 0:  # keep this draw; the next is twice as far from it
                 self._due = self.optimizer.param_groups[0]["step"] + self.optimizer.steps_to(2 * self.keep_every)
             self._draws, self._with, self._taken = self._draws[1::2], self._with[1::2], self._taken[1::2]
             self._count, self.keep_every = len(self._draws), 2 * self.keep_every
 
     def _copied(self, p: Any) -> Tensor:
-        """A copy of a parameter, or of this rank's rows of it."""
+        """A CPU copy of a parameter, or of this rank's rows of it."""
         value = p.detach() if self._shards is None else self._shards.part_of[p].detach()
-        if p.dtype == torch.bfloat16:  # the sampler holds the rest of its float32
+        if p.dtype == torch.bfloat16:  # the sampler holds the lower half of the float32
             value = wide(value.view(torch.int16), self.optimizer.half.low(p))
         return cast(Tensor, value.to("cpu", copy=True))
 
     def _write_rows(self, draw: Params, buffers: Params, step: int) -> None:
-        """Write this rank's rows; when all ranks have written theirs, rank 0 names the files in the manifest."""
+        """Write this rank's rows; when all ranks have, rank 0 adds the files to the manifest."""
         folder, whole = self._folder, self.optimizer.whole
         assert folder is not None
         every = draw if whole.rank else draw | {BUFFER + name: x for name, x in buffers.items()}
@@ -361,14 +361,14 @@ class Collector:
         whole.together(lambda: None if self._writer is None else self._writer.add_files(files, step))
 
     def checkpoint(self, more: Any = None) -> None:
-        """Write all that the loop needs to go on from here to the store, in the place of the last checkpoint.
+        """Write all that the loop needs to continue from here to the store, replacing the last checkpoint.
 
-        That is the optimizer's state, the sampled parameters and the model's buffers, and what you add. All ranks of a
-        sharded model make this call, and each writes its own part; until all have, the last checkpoint counts.
+        That is the state of the optimizer, the sampled parameters, the model's buffers, and ``more``. All ranks of a
+        sharded model make this call, and each writes its part; the last checkpoint counts until all have.
 
         Args:
-            more: what `restore` is to give back, such as the state of the generator that chooses minibatches: dicts,
-                lists, numbers, text and tensors.
+            more: anything that `restore` is to return, such as the state of the generator of minibatches: dicts, lists,
+                numbers, text and tensors.
         """
         if self._folder is None:
             raise ValueError("a checkpoint is written to the store: give store=")
@@ -386,19 +386,19 @@ class Collector:
 
     @torch.no_grad()
     def restore(self) -> Any:
-        """Give model and optimizer back what they were at the last `checkpoint`, before the first step of a loop.
+        """Restore model and optimizer from the last `checkpoint`, before the first step.
 
-        Draws after it are dropped at the next step, and come again. All ranks of a sharded model make this call; they
-        must be as many as wrote it.
+        Draws after it are dropped at the next step and taken again. As many ranks as wrote the checkpoint must call
+        this.
 
         Returns:
-            What `checkpoint` was given; None when there is none, and the loop begins.
+            The ``more`` of `checkpoint`; None if there is no checkpoint.
         """
         folder, whole = self._folder, self.optimizer.whole
         if folder is None:
             raise ValueError("a checkpoint is read from the store: give store=, and resume=True")
         found = Manifest.read(folder).checkpoints
-        self.optimizer.resumed = True  # at the beginning, too
+        self.optimizer.resumed = True  # also without a checkpoint
         if not found:
             return None
         if len(found) != whole.ranks:
@@ -419,7 +419,7 @@ class Collector:
         return {**dict(self.model.named_buffers()), **{name: of.get(p, p).detach() for name, p in self._params.items()}}
 
     def close(self) -> None:
-        """Collect no more, and let go of the store."""
+        """Stop collecting, and release the store."""
         for hook in self._hooks:
             hook.remove()
         writer, self._writer = self._writer, None
@@ -433,7 +433,7 @@ class Collector:
 
         Args:
             data: the training data, for ``summary`` and ``trust``.
-            chains: collectors of other loops over the same model and data; each is a further chain.
+            chains: collectors of other loops over the same model and data, as further chains.
         """
         every = [self, *chains]
         for one in every:
@@ -467,7 +467,7 @@ class Collector:
         return Posterior(self.target, parts[0], info, data if data is None else as_tensors(data) or data, parts[1])
 
     def _info(self) -> dict[str, Any]:
-        """How the draws came about."""
+        """How the draws were made."""
         sampler = self.optimizer
         first = sampler.param_groups[0]
         kinds = {kind: name for name, kind in METHODS.items()}
@@ -513,7 +513,7 @@ class Collector:
 
 
 def _specs(manifest: Manifest) -> dict[str, Any]:
-    """What a draw consists of, to be compared."""
+    """Names, shapes and dtypes of a draw, to compare."""
     return {
         kind: {name: asdict(spec) for name, spec in specs.items()}
         for kind, specs in (("tensors", manifest.tensors), ("buffers", manifest.buffers))
@@ -521,7 +521,7 @@ def _specs(manifest: Manifest) -> dict[str, Any]:
 
 
 def _compared(manifest: Manifest) -> dict[str, Any]:
-    """What must be the same for a loop to go on with its store."""
+    """What must not change when a loop continues its store."""
     identity = unpack(plain(manifest.identity))
     settings = {name: value for name, value in identity.get("settings", {}).items() if name != "seed"}
     about = {"optimizer": identity.get("loop"), "target": identity.get("target", {}).get("describes")}

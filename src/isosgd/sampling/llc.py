@@ -1,12 +1,11 @@
-"""The local learning coefficient: how degenerate a trained network is, from draws around it, with no rate to give.
+"""The local learning coefficient: how degenerate the loss is around a trained network. No rate needs to be given.
 
-Draws are from ``p(w) ~ exp(-U(w))``, ``U = n_beta L(w) + gamma/2 |w - w0|^2``, L the mean loss. The local learning
-coefficient is ``n_beta (E[L(w)] - L(w0))``: d/2 where the loss is quadratic, less where it is degenerate.
+Draws are from ``p(w) ~ exp(-U(w))``, ``U = n_beta L(w) + gamma/2 |w - w0|^2``, with L the mean loss. The coefficient is
+``n_beta (E[L(w)] - L(w0))``: d/2 for a quadratic loss, less for a degenerate one.
 
-A mean over draws is noisy: for w^4 a draw is off by twice the coefficient itself. Integration by parts gives a quantity
-whose mean is known, ``h(w) = (w - w0) . grad U(w) - d`` with E[h] = 0, and the gradient is at hand. What h explains of
-the loss over draws is subtracted: all of it where the loss is a power of the distance, so that d/2, and 1/4 for w^4,
-come out of few draws.
+The mean over draws is noisy: for w^4 the standard deviation of a draw is twice the coefficient. Integration by parts
+gives a control variate, ``h(w) = (w - w0) . grad U(w) - d`` with E[h] = 0, from the gradients of the steps. What h
+explains of the loss is subtracted: all of it if the loss is a power of the distance.
 
 References:
     Lau, Furman, Wang, Murfet, Wei (2023), The local learning coefficient: a singularity-aware complexity measure.
@@ -38,12 +37,12 @@ from isosgd.samplers.local import LocalSampler
 from isosgd.sampling.settings import versions
 from isosgd.target import Likelihood, Params, Target, priors
 
-WHOLE = 5_000  # examples up to which gradients are of all of them
-BATCH = 512  # else
-AGREE = 1.1  # R-hat of the loss
-KNOWN = 0.1  # relative standard error of the coefficient
-HOT, COLD = 1.15, 0.6  # temperatures from which on draws are of something else, or have not spread out yet
-TOLERANCE = 0.15  # of the temperature, within which the control variate is used
+WHOLE = 5_000  # up to so many examples gradients use all of them ...
+BATCH = 512  # ... else so many
+AGREE = 1.1  # largest R-hat of the loss
+KNOWN = 0.1  # largest relative standard error of the coefficient
+HOT, COLD = 1.15, 0.6  # above HOT draws are of another density; below COLD chains have not spread out
+TOLERANCE = 0.15  # the control variate is used if the temperature is so close to 1
 SURE = 4.0  # standard errors
 
 
@@ -56,17 +55,17 @@ class LLC:
         std: standard deviation over chains.
         error: standard error of the mean.
         values: the coefficient of each chain.
-        plain: the mean without the control variate, as other programs give it.
-        losses: mean loss at each draw, ``[chains, draws]``; of the draw's own minibatch where there are minibatches.
-        start_loss: that at the start, over the same batches.
+        plain: the mean without the control variate.
+        losses: mean loss at each draw, ``[chains, draws]``; of the draw's minibatch if there are minibatches.
+        start_loss: mean loss at the start, over the same batches.
         nbeta: inverse temperature.
         localization: gamma, the precision of the pull to the start.
         rhat: R-hat of the losses.
         ess: effective draws of the losses.
-        temperature: of the draws, from gradients; 1 is right.
-        gradients: spent in all, of all chains.
-        verdict: whether to believe it, why, and what would help.
-        posterior: the draws, where they were asked for.
+        temperature: of the draws, from gradients; it should be 1.
+        gradients: of all chains.
+        verdict: whether to trust the coefficient, why, and what would help.
+        posterior: the draws, with ``keep_draws``.
     """
 
     mean: float
@@ -107,26 +106,24 @@ def llc(
     device: torch.device | str | None = None,
     keep_draws: bool = False,
 ) -> LLC:
-    """The local learning coefficient of a trained model. There is no rate to give.
-
-    Only losses are kept, unless ``keep_draws`` asks for more.
+    """The local learning coefficient of a trained model. No rate needs to be given.
 
     Args:
-        target: a model, or a `Target`; its prior is not used, a pull to the start takes its place.
+        target: a model or a `Target`. Its prior is replaced by a pull to the start.
         data: what it was trained on: tensors, arrays or frames as for `isosgd.sample`, or a loader of batches.
-        init: the start w0 where it is not the model's own values: a ``state_dict``.
-        likelihood: of a model: one of `isosgd.likelihoods`, its name, or a callable ``(output, y) -> Tensor[n]``, minus
-            the loss of each example. ``"categorical"`` by default where y are integers.
-        chains: independent chains; all begin at w0.
+        init: a ``state_dict`` to start at; the model's own values by default.
+        likelihood: of a model: one of `isosgd.likelihoods`, its name, or a callable ``(output, y) -> Tensor[n]`` that
+            returns minus the loss of each example; ``"categorical"`` by default if y are integers.
+        chains: independent chains, all from w0.
         draws: of each chain.
-        warmup: gradients of each chain before the first draw, in which mass, noise and step size are found.
+        warmup: gradients of each chain before the first draw, which set mass, noise and step size.
         keep_every: gradients between draws.
         nbeta: inverse temperature; N / log N by default.
         localization: gamma, the precision of the pull to w0.
-        batch_size: examples in a gradient; all of them up to 5,000, else 512, by default.
+        batch_size: examples in a gradient; by default all up to 5,000, else 512.
         seed: same seed and settings, same draws.
-        device: where to sample; where the parameters are by default.
-        keep_draws: whether to keep the draws, in ``.posterior``.
+        device: where to sample; by default where the parameters are.
+        keep_draws: keep the draws in ``.posterior``, not only their losses.
 
     Example:
         >>> x = torch.randn(1000, 6, generator=torch.Generator().manual_seed(0))
@@ -145,7 +142,7 @@ def llc(
         leaves.values(), nbeta, localization, warmup=warmup, chains=True, noise=not place.whole, generator=generator
     )
     size = sum(x.numel() for x in place.start.values())
-    traces: list[Tensor] = []  # loss, excess and product of each chain
+    traces: list[Tensor] = []  # loss, excess loss and (w - w0) . grad U of each chain
     kept: list[Params] = []
     steps = warmup + draws * keep_every
     for step in range(steps):
@@ -156,7 +153,7 @@ def llc(
             pairs = zip(leaves.values(), place.start.values(), sampler.slopes(), strict=True)
             parts = [((x.detach() - x0) * slope).flatten(1).double().sum(1) for x, x0, slope in pairs]
             found = torch.stack([loss.double(), nbeta * (loss - before).double(), torch.stack(parts).sum(0)])
-            # A step that was unstable is taken back by the sampler, so that the chain is where it was.
+            # The sampler takes an unstable step back, so that the chain stays where it was.
             last = traces[-1] if traces else torch.stack([before.double(), 0.0 * found[1], 0.0 * found[2] + size])
             traces.append(torch.where(found.isfinite().all(0), found, last.nan_to_num()))
             if keep_draws:
@@ -164,7 +161,7 @@ def llc(
         sampler.step()
     losses, excess, product = as_array(torch.stack(traces, -1))
     (reading,) = readings(["all"], [size], product[..., None], 1.0)
-    # The mean of h is known of chains that have spread out. Those that have not are taken as they are.
+    # E[h] = 0 holds only for chains that have spread out.
     spread_out = abs(reading.temperature - 1.0) < max(TOLERANCE, SURE * reading.error)
     adjusted = _without_noise(excess, product - size) if spread_out else excess
     spread = float(adjusted.mean(1).std(ddof=1)) if chains > 1 else math.nan
@@ -208,7 +205,7 @@ def _as_target(target: Target | nn.Module, likelihood: Any, data: Any) -> Target
 
 
 class _Neighbourhood:
-    """The mean loss and its gradient around a start, for some chains at once."""
+    """The mean loss and its gradient around a start, for several chains at once."""
 
     def __init__(
         self, target: Target, data: Any, init: Any, chains: int, batch_size: Any, seed: int, device: Any
@@ -253,11 +250,11 @@ class _Neighbourhood:
 
     @property
     def start_loss(self) -> float:
-        """Mean loss at the start, over all batches that were looked at."""
+        """Mean loss at the start, over all batches so far."""
         return float(np.mean(self._seen))
 
     def at(self, params: Params, compared: bool) -> tuple[Tensor, Tensor, Params]:
-        """Losses of the chains, losses of the start on the same examples where they are ``compared``, and slopes."""
+        """Losses of the chains, losses of the start on the same examples if ``compared``, and gradients."""
         if self.source is None:
             found, before = self._sum(self._slopes[0], params), None
         elif isinstance(self.source, TensorBatches):
@@ -291,7 +288,7 @@ class _Neighbourhood:
         return found
 
     def _sum(self, function: Mapped, params: Params) -> Params:
-        """Over all data, some at a time."""
+        """Mean over all data, in batches."""
         assert self.tensors is not None
         rows, total = batch_length(self.tensors), Params()
         for batch in batches_of(self.tensors, CHUNK):
@@ -305,9 +302,9 @@ def _joined(parts: list[Params]) -> Params:
 
 
 def _without_noise(values: Array, known: Array) -> Array:
-    """Values less what a quantity of mean zero explains of them, both ``[chains, draws]``.
+    """Values less what a control variate explains of them, both ``[chains, draws]``.
 
-    How much it explains is seen from draw to draw: what both have of a slow drift says nothing.
+    The coefficient is fitted to differences between draws, since a slow drift of both would bias it.
     """
     steps, known_steps = np.diff(values), np.diff(known)
     square = float((known_steps * known_steps).sum())

@@ -24,8 +24,9 @@ from isosgd.samplers import METHODS
 from isosgd.sampling.loop import Note, draw_all
 from isosgd.sampling.plan import ChainsResult, DrawPlan, report_end
 from isosgd.sampling.recorders import InMemory, Interrupted, OnDisk, Recorder
+from isosgd.sampling.request import RunRequest
 from isosgd.sampling.settings import versions
-from isosgd.sampling.stored import RunRequest, load, write_parts
+from isosgd.sampling.stored import load, write_parts
 from isosgd.store import Manifest, StoreError
 from isosgd.store.files import plain, unpack
 from isosgd.store.writer import SHARED, check_new, lock, read_state

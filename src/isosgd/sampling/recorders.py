@@ -17,7 +17,8 @@ from isosgd.engine.ranks import Ranks
 from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.posterior import Posterior
 from isosgd.sampling.plan import ChainsResult, DrawPlan, MakeInfo, State
-from isosgd.sampling.stored import RunRequest, info_of, load
+from isosgd.sampling.request import RunRequest
+from isosgd.sampling.stored import info_of, load
 from isosgd.store import Shards, StoredDraws, Writer, rectangle
 from isosgd.store.files import dtype_name
 from isosgd.store.manifest import Spec, specs_of

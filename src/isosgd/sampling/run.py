@@ -27,6 +27,7 @@ from isosgd.sampling.loop import check_warmup, draw_all
 from isosgd.sampling.parallel import check_request, check_sampler, draw_over_ranks
 from isosgd.sampling.plan import ChainsResult, DrawPlan, gradients_of, report_end, why_stopped
 from isosgd.sampling.recorders import InMemory, OnDisk, keep_at_once
+from isosgd.sampling.request import RunRequest, described
 from isosgd.sampling.settings import (
     check_room,
     check_settings,
@@ -38,7 +39,7 @@ from isosgd.sampling.settings import (
     sampler_factory,
     versions,
 )
-from isosgd.sampling.stored import RunRequest, described, load
+from isosgd.sampling.stored import load
 from isosgd.target import Target
 from isosgd.target.batches import tensors_of, tree_map, with_tensors
 from isosgd.target.heads import Head
