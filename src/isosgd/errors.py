@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,18 @@ def warn_caller(message: str) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, SamplingWarning, stacklevel=level)
+
+
+def nearest(given: object, known: Iterable[str]) -> str:
+    """The known name that a wrong one is close to, as the end of a message; empty where there is none.
+
+    Example:
+        >>> nearest("I-SGD", ["isgd", "sgld"]), nearest("cat", ["categorical"]), nearest("nuts", ["isgd"])
+        ("; did you mean 'isgd'?", "; did you mean 'categorical'?", '')
+    """
+    text, names = str(given).strip().lower(), {name.lower(): name for name in known}
+    close = [name for name in names if text and name.startswith(text)] or get_close_matches(text, names, 1)
+    return f"; did you mean {names[close[0]]!r}?" if close else ""
 
 
 def check_integer(name: str, value: object, least: int, more: str = "") -> None:

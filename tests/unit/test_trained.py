@@ -580,19 +580,36 @@ def others() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
+def broken() -> nn.Module:
+    """Its training has diverged."""
+    model = trained(steps=1)
+    with torch.no_grad():
+        next(p for name, p in model.named_parameters() if name == "0.bias")[0] = math.nan
+    return model
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"starts": [others()]}, r"starts\[0\] has '0.weight' of shape \[8, 4\]"),
         ({"starts": []}, "starts must be a list of trained networks"),
         ({"starts": [3]}, r"starts\[0\] is a int"),
+        ({"starts": [trained(steps=1), broken()]}, r"starts\[1\] has '0.bias' with values that are NaN or infinite"),
+        (
+            {"starts": [{"model": others().state_dict()}]},
+            r"starts\[0\] has 'model' of type OrderedDict.*checkpoint\['m",
+        ),
         ({"held_out": (HELD[0], HELD[1] + 5)}, "label 5"),
-        ({"held_out": (HELD[0],)}, "held_out has 1 tensors, the data 2"),
+        ({"held_out": (HELD[0],)}, "held_out is a tuple of 1 tensors, the data a tuple of 2 tensors"),
+        ({"held_out": dict(zip("xy", HELD, strict=True))}, "held_out is a dict of 2 tensors, the data a tuple of 2"),
+        ({"held_out": "0.1"}, "held_out of type str: pass"),
+        ({"held_out": DataLoader(TensorDataset(HELD[0][:0], HELD[1][:0]))}, "held_out has no examples"),
         ({"held_out": (HELD[0], HELD[1].float()[:, None])}, "held_out: targets of shape"),
         ({"held_out": 1.5}, "held_out = 1.5 must lie between 0 and 1"),
         ({"held_out": 0.1, "transform": lambda b, g: b}, "with a transform"),
-        ({"ladder": []}, "must have one positive temperature"),
-        ({"ladder": [-1.0]}, "must have one positive temperature"),
+        ({"ladder": [], "held_out": HELD}, "must hold positive temperatures, one at least"),
+        ({"ladder": [-1.0], "held_out": HELD}, "must hold positive temperatures"),
+        ({"ladder": [0.1]}, "temperatures are tried where there is held_out="),
         ({"temperature": 1.0, "ladder": [0.1]}, "ladder= goes with temperature='auto'"),
         ({"max_seconds": 0}, "max_seconds = 0 must be a positive number"),
         ({"init": {}}, "starts= and init= both"),
@@ -613,6 +630,12 @@ def test_held_out_examples_that_are_the_training_data_are_warned_of() -> None:
     model = trained(steps=1)
     with pytest.warns(SamplingWarning, match="held_out are the training data"), suppress(ValueError):
         sample(target_of(model), TRAIN, starts=[model], held_out=TRAIN, **{**SHORT, "ladder": []})
+
+
+def test_a_start_in_double_precision_is_one_of_the_target() -> None:
+    model = trained(steps=1)
+    found = sample(target_of(model), TRAIN, starts=[copy.deepcopy(model).double()], temperature=0.01, **SHORT)
+    assert found.draws["0.weight"].dtype is torch.float32
 
 
 def test_without_a_network_there_is_no_start() -> None:

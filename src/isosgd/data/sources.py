@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import Dataset, IterableDataset
 
 from isosgd.target import Target, batches
 from isosgd.target.batches import tensors_of, tree_map
@@ -56,6 +58,8 @@ class Transformed:
     """
 
     def __init__(self, function: Transform | None, seed: int, device: torch.device) -> None:
+        if function is not None:
+            _check_function(function)
         self.function = function
         self.generator = torch.Generator(device=device).manual_seed(seed ^ 0x7AF5)
 
@@ -71,6 +75,10 @@ class Transformed:
         shape = tensors_of(batch)[0].shape[: lead + 1]
         flat = tree_map(lambda t: t.flatten(0, lead), batch) if lead else batch
         found = self.function(flat, generator or self.generator)
+        if isinstance(flat, tuple | list) and isinstance(found, Tensor):
+            raise ValueError(
+                f"transform turned a batch of {len(flat)} tensors into one: it must return (inputs, targets)"
+            )
         expected, tensors = math.prod(shape), tensors_of(found)
         lengths = [int(t.shape[0]) if t.dim() else 0 for t in tensors]
         if not tensors or any(length != expected for length in lengths):
@@ -79,6 +87,19 @@ class Transformed:
                 "batch like the one it is given, (inputs, targets), with the same number of examples in each tensor"
             )
         return tree_map(lambda t: t.unflatten(0, shape), found) if lead else found
+
+
+def _check_function(function: Any) -> None:
+    """Refuse a transform that cannot be called with a batch and a generator."""
+    what = f"transform = {getattr(function, '__name__', function)!r}"
+    if not callable(function):
+        raise TypeError(f"{what} must be a function (batch, generator) -> batch")
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise TypeError(f"{what} is called as transform(batch, generator), which it does not take: {error}") from error
+    except ValueError:  # it has no signature
+        pass
 
 
 class TensorBatches:
@@ -431,10 +452,15 @@ def as_data(data: Any, batch_size: Size, device: torch.device | None, dtype: tor
         check_tensors(tensors)
         found: Data = tree_map(lambda t: t.to(device), tensors) if device is not None else tensors
         return found
-    if not isinstance(data, Iterable):
+    known = f"data of type {type(data).__name__} is neither a tuple or dict of tensors nor an iterable of batches"
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        raise TypeError(f"{known}: pass DataLoader(data, batch_size=64, shuffle=True), or its tensors")
+    if not isinstance(data, Iterable) or isinstance(data, str | bytes):
+        raise TypeError(f"{known} such as a DataLoader")
+    if isinstance(data, tuple | list) and data and not tensors_of(batches.with_tensors(data[0])):
         raise TypeError(
-            f"data of type {type(data).__name__} is neither a tuple or dict of tensors nor an iterable of "
-            "batches such as a DataLoader"
+            f"data is a {type(data).__name__} whose first part, a {type(data[0]).__name__}, holds no tensor: pass "
+            "tensors or arrays, such as (np.asarray(x), np.asarray(y))"
         )
     if batch_size == ALL:
         raise ValueError(

@@ -14,14 +14,14 @@ from torch.func import vmap
 
 from isosgd.data.sources import Batches, TensorBatches
 from isosgd.engine.curvature import Curvature, Stiffness
-from isosgd.engine.gradients import Layout, Many, Parted, Single, stacked
+from isosgd.engine.gradients import Found, Layout, Many, Parted, Single, stacked
 from isosgd.engine.ranks import Ranks
-from isosgd.errors import DivergedError
+from isosgd.errors import DivergedError, RankError
 from isosgd.geometry import Full, Geometry
 from isosgd.samplers import ISGD, Sampler
 from isosgd.samplers.hmc import HMC
 from isosgd.target import Params, Target
-from isosgd.target.batches import batch_length
+from isosgd.target.batches import batch_length, finite_values
 
 if TYPE_CHECKING:
     from isosgd.engine.graph import GraphGradients
@@ -172,7 +172,7 @@ class Chains:
             loss, gradients, noise, finite = self._successive(split, batch)
         else:
             self.batch = self.batches.next(mixed=split) if batch is None else batch
-            loss, gradients, noise = self.differentiate(self.params, self.batch, split)
+            loss, gradients, noise = self._differentiated(split)
             finite = self._finite(loss, gradients)
         if self.graph is not None:  # do not wait for the device here: `check_finite` does so later
             if not forgiving:
@@ -205,8 +205,19 @@ class Chains:
         """Loss, gradients, and whether they are finite, at the last minibatch."""
         if self.graph is not None and self.batch is self.graph.batch:
             return self.graph()
-        loss, gradients, _ = self.differentiate(self.params, self.batch)
+        loss, gradients, _ = self._differentiated()
         return loss, gradients, self._finite(loss, gradients)
+
+    def _differentiated(self, split: bool = False) -> Found:
+        """Gradients at the last minibatch. What a loader yields later may be wrong: an error then says what is."""
+        try:
+            return self.differentiate(self.params, self.batch, split)
+        except (torch.OutOfMemoryError, RankError):
+            raise
+        except (RuntimeError, IndexError, ValueError):
+            if self.many is None and self.target.module is not None:
+                self.target.check(self.params, self.batch)
+            raise
 
     def check_finite(self) -> None:
         """Drop a chain whose gradients were not finite since the last check; check that ranks of a chain agree."""
@@ -535,6 +546,11 @@ class Chains:
     def drop(self, chains: Tensor, loss: Tensor, gradients: Sequence[Tensor]) -> None:
         """Drop chains before a bad gradient moves them; raise if none is left."""
         natural = self.natural()
+        at = (
+            ""
+            if finite_values(self.batch)
+            else ". The minibatch has values that are NaN or infinite: mend or drop those"
+        )
         for k in chains.nonzero().flatten().tolist():
             parts = [g if self.many is None else g[k] for g in gradients]
             bad = [label for label, g in zip(self.labels, parts, strict=False) if not bool(torch.isfinite(g).all())]
@@ -542,8 +558,8 @@ class Chains:
             if not bad and bool(torch.isfinite(loss[k])):
                 what, bad = "the gradient overflows", [self.labels[0]]
             self.failures[k] = DivergedError(
-                f"after {self.gradients} gradients {what}. The state before it is kept in .state. If it happens at the "
-                "start, check init and data; later, a longer warm-up, a smaller bias= or a lower temperature help.",
+                f"after {self.gradients} gradients {what}{at}. The state before it is kept in .state. If it happens at "
+                "the start, check init and data; later, a longer warm-up, a smaller bias= or a lower temperature help.",
                 step=self.gradients,
                 group=bad[0] if bad else None,
                 state={name: x[k].clone() for name, x in natural.items()},

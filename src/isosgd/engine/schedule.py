@@ -36,7 +36,15 @@ Start = Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None
 
 def start_of(init: Start, chain: int) -> Mapping[str, Any] | None:
     """Where a chain starts, in natural parameters."""
-    return init(chain) if callable(init) else init
+    if isinstance(init, torch.nn.Module):
+        raise TypeError(
+            f"init is a {type(init).__name__}: pass its state_dict(), or sample around it as a trained network, "
+            "starts=[model]"
+        )
+    found = init(chain) if callable(init) else init
+    if found is not None and not isinstance(found, Mapping):
+        raise TypeError(f"init gives a {type(found).__name__}: pass start values by name, such as a state_dict")
+    return found
 
 
 class Schedule:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+from isosgd.errors import nearest
 from isosgd.geometry.base import Geometry
 from isosgd.geometry.diagonal import Diagonal
 from isosgd.geometry.full import Full
@@ -34,6 +35,7 @@ def make_structure(structure: StructureName | Geometry) -> PerGroup | Geometry:
     if structure not in GEOMETRIES:
         raise ValueError(
             f"structure = {structure!r} is unknown; choose 'auto', one of {sorted(STRUCTURES)}, or a Geometry"
+            + nearest(structure, STRUCTURES)
         )
     return GEOMETRIES[structure]()
 

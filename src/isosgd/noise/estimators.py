@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from isosgd.errors import nearest
 from isosgd.noise import stable
 
 State = dict[str, Any]
@@ -153,7 +154,8 @@ def make_estimator(noise: NoiseName | NoiseEstimator, momentum: float | None = N
         return MovingAverage(0.99 if momentum is None else momentum, centred=True)
     if noise == "alpha":
         return AlphaStable(momentum=0.5 if momentum is None else momentum)
-    raise ValueError(f"noise = {noise!r} is unknown; choose 'gaussian', 'paired', 'alpha' or a NoiseEstimator")
+    close = nearest(noise, ["gaussian", "paired", "alpha"])
+    raise ValueError(f"noise = {noise!r} is unknown; choose 'gaussian', 'paired', 'alpha' or a NoiseEstimator{close}")
 
 
 def join_halves(

@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 from torch import Tensor
 
+from isosgd.errors import nearest
 from isosgd.names import layer_of
 
 ParamsLike = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -82,7 +83,9 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """Raise if a setting is not one of the choices."""
     if value not in choices:
         *others, last = map(repr, choices)
-        raise ValueError(f"{name} = {value!r} is unknown; choose {', '.join(others)} or {last}")
+        raise ValueError(
+            f"{name} = {value!r} is unknown; choose {', '.join(others)} or {last}{nearest(value, choices)}"
+        )
 
 
 def is_whole(number: object) -> bool:

@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from isosgd.errors import warn_caller
+from isosgd.errors import nearest, warn_caller
 from isosgd.geometry.base import Geometry
 from isosgd.geometry.choice import FULL_UP_TO, StructureName, choose, lowrank_instead, make_structure, provisional
 from isosgd.geometry.full import Full
@@ -195,7 +195,7 @@ class ISGD(Sampler):
     def preset(cls, name: str, params: ParamsLike, *, num_data: int, **settings: Any) -> ISGD:
         """A preset: ``windowed``, or the paper's ``alpha-a``, ``alpha-c``, ``G-b``, ``G-c``, each also ``-slr``."""
         if name not in PRESETS:
-            raise ValueError(f"preset = {name!r} is unknown; choose one of {sorted(PRESETS)}")
+            raise ValueError(f"preset = {name!r} is unknown; choose one of {sorted(PRESETS)}{nearest(name, PRESETS)}")
         return cls(params, num_data=num_data, **{**PRESETS[name], **settings})
 
     def _use_geometry(self, geometry: Geometry) -> None:

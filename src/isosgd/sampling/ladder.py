@@ -215,7 +215,7 @@ def check_ladder(ladder: Any) -> tuple[float, ...]:
     except (TypeError, ValueError):
         raise TypeError(f"ladder = {ladder!r} must be a list of temperatures") from None
     if not found or not all(math.isfinite(t) and t > 0 for t in found):
-        raise ValueError(f"ladder = {ladder!r} must have one positive temperature at least")
+        raise ValueError(f"ladder = {ladder!r} must hold positive temperatures, one at least")
     return tuple(found)
 
 

@@ -20,7 +20,7 @@ from isosgd.engine.schedule import Start
 from isosgd.posterior import Posterior
 from isosgd.sampling.parallel import check_call
 from isosgd.sampling.run import Checked, draw_at, only_check
-from isosgd.sampling.settings import check_seconds, check_settings
+from isosgd.sampling.settings import check_device, check_seconds, check_settings
 from isosgd.sampling.stored import load, settings_of
 from isosgd.sampling.trained import DRAWS, TrainedRun, as_starts, own_network
 from isosgd.store import Manifest
@@ -157,6 +157,7 @@ def sample(
         raise TypeError(
             f"target of type {type(target).__name__}: pass an isosgd.Target; Target.from_module makes one from a model"
         )
+    check_device(device)
     ranks = cast(Ranks | None, parallel)  # `shared` has replaced the name
     deadline = None if max_seconds is None else time.monotonic() + check_seconds(max_seconds)
     networks = as_starts(starts, target, init)
@@ -174,6 +175,11 @@ def sample(
     tried = networks is not None and temperature in (None, "auto") and held_out is not None
     if ranks is not None:
         check_call(ranks, data, max_seconds, tried)
+    if ladder is not None and (networks is None or held_out is None):
+        lacks = (
+            "starts=, trained networks to try them around" if networks is None else "held_out=, examples to score by"
+        )
+        raise ValueError(f"ladder = {ladder!r}: temperatures are tried where there is {lacks}")
     if networks is None:
         assert temperature != "auto"
         return draw_at(
@@ -259,6 +265,11 @@ def resume(
         return load(path, target, data=as_tensors(data, target.dtype))
     settings, opaque = settings_of(path)
     given = settings.pop("options")
+    if fixed := sorted(settings.keys() & options.keys()):
+        raise ValueError(
+            f"{fixed[0]} = {options[fixed[0]]!r}: a run goes on with the settings it was begun with, here "
+            f"{settings[fixed[0]]!r}; leave it out, or begin another run"
+        )
     if draws is not None:
         settings = {name: value for name, value in settings.items() if name != "budget"} | {"draws": draws}
     if budget is not None:

@@ -16,7 +16,7 @@ from isosgd.baselines import BASELINES
 from isosgd.data.sources import ALL, Size
 from isosgd.engine.chains import MakeSampler
 from isosgd.engine.compiled import COMPILE_AFTER
-from isosgd.errors import check_integer
+from isosgd.errors import check_integer, first_line, nearest
 from isosgd.native import build
 from isosgd.samplers import METHODS, PRESETS, REGISTRY, Method, Sampler
 from isosgd.sampling.stopping import MOST_DRAWS
@@ -24,6 +24,12 @@ from isosgd.target import Params
 
 EVERY: dict[str, Method] = {**REGISTRY, **BASELINES}  # samplers of the posterior, and baselines
 OURS = {"batch_size", "warmup", "budget", "sets"}  # settings that `sample` passes to a sampler
+# Arguments of `sample` itself, which an unknown option may be meant for.
+ARGUMENTS = (
+    "init", "starts", "method", "draws", "chains", "batch_size", "keep_every", "warmup", "temperature", "seed",
+    "device", "progress", "store", "resume", "store_dtype", "log", "budget", "held_out", "ladder", "max_seconds",
+    "transform", "parallel", "rank_timeout", "preset", "noise_every", "tempered", "compile",
+)  # fmt: skip
 OBJECT = 500  # bytes of a tensor besides its numbers
 
 LEAST_TO_COMPILE = 60.0  # seconds of a limited run from which on compiling on a CPU pays
@@ -123,13 +129,16 @@ def sampler_factory(
                 "leave preset out"
             )
         if method != "isgd" or preset not in PRESETS:
-            raise ValueError(f"preset = {preset!r} is not one of the I-SGD rows {sorted(PRESETS)}")
+            raise ValueError(
+                f"preset = {preset!r} is not one of the I-SGD rows {sorted(PRESETS)}{nearest(preset, PRESETS)}"
+            )
         options = {**PRESETS[preset], **options}
     known = REGISTRY[method].settings
     unknown = sorted(set(options) - set(known))
     if unknown:
         names = [name for name in known if name not in OURS]
-        raise TypeError(f"method {method!r} has no option {unknown[0]!r}; it takes {', '.join(names)}")
+        close = nearest(unknown[0], [*names, *ARGUMENTS])
+        raise TypeError(f"method {method!r} has no option {unknown[0]!r}; it takes {', '.join(names)}{close}")
     ours = {"batch_size": batch_size, "sets": sets}
     options = {**{name: value for name, value in ours.items() if name in known}, **REGISTRY[method].options, **options}
 
@@ -142,7 +151,7 @@ def sampler_factory(
 def check_settings(method: str, draws: Any, chains: int, keep_every: Any, warmup: Any, temperature: float) -> None:
     """Check the method, and the range of numbers."""
     if method not in EVERY:
-        raise ValueError(f"method = {method!r} is unknown; choose one of {sorted(EVERY)}")
+        raise ValueError(f"method = {method!r} is unknown; choose one of {sorted(EVERY)}{nearest(method, EVERY)}")
     for name, value, least in (
         ("draws", draws, 1),
         ("chains", chains, 1),
@@ -154,7 +163,7 @@ def check_settings(method: str, draws: Any, chains: int, keep_every: Any, warmup
     number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
     if not (number and math.isfinite(temperature) and temperature > 0):
         raise ValueError(
-            f"temperature = {temperature} must be positive and finite, or 'auto'; 1 is the Bayesian posterior"
+            f"temperature = {temperature!r} must be positive and finite, or 'auto'; 1 is the Bayesian posterior"
         )
 
 
@@ -165,12 +174,32 @@ def check_seconds(seconds: Any) -> float:
     return float(seconds)
 
 
+def check_device(device: torch.device | str | None) -> None:
+    """Refuse a device that there is not."""
+    if device is None:
+        return
+    try:
+        found = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ValueError(
+            f"device = {device!r} cannot be used ({first_line(error)}): leave it out, or choose one that torch has, "
+            f"such as 'cpu'{' or' if torch.cuda.is_available() else ', not'} 'cuda'"
+        ) from error
+    if found.type == "meta":
+        raise ValueError("device = 'meta' holds no numbers: choose another one")
+
+
 def most_draws(draws: int | Literal["auto"], budget: int | None, held_out: Any, method: str) -> int:
     """The most draws of each chain."""
     if draws != "auto":
         if budget is not None or held_out is not None:
             name = "budget" if budget is not None else "held_out"
-            raise ValueError(f"{name}= goes with draws='auto', which may end before it; draws = {draws} says how many")
+            more = (
+                ", or with starts=, trained networks that they choose a temperature for" if name == "held_out" else ""
+            )
+            raise ValueError(
+                f"{name}= goes with draws='auto', which may end before it{more}; draws = {draws} says how many"
+            )
         return draws
     if method not in METHODS:
         raise ValueError(f"draws = 'auto' asks whether chains have converged; {method} has none: give it a number")

@@ -64,6 +64,8 @@ def load(
         (20, True)
         >>> folder.cleanup()
     """
+    if target is not None and not isinstance(target, Target):
+        raise TypeError(f"target of type {type(target).__name__}: pass an isosgd.Target, made as it was for the run")
     if damaged not in ("refuse", "drop"):
         raise ValueError(f"damaged = {damaged!r} is unknown; choose 'refuse' or 'drop'")
     folder, manifest = opened(path)

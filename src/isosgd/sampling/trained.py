@@ -95,14 +95,22 @@ def _checked(state: State, number: int, target: Target) -> dict[str, Any]:
     """A network's state on the target's device; it must have the target's architecture."""
     for name, x in state.items():
         refuse_sharded(name, x)
+        if isinstance(x, Mapping | str):
+            raise ValueError(
+                f"starts[{number}] has {name!r} of type {type(x).__name__}: pass the network or its state_dict itself, "
+                f"such as checkpoint[{name!r}]"
+            )
     found = {name: torch.as_tensor(x).detach().to(target.device) for name, x in target.without_aliases(state).items()}
     free = target.initial()
-    here = {name: tuple(x.shape) for name, x in target.constrain(free).items()}
-    here |= {name: tuple(x.shape) for part in (target.buffers, target.frozen) for name, x in part.items()}
+    own = {**target.constrain(free), **target.buffers, **target.frozen}
+    here = {name: tuple(x.shape) for name, x in own.items()}
     transient = set() if target.module is None else target.module.transient
     missing = sorted(here.keys() - found.keys() - set(target.extras(free)) - transient)
     unknown = sorted(found.keys() - here.keys())
     other = next((name for name in here if name in found and tuple(found[name].shape) != here[name]), None)
+    nan = next((name for name, x in found.items() if x.is_floating_point() and not bool(x.isfinite().all())), None)
+    if nan is not None:
+        raise ValueError(f"starts[{number}] has {nan!r} with values that are NaN or infinite: leave that network out")
     what = ""
     if missing:
         what = f"lacks {missing[0]!r}"
@@ -112,7 +120,7 @@ def _checked(state: State, number: int, target: Target) -> dict[str, Any]:
         what = f"has {other!r} of shape {list(found[other].shape)}, the target {list(here[other])}"
     if what:
         raise ValueError(f"starts[{number}] {what}: all starts must be of the architecture that the target was made of")
-    return found
+    return {name: x.to(own[name].dtype) if x.is_floating_point() and name in own else x for name, x in found.items()}
 
 
 def learns_noise(target: Target) -> bool:
@@ -170,7 +178,8 @@ def _check_held_out(found: Tensors, tensors: Tensors | None, target: Target) -> 
     if tensors is None:
         return
     if isinstance(found, dict) != isinstance(tensors, dict) or len(found) != len(tensors):
-        raise ValueError(f"held_out has {len(found)} tensors, the data {len(tensors)}: pass them alike, such as (x, y)")
+        kinds = [f"a {type(part).__name__} of {len(part)} tensors" for part in (found, tensors)]
+        raise ValueError(f"held_out is {kinds[0]}, the data {kinds[1]}: pass them alike, such as (x, y)")
     known = target.labels_of(tensors)
     if y.shape[1:] != known.shape[1:]:
         raise ValueError(f"held_out: targets of shape {list(y.shape[1:])}, in the data {list(known.shape[1:])}")

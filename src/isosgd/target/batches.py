@@ -95,6 +95,11 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return found
 
 
+def finite_values(tree: Any) -> bool:
+    """Whether all numbers in nested tuples, lists and dicts are finite."""
+    return all(bool(t.isfinite().all()) for t in tensors_of(tree) if t.is_floating_point())
+
+
 def batch_length(batch: Any) -> int | None:
     """Number of examples in a batch: the rows of its first tensor that has any; None when there is none."""
     return next((len(t) for t in tensors_of(batch) if t.ndim), None)

@@ -19,7 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.loss import _Loss
 from torch.nn.parameter import UninitializedParameter
 
-from isosgd.errors import first_line, warn_caller
+from isosgd.errors import first_line, nearest, warn_caller
 from isosgd.native import perceptron
 from isosgd.target.batches import batch_length, inputs_of, labels_of, tensors_of, tree_map
 from isosgd.target.likelihoods import NAMES, Bernoulli, Categorical, Likelihood, Tokens
@@ -534,7 +534,9 @@ def as_likelihood(likelihood: object) -> Likelihood | Callable[[Any, Tensor], Te
     """Any of the forms a user may give, as a likelihood."""
     if isinstance(likelihood, str):
         if likelihood not in NAMES:
-            raise ValueError(f"likelihood = {likelihood!r} is not known; choose one of {sorted(NAMES)}")
+            raise ValueError(
+                f"likelihood = {likelihood!r} is not known; choose one of {sorted(NAMES)}{nearest(likelihood, NAMES)}"
+            )
         return NAMES[likelihood]()
     if isinstance(likelihood, type) and issubclass(likelihood, Likelihood):
         return likelihood()

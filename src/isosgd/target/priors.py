@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from isosgd.errors import check_positive
+from isosgd.errors import check_positive, nearest
 from isosgd.names import layer_of
 from isosgd.target.params import Params, lookup, match
 
@@ -767,7 +767,8 @@ def as_prior(prior: PriorLike) -> Prior:
     """Any of the forms a user may give, as a prior."""
     if isinstance(prior, str):
         if prior != "empirical":
-            raise ValueError(f"prior = {prior!r} is unknown: choose 'empirical', or one of isosgd.priors")
+            close = nearest(prior, ["empirical"])
+            raise ValueError(f"prior = {prior!r} is unknown: choose 'empirical', or one of isosgd.priors{close}")
         return Empirical()
     if isinstance(prior, type) and issubclass(prior, Prior):
         return prior()
