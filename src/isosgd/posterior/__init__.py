@@ -1,4 +1,4 @@
-"""Draws, what they predict, and whether to believe them."""
+"""`Posterior`: draws, predictions from them, comparisons with trained networks, and diagnostics."""
 
 from isosgd.posterior.comparison import Comparison, Scores
 from isosgd.posterior.posterior import Posterior

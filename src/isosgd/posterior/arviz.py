@@ -1,4 +1,4 @@
-"""Draws for ArviZ."""
+"""Export of draws to ArviZ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def to_datatree(posterior: Posterior, data: Any, names: Sequence[str], seed: int) -> Any:
-    """The groups that `Posterior.to_arviz` describes, with these parameters."""
+    """The groups that `Posterior.to_arviz` describes."""
     try:
         arviz = importlib.import_module("arviz_base")
     except ImportError as error:
@@ -46,14 +46,14 @@ def to_datatree(posterior: Posterior, data: Any, names: Sequence[str], seed: int
                 groups["posterior_predictive"] = {"y": _array(simulated.reshape(*size, *y.shape))}
     attrs = {key: _attribute(value) for key, value in info.items()} | {"inference_library": "isosgd"}
     found = arviz.from_dict(groups, attrs={"posterior": attrs})
-    # In a call of its own: `dims` apply to all groups, and a parameter may have the name of a statistic.
+    # A separate call, since `dims` apply to all groups, and a parameter may have the name of a statistic.
     named = {"dims": {"rate": ["layer"]}, "coords": {"layer": layers}}
     found["sample_stats"] = arviz.from_dict({"sample_stats": stats}, **named)["sample_stats"]
     return found
 
 
 def _attribute(value: Any) -> str | int | float:
-    """A plain value, since ArviZ writes nothing else to a file: nested ones as JSON, truth values as 0 or 1."""
+    """A plain value, as ArviZ needs to write a file: nested values as JSON, booleans as 0 or 1."""
     if isinstance(value, bool):
         return int(value)
     return value if isinstance(value, str | int | float) else json.dumps(value, default=str)

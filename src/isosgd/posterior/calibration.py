@@ -1,12 +1,12 @@
-"""Softmax temperatures: the confidence of class predictions, set on held-out examples.
+"""Softmax temperatures: calibration of class predictions by held-out examples.
 
 The logits of every draw are divided by one number, chosen so that the average over draws predicts the examples best
-(Guo, Pleiss, Sun and Weinberger, 2017, for one network). That does not change what is sampled: the temperature of a
-density is another quantity.
+(Guo, Pleiss, Sun and Weinberger, 2017, for one network). This does not change what is sampled, and is not the
+temperature of a density.
 
 Without held-out examples, each training example is predicted as if it had been left out (`leave_one_out`), and the
-logarithm of the average is divided (`sharpened`): an average over a wide posterior is less confident than its draws,
-which scaling their logits hardly corrects (Rahaman and Thiery, 2021).
+logarithm of the average is divided (`sharpened`), since an average over a wide posterior is less confident than its
+draws, and scaling their logits hardly changes that (Rahaman and Thiery, 2021).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from torch.nn import functional as F
 from isosgd.errors import warn_caller
 from isosgd.target.likelihoods import Bernoulli, Categorical, Likelihood
 
-# From .61 to 12 a tenth apart; what lies outside is rare.
+# From 0.61 to 12 in steps of 10%, with a few beyond.
 TEMPERATURES = tuple(math.exp(k / 10) for k in (-25, -20, -15, -10, *range(-5, 26), 30, 35, 40, 45, 50))
-AVERAGES = tuple(math.exp(k / 20) for k in sorted(range(-50, 51), key=abs))  # of averages; ties go to the nearest to 1
-FEW = 2  # examples that may look better by chance, such as those that a network got wrong with confidence
-UNSEEN = 1  # examples with random labels, in addition to those that are left out one by one
+AVERAGES = tuple(math.exp(k / 20) for k in sorted(range(-50, 51), key=abs))  # for averages; ties go to the nearest to 1
+FEW = 2  # examples whose gain may be luck, such as those a network got wrong with confidence
+UNSEEN = 1  # examples with random labels, added to those left out one by one
 
 
 def can_be_scaled(likelihood: object) -> bool:
-    """Whether a likelihood is one of classes whose logits can be divided by a softmax temperature."""
+    """Whether logits of this likelihood can be divided by a softmax temperature."""
     return isinstance(likelihood, Categorical | Bernoulli)
 
 
 def label_and_mean(likelihood: Likelihood, logits: Tensor, y: Tensor) -> Tensor:
-    """Log probability of each example's label, and the mean over all labels that can be, ``[n, 2]``."""
+    """Log probability of each example's label, and the mean over all possible labels, ``[n, 2]``."""
     if isinstance(likelihood, Categorical):
         every = logits.log_softmax(1)
         label = every.gather(1, y.long().reshape(len(y), 1, *every.shape[2:])).squeeze(1)
@@ -49,12 +49,12 @@ def label_and_mean(likelihood: Likelihood, logits: Tensor, y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Densities:
-    """Log densities of examples under averages over draws, at each of some softmax temperatures.
+    """Log densities of examples under averages over draws, at several softmax temperatures.
 
     Attributes:
         values: ``[temperatures, averages, n]``.
-        random: ``[temperatures]``, the mean of what labels at random would have, draw by draw.
-        temperatures: logits are divided by them; 1 alone where predictions are not of classes.
+        random: ``[temperatures]``, the mean log density of random labels under single draws.
+        temperatures: divisors of the logits; only 1 if predictions are not of classes.
     """
 
     values: Tensor
@@ -63,7 +63,7 @@ class Densities:
 
     @classmethod
     def joined(cls, parts: Sequence[Densities]) -> Densities:
-        """Those of some examples after the others."""
+        """Concatenate examples."""
         sizes = torch.tensor([len(part) for part in parts], dtype=torch.float64)
         random = (torch.stack([part.random for part in parts]) * sizes[:, None]).sum(0) / sizes.sum()
         return cls(torch.cat([part.values for part in parts], -1), random, parts[0].temperatures)
@@ -78,32 +78,32 @@ class Densities:
         return self.values.shape[-1]
 
     def some(self, which: slice) -> Densities:
-        """The same of some of the examples."""
+        """A slice of the examples."""
         return Densities(self.values[..., which], self.random, self.temperatures)
 
     def plain(self) -> Densities:
-        """The same at temperature 1 alone."""
+        """Only temperature 1."""
         only = slice(self.one, self.one + 1)
         return Densities(self.values[only], self.random[only], (1.0,))
 
     def unlikely(self, index: int, gain: Tensor) -> float:
-        """Penalty of a temperature whose log densities exceed those of temperature 1 by ``gain``.
+        """Penalty of a temperature whose log densities exceed those at temperature 1 by ``gain``.
 
-        The gains of the `FEW` examples that gain most do not count, and as many unseen examples have random labels.
-        Otherwise a few dozen examples, all of them right, would make a network fully confident.
+        It removes the gains of the `FEW` examples that gain most, and adds as many examples with random labels.
+        Otherwise a few dozen examples that are all right would make a network fully confident.
         """
         most = gain.topk(min(FEW, len(gain))).values.clamp_min(0).sum()
         return float(most) - FEW * min(0.0, float(self.random[index] - self.random[self.one]))
 
 
 def averaged(blocks: Iterable[Tensor], temperatures: tuple[float, ...], counts: Sequence[int], draws: int) -> Densities:
-    """From log likelihoods of draws, chain after chain, in blocks ``[draws, n, temperatures, 2]``: none is kept.
+    """Running averages over blocks ``[draws, n, temperatures, 2]`` of log likelihoods from `label_and_mean`.
 
     Args:
-        blocks: with what labels at random would have beside those of the examples.
+        blocks: draws in order, one chain after the other.
         temperatures: of the softmax.
-        counts: draws of each chain, the first ones, that are averaged over.
-        draws: of each chain in all.
+        counts: for each average, the number of first draws of each chain in it.
+        draws: number of draws of each chain.
     """
     sums: list[Tensor | None] = [None] * len(counts)
     random, done, taken = torch.zeros(len(temperatures), dtype=torch.float64), 0, [0] * len(counts)
@@ -121,7 +121,7 @@ def averaged(blocks: Iterable[Tensor], temperatures: tuple[float, ...], counts: 
 
 
 def best_temperature(found: Densities) -> int:
-    """Index of the softmax temperature that predicts the examples best, under the first of the averages.
+    """Index of the softmax temperature that predicts the examples best, under the first average.
 
     Example:
         >>> from isosgd.posterior.calibration import TEMPERATURES
@@ -146,9 +146,9 @@ def best_temperature(found: Densities) -> int:
 def leave_one_out(probabilities: Tensor, y: Tensor) -> Tensor:
     """Log probabilities ``[n, classes]`` of each example under a posterior that has not seen it.
 
-    The draws of a posterior that has, ``[draws, n, classes]``, are weighted by one over the likelihood of the example.
-    Weights are capped at the root of the number of draws over the mean likelihood, so that a draw that is confident of
-    another class does not dominate.
+    Draws ``[draws, n, classes]`` of a posterior that has are weighted by the inverse likelihood of the example. Weights
+    are capped at the root of the number of draws over the mean likelihood, so that a draw that is confident of another
+    class does not dominate.
 
     Example:
         >>> said = torch.tensor([[0.9, 0.1], [0.6, 0.4]]).unsqueeze(1)  # two draws of one example, of the first class
@@ -163,7 +163,7 @@ def leave_one_out(probabilities: Tensor, y: Tensor) -> Tensor:
 
 
 def sharpened(probabilities: Tensor, temperature: float) -> Tensor:
-    """Probabilities ``[..., classes]`` with logarithms divided by a softmax temperature; below 1 is more confident.
+    """Probabilities ``[..., classes]`` at a softmax temperature; below 1 is more confident.
 
     Example:
         >>> sharpened(torch.tensor([0.8, 0.2]), 0.5)
@@ -176,10 +176,10 @@ def sharpened(probabilities: Tensor, temperature: float) -> Tensor:
 
 
 def sharpest(logs: Tensor, y: Tensor) -> float:
-    """The softmax temperature under which averages predict best, given their logarithms ``[n, classes]`` and labels.
+    """The softmax temperature under which averages predict best, from their logarithms ``[n, classes]`` and labels.
 
-    `UNSEEN` further examples with random labels penalise temperatures below 1: a few dozen examples, all of them right,
-    must not make an average fully confident.
+    `UNSEEN` further examples with random labels penalise temperatures below 1, so that a few dozen examples that are
+    all right do not make an average fully confident.
 
     Example:
         >>> logs = torch.tensor([[0.7, 0.3]]).log()  # of examples of which nine in ten are of the first class

@@ -1,4 +1,4 @@
-"""Whether the average over draws is better than the trained networks that it began with."""
+"""Scores of the average over draws against those of the trained networks at which chains started."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from isosgd.target.modules import unwrapped
 State = Mapping[str, Any]
 """Parameters and buffers of a network by name, as in a ``state_dict``."""
 
-STARTS = "the starts"  # the method of draws that are trained networks as they were
-SURE = 2.0  # standard errors by which a difference must be below zero to count
-ROUNDING = 1e-6  # of a difference between two that are the same
-ALL_CHOICES = 6  # networks up to which ensembles of all choices among them are scored
+STARTS = "the starts"  # ``info["method"]`` of draws that are the trained networks
+SURE = 2.0  # standard errors that make a difference significant
+ROUNDING = 1e-6  # differences up to this are rounding errors
+ALL_CHOICES = 6  # for more networks, only some ensembles are scored
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How good predictions are: NLL and what else there is for the kind of y.
+    """Scores of predictions; those that do not apply to the kind of y are None.
 
     Attributes:
         nll: mean negative log likelihood of an example.
-        accuracy: share of the examples whose most probable class is right; of classifications.
-        brier: Brier score; of classifications.
-        ece: expected calibration error; of classifications.
-        rmse: root mean square error of the predicted mean; of other targets that predict.
+        accuracy: of classifications.
+        brier: Brier score of classifications.
+        ece: expected calibration error of classifications.
+        rmse: root mean square error of the mean of other predictions.
     """
 
     nll: float
@@ -46,22 +46,21 @@ class Scores:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The average over draws against the trained networks that it began with, on the same examples.
+    """The average over draws against the trained networks at which chains started, on the same examples.
 
     Attributes:
-        start: scores of the start; of several networks, those of their ensemble.
-        single: mean scores of one network, where there are several.
+        start: scores of the start; of the ensemble if there are several networks.
+        single: mean scores of one network, if there are several.
         average: scores of the average over all draws.
         difference: mean difference in NLL, average minus start; negative is better.
         standard_error: of ``difference``, over examples.
         examples: number of examples.
         starts: number of networks.
         draws: number of draws.
-        curve: NLL of ensembles of 1, 2, ... of the networks.
-        worth: how many networks an ensemble needs to reach the NLL of the average, linear in 1/k between whole numbers
-            k: 0 where one network is better, and the number of networks where the average is at least as good as all of
-            them. None with one network.
-        density: whether y has a density; its NLL then has no natural zero.
+        curve: NLL of ensembles of 1, 2, ... networks.
+        worth: number of networks whose ensemble has the NLL of the average, interpolated linearly in 1/k: 0 if one
+            network is better, all networks if the average is at least as good as their ensemble. None with one network.
+        density: whether y is continuous; its NLL then has no natural zero.
     """
 
     start: Scores
@@ -78,25 +77,22 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """NLL of the average over that of the start. Of a density: ``exp(difference)``, whatever the unit of y.
-
-        Both are below 1 where the average is better.
-        """
+        """NLL of the average over that of the start, or ``exp(difference)`` for a density; below 1 is better."""
         if self.density:
             return math.exp(min(self.difference, 700.0))
         return self.average.nll / self.start.nll if self.start.nll > 0 else math.inf if self.average.nll > 0 else 1.0
 
     @property
     def helps(self) -> bool:
-        """Whether the average has the smaller NLL, by two standard errors."""
+        """Whether the NLL of the average is lower by two standard errors."""
         return self.difference < -SURE * self.standard_error - ROUNDING
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain values that JSON can hold."""
+        """All values, as JSON can hold them."""
         return {**asdict(self), "curve": list(self.curve), "ratio": self.ratio, "helps": self.helps}
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Names of the scores under an empty corner, and a row of them for each of the things compared."""
+        """Header and rows of a table of all scores."""
         rows = {f"ensemble of {self.starts}" if self.starts > 1 else "start": self.start}
         if self.single is not None:
             rows = {"one of the starts": self.single, **rows}
@@ -107,7 +103,7 @@ class Comparison:
         ]
 
     def summary(self) -> str:
-        """The difference, whether it is one, and what the average is worth."""
+        """The difference, its significance, and what the average is worth."""
         worse = self.difference > SURE * self.standard_error + ROUNDING
         change = "better" if self.helps else "worse" if worse else "no difference"
         text = (
@@ -137,13 +133,13 @@ def _cell(name: str, value: float | None) -> str:
 
 def compare(starts: Tensor, average: Tensor, predicted: Sequence[Tensor] | None, y: Any, classes: bool,
             draws: int) -> Comparison:  # fmt: skip
-    """Scores from log likelihoods and predictions.
+    """Compare by log likelihoods and predictions.
 
     Args:
         starts: log likelihood of each example under each network, ``[starts, n]``.
         average: log predictive density of each example, ``[n]``.
-        predicted: what each network predicts and, last, the average over draws; None where nothing is predicted.
-        y: what is to be predicted.
+        predicted: predictions of each network and, last, of the average over draws; None if there are none.
+        y: what was to be predicted.
         classes: whether predictions are probabilities of classes.
         draws: number of draws.
     """
@@ -171,9 +167,9 @@ def compare(starts: Tensor, average: Tensor, predicted: Sequence[Tensor] | None,
 
 
 def ensemble_curve(log_likelihoods: Tensor) -> list[float]:
-    """NLL of ensembles of 1, 2, ... networks from ``[networks, n]``, a mean over choices of so many.
+    """NLL of ensembles of 1, 2, ... networks from ``[networks, n]``, averaged over choices of the networks.
 
-    All choices of up to six networks; of more, neighbours in a ring.
+    All choices of up to six networks; for more networks, neighbours in a ring.
     """
     count, curve = len(log_likelihoods), []
     for k in range(1, count + 1):
@@ -186,9 +182,9 @@ def ensemble_curve(log_likelihoods: Tensor) -> list[float]:
 
 
 def worth(nll: float, curve: Sequence[float]) -> float:
-    """How many networks have this NLL together; ``curve`` is the NLL of ensembles of 1, 2, ... networks.
+    """The number of networks whose ensemble has this NLL, given the NLL of ensembles of 1, 2, ... networks.
 
-    Linear in 1 / k between them: 0 if worse than one network, the largest k if at least as good as all of them.
+    Linear in 1 / k between them: 0 if worse than one network, the largest k if at least as good as all.
 
     Example:
         >>> worth(0.08, [0.1, 0.08, 0.07]), worth(0.2, [0.1, 0.08]), worth(0.01, [0.1, 0.08])
@@ -214,7 +210,7 @@ def _scores(log_likelihood: Tensor, predicted: Tensor | None, y: Any, classes: b
     if not classes:
         fits = predicted.numel() == y.numel() and bool(predicted.isfinite().all())
         return Scores(nll, rmse=float(rmse(predicted.reshape(-1), y.reshape(-1)))) if fits else Scores(nll)
-    if predicted.numel() == y.numel():  # of yes or no: probabilities of both
+    if predicted.numel() == y.numel():  # binary: probabilities of both classes
         yes = predicted.reshape(-1).double()
         probabilities = torch.stack([1 - yes, yes], 1)
     else:
@@ -242,7 +238,7 @@ def _mean_scores(every: Sequence[Scores]) -> Scores:
 
 
 def as_states(starts: Any) -> list[State]:
-    """Networks or their state_dicts, one or several, as state_dicts."""
+    """One or several networks or state_dicts as state_dicts."""
     if isinstance(starts, nn.Module | Mapping):
         starts = [starts]
     if not isinstance(starts, Sequence) or isinstance(starts, str) or not starts:
@@ -254,12 +250,12 @@ def as_states(starts: Any) -> list[State]:
 
 
 def stacked(states: Sequence[State], target: Target, scales: Params) -> tuple[Params, Params]:
-    """Natural parameters and buffers of networks, ``[networks, 1, *shape]``, as those of draws are.
+    """Natural parameters and buffers of networks as draws, ``[networks, 1, *shape]``.
 
     Args:
         states: of the networks.
         target: what was sampled.
-        scales: values of what the likelihood and the prior sample beside the network, for states that lack them.
+        scales: values of what likelihood and prior sample beside the network, for states without them.
     """
     params, buffers = [], []
     for i, state in enumerate(states):

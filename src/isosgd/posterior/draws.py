@@ -1,4 +1,4 @@
-"""Draws in memory or in a store, read in blocks, and functions of parameters mapped over them."""
+"""Draws in memory or in a store, read in blocks, and functions mapped over them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from isosgd.target.batches import batch_length, tensors_of, tree_map
 Device = torch.device | str | None
 
 Draws = Mapping[str, Tensor]
-"""Tensors ``[chains, draws, *shape]`` by name, in memory or read as they are needed."""
+"""Tensors ``[chains, draws, *shape]`` by name, in memory or read when needed."""
 
 Tree = Tensor | dict[str, Tensor]
 MOST_AT_ONCE = 64
-HELD = 1 << 23  # numbers that draws worked on at once may take
+HELD = 1 << 23  # numbers of a block of draws at most
 
 
 def evenly(count: int, most: int) -> NDArray[np.int64]:
-    """Indices of at most so many of ``count`` items, evenly spaced.
+    """At most ``most`` evenly spaced indices of ``count`` items.
 
     Example:
         >>> evenly(9, 3), evenly(2, 3)
@@ -39,7 +39,7 @@ def evenly(count: int, most: int) -> NDArray[np.int64]:
 
 
 class Stack:
-    """Draws of all chains, and the buffers of the network at each.
+    """The draws of all chains, and the buffers of the network at each draw.
 
     Args:
         draws: tensors ``[chains, draws, *shape]`` by name. A mapping with methods ``draw(chain, index, rows)`` and
@@ -71,29 +71,29 @@ class Stack:
         """Shape of each parameter."""
         if not len(self):
             return {}
-        if hasattr(self.draws, "shape"):  # known without reading them
+        if hasattr(self.draws, "shape"):  # a store knows shapes without reading
             return {name: tuple(self.draws.shape(name)[2:]) for name in self.draws}
         return {name: tuple(value.shape[2:]) for name, value in self.draws.items()}
 
     def draw(self, chain: int, index: int, rows: Rows | None = None) -> Params:
-        """One draw, without buffers; of parameters in ``rows``, some rows of it."""
+        """One draw without buffers; of parameters in ``rows`` only these rows."""
         return _one_of(self.draws, chain, index, rows)
 
     def select(self, chains: Sequence[int], draws: Sequence[int]) -> Stack:
-        """Some chains and some draws of each."""
+        """Some chains and some of their draws."""
         return Stack(*(_part_of(source, chains, draws) for source in (self.draws, self.buffers)))
 
     def blocks(
         self, inputs: Any, size: int | None = None, device: torch.device | None = None
     ) -> Iterator[tuple[Params, int]]:
-        """Blocks of draws ``[draws, *shape]`` with their buffers, in order, and how often each block counts.
+        """Blocks of draws ``[draws, *shape]`` with their buffers, in order, and how often each counts.
 
-        That is once, except for the draw at the head of a chain that is `Headed`.
+        That is once, except for the head of a chain (`Headed`).
 
         Args:
-            inputs: what will be evaluated at them.
-            size: draws in a block; as many as keep memory bounded by default.
-            device: where to put a block; where the inputs are by default.
+            inputs: what the draws will be evaluated at.
+            size: draws in a block; by default as many as fit in bounded memory.
+            device: where to put blocks; by default where the inputs are.
         """
         size = size or at_once(list(self.shapes.values()), inputs)
         place, draws, runs = device or device_of(inputs), self.num_draws, [(0, len(self), 1)]
@@ -108,7 +108,7 @@ class Stack:
 
 
 class Part(Mapping[str, Tensor]):
-    """Some chains and draws of a store, read as they are needed."""
+    """Some chains and draws of a store, read when needed."""
 
     def __init__(self, source: Any, chains: Sequence[int], draws: Sequence[int]) -> None:
         self._source, self._chains, self._draws = source, chains, draws
@@ -134,7 +134,7 @@ class Part(Mapping[str, Tensor]):
 
 
 class Headed(Mapping[str, Tensor]):
-    """Draws with another draw at the head of each chain that is stored once and counts several times.
+    """Draws with a head in front of each chain that is stored once but counts several times.
 
     Args:
         head: tensors ``[chains, 1, *shape]`` by name.
@@ -165,7 +165,7 @@ class Headed(Mapping[str, Tensor]):
         return (self.num_chains, self.num_draws, *Stack(self.head).shapes[name])
 
     def select(self, chains: Sequence[int], draws: Sequence[int]) -> Draws:
-        """Some chains and some draws of each."""
+        """Some chains and some of their draws."""
         rest = [i - self.copies for i in draws if i >= self.copies]
         copies = len(draws) - len(rest)
         if not rest or any(i >= self.copies for i in draws[:copies]):
@@ -193,7 +193,7 @@ def _part_of(source: Draws, chains: Sequence[int], draws: Sequence[int]) -> Draw
 
 
 def _one_of(source: Draws, chain: int, index: int, rows: Rows | None = None) -> Params:
-    """One draw; from a store nothing else is read."""
+    """One draw; a store reads nothing else."""
     read = getattr(source, "draw", None)
     if read is not None:
         found: Params = read(chain, index, rows)
@@ -221,8 +221,8 @@ def place_of(device: Device, home: torch.device | None, inputs: Any) -> torch.de
 
     Args:
         device: the user's choice, if any.
-        home: where the target's own values are. A model on an accelerator is evaluated there.
-        inputs: what it is evaluated at; in all other cases their device is used.
+        home: the device of the target's own values; used if it is an accelerator.
+        inputs: what it is evaluated at; else their device is used.
     """
     if device is not None:
         return torch.device(device)
@@ -232,26 +232,26 @@ def place_of(device: Device, home: torch.device | None, inputs: Any) -> torch.de
 
 
 def device_of(inputs: Any) -> torch.device:
-    """Device of the first tensor of some inputs; the CPU, where draws are, when there is none."""
+    """Device of the first tensor of some inputs; the CPU if there is none."""
     return next((t.device for t in tensors_of(inputs)), torch.device("cpu"))
 
 
 def moved(tree: Any, device: torch.device) -> Any:
-    """Nested tuples, lists and dicts with their tensors on a device."""
+    """Nested tuples, lists and dicts with their tensors moved to a device."""
     return tree_map(lambda t: t.to(device), tree)
 
 
 def by_chain(values: Tensor, chains: int) -> Tensor:
-    """Draws of one chain after the other, ``[chains * draws, *shape]``, as ``[chains, draws, *shape]``."""
+    """Reshape ``[chains * draws, *shape]`` to ``[chains, draws, *shape]``."""
     return values.reshape(chains, len(values) // chains, *values.shape[1:])
 
 
 def at_once(shapes: Collection[Sequence[int]], inputs: Any) -> int:
-    """How many draws to evaluate at once, by the memory of each: its parameters, and the widest layer for all inputs.
+    """Number of draws to evaluate at once, from the size of a draw and of the widest layer over all inputs.
 
     Args:
         shapes: of the parameters of a draw.
-        inputs: those for all draws.
+        inputs: of all draws.
     """
     sizes = [math.prod(shape) for shape in shapes]
     widest = max((max(shape, default=1) for shape in shapes), default=1)
@@ -261,7 +261,7 @@ def at_once(shapes: Collection[Sequence[int]], inputs: Any) -> int:
 
 
 def batches_of(inputs: Any, size: int | None) -> Iterator[Any]:
-    """Inputs in batches of rows; every tensor with as many rows as the first is split."""
+    """Split inputs into batches of rows; tensors with as many rows as the first are split."""
     if size is None:
         yield inputs
         return
@@ -275,19 +275,18 @@ def batches_of(inputs: Any, size: int | None) -> Iterator[Any]:
 
 
 class Mapped:
-    """``function(params)`` over a leading dimension of draws, by `torch.func.vmap` where it gives the same.
+    """``function(params)`` over a leading dimension of draws, by `torch.func.vmap` if that gives the same result.
 
-    The first call tests whether it does. Convolution filters are never mapped over: one large convolution would become
-    many small ones.
+    The first call tests this. Convolutions are never mapped, since one large convolution would become many small ones.
 
     Args:
-        function: from the parameters of a draw, and further arguments, to a tensor or a dict of tensors.
-        dims: for each further argument, 0 if it too has a leading dimension of draws, else None.
+        function: from the parameters of a draw and further arguments to a tensor or a dict of tensors.
+        dims: for each further argument 0 if it has a leading dimension of draws, else None.
     """
 
     def __init__(self, function: Callable[..., Any], dims: tuple[int | None, ...] = (None,)) -> None:
         self.function, self.dims = function, dims
-        self.at_once: bool | None = None  # not known yet
+        self.at_once: bool | None = None  # unknown before the first call
 
     def __call__(self, block: Params, *more: Any) -> Any:
         """Results with a leading dimension of draws."""
@@ -313,10 +312,10 @@ class Mapped:
         further = [x if dim is None else _twice(x) for x, dim in zip(more, self.dims, strict=False)]
         try:
             with warnings.catch_warnings():
-                # What torch can only map by a loop of its own, such as attention, is faster in ours.
+                # torch maps some operations, such as attention, by a loop; ours is faster.
                 warnings.filterwarnings("error", message="There is a performance drop")
                 found = self._map(two, *further)
-        except Exception:  # whatever a user's code may raise under vmap
+        except Exception:  # users' code may raise anything under vmap
             return False
         return _same(alone, found)
 
@@ -326,7 +325,7 @@ def _at(tree: Any, k: int) -> Any:
 
 
 def _twice(tree: Any) -> Any:
-    """The first entry of every tensor, two times."""
+    """The first entry of every tensor, twice."""
     return tree_map(lambda t: t[:1].expand(2, *t.shape[1:]), tree)
 
 

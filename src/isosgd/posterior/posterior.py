@@ -1,4 +1,4 @@
-"""Draws, what they predict, how that compares with the trained networks, and whether to believe it."""
+"""`Posterior`: draws, predictions from them, comparisons with trained networks, and diagnostics."""
 
 from __future__ import annotations
 
@@ -66,22 +66,22 @@ from isosgd.target.modules import unwrapped
 
 
 class Posterior:
-    """Posterior draws, what they predict, and whether to believe them.
+    """Posterior draws, predictions from them, and diagnostics.
 
     Args:
-        target: what was sampled; None when it is not at hand: draws can then be looked at, but not predict.
+        target: what was sampled; without it (None) draws cannot predict.
         draws: natural parameters, tensors ``[chains, draws, *shape]`` by name. A mapping with a method
             ``draw(chain, index)`` is read one draw at a time.
-        info: settings, rates, warm-up reports, seed, versions: how the draws came about.
+        info: how the draws were made: settings, rates, warm-up reports, seed, versions.
         data: the training data, for `summary` and `trust`.
-        buffers: of the network at each draw, such as BatchNorm statistics; none for most models.
-        starts: the trained networks that chains began with, or their state_dicts; for `against_start`.
+        buffers: of the network at each draw, such as BatchNorm statistics, if it has any.
+        starts: the trained networks at which chains started, or their state_dicts; for `against_start`.
 
     Attributes:
         target: what was sampled, or None.
-        info: how the draws came about.
+        info: how the draws were made.
         data: the training data, or None.
-        starts: state_dicts of the trained networks that chains began with, or None.
+        starts: state_dicts of the trained networks at which chains started, or None.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Posterior:
         self._stack = Stack(draws, buffers)
         self._view: View | None = None
 
-    # ---------------------------------------------------------------- what it holds
+    # ---------------------------------------------------------------- draws
 
     @property
     def draws(self) -> Draws:
@@ -107,7 +107,7 @@ class Posterior:
 
     @property
     def buffers(self) -> Draws:
-        """Of the network at each draw, tensors ``[chains, draws, *shape]`` by their name in it."""
+        """Buffers of the network at each draw, tensors ``[chains, draws, *shape]`` by name."""
         return self._stack.buffers
 
     @property
@@ -124,7 +124,7 @@ class Posterior:
         return len(self._stack)
 
     def __iter__(self) -> Iterator[Params]:
-        """Every draw in turn, as natural parameters."""
+        """All draws as natural parameters, one chain after the other."""
         for chain in range(self.num_chains):
             for index in range(self.num_draws):
                 yield self.draw(chain, index)
@@ -145,23 +145,23 @@ class Posterior:
 
     @torch.no_grad()
     def load_into(self, model: nn.Module, chain: int = 0, index: int = -1) -> None:
-        """Copy the parameters of a draw and its buffers into a model, which may be wrapped by DDP or `torch.compile`.
+        """Copy the parameters and buffers of a draw into a model, which DDP or `torch.compile` may wrap.
 
-        A model that is sharded over ranks (`fully_shard`), on any number of them, gets its shards: every rank makes
-        this call and reads its own rows only. Sampled scales, which do not belong to the model, are left out.
+        For a model sharded over ranks (`fully_shard`), every rank makes this call and reads only its rows. Sampled
+        scales are left out.
 
         Args:
             model: the network that was sampled, or another one with parameters of the same names and shapes.
             chain: number of the chain.
-            index: of the draw; the last by default.
+            index: of the draw.
         """
         model = unwrapped(model)
         if dist.is_available() and dist.is_initialized():
-            from torch.distributed.fsdp import FSDPModule  # takes its time
+            from torch.distributed.fsdp import FSDPModule  # a slow import
 
             for module in model.modules():
                 if isinstance(module, FSDPModule):
-                    module.reshard()  # after a forward pass it may still hold whole parameters
+                    module.reshard()  # whole parameters may be left from a forward pass
         held = dict(model.named_buffers()) | dict(model.named_parameters(remove_duplicate=False))
         shapes = self.shapes | (Stack(self.buffers).shapes if self.buffers else {})
         shapes = {name: shape for name, shape in shapes.items() if not name.startswith(("likelihood.", "prior."))}
@@ -182,7 +182,7 @@ class Posterior:
             (to.to_local() if name in rows else to).copy_(draw[name])
 
     def select(self, chains: Sequence[int] | None = None, draws: slice | None = None) -> Posterior:
-        """Some chains and some draws of each, such as ``select(chains=[0, 1], draws=slice(100, None))``."""
+        """Some chains and some of their draws, such as ``select(chains=[0, 1], draws=slice(100, None))``."""
         if isinstance(chains, int) or not isinstance(draws, slice | None):
             raise TypeError(
                 f"chains = {chains!r} must be a list such as [0, 1], and draws = {draws!r} a slice such as slice(10)"
@@ -206,7 +206,7 @@ class Posterior:
         if not 0 <= index < sets:
             raise ValueError(f"there is no data set {index!r}; there are {sets}, counted from 0")
         numbers = self.info.get("chain_indices") or range(self.num_chains)
-        # Of draws that were not selected the number of chains tells how many each set has.
+        # Without a selection, the number of chains gives that of each set.
         each = self.info.get("chains_per_set") or (self.num_chains + len(self.info.get("dropped", ()))) // sets
         mine = [k for k, number in enumerate(numbers) if number // each == index]
         if not mine:
@@ -217,7 +217,7 @@ class Posterior:
 
     @property
     def view(self) -> View:
-        """The target as it is at a draw."""
+        """The target, to be evaluated at draws."""
         if self.target is None:
             raise ValueError(
                 "these draws came without their target, which says what they predict: pass it to isosgd.load(path, "
@@ -227,7 +227,7 @@ class Posterior:
             self._view = View(self.target, self.softmax_temperature)
         return self._view
 
-    # ---------------------------------------------------------------- what it predicts
+    # ---------------------------------------------------------------- predictions
 
     @torch.no_grad()
     def predict(
@@ -241,20 +241,19 @@ class Posterior:
         return_draws: bool = False,
         device: Device = None,
     ) -> Prediction:
-        """Average the predictions of all draws, in running sums: memory does not grow with the number of draws.
+        """Average the predictions of all draws. Running sums keep memory independent of the number of draws.
 
         Args:
-            x: inputs, as the model or the target's ``predict`` takes them, on any device: predictions come back there.
-            batch_size: inputs worked on at once; all of them by default.
-            function: your own ``(model, params, x) -> Tensor[n, ...]``, averaged instead of the target's prediction.
-                ``model`` is the network at a draw, which you call with inputs; its outputs are not divided by the
-                `softmax_temperature`. A dict of ``mean`` and ``variance`` is taken as normal noise around the mean.
-            levels: quantiles of y to find, such as ``(0.025, 0.5, 0.975)``: those of the mixture over draws.
-            refresh: batches of training data, or of inputs, over which each draw's BatchNorm statistics are found
-                anew.
+            x: inputs, as the model or the target's ``predict`` takes them. Predictions are on their device.
+            batch_size: inputs per batch; all by default.
+            function: your own ``(model, params, x) -> Tensor[n, ...]`` to average instead of the target's prediction.
+                ``model`` is the network at a draw; its outputs are not divided by the `softmax_temperature`. A dict of
+                ``mean`` and ``variance`` means normal noise around the mean.
+            levels: quantiles of y to compute, such as ``(0.025, 0.5, 0.975)``, of the mixture over draws.
+            refresh: batches of training data or inputs that give each draw its BatchNorm statistics.
             return_draws: also return the prediction of each draw.
-            device: where to compute; that of the target's model if it is an accelerator, else that of the inputs, by
-                default. Draws go there some at a time.
+            device: where to compute; by default the device of the target's model if it is an accelerator, else that of
+                the inputs.
 
         Example:
             >>> from isosgd import Target, priors
@@ -310,12 +309,12 @@ class Posterior:
 
     @torch.no_grad()
     def simulate(self, x: Any, *, seed: int = 0, batch_size: int | None = None, device: Device = None) -> Tensor:
-        """Outcomes from the posterior predictive distribution, one for each input at each draw, ``[chains, draws, n]``.
+        """Simulated outcomes, one for each input at each draw, ``[chains, draws, n]``.
 
         Args:
             x: inputs, as for `predict`.
             seed: of the outcomes.
-            batch_size: inputs worked on at once; all of them by default.
+            batch_size: inputs per batch; all by default.
             device: where to compute, as for `predict`.
 
         Example:
@@ -326,18 +325,15 @@ class Posterior:
             >>> y.shape, abs(float(y.mean()) - 3) < 0.01, abs(float(y.std()) - 0.1) < 0.01
             (torch.Size([2, 500, 4, 1]), True, True)
         """
-        view, x = self.view, with_tensors(x, self.view.target.dtype)
-        likelihood = None if view.network is None else view.network.likelihood
-        if not isinstance(likelihood, Likelihood):
+        network, x = self.view.network, with_tensors(x, self.view.target.dtype)
+        if network is None or not isinstance(network.likelihood, Likelihood):
             raise ValueError(
                 "outcomes can be simulated under one of isosgd.likelihoods only: make the target by Target.from_module "
                 "with one of them"
             )
-        self._warn_of_batch_statistics(view)
-        place = self._place(device, x)
+        self._warn_of_batch_statistics(self.view)
+        likelihood, place = network.likelihood, self._place(device, x)
         generator = torch.Generator(place).manual_seed(seed)
-        network = view.network
-        assert network is not None
         network.check_inputs(self._first(place), x)
         outputs = Mapped(lambda p, part: network.logits(network.output(p, network.as_inputs(part)), p))
         parts = []
@@ -355,7 +351,7 @@ class Posterior:
 
         Args:
             batch: examples as in the data, for instance ``(x, y)``.
-            batch_size: examples worked on at once; all of them by default.
+            batch_size: examples per batch; all by default.
             device: where to compute, as for `predict`.
         """
         batch = with_tensors(batch, self.view.target.dtype)
@@ -368,7 +364,7 @@ class Posterior:
 
         Args:
             batch: examples as in the data, for instance ``(x, y)``.
-            batch_size: examples worked on at once; all of them by default.
+            batch_size: examples per batch; all by default.
             device: where to compute, as for `predict`.
         """
         batch, parts = with_tensors(batch, self.view.target.dtype), []
@@ -381,13 +377,12 @@ class Posterior:
 
     @torch.no_grad()
     def refreshed(self, batches: Any, *, device: Device = None) -> Posterior:
-        """The same draws with BatchNorm statistics found anew for each: averages over these batches.
+        """The same draws with BatchNorm statistics recomputed for each, as averages over these batches.
 
         Args:
-            batches: an iterable of batches such as a DataLoader or a list, of data or of inputs alone; or one tuple of
-                tensors, taken as a single batch. Each draw makes one pass over it.
-            device: where to compute; that of the target's model if it is an accelerator, else that of tensors given as
-                such or in a list, by default.
+            batches: an iterable of batches such as a DataLoader or a list, of data or of inputs; a tuple of tensors is
+                one batch. Each draw makes one pass over it.
+            device: where to compute, as for `predict`; "inputs" are tensors given as such or in a list.
         """
         network = self.view.network
         if network is None:
@@ -408,12 +403,12 @@ class Posterior:
     def densities(
         self, batch: Any, counts: Sequence[int] = (), *, batch_size: int | None = None, device: Device = None
     ) -> Densities:
-        """Log densities of examples under averages over draws; of classes, at each of many softmax temperatures.
+        """Log densities of examples under averages over draws; for classes, at many softmax temperatures.
 
         Args:
             batch: examples as in the data, for instance ``(x, y)``.
-            counts: how many draws of each chain, from the first on, to average over; all of them by default.
-            batch_size: examples worked on at once; all of them by default.
+            counts: for each average, the number of first draws of each chain in it; all draws by default.
+            batch_size: examples per batch; all by default.
             device: where to compute, as for `predict`.
         """
         batch, network = with_tensors(batch, self.view.target.dtype), self.view.network
@@ -428,16 +423,16 @@ class Posterior:
 
     @property
     def softmax_temperature(self) -> float:
-        """Divisor of the logits of every draw in predictions of classes; see `calibrated`."""
+        """Divisor of the logits of every draw in class predictions; see `calibrated`."""
         return float(self.info.get("softmax_temperature", 1.0))
 
     def at_softmax_temperature(self, temperature: float) -> Posterior:
-        """The same draws, with their logits divided by this number in predictions.
+        """The same draws with logits divided by ``temperature`` in predictions.
 
-        Averages and log likelihoods use these logits; `summary` and `trust` judge the draws as they were sampled.
+        `summary` and `trust` still judge the draws as they were sampled.
 
         Args:
-            temperature: above 1 for less confident predictions; 1 for those of the network as it is.
+            temperature: above 1 for less confident predictions; 1 changes nothing.
         """
         if not isinstance(temperature, int | float) or not (math.isfinite(temperature) and temperature > 0):
             raise ValueError(f"softmax temperature = {temperature!r} must be a positive number; 1 changes nothing")
@@ -452,13 +447,13 @@ class Posterior:
     def calibrated(self, x: Any, y: Any = None, *, batch_size: int | None = None, device: Device = None) -> Posterior:
         """The same draws at the `softmax_temperature` that predicts held-out examples best.
 
-        ``sample(starts=..., held_out=...)`` does that by itself. A few examples change little: those that gain most
-        are left out, and as many unseen ones are assumed to have random labels.
+        ``sample(starts=..., held_out=...)`` does this. A few examples change little: those that gain most are left out,
+        and as many with random labels are added.
 
         Args:
-            x: inputs that no network was trained on, as for `predict`; or a loader of such inputs with their labels.
-            y: their labels; left out for a loader, and may be left out where ``x`` is a dict that has them.
-            batch_size: examples worked on at once; all of them by default.
+            x: inputs that no network was trained on, as for `predict`; or a loader of inputs and labels.
+            y: labels; not needed if ``x`` is a loader or a dict that has them.
+            batch_size: examples per batch; all by default.
             device: where to compute, as for `predict`.
         """
         plain, examples = self.at_softmax_temperature(1.0), self._examples(x, y, "calibrated")[1]
@@ -470,9 +465,10 @@ class Posterior:
         return plain.at_softmax_temperature(temperature)
 
     def _groups(self, x: Any, batch_size: int | None, bounded: bool = False) -> Iterator[list[Any]]:
-        """Batches that share a pass over the draws: all of them where a draw is larger, so that it is read only once.
+        """Batches that share a pass over the draws.
 
-        Otherwise, and where memory must be ``bounded`` by one batch, each batch has a pass of its own.
+        All batches share one if a draw is larger than the inputs, so that it is read once. Otherwise, and if memory
+        must be ``bounded`` by one batch, each batch has its own pass.
         """
         parts = batches_of(x, batch_size)
         size = sum(math.prod(shape) for shape in self.shapes.values())
@@ -484,7 +480,7 @@ class Posterior:
     def _log_likelihoods(
         self, batch: Any, batch_size: int | None, device: Device, temperatures: tuple[float, ...] = ()
     ) -> Iterator[Iterator[Tensor]]:
-        """For each part of the examples, their log likelihoods at each block of draws, ``[draws, n]``.
+        """For each batch of the examples, their log likelihoods at each block of draws, ``[draws, n]``.
 
         With softmax temperatures ``[draws, n, temperatures, 2]``, as from `View.log_likelihoods_at`.
         """
@@ -507,12 +503,12 @@ class Posterior:
             yield (found for block, times in blocks for found in repeat(at(block), times))
 
     def _first(self, place: torch.device) -> Params:
-        """The first draw, with the buffers that go with it."""
+        """The first draw with its buffers."""
         block, _ = next(self._stack.blocks(None, 1, place))
         return {name: x[0] for name, x in block.items()}
 
     def _head(self, x: Any, place: torch.device) -> tuple[Head, View] | None:
-        """The sampled head of the network, which alone differs from draw to draw; None where there is none."""
+        """The sampled head of the network, if all other parameters are the same at all draws."""
         network = self.view.network
         return None if network is None or self.buffers else self.view.head(moved(network.as_inputs(x), place))
 
@@ -545,17 +541,17 @@ class Posterior:
         inputs = with_tensors(inputs_of(x, labels) if isinstance(x, Mapping) else x, view.target.dtype)
         return inputs, with_tensors(with_labels(inputs, y, labels), view.target.dtype)
 
-    # ---------------------------------------------------------------- the trained networks that chains began with
+    # ---------------------------------------------------------------- trained starts
 
     def with_starts(self, share: float, starts: Any = None) -> Posterior:
-        """The draws together with the trained networks that chains began with, which get this ``share`` of predictions.
+        """The draws together with the trained networks at which chains started, which get a ``share`` of predictions.
 
-        A network stands at the head of each chain, repeated ``info["from_start"]`` times to give the share, to the
-        nearest whole number; it is stored and evaluated once. With a share of more than half, up to half of the draws
-        are left out, evenly spaced, to save time in predictions. `summary` and `trust` judge the chains alone.
+        A network stands in front of each chain and counts ``info["from_start"]`` times, the whole number nearest to the
+        share; it is stored and evaluated once. With a share above 1/2, up to half of the draws are left out, evenly
+        spaced, which makes predictions faster. `summary` and `trust` judge only the chains.
 
         Args:
-            share: of the networks in every average, between 0 and 1.
+            share: weight of the networks in every average, between 0 and 1.
             starts: trained networks or their state_dicts; those of ``sample(starts=...)`` by default.
 
         Example:
@@ -571,13 +567,13 @@ class Posterior:
         if self.info.get("from_start"):
             return self._without_starts().with_starts(share, starts)
         states = self._states(starts)
-        if starts is not None and len(states) > self.num_chains:  # of the chains' own some may have been dropped
+        if starts is not None and len(states) > self.num_chains:  # chains of own starts may have been dropped
             raise ValueError(f"{len(states)} starts for {self.num_chains} chains: each chain has one at its head")
         count = math.ceil(self.num_draws * min(1.0, max(0.5, (1 - share) / share)))
         copies = round(count * share / (1 - share))
         which = evenly(self.num_draws, count).tolist()
         part = self._stack.select(list(range(self.num_chains)), which)
-        known = {} if starts is not None else dict(enumerate(self.info.get("start_of_chain", ())))  # of merged runs
+        known = {} if starts is not None else dict(enumerate(self.info.get("start_of_chain", ())))  # merged runs
         chains = self.info.get("chain_indices") or range(self.num_chains)
         own = [known.get(k, k % len(states)) for k in chains]
         heads, draws, buffers = self.start_draws(states), part.draws, part.buffers
@@ -590,7 +586,7 @@ class Posterior:
         return Posterior(self.target, draws, info, self.data, buffers, states)
 
     def start_draws(self, starts: Any = None) -> Posterior:
-        """Trained networks as draws, one for each chain. A noise scale that they lack is the one the chains found.
+        """Trained networks as draws, one per chain. A noise scale that they lack is the geometric mean over the draws.
 
         Args:
             starts: trained networks or their state_dicts; those of ``sample(starts=...)`` by default.
@@ -605,15 +601,15 @@ class Posterior:
     def against_start(
         self, x: Any, y: Any = None, *, starts: Any = None, batch_size: int | None = None, device: Device = None
     ) -> Comparison:
-        """Scores on new examples: the trained networks that chains began with against the average over draws.
+        """Scores on new examples: the trained networks at which chains started against the average over draws.
 
-        Networks have no noise scale of their own; theirs is the geometric mean over the draws.
+        Networks have no noise scale; they get the geometric mean over the draws.
 
         Args:
-            x: inputs that were not trained on, as for `predict`; or a loader of such inputs with their ``y``.
-            y: what is to be predicted; left out for a loader, and may be left out where ``x`` is a dict that has it.
+            x: inputs that were not trained on, as for `predict`; or a loader of inputs and ``y``.
+            y: what is to be predicted; not needed if ``x`` is a loader or a dict that has it.
             starts: trained networks or their state_dicts, one or several; those of ``sample(starts=...)`` by default.
-            batch_size: inputs worked on at once; all of them by default.
+            batch_size: inputs per batch; all by default.
             device: where to compute, as for `predict`.
 
         Example:
@@ -639,7 +635,7 @@ class Posterior:
         each = began.log_likelihood(batch, batch_size=batch_size, device=device)[:, 0]
         average = self.log_predictive(batch, batch_size=batch_size, device=device)
         predicted = None
-        # What a callable likelihood makes of the output is not known, so that this is not scored.
+        # The meaning of the output of a callable likelihood is unknown, so that it is not scored.
         if view.target.predicts and (view.network is None or isinstance(view.network.likelihood, Likelihood)):
             found = began.predict(inputs, batch_size=batch_size, return_draws=True, device=device).draws
             assert found is not None
@@ -652,27 +648,27 @@ class Posterior:
         return compare(each, average, predicted, y, view.classes, len(self))
 
     def _states(self, starts: Any) -> Sequence[State]:
-        """Trained networks as given, or those that chains began with."""
+        """Trained networks as given, or those at which chains started."""
         states = self.starts if starts is None else as_states(starts)
         if states is None:
             raise ValueError("the networks that chains began with are not at hand: pass them, starts=[model]")
         return states
 
     def _without_starts(self) -> Posterior:
-        """The same draws without the trained networks at the head of each chain."""
+        """The draws without the trained networks in front of each chain."""
         found = self.select(draws=slice(self.info.get("from_start", 0), None))
         found.info.pop("from_start", None)
         return found
 
     def _own(self) -> Posterior:
-        """The chains' own draws as they were sampled: without trained networks, at softmax temperature 1."""
+        """The draws as they were sampled: without trained networks, at softmax temperature 1."""
         if not self.info.get("from_start") and self.softmax_temperature == 1:
             return self
         found = self._without_starts()
         found.info.pop("softmax_temperature", None)
         return found
 
-    # ---------------------------------------------------------------- whether to believe it
+    # ---------------------------------------------------------------- diagnostics
 
     def summary(
         self,
@@ -726,14 +722,13 @@ class Posterior:
         Judged by convergence of predictions, by the temperature meter, and by what the warm-up found.
 
         Args:
-            data: all training data: the temperature is read from gradients at the draws. By default the data that were
-                sampled, where they are at hand.
+            data: all training data; gradients at the draws give the temperature. The sampled data by default, if they
+                are known.
             temperature: the target temperature T; by default that of the run.
-            inputs: inputs for the target's ``predict``, where they are not all but the last tensor of the data.
+            inputs: inputs for the target's ``predict``, if they are not all but the last tensor of the data.
             held_out: examples whose predictions are judged; some of the training data by default. Draws around trained
-                networks are also compared with them on these examples, as by `against_start`.
-            rows: examples in each gradient, drawn afresh for every draw; all of them, or as many as are affordable, by
-                default.
+                networks are also compared with these, as by `against_start`.
+            rows: examples in each gradient, drawn anew for every draw; by default all, or as many as are affordable.
             rhat: largest R-hat to believe.
             ess: least effective number of draws to believe.
             examples: number of examples whose predictions are judged.
@@ -741,7 +736,7 @@ class Posterior:
             device: where to compute, as for `predict`.
         """
         self._check_sets()
-        assert self.view  # says so where there is no target
+        assert self.view  # raises an error without a target
         data = self.data if data is None else data
         if data is None:
             raise ValueError(
@@ -786,7 +781,7 @@ class Posterior:
         return to_datatree(self._own(), data, names, seed)
 
     def _opening(self, held_out: Any, device: Device) -> tuple[str, ...]:
-        """How draws around trained networks compare with these, given examples, and how the temperature was chosen."""
+        """First lines of the verdict: comparison with trained starts on given examples, choice of temperature."""
         lines = []
         if self.starts is not None and isinstance(held_out, tuple | list | Mapping) and len(held_out) > 1:
             inputs = self.view.target.inputs_of(held_out)
@@ -806,14 +801,14 @@ class Posterior:
 
 
 def _counted(info: Mapping[str, Any], which: Sequence[int]) -> dict[str, int]:
-    """Of the selected draws, how many are trained starts and how many come from a trial of temperatures."""
+    """Among selected draws, the number of trained starts and the number from a trial of temperatures."""
     first = int(info.get("from_start", 0))
     parts = {"from_start": range(first), "from_rung": range(first, first + int(info.get("from_rung", 0)))}
     return {name: sum(i in part for i in which) for name, part in parts.items() if name in info}
 
 
 def _mean_and_variance(found: Any, x: Any, batch_size: int | None) -> tuple[Tensor, Tensor | None]:
-    """What draws predict at inputs, ``[draws, *shape]``."""
+    """Mean and variance of predictions, ``[draws, *shape]``."""
     if isinstance(found, dict) and "mean" not in found:
         raise ValueError(f"a prediction must be a tensor or have a 'mean'; it has {list(found)}")
     mean, variance = (found["mean"], found.get("variance")) if isinstance(found, dict) else (found, None)

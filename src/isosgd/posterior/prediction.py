@@ -1,4 +1,4 @@
-"""Predictions averaged over draws in one pass: memory does not grow with the number of draws."""
+"""Predictions averaged over draws in one pass."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from isosgd.metrics import mixture_quantiles
 from isosgd.metrics.checks import between_0_and_1
 from isosgd.posterior.draws import by_chain
 
-CLOSE = 1e-9  # levels closer than this are the same
+CLOSE = 1e-9  # levels closer than this are equal
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The posterior predictive distribution of y at some inputs: the average over the predictions of all draws.
+    """The posterior predictive distribution of y at some inputs, averaged over all draws.
 
     Attributes:
         mean: predictive mean; class probabilities for a classification.
-        model_variance: variance over draws of the mean, what more data would take away.
-        noise_variance: mean over draws of the variance of y itself; None when the target does not say.
-        expected_entropy: mean over draws of the entropy of y, ``[n]``; of classifications only.
-        levels: the requested probabilities.
+        model_variance: variance of the mean over draws, which more data would reduce.
+        noise_variance: mean over draws of the variance of y; None if unknown.
+        expected_entropy: mean over draws of the entropy of y, ``[n]``; only for classification.
+        levels: probabilities of the quantiles.
         quantiles: at these levels, ``[levels, *shape]``; None without levels.
         draws: per-draw predictions ``[chains, draws, *shape]``, if requested.
         draw_variances: per-draw noise variances ``[chains, draws, *shape]``, if requested.
-        df: degrees of freedom of Student-t noise around each draw's mean, infinite of normal noise; None of any other.
+        df: degrees of freedom of Student-t noise around each draw's mean, infinite for normal noise; None for any
+            other.
     """
 
     mean: Tensor
@@ -45,7 +46,7 @@ class Prediction:
 
     @property
     def variance(self) -> Tensor:
-        """Variance of y: of the model and of the noise."""
+        """Variance of y: model variance plus noise variance."""
         return self.model_variance if self.noise_variance is None else self.model_variance + self.noise_variance
 
     @property
@@ -55,13 +56,13 @@ class Prediction:
 
     @property
     def entropy(self) -> Tensor:
-        """Entropy of the averaged class probabilities, ``[n]``: uncertainty of every kind."""
+        """Entropy of the averaged class probabilities, ``[n]``."""
         self._check_classes()
         return entropy_of(self.mean)
 
     @property
     def mutual_information(self) -> Tensor:
-        """The part of the entropy that draws disagree about, ``[n]``: what more data would take away."""
+        """The part of the entropy that comes from disagreement of draws, ``[n]``, which more data would reduce."""
         self._check_classes()
         assert self.expected_entropy is not None
         return (entropy_of(self.mean) - self.expected_entropy).clamp_min(0)
@@ -69,7 +70,7 @@ class Prediction:
     def quantile(self, levels: float | Sequence[float]) -> Tensor:
         """Quantiles of y, ``[*shape]`` for one level and ``[levels, *shape]`` for several.
 
-        They are those that ``predict`` found, or they come from the draws that it returned.
+        They come from ``predict(levels=...)``, or from the returned draws.
         """
         many = levels if isinstance(levels, Sequence) else [levels]
         found = [next((i for i, own in enumerate(self.levels) if abs(own - level) < CLOSE), None) for level in many]
@@ -86,7 +87,7 @@ class Prediction:
         return values if isinstance(levels, Sequence) else values[0]
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Ends of the central interval of y: as much probability lies below it as above.
+        """Ends of the central interval of y, with equal probability below and above.
 
         It needs ``predict(x, levels=central(level))`` or ``predict(x, return_draws=True)``.
         """
@@ -94,7 +95,7 @@ class Prediction:
         return low, high
 
     def to(self, device: torch.device | str) -> Prediction:
-        """The same on a device."""
+        """The prediction on a device."""
         there: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
         return replace(self, **there)
 
@@ -122,7 +123,7 @@ def central(level: float) -> tuple[float, float]:
 
 
 def entropy_of(probabilities: Tensor) -> Tensor:
-    """Entropy over the classes in dimension 1; with one column or none, of the two outcomes of y."""
+    """Entropy over the classes in dimension 1; with one column or none, of a binary y."""
     if probabilities.ndim > 1 and probabilities.shape[1] > 1:
         parts: Tensor = torch.special.entr(probabilities)
         return parts.sum(1)
@@ -134,8 +135,8 @@ def entropy_of(probabilities: Tensor) -> Tensor:
 def quantiles_over_draws(means: Tensor, variances: Tensor | None, levels: Sequence[float], df: float | None) -> Tensor:
     """Quantiles ``[levels, *shape]`` of y from per-draw predictions ``[draws, *shape]``.
 
-    Where each draw predicts a normal or Student-t distribution, these are the quantiles of the mixture; where it
-    predicts a number, they are the quantiles of these numbers.
+    If each draw predicts a normal or Student-t distribution, these are quantiles of the mixture; if it predicts a
+    number, quantiles of these numbers.
     """
     if variances is None:
         at = torch.tensor([between_0_and_1("levels", p) for p in levels], dtype=torch.float64, device=means.device)
@@ -166,7 +167,7 @@ class Average:
         self._kept_variances: list[Tensor] = []
 
     def add(self, values: Tensor, variances: Tensor | None, times: int = 1) -> None:
-        """Add some draws ``[draws, *shape]`` so many times; moments are joined as in Chan, Golub and LeVeque (1979)."""
+        """Add draws ``[draws, *shape]``, ``times`` times; moments are combined as in Chan, Golub and LeVeque (1979)."""
         wide = values.double()
         number, mean = len(wide) * times, wide.mean(0)
         total = self.count + number
@@ -187,7 +188,7 @@ class Average:
         self.count, self._dtype = total, values.dtype
 
     def prediction(self, chains: int, levels: Sequence[float], df: float | None, return_draws: bool) -> Prediction:
-        """The average over the draws taken so far."""
+        """The average over the draws so far."""
         dtype = self._dtype
         found = Prediction(
             self._mean.to(dtype),
@@ -209,10 +210,10 @@ class Average:
 
 
 def join(parts: Sequence[Prediction]) -> Prediction:
-    """Predictions for several batches of inputs as one."""
+    """Concatenate predictions for several batches of inputs."""
     if len(parts) == 1:
         return parts[0]
-    leading = {"quantiles": 1, "draws": 2, "draw_variances": 2}  # dimensions that come before those of the inputs
+    leading = {"quantiles": 1, "draws": 2, "draw_variances": 2}  # position of the dimension of inputs
     tensors = [name for name, x in vars(parts[0]).items() if isinstance(x, Tensor)]
     whole: dict[str, Any] = {
         name: torch.cat([getattr(part, name) for part in parts], leading.get(name, 0)) for name in tensors

@@ -1,4 +1,4 @@
-"""Quantities that diagnostics follow over the draws: predictions and log likelihoods of some examples, parameters."""
+"""Quantities whose convergence is judged: predictions and log likelihoods of some examples, and parameters."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from isosgd.target.params import match
 if TYPE_CHECKING:
     from isosgd.posterior.posterior import Posterior
 
-FEW = 32  # parameters up to which all of them are followed
+FEW = 32  # up to so many parameters, all are judged
 
 
 def followed(posterior: Posterior, data: Any, inputs: Any, examples: int, device: Device) -> dict[str, tuple[str, Any]]:
-    """Predictions and log likelihoods of some examples at each draw: kind and values ``[chains, draws, ...]`` by name.
+    """Kind and values ``[chains, draws, ...]`` by name: predictions and log likelihoods of some examples at each draw.
 
-    Arguments are those of `Posterior.summary`.
+    The arguments are those of `Posterior.summary`.
     """
     dtype = None if posterior.target is None else posterior.target.dtype
     batch = _some_examples(posterior.data if data is None else data, examples, dtype)
@@ -39,18 +39,18 @@ def followed(posterior: Posterior, data: Any, inputs: Any, examples: int, device
         predicted = posterior.predict(x, return_draws=True, device=device).draws
         assert predicted is not None
         if view.classes and predicted.ndim > 3 and predicted.shape[3] > 1:
-            predicted = predicted[:, :, :, :-1]  # probabilities sum to one: the last one follows from the others
+            predicted = predicted[:, :, :, :-1]  # probabilities sum to one
         traces["prediction"] = ("prediction", predicted)
     if batch is not None:
         each = posterior.log_likelihood(batch, device=device)
         traces["log likelihood"] = ("log likelihood", each.double().mean(-1))
-        if "prediction" not in traces:  # the next best function of the parameters
+        if "prediction" not in traces:  # in place of a prediction
             traces["log likelihood of example"] = ("log likelihood", each)
     return traces
 
 
 def chosen_parameters(shapes: Mapping[str, tuple[int, ...]], patterns: Sequence[str] | None) -> list[str]:
-    """Names of the parameters to follow; by default all of them where they are few, else the scalar ones."""
+    """Names of the parameters to judge; by default all if there are few, else the scalars."""
     if patterns is None:
         if sum(math.prod(shape) for shape in shapes.values()) <= FEW:
             return list(shapes)
@@ -63,7 +63,7 @@ def chosen_parameters(shapes: Mapping[str, tuple[int, ...]], patterns: Sequence[
 
 
 def _some_examples(data: Any, count: int, dtype: torch.dtype | None) -> Any:
-    """Some examples of the data, evenly spaced; of a loader, the first of its first batch."""
+    """Evenly spaced examples of the data; of a loader, the first of its first batch."""
     if data is None:
         return None
     if tensors := as_tensors(data, dtype):
@@ -76,7 +76,7 @@ def _some_examples(data: Any, count: int, dtype: torch.dtype | None) -> Any:
 
 
 def _spaced(x: Tensor, count: int) -> Tensor:
-    """At most so many rows, evenly spaced."""
+    """At most ``count`` evenly spaced rows."""
     if not x.ndim or len(x) <= count:
         return x
     return x[torch.linspace(0, len(x) - 1, count).round().long().to(x.device)]

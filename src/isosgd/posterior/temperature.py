@@ -1,6 +1,6 @@
-"""The temperature that draws are at, read from gradients of the potential at each of them.
+"""The temperature of draws, measured from gradients of the potential at each of them.
 
-Gradients use all data where that is affordable, and fresh examples otherwise.
+Gradients use all data if that is affordable, else new examples for each draw.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from isosgd.posterior.view import View
 from isosgd.target import Params
 from isosgd.target.batches import batch_length, tree_map, with_tensors
 
-CHUNK = 2048  # examples worked on at once
-AFFORDABLE = 1e11  # parameters x examples x draws: a minute or so on a core
+CHUNK = 2048  # examples per batch
+AFFORDABLE = 1e11  # parameters x examples x draws, about a minute on one core
 LEAST_ROWS = 64
-WORKED_ON = 1 << 21  # entries of gradients, and as many of draws, at once
-HELD = 1 << 24  # numbers of draws, and of gradients, that are held for directions
+WORKED_ON = 1 << 21  # numbers of a block of gradients at most
+HELD = 1 << 24  # numbers of draws and gradients that are kept for directions
 
 
 class DrawGradients:
-    """``grad f`` at each draw in free parameters, where ``exp(-f / T)`` is the density that was sampled.
+    """``grad f`` at each draw in free parameters, where ``exp(-f / T)`` is the sampled density.
 
     Args:
         stack: the draws.
         view: their target.
-        data: all training data: tensors or batches.
-        num_data: N as it was when sampling; found from the data when None.
-        rows: examples in each gradient; all of them, or as many as are affordable, when None.
+        data: all training data, tensors or batches.
+        num_data: N in the run; taken from the data when None.
+        rows: examples in each gradient; when None all, or as many as are affordable.
         seed: of the examples.
         device: where to compute, as for `Posterior.predict`.
-        temperature: T; where the prior has sampled scales it counts T times, see `isosgd.Target.prior_weight`.
+        temperature: T; a prior with sampled scales counts T times, see `isosgd.Target.prior_weight`.
 
     Attributes:
         sizes: number of entries of each parameter.
@@ -67,7 +67,7 @@ class DrawGradients:
             raise ValueError(f"rows = {rows!r} must lie between 1 and the {self.num_data} examples")
         self._generator = torch.Generator().manual_seed(seed)
         self._full = self.rows == self.num_data
-        # Fresh examples are each draw's own; all data, and batches of a loader, are shared by the draws of a block.
+        # Each draw has its own random examples; all data and batches of a loader are shared by the draws of a block.
         shared = self._full or self.tensors is None
         self._mapped = Mapped(self._one, (0, None if shared else 0))
         self._scores = Mapped(self.target.prior_score, ())
@@ -75,7 +75,7 @@ class DrawGradients:
         self.place = place_of(device, self.target.device, self._few())
 
     def free_blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """Number of the first draw of a block, and free parameters ``[block, d]``."""
+        """Index of the first draw of a block, and free parameters ``[block, d]``."""
         first = 0
         for block, _ in self.stack.blocks(None):
             free = self.target.unconstrain({name: block[name] for name in self.sizes})
@@ -83,7 +83,7 @@ class DrawGradients:
             first += len(next(iter(block.values())))
 
     def blocks(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """The same with gradients ``[block, d]``, both on the CPU."""
+        """The same with gradients ``[block, d]``, on the CPU."""
         size = at_once([tuple(x.shape) for x in self.example.values()], self._few())
         size = max(1, min(size, WORKED_ON // sum(self.sizes.values())))
         first = 0
@@ -104,7 +104,7 @@ class DrawGradients:
             first += count
 
     def _one(self, free: Params, buffers: Params, batch: Any) -> Params:
-        """Gradient of the negative log likelihood of a batch, summed over examples, at one draw."""
+        """Gradient of the summed negative log likelihood of a batch at one draw."""
 
         def loss(leaves: Params) -> Tensor:
             return -self.view.log_likelihood(self.target.constrain(leaves) | buffers, batch).sum()
@@ -112,7 +112,7 @@ class DrawGradients:
         return value_and_slope(loss, free)[1]
 
     def _parts(self, draws: int) -> Iterator[tuple[Any, int]]:
-        """Batches for some draws, and the examples in each."""
+        """Batches for some draws, and their numbers of examples."""
         if self.tensors is None:
             yield from self._loaded()
         elif self._full:
@@ -125,7 +125,7 @@ class DrawGradients:
                 yield tree_map(lambda t, index=index: t[index.to(t.device)], self.tensors), rows
 
     def _loaded(self) -> Iterator[tuple[Any, int]]:
-        """Batches of a loader: all of them, or as many as are affordable, continuing where the last block ended."""
+        """Batches of a loader: all, or as many as are affordable, continuing after those of the last block."""
         if self._full:
             self._batches = iter(self.data)
         seen, started = 0, False
@@ -143,7 +143,7 @@ class DrawGradients:
             yield batch, rows
 
     def _few(self) -> Any:
-        """As many examples as a draw is evaluated at in one go."""
+        """The examples of one evaluation."""
         if self.tensors is not None:
             return tree_map(lambda t: t[: min(CHUNK, self.rows)], self.tensors)
         return with_tensors(next(iter(self.data), None))
@@ -155,8 +155,8 @@ class DrawGradients:
 def measure(gradient: DrawGradients) -> tuple[tuple[Reading, ...], tuple[Reading, ...]]:
     """Temperatures over all parameters and each layer, and along single directions.
 
-    It makes two passes over the draws, one for the centres and one for the gradients. Of the draws and gradients
-    themselves it keeps only as many as fit in memory.
+    Makes two passes over the draws, one for the centres and one for the gradients, and keeps as many draws and
+    gradients as fit in memory.
     """
     chains, draws, temperature = gradient.stack.num_chains, gradient.stack.num_draws, gradient.temperature
     layers = gradient.target.layers(gradient.example)
@@ -164,10 +164,10 @@ def measure(gradient: DrawGradients) -> tuple[tuple[Reading, ...], tuple[Reading
     numbers = torch.tensor([groups.index(layers[name]) for name in gradient.sizes])
     place = numbers.repeat_interleave(torch.tensor(list(gradient.sizes.values())))  # group of each entry
     total = len(place)
-    late = draws // 2  # from here on it is the second half of a chain
+    late = draws // 2  # first draw of the second half of a chain
 
     def where(first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Chain, number in it, and half of some draws."""
+        """Chain, index and half of some draws."""
         number = torch.arange(first, first + count)
         return number // draws, number % draws, (number % draws >= late).long()
 
@@ -178,7 +178,7 @@ def measure(gradient: DrawGradients) -> tuple[tuple[Reading, ...], tuple[Reading
         centres.index_put_((chain, half), theta.double() * weights[half, None], accumulate=True)
 
     held = min(draws, HELD // (total * chains))
-    slot = torch.full((draws,), -1)  # where a draw is held, if it is
+    slot = torch.full((draws,), -1)  # position of a draw that is kept
     slot[torch.linspace(0, draws - 1, held).round().long()] = torch.arange(held)
     kept = [torch.zeros(chains, held, total, dtype=torch.float32) for _ in range(2)] if held >= LEAST else []
     series = torch.zeros(chains, draws, len(groups), dtype=torch.float64)
@@ -207,7 +207,7 @@ def measure(gradient: DrawGradients) -> tuple[tuple[Reading, ...], tuple[Reading
 
 
 def value_and_slope(function: Callable[[Params], Tensor], params: Params) -> tuple[Tensor, Params]:
-    """A scalar function of parameters and its gradient, mapped over draws or not."""
+    """Value and gradient of a scalar function of parameters."""
     if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in params.values()):
         slope, value = grad_and_value(function)(params)
         return value, slope

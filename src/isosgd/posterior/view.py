@@ -1,4 +1,4 @@
-"""A target evaluated at a draw, with the buffers of its network."""
+"""A target evaluated at draws, with the buffers of its network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from isosgd.target.batches import inputs_of, tree_map, with_tensors
 from isosgd.target.heads import Head
 from isosgd.target.modules import ModuleLikelihood
 
-NUMBERS = {"Gaussian", "StudentT", "Heteroscedastic"}  # y is normal, or a Student-t, around each draw's mean
+NUMBERS = {"Gaussian", "StudentT", "Heteroscedastic"}  # y is normal or Student-t around each draw's mean
 CLASSES = {"Categorical", "Bernoulli", "Tokens"}
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of a BatchNorm layer
 
@@ -28,7 +28,7 @@ Function = Callable[[Callable[..., Any], Params, Any], Any]
 
 
 class View:
-    """Predictions and log likelihoods of a target at natural parameters, which may include buffers.
+    """Predictions and log likelihoods of a target at natural parameters and buffers.
 
     Args:
         target: what was sampled.
@@ -43,13 +43,13 @@ class View:
         about = target.describe()["likelihood"]
         name = str(about["name"])
         self.classes = self.network is not None and name in CLASSES
-        # A user's own predict that gives a mean and a variance is taken at its word: normal noise.
+        # A user's predict that gives mean and variance means normal noise.
         self.df: float | None = math.inf if self.network is None else None
         if self.network is not None and name in NUMBERS and (df := about.get("df") or math.inf) > 2:
-            self.df = float(df)  # with 2 or fewer there is no variance
+            self.df = float(df)  # else there is no variance
 
     def head(self, inputs: Any) -> tuple[Head, View] | None:
-        """The sampled head of the network and its view, if there is one: its inputs are the same at all draws.
+        """The sampled head of the network and its view, if there is one; its inputs are the same at all draws.
 
         Args:
             inputs: examples to trace the network with.
@@ -63,7 +63,7 @@ class View:
         return self._head
 
     def _network_at(self, natural: Params) -> Network | None:
-        """The network, where at these parameters it differs from the target's own."""
+        """The network, if at these parameters it differs from the target's own."""
         other = self.network is not None and (self.softmax_temperature != 1 or self.network.holds(natural))
         return self.network if other else None
 
@@ -76,7 +76,7 @@ class View:
     def log_likelihoods_at(self, natural: Params, batch: Any, temperatures: Sequence[float]) -> Tensor:
         """Log likelihood of each example at softmax temperatures, and its mean over labels, ``[n, temperatures, 2]``.
 
-        Other predictions than of classes have temperature 1 alone, and a mean of 0.
+        Predictions that are not of classes have only temperature 1, and a mean of 0.
         """
         if tuple(temperatures) == (1.0,):
             found = self.log_likelihood(natural, batch)
@@ -89,13 +89,13 @@ class View:
         return torch.stack([label_and_mean(likelihood, logits / t, y) for t in temperatures], 1)
 
     def predict(self, natural: Params, x: Any) -> Any:
-        """What the target predicts."""
+        """The target's prediction."""
         if (network := self._network_at(natural)) is not None:
             return network.predict(natural, x)
         return self.target.predictive(self.target.unconstrain(natural), x)
 
     def apply(self, function: Function, natural: Params, x: Any) -> Any:
-        """A user's function of the model at a draw, the draw, and inputs."""
+        """A user's function of the network at a draw, the draw, and inputs."""
         if self.network is None:
             return function(lambda inputs: self.predict(natural, inputs), natural, x)
         network = self.network
@@ -103,10 +103,9 @@ class View:
 
 
 class Network(ModuleLikelihood):
-    """A module's likelihood whose buffers may come with the parameters, under their names in the module.
+    """A module's likelihood at parameters that may include buffers, by their names in the module.
 
-    It shares all tensors with the likelihood it is made from. BatchNorm uses the running statistics it is given,
-    whatever mode the module was in.
+    It shares all tensors with the original likelihood. BatchNorm uses the given running statistics in any mode.
     """
 
     def __init__(self, of: ModuleLikelihood, softmax_temperature: float = 1.0) -> None:
@@ -121,14 +120,14 @@ class Network(ModuleLikelihood):
 
     @property
     def batch_statistics(self) -> str:
-        """Name of a layer that normalises with the statistics of the batch it is in; empty when there is none."""
+        """Name of a layer that normalises with the statistics of the batch; empty if there is none."""
         for name, layer in self._plain._module.named_modules():
             if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
                 return str(name)
         return ""
 
     def holds(self, natural: Params) -> bool:
-        """Whether buffers came with these parameters."""
+        """Whether there are buffers among the parameters."""
         return not self._buffers.isdisjoint(natural)
 
     def logits(self, output: Any, params: Params) -> Any:
@@ -148,7 +147,7 @@ class Network(ModuleLikelihood):
         return functional_call(self._module, state, args, kwargs)
 
     def refreshed(self, natural: Params, batches: Iterable[Any]) -> Params:
-        """Running statistics of every BatchNorm at these parameters: averages over batches, all with the same weight.
+        """Running statistics of every BatchNorm at these parameters: plain averages over batches.
 
         This is what `torch.optim.swa_utils.update_bn` does.
         """
@@ -177,7 +176,7 @@ class Network(ModuleLikelihood):
         return found
 
     def check_refresh(self) -> None:
-        """Raise an error where there are no statistics to refresh."""
+        """Raise an error if there are no statistics to refresh."""
         if not any(layer.running_mean is not None for _, layer in self._named_norms()):
             raise ValueError(
                 f"{self._class_name} has no BatchNorm with running statistics: leave refresh= out, there is nothing "
