@@ -1,4 +1,4 @@
-"""Baselines: they return draws like samplers do, but not from the posterior; each documents what it targets."""
+"""Baselines: they return draws as samplers do, but not from the posterior; each documents what it targets."""
 
 from isosgd.baselines.base import Baseline
 from isosgd.baselines.ensemble import Ensemble

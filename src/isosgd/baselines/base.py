@@ -1,7 +1,7 @@
-"""The interface of a baseline, and its training.
+"""The base class of baselines, and their training.
 
-Training is Adam with a cosine schedule on the mean loss of the samplers, prior included, so that it ends near a mode of
-the posterior. Chains (and the members of an ensemble) train in one batched computation if the model allows it.
+Training is Adam with a cosine schedule on the samplers' mean loss, prior included, so that it ends near a mode of the
+posterior. Chains (and the members of an ensemble) train in one batched computation if the model allows it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from isosgd.samplers.schedules import cosine
 from isosgd.target import Params, Target
 
 LOOKS, PROBES = 50, 20  # gradients for the noise and for the curvature when a rate is chosen
-STABLE = 0.5  # largest chosen rate, in 1 / h; twice that in `snapshots`, where it falls again
+STABLE = 0.5  # largest chosen rate times h; twice that for the peak of cycles in `snapshots`
 LOSSES = 100  # minibatches averaged for the reported loss
 Start = Callable[[int], Params]
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """The settings of a run, with nothing left to choose."""
+    """The settings of a run."""
 
     draws: int  # of each chain
     training: int  # steps
     keep_every: int | None  # steps between snapshots; None lets the baseline choose
     temperature: float
-    epoch: int  # steps of one
-    example: Any  # a few examples, to trace the model with
+    epoch: int  # steps
+    example: Any  # a few examples, to trace the model
 
 
 class Baseline(ABC):
@@ -45,8 +45,7 @@ class Baseline(ABC):
     targets: ClassVar[str] = "not the posterior"
     paper: ClassVar[str]
     departures: ClassVar[str]
-    tempered: ClassVar[bool] = False
-    """Whether a temperature has a meaning."""
+    tempered: ClassVar[bool] = False  # whether it has a temperature
 
     def __init__(self, *, train_lr: float = 0.01) -> None:
         self.train_lr = check_positive("train_lr", train_lr)
@@ -56,7 +55,7 @@ class Baseline(ABC):
         return 1
 
     def starts(self, target: Target, seed: int) -> Start | None:
-        """Where each training starts, in natural parameters; None for the initial values of the target."""
+        """The start of each training, in natural parameters; None for the initial values of the target."""
         return None
 
     def spacing(self, plan: TrainingPlan) -> int:
@@ -64,12 +63,12 @@ class Baseline(ABC):
         return 0
 
     def expected(self, plan: TrainingPlan) -> int:
-        """Gradients of one training and what follows, for the progress line."""
+        """Gradients of one training, snapshots included, for the progress line."""
         return plan.training
 
     @abstractmethod
     def run(self, training: Training, plan: TrainingPlan) -> list[Params]:
-        """Train, and return natural parameters ``[chains, *shape]`` for each draw."""
+        """Train; returns natural parameters ``[chains, *shape]`` for each draw."""
 
 
 class Training:
@@ -84,7 +83,7 @@ class Training:
         scales = chains.target.prior_scales(chains.params)
         self._fixed = [leaf for name, leaf in chains.params.items() if name in scales]
         self.losses: list[Tensor] = []  # of the last steps of the training
-        self.rates: Tensor | None = None  # of plain SGD, if there is any
+        self.rates: Tensor | None = None  # of plain SGD
 
     @property
     def generator(self) -> torch.Generator:
@@ -92,7 +91,7 @@ class Training:
         return self.chains.sampler.generator
 
     def gradient(self, stage: str = "training") -> None:
-        """Gradients of the next minibatch, left in ``.grad``."""
+        """Compute the gradients of the next minibatch."""
         self.chains.evaluate()
         self.count(stage)
         self.fix_scales()
@@ -141,7 +140,7 @@ class Training:
         return rates
 
     def run_sgd(self, steps: int, rates: Tensor, schedule: Callable[[int], float] | None = None) -> None:
-        """Steps of plain SGD at ``rates [chains]``, times the factor of a schedule at each step."""
+        """Steps of plain SGD at ``rates [chains]``, times the schedule's factor of each step."""
         sampler, self.rates = self.chains.sampler, rates
         for step in range(steps):
             if step == 0 or schedule is not None:

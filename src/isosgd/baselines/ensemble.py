@@ -1,4 +1,4 @@
-"""Deep ensembles (Lakshminarayanan, Pritzel, Blundell 2017): networks trained from starts of their own."""
+"""Deep ensembles (Lakshminarayanan, Pritzel, Blundell 2017): networks trained from different starts."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from isosgd.target import Params, Target
 
 
 class Ensemble(Baseline):
-    """Independently trained networks: every draw is a training of its own.
+    """Independently trained networks, one for each draw.
 
     Targets no posterior: each draw is a mode of it, and the frequency of a mode depends on the optimizer. With a single
-    mode, as in a convex problem, all members agree up to the remaining noise of SGD, however uncertain the posterior.
+    mode, as in a convex problem, all members agree up to the remaining noise of SGD, for any posterior variance.
 
-    Departures from the paper: Adam's rate falls along a cosine; no adversarial examples; the noise scale of a
-    regression is what the target says it is. Layers that can (``reset_parameters``) are given new first weights, other
-    tensors have their entries shuffled; a target that is no module starts where it always does, so that only the
-    minibatches differ: pass ``init=``, a function from the number of a member to start values, for starts of your own.
+    Departures from the paper: Adam with a cosine schedule; no adversarial examples; the noise scale of a regression is
+    the target's. Layers with ``reset_parameters`` get new initial weights, the entries of other tensors are shuffled. A
+    target that is not a module has one start, so that only the minibatches differ: for other starts pass ``init=``, a
+    function from the number of a member to start values.
 
     Args:
         train_lr: the initial rate of Adam.

@@ -1,8 +1,8 @@
 """MC-dropout (Gal and Ghahramani 2016): a network with units dropped at random.
 
 Each input of a layer with weights W is dropped with probability p and the others are scaled by 1 / (1 - p). With m the
-mask divided by 1 - p, ``W (m * x) = (W diag(m)) x``: a mask is exactly a scaling of the weight's columns, so a draw is
-a set of weights like any other.
+mask divided by 1 - p, ``W (m * x) = (W diag(m)) x``: a mask scales the columns of the weight, so that a draw is a set
+of weights.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ Rates = float | Mapping[str, float] | None
 class MCDropout(Baseline):
     """Draws are the trained weights under random dropout masks.
 
-    Targets no posterior: the draws scatter around weights that minimise the mean loss under dropout, and their spread
-    comes from p, not from the data: of a linear model with weights w, ``diag(p / (1 - p) w^2)``, however many
-    examples there are.
+    Targets no posterior: the draws scatter around weights that minimise the mean loss under dropout, with a covariance
+    that depends on p, not on the number of examples: for a linear model with weights w, ``diag(p / (1 - p) w^2)``.
 
     Departures from the paper, all because draws are weights: a draw has one mask for all examples, and in training one
     for each minibatch (the expected loss is the same); convolutions drop whole channels; and dropout layers of the
@@ -77,14 +76,14 @@ class MCDropout(Baseline):
 
     @torch.no_grad()
     def _apply_masks(self, chains: Chains, weights: list[MaskedWeight], generator: torch.Generator) -> Params:
-        """Multiply the weights by new masks, and return these."""
+        """Multiply the weights by new masks; returns the masks."""
         masks = {weight.name: weight.mask(chains, generator) for weight in weights}
         for name, mask in masks.items():
             chains.params[name].mul_(mask)
         return masks
 
     def _gradient(self, training: Training, weights: list[MaskedWeight]) -> None:
-        """Gradient of the loss under new masks, through which the likelihood's passes, but not the prior's."""
+        """Gradient of the loss under new masks, which apply to the likelihood but not to the prior."""
         chains = training.chains
         here, prior = chains.snapshot(), _prior_score(chains)
         masks = self._apply_masks(chains, weights, training.generator)
@@ -111,7 +110,7 @@ def _prior_score(chains: Chains) -> Params:
 
 
 class MaskedWeight(NamedTuple):
-    """A weight whose inputs are dropped: their number, groups of a convolution, the shape of its mask, and p."""
+    """A weight whose inputs are dropped: number of inputs, groups of a convolution, shape of its mask, and p."""
 
     name: str
     inputs: int
@@ -120,7 +119,7 @@ class MaskedWeight(NamedTuple):
     p: float
 
     def mask(self, chains: Chains, generator: torch.Generator) -> Tensor:
-        """The factor of the weight, one for each chain."""
+        """A random factor of the weight for each chain."""
         like = chains.params[self.name]
         drawn = torch.rand(chains.count, self.inputs, generator=generator, device=like.device)
         mask = (drawn >= self.p).to(like.dtype) / (1.0 - self.p)
@@ -131,7 +130,7 @@ class MaskedWeight(NamedTuple):
 
 
 def masked_weights(target: Target, p: Rates, units: Mapping[str, int] | None, example: Any) -> list[MaskedWeight]:
-    """Where dropout acts; an example shows in which order the model calls its layers."""
+    """The weights whose inputs are dropped; ``example`` is used to find the order in which the model calls layers."""
     free = target.initial()
     if target.module is None:
         found = _by_axis(target, free, p, units)
@@ -202,7 +201,7 @@ def _masked(name: str, layer: nn.Linear | _ConvNd, p: float) -> MaskedWeight:
 def _own_rates(
     target: Target, module: nn.Module, free: Params, layers: Mapping[str, nn.Module], example: Any
 ) -> dict[str, float]:
-    """Rates of the model's own dropout layers, by the layer that is called next after each."""
+    """Rates of the model's own dropout layers, by the layer that is called next."""
     dropouts = [m for m in module.modules() if isinstance(m, _DropoutNd) and m.p > 0]
     prefixes = {id(layer): prefix for prefix, layer in layers.items()}
     found: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""How a baseline is run: its settings, trainings side by side, draws, and what became of each chain."""
+"""Runs a baseline: settings, trainings side by side, draws and failures."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from isosgd.target import Params, Target
 from isosgd.target.batches import tensors_of, tree_map
 from isosgd.warmup.reports import WarmupReport
 
-LEAST_TRAINING, EPOCHS = 3000, 40  # default steps of training: so many epochs, but at least so many
-PAYS = 10_000  # gradients from which on compiling pays
-CAPTURED = 200  # gradients from which on a CUDA graph pays
-HELD = 1 << 22  # parameters trained together; further members of an ensemble are trained after them
+LEAST_TRAINING, EPOCHS = 3000, 40  # default steps of training: at least so many, and so many epochs
+PAYS = 10_000  # gradients above which compiling pays
+CAPTURED = 200  # gradients above which a CUDA graph pays
+HELD = 1 << 22  # most parameters trained at once; other members of an ensemble follow
 EXAMPLES = 8
 REFRESH_BATCH = 500  # examples in a batch for BatchNorm statistics
 
@@ -46,16 +46,16 @@ BASELINES: Mapping[str, Method] = MappingProxyType(
 
 @dataclass
 class TrainedChain:
-    """What became of a chain."""
+    """The result of the trainings of a chain."""
 
     draws: list[Params] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)  # of the last steps of its trainings
     rates: dict[str, float] = field(default_factory=dict)  # of its plain SGD, by group
-    buffers: Params = field(default_factory=dict)  # those that are not the target's own
+    buffers: Params = field(default_factory=dict)  # those that differ from the target's
     failure: DivergedError | None = None  # why it was dropped
 
     def report(self, plan: TrainingPlan, spacing: int) -> WarmupReport:
-        """The training, in the form of a warm-up."""
+        """The training, as the report of a warm-up."""
         losses = torch.stack(self.losses).double().cpu() if self.losses else None
         loss = None if losses is None else (float(losses.mean()), float(losses.std(correction=0)))
         return WarmupReport(True, "", plan.training, plan.training, spacing or None, loss=loss)
@@ -184,7 +184,7 @@ class BaselineRun:
     def _train(
         self, baseline: Baseline, plan: TrainingPlan, schedule: Schedule, bar: Progress, trained: list[TrainedChain]
     ) -> tuple[int, str]:
-        """Train a schedule and add its draws to the chains; returns the gradients spent, and how they were compiled."""
+        """Train a schedule and add its draws to the chains; returns the gradients and what was compiled."""
 
         def plain_sgd(groups: list[dict[str, Any]], generator: torch.Generator, chains: int | None) -> Sampler:
             return VSGD(groups, num_data=schedule.num_data, generator=generator, chains=chains)
@@ -229,9 +229,9 @@ class BaselineRun:
 def with_statistics(
     posterior: Posterior, data: Data, chain_indices: list[int], chains: int, transform: Transform | None = None
 ) -> Posterior:
-    """The same draws, each with BatchNorm statistics of all data, where the model takes them from minibatches.
+    """The same draws, with BatchNorm statistics of all data if the model has such layers.
 
-    ``chain_indices`` are those of its chains, in the order of data sets, each with so many ``chains``.
+    ``chain_indices`` are those of the posterior's chains; each data set has so many ``chains``.
     """
     assert posterior.target is not None
     module = posterior.target.module
@@ -248,7 +248,7 @@ def with_statistics(
 
 
 def _in_batches(data: Any, transform: Transform | None) -> Any:
-    """Data in batches of about the same size, transformed anew in every pass."""
+    """Data in batches of about the same size, transformed in every pass."""
     tensors = as_tensors(data)
     found = data
     if tensors is not None:

@@ -23,17 +23,17 @@ class Snapshots(Baseline):
 
     Targets no posterior. On a quadratic potential with Hessian ``H`` of ``f / N`` the covariance S of the draws follows
     ``S <- (I - rate_t H) S (I - rate_t H) + rate_t^2 Var(g)`` from step to step: at a constant rate that of V-SGD, at
-    the end of a cycle far smaller, since the rate has fallen to zero. On others, cycles may end in different modes,
-    each as often as SGD falls into it.
+    the end of a cycle far smaller, since the rate has fallen to zero. Otherwise, cycles may end in different modes,
+    with frequencies that depend on SGD.
 
-    Departures from the papers: plain SGD where Huang et al. have momentum; all snapshots come after a first training
-    with Adam; the rate is chosen unless ``lr`` is given: 1 / curvature at the start of a cycle, and for constant rates
-    that of V-SGD, at most half of 1 / curvature.
+    Departures from the papers: SGD has no momentum, as that of Huang et al. has; all snapshots come after a first
+    training with Adam; the rate is chosen unless ``lr`` is given: 1 / curvature at the start of a cycle, and for
+    constant rates that of V-SGD, at most half of 1 / curvature.
 
     Args:
         schedule: ``cyclical`` or ``constant``.
         lr: the highest rate of a cycle, or the constant one; chosen when None.
-        train_lr: the initial rate of Adam in the training before.
+        train_lr: the initial rate of Adam in the first training.
     """
 
     targets = "where SGD stops: minima, or at a constant rate the Gaussian of vsgd"

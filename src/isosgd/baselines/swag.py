@@ -1,6 +1,6 @@
 """SWAG, stochastic weight averaging - Gaussian (Maddox, Garipov, Izmailov, Vetrov, Wilson 2019).
 
-After training, plain SGD goes on at a constant rate. Of snapshots theta_1, ..., theta_S of it
+After training, plain SGD runs at a constant rate. With its snapshots theta_1, ..., theta_S
 
     mean = sum_i theta_i / S
     V = diag(sum_i (theta_i - mean)^2 / S)
@@ -36,8 +36,8 @@ class Moments:
         if self.count == 0:
             self.mean, self._squares = torch.zeros_like(theta), torch.zeros_like(theta)
         self.count += 1
-        # Welford's algorithm: the mean square less the square of the mean, as in the paper, loses all digits of a
-        # variance that is small relative to the mean.
+        # Welford's algorithm: the mean square less the squared mean, as in the paper, loses all digits of a variance
+        # that is small relative to the mean.
         before = theta - self.mean
         self.mean = self.mean + before / self.count
         self._squares += before * (theta - self.mean)
@@ -66,21 +66,21 @@ class Moments:
 class SWAG(Baseline):
     """A Gaussian fitted to the iterates of SGD at a constant rate.
 
-    Targets no posterior. Near a mode with Hessian ``H`` of ``f / N`` snapshots spread by the covariance S that solves
-    ``H S + S H = rate Var(g)`` to first order in the rate, whatever the posterior's is; the default rate makes the mean
-    variance right where ``Var(g) = H / n``. Snapshots that depend on each other make the fit narrower than S, and of
-    its half V correlations are dropped.
+    Targets no posterior. Near a mode with Hessian ``H`` of ``f / N`` the covariance S of the snapshots solves
+    ``H S + S H = rate Var(g)`` to first order in the rate, for any posterior; the default rate makes the mean variance
+    right if ``Var(g) = H / n``. Correlated snapshots make the fit narrower than S, and V, half of the fit, has no
+    correlations.
 
     Departures from the paper: the constant rate is chosen (Mandt's, and at most half of 1 / curvature) unless ``lr`` is
-    given; plain SGD where the authors have momentum .9, which to first order is plain SGD at ten times the rate; V is
-    centred as it comes; a temperature widens the Gaussian; positive parameters are Gaussian as logarithms. BatchNorm
-    layers that learn from minibatches get statistics of all data for each draw, as in the paper.
+    given; SGD without momentum (.9 in the paper, which to first order is plain SGD at ten times the rate); V is centred
+    as it is computed; a temperature scales the covariance; positive parameters are Gaussian as logarithms. BatchNorm
+    layers get statistics of all data for each draw, as in the paper.
 
     Args:
         lr: the constant rate; chosen when None.
         rank: K, columns of the low-rank part; 0 for a diagonal Gaussian.
         snapshots: S, ``keep_every`` steps apart, by default an epoch.
-        train_lr: the initial rate of Adam in the training before.
+        train_lr: the initial rate of Adam in the first training.
 
     Example:
         >>> from isosgd import Target, priors, sample

@@ -1,4 +1,4 @@
-"""Whether to believe the draws: convergence of predictions, the temperature meter, and the verdict."""
+"""Diagnostics of draws: convergence of predictions, the temperature meter, and the verdict."""
 
 from isosgd.diagnostics.logging import Log
 from isosgd.diagnostics.meter import Reading

@@ -1,4 +1,4 @@
-"""Loss and rates of a run as it goes, for TensorBoard."""
+"""Loss and rates of a run, for TensorBoard."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from isosgd.diagnostics.traces import as_array
 
 
 class Log:
-    """Writes what TensorBoard shows: ``tensorboard --logdir FOLDER``, by ``pip install "isosgd[tensorboard]"``.
-
-    The folder is made at the first entry.
-    """
+    """Writes logs for ``tensorboard --logdir FOLDER`` (``pip install "isosgd[tensorboard]"``)."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -26,12 +23,12 @@ class Log:
         self._writer: Any = None
 
     def step(self, step: int, loss: Any, rates: Mapping[str, Any] | None = None, first_chain: int = 0) -> None:
-        """Note where chains are.
+        """Log a step.
 
         Args:
             step: gradients of each chain so far.
             loss: of the minibatch, a number or one for each chain.
-            rates: learning rate of each layer, a number or one for each chain; the mean over chains is noted.
+            rates: learning rate of each layer, a number or one for each chain; the mean over chains is logged.
             first_chain: number of the first of these chains.
         """
         for k, value in enumerate(as_array(loss).reshape(-1).tolist()):
@@ -40,7 +37,7 @@ class Log:
             self._scalar(f"rate/{layer}", float(as_array(rate).mean()), step)
 
     def close(self) -> None:
-        """Write what is left; a later entry opens the folder again."""
+        """Flush and close; a later entry opens the folder again."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -1,4 +1,4 @@
-"""The temperature meter: the temperature of draws, from the draws and the gradients at them alone.
+"""The temperature meter: the temperature of draws, from the draws and the gradients at them.
 
 For a density ``exp(-f/T)`` over free parameters, integration by parts gives, for every constant c,
 
@@ -10,9 +10,9 @@ for any f whose density vanishes at infinity. A sampler whose noise is too large
 directions fails the first two; one that follows the wrong gradient fails the third.
 
 Two choices reduce the error. The centre c is the mean of the *other half* of the same chain: close to the draws, which
-keeps the variance low even if chains are in different modes, and (almost) independent of them, which avoids the bias
-of a mean of the same draws; what is left falls with the square of the number of effective draws. Directions, too, are
-found on one half and read on the other, or noise would look like heat.
+keeps the variance low even if chains are in different modes, and (almost) independent of them, which avoids the bias of
+a mean of the same draws; the rest falls with the square of the number of effective draws. Directions, too, are found on
+one half and measured on the other, since otherwise sampling error would raise the temperature.
 
 Gradients may be those of minibatches if these are drawn independently of the run.
 
@@ -72,8 +72,8 @@ class Reading:
 def readings(names: Sequence[str], sizes: Sequence[int], series: Array, temperature: float) -> tuple[Reading, ...]:
     """Temperatures from series of products.
 
-    A series is ``(theta - c) . grad f`` over as many dimensions as ``sizes`` says, ``[chains, draws, readings]``. The
-    target temperature gives the smallest error that so many draws can have.
+    A series is ``(theta - c) . grad f`` over ``sizes`` dimensions, ``[chains, draws, readings]``. The smallest possible
+    error of so many draws follows from the target temperature.
 
     Example:
         >>> rng = np.random.default_rng(0)
@@ -86,7 +86,7 @@ def readings(names: Sequence[str], sizes: Sequence[int], series: Array, temperat
     each = series / size
     effective = np.maximum(ess(each, "mean"), 1.0)
     error = np.maximum(each.std((0, 1), ddof=1) / np.sqrt(effective), _error_over_chains(each))
-    # Draws that are too cold also have too small a spread. The error for a normal density at T is at least this one.
+    # Draws that are too cold also have too small a spread: use at least the error for a normal density at T.
     error = np.maximum(error, temperature * np.sqrt(2.0 / (size * effective)))
     half = each.shape[1] // 2
     whole, early, late = (x.mean((0, 1)).tolist() for x in (each, each[:, :half], each[:, half:]))
@@ -97,10 +97,10 @@ def readings(names: Sequence[str], sizes: Sequence[int], series: Array, temperat
 def directions(theta: Tensor, gradients: Tensor, temperature: float) -> tuple[Reading, ...]:
     """Temperatures along the principal directions of the draws (the flat ones) and of the gradients (the stiff ones).
 
-    They show what the mean over all directions hides: noise that is strong in some directions and missing in others. A
-    mean of the draws that is off shows as well, above all along the mean gradient (the push).
+    They show noise that is too strong in some directions and missing in others, which the mean over all directions
+    hides; and an error of the mean of the draws, above all along the mean gradient (the push).
 
-    ``theta`` are free parameters at draws, ``[chains, draws, d]``, and ``gradients`` those of f there.
+    ``theta`` are the free parameters of draws, ``[chains, draws, d]``, and ``gradients`` those of f there.
     """
     draws, size = theta.shape[1:]
     halves = slice(0, draws // 2), slice(draws // 2, draws)

@@ -1,4 +1,4 @@
-"""A table of quantities followed over draws: mean, spread, Monte-Carlo error, R-hat and effective draws of each."""
+"""A table of traced quantities: mean, standard deviation, Monte-Carlo error, R-hat and effective draws of each."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SummaryRow:
 
 @dataclass(frozen=True)
 class PosteriorSummary:
-    """All quantities that were followed, and the worst of them.
+    """All traced quantities, and the worst of them.
 
     Attributes:
         rows: one for each quantity.
@@ -55,7 +55,7 @@ class PosteriorSummary:
 
     @property
     def rhat(self) -> float:
-        """Largest R-hat; not a number when nothing moves."""
+        """Largest R-hat; not a number if all are constant."""
         return self._worst("rhat", max)
 
     @property
@@ -69,7 +69,7 @@ class PosteriorSummary:
         return self._worst("ess_tail", min)
 
     def of(self, *kinds: str) -> PosteriorSummary:
-        """The quantities of some kinds alone."""
+        """The quantities of some kinds."""
         return PosteriorSummary(tuple(row for row in self.rows if row.kind in kinds), self.chains, self.draws)
 
     def as_dict(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def summary_of(traces: Mapping[str, tuple[str, Any]]) -> PosteriorSummary:
     """Summarise traces.
 
     Args:
-        traces: for each name its kind and its values ``[chains, draws, ...]``; entries of the rest get a row each.
+        traces: for each name its kind and its values ``[chains, draws, ...]``; each entry of the rest gets a row.
 
     Example:
         >>> x = np.random.default_rng(0).standard_normal((4, 200, 2))

@@ -1,7 +1,7 @@
 """R-hat and effective numbers of draws for many traces at once. `sample` needs them, so they use numpy and torch only.
 
-A trace is a number followed over the draws of several chains, such as a held-out prediction. Arrays are ``[chains,
-draws, ...]``; results have the shape of the rest. The estimators are those of arviz-stats and Stan, up to rounding.
+A trace is a quantity over the draws of several chains, such as a held-out prediction. Arrays are ``[chains, draws,
+...]``; results have the shape of the rest. The estimators are those of arviz-stats and Stan, up to rounding.
 
 References:
     Vehtari, Gelman, Simpson, Carpenter and Bürkner (2021), Rank-normalization, folding, and localization: an improved
@@ -26,24 +26,24 @@ Array = NDArray[np.float64]
 Kind = Literal["bulk", "tail", "mean"]
 
 LEAST_DRAWS = 4  # of a chain; below, halves have no variance
-TAIL = 0.05  # the quantiles that the ESS of the tails is about, this one and one minus it
+TAIL = 0.05  # quantile of the ESS of the tails, and one minus it
 HELD = 1 << 21  # numbers processed at once
-CONSTANT = 1e-15  # values closer together than this do not vary
+CONSTANT = 1e-15  # range below which a trace counts as constant
 RHAT, ESS = 1.01, 400.0  # Vehtari et al. (2021)
 
 
 def rhat(traces: Any) -> Array:
-    """Split R-hat with rank normalisation: near 1 when chains, and halves of chains, agree.
+    """Split R-hat with rank normalisation: near 1 if chains, and halves of chains, agree.
 
-    The larger of two values: of the normal scores of the ranks, and of those of distances from the median, which show
-    chains that agree in location but not in width.
+    The larger of that of the ranks' normal scores and that of distances from the median, which shows chains that agree
+    in location but not in width.
 
     Args:
         traces: ``[chains, draws, ...]``; a single chain is split in two.
 
     Returns:
-        ``[...]``; not a number where a trace is constant, not finite, or shorter than four draws; huge where constant
-        chains differ.
+        ``[...]``; not a number if a trace is constant, not finite, or shorter than four draws; huge if constant chains
+        differ.
 
     Example:
         >>> x = np.random.default_rng(0).standard_normal((4, 500, 2))
@@ -60,11 +60,10 @@ def ess(traces: Any, kind: Kind = "bulk") -> Array:
     Args:
         traces: ``[chains, draws, ...]``.
         kind: "bulk" for the rank-normalised trace, "tail" for the lesser of the 5% and 95% quantiles, "mean" for the
-            mean of the trace as it is.
+            mean of the trace.
 
     Returns:
-        ``[...]``; not a number where a trace is not finite or shorter than four draws. A constant trace counts all its
-        draws.
+        ``[...]``; not a number if a trace is not finite or shorter than four draws; all draws for a constant trace.
 
     Example:
         >>> rng = np.random.default_rng(0)
@@ -107,14 +106,14 @@ def integrated_time(traces: Any) -> Array:
 
 @dataclass(frozen=True)
 class Convergence:
-    """Whether chains have converged, judged on traces such as predictions and log likelihoods.
+    """Whether chains have converged, by traces such as predictions and log likelihoods.
 
-    Weights of a network need not mix: units can be swapped and signs changed without changing what it computes.
+    Weights of a network need not mix: swapping units or signs does not change its predictions.
 
     Attributes:
         chains: number of chains.
         draws: of each.
-        rhat: the largest R-hat over traces; not a number before there are four draws, or if nothing moves.
+        rhat: the largest R-hat over traces; not a number for less than four draws, or if all traces are constant.
         ess: the smallest effective number of draws over traces.
     """
 
@@ -129,9 +128,9 @@ class Convergence:
 
         Args:
             traces: ``[chains, draws, traces]``.
-            groups: the group of each chain, such as ``[0, 0, 1, 1]``. Chains of one group sample the same posterior and
-                are compared with each other; groups, such as the splits of a data set, are not. A trace that is
-                constant in a group is ignored, but a group in which no trace moves has not converged.
+            groups: the group of each chain, such as ``[0, 0, 1, 1]``. Only chains of one group, which sample the same
+                posterior, are compared. A trace that is constant in a group is ignored, but a group whose traces are
+                all constant has not converged.
 
         Example:
             >>> x = np.random.default_rng(0).standard_normal((8, 500, 3))
@@ -163,7 +162,7 @@ class Convergence:
 
 
 def as_array(values: Any) -> Array:
-    """Numbers of a tensor on any device, or of anything numpy takes, in float64."""
+    """A tensor on any device, or anything that numpy takes, as a float64 array."""
     if isinstance(values, Tensor):
         return values.detach().double().cpu().numpy()
     return np.asarray(values, dtype=np.float64)
@@ -222,7 +221,7 @@ def _rhat(x: Array) -> Array:
 
 def _rank_rhat(halves: Array) -> Array:
     distance = np.abs(halves - np.median(halves, (1, 2), keepdims=True))
-    # Distances from the median are constant for a trace of two values; fmax then ignores them.
+    # Distances from the median are constant for a trace of two values; fmax ignores them.
     return np.fmax(_rhat(_normal_scores(halves)), _rhat(_normal_scores(distance)))
 
 
@@ -252,7 +251,7 @@ def _time(x: Array) -> Array:
     end, end_pair = np.take_along_axis(even, last, 1), np.take_along_axis(pairs, last, 1)
     end = np.where((end > 0) | (end_pair >= 0), end, 0.0)
     time = 2 * (np.minimum.accumulate(pairs, 1) * before).sum(1) + end[:, 0] - 1
-    # Antithetic chains may count for more draws than there are, within reason.
+    # Antithetic chains may have more effective draws than draws, up to this bound.
     return np.where(moves, np.maximum(time, 1 / np.log10(chains * draws)), 1.0)
 
 

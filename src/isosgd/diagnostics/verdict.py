@@ -139,10 +139,9 @@ def judge(
 
 
 def threshold(tests: int, effective: float) -> float:
-    """How many standard errors the worst of this many tests may be off by chance.
+    """The number of standard errors that the worst of so many tests may be off by chance, at `FALSE_ALARMS`.
 
-    At one false alarm in a thousand verdicts; larger for standard errors from few effective draws (Student's t, by its
-    expansion).
+    Larger for standard errors from few effective draws (Student's t, by its expansion).
     """
     z, free = NormalDist().inv_cdf(1.0 - FALSE_ALARMS / (2.0 * max(tests, 1))), effective - 1.0
     if not free >= LEAST_FREE:
@@ -154,9 +153,9 @@ def off(reading: Reading, temperature: float, tests: int, tolerance: float) -> i
     """1 if a reading is too hot, -1 if it is too cold, by more than chance and tolerance allow; else 0."""
     z = threshold(tests, reading.ess)
     ratio, error = reading.temperature / temperature, reading.error / temperature
-    # On the hot side logarithms are compared, since the error of a mean of squares grows with it: such a reading cannot
-    # be more than sqrt(ess / 2) errors too high. For a density far from normal errors are large at every temperature,
-    # and the reading must also be many errors too high.
+    # Hot readings are compared by logarithms, since the error of a mean of squares grows with it: it cannot be more
+    # than sqrt(ess / 2) errors too high. For a density far from normal, errors are large at every temperature, and the
+    # reading must also be many errors too high.
     normal = error <= NORMAL * ratio * math.sqrt(2.0 / reading.ess)
     far = normal or ratio - 1.0 - tolerance > min(z, SQUARES * math.sqrt(reading.ess / 2.0)) * error
     if ratio > 1.0 and far and math.log(ratio) > math.log1p(tolerance) + z * error / ratio:
@@ -174,7 +173,7 @@ def _wrong(temperature: float, found: Sequence[Reading], along: Sequence[Reading
     signs = [off(r, temperature, tests, DIRECTION_TOLERANCE) for r in mixed]
     for reading in found:  # all parameters come first
         sign = off(reading, temperature, tests, TOLERANCE)
-        # Chains that have not mixed in a direction read cold there: cold counts only where they have mixed.
+        # Readings along directions that have not mixed are too cold: cold counts only if the chains have mixed.
         if sign and not _approaching(reading, sign) and (sign > 0 or len(mixed) == len(along) or -1 in signs):
             return [(_temperature(reading, temperature), TOO_HOT if sign > 0 else TOO_COLD)]
     if not any(signs):

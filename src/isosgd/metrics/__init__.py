@@ -1,6 +1,6 @@
-"""How good predictions are: scores of regressions and classifications, calibration, data unlike the training data.
+"""Scores of predictions: regression, classification, calibration, and detection of out-of-distribution data.
 
-Functions of tensors, computed in float64 on the tensors' device, without gradients. Each returns a tensor.
+Functions of tensors that return tensors, computed in float64 on the tensors' device, without gradients.
 """
 
 from isosgd.metrics.classification import (

@@ -1,4 +1,4 @@
-"""What every score asks of its arguments, and how scores of examples become one."""
+"""Checks of the arguments of scores, and the reduction over examples."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 Reduction = Literal["mean", "none"]
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-SUM_TOLERANCE = 1e-2  # by which probabilities may miss 1: bfloat16 keeps two to three digits
+SUM_TOLERANCE = 1e-2  # of sums of probabilities: bfloat16 has two to three digits
 
 
 def numbers(name: str, value: Tensor, *dims: str) -> Tensor:
-    """A tensor in float64, if it has these dimensions and finite values.
+    """The tensor in float64; raises unless it has these dimensions and finite values.
 
     Example:
         >>> numbers("y", torch.ones(2, 1), "n")
@@ -31,7 +31,7 @@ def numbers(name: str, value: Tensor, *dims: str) -> Tensor:
 
 
 def probabilities(value: Tensor, *dims: str) -> Tensor:
-    """Probabilities of classes along the last dimension, in float64."""
+    """Class probabilities in float64; raises unless they sum to 1 along the last dimension."""
     found = numbers("probabilities", value, *dims)
     sums = found.sum(-1)
     if bool((found < 0).any()) or bool(((sums - 1).abs() > SUM_TOLERANCE).any()):
@@ -44,7 +44,7 @@ def probabilities(value: Tensor, *dims: str) -> Tensor:
 
 
 def labels(value: Tensor, like: Tensor) -> Tensor:
-    """Class labels ``[n]`` of probabilities ``[n, classes]``."""
+    """Class labels ``[n]``; raises unless they fit the probabilities ``like``, ``[n, classes]``."""
     _check_shape("y", value, ("n",))
     if value.dtype not in INTEGERS:
         raise TypeError(f"y of dtype {value.dtype} must be class labels, integers from 0")
@@ -58,20 +58,20 @@ def labels(value: Tensor, like: Tensor) -> Tensor:
 
 
 def same_length(name: str, value: Tensor, length: int) -> None:
-    """Refuse a tensor with another number of examples than the predictions."""
+    """Raise if a tensor has another number of examples than the predictions."""
     if len(value) != length:
         raise ValueError(f"{name} has {len(value)} examples, the predictions have {length}; they must be the same ones")
 
 
 def reduce(values: Tensor, reduction: Reduction) -> Tensor:
-    """The mean over examples, or the scores of all examples as they are."""
+    """The mean over examples, or the score of each."""
     if reduction not in ("mean", "none"):
         raise ValueError(f"reduction = {reduction!r} must be 'mean' or 'none'")
     return values.mean() if reduction == "mean" else values
 
 
 def between_0_and_1(name: str, value: float) -> float:
-    """A number strictly between 0 and 1."""
+    """The number; raises unless it is strictly between 0 and 1."""
     if not 0 < value < 1:
         raise ValueError(f"{name} = {value!r} must lie between 0 and 1, both excluded")
     return float(value)

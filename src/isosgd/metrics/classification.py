@@ -1,4 +1,4 @@
-"""Scores of class probabilities, and how well a score tells data unlike the training data from data like it.
+"""Scores of class probabilities, and of the detection of out-of-distribution data.
 
 ``probabilities`` are ``[n, classes]``, those of the model average unless a function says otherwise; ``y`` are labels
 ``[n]``, from 0. Logarithms are natural.
@@ -24,7 +24,7 @@ from isosgd.metrics.checks import Reduction, reduce
 
 @dataclass(frozen=True)
 class Reliability:
-    """How often predictions of a given confidence are right, in bins that hold at least one prediction.
+    """Accuracy of predictions by their confidence, in bins with at least one prediction.
 
     Attributes:
         confidence: mean probability of the predicted class, ``[bins]``.
@@ -43,7 +43,7 @@ class Reliability:
 
 
 def accuracy(probabilities: Tensor, y: Tensor) -> Tensor:
-    """Share of examples whose most probable class is the right one.
+    """Share of examples whose most probable class is right.
 
     Example:
         >>> accuracy(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1]))
@@ -97,7 +97,7 @@ def reliability(probabilities: Tensor, y: Tensor, bins: int = 15) -> Reliability
 
 
 def ece(probabilities: Tensor, y: Tensor, bins: int = 15) -> Tensor:
-    """Expected calibration error, of the curve that `reliability` gives.
+    """Expected calibration error, by `reliability`.
 
     Example:
         >>> ece(torch.tensor([[0.75, 0.25]] * 4), torch.tensor([0, 0, 0, 1]))  # sure to 75%, right in 75%
@@ -107,7 +107,7 @@ def ece(probabilities: Tensor, y: Tensor, bins: int = 15) -> Tensor:
 
 
 def predictive_entropy(probabilities: Tensor) -> Tensor:
-    """Entropy of each prediction, ``[n]``: uncertainty of every kind.
+    """Entropy of each prediction, ``[n]``: the total uncertainty.
 
     Example:
         >>> predictive_entropy(torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
@@ -117,7 +117,7 @@ def predictive_entropy(probabilities: Tensor) -> Tensor:
 
 
 def mutual_information(probabilities: Tensor) -> Tensor:
-    """Mutual information of label and draw, ``[n]``: the part of the entropy that more data would take away.
+    """Mutual information of label and draw, ``[n]``: the part of the entropy that more data would remove.
 
     Args:
         probabilities: of each draw, ``[draws, n, classes]``.
@@ -132,7 +132,7 @@ def mutual_information(probabilities: Tensor) -> Tensor:
 
 
 def auroc(inside: Tensor, outside: Tensor) -> Tensor:
-    """Area under the ROC curve: probability that data from outside have the higher score; ties count half.
+    """Area under the ROC curve: the probability that other data have the higher score; ties count half.
 
     Args:
         inside: scores of data like the training data, ``[n]``; higher means less alike.
@@ -148,7 +148,7 @@ def auroc(inside: Tensor, outside: Tensor) -> Tensor:
 
 
 def fpr95(inside: Tensor, outside: Tensor, pass_rate: float = 0.95) -> Tensor:
-    """Share of data from outside that pass when the threshold lets 95% of the data from inside pass.
+    """Share of other data that pass a threshold which 95% of data like the training data pass.
 
     Args:
         inside: scores of data like the training data, ``[n]``; higher means less alike.
@@ -156,8 +156,8 @@ def fpr95(inside: Tensor, outside: Tensor, pass_rate: float = 0.95) -> Tensor:
         pass_rate: least share of ``inside`` that passes.
 
     Note:
-        Data from inside are the positives here (Liang, Li and Srikant 2018). With outside as the positives, as some
-        write it, swap the two and change the sign of both.
+        Data like the training data are the positives (Liang, Li and Srikant 2018). For the opposite convention, swap
+        the two and change the sign of both.
 
     Example:
         >>> fpr95(torch.arange(100.0), torch.tensor([50.0, 94.0, 95.0, 200.0]))
@@ -165,7 +165,7 @@ def fpr95(inside: Tensor, outside: Tensor, pass_rate: float = 0.95) -> Tensor:
     """
     checks.between_0_and_1("pass_rate", pass_rate)
     inside, outside = checks.numbers("inside", inside, "n").sort().values, checks.numbers("outside", outside, "m")
-    # 0.95 * 20 is a hair above 19 in floating point; that must not let one more pass.
+    # 0.95 * 20 is slightly above 19 in floating point, but the threshold must be the 19th.
     threshold = inside[math.ceil(pass_rate * len(inside) * (1 - 1e-12)) - 1]
     return (outside <= threshold).double().mean()
 

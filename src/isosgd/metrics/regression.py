@@ -1,10 +1,10 @@
-"""Scores of a regression whose predictive distribution is a mixture, a component for each draw: Gaussian or Student-t.
+"""Scores of a regression whose predictive distribution is a mixture with a component, normal or Student-t, per draw.
 
-All draws weigh the same. ``mean`` and ``variance`` are ``[draws, n]``, what each draw says of y at each input, in the
-units of y; ``y`` is what was observed, ``[n]``. The variance is that of the noise, and the spread of the means over
-draws is the model's. A variance that is the same for all inputs takes no memory as
-``variance[:, None].expand_as(mean)``. ``reduction="none"`` gives the score of each example, ``[n]``. ``df`` are the
-degrees of freedom of Student-t noise of that variance, more than 2; noise is normal by default (others need scipy).
+All draws have the same weight. ``mean`` and ``variance`` ``[draws, n]`` are those of each draw's prediction of y;
+``y`` ``[n]`` are the observations. The variance is that of the noise; the model's uncertainty is the spread of the
+means. A variance that is the same for all inputs takes no memory as ``variance[:, None].expand_as(mean)``.
+``reduction="none"`` gives the score of each example, ``[n]``. ``df`` > 2 are the degrees of freedom of Student-t noise
+of that variance, which needs scipy; noise is normal by default.
 
 References:
     Gneiting and Raftery (2007), Strictly proper scoring rules, prediction, and estimation. Grimit, Gneiting, Berrocal
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from isosgd.metrics.checks import Reduction, between_0_and_1, numbers, reduce, same_length
 
-NEAR, MOST_STEPS = 1e-13, 100  # of the bracket and the noise, to which quantiles are found; by far more than it takes
-HELD = 1 << 17  # numbers that a table of draws by examples holds at once
+NEAR, MOST_STEPS = 1e-13, 100  # accuracy of quantiles, over bracket and noise; far more steps than needed
+HELD = 1 << 17  # most numbers in a table of draws by examples
 
 
 def rmse(prediction: Tensor, y: Tensor) -> Tensor:
@@ -56,8 +56,8 @@ def mixture_mnll(
 def mixture_crps(mean: Tensor, variance: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
     """Continuous ranked probability score in the units of y: ``E|X - y| - E|X - X'|/2``, both in closed form.
 
-    Good to about six digits. Memory stays bounded; time grows with the square of the number of draws, since every draw
-    meets every other: 100 draws of 5,000 examples take a second, 500 draws some ten.
+    Accurate to about six digits. Memory is bounded; time grows with the square of the number of draws: 100 draws of
+    5,000 examples take a second, 500 draws about ten.
 
     Example:
         >>> mixture_crps(torch.zeros(3, 1), torch.ones(3, 1), torch.zeros(1))  # (sqrt(2) - 1) / sqrt(pi)
@@ -70,7 +70,7 @@ def mixture_crps(mean: Tensor, variance: Tensor, y: Tensor, reduction: Reduction
 
 
 def mixture_cdf(mean: Tensor, variance: Tensor, y: Tensor, *, df: float = math.inf) -> Tensor:
-    """Probability of at most y, ``[n]``; where the model is right, these are uniform on (0, 1).
+    """Probability of at most y, ``[n]``; uniform on (0, 1) if the model is right.
 
     Example:
         >>> mixture_cdf(torch.tensor([[-1.0], [1.0]]), torch.ones(2, 1), torch.zeros(1))
@@ -102,7 +102,7 @@ def mixture_quantiles(
 def mixture_interval(
     mean: Tensor, variance: Tensor, level: float = 0.95, *, df: float = math.inf
 ) -> tuple[Tensor, Tensor]:
-    """Ends ``[n]`` of the central interval of y: as much probability lies below it as above.
+    """Ends ``[n]`` of the central interval of y, with equal probability below and above.
 
     Example:
         >>> low, high = mixture_interval(torch.zeros(4, 1), torch.ones(4, 1))
@@ -115,8 +115,7 @@ def mixture_interval(
 
 
 def mixture_coverage(mean: Tensor, variance: Tensor, y: Tensor, level: float = 0.95, *, df: float = math.inf) -> Tensor:
-    """Share of y in the central intervals of `mixture_interval`, found without the intervals: y is in when its
-    probability of less is neither below ``(1 - level)/2`` nor that far from 1.
+    """Share of y in the central intervals of `mixture_interval`, by `mixture_cdf`.
 
     Example:
         >>> y = torch.tensor([-2.0, -1.9, 0.0, 3.0])
@@ -188,9 +187,9 @@ def _quantile(mean: Tensor, width: Tensor, level: float, df: float) -> Tensor:
 
 
 def _root(mean: Tensor, width: Tensor, level: float, df: float) -> Tensor:
-    """Where the distribution function is ``level``: Newton's steps, but halves of the bracket where they serve worse.
+    """Where the distribution function is ``level``, by Newton's method with bisection (Numerical Recipes, section 9.4).
 
-    As in Numerical Recipes, section 9.4: a step must stay within the bracket and be at most half of the last but one.
+    A Newton step must stay within the bracket and be at most half of the last but one.
     """
     z = _at(level, df)
     ends = mean + z * width  # the quantile of a mixture lies between those of its components
@@ -215,12 +214,12 @@ def _root(mean: Tensor, width: Tensor, level: float, df: float) -> Tensor:
 def _crps(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
     draws = len(mean)
     near = _absolute(mean - y, variance.sqrt()).mean(0)
-    # All pairs of draws: where the time goes. In units of the example's own spread float32 gives them to six digits and
-    # better, several times as fast as float64.
+    # All pairs of draws take most of the time. In units of the example's spread, float32 suffices for six digits and is
+    # several times as fast as float64.
     centre = mean.mean(0)
     unit = ((mean - centre).square() + variance).mean(0).sqrt()
     place, square = ((mean - centre) / unit).float(), (variance / unit**2).float()
-    spread = (2 / math.sqrt(math.pi)) * (variance.sqrt().sum(0) / unit)  # of each draw with itself
+    spread = (2 / math.sqrt(math.pi)) * (variance.sqrt().sum(0) / unit)  # pairs of a draw with itself
     for k in range(draws - 1):
         later = slice(k + 1, None)
         spread += 2 * _absolute(place[k] - place[later], (square[k] + square[later]).sqrt()).sum(0)
