@@ -22,8 +22,11 @@ import torch
 import isosgd
 from isosgd import sklearn
 from isosgd.cli import main
-from isosgd.cli.folders import open_run
+from isosgd.cli.folders import open_run, run_of_script
+from isosgd.diagnostics.verdict import OFF_CENTRE, RUN_LONGER, TOO_HOT, UNEVEN
 from isosgd.tables.network import Network
+from isosgd.warmup.reports import drifting
+from isosgd.warmup.windows import LATE
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # so few steps cannot settle
 
@@ -479,3 +482,24 @@ def test_a_script_that_a_folder_brings_along_is_not_run(tmp_path: Path, inside: 
 def test_a_folder_cannot_ask_for_a_network_of_any_size() -> None:
     with pytest.raises(ValueError, match=r"weights; 134,217,728 at most"):
         Network(inputs=10, outputs=1, hidden=(2**31 - 1,))
+
+
+ADVICE = re.compile(r"\b(draws|warmup|init|chains|keep_every|batch_size|bias|structure)=")
+
+
+def test_advice_names_what_a_command_line_takes(fitted, script, tmp_path, capsys):
+    """It named arguments of Python, which `isosgd fit` has no options for."""
+    argv = ["fit", PENGUINS, "--target", "body_mass_g", "--out", tmp_path / "run", *SHORT]
+    words = run([*argv, "--effort", "0.001"], capsys).out  # far too short
+    assert "did not settle" in words and "Run longer." in words and not ADVICE.search(words)
+    assert "to run longer: isosgd fit" in words and "Fix:" not in words
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert not ADVICE.search(page[page.index('class="verdict') :].partition("</div>")[0])
+    assert not ADVICE.search(run(["diagnose", tmp_path / "run"], capsys).out)
+    advice = [RUN_LONGER, TOO_HOT, OFF_CENTRE, UNEVEN, LATE, drifting(np.arange(100.0))]
+    assert all(ADVICE.search(words) for words in advice)
+    from_script = run_of_script(tmp_path / "sampled", f"{script}:target")
+    for words in (RUN_LONGER, TOO_HOT, OFF_CENTRE, LATE, drifting(np.arange(100.0))):
+        assert not ADVICE.search(open_run(fitted[0]).subject.named(words))
+    for words in advice:
+        assert not re.search(r"(?<!option )" + ADVICE.pattern, from_script.subject.named(words))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from isosgd import Posterior, Target, load
+from isosgd.diagnostics.verdict import RUN_LONGER
 from isosgd.errors import first_line
 from isosgd.report import Subject, write_report
 from isosgd.samplers import METHODS
@@ -30,6 +31,26 @@ USUAL: dict[str, Any] = {
 }  # fmt: skip
 """Defaults of ``isosgd sample``."""
 NOTED = {"target": "y", "source": "Python", "command": "", "longer": ""}  # of a table, and what to take for them
+# What to use on the command line instead of the Python arguments that advice names.
+FIT_ADVICE = {
+    RUN_LONGER: "more steps (--effort) or more chains (--chains)",
+    ", a start closer to a mode (init=) or a larger batch_size=": "",
+    " or a start closer to a mode (init=)": "",
+    "A larger batch_size= or a longer warmup=": "More steps (--effort)",
+    "a longer warmup=": "more steps (--effort)",
+    "A longer warmup= or a smaller bias=": "More steps (--effort)",
+    "lower the rate (bias=) or use a larger batch": "take more steps (--effort)",
+}
+SAMPLE_ADVICE = {
+    "draws=; in a loop of your own more steps": "--draws",
+    "init=": "init in the script",
+    "warmup=": "--warmup",
+    "chains=": "--chains",
+    "keep_every=": "--keep-every",
+    "batch_size=": "--batch-size",
+    "bias=": "--option bias=NUMBER",
+    "structure='": "--option structure='",
+}
 SEED = 0  # of torch when a script is run, so that a network it makes is the same again when its run is resumed
 
 
@@ -149,6 +170,7 @@ def _tabular(folder: Path, damaged: Damaged) -> Run:
         network=f"a network with hidden layers of {layers} units beside a linear path" if layers else "a linear model",
         notes=[*notes, *columns.describe()],
         longer=words["longer"],
+        advice=FIT_ADVICE if words["command"] else {},
     )
     return Run(
         folder, network.target(), model.posterior_.data, model.held_out_, None, subject, model, words["command"],
@@ -262,7 +284,7 @@ def run_of_script(folder: Path, place: str) -> Run:
     if data is None or isinstance(data, str | bytes) or not hasattr(data, "__iter__"):
         what = "nothing named 'data'" if data is None else f"'data' of type {type(data).__name__}"
         raise ValueError(f"{path} has {what}: make it a tuple of tensors, a DataLoader, or a function that makes one")
-    init, subject = getattr(module, "init", None), Subject(f"{name} of {path.name}")
+    init, subject = getattr(module, "init", None), Subject(f"{name} of {path.name}", advice=SAMPLE_ADVICE)
     return Run(folder, target, data, heldout, init, subject, place=f"{path}:{name}")
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -289,8 +290,9 @@ def draw_and_judge(
         if verdict is None or UNSETTLED not in warning:
             echo(args, f"note: {found.subject.named(warning)}")
     if verdict is not None:
-        echo(args, found.subject.named(str(verdict)))
-        if verdict.summary == "run longer" and (longer := found.longer(posterior)):
+        longer = found.longer(posterior) if verdict.summary == "run longer" else ""
+        echo(args, found.subject.named(str(replace(verdict, fixes=()) if longer else verdict)))
+        if longer:
             echo(args, f"to run longer: {longer}")
     if page is not None:
         echo(args, f"report: {page}")

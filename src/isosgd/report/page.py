@@ -41,6 +41,8 @@ class Subject:
         commands: what to run to have the draws and this report again.
         outside: what the inputs out of distribution are.
         longer: a command that runs longer, shown when that is the verdict.
+        advice: Python arguments as advice names them, with what a reader has instead, such as options of a command;
+            replaced in this order.
     """
 
     title: str = "Posterior report"
@@ -58,13 +60,14 @@ class Subject:
     commands: Sequence[str] = ()
     outside: str = "inputs out of distribution"
     longer: str = ""
+    advice: Mapping[str, str] = field(default_factory=dict)
 
     def layer(self, name: str) -> str:
         """What to call a layer."""
         return self.layers.get(name, name)
 
     def named(self, text: str) -> str:
-        r"""A text in which names of layers are what to call them, where they are quoted or begin a line.
+        r"""A text with what to call layers, where their names are quoted or begin a line, and what to use as advised.
 
         Example:
             >>> print(Subject(layers={"0": "hidden layer"}).named("Temperature 1.\n  0: 1.01 ± 0.02"))
@@ -73,6 +76,8 @@ class Subject:
         """
         for name, word in self.layers.items():
             text = text.replace(f"{name!r}", f"'{word}'").replace(f"\n  {name}: ", f"\n  {word}: ")
+        for argument, instead in self.advice.items():
+            text = text.replace(argument, instead)
         return text
 
 

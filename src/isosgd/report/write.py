@@ -154,8 +154,10 @@ def _judged(posterior: Posterior, data: Any, rows: Any, subject: Subject) -> tup
         return None, "The training data, from which the temperature is read, were not given."
     try:
         found = posterior.trust(data, held_out=rows)
-        reasons, remarks = (tuple(subject.named(text) for text in words) for words in (found.reasons, found.remarks))
-        return replace(found, reasons=reasons, remarks=remarks), ""
+        reasons, fixes, remarks = (
+            tuple(subject.named(text) for text in words) for words in (found.reasons, found.fixes, found.remarks)
+        )
+        return replace(found, reasons=reasons, fixes=fixes, remarks=remarks), ""
     except ValueError as error:
         return None, f"{error}."
 
