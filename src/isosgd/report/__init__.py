@@ -1,6 +1,6 @@
-"""A report of draws as one HTML page: verdict first, then predictions, chains, rates, settings.
+"""A report of draws as one HTML page: verdict, predictions, chains, rates, settings.
 
-The page needs no network, no JavaScript and no other file; plots are drawn as SVG.
+The page needs no network, JavaScript or other file; plots are SVG.
 """
 
 from isosgd.report.page import Subject

@@ -1,4 +1,4 @@
-"""Do the chains agree, do they have the target temperature, and what did the warm-up find?"""
+"""Figures of the report about chains: agreement, temperature, and rates."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from isosgd.report.page import Figure, Subject
 from isosgd.report.plot import SERIES, Array, Plot, decades, limits, number
 
 TRACED = 64  # predictions whose R-hat is shown
-POINTS = 200  # of a trace that are drawn
+POINTS = 200  # of a trace in a plot
 MOST_LAYERS = 18
-MOST_DRAWN = len(SERIES)  # chains of a plot
+MOST_DRAWN = len(SERIES)  # chains in a plot
 
 
 def agreement(traces: Array, log_likelihood: Array) -> list[Figure]:
@@ -60,7 +60,7 @@ def _trace(name: str, values: Array) -> Figure:
 
 
 def _ranks(name: str, values: Array) -> Figure:
-    """Ranks among the draws of all chains: even for each chain when they sample the same."""
+    """Ranks among the draws of all chains, which are uniform for each chain if they sample the same density."""
     chains, draws = values.shape
     ranks = values.ravel().argsort(kind="stable").argsort(kind="stable").reshape(chains, draws)
     bins = int(np.clip(draws // 8, 4, 20))
@@ -83,7 +83,7 @@ def _ranks(name: str, values: Array) -> Figure:
 
 
 def temperatures(verdict: Verdict, subject: Subject) -> Figure | None:
-    """The temperature meter's reading of each layer."""
+    """The measured temperature of each layer."""
     shown = [r for r in verdict.readings if math.isfinite(r.temperature) and math.isfinite(r.error)][:MOST_LAYERS]
     if not shown:
         return None
@@ -129,7 +129,7 @@ def rates(reports: Sequence[Mapping[str, Any]], subject: Subject) -> Figure | No
 
 
 def _rows(labels: Sequence[str], x: tuple[float, float], xlabel: str, **more: Any) -> Plot:
-    """Axes with one row for each label, from the top."""
+    """Axes with one row per label, from the top."""
     ticks = [(-float(k), label) for k, label in enumerate(labels)]
     return Plot(x, (-len(labels) + 0.4, 0.6), xlabel=xlabel, yticks=ticks, height=62 + 26 * len(labels), **more)
 

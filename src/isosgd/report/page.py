@@ -1,4 +1,4 @@
-"""HTML of a report: one page that needs nothing but itself, about a subject in the user's words and units."""
+"""HTML of a report: one self-contained page, in the user's names and units."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADLINES = {
     "it samples something else": "Do not trust it: it samples something else.",
 }
 MOST_REMARKS = 3
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # a page under this policy can fetch nothing
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # forbids a page to load anything
 
 
 @dataclass(frozen=True)
@@ -27,22 +27,20 @@ class Subject:
 
     Attributes:
         title: of the page.
-        target: what is predicted.
+        target: name of the predicted quantity.
         inputs: names of the inputs.
         classes: names of the classes, in the order of their numbers.
-        y_mean: added to predictions that are multiplied by ``y_scale``, to have them in the units of the data.
-        y_scale: units of the data for one unit of the model.
-        x_mean: of a single input, likewise.
+        y_mean: in the units of the data, predictions are ``y_mean + y_scale * prediction``.
+        x_mean: the same for a single input.
         x_scale: of a single input.
-        softmax_temperature: by which logarithms of averages over draws are divided, where they are of classes.
-        layers: what to call layers, such as ``{"0": "hidden layer"}``.
+        softmax_temperature: divisor of the logarithms of averages over draws, for classes.
+        layers: names of layers, such as ``{"0": "hidden layer"}``.
         network: the model in words.
-        notes: what else a reader should know, one sentence each: how the table was read, for instance.
-        commands: what to run to have the draws and this report again.
-        outside: what the inputs out of distribution are.
-        longer: a command that runs longer, shown when that is the verdict.
-        advice: Python arguments as advice names them, with what a reader has instead, such as options of a command;
-            replaced in this order.
+        notes: further sentences for the reader, for instance how the table was read.
+        commands: commands that make the draws and this report.
+        outside: what the out-of-distribution inputs are.
+        longer: a command that samples for longer, shown if the verdict asks for it.
+        advice: Python arguments in advice, and what to write instead, such as command-line options; in this order.
     """
 
     title: str = "Posterior report"
@@ -63,11 +61,11 @@ class Subject:
     advice: Mapping[str, str] = field(default_factory=dict)
 
     def layer(self, name: str) -> str:
-        """What to call a layer."""
+        """The name of a layer."""
         return self.layers.get(name, name)
 
     def named(self, text: str) -> str:
-        r"""A text with what to call layers, where their names are quoted or begin a line, and what to use as advised.
+        r"""A text with the user's names of layers, where they are quoted or begin a line, and replaced ``advice``.
 
         Example:
             >>> print(Subject(layers={"0": "hidden layer"}).named("Temperature 1.\n  0: 1.01 ± 0.02"))
@@ -83,7 +81,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot with its title and what to see in it."""
+    """A plot with title and caption."""
 
     title: str
     svg: str
@@ -92,7 +90,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Tile:
-    """A number that stands out: what it is, its value, and a word about it."""
+    """A number with a name and a note."""
 
     label: str
     value: str
@@ -112,7 +110,7 @@ def page(title: str, body: Iterable[str]) -> str:
 
 
 def verdict_card(verdict: Verdict | None, reason: str = "", longer: str = "") -> str:
-    """The verdict, or the reason why there is none. ``longer`` is a command that runs longer."""
+    """The verdict, or the reason why there is none. ``longer`` is a command that samples for longer."""
     if verdict is None:
         return f'<div class="verdict"><strong>No verdict.</strong>{escape(reason)}</div>'
     parts = [f'<div class="verdict {KINDS[verdict.summary]}"><strong>{HEADLINES[verdict.summary]}</strong>']
@@ -130,7 +128,7 @@ def verdict_card(verdict: Verdict | None, reason: str = "", longer: str = "") ->
 
 
 def tiles(found: Sequence[Tile]) -> str:
-    """Numbers that stand out."""
+    """A row of numbers."""
     cells = "".join(
         f"<div><dt>{escape(t.label)}</dt><dd>{escape(t.value)}<small>{escape(t.note)}</small></dd></div>" for t in found
     )
@@ -138,13 +136,13 @@ def tiles(found: Sequence[Tile]) -> str:
 
 
 def section(title: str, words: str, *parts: str) -> str:
-    """A heading, a sentence, and what belongs to it; empty when nothing does."""
+    """A heading, a sentence and parts; empty if there are no parts."""
     body = "\n".join(part for part in parts if part)
     return f"<section>\n<h2>{escape(title)}</h2>\n<p>{escape(words)}</p>\n{body}\n</section>" if body else ""
 
 
 def figures(found: Iterable[Figure | None]) -> str:
-    """Plots side by side where there is room."""
+    """Plots side by side if there is room."""
     cells = "\n".join(
         f"<figure><h3>{escape(f.title)}</h3>{f.svg}<figcaption>{escape(f.caption)}</figcaption></figure>"
         for f in found
@@ -154,7 +152,7 @@ def figures(found: Iterable[Figure | None]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:
-    """A table that scrolls on its own where the screen is narrow."""
+    """A table that scrolls if the screen is narrow."""
     top = "".join(f"<th scope=col>{escape(h)}</th>" for h in head)
     body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows)
     named = f"<caption>{escape(caption)}</caption>" if caption else ""
@@ -171,7 +169,7 @@ def facts(found: Mapping[str, Any]) -> str:
 
 
 def bullets(items: Iterable[str], style: str = "") -> str:
-    """Sentences as a list."""
+    """A list of sentences."""
     found = "".join(f"<li>{escape(_sentence(item))}</li>" for item in items)
     return f'<ul class="{style}">{found}</ul>' if found else ""
 

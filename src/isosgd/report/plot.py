@@ -1,6 +1,6 @@
-"""Plots as SVG text: small, sharp at any size, and coloured by the page's style sheet, in dark mode and print too.
+"""Plots as SVG, coloured by the style sheet of the page, also in dark mode and print.
 
-Colours are classes (``a`` to ``f`` for series, ``grey``); the style sheet says what they look like.
+Colours are classes (``a`` to ``f`` for series, ``grey``).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Array = NDArray[np.float64]
 Limits = tuple[float, float]
 SERIES = "abcdef"
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-WIDTH = 440  # in the units of a drawing, about pixels
+WIDTH = 440  # in units of the drawing, about pixels
 CHARACTER = 6.1  # width of a digit of a tick label
 
 
 class Plot:
-    """One pair of axes, from limits of x and y; ticks are places with labels, where round numbers would not do.
+    """A pair of axes from limits of x and y; ticks are positions with labels, if round numbers will not do.
 
     Example:
         >>> plot = Plot((0, 1), (0, 10), xlabel="time", ylabel="speed")
@@ -76,14 +76,14 @@ class Plot:
         self._add(f'<g class="dot {colour}">{dots}</g>', label, colour, "dot")
 
     def rods(self, x: Any, low: Any, high: Any, colour: str, *, label: str = "") -> None:
-        """An upright line from low to high at each x, such as an interval."""
+        """A vertical line from low to high at each x, such as an interval."""
         xs, lows = self._places(x, low)
         _, highs = self._places(x, high)
         path = " ".join(f"M{a:.1f} {b:.1f}V{c:.1f}" for a, b, c in zip(xs, lows, highs, strict=True))
         self._add(f'<path class="rod {colour}" d="{path}"/>', label, colour, "line")
 
     def bars(self, edges: Any, heights: Any, colour: str, *, label: str = "", style: str = "") -> None:
-        """A histogram: bars between edges, from zero."""
+        """A histogram: bars from zero between edges."""
         lefts, tops = self._places(np.asarray(edges)[:-1], heights)
         rights, floor = self._places(np.asarray(edges)[1:], np.zeros(len(lefts)))
         parts = "".join(
@@ -93,7 +93,7 @@ class Plot:
         self._add(f'<g class="bar {colour} {style}">{parts}</g>', label, colour, f"bar {style}")
 
     def cell(self, x: float, y: float, strength: float, text: str) -> None:
-        """A square of size 1 around a point, the more coloured the greater its strength in [0, 1]."""
+        """A square of size 1 around a point, coloured by a strength in [0, 1]."""
         (left, right), (low, high) = self._places([x - 0.5, x + 0.5], [y - 0.5, y + 0.5])
         box = f'x="{left + 1:.1f}" y="{high + 1:.1f}" width="{right - left - 2:.1f}" height="{low - high - 2:.1f}"'
         self._parts.append(f'<rect class="cell" {box} rx="3" fill-opacity="{0.06 + 0.84 * strength:.3f}"/>')
@@ -101,7 +101,7 @@ class Plot:
         self._parts.append(_text((left + right) / 2, (low + high) / 2 + 4, text, light))
 
     def svg(self, alt: str) -> str:
-        """The drawing; ``alt`` says what it shows to those who cannot see it."""
+        """The drawing; ``alt`` is its text alternative."""
         legend, rows = self._legend_marks()
         return (
             f'<svg viewBox="0 0 {WIDTH} {self.height + 20 * rows}" role="img" aria-label="{escape(alt)}">{legend}'
@@ -115,7 +115,7 @@ class Plot:
 
     def _places(self, x: Any, y: Any) -> tuple[Array, Array]:
         xs, ys = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-        # What lies far outside is held at a little beyond the frame, where it is cut off.
+        # Values far outside are moved to just beyond the frame, which clips them.
         across = np.clip((xs - self.x[0]) / (self.x[1] - self.x[0]), -0.01, 1.01)
         up = np.clip((ys - self.y[0]) / (self.y[1] - self.y[0]), -0.02, 1.02)
         return self.left + across * (self.right - self.left), self.bottom - up * (self.bottom - self.top)
@@ -143,7 +143,7 @@ class Plot:
         return "".join(parts)
 
     def _legend_marks(self) -> tuple[str, int]:
-        """The legend, and of how many rows it is."""
+        """The legend, and its number of rows."""
         parts, row, x = [], 0, float(WIDTH)
         for label, (colour, kind) in self._legend.items():
             wide = 30 + 6.2 * len(label)
@@ -170,7 +170,7 @@ def _text(x: float, y: float, words: str, style: str, anchor: str = "middle") ->
 
 
 def limits(*values: Any, margin: float = 0.05) -> Limits:
-    """Limits that hold all finite values, with a margin.
+    """Limits that contain all finite values, with a margin.
 
     Example:
         >>> limits([0.0, 10.0], [float("nan")], margin=0.1)
@@ -186,7 +186,7 @@ def limits(*values: Any, margin: float = 0.05) -> Limits:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """A number for people to read: few digits, thousands apart.
+    """A number for readers: few digits, and thousands separators.
 
     Example:
         >>> number(12345.6), number(0.01234), number(-0.0), number(3.0), number(2.5e-7)
@@ -206,7 +206,7 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def widened(ends: Limits) -> Limits:
-    """Ends that are apart, and finite."""
+    """Limits that are finite and differ."""
     low, high = (float(end) for end in ends)
     if not (math.isfinite(low) and math.isfinite(high)):
         return 0.0, 1.0
@@ -214,7 +214,7 @@ def widened(ends: Limits) -> Limits:
 
 
 def ticks(low: float, high: float, count: float) -> list[tuple[float, str]]:
-    """About ``count`` round numbers between two ends, with labels."""
+    """About ``count`` round numbers between two limits, with labels."""
     rough = (high - low) / max(count, 2)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)

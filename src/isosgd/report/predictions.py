@@ -1,4 +1,4 @@
-"""How good predictions on held-out rows are: figures and scores of regressions and classifications."""
+"""Figures and scores of predictions on held-out rows, for regressions and classifications."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from isosgd.posterior.draws import evenly
 from isosgd.report.page import Figure, Subject, Tile
 from isosgd.report.plot import Array, Plot, limits, number
 
-SHOWN = 250  # points of a scatter plot
+SHOWN = 250  # points in a scatter plot
 GRID = 321
 LEVELS = np.linspace(0.05, 0.95, 19)
-MOST_ROWS = 2_000  # that are predicted
-MOST_SHOWN = 10  # classes of a table of confusions
+MOST_ROWS = 2_000  # rows to predict
+MOST_SHOWN = 10  # classes in a confusion matrix
 BINS = 24
 
 
 def some(rows: Any) -> Any:
-    """At most `MOST_ROWS` rows, evenly spaced, of a tuple of tensors; None for anything else."""
+    """At most `MOST_ROWS` evenly spaced rows of a tuple of tensors; None for anything else."""
     if not isinstance(rows, tuple | list) or not all(isinstance(x, Tensor) and x.ndim for x in rows) or not rows:
         return None
     if len(rows[0]) <= MOST_ROWS:
@@ -52,10 +52,10 @@ def some(rows: Any) -> Any:
 def evaluate(
     posterior: Posterior, rows: Any, subject: Subject, outside: Any = None
 ) -> Regression | Classification | None:
-    """Predict rows whose targets are known, and inputs from outside where they are classified.
+    """Predictions of rows with known targets, and of out-of-distribution inputs of a classification.
 
-    None where predictions are neither probabilities of classes, one label a row, nor those of a regression of one
-    number with normal or Student-t noise.
+    None unless predictions are class probabilities with one label per row, or a regression of one number with normal or
+    Student-t noise.
     """
     x, y = rows[0] if len(rows) == 2 else tuple(rows[:-1]), rows[-1].cpu()
     found = posterior.predict(x, return_draws=True)
@@ -83,7 +83,7 @@ def evaluate(
 
 
 def _all_classes(draws: Tensor) -> Tensor | None:
-    """Probabilities of all classes ``[chains, draws, n, classes]``; for one of two outcomes the other is added."""
+    """Probabilities of all classes ``[chains, draws, n, classes]``; a binary output gets the other class."""
     if draws.ndim == 4 and draws.shape[-1] > 1:
         return draws
     if draws.ndim == 4:
@@ -96,33 +96,31 @@ def _all_classes(draws: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Regression:
-    """Predictions of rows whose targets are known, in the units of the data."""
+    """Predictions of rows with known targets, in the units of the data."""
 
     means: Tensor  # of each draw, [chains, draws, n]
     variances: Tensor  # of the noise, [chains, draws, n]
-    y: Tensor  # what was observed, [n]
+    y: Tensor  # observed, [n]
     df: float = math.inf  # degrees of freedom of the noise
-    outcomes: Tensor | None = None  # drawn from the predictive distribution where its CRPS has no closed form, [m, n]
+    outcomes: Tensor | None = None  # simulated, if the CRPS has no closed form, [m, n]
 
     @property
     def traces(self) -> Tensor:
-        """What to follow over draws."""
+        """Values for convergence diagnostics."""
         return self.means
 
     def crps(self) -> float:
         """Continuous ranked probability score."""
         if self.outcomes is not None:
             x, count = self.outcomes.sort(0).values, len(self.outcomes)
-            rank = torch.arange(1.0 - count, count, 2.0, dtype=x.dtype).unsqueeze(
-                -1
-            )  # of pairs above, less those below
+            rank = torch.arange(1.0 - count, count, 2.0, dtype=x.dtype).unsqueeze(-1)  # of ordered pairs
             return float(((x - self.y).abs().mean(0) - (rank * x).sum(0) / count**2).mean())
         mean, variance = self.means.flatten(0, 1), self.variances.flatten(0, 1)
-        thin = max(1, len(mean) // 100)  # every draw is compared with every other: a hundred are enough
+        thin = max(1, len(mean) // 100)  # all pairs of draws are compared, so a hundred suffice
         return float(mixture_crps(mean[::thin], variance[::thin], self.y))
 
     def scores(self) -> dict[str, float]:
-        """How good the predictions are."""
+        """Scores of the predictions."""
         mean, variance = self.means.flatten(0, 1), self.variances.flatten(0, 1)
         return {
             "rmse": float(rmse(mean.mean(0), self.y)),
@@ -131,7 +129,7 @@ class Regression:
         }
 
     def tiles(self) -> list[Tile]:
-        """Scores for the head of the page."""
+        """Scores for the top of the page."""
         found, plain = self.scores(), float(self.y.std(correction=0))
         return [
             Tile("RMSE", number(found["rmse"]), f"{number(plain)} for predicting the mean"),
@@ -156,7 +154,7 @@ class Regression:
 
 
 def bands(posterior: Posterior, data: Any, subject: Subject) -> Figure | None:
-    """Predictions over a single input; None where there are more."""
+    """Predictions over a single input; None if there are several."""
     x, y = data[0], data[-1]
     if len(data) != 2 or not isinstance(x, Tensor) or not x.is_floating_point() or x.numel() != len(x):
         return None
@@ -242,31 +240,31 @@ def _flat(x: Tensor) -> Array:
 
 @dataclass(frozen=True)
 class Classification:
-    """Predictions of rows whose class is known."""
+    """Predictions of rows with a known class."""
 
-    draws: Tensor  # probabilities that each draw gives, [chains, draws, n, classes]
+    draws: Tensor  # of each draw, [chains, draws, n, classes]
     y: Tensor  # classes [n]
-    outside: Tensor | None = None  # mean probabilities [m, classes] of inputs unlike the training data, if any
+    outside: Tensor | None = None  # mean probabilities [m, classes] of out-of-distribution inputs
     softmax_temperature: float = 1.0  # of averages
 
     @property
     def mean(self) -> Tensor:
-        """Probabilities of the model average, ``[n, classes]``."""
+        """Probabilities averaged over draws, ``[n, classes]``."""
         return sharpened(self.draws.double().flatten(0, 1).mean(0), self.softmax_temperature)
 
     @property
     def traces(self) -> Tensor:
-        """What to follow over draws: the probability of each row's own class."""
+        """Values for convergence diagnostics: the probability of each row's own class."""
         index = self.y.expand(*self.draws.shape[:2], -1).unsqueeze(-1)
         return self.draws.gather(-1, index).squeeze(-1).double()
 
     def scores(self) -> dict[str, float]:
-        """How good the predictions are."""
+        """Scores of the predictions."""
         each = {"accuracy": accuracy, "mnll": categorical_mnll, "ece": ece, "brier": brier}
         return {name: float(score(self.mean, self.y)) for name, score in each.items()}
 
     def tiles(self) -> list[Tile]:
-        """Scores for the head of the page."""
+        """Scores for the top of the page."""
         scores, most = self.scores(), float(self.y.bincount().max()) / len(self.y)
         found = [
             Tile("accuracy", f"{100 * scores['accuracy']:.1f}%", f"{100 * most:.1f}% for the most frequent class"),
@@ -280,7 +278,7 @@ class Classification:
         return [*found, Tile("AUROC, out of distribution", number(float(auroc(inner, outer))), note)]
 
     def figures(self, subject: Subject) -> list[Figure]:
-        """Reliability, confusions, and entropies."""
+        """Reliability, confusion matrix, and entropies."""
         mean, y = self.mean.numpy(), self.y.numpy()
         entropy = predictive_entropy(self.mean).numpy()
         right = mean.argmax(1) == y
@@ -308,12 +306,12 @@ class Classification:
 
 
 def _reliability(mean: Any, y: Any) -> Figure:
-    """In bins of equally many rows, so that every dot has the same weight."""
+    """Reliability in bins with equal numbers of rows."""
     sure, right = mean.max(1), (mean.argmax(1) == y).astype(float)
     count = int(np.clip(len(y) // 20, 1, 10))
     parts = [part for part in np.array_split(np.argsort(sure), count) if len(part)]
     confidence, share = (np.array([v[part].mean() for part in parts]) for v in (sure, right))
-    # One row more of each kind keeps the error of an all-right bin from being zero.
+    # One pseudo-row of each kind keeps the error of a perfect bin above zero.
     error = np.array([
         2 * math.sqrt((k := right[p].sum() + 1) * (len(p) + 2 - k)) / (len(p) + 2) ** 1.5 for p in parts
     ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""From a posterior to the page of its report."""
+"""Builds the report page of a posterior."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from isosgd.report import chains, page, predictions
 from isosgd.report.page import Figure, Subject, Tile
 from isosgd.report.plot import number
 
-MOST_LISTED = 9  # rows of a table
+MOST_LISTED = 9  # in a table
 LABELS = {
     "num_data": "rows of data", "batch_size": "rows of a batch", "draws": "draws of each chain",
     "keep_every": "steps between draws", "engine": "chains ran", "gradients": "gradients of all chains",
 }  # fmt: skip
-METHODS = {"isgd": "I-SGD", "sgld": "SGLD", "sghmc": "SGHMC", "hmc": "HMC"}  # where capitals are usual
+METHODS = {"isgd": "I-SGD", "sgld": "SGLD", "sghmc": "SGHMC", "hmc": "HMC"}  # capitalised names
 
 
 def write_report(posterior: Posterior, path: str | os.PathLike[str], **options: Any) -> Path:
-    """Write `report_html`, which takes the options, to a file; one that is there is replaced, whole or not at all."""
+    """Write `report_html`, which takes the options, to a file, replacing it atomically."""
     path = Path(path)
     text = report_html(posterior, **options)
     part = path.with_name(path.name + ".part")
@@ -45,10 +45,10 @@ def report_html(
 
     Args:
         posterior: the draws, with their target.
-        data: the training data, a tuple of tensors that ends with the targets; those of the posterior by default. From
-            them the temperature is read, without which there is no verdict.
-        heldout: rows that were not trained on, in the same form. Without them the training rows are shown.
-        outside: inputs unlike the training data, to compare entropies with; for classifications.
+        data: the training data, a tuple of tensors that ends with the targets; those of the posterior by default. The
+            verdict needs them, to measure the temperature.
+        heldout: rows that were not trained on, in the same form; by default training rows are shown.
+        outside: out-of-distribution inputs, whose entropies are compared; for classifications.
         subject: names and units.
 
     Example:
@@ -70,7 +70,7 @@ def report_html(
     found = _evaluated(posterior, rows, outside, subject)
     verdict, reason = _judged(posterior, data, rows, subject)
     summary = None
-    with suppress(ValueError):  # too few draws, or nothing to follow
+    with suppress(ValueError):  # too few draws, or nothing to diagnose
         summary = posterior.summary(rows)
     band = None
     predicts = posterior.target is not None and posterior.target.predicts
@@ -80,7 +80,7 @@ def report_html(
     if rows is not None and posterior.target is not None:
         log_likelihood = posterior.log_likelihood(rows).double().cpu()
         traces = log_likelihood if found is None else found.traces.cpu()
-        own = slice(posterior.info.get("from_start", 0), None)  # without the networks that chains began with
+        own = slice(posterior.info.get("from_start", 0), None)  # without the trained starts
         followed = chains.agreement(traces[:, own].numpy(), log_likelihood[:, own].mean(-1).numpy())
     info = posterior.info
     about_rows = (
@@ -133,11 +133,11 @@ def _evaluated(
     try:
         return predictions.evaluate(posterior, rows, subject, outside)
     except (ValueError, TypeError, KeyError, IndexError, RuntimeError, NotImplementedError):
-        return None  # a user's own target, whose data are not inputs and targets: its log likelihood is shown instead
+        return None  # a user's own target may have data without targets; its log likelihood is shown
 
 
 def _against_start(posterior: Posterior, rows: Any, seen: str, subject: Subject) -> str:
-    """The section that compares the average with the trained networks; empty for runs without."""
+    """The section that compares the average with the trained networks; empty without networks."""
     if posterior.starts is None or not _has_targets(rows):
         return ""
     found = posterior.against_start(*rows)
@@ -236,7 +236,7 @@ def _layer_table(reports: list[Mapping[str, Any]], subject: Subject) -> str:
 
 
 def _settings(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings, given and chosen, as text."""
+    """Given and chosen settings as text."""
     skipped = {"warmup", "rates", "versions", "target", "dropped", "chain_indices", "sets", "lengths", "store"}
     found: dict[str, Any] = {}
     for name, value in info.items():

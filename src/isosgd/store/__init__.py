@@ -1,4 +1,4 @@
-"""Runs on the disk: draws, checkpoints, and a manifest that says what is there."""
+"""Stored runs: draws, checkpoints, and the manifest that lists their files."""
 
 from isosgd.store.draws import Shards, StoredDraws, StoredState, rectangle
 from isosgd.store.files import DamagedError, StoreError

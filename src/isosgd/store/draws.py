@@ -1,4 +1,4 @@
-"""Draws on disk, read when they are needed."""
+"""Stored draws, read when they are needed."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from isosgd.samplers.shards import rows_of
 from isosgd.store.files import DamagedError, Entry, read_header, sha256_of
 from isosgd.store.manifest import BUFFER, DTYPE_NAMES, File, Manifest, Shard, Spec
 
-OPEN_BYTES = 1 << 26  # of shards that are kept open: pages of open files count as memory of the process
+OPEN_BYTES = 1 << 26  # of shards kept open, since mapped pages count as memory of the process
 
 Damaged = Literal["refuse", "drop"]
 Rows = Mapping[str, tuple[int, int]]
-"""First row and end, by the name of a tensor."""
+"""First row and end, by name of a tensor."""
 
 
 def rectangle(lengths: Mapping[int, int]) -> tuple[list[int], int]:
-    """The chains, and the number of draws of each, that give most draws in all: an array must be a rectangle.
+    """The chains and the common number of draws that give the most draws in all.
 
     Example:
         >>> rectangle({0: 100, 1: 100, 2: 30})
@@ -45,10 +45,10 @@ def rectangle(lengths: Mapping[int, int]) -> tuple[list[int], int]:
 
 
 class Shards:
-    """The shards of a run: each is checked when it is first used, and mapped into memory while it is.
+    """The shards of a run, checked at first use and mapped into memory while in use.
 
-    ``damaged="refuse"`` raises `DamagedError` at the first use of a shard that has changed since it was written.
-    ``"drop"`` checks all shards at once, warns of changed ones and leaves them out. ``verify`` also checks all at once.
+    ``damaged="refuse"`` raises `DamagedError` at the first use of a shard that has changed. ``"drop"`` checks all
+    shards now, warns of changed ones and leaves them out. ``verify`` also checks all now.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, damaged: Damaged = "refuse", verify: bool = False) -> None:
@@ -71,7 +71,7 @@ class Shards:
                 self.good.append(shard)
 
     def check(self, shard: Shard) -> None:
-        """Compare the SHA-256 and the header of its files with the manifest."""
+        """Compare SHA-256 and header of its files with the manifest."""
         for rank in range(len(shard.files)):
             self._check_file(shard, rank)
 
@@ -93,7 +93,7 @@ class Shards:
         self._checked.add(about.file)
 
     def _held(self, shard: Shard, rank: int, name: str) -> tuple[int, int]:
-        """First row and end of the rows of a tensor that a file of a shard holds."""
+        """First row and end of the rows of a tensor in a file of a shard."""
         shape = self.specs[name].shape
         if name.startswith(BUFFER) or not shape:
             return (0, shape[0] if shape else 1) if rank == 0 else (0, 0)
@@ -101,14 +101,14 @@ class Shards:
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """All tensors of a shard, by their name in it."""
+        """All tensors of a shard."""
         buffers = {BUFFER + name: spec for name, spec in self.manifest.buffers.items()}
         return {**self.manifest.tensors, **buffers}
 
     def read(
         self, shard: Shard, names: Iterable[str], place: tuple[Any, Any], rows: Rows | None = None
     ) -> dict[str, Tensor]:
-        """Parts of tensors of a shard, by their name in it, in the dtype in which they were drawn.
+        """Parts of tensors of a shard, in the dtype in which they were drawn.
 
         Args:
             place: which draws, and which chains.
@@ -124,7 +124,7 @@ class Shards:
                 if first < last or not (rows or shard.others):
                     part = place if last - first == end - begin else (*place, slice(first - begin, last - begin))
                     parts.append(self._opened(shard, rank).get_slice(name)[part])
-            parts = parts or [torch.empty(0, *spec.shape[1:], dtype=DTYPE_NAMES[spec.stored])]  # no row of one draw
+            parts = parts or [torch.empty(0, *spec.shape[1:], dtype=DTYPE_NAMES[spec.stored])]  # a draw without rows
             whole = parts[0] if len(parts) == 1 else torch.cat(parts, parts[0].ndim - len(spec.shape))
             found[name] = whole if spec.stored == spec.dtype else whole.to(DTYPE_NAMES[spec.dtype])
         return found
@@ -142,7 +142,7 @@ class Shards:
 
 
 def look(folder: Path, about: File) -> None:
-    """Check that a file is there, by its length; a link or a pipe has another one."""
+    """Check that a file is there and has the right length, and is not a link or pipe."""
     try:
         found = os.lstat(folder / about.file).st_size
     except OSError as error:
@@ -152,14 +152,14 @@ def look(folder: Path, about: File) -> None:
 
 
 def check_file(path: Path, about: File) -> None:
-    """Compare a file's SHA-256 with what was written."""
+    """Compare a file's SHA-256 with the manifest."""
     found = sha256_of(path)
     if found != about.sha256:
         raise DamagedError(about.file, f"its SHA-256 is {found[:12]}..., {about.sha256[:12]}... was written")
 
 
 def read_tensors(folder: Path, about: File) -> dict[str, Tensor]:
-    """All tensors of a file, checked."""
+    """All tensors of a file, after a check."""
     look(folder, about)
     check_file(folder / about.file, about)
     read_header(folder / about.file)
@@ -167,7 +167,7 @@ def read_tensors(folder: Path, about: File) -> dict[str, Tensor]:
 
 
 class StoredState(Mapping[str, Tensor]):
-    """The tensors of a file by name, read at the first access."""
+    """The tensors of a file, read at first access."""
 
     def __init__(self, folder: Path, about: File) -> None:
         self._folder, self._about = folder, about
@@ -187,19 +187,19 @@ class StoredState(Mapping[str, Tensor]):
 
 
 class StoredDraws(Mapping[str, Tensor]):
-    """Tensors ``[chains, draws, *shape]`` by name, on the disk.
+    """Stored tensors ``[chains, draws, *shape]`` by name.
 
-    ``draws[name]`` reads all of one; ``draws.draw(chain, index)`` reads one draw, from mapped memory.
+    ``draws[name]`` reads a whole tensor; ``draws.draw(chain, index)`` reads one draw.
 
     Args:
-        chains: numbers of the chains to show; by default chains that were not dropped, chosen with a number of draws
-            that gives most draws in all (chains that run in turn may have been stopped at different lengths).
-        buffers: show the buffers of the draws instead of the draws.
+        chains: numbers of the chains to show. By default chains that were not dropped, with the common number of draws
+            that gives the most draws in all (chains that run in turn may have stopped at different lengths).
+        buffers: show the buffers of the network instead of the draws.
 
     Attributes:
         chains: their numbers in the run.
-        num_draws: draws of each.
-        lengths: draws of each chain of the run that has any, whether shown or not.
+        num_draws: draws of each shown chain.
+        lengths: draws of each chain of the run that has any.
     """
 
     def __init__(self, shards: Shards, chains: Sequence[int] | None = None, buffers: bool = False) -> None:
@@ -207,10 +207,10 @@ class StoredDraws(Mapping[str, Tensor]):
         self._shards = shards
         self._prefix = BUFFER if buffers else ""
         self._specs = manifest.buffers if buffers else manifest.tensors
-        self._runs: dict[int, list[Shard]] = {}  # by the first of the chains that run side by side
+        self._runs: dict[int, list[Shard]] = {}  # by the first of chains that ran together
         for shard in shards.good:
             self._runs.setdefault(shard.first, []).append(shard)
-        # Where each shard's draws end, when bad ones are left out.
+        # Draws of a shard after damaged ones are left out.
         self._ends = {first: list(accumulate(s.stop - s.start for s in run)) for first, run in self._runs.items()}
         self._first = {c: first for first, run in sorted(self._runs.items()) for c in _chains_of(run[0])}
         self.lengths = {
@@ -249,7 +249,7 @@ class StoredDraws(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         spec = self._specs[name]
         for shard in self._shards.good:
-            self._shards.check(shard)  # before memory is asked for
+            self._shards.check(shard)  # before memory is allocated
         out = torch.empty(self.shape(name), dtype=DTYPE_NAMES[spec.dtype])
         inner = self._prefix + name
         rows = {chain: row for row, chain in enumerate(self.chains)}
@@ -265,9 +265,9 @@ class StoredDraws(Mapping[str, Tensor]):
         return out
 
     def draw(self, chain: int, index: int, rows: Rows | None = None) -> dict[str, Tensor]:
-        """One draw, by its place among those shown; negative numbers count from the end.
+        """One of the shown draws; negative indices count from the end.
 
-        Of tensors in ``rows`` only some rows are read, from first to end.
+        Of tensors in ``rows`` only some rows are read.
         """
         chain, index = _place("chain", chain, self.num_chains), _place("draw", index, self.num_draws)
         number = self.chains[chain]

@@ -1,12 +1,12 @@
-"""Files of a store, complete or absent whenever a machine stops; tensors and nested states, without pickle.
+"""Atomic files: tensors and nested states, written completely or not at all, without pickle.
 
-A file is written under another name, synced to disk, and only then renamed; then the folder is synced. Whoever opens
-the name finds the old file or the new one.
+A file is written under another name, synced to disk and renamed; then the folder is synced. Whoever opens the name
+finds the old file or the new one.
 
-Tensors are in safetensors files (https://github.com/huggingface/safetensors), written without a copy. A nested state
-(dicts, lists, tuples, strings, numbers, None, tensors and numpy arrays) becomes plain values that JSON can hold and a
-dict of tensors, and comes back the same, bit for bit; nothing else is accepted, in either direction. Types that JSON
-lacks are written as a dict with one key that begins with ``$``: ``{"$tensor": "0"}``.
+Tensors are in safetensors files (https://github.com/huggingface/safetensors). A nested state (dicts, lists, tuples,
+strings, numbers, None, tensors and numpy arrays) becomes JSON values and a dict of tensors, and is restored bit for
+bit; other types are refused. Types that JSON lacks are written as a dict with one key that begins with ``$``:
+``{"$tensor": "0"}``.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ DEEPEST = 64
 
 
 class StoreError(ValueError):
-    """A store, or a part of it, cannot be read: it is damaged, of another format, or not a store at all."""
+    """A store, or a part of it, cannot be read: it is damaged, of another format, or no store."""
 
 
 class DamagedError(StoreError):
-    """A file of a store is not what was written.
+    """A file of a store has changed since it was written.
 
     Attributes:
-        file: its name in the folder of the run.
+        file: its name in the folder.
     """
 
     def __init__(self, file: str, what: str) -> None:
@@ -56,7 +56,7 @@ class DamagedError(StoreError):
 
 
 def write_file(path: Path, parts: Iterable[Any]) -> tuple[str, int]:
-    """Write parts (bytes or buffers) to a file, whole or not at all; returns its SHA-256 and its length."""
+    """Write parts (bytes or buffers) to a file, completely or not at all; returns SHA-256 and length."""
     half = path.with_name(f".{path.name}{HALF_WRITTEN}")
     digest, length = hashlib.sha256(), 0
     try:
@@ -69,14 +69,14 @@ def write_file(path: Path, parts: Iterable[Any]) -> tuple[str, int]:
             os.fsync(file.fileno())
         os.replace(half, path)
     except OSError:
-        half.unlink(missing_ok=True)  # gives back the space on a disk that is full
+        half.unlink(missing_ok=True)  # frees the space if the disk is full
         raise
     sync_folder(path.parent)
     return digest.hexdigest(), length
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the names in a folder to disk, where the system can."""
+    """Sync the names in a folder to disk, if the system can."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:  # Windows
@@ -100,7 +100,7 @@ def sha256_of(path: Path) -> str:
 
 
 def to_json(value: Any) -> bytes:
-    """Plain values as JSON, the same for the same values."""
+    """Canonical JSON: the same bytes for the same values."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
@@ -108,7 +108,7 @@ def to_json(value: Any) -> bytes:
 
 
 class Entry(NamedTuple):
-    """What a header says of a tensor."""
+    """The header of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -120,7 +120,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def raw(x: Tensor) -> Tensor:
-    """The bytes of a tensor; of a copy where it is not contiguous or not on the CPU."""
+    """The bytes of a tensor; copied if it is not contiguous or not on the CPU."""
     found = x.detach().cpu().contiguous()
     return found.as_strided((found.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
 
@@ -128,12 +128,12 @@ def raw(x: Tensor) -> Tensor:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor | Sequence[Tensor]], metadata: Mapping[str, str] | None = None
 ) -> tuple[str, int]:
-    """Write tensors; one that is given as a list of its rows is written as ``[rows, *shape]``. Returns as `write_file`.
+    """Write tensors to a file without copying them; returns SHA-256 and length.
 
-    The bytes go to the file as they lie in memory, without a copy.
+    A tensor given as a list of its rows is written as ``[rows, *shape]``.
     """
     rows = {name: [x] if isinstance(x, Tensor) else list(x) for name, x in tensors.items()}
-    # Those of larger elements first, as the format asks for, so that each is aligned.
+    # Larger elements first, as the format requires for alignment.
     order = sorted(rows, key=lambda name: -rows[name][0].element_size())
     header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     end = 0
@@ -154,7 +154,7 @@ def write_tensors(
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """What a file holds: its tensors and its metadata. The safetensors library refuses one that is not in order."""
+    """Tensors and metadata of a file; the safetensors library checks the header."""
     try:
         with safe_open(str(path), "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -168,7 +168,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
 
 
 def pack(value: Any) -> tuple[Any, dict[str, Tensor]]:
-    """A nested state as plain values and tensors.
+    """A nested state as JSON values and tensors.
 
     Example:
         >>> plain, tensors = pack({"rate": float("nan"), "shape": (2, 3), "state": {0: torch.ones(2)}})
@@ -201,7 +201,7 @@ def _pack(value: Any, tensors: dict[str, Tensor], depth: int) -> Any:
     if isinstance(value, np.ndarray):
         return {"$array": _name(torch.from_numpy(np.array(value, order="C")), tensors)}
     if isinstance(value, Tensor):
-        # In the order in which it lies in memory: products of matrices round otherwise in another.
+        # Keep the memory layout: matrix products of another one round differently.
         strides = value.stride()
         order = sorted(range(value.dim()), key=lambda i: -strides[i])
         turned = value.detach().permute(order)

@@ -1,6 +1,6 @@
-"""The manifest: what a run is and which files hold it. It alone says what belongs to a run.
+"""The manifest: what a run is, and its files. Only files in the manifest belong to a run.
 
-It contains its own SHA-256, to detect accidents. File names have a fixed form, so that none leads out of the folder.
+It contains its own SHA-256, against accidents. File names have a fixed form, so that none leads out of the folder.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from isosgd.store.files import DTYPES, StoreError, dtype_name, plain, to_json, unpack, write_file
 
-FORMAT = 2  # 1 had one checkpoint for all chains
+FORMAT = 2  # format 1 had one checkpoint for all chains
 NAME = "manifest.json"
 FROZEN = "frozen.safetensors"
 FILE_NAME = re.compile(r"(?:(?:draws|checkpoint|start)-[0-9]{6,9}(?:-[0-9]{4,6})?|frozen)\.safetensors")
 PART_NAME = re.compile(r"part-[0-9]{4,6}")
 DTYPE_NAMES = {dtype_name(dtype): dtype for dtype in DTYPES.values()}
 BUFFER = "buffer:"
-"""What the name of a buffer in a shard begins with."""
+"""Prefix of the names of buffers in a shard."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class File:
 
 @dataclass(frozen=True)
 class Shard(File):
-    """Draws ``start`` to ``stop`` of ``count`` chains from ``first`` on, which run side by side.
+    """Draws ``start`` to ``stop`` of ``count`` chains from ``first`` on, which run together.
 
-    Its tensors are ``[stop - start, count, *shape]``. ``step`` is the number of gradients that each chain had taken.
+    Its tensors are ``[stop - start, count, *shape]``; ``step`` is the number of gradients of each chain so far.
 
-    Of a model that ranks shared by rows, each rank has written its own: this file holds those of rank 0, and the
-    buffers; ``others`` are the files of the ranks after it. Which rows a rank has is what `rows_of` says.
+    If ranks share a model by rows, each has written its own rows: this file has those of rank 0 and the buffers, and
+    ``others`` are the files of the other ranks. `rows_of` gives the rows of a rank.
     """
 
     first: int
@@ -56,11 +56,11 @@ class Shard(File):
 
     @property
     def files(self) -> tuple[File, ...]:
-        """One for each rank that wrote it."""
+        """The files of all ranks."""
         return (self, *self.others)
 
     def as_dict(self) -> dict[str, Any]:
-        """For the manifest."""
+        """As JSON values."""
         return {key: value for key, value in asdict(self).items() if key != "others" or value}
 
 
@@ -69,7 +69,7 @@ F = TypeVar("F", bound=File)
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor of a draw: its shape, its dtype, and the dtype in which it is written."""
+    """Shape and dtype of a tensor of a draw, and the dtype in which it is stored."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -77,7 +77,7 @@ class Spec:
 
 
 def specs_of(tensors: Mapping[str, Tensor], stored: torch.dtype | None = None) -> dict[str, Spec]:
-    """What tensors are; floating-point ones are to be written in dtype ``stored``."""
+    """The specs of tensors; floating-point ones are stored in dtype ``stored``."""
     return {
         name: Spec(
             tuple(x.shape), dtype_name(x.dtype), dtype_name(stored if stored and x.is_floating_point() else x.dtype)
@@ -88,22 +88,22 @@ def specs_of(tensors: Mapping[str, Tensor], stored: torch.dtype | None = None) -
 
 @dataclass
 class Manifest:
-    """A run on the disk.
+    """A stored run.
 
     Attributes:
-        info: how the draws come about, as far as is known.
-        identity: what must match for the run to be resumed.
+        info: how the draws were made, as far as it is known.
+        identity: what must not change when the run is resumed.
         tensors: the tensors of a draw.
-        buffers: tensors of the network that change from draw to draw and are stored with it.
+        buffers: tensors of the network that change between draws and are stored with them.
         complete: whether all draws are there.
-        shards: the files that hold them.
-        lost: dropped chains, with the number of their good draws.
+        shards: the files of the draws.
+        lost: number of finite draws of dropped chains.
         frozen: tensors of the network that do not change.
-        starts: the trained networks that chains began with, a file each.
-        checkpoints: from where to go on, by the first of the chains that run side by side; in a loop, by rank.
-        seconds: time spent so far.
-        number: number of the next checkpoint.
-        parts: subfolders, each a run of its own, that together make this run; it then has nothing else.
+        starts: the trained networks at which chains started.
+        checkpoints: by the first of chains that run together; in a loop, by rank.
+        seconds: time so far.
+        number: of the next checkpoint.
+        parts: subfolders that are runs of their own and make up this run, which then has no files.
     """
 
     info: dict[str, Any]
@@ -121,7 +121,7 @@ class Manifest:
     parts: list[str] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
-        """Replace the old one."""
+        """Replace the manifest file."""
         body = {
             "format": FORMAT,
             "complete": self.complete,
@@ -142,13 +142,13 @@ class Manifest:
 
     @property
     def files(self) -> list[File]:
-        """All that belong to the run, this one apart."""
+        """All files of the run except the manifest."""
         shards = [file for shard in self.shards for file in shard.files]
         return [*shards, *self.checkpoints.values(), *([self.frozen] if self.frozen else []), *self.starts]
 
     @staticmethod
     def begun(folder: Path) -> bool:
-        """Whether a folder holds a run that overwriting would lose: one with draws or a checkpoint."""
+        """Whether a folder holds a run with draws or a checkpoint, which must not be overwritten."""
         if not (folder / NAME).exists():
             return False
         found = Manifest.read(folder)
@@ -204,14 +204,14 @@ def _parsed(body: dict[str, Any]) -> Manifest:
 
 
 def _ours(form: re.Pattern[str], name: str) -> str:
-    """A file name from a manifest, checked against the form of ours: anyone may have written the manifest."""
+    """A file name from a manifest, checked against our form, since anyone may have edited the manifest."""
     if form.fullmatch(name) is None:
         raise ValueError(f"{name!r} is not the name of a file of ours")
     return name
 
 
 def _lines(body: dict[str, Any]) -> bytes:
-    """JSON with a line for each item and each shard, so that people can read it."""
+    """Readable JSON, with a line for each item and each shard."""
     *items, (last, shards) = body.items()
     text = b",\n".join(to_json(key) + b":" + to_json(value) for key, value in items)
     rows = b",\n".join(to_json(shard) for shard in shards)

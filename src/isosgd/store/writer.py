@@ -1,12 +1,10 @@
 """Writes a run to disk while it goes on.
 
-Draws are gathered and written a shard at a time; from time to time a checkpoint is written, from which the chains can
-go on. Both count once the manifest names them. A crash loses the gathered draws and what came after the last
-checkpoint; the checkpoint gives them again, bit for bit.
+Draws are gathered and written in shards, with a checkpoint from time to time. Both count once they are in the manifest.
+A crash loses the draws after the last checkpoint; the resumed chains repeat them bit for bit.
 
-One thread writes everything, in the order in which it came, while the chains go on: a checkpoint never comes before the
-draws that it follows. While that thread is busy it owns the manifest's shards, checkpoints and number; the chains own
-the rest of the manifest.
+One thread writes everything in order while the chains go on, so that a checkpoint never precedes its draws. While that
+thread is busy it owns the manifest's shards, checkpoints and number; the chains own the rest of the manifest.
 """
 
 from __future__ import annotations
@@ -30,39 +28,40 @@ from isosgd.store.draws import Shards, check_file, look
 from isosgd.store.files import HALF_WRITTEN, StoreError, pack, raw, read_header, to_json, unpack, write_tensors
 from isosgd.store.manifest import BUFFER, DTYPE_NAMES, FILE_NAME, FROZEN, NAME, File, Manifest, Shard
 
-SHARD_BYTES = 1 << 25  # draws gathered at most; half of that ...
-EARLY = 256  # ... in so many shards at first: at its end a run waits for the last one
-MOST_COPIED = 8 * SHARD_BYTES  # of a checkpoint; chains wait for a larger one, so that it need not be copied
-LEAST_WAIT = 1.0  # seconds between two shards, at the least, unless so much is gathered; five times that, checkpoints
+SHARD_BYTES = 1 << 25  # the most gathered draws; half of that ...
+EARLY = 256  # ... in the first shards: a run waits for the last shard at its end
+# of a checkpoint; chains wait while a larger one is written, so that it need not be copied
+MOST_COPIED = 8 * SHARD_BYTES
+LEAST_WAIT = 1.0  # least seconds between two shards, unless memory is full; for checkpoints five times that
 STORED = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 Params = Mapping[str, Tensor]
 MOST_WAIT = 60.0  # seconds between two writes
-WAIT_SHARE = 0.02  # of the time of the run so far, so that a long run does not end up in countless shards
+WAIT_SHARE = 0.02  # of the time of the run so far, which limits the number of shards of a long run
 SHARED = "store= must be a folder on a file system that all ranks share"
 COST_SHARE = 0.03  # of the time, for writes that can wait
-LOCK_WAIT = 5.0  # seconds: workers of a data loader hold the lock a little longer than the process that was killed
+LOCK_WAIT = 5.0  # seconds: workers of a data loader hold the lock a little longer than a killed process
 
 
 class Writer:
-    """Writes one run to a folder, in which there must be no other one."""
+    """Writes one run to a folder that holds no other run."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self._gathered: list[dict[str, Tensor]] = []
-        self._free: list[dict[str, Tensor]] = []  # memory of draws that are written, for those to come
-        self._about = (0, 0, 0)  # first, count and start of what is gathered
+        self._free: list[dict[str, Tensor]] = []  # memory of written draws, to be reused
+        self._about = (0, 0, 0)  # first chain, count and start of the gathered draws
         self._bytes = self._step = 0
         self._background = Background()
         self._lock = lock(folder)
         self._flushes = Waiting(LEAST_WAIT)
-        self._checkpoints: dict[int, Waiting] = {}  # by the first of chains that run side by side
+        self._checkpoints: dict[int, Waiting] = {}  # by the first of chains that run together
         self._adopt(manifest)
 
     def _adopt(self, manifest: Manifest) -> None:
-        """Take a manifest for that of the run."""
+        """Use a manifest as that of the run."""
         self.manifest = manifest
-        self._reached: dict[int, int] = {}  # draws of the chains from a first one on, pending and gathered ones too
+        self._reached: dict[int, int] = {}  # draws by first chain, including those not yet written
         for shard in manifest.shards:
             self._reached[shard.first] = shard.stop
         self._shards = Shards(self.folder, manifest)
@@ -74,7 +73,7 @@ class Writer:
         make_folder(folder)
         writer = cls(folder, manifest)
         with writer.closed_on_error():
-            check_new(folder)  # behind the lock: another process may just have begun it
+            check_new(folder)  # after the lock, since another process may have begun it
             if frozen:
                 manifest.frozen = new_file(folder, FROZEN, frozen)
             for k, start in enumerate(starts):
@@ -84,22 +83,22 @@ class Writer:
 
     @classmethod
     def reopen(cls, folder: Path) -> Writer:
-        """Go on with a run; remove what a crash left behind."""
+        """Continue a run; removes what a crash left behind."""
         writer = cls(folder, Manifest.read(folder))
         with writer.closed_on_error():
-            # Read behind the lock: a process that was still ending may have written more meanwhile.
+            # After the lock: a process that was still ending may have written more.
             writer._adopt(Manifest.read(folder))
             writer._clean()
         return writer
 
     def extend(self, identity: Mapping[str, Any]) -> None:
-        """Note that the run is to have more draws than before, ahead of the first of them."""
+        """Record a new identity with more draws, before the first of them."""
         self.manifest.identity, self.manifest.complete = dict(identity), False
         self._write_manifest(self.manifest)
 
     @contextmanager
     def closed_on_error(self) -> Iterator[None]:
-        """Release the folder when something goes wrong."""
+        """Release the folder on an error."""
         try:
             yield
         except BaseException:
@@ -172,8 +171,8 @@ class Writer:
         self._background.wait()
 
     def _send(self) -> None:
-        """Hand the gathered draws to the thread that writes."""
-        self._background.wait()  # before anything is taken: Ctrl-C may come meanwhile
+        """Hand the gathered draws to the writing thread."""
+        self._background.wait()  # before anything is taken, since Ctrl-C may come meanwhile
         self._background.give(self._taken())
 
     def _taken(self) -> Callable[[], None]:
@@ -188,9 +187,9 @@ class Writer:
     def _write_shard(
         self, manifest: Manifest, gathered: list[dict[str, Tensor]], first: int, count: int, start: int, step: int
     ) -> None:
-        """Write a shard and a manifest that names it.
+        """Write a shard, and a manifest with it.
 
-        The writing thread itself records the shard, so that Ctrl-C in the main thread cannot make it forget one.
+        The writing thread records the shard, so that Ctrl-C in the main thread cannot lose it.
         """
         with self._flushes.timed():
             tensors = {key: [draw[key] for draw in gathered] for key in gathered[0]}
@@ -202,13 +201,13 @@ class Writer:
             self._free += gathered
 
     def _name(self, manifest: Manifest, shard: Shard) -> None:
-        """Write a manifest that names a shard."""
+        """Write a manifest with the shard."""
         self._write_named(manifest, [*self.manifest.shards, shard], self.manifest.checkpoints)
         self._shards.good.append(shard)
         self.manifest.shards.append(shard)
 
     def add_files(self, files: Sequence[File], step: int) -> None:
-        """Take the next draw of chain 0 from files that ranks have written, each with its rows (see `Shard`)."""
+        """Add files that ranks have written, each with its rows, as the next draw of chain 0 (see `Shard`)."""
         self._look(files)
         self.flush()
         start = self.stored(0)
@@ -224,7 +223,7 @@ class Writer:
                 raise StoreError(f"a file of another rank is not seen here ({error}). {SHARED}") from error
 
     def cut(self, draws: int) -> None:
-        """Keep only so many first draws of chain 0: the later ones followed from another state."""
+        """Keep the first ``draws`` draws of chain 0; the others came from another state."""
         self.flush()
         kept = [shard for shard in self.manifest.shards if shard.stop <= draws]
         if (kept[-1].stop if kept else 0) != draws:
@@ -233,14 +232,14 @@ class Writer:
                 "that was saved while draws were collected, or give another store="
             )
         manifest = replace(self.manifest, shards=kept, complete=False)
-        self._write_manifest(manifest)  # first: what it names is there at every instant
+        self._write_manifest(manifest)  # first, so that all its files exist at every instant
         self._adopt(manifest)
         self._clean()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def mark(self, first: int, state: Callable[[], Any], now: bool = False) -> None:
-        """Write a checkpoint, if one is due or ``now``: everything that chains from ``first`` on need to go on."""
+        """Write a checkpoint from which chains from ``first`` on can be resumed, if one is due or ``now``."""
         due = self._checkpoints.setdefault(first, Waiting(5.0 * LEAST_WAIT))
         if not (now or due.due()):
             return
@@ -248,11 +247,11 @@ class Writer:
         self._background.wait()
         write_draws, manifest = self._taken(), self._manifest_now()
         large = sum(x.numel() * x.element_size() for x in tensors.values()) > MOST_COPIED
-        if not large:  # the chains go on, and change them
+        if not large:  # the chains go on and change them
             tensors = {name: x.to("cpu", copy=True) for name, x in tensors.items()}
 
         def write() -> None:
-            write_draws()  # a checkpoint never comes before the draws that it follows on
+            write_draws()  # before the checkpoint that follows them
             self._write_checkpoint(manifest, first, packed, tensors)
 
         self._background.give(write)
@@ -261,7 +260,7 @@ class Writer:
             self._background.wait()
 
     def _write_checkpoint(self, manifest: Manifest, first: int, packed: Any, tensors: Params) -> None:
-        """Write a checkpoint and a manifest that names it; then delete the one before it."""
+        """Write a checkpoint and a manifest with it, then delete the previous checkpoint."""
         with self._checkpoints[first].timed():
             name = f"checkpoint-{self.manifest.number:06d}.safetensors"
             self._name_checkpoints(
@@ -277,26 +276,26 @@ class Writer:
             (self.folder / file).unlink(missing_ok=True)
 
     def mark_files(self, files: Sequence[File]) -> None:
-        """Take files that ranks have written, each with its own state, for the checkpoint of all draws so far."""
+        """Use files that ranks have written, each with its state, as the checkpoint of all draws so far."""
         self._look(files)
         self.flush()
         self._name_checkpoints(self._manifest_now(), dict(enumerate(files)))
 
     def checkpoints(self) -> dict[int, Any]:
-        """The states of the last checkpoints, by the first of chains that run side by side."""
+        """The states of the last checkpoints, by the first of chains that run together."""
         return {first: read_state(self.folder, about) for first, about in self.manifest.checkpoints.items()}
 
     # -- the manifest -------------------------------------------------------------------------------------------------
 
     def finish(self, info: Mapping[str, Any]) -> None:
-        """Mark the run as complete. The checkpoints stay, so that it can be extended."""
+        """Mark the run as complete. Checkpoints stay, so that it can be extended."""
         self.flush()
         self.manifest.complete = True
         self.manifest.info = dict(info)
         self._write_manifest(self.manifest)
 
     def _clean(self) -> None:
-        """Remove what a crash left behind: files of ours that the manifest does not name, and half-written ones."""
+        """Remove what a crash left behind: files that the manifest lacks, and half-written ones."""
         manifest = self.manifest
         named = {file.file for file in manifest.files}
         for path in self.folder.iterdir():
@@ -309,7 +308,7 @@ class Writer:
         return replace(self.manifest, lost=dict(self.manifest.lost))
 
     def _write_named(self, manifest: Manifest, shards: list[Shard], checkpoints: dict[int, File]) -> None:
-        """Write an earlier copy of the manifest with what is on disk now."""
+        """Write a copy of the manifest with the current shards and checkpoints."""
         self._write_manifest(replace(manifest, shards=shards, checkpoints=checkpoints, number=self.manifest.number))
 
     def _write_manifest(self, manifest: Manifest) -> None:
@@ -323,7 +322,7 @@ class Writer:
 def new_file(
     folder: Path, name: str, tensors: Mapping[str, Tensor | Sequence[Tensor]], metadata: Mapping[str, str] | None = None
 ) -> File:
-    """Write a file of a run, which belongs to it once the manifest names it."""
+    """Write a file; it belongs to the run once the manifest has it."""
     try:
         return File(name, *write_tensors(folder / name, tensors, metadata))
     except OSError as error:
@@ -331,7 +330,7 @@ def new_file(
 
 
 def new_state(folder: Path, name: str, packed: Any, tensors: Params) -> File:
-    """Write a checkpoint: a nested state, packed."""
+    """Write a packed nested state."""
     return new_file(folder, name, tensors, {"state": to_json(packed).decode()})
 
 
@@ -346,7 +345,7 @@ def _failed(path: Path, error: OSError) -> OSError:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of a run, if it is not there."""
+    """Make the folder of a run if needed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -354,7 +353,7 @@ def make_folder(folder: Path) -> None:
 
 
 def check_new(folder: Path) -> None:
-    """Refuse a folder in which there is a run."""
+    """Check that a folder holds no run."""
     if Manifest.begun(folder):
         raise FileExistsError(
             f"{folder} already holds a run: pass resume=True to go on with it, or another folder; isosgd.load reads it"
@@ -362,7 +361,7 @@ def check_new(folder: Path) -> None:
 
 
 def read_state(folder: Path, about: File) -> Any:
-    """The nested state of a checkpoint, copied into memory."""
+    """The nested state of a checkpoint, in memory."""
     path = folder / about.file
     check_file(path, about)
     _, metadata = read_header(path)
@@ -370,11 +369,11 @@ def read_state(folder: Path, about: File) -> Any:
     return unpack(json.loads(metadata["state"]), tensors)
 
 
-# -- when, and by whom ------------------------------------------------------------------------------------------------
+# -- timing, lock and thread ------------------------------------------------------------------------------------------
 
 
 class Waiting:
-    """Decides when the next write of a kind is due: not too often for what it costs, and after ``least`` seconds."""
+    """Decides when the next write of a kind is due, from the time it takes; at least ``least`` seconds apart."""
 
     def __init__(self, least: float) -> None:
         self.least, self.started = least, time.monotonic()
@@ -387,22 +386,22 @@ class Waiting:
         return not self.least or now - self.last >= max(wait, self.cost / COST_SHARE)
 
     def sent(self) -> None:
-        """A write was started; what it costs is known later."""
+        """A write has started."""
         self.last = time.monotonic()
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Around a write, in whichever thread: measures what it costs."""
+        """Context of a write, which measures its time."""
         began = time.monotonic()
         yield
         self.cost = time.monotonic() - began
 
 
 def lock(folder: Path) -> int | None:
-    """Hold the folder against other writers until this one is closed or its process ends."""
+    """Lock the folder against other writers until it is closed or the process ends."""
     try:
         import fcntl
-    except ImportError:  # Windows: there the user has to take care
+    except ImportError:  # not on Windows
         return None
     handle, end = os.open(folder, os.O_RDONLY), time.monotonic() + LOCK_WAIT
     while True:
@@ -419,14 +418,14 @@ def lock(folder: Path) -> int | None:
 
 
 class Background:
-    """Runs one job at a time in a thread. Once one has failed, every later call raises its error."""
+    """Runs one job at a time in a thread. After a job has failed, every later call raises its error."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._under_way: Future[None] | None = None
 
     def give(self, job: Callable[[], None]) -> None:
-        """Start a job once the one before it is done."""
+        """Start a job when the previous one is done."""
         self.wait()
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="isosgd-store")
         self._under_way = self._pool.submit(job)
@@ -437,6 +436,6 @@ class Background:
             self._under_way.result()
 
     def close(self) -> None:
-        """Let the thread end when all is done."""
+        """End the thread when all jobs are done."""
         if self._pool is not None:
             self._pool.shutdown()
