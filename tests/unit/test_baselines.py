@@ -3,6 +3,9 @@
 import copy
 import io
 import itertools
+import re
+import sys
+import time
 import warnings
 from typing import Any
 
@@ -14,11 +17,9 @@ from torch.nn.functional import dropout1d
 import isosgd
 from experiments.models import lenet5, resnet56
 from isosgd import DataSets, Target, priors
-from isosgd.baselines import runner
 from isosgd.baselines.base import LOOKS, PROBES
 from isosgd.baselines.mcdropout import masked_weights
 from isosgd.baselines.swag import Moments
-from isosgd.progress import Progress
 
 GAUSSIAN = isosgd.likelihoods.Gaussian(scale=0.5)
 QUICK: dict[str, Any] = {"draws": 3, "warmup": 10, "keep_every": 3, "progress": False}
@@ -191,24 +192,26 @@ def test_members_of_a_function_start_where_it_says_or_by_number() -> None:
     assert numbered.draws["mu"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sets", [1, 2])
-def test_large_ensembles_are_trained_in_parts(monkeypatch: pytest.MonkeyPatch, sets: int) -> None:
-    of = Target(lambda p, b: -0.5 * (b[0] - p["mu"]) ** 2, priors.Flat(), init={"mu": 0.0})
+def test_large_ensembles_are_trained_in_parts(sets: int) -> None:
+    """Two members of each chain at a time: those of more do not go together."""
+    size = (1 << 20) // sets
+    of = Target(lambda p, b: -0.5 * (b[0] - p["mu"].mean()) ** 2, priors.Flat(), init={"mu": torch.zeros(size)})
     data = DataSets((torch.randn(sets, 30),)) if sets > 1 else (torch.randn(30),)
-    monkeypatch.setattr(runner, "HELD", 2 * 2 * sets)  # two members of each chain at a time
     settings: dict[str, Any] = {
         **QUICK,
         "draws": 5,
         "chains": 2,
         "method": "ensemble",
-        "init": lambda k: {"mu": float(k)},
+        "init": lambda k: {"mu": torch.full((size,), float(k))},
     }
     posterior = isosgd.sample(of, data, **{**settings, "warmup": 0})
     expected = [[5.0 * chain + member for member in range(5)] for chain in range(2 * sets)]
-    assert posterior.draws["mu"].tolist() == expected
+    assert posterior.draws["mu"][..., 0].tolist() == expected
     trained = isosgd.sample(of, data, **settings)
     assert trained.info["gradients"] == 5 * 2 * sets * 10
-    assert len(set(trained.draws["mu"].flatten().tolist())) == 10 * sets
+    assert len(set(trained.draws["mu"][..., 0].flatten().tolist())) == 10 * sets
 
 
 # ------------------------------------------------------------------------------------------------ moments
@@ -226,18 +229,6 @@ def test_moments_are_those_of_all_snapshots(rank: int) -> None:
     assert len(moments.columns) == min(rank, 12)
     for i, column in enumerate(reversed(moments.columns)):
         torch.testing.assert_close(column.double(), kept[11 - i] - kept[: 12 - i].mean(0), rtol=0.0, atol=2e-3)
-
-
-def test_a_low_rank_draw_lies_in_the_span_of_what_was_seen() -> None:
-    """Where a direction has never been left, no draw leaves it."""
-    g = torch.Generator().manual_seed(0)
-    basis = torch.randn(2, 6, generator=g)
-    moments = Moments(5)
-    for _ in range(8):
-        moments.add(torch.randn(1, 2, generator=g) @ basis)
-    moments._squares.zero_()  # the low-rank part alone
-    draws = torch.cat([moments.draw(1.0, g) for _ in range(50)])
-    assert int(torch.linalg.matrix_rank(draws - moments.mean, rtol=1e-4)) == 2
 
 
 # ------------------------------------------------------------------------------------------------ BatchNorm
@@ -271,7 +262,7 @@ METHODS = {"swag": {"snapshots": 3, "rank": 2}, "snapshots": {}, "mcdropout": {}
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("sets", [1, 2])
 def test_batchnorm_gets_statistics_of_all_data_for_each_draw(
-    method: str, sets: int, digits: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+    method: str, sets: int, digits: tuple[Tensor, Tensor]
 ) -> None:
     torch.manual_seed(0)
     model = Normed().train()
@@ -327,39 +318,36 @@ def test_a_rate_that_is_chosen_is_mandts_or_half_of_what_is_stable() -> None:
         assert cyclical[0]["mu"] == pytest.approx(1.0, rel=0.1)
 
 
-def test_training_has_a_length_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "LEAST_TRAINING", 60)
+@pytest.mark.long
+def test_training_has_a_length_by_default() -> None:
+    """3,000 steps, or forty epochs of more than 75 batches."""
     of = Target(lambda p, b: -0.5 * (b[0] - p["mu"]) ** 2, priors.Flat(), init={"mu": 0.0})
-    spent = {}
-    for n in (16, 40):
-        for method in ("ensemble", "snapshots", "swag"):
-            own = {"snapshots": 5, "rank": 0} if method == "swag" else {}
-            info = isosgd.sample(
-                of, (torch.randn(n),), method=method, draws=2, batch_size=8, progress=False, **own
-            ).info
-            spent[method, n] = info["gradients"]
-    assert spent["ensemble", 16] == 2 * 80 and spent["ensemble", 40] == 2 * 40 * 5
-    assert spent["snapshots", 16] == 80 + 1 + PROBES + 2 * 100 and spent["snapshots", 40] == 200 + 1 + PROBES + 2 * 100
-    assert spent["swag", 16] == 80 + LOOKS + PROBES + 5 * 2 and spent["swag", 40] == 200 + LOOKS + PROBES + 5 * 5
+
+    def spent(n: int, method: str, **own: Any) -> int:
+        settings = {"draws": 2, "batch_size": 8, "progress": False, "compile": False, **own}
+        return int(isosgd.sample(of, (torch.randn(n),), method=method, **settings).info["gradients"])
+
+    assert spent(16, "ensemble") == 2 * 3_000
+    assert spent(16, "snapshots") == 3_000 + 1 + PROBES + 2 * 100
+    for n, steps in ((16, 3_000), (608, 40 * 76)):
+        assert spent(n, "swag", snapshots=5, rank=0) == steps + LOOKS + PROBES + 5 * n // 8
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_progress_line_ends_where_it_should(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Progress] = []
-
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
-    def progress(total: int, show: bool) -> Progress:
-        made.append(Progress(total, show, Terminal()))
-        return made[-1]
-
-    monkeypatch.setattr(runner, "Progress", progress)
+    terminal, seconds = Terminal(), itertools.count()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(seconds)))  # so slow that every step is shown
     x = torch.randn(40, 2)
-    sampled(nn.Linear(2, 1), x, x[:, :1], method, chains=2, progress=True, **METHODS[method])
-    assert made[0].terminal and made[0].done == pytest.approx(made[0].total, abs=2 * LOOKS)
-    assert made[0].done > 0
+    found = sampled(nn.Linear(2, 1), x, x[:, :1], method, chains=2, progress=True, **METHODS[method])
+    share, done = re.findall(r"(\d+)%  ([\d,]+) steps", terminal.getvalue())[-1]
+    steps = int(done.replace(",", ""))
+    assert steps == pytest.approx(found.info["gradients"], abs=2 * LOOKS) and steps > 0
+    assert int(share) >= 99 * (1 - 2 * LOOKS / steps)
 
 
 @pytest.mark.parametrize("method", ["swag", "mcdropout"])

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from isosgd import METHODS, DataSets, DivergedError, Posterior, SamplingWarning, Target, priors, sample
 from isosgd.diagnostics import integrated_time
-from isosgd.engine import schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*did not settle:isosgd.errors.SamplingWarning")
 
@@ -21,6 +20,14 @@ QUICK = {"draws": 6, "keep_every": 3, "warmup": 120, "batch_size": 16, "compile"
 
 def log_likelihood(params: dict[str, Tensor], batch: Any) -> Tensor:
     return -0.5 * (batch[0] - params["mu"]).square().sum(-1)
+
+
+def unmapped(params: dict[str, Tensor], batch: Any) -> Tensor:
+    """Looks at a number, which cannot be mapped over chains: they run in turn."""
+    return log_likelihood(params, batch) + (0.0 if float(params["mu"].detach()[0]) < 1e6 else 1.0)
+
+
+IN_TURN = pytest.mark.filterwarnings("ignore:chains run in turn")
 
 
 def make_target(function: Any = log_likelihood, **options: Any) -> Target:
@@ -70,10 +77,10 @@ def test_means_of_several_data_sets_are_recovered() -> None:
     check_means(sample(make_target(), DataSets((clusters(3),)), chains=2, **{**QUICK, "draws": 100}))
 
 
+@IN_TURN
 @pytest.mark.long
-def test_means_of_several_data_sets_are_recovered_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "LARGE", 1)
-    posterior = sample(make_target(), DataSets((clusters(3),)), **{**QUICK, "draws": 100})
+def test_means_of_several_data_sets_are_recovered_in_turn() -> None:
+    posterior = sample(make_target(unmapped), DataSets((clusters(3),)), **{**QUICK, "draws": 100})
     assert posterior.info["engine"].startswith("in turn")
     check_means(posterior)
 
@@ -122,13 +129,14 @@ def test_draws_follow_the_seed_and_global_random_numbers_are_left_alone() -> Non
     assert np.array_equal(numbers, np.random.get_state()[1])
 
 
+@IN_TURN
 @pytest.mark.parametrize("engine", ["together", "in turn"])
-def test_each_chain_may_have_a_start_of_its_own(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "LARGE", 1 if engine == "in turn" else 100)
+def test_each_chain_may_have_a_start_of_its_own(engine: str) -> None:
+    target = make_target(unmapped if engine == "in turn" else log_likelihood)
     settings = {**QUICK, "method": "sgld", "lr": 1e-9, "warmup": 0, "draws": 2}
     starts = torch.tensor([[7.0, -7.0], [0.0, 1.0], [100.0, 5.0], [-3.0, 2.0]])
     data = DataSets((clusters(2),))
-    posterior = sample(make_target(), data, chains=2, init=lambda k: {"mu": starts[k]}, **settings)
+    posterior = sample(target, data, chains=2, init=lambda k: {"mu": starts[k]}, **settings)
     assert posterior.info["engine"].startswith(engine)
     torch.testing.assert_close(posterior.draws["mu"], starts[:, None].expand(4, 2, 2), atol=0.01, rtol=0.0)
 
@@ -140,10 +148,14 @@ def test_chains_on_a_loader_run_in_turn_without_ado() -> None:
     assert posterior.info["engine"] == "in turn: the data come from a loader, not as tensors"
 
 
-def test_a_large_model_on_a_cpu_runs_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "LARGE", 1)
-    posterior = sample(make_target(), (clusters(1)[0],), chains=2, **QUICK)
-    assert posterior.info["engine"] == "in turn: one chain of 2 parameters fills the CPU"
+def test_a_large_model_on_a_cpu_runs_in_turn() -> None:
+    target = make_target(
+        lambda params, batch: -0.5 * (batch[0][:, 0] - params["mu"].mean()).square(),
+        init={"mu": torch.zeros(2**20 + 1)},
+    )
+    settings = {**QUICK, "method": "sgld", "lr": 1e-9, "warmup": 0, "draws": 1}
+    posterior = sample(target, (clusters(1)[0],), chains=2, **settings)
+    assert posterior.info["engine"] == "in turn: one chain of 1,048,577 parameters fills the CPU"
 
 
 # ------------------------------------------------------------------------------------------------ failures

@@ -1,7 +1,9 @@
 """The estimators of scikit-learn: what they take, what they give, and that they know how sure they are."""
 
+import _thread
 import copy
 import math
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from sklearn.utils.estimator_checks import check_estimator
 from isosgd import SamplingWarning
 from isosgd.engine.gradients import Layout, Many
 from isosgd.native.build import switched_off
-from isosgd.native.layers import Layers
+from isosgd.native.layers import THREADED, Layers
 from isosgd.sklearn import BayesianMLPClassifier, BayesianMLPRegressor, load, resume
 from isosgd.tables.network import NOISES, Network, fast_arithmetic, steps_for, usual_layers
 
@@ -273,7 +275,7 @@ def test_what_fit_does_not_take_is_refused(kind: Any, monkeypatch: pytest.Monkey
         kind(**{**SHORT, "max_seconds": -1}).fit(x, labels)
     with pytest.raises(ValueError, match="chains = 1,000,000,000 need"):
         kind(**{**SHORT, "chains": 10**9}).fit(x, labels)
-    monkeypatch.setattr("isosgd.sklearn.memory", lambda: 1_000)
+    monkeypatch.setattr("isosgd.sklearn.memory", lambda: 1_000)  # rows that no memory holds cannot be made
     with pytest.raises(ValueError, match="30 rows of 3 inputs take up more memory than this machine has: fit fewer"):
         kind(**SHORT).fit(x, labels)
 
@@ -329,18 +331,23 @@ def test_one_pass_for_all_chains_gives_the_gradients_of_each(likelihood: str, hi
             assert torch.isclose(prior.double(), target.log_prior(free), rtol=1e-5)
 
 
-def test_threads_of_the_library_share_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+def test_threads_of_the_library_share_chains() -> None:
     shapes = {name: tuple(p.shape) for name, p in Network(3, 1, "student_t", (16, 20)).start(0).items()}
     layers, draw = Layers(shapes), torch.Generator().manual_seed(0)
     theta = torch.randn(5, layers.total, generator=draw)
-    x, slope = torch.randn(5, 200, 3, generator=draw), torch.randn(5, 200, 1, generator=draw)
+    rows = 1 + THREADED // theta.numel()  # so many that threads pay
+    x, slope = torch.randn(5, rows, 3, generator=draw), torch.randn(5, rows, 1, generator=draw)
     if not layers.fits(theta, x):
         pytest.skip("there is no compiler")
-    alone = layers.forward(theta, x), layers.backward(theta, x, slope)
-    monkeypatch.setattr("isosgd.native.layers.THREADED", 0)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    together = layers.forward(theta, x), layers.backward(theta, x, slope)
-    assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            found.append((layers.forward(theta, x), layers.backward(theta, x, slope)))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_chains_that_have_diverged_show_it() -> None:
@@ -381,15 +388,16 @@ def test_rows_that_repeat_are_like_themselves() -> None:
     assert not any(model.unlike(frame))
 
 
-def test_a_fit_that_was_interrupted_predicts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
+def test_a_fit_that_was_interrupted_predicts_nothing() -> None:
     x, y = linear(40, 0)
     model = BayesianMLPRegressor(**SHORTEST).fit(x, y)
-    monkeypatch.setattr("isosgd.sklearn.sample_network", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        model.fit(x, 100 * y)
+    ctrl_c = threading.Timer(1.0, _thread.interrupt_main)
+    ctrl_c.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            model.set_params(effort=1000.0).fit(x, 100 * y)
+    finally:
+        ctrl_c.cancel()
     with pytest.raises(NotFittedError):
         model.predict(x)
 
