@@ -226,7 +226,7 @@ class _Run:
         averaging = DualAveraging(torch.tensor(self.step_size, dtype=torch.float64), ACCEPTANCE, 10.0, GAIN)
         seen = []
         for _ in range(length):
-            averaging.take(self.move().mean().double())
+            averaging.update(self.move().mean().double())
             self.step_size = float(averaging.value)
             seen.append(self.position)
         self.step_size = float(averaging.mean)

@@ -292,7 +292,7 @@ def test_parameters_without_names_make_a_group_of_each_layer() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name, kind in OPTIMIZERS.items() if kind.grows])
+@pytest.mark.parametrize("name", [name for name, kind in OPTIMIZERS.items() if kind.can_add_groups])
 def test_a_group_can_be_added(name: str) -> None:
     loop = Loop(name, warmup=120, **({"structure": "layer"} if name == "isgd" else {}))
     loop.steps(125)

@@ -87,5 +87,5 @@ def test_the_same_with_a_shuffled_loader(name: str) -> None:
     """Its noise cancels over an epoch; made up for in full it left .63 to .77 of the variance."""
     loop = Regression(name, seed=30, shuffled=True)
     loop.steps(STEPS)
-    assert loop.sampler.own.noise_weight < 0.5
+    assert loop.sampler.own_warmup.noise_weight < 0.5
     loop.check(variance=0.2)

@@ -180,7 +180,7 @@ def test_schemes_that_measure_no_spacing_keep_every_draw_and_their_state() -> No
     saved = loop.optimizer.state_dict()
     again = isosgd.ISGD(loop.model.parameters(), num_data=N, lam=5.0)
     again.load_state_dict(saved)
-    assert again.own is None or again.own.by_scheme
+    assert again.own_warmup is None or again.own_warmup.by_scheme
 
 
 def test_chains_of_other_temperatures_are_not_one_posterior() -> None:

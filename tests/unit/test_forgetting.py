@@ -45,6 +45,6 @@ def test_a_very_large_model_has_a_last_rate() -> None:
     huge.bind([{"params": [torch.zeros(2)]}])
     for _ in range(60):
         huge.observe([torch.randn(2)])
-    huge.settle(RULE, torch.zeros(1, 2), 2.0)
+    huge.set_lambda(RULE, torch.zeros(1, 2), 2.0)
     (found,) = directions(huge, RULE)
     assert found["rates"][0] == 2**24 + 4 and found["rates"][-1] == 1.0

@@ -275,7 +275,7 @@ def test_step_sizes_come_to_the_target_acceptance() -> None:
     """Where the chance of acceptance is exp(-step), half of the trajectories are accepted at a step of log 2."""
     step_sizes = DualAveraging(torch.tensor([0.01, 5.0]), share=0.5)
     for _ in range(400):
-        step_sizes.take((-step_sizes.value).exp())
+        step_sizes.update((-step_sizes.value).exp())
     torch.testing.assert_close(step_sizes.mean, torch.full((2,), 0.693), rtol=0.1, atol=0.0)
 
 

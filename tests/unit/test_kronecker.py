@@ -46,7 +46,7 @@ def correlated(count: int, generator: torch.Generator, chains: int = 1) -> Tenso
 
 
 def settle(structure: Kronecker, rise: float = 2.0) -> None:
-    structure.settle(RULE, structure.full(PRIOR, structure.total), rise)
+    structure.set_lambda(RULE, structure.full(PRIOR, structure.total), rise)
 
 
 def settled(generator: torch.Generator, chains: int | None = None, windows: int = 2, **options: Any) -> Kronecker:
@@ -178,7 +178,7 @@ def test_leading_axes_are_found(generator: torch.Generator) -> None:
     side = LeadingAxes(columns, 3)
     kept = side.start(noise[0])
     for i, matrix in enumerate(noise):
-        side.take(kept, matrix, 1.0 / (i + 1))
+        side.update(kept, matrix, 1.0 / (i + 1))
     basis = side.basis(kept)
     turned = side.rotate(torch.eye(columns, dtype=F64).repeat(2, 1, 1), basis)
     torch.testing.assert_close(turned.mT @ turned, torch.eye(columns, dtype=F64).expand_as(turned))
@@ -198,7 +198,7 @@ def test_few_rows_or_no_noise_do_no_harm(rows: int, scale: float, generator: tor
         feed_one = scale * torch.randn(60, rows * 30 + 4, generator=generator)
         for vector in feed_one:
             structure.observe([vector[:-4].view(rows, 30), vector[-4:]])
-        structure.settle(RULE, structure.full(PRIOR, structure.total), 2.0)
+        structure.set_lambda(RULE, structure.full(PRIOR, structure.total), 2.0)
         structure.forget()
     x = torch.randn(1, structure.total, generator=generator)
     torch.testing.assert_close(structure.back(structure.rotate(x)), x, rtol=1e-4, atol=1e-5)

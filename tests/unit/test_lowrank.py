@@ -32,7 +32,7 @@ def feed(structure: LowRank, noise: Tensor) -> None:
 
 
 def settle(structure: LowRank, rule: Rule = RULE, rise: float = 2.0) -> None:
-    structure.settle(rule, structure.full(PRIOR, structure.total), rise)
+    structure.set_lambda(rule, structure.full(PRIOR, structure.total), rise)
 
 
 def spiked(count: int, size: int, strong: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -91,7 +91,7 @@ def settle(shaped: Geometry, own: Rule, prior: Tensor, stretch: float | None = 1
     """Lambda of every chain, with one stretch and one prior for all; a stretch of None stays as it is."""
     if stretch is not None:
         shaped.curvature_ratio = shaped.full(stretch)
-    shaped.settle(own, prior.to(shaped.dtype).expand(shaped.chains, -1), rise)
+    shaped.set_lambda(own, prior.to(shaped.dtype).expand(shaped.chains, -1), rise)
 
 
 def step_maps(shaped: Geometry, chain: int = 0) -> tuple[Tensor, Tensor]:
@@ -205,11 +205,11 @@ def test_chains_side_by_side_are_chains_alone(kind: str, generator: torch.Genera
             for one, own in zip(alone, row, strict=True):
                 one.observe(parts(own))
         together.curvature_ratio = stretch.clone()
-        together.settle(rule(), scales[:, None] * PRIOR, rise=2.0)
+        together.set_lambda(rule(), scales[:, None] * PRIOR, rise=2.0)
         together.slow(scales.clamp_min(1.0))
         for k, one in enumerate(alone):
             one.curvature_ratio = stretch[k : k + 1].clone()
-            one.settle(rule(), scales[k] * PRIOR[None], rise=2.0)
+            one.set_lambda(rule(), scales[k] * PRIOR[None], rise=2.0)
             one.slow(scales[k : k + 1].clamp_min(1.0))
             torch.testing.assert_close(step_maps(together, k), step_maps(one))
             for number in ("rates", "group_rates", "clipped", "excess_temperature"):
@@ -239,7 +239,7 @@ def test_chains_of_one_data_set_share_a_full_matrix(generator: torch.Generator) 
         for k in chains:
             torch.testing.assert_close(shaped.cov[k], vectors.T @ vectors / len(vectors))
     shaped.curvature_ratio = torch.logspace(2, 4, 6, dtype=F64)  # how far the curvature is above it is each chain's own
-    shaped.settle(rule(), torch.zeros(6, 5, dtype=F64), rise=10.0)
+    shaped.set_lambda(rule(), torch.zeros(6, 5, dtype=F64), rise=10.0)
     torch.testing.assert_close(shaped.factor, rule().factor(shaped.curvature_ratio))
     assert len(shaped.factor.unique()) == 6
 
@@ -285,7 +285,7 @@ def test_noise_that_is_larger_here_than_on_average_slows_a_full_lambda(larger: f
             here[-1, 3] = math.sqrt(larger)  # one direction, in the place of one chain
         for _ in range(400):
             shaped.observe([here * torch.randn(chains, SIZE, generator=generator, dtype=F64)])
-        shaped.settle(cold, torch.zeros(chains, SIZE, dtype=F64), 2.0)
+        shaped.set_lambda(cold, torch.zeros(chains, SIZE, dtype=F64), 2.0)
     pull, push = (x[-1] for x in (shaped.pull, shaped.push))
     composite = pull @ torch.diag(here[-1] ** 2) @ pull.T + push @ push.T
     heat = float((composite / (2 * cold.temperature / N * pull))[3, 3])
@@ -322,10 +322,10 @@ def test_a_full_lambda_is_small_where_only_noise_bounds_it() -> None:
     for _ in range(4000):
         full.observe([0.1 * torch.randn(2, generator=generator)])  # n Var(g) is the identity
     full.curvature_ratio = full.full(1.0)
-    full.settle(own, torch.zeros(1, 2), 2.0)
+    full.set_lambda(own, torch.zeros(1, 2), 2.0)
     for i in range(full.axes):
-        full.learn(i, full.axis(i) * torch.tensor([1.0, 0.01]))
-    full.settle(own, torch.zeros(1, 2), 100.0)
+        full.observe_hessian(i, full.axis(i) * torch.tensor([1.0, 0.01]))
+    full.set_lambda(own, torch.zeros(1, 2), 100.0)
     found = own.scale * torch.linalg.inv(full.pull[0])
     covariance = full.cov[0]
     # The first direction is bound by the bias, the second by the noise alone, which Lambda still covers.

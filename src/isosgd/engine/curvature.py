@@ -58,7 +58,7 @@ class Stiffness:
     def probe_axis(self, geometry: Geometry, change: Change) -> None:
         """The Hessian along the next axis of the shape."""
         self.turn = (self.turn + 1) % geometry.axes
-        geometry.learn(self.turn, self._image(geometry, geometry.axis(self.turn), change))
+        geometry.observe_hessian(self.turn, self._image(geometry, geometry.axis(self.turn), change))
 
     def _image(self, geometry: Geometry, axis: Tensor, change: Change) -> Tensor:
         """The Hessian times a vector along which H has curvature 1."""

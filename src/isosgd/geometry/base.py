@@ -104,11 +104,11 @@ class Geometry(ABC):
 
     def observe(self, noise: Sequence[Tensor]) -> None:
         """Update with a noise vector, in the shapes of the parameters."""
-        self.take(self.flatten(noise))
+        self.update(self.flatten(noise))
         self.seen += 1
 
     @abstractmethod
-    def take(self, noise: Tensor) -> None:
+    def update(self, noise: Tensor) -> None:
         """Update with a flat noise vector of each chain."""
 
     def forget(self, void: bool = False) -> None:
@@ -124,14 +124,14 @@ class Geometry(ABC):
         """An axis, scaled to curvature 1 by H."""
         raise NotImplementedError
 
-    def learn(self, i: int, change: Tensor) -> None:
+    def observe_hessian(self, i: int, change: Tensor) -> None:
         """Update with the product of the Hessian and an axis: the change of the gradient along it."""
         raise NotImplementedError
 
     # -- Lambda ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:
+    def set_lambda(self, rule: Rule, prior: Tensor, rise: float) -> None:
         """Set Lambda from the noise by the rule; rates rise by at most a factor of ``rise``.
 
         ``prior``: the flat curvature of the prior's part of ``f / N``.
@@ -159,7 +159,7 @@ class Geometry(ABC):
                     self.fallback[:, slot] = found[:, i : i + 1]
         if rise > 1.0 and self.seen >= self.min_vectors:
             own = torch.zeros_like(self.fallback) if prior is None else self.flatten(prior) / rule.num_data
-            self.settle(rule, own, rise)
+            self.set_lambda(rule, own, rise)
 
     def _compare(self, rule: Rule, curvature: Tensor, rise: float) -> None:
         """Compare the curvature with the Fisher information, in the worst direction."""
@@ -262,7 +262,7 @@ class WorstDirection:
         self.image = geometry.full(0.0, 0)
         self.ratio, self.count = geometry.full(0.0), 0
 
-    def take(self, noise: Tensor) -> None:
+    def update(self, noise: Tensor) -> None:
         """Update with a flat noise vector."""
         if not self.count:
             self.image = noise.clone()

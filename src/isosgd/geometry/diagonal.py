@@ -28,12 +28,12 @@ class AxisRates:
         self.lam, self.rate, self.amplitude = self.v.clone(), self.v.clone(), self.v.clone()
         self.top, self.top_ratio, self.looks = self.v.clone(), geometry.full(0.0), 0
 
-    def take(self, z: Tensor) -> None:
+    def update(self, z: Tensor) -> None:
         """Update with a noise vector, in coordinates along the axes."""
         self.v.lerp_(z.square(), 1.0 / (self.geometry.seen + 1))
         if self.geometry.known:
             self._update_top(z * (2.0 * self.lam).rsqrt())
-        self.changed()
+        self.refresh()
 
     def _update_top(self, white: Tensor) -> None:
         """Update the direction in which noise is largest relative to Lambda, and their ratio there.
@@ -51,8 +51,8 @@ class AxisRates:
     def _length(self) -> Tensor:
         return dot(self.top, self.top).clamp_min(1e-30)
 
-    def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:
-        """As `Geometry.settle`, with the prior's curvature along the axes."""
+    def set_lambda(self, rule: Rule, prior: Tensor, rise: float) -> None:
+        """As `Geometry.set_lambda`, with the prior's curvature along the axes."""
         geometry = self.geometry
         h = damped(rule.batch_size * self.v + prior, self.damping, geometry.slots)
         geometry.factor, geometry.scale = rule.factor(geometry.curvature_ratio), rule.scale
@@ -67,9 +67,9 @@ class AxisRates:
         self.geometry.factor = self.geometry.factor * factor
         self.lam = self.lam * factor[:, None]
         self.top_ratio = self.top_ratio / factor
-        self.changed()
+        self.refresh()
 
-    def changed(self) -> None:
+    def refresh(self) -> None:
         """Recompute the rates and the scale of injected noise."""
         if self.geometry.known:
             self.rate = self.geometry.scale / self.lam
@@ -103,15 +103,15 @@ class Diagonal(Geometry):
     def prepare(self) -> None:
         self.on_axes = AxisRates(self, self.damping)
 
-    def take(self, noise: Tensor) -> None:
-        self.on_axes.take(noise)
+    def update(self, noise: Tensor) -> None:
+        self.on_axes.update(noise)
 
     def forget(self, void: bool = False) -> None:
         super().forget(void)
         self.on_axes.looks = 0
 
-    def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:
-        self.on_axes.settle(rule, prior, rise)
+    def set_lambda(self, rule: Rule, prior: Tensor, rise: float) -> None:
+        self.on_axes.set_lambda(rule, prior, rise)
 
     def slow(self, factor: Tensor) -> None:
         self.on_axes.slow(factor)

@@ -32,9 +32,9 @@ LEVEL_WEIGHT = 0.25  # of a new noise vector in the level
 class Full(Geometry):
     """One matrix over all parameters, for up to a few hundred of them.
 
-    The Fisher information is compared with the Hessian, axis by axis in the basis in which H is the identity (see
-    `learn`), and replaced by it where they differ much: there may be curvature without noise, or noise without
-    curvature. Lambda covers such noise, but is no larger, since without curvature there is no bias.
+    The Fisher information is compared with the Hessian, axis by axis in the basis in which H is the identity, and
+    replaced by it where they differ much: there may be curvature without noise, or noise without curvature. Lambda
+    covers such noise, but is no larger, since without curvature there is no bias.
 
     Chains of one data set share their noise vectors, since a full matrix takes many vectors to estimate.
 
@@ -76,12 +76,12 @@ class Full(Geometry):
         mean = each.sum(1, keepdim=True) / weight.sum(1, keepdim=True).clamp_min(1.0)
         return mean.expand_as(each).reshape(x.shape)
 
-    def take(self, noise: Tensor) -> None:
+    def update(self, noise: Tensor) -> None:
         d = noise.double()
         self.cov.lerp_(self._shared(d.unsqueeze(-1) * d.unsqueeze(-2)), 1.0 / (self.seen + 1))
         count = self.seen + 1
         if self.known:
-            self.worst.take(d)
+            self.worst.update(d)
         if self.tracks_level:
             self.track_level(noise)
         if self.known and count >= self.min_vectors and count & (count - 1) == 0:
@@ -96,7 +96,7 @@ class Full(Geometry):
     def axis(self, i: int) -> Tensor:
         return self.root[..., i]
 
-    def learn(self, i: int, change: Tensor) -> None:
+    def observe_hessian(self, i: int, change: Tensor) -> None:
         self.probed[i] += 1
         self.hessian[..., i].lerp_(times(self.root.mT, change.double()), 1.0 / self.probed[i])
 
@@ -118,7 +118,7 @@ class Full(Geometry):
         """`condition_numbers` of H."""
         return condition_numbers((self.inverse_root.mT @ self.inverse_root)[self.alive])
 
-    def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:
+    def set_lambda(self, rule: Rule, prior: Tensor, rise: float) -> None:
         fisher = rule.batch_size * self.cov
         root, inverse = self._curvature(fisher + torch.diag_embed(self._shared(prior.double())))
         before = self.worst.direction() if self.worst.count else None

@@ -43,7 +43,7 @@ class FixedSide:
         """The initial statistic of the noise, with the chains, dtype and device of ``like``."""
         return like.new_zeros(len(like), 0)
 
-    def take(self, kept: Tensor, noise: Tensor, weight: float) -> None:
+    def update(self, kept: Tensor, noise: Tensor, weight: float) -> None:
         """Update the statistic with a noise matrix, in place; ``weight`` is that of a plain mean."""
 
     def basis(self, kept: Tensor) -> Basis:
@@ -76,7 +76,7 @@ class AllAxes(FixedSide):
     def start(self, like: Tensor) -> Tensor:
         return like.new_zeros(len(like), self.length, self.length)
 
-    def take(self, kept: Tensor, noise: Tensor, weight: float) -> None:
+    def update(self, kept: Tensor, noise: Tensor, weight: float) -> None:
         kept.lerp_(noise @ noise.mT if self.rows else noise.mT @ noise, weight)
 
     def basis(self, kept: Tensor) -> Basis:
@@ -112,7 +112,7 @@ class LeadingAxes(FixedSide):
         start = like.new_empty(self.axes, self.length).normal_(generator=generator)
         return start.repeat(len(like), 1, 1)
 
-    def take(self, kept: Tensor, noise: Tensor, weight: float) -> None:
+    def update(self, kept: Tensor, noise: Tensor, weight: float) -> None:
         along = noise @ orthonormal_rows(kept).mT
         kept.lerp_(along.mT @ noise, max(weight, FORGET))
 
@@ -266,23 +266,23 @@ class Kronecker(Geometry):
 
     # -- the noise ----------------------------------------------------------------------------------------------------
 
-    def take(self, noise: Tensor) -> None:
+    def update(self, noise: Tensor) -> None:
         weight, factors = 1.0 / (self.seen + 1), iter(self.factors)
         for matrix in self.matrices:
             d = matrix.view(noise)
-            matrix.left.take(next(factors), d, weight)
-            matrix.right.take(next(factors), d, weight)
+            matrix.left.update(next(factors), d, weight)
+            matrix.right.update(next(factors), d, weight)
         few = max(2, min(64, RECENT // self.total))
         self.recent = [*self.recent[1 - few :], noise]
-        self.on_axes.take(self.rotate(noise))
+        self.on_axes.update(self.rotate(noise))
 
-    def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:
+    def set_lambda(self, rule: Rule, prior: Tensor, rise: float) -> None:
         if not self.known:
             self._renew_bases()
         own = prior.to(self.dtype, copy=True)
         for matrix in self.matrices:  # their means are exact if a matrix has a single prior scale, as nearly always
             own[:, matrix.slot] = own[:, matrix.slot].mean(-1, keepdim=True)
-        self.on_axes.settle(rule, own, rise)
+        self.on_axes.set_lambda(rule, own, rise)
 
     def forget(self, void: bool = False) -> None:
         """At the start of a window, set the bases from the noise of the last window."""
@@ -297,7 +297,7 @@ class Kronecker(Geometry):
         if self.known:  # express Lambda along the new axes
             axes.lam = torch.maximum(self._spread(axes.lam, before, self.bases), 1e-3 * axes.lam.amin(-1, keepdim=True))
         self._begin()
-        axes.changed()
+        axes.refresh()
 
     def _begin(self) -> None:
         """Set variances in a new basis: of recent vectors, shrunk to the product of row and column means."""

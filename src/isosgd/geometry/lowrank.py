@@ -87,7 +87,7 @@ class Directions:
     def block(self) -> int:
         return max(self.rows.shape[1], 8)
 
-    def take(self, noise: Tensor) -> None:
+    def update(self, noise: Tensor) -> None:
         scaled = noise * self.unit
         along = project(self.rows, scaled)
         self.block_spread.add_(along.unsqueeze(-1) * along.unsqueeze(-2))
@@ -144,7 +144,7 @@ class LowRank(Geometry):
         >>> structure.bind([{"params": [torch.zeros(5)]}])
         >>> for _ in range(100):
         ...     structure.observe([torch.randn(()) * torch.ones(5) + 0.1 * torch.randn(5)])
-        >>> structure.settle(Rule(num_data=1000, batch_size=10, temperature=1.0, bias=0.02, averaged=True),
+        >>> structure.set_lambda(Rule(num_data=1000, batch_size=10, temperature=1.0, bias=0.02, averaged=True),
         ...                  prior=torch.full((1, 5), 1e-3), rise=2.0)
         >>> bool(structure.strength[0, 0] > 20 * structure.strength[0, 1])  # the one that all parameters share
         True
@@ -190,16 +190,16 @@ class LowRank(Geometry):
 
     # -- the noise ----------------------------------------------------------------------------------------------------
 
-    def take(self, noise: Tensor) -> None:
+    def update(self, noise: Tensor) -> None:
         if self.search is not None:
-            self.search.take(noise)
+            self.search.update(noise)
         if not self.known:
             return
         weight, along = 1.0 / (self.seen + 1), project(self.basis, noise)
         self.spread.lerp_(along.unsqueeze(-1) * along.unsqueeze(-2), weight)
         beside = spread_out_(self.basis, -along, noise / self.lam)
         self.left.lerp_(beside.square_().mul_(self.lam), weight)
-        self.worst.take(noise)
+        self.worst.update(noise)
         count = self.seen + 1
         if count >= self.min_vectors and count & (count - 1) == 0:
             self.residual, self.shared = split(self.basis, self.lam.sqrt(), self.left, self.spread)
@@ -219,7 +219,7 @@ class LowRank(Geometry):
 
     # -- Lambda -------------------------------------------------------------------------------------------------------
 
-    def settle(self, rule: Rule, prior: Tensor, rise: float) -> None:
+    def set_lambda(self, rule: Rule, prior: Tensor, rise: float) -> None:
         if self.search is not None:
             self._renew(self.search, rule, prior, rise)
             self.search = None

@@ -111,7 +111,7 @@ class NoiseModel:
 
     # -- taking in ----------------------------------------------------------------------------------------------------
 
-    def take(self, noise: Sequence[Tensor | None] | None = None) -> None:
+    def update(self, noise: Sequence[Tensor | None] | None = None) -> None:
         """Update with a noise vector, in the order of the parameters; None takes the gradients."""
         if noise is not None:
             self.check(noise)

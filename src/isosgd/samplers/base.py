@@ -92,7 +92,7 @@ class Sampler(Optimizer):
         noise: the model of the gradient noise.
         given: whether the user gave the rate.
         left_out: parameters that were frozen when the sampler was made.
-        own: the sampler's own warm-up, once it has begun.
+        own_warmup: the sampler's own warm-up, once it has begun.
         whole: computes sums over all elements of a group, which may be sharded over ranks.
         driven: whether a caller such as `isosgd.sample` sets the rates and decides which steps are draws.
         resumed: whether a state was loaded.
@@ -105,7 +105,7 @@ class Sampler(Optimizer):
     paper: ClassVar[str]
     departures: ClassVar[str] = "none"  # from the paper, in a line
     has_lr: ClassVar[bool] = True
-    grows: ClassVar[bool] = True  # whether groups can be added
+    can_add_groups: ClassVar[bool] = True  # whether groups can be added
     resumed = False
     shardable: ClassVar[bool] = False  # whether a shard of the parameters can be stepped on its own
     metric: DiagonalMetric | None = None
@@ -180,7 +180,7 @@ class Sampler(Optimizer):
         self.corrected, self.chooses_correction = bool(corrected), corrected is None
         self.has_velocity, self.friction = friction is not None, 1.0 if friction is None else friction
         self.batch_size, self.warmup, self.trained = batch_size, warmup, trained
-        self.own: OwnWarmup | None = None
+        self.own_warmup: OwnWarmup | None = None
         self.driven = False
         self._captured: list[Any] = []  # references to what captured steps read
         groups = layer_groups(params)
@@ -265,7 +265,7 @@ class Sampler(Optimizer):
             super().add_param_group(param_group)
             check_groups(self.param_groups[-1:], self.chains)
             return
-        if self.geometry is not None or self.driven or not self.grows or self.whole.sharded:
+        if self.geometry is not None or self.driven or not self.can_add_groups or self.whole.sharded:
             raise ValueError("a group cannot be added: make a new sampler with all of the parameters")
         new = {"name": str(len(self.param_groups)), **param_group}
         check_names([*(g["name"] for g in self.param_groups), new["name"]])
@@ -282,10 +282,10 @@ class Sampler(Optimizer):
         self.noise.reset()
         self.injector.reset()
         self._follow_lr()
-        if self.own is not None:
+        if self.own_warmup is not None:
             for group in self.param_groups:
                 group["frozen"] = False
-            self.own = self._own_warmup()
+            self.own_warmup = self._new_warmup()
 
     def hand_over_rates(self) -> None:
         """At the end of the warm-up: make each group's rate its ``lr``, which the user may change."""
@@ -332,11 +332,11 @@ class Sampler(Optimizer):
                     group["seen"] += 1
             return
         if self.metric is not None:
-            self.metric.see(observed=True)
-        self.noise.take(noise)
+            self.metric.update(observed=True)
+        self.noise.update(noise)
         self.injector.noise_changed()
         if self.metric is not None:
-            self.metric.take(noise)
+            self.metric.update_noise(noise)
 
     def forget_noise(self, void: bool = False) -> None:
         """Restart the noise estimate; the old one is used until the first new vector.
@@ -469,12 +469,12 @@ class Sampler(Optimizer):
         if self.param_groups[0]["step"] % CHECK_EVERY == 0:
             self._check_parameters()
         self._follow_lr()
-        if self.own is None and not self.driven:
+        if self.own_warmup is None and not self.driven:
             if self.given and self.needs_vectors and noise is None:
-                self.own = OwnWarmup(self, None, by_scheme=True)  # only provides noise vectors
+                self.own_warmup = OwnWarmup(self, None, by_scheme=True)  # only provides noise vectors
             elif not self.given and any(group["rate"] is None for group in self.param_groups):
-                self.own = self._own_warmup()
-        own, captured = self.own, capturing()
+                self.own_warmup = self._new_warmup()
+        own, captured = self.own_warmup, capturing()
         if captured:
             self._check_capture()
         if own is not None:
@@ -515,7 +515,7 @@ class Sampler(Optimizer):
         """
         if any(p.grad is None for p in self.injector.params):
             raise RuntimeError("replayed() needs the gradients of the step: call it before zero_grad()")
-        noise = None if self.own is None else self.own.noise(None)
+        noise = None if self.own_warmup is None else self.own_warmup.noise(None)
         if noise is not None:
             with self.half.widened():
                 self.observe(noise)
@@ -604,7 +604,7 @@ class Sampler(Optimizer):
 
     # -- a warm-up of its own -----------------------------------------------------------------------------------------
 
-    def _own_warmup(self) -> OwnWarmup:
+    def _new_warmup(self) -> OwnWarmup:
         """A new warm-up of the sampler's own."""
         if self.batched:
             raise RuntimeError("chains side by side have no warm-up of their own: let isosgd.sample take them")
@@ -612,7 +612,7 @@ class Sampler(Optimizer):
 
     def _forget_warmup(self) -> None:
         """Return to the state before the first step."""
-        self.own = None
+        self.own_warmup = None
 
     @property
     def needs_vectors(self) -> bool:
@@ -627,8 +627,8 @@ class Sampler(Optimizer):
     @property
     def phase(self) -> str:
         """``optimising``, ``warming up`` or ``sampling``."""
-        if self.own is not None and not (self.own.by_scheme and self.own.phase == SAMPLING):
-            return self.own.phase
+        if self.own_warmup is not None and not (self.own_warmup.by_scheme and self.own_warmup.phase == SAMPLING):
+            return self.own_warmup.phase
         if any(group["rate"] is None for group in self.param_groups):
             return WARMING_UP if self.trained else OPTIMISING
         return WARMING_UP if self.param_groups[0]["step"] < (self.warmup or 0) else SAMPLING
@@ -641,14 +641,14 @@ class Sampler(Optimizer):
     def _takes_gradient(self) -> bool:
         """Whether this step's gradient is taken as an (uncentred) noise vector."""
         every = self.track_every
-        if self.own is not None and not self.own.by_scheme:
+        if self.own_warmup is not None and not self.own_warmup.by_scheme:
             return False  # the warm-up uses centred ones
         return every is not None and not self.estimator.centred and self.param_groups[0]["step"] % every == 0
 
     def _update(self) -> None:
         """Draw the kicks and move the parameters."""
         if self.metric is not None:
-            self.metric.see(observed=False)
+            self.metric.update(observed=False)
         self._make_plan()
         noiseless = self.injector.noiseless
         if not noiseless:
@@ -731,8 +731,8 @@ class Sampler(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state with those of the generator, the warm-up and the geometry."""
         state = {**super().state_dict(), "generator": self.injector.generator_state()}
-        if self.own is not None:
-            state["warmup"] = state_of(self.own)
+        if self.own_warmup is not None:
+            state["warmup"] = state_of(self.own_warmup)
         if self.geometry is not None:
             last = self.injector.last
             state["structure"] = {"name": self.geometry.name, "shape": self.geometry.state(), "last": last}
@@ -745,12 +745,12 @@ class Sampler(Optimizer):
                 "this state has no 'generator': it was not saved by an isosgd sampler and cannot resume a chain"
             )
         warmup, saved = state_dict.get("warmup"), state_dict.get("structure")
-        if warmup is None and self.own is not None:
+        if warmup is None and self.own_warmup is not None:
             self._forget_warmup()
         if warmup is not None:
-            self.own = OwnWarmup(self, None, by_scheme=True) if self.given else self._own_warmup()
-            load_into(self.own, warmup, self.own.device)
-            self.corrected = self.own.corrected
+            self.own_warmup = OwnWarmup(self, None, by_scheme=True) if self.given else self._new_warmup()
+            load_into(self.own_warmup, warmup, self.own_warmup.device)
+            self.corrected = self.own_warmup.corrected
             if self.chooses_correction:
                 self.noise.uses = Uses(vectors=self.corrected)
         if (saved or {}).get("name") != (None if self.geometry is None else self.geometry.name):

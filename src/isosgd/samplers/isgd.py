@@ -318,7 +318,7 @@ class ISGD(Sampler):
 
     # -- the optimizer's own warm-up ----------------------------------------------------------------------------------
 
-    def _own_warmup(self) -> OwnWarmup:
+    def _new_warmup(self) -> OwnWarmup:
         if self.scheme == "windowed":
             if self._chooses_structure and self.geometry is None:
                 sizes = [math.prod(shape) for shape in parameter_shapes(self)]
@@ -326,7 +326,7 @@ class ISGD(Sampler):
                 if sum(sizes) <= FULL_UP_TO and len(self.param_groups) == 1:
                     self.averaged = True
                     self._use_geometry(Full())
-            return super()._own_warmup()
+            return super()._new_warmup()
         self.warmup = PAPER_STEPS if self.warmup is None else self.warmup
         return OwnWarmup(self, self.warmup, by_scheme=True)
 

@@ -72,7 +72,7 @@ class DiagonalMetric:
         ratio = torch.where(plain > 0, scaled / plain, largest.to(plain))
         return torch.ones_like(ratio) if self.entered else ratio
 
-    def see(self, observed: bool) -> None:
+    def update(self, observed: bool) -> None:
         """Update P from the present gradients, once: when they are observed, otherwise before the step."""
         first = self.noise.groups[0]
         if observed or not first.get("learnt"):
@@ -82,8 +82,8 @@ class DiagonalMetric:
                     self.learn(group, params)
         first["learnt"] = observed
 
-    def take(self, noise: Sequence[Tensor] | None) -> None:
-        """Update the top direction of the noise in the metric; called after `NoiseModel.take`."""
+    def update_noise(self, noise: Sequence[Tensor] | None) -> None:
+        """Update the top direction of the noise in the metric; called after `NoiseModel.update`."""
         for group, seen in self.noise.by_group(noise):
             if not seen or group["frozen"]:
                 continue

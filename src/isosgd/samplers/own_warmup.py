@@ -473,7 +473,7 @@ class OwnWarmup:
         else:
             places, pulls = ([join([t.float() for t in each])] * len(self.axes) for each in (moved, grads))
         x, y = self._sums(self.images, places), self._sums(self.axes, pulls)
-        self.line.take(x, y, self.epoch, (self.spent - 1) % self.epoch if self.epoch else 0)
+        self.line.add(x, y, self.epoch, (self.spent - 1) % self.epoch if self.epoch else 0)
         half = min(2 * i // max(self.length, 1), 1)
         if half == len(self.halves):
             self.halves.append([torch.zeros_like(g, dtype=torch.float32) for g in grads])
@@ -700,7 +700,7 @@ class Regression:
     Example:
         >>> line = Regression(1, torch.device("cpu"))
         >>> for x in range(10):
-        ...     line.take(torch.tensor([float(x)]), torch.tensor([3.0 * x + (-1) ** x]))
+        ...     line.add(torch.tensor([float(x)]), torch.tensor([3.0 * x + (-1) ** x]))
         >>> [round(float(found), 1) for found in line.slopes()]
         [2.9, 0.1]
     """
@@ -712,7 +712,7 @@ class Regression:
         self.block = torch.zeros(3, lines, dtype=torch.float64, device=device)  # sums of x, y and 1 in this epoch
         self.blocks: list[Tensor] = []  # of complete epochs
 
-    def take(self, x: Tensor, y: Tensor, epoch: int = 0, place: int = 0) -> None:
+    def add(self, x: Tensor, y: Tensor, epoch: int = 0, place: int = 0) -> None:
         """Add a point to each line; ``place`` is its position in an epoch of ``epoch`` points."""
         x, y = x.double(), y.double()
         self.sums += torch.stack([x, y, x * x, x * y, y * y])

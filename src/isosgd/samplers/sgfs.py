@@ -126,7 +126,7 @@ class FullSGFS(Sampler):
 
     targets, paper = SGFS.targets, SGFS.paper
     departures = "those of sgfs; shrunk towards its diagonal; made anew only when rates are set"
-    grows = False
+    can_add_groups = False
     entered: bool = False  # see `isosgd.samplers.metric.Metric`
 
     def __init__(

@@ -184,7 +184,7 @@ class Collector:
             raise ValueError("store_dtype goes with store=, the folder of a run: give that too")
         if store_dtype not in STORED:
             raise ValueError(f"store_dtype = {store_dtype!r} is unknown; choose 'float32', 'bfloat16' or None")
-        by_scheme = optimizer.given or (optimizer.own is not None and optimizer.own.by_scheme)
+        by_scheme = optimizer.given or (optimizer.own_warmup is not None and optimizer.own_warmup.by_scheme)
         if not in_memory and keep_every == "auto" and by_scheme:
             raise ValueError("a store keeps every draw, and at a rate of your own nothing says how many: keep_every=")
         manifest = self._manifest(store_dtype)
@@ -259,7 +259,7 @@ class Collector:
         """Steps between draws."""
         if self.keep_every != "auto":
             return self.keep_every
-        own = self.optimizer.own
+        own = self.optimizer.own_warmup
         return (
             own.spacing if own is not None and own.curvatures else 1
         )  # with schemes or rates of the user nothing is measured
@@ -496,7 +496,7 @@ class Collector:
         }
 
     def _report(self) -> WarmupReport:
-        own, groups = self.optimizer.own, self.optimizer.param_groups
+        own, groups = self.optimizer.own_warmup, self.optimizer.param_groups
         if own is None or own.by_scheme or not own.curvatures:
             return WarmupReport(True, "", 0, 0, None, [])
         composite = [self.optimizer.friction * g["temperature"] / g["num_data"] for g in groups]

@@ -42,7 +42,7 @@ class Traces:
         length = LENGTH if self.chains.graph is None else GRAPH_LENGTH
         self.found, self.every = [], max(1, steps // length)
 
-    def take(self, step: int, count: int = 1) -> None:
+    def add(self, step: int, count: int = 1) -> None:
         """Add points to the trace if due at ``step``, counted from 0, or the ``count - 1`` steps after it.
 
         The chains must not have moved in these steps.

@@ -69,7 +69,7 @@ class DualAveraging:
         self.error, self.log_mean = torch.zeros_like(start), start.log()
         self.value = start
 
-    def take(self, acceptance: Tensor) -> None:
+    def update(self, acceptance: Tensor) -> None:
         """Update with the acceptance probabilities of the last trajectories."""
         self.count += 1
         self.error = torch.lerp(self.error, self.share - acceptance, 1.0 / (self.count + 10.0))
@@ -209,12 +209,12 @@ class HMCWarmup(Warmup):
                     sampler.observe(self._seen(noise))
             self.count("testing the step size" if fixed else f"warm-up window of {steps:,}", count)
             if self.traced:
-                self.traces.take(i, count)
+                self.traces.add(i, count)
             levels += [chains.level] * count
             i += count
             if count == 1 and sampler.ended:
                 accepted.append(sampler.acceptance)
-                step_sizes.take(sampler.acceptance)
+                step_sizes.update(sampler.acceptance)
                 sampler.step_size = step_sizes.value.square()
                 if fixed and i <= steps // 4:
                     self._choose_length(steps)

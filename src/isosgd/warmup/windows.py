@@ -324,7 +324,7 @@ class WindowedWarmup(Warmup):
                 if chains.graph is None or i % 4 == 0:
                     self._feed_signal(noise)
             if self.measure_spacing:
-                self.traces.take(i)
+                self.traces.add(i)
             chains.advance(noise if chains.sampler.estimator.centred else None)
             if i % ADAPT_EVERY == ADAPT_EVERY - 1:
                 chains.check_finite()
@@ -393,7 +393,7 @@ class WindowedWarmup(Warmup):
             self.traces.begin(LENGTH)
             for i in range(LENGTH):
                 chains.step(split=sampler.estimator.centred)
-                self.traces.take(i)
+                self.traces.add(i)
                 self.count("measuring")
             keep = self._spacing()
         return [
