@@ -25,7 +25,7 @@ from sklearn.utils.estimator_checks import check_estimator
 from isosgd import SamplingWarning
 from isosgd.engine.gradients import Layout, Many
 from isosgd.native.build import switched_off
-from isosgd.native.layers import THREADED, Layers
+from isosgd.native.layers import THREADED, Layers, network_of_tables
 from isosgd.sklearn import BayesianMLPClassifier, BayesianMLPRegressor, load, resume
 from isosgd.tables.network import NOISES, Network, fast_arithmetic, steps_for, usual_layers
 
@@ -334,7 +334,7 @@ def test_one_pass_for_all_chains_gives_the_gradients_of_each(likelihood: str, hi
 @pytest.mark.long
 def test_threads_of_the_library_share_chains() -> None:
     shapes = {name: tuple(p.shape) for name, p in Network(3, 1, "student_t", (16, 20)).start(0).items()}
-    layers, draw = Layers(shapes), torch.Generator().manual_seed(0)
+    layers, draw = Layers(network_of_tables(shapes), shapes), torch.Generator().manual_seed(0)
     theta = torch.randn(5, layers.total, generator=draw)
     rows = 1 + THREADED // theta.numel()  # so many that threads pay
     x, slope = torch.randn(5, rows, 3, generator=draw), torch.randn(5, rows, 1, generator=draw)

@@ -461,11 +461,13 @@ class Chains:
     @torch.no_grad()
     def log_prior(self) -> Tensor:
         """Log prior of the target times `prior_weight`, as in the loss, ``[chains]``."""
+        one = self.differentiate.one if isinstance(self.differentiate, Single) else None
+        many = self.differentiate if isinstance(self.differentiate, Many) and self.target.batched else one
+        if many is not None and self.target.has_flat_prior:
+            theta = self.flat(self.leaves)
+            return self.prior_weight * many.flat_prior(theta).log_prob(theta)
         if self.many is None:
             return self.prior_weight * self.target.log_prior(self.params).unsqueeze(0)
-        if isinstance(self.differentiate, Many) and self.target.batched:
-            theta = self.flat(self.leaves)
-            return self.prior_weight * self.differentiate.flat_prior(theta).log_prob(theta)
         return self.prior_weight * vmap(self.target.log_prior)(self.params)
 
     @torch.no_grad()

@@ -6,6 +6,7 @@ model can be: `batchable` tries, compares, and says why not.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,10 +20,12 @@ from isosgd.engine.compiled import Compiled, Tensors, repeat
 from isosgd.engine.ranks import Ranks
 from isosgd.errors import first_line
 from isosgd.native import perceptron
-from isosgd.native.layers import Layers, TorchLayers
+from isosgd.native.layers import Layers, NormalDensity, TorchLayers, network_of_tables
 from isosgd.noise.estimators import join_halves
 from isosgd.target import Params, Target
 from isosgd.target.batches import tensors_of, tree_map
+from isosgd.target.likelihoods import SCALE, Gaussian
+from isosgd.target.priors import HalfCauchy
 from isosgd.target.space import FlatPrior
 
 
@@ -37,15 +40,21 @@ class Found(NamedTuple):
 class Single:
     """Gradients of one chain, whose parameters have no chain dimension.
 
+    Networks of dense layers are evaluated as many chains are, of which there is one.
+
     Args:
         prior_weight: weight of the prior in the loss, see `isosgd.Target.prior_weight`.
     """
 
     def __init__(self, target: Target, num_data: int, prior_weight: float = 1.0) -> None:
         self.target, self.num_data, self.prior_weight = target, num_data, prior_weight
+        self.network = target.network()
+        self.one: Many | None = None  # the same of many chains, where the library has their gradients
 
     def __call__(self, params: Params, batch: Batch, split: bool = False) -> Found:
         """Gradients at the parameters, which require gradients; with ``split`` also the noise vector."""
+        if (found := self._by_library(params, batch, split)) is not None:
+            return found
         if not (split and batch_length(batch) >= 2):
             loss, gradients = self.target.gradient(params, batch, self.num_data, self.prior_weight)
             return Found(loss.unsqueeze(0), list(gradients), None)
@@ -54,6 +63,23 @@ class Single:
         loss2, g2 = self.target.gradient(params, second, self.num_data, self.prior_weight)
         gradients, noise = join_halves(list(g1), list(g2), sizes)
         return Found((sizes[0] * loss1 + sizes[1] * loss2).unsqueeze(0) / sum(sizes), gradients, noise)
+
+    def _by_library(self, params: Params, batch: Batch, split: bool) -> Found | None:
+        """The same where the library has the gradients; else None."""
+        if self.network is None or not self.target.checked or not isinstance(batch, tuple):
+            return None
+        if self.one is None:
+            one = Many(self.target, self.num_data, Layout(params), prior_weight=self.prior_weight)
+            if one.layers is None or not one.layers.wide:
+                self.network = None
+                return None
+            self.one = one
+        theta, rows = self.one.layout.flat(params), tuple(t.unsqueeze(0) for t in batch)
+        if not self.one.fits(theta, rows):
+            return None
+        loss, gradient, noise = self.one.flat(theta, rows, split)
+        vectors = None if noise is None else list(self.one.layout.views(noise[0]).values())
+        return Found(loss, list(self.one.layout.views(gradient[0]).values()), vectors)
 
 
 class Parted:
@@ -121,6 +147,11 @@ class Layout:
         """Estimated bytes of the activations of so many rows, as if every matrix belonged to a linear layer."""
         return rows * dtype.itemsize * sum(shape[0] for shape in self.shapes.values() if len(shape) == 2)
 
+    @staticmethod
+    def flat(params: Params) -> Tensor:
+        """Parameters of one chain as ``[1, d]``, detached."""
+        return torch.cat([x.detach().reshape(1, -1) for x in params.values()], -1)
+
     def views(self, flat: Tensor) -> Params:
         """The parameters as views of ``[*lead, d]``."""
         parts = torch.split(flat, self.sizes, dim=-1)
@@ -148,7 +179,8 @@ class Many:
         self.target, self.num_data, self.layout, self.prior_weight = target, num_data, layout, prior_weight
         self.network = target.perceptron()
         self.batched = target.batched  # parameters of all chains in one pass
-        self.layers = Layers(layout.shapes) if target.layered else None
+        network = network_of_tables(layout.shapes) if target.layered else target.network()
+        self.layers = None if network is None else Layers(network, layout.shapes)
         self.in_torch = TorchLayers(layout.shapes) if target.layered else None
         self.own = [] if target.module is None else list(target.module.extra())
         self.prior: FlatPrior | None = None
@@ -157,14 +189,23 @@ class Many:
     def __call__(self, params: Params, batch: Batch, split: bool = False) -> Found:
         """As `Single`."""
         theta = torch.cat([x.detach().reshape(len(x), -1) for x in params.values()], dim=-1)
-        loss, gradient, noise = self.evaluate(theta, batch, split)
+        evaluate = self.flat if self.fits(theta, batch) else self.evaluate
+        loss, gradient, noise = evaluate(theta, batch, split)
         vectors = None if noise is None else list(self.layout.views(noise).values())
         return Found(loss, list(self.layout.views(gradient).values()), vectors)
+
+    def fits(self, theta: Tensor, batch: Batch) -> bool:
+        """Whether the library has gradients at flat parameters ``[chains, d]``, without compiler and autograd."""
+        if self.layers is None or torch.compiler.is_compiling() or not isinstance(batch, tuple) or len(batch) != 2:
+            return False
+        return not torch._C._functorch.is_functorch_wrapped_tensor(theta) and self.layers.fits(theta, batch[0])
 
     def flat(self, theta: Tensor, batch: Batch, split: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """Loss, gradient and noise vector at flat parameters ``[chains, d]``."""
         n = tensors_of(batch)[0].shape[1]
         noise = None
+        if (density := self.normal_density(theta, batch)) is not None:
+            return self._by_library(density, theta, batch, (n // 2, n - n // 2) if split and n >= 2 else None)
         if not split or n < 2:
             gradient, loss = self._each(theta, batch)
         else:
@@ -179,7 +220,8 @@ class Many:
                 (g1, g2), (loss1, loss2) = (x.unbind(1) for x in self._each(theta, both, halves=True))
             (gradient,), (noise,) = join_halves([g1], [g2], sizes)
             loss = (sizes[0] * loss1 + sizes[1] * loss2) / n
-        return loss, gradient - self._scores(theta) * (self.prior_weight / self.num_data), noise
+        scores = self._scores(theta, self.fits(theta, batch))
+        return loss, gradient - scores * (self.prior_weight / self.num_data), noise
 
     def in_parts(self, theta: Tensor, parts: Tensors, rest: Tensors) -> tuple[Tensor, Tensor]:
         """Loss and gradient at flat parameters, one part of the batch after the other: activations stay in the cache.
@@ -205,12 +247,12 @@ class Many:
 
     def _each(self, theta: Tensor, batch: Batch, halves: bool = False) -> tuple[Tensor, Tensor]:
         """Gradients and mean negative log likelihoods of the chains, or of both halves of their batches."""
-        if self.batched:
+        twice = theta.unsqueeze(1).expand(-1, 2, -1) if halves else theta
+        if self.batched or self.fits(twice, tree_map(lambda t: t[:, 0], batch) if halves else batch):
             if not halves:
                 return self._batched(theta, batch)
             both = self._batched(theta.repeat_interleave(2, 0), tree_map(lambda t: t.flatten(0, 1), batch))
             return both[0].view(len(theta), 2, -1), both[1].view(-1, 2)
-        twice = theta.unsqueeze(1).expand(-1, 2, -1) if halves else theta
         if self.network is not None and perceptron.fits(twice, batch, self.layout.shapes[self.network.first_weight][0]):
             return self._fused(self.network, twice, batch)
         each = grad_and_value(self._loss)
@@ -219,7 +261,7 @@ class Many:
 
     def _batched(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The same by one pass of a module through the parameters of all chains, whose losses are independent."""
-        if self.layers is not None and self.layers.fits(theta, batch[0]):
+        if self.layers is not None and self.fits(theta, batch):
             return self._without_autograd(self.layers, theta, batch)
         if self.in_torch is not None and not torch.compiler.is_compiling():
             return self._without_autograd(self.in_torch, theta, batch)
@@ -239,9 +281,8 @@ class Many:
 
     @torch.no_grad()
     def _without_autograd(self, layers: Layers | TorchLayers, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The same for the network of tables, whose derivatives are known in closed form."""
-        theta, (x, y) = theta.contiguous(), batch
-        x = x if x[0].is_contiguous() else x.contiguous()  # chains may share them
+        """The same for networks of dense layers, whose derivatives are known in closed form."""
+        theta, y, (x, _) = theta.contiguous(), batch[1], self.rows(batch)
         slots, shapes = self.layout.slots, self.layout.shapes
         own = {name: theta[:, slots[name]].view(len(theta), *shapes[name]) for name in self.own}
         each, slope, rest = self.target.slopes_by_chain(layers.forward(theta, x), own, y)
@@ -271,14 +312,57 @@ class Many:
     def _loss(self, theta: Tensor, batch: Batch) -> Tensor:
         return -self.target.log_likelihood(self.layout.views(theta), batch).mean()
 
-    def _scores(self, theta: Tensor) -> Tensor:
-        """Gradients of the log prior of the chains, in closed form where there is one."""
-        if self.batched:
+    def _scores(self, theta: Tensor, flat: bool = False) -> Tensor:
+        """Gradients of the log prior of the chains, in closed form where there is one; if it is ``flat``, as that."""
+        if self.batched or (flat and self.target.has_flat_prior):
             return self.flat_prior(theta).score(theta)
         return vmap(self._score)(theta)
 
+    def normal_density(self, theta: Tensor, batch: Batch) -> NormalDensity | None:
+        """What is sampled as the library has it, for such parameters and batches; None where it has not."""
+        if not self.fits(theta, batch) or self._normal is None or batch[1].dtype != theta.dtype:
+            return None
+        assert self.layers is not None
+        return self._normal if batch[1].numel() == batch[1].shape[1] * len(theta) * self.layers.outs else None
+
+    @functools.cached_property
+    def _normal(self) -> NormalDensity | None:
+        module, slot = self.target.module, self.layout.slots.get(SCALE)
+        plain = module is not None and type(module.likelihood) is Gaussian and module.network() is not None
+        if not plain or not self.target.has_flat_prior:
+            return None
+        assert module is not None and isinstance(module.likelihood, Gaussian)
+        like = torch.empty(0, dtype=torch.float32)  # others do not fit
+        prior, scale, weight = self.flat_prior(like), module.likelihood.scale, self.prior_weight / self.num_data
+        if slot is None and not prior.others and isinstance(scale, float):
+            return NormalDensity(-1, scale, weight, 1.0, prior.precisions)
+        if slot is None or [(place, type(kind)) for place, kind, _ in prior.others] != [(slot, HalfCauchy)]:
+            return None
+        if slot.stop - slot.start > 1:
+            return None
+        return NormalDensity(slot.start, 0.0, weight, prior.others[0][2], prior.precisions)
+
+    @staticmethod
+    def rows(batch: Batch) -> tuple[Tensor, Tensor]:
+        """Inputs and targets ``[chains, n, .]`` as the library reads them; chains may share them."""
+        x, y = (t.flatten(2) if t.dim() > 2 else t.unsqueeze(2) for t in batch)
+        return x if x[0].is_contiguous() else x.contiguous(), y if y[0].is_contiguous() else y.contiguous()
+
+    def _by_library(
+        self, density: NormalDensity, theta: Tensor, batch: Batch, sizes: tuple[int, int] | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`flat` by one call; with ``sizes`` by one for each half."""
+        assert self.layers is not None
+        theta, (x, y) = theta.contiguous(), self.rows(batch)
+        if sizes is None:
+            return *self.layers.gradient(density, theta, (x, y)), None
+        cuts = slice(sizes[0]), slice(sizes[0], None)
+        (loss1, g1), (loss2, g2) = (self.layers.gradient(density, theta, (x[:, cut], y[:, cut])) for cut in cuts)
+        (gradient,), (noise,) = join_halves([g1], [g2], sizes)
+        return (sizes[0] * loss1 + sizes[1] * loss2) / sum(sizes), gradient, noise
+
     def flat_prior(self, like: Tensor) -> FlatPrior:
-        """The log prior of a batched target."""
+        """The log prior of a target that has one."""
         if self.prior is None or self.prior.precisions.dtype != like.dtype:
             self.prior = self.target.flat_prior(self.layout.shapes, like)
         return self.prior

@@ -31,8 +31,8 @@ def unsupported_reason(run: Chains) -> str:
     """Why HMC cannot take several steps in a call; empty when they can."""
     if run.ranks is not None:
         return "ranks share every minibatch"
-    if run.target.batched and run.many is not None:
-        return ""  # without the compiler, too
+    if without_compiler(run):
+        return ""
     if run.leaves[0].device.type != "cpu":
         return "the loop is one of a CPU"
     if sum(run.layout.sizes) > LARGE:
@@ -42,6 +42,20 @@ def unsupported_reason(run: Chains) -> str:
     if isinstance(run.batches, TensorBatches) and isinstance(run.batches.tensors, dict):
         return "the data are a dict"
     return "" if run.many is not None else batchable(run.target, run.params, run.batches.next(), run.num_data)
+
+
+def without_compiler(run: Chains) -> bool:
+    """Whether gradients are as fast without the compiler."""
+    if run.target.batched and run.many is not None:
+        return True
+    if run.target.network() is None or not isinstance(batch := run.batches.next(), tuple):
+        return False
+    return Many(run.target, run.num_data, run.layout).fits(run.flat(run.leaves), _by_chain(run, batch))
+
+
+def _by_chain(run: Chains, batch: Tensors) -> Tensors:
+    """A batch with a leading dimension of chains."""
+    return batch if run.many is not None else tuple(t.unsqueeze(0) for t in batch)
 
 
 class GraphLoop:
@@ -93,12 +107,12 @@ class LeapfrogMultiStep:
         assert isinstance(run.sampler, HMC) and run.geometry is not None
         self.run, self.sampler, self.geometry, self.compiled, self.log = run, run.sampler, run.geometry, compiled, log
         self.gradient = Many(run.target, run.num_data, run.layout, prior_weight=run.prior_weight)
-        self.batch: Tensors = tuple(t if run.many is not None else t.unsqueeze(0) for t in run.batches.next())
+        self.batch = _by_chain(run, run.batches.next())
         # Equal parts of the rows: those of a chain fit into the cache together with its activations.
         self.whole = self.batch[0].shape[1]
         self.each = bytes_of(self.batch) / run.count + run.layout.between(self.whole, run.leaves[0].dtype)
-        # For a batched module in eager mode more calls would cost more than the cache saves.
-        self.whole_chains = run.target.batched and not compiled
+        # In eager mode more calls would cost more than the cache saves.
+        self.whole_chains = not compiled and without_compiler(run)
         parts = 1 if self.whole_chains else min(math.ceil(self.each / CACHE), self.whole)
         self.rows = self.whole // parts
         # A compiled loop is for fixed shapes, and those of Lambda may change.
@@ -155,6 +169,8 @@ class LeapfrogMultiStep:
     @torch.no_grad()
     def _moved(self, count: int, theta: Tensor, velocity: Tensor, gained: Tensor) -> Tensors:
         """Parameters, velocities, gains in kinetic energy, and the last losses after ``count`` steps."""
+        if (moved := self._by_library(count, theta, velocity, gained)) is not None:
+            return moved
         number, tensors = torch.tensor(count), self.geometry.tensors()
         own, loop = self.sampler.jittered.unsqueeze(-1), self._compiled(tensors)
         size = self.run.count
@@ -166,6 +182,20 @@ class LeapfrogMultiStep:
             given = (t[part] for t in (theta, velocity, gained, own))
             found.append(loop(number, *given, tuple(t[part] for t in self.batch), tuple(t[part] for t in tensors)))
         return tuple(torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
+
+    def _by_library(self, count: int, theta: Tensor, velocity: Tensor, gained: Tensor) -> Tensors | None:
+        """The same by one call of the library, where it has all of the step; else None."""
+        density, lam = self.gradient.normal_density(theta, self.batch), self.geometry.along_directions()
+        if density is None or lam is None or theta.dtype != velocity.dtype:
+            return None
+        assert self.gradient.layers is not None
+        basis, back, rate = (t.contiguous() for t in lam)
+        own, velocity, gained = self.sampler.jittered.contiguous(), velocity.clone(), gained.clone()
+        rows, scale = self.gradient.rows(self.batch), self.geometry.scale
+        loss = self.gradient.layers.leapfrog(
+            count, density, theta, rows, (basis, back, rate), scale, own, velocity, gained
+        )
+        return theta, velocity, gained, loss
 
     def _compiled(self, tensors: Tensors) -> Compiled | GraphLoop:
         key = tuple(t.shape for t in tensors)

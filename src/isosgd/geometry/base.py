@@ -211,6 +211,10 @@ class Geometry(ABC):
     def displace(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
         """What a step subtracts: ``(T / N) Lambda^-1 (g + w)``, with w from the innovations."""
 
+    def along_directions(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """S, ``back`` and ``rate`` where `direction` is ``rate g + S^T back S g`` with few rows of S; else None."""
+        return None
+
     def reads_rows(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a compiled step is a single operation on these tensors."""
         return False

@@ -128,6 +128,9 @@ class Diagonal(Geometry):
     def tensors(self) -> tuple[Tensor, ...]:
         return self.on_axes.rate, self.on_axes.amplitude
 
+    def along_directions(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.full(0.0, 0, self.total), self.full(0.0, 0, 0), self.on_axes.rate
+
     def displace(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
         rate, amplitude = tensors
         return rate * gradient + amplitude * xi

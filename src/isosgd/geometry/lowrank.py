@@ -304,6 +304,9 @@ class LowRank(Geometry):
         exact = (self.undo, self.reach) if self.undo.numel() else ()
         return self.basis, self.back, self.add, self.rate, self.amplitude, *exact
 
+    def along_directions(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.basis, self.back, self.rate
+
     def reads_rows(self, tensors: Sequence[Tensor]) -> bool:
         return len(tensors) == 5 and lowrank.ready(*tensors)  # without `undo` and `reach`
 

@@ -92,10 +92,11 @@ def layers() -> Any:
     except Exception as error:  # as above
         _warned(error)
         return None
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    given: list[Any] = [pointer, number, number, pointer, pointer, number]
-    for function, more in ((library.isosgd_forward, 2), (library.isosgd_backward, 3)):
-        function.argtypes, function.restype = [*given, *[pointer] * more], None
+    kinds = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "d": ctypes.c_double}
+    calls = {"forward": "pp", "backward": "ppp", "gradient": "pnpppp", "leapfrog": "pnppnpdnpppppp"}
+    for name, more in calls.items():
+        function = getattr(library, f"isosgd_{name}")
+        function.argtypes, function.restype = [kinds[kind] for kind in "pnnppn" + more], None
     return library
 
 

@@ -1,21 +1,87 @@
-// Hidden layers of SiLU units beside a linear path, of several chains, and their gradient (see layers.py).
+// Networks of dense layers, of several chains: outputs, gradients, and leapfrog steps (see layers.py).
 //
-// Of a row x of one chain: h = x, then h = silu(W h + b) layer by layer, and out = skip x, to whose first entries
-// gate (V h + c) is added. Without headers of torch, so that it is built in seconds.
+// Of a row x of one chain: h = x, then h = act(W h + b) layer by layer, and out = gate (V h + c) + skip x. Gate and skip
+// may be missing; the skip may have more outputs than V, which then come last. Without headers of torch, so that it is
+// built in seconds.
 
+#include <cmath>
 #include <thread>
 #include <vector>
 
 #include "dense.h"
+#include "lowrank.h"
 
 namespace isosgd {
 namespace {
 
-struct Layer {
-  int64_t in, units, weight, bias;  // the last two: places in the parameters of a chain
+// -------------------------------------------------------------------------------------------------- activations
+
+struct Unit {
+  Vec value, slope;
 };
 
-// From the numbers that layers.py gives, in this order.
+struct Relu {
+  static Unit of(Vec z) { return {relu(z), z <= Vec{} ? Vec{} : 1.0f + Vec{}}; }
+};
+
+struct Silu {
+  static Unit of(Vec z) {
+    const Vec sig = sigmoid(z), unit = z * sig;
+    return {unit, sig + unit * (1.0f - sig)};
+  }
+};
+
+struct Tanh {
+  static Unit of(Vec z) {
+    const Vec unit = z == z ? tangent(z) : z;
+    return {unit, 1.0f - unit * unit};
+  }
+};
+
+struct Sigmoid {
+  static Unit of(Vec z) {
+    const Vec unit = z == z ? sigmoid(z) : z;
+    return {unit, unit * (1.0f - unit)};
+  }
+};
+
+struct Gelu {
+  static Unit of(Vec z) {
+    const Vec below = 0.5f * (1.0f + error_function(0.70710678f * z));
+    const Vec near = clamped(z, 12.0f);
+    return {z * below, below + 0.39894228f * near * exponential(-0.5f * near * near)};
+  }
+};
+
+struct TanhGelu {
+  static Unit of(Vec z) {
+    const Vec square = z * z, t = tangent(clamped(0.79788456f * z * (1.0f + 0.044715f * square), 40.0f));
+    const Vec inner = 0.79788456f * (1.0f + 3.0f * 0.044715f * square), near = clamped(z, 12.0f);
+    const Vec slope = 0.5f * near * (1.0f - t * t) * (z == near ? inner : Vec{});
+    return {0.5f * z * (1.0f + t), 0.5f * (1.0f + t) + slope};
+  }
+};
+
+// f(activation) for that of a number, in the order of `ACTIVATIONS` in layers.py.
+template <class F>
+void with_activation(int64_t number, F f) {
+  switch (number) {
+    case 0: return f(Relu{});
+    case 1: return f(Silu{});
+    case 2: return f(Tanh{});
+    case 3: return f(Sigmoid{});
+    case 4: return f(Gelu{});
+    default: return f(TanhGelu{});
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------ networks
+
+struct Layer {
+  int64_t in, units, weight, bias, activation;  // weight and bias: places in the parameters of a chain
+};
+
+// From the numbers that layers.py gives, in this order. Places of what is missing are negative.
 struct Net {
   int64_t total, rows, in, outs, curved, skip, gate, out, offset, count;
   const Layer* layers;
@@ -29,16 +95,32 @@ struct Net {
     return sum;
   }
   int64_t widest() const {
-    int64_t most = 0;
+    int64_t most = outs;
     for (int64_t l = 0; l < count; l++) most = std::max(most, layers[l].units);
     return most;
   }
+  int64_t weights() const {  // of the hidden layers
+    int64_t sum = 0;
+    for (int64_t l = 0; l < count; l++) sum += layers[l].in * layers[l].units;
+    return sum;
+  }
+  int64_t padded() const { return (curved + LANES - 1) / LANES * LANES; }
+  bool few() const { return 2 * curved < LANES; }  // outputs: faster as single products with the last hidden layer
+  int64_t kept(int64_t of) const { return 2 * of * units(); }  // floats that the hidden layers of so many rows keep
+  int64_t turned() const { return weights() + (few() ? curved * (last().units + LANES) : padded() * (last().units + 1)); }
+  int64_t blocks() const { return std::min(BLOCK, rows); }  // rows at once
 };
 
-// What layer l gives for all rows, and behind it the derivatives.
+// f(begin, rows) for blocks of rows.
+template <class F>
+void each_block(const Net& net, F f) {
+  for (int64_t begin = 0; begin < net.rows; begin += BLOCK) f(begin, std::min(BLOCK, net.rows - begin));
+}
+
+// What layer l gives for some rows, and behind it the derivatives.
 template <class T>
-T* kept_of(const Net& net, T* kept, int64_t l) {
-  for (int64_t i = 0; i < l; i++) kept += 2 * net.rows * net.layers[i].units;
+T* kept_of(const Net& net, T* kept, int64_t rows, int64_t l) {
+  for (int64_t i = 0; i < l; i++) kept += 2 * rows * net.layers[i].units;
   return kept;
 }
 
@@ -54,88 +136,243 @@ inline void add(float* into, float factor, const float* a, int64_t count) {
   for (int64_t i = 0; i < count; i++) into[i] += factor * a[i];
 }
 
-void transpose(const float* a, int64_t rows, int64_t columns, float* into) {
+void transpose(const float* a, int64_t rows, int64_t columns, float* into, int64_t width) {
   for (int64_t i = 0; i < rows; i++)
-    for (int64_t k = 0; k < columns; k++) into[k * rows + i] = a[i * columns + k];
+    for (int64_t k = 0; k < columns; k++) into[k * width + i] = a[i * columns + k];
 }
 
-void forward(const Net& net, const float* theta, const float* x, float* out, float* kept, float* scratch) {
-  float* weights = scratch;
+// Sums over rows, added to `found`; the vectors that may overlap are in one tile, as in `add_weights`.
+void add_rows(const Shape& s, const float* d, float* found) {
+  in_groups(s.vectors(), [&]<int C>(int64_t first) {
+    const Places<C> places(s, first);
+    Vec acc[C];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) acc[c] = load(found + places.at[c]);
+    for (int64_t r = 0; r < s.rows; r++)
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c++) acc[c] += load(d + r * s.hidden + places.at[c]);
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) store(found + places.at[c], acc[c]);
+  });
+}
+
+// Weights as `products` and `outputs` read them: [in][units]; of few outputs rows in vectors, without what overlaps.
+void turn(const Net& net, const float* theta, float* turned) {
   for (int64_t l = 0; l < net.count; l++) {
     const Layer& layer = net.layers[l];
-    transpose(theta + layer.weight, layer.units, layer.in, weights);
-    weights += layer.units * layer.in;
+    transpose(theta + layer.weight, layer.units, layer.in, turned, layer.units);
+    turned += layer.units * layer.in;
   }
-  for (int64_t begin = 0; begin < net.rows; begin += BLOCK) {
-    const int64_t rows = std::min(BLOCK, net.rows - begin), H = net.last().units;
-    const float *input = x + begin * net.in, *own = scratch;
-    for (int64_t l = 0; l < net.count; l++) {
-      const Layer& layer = net.layers[l];
-      float *h = kept_of(net, kept, l) + begin * layer.units, *slope = h + net.rows * layer.units;
-      const Shape s{rows, layer.in, layer.units, 0};
-      products(s, input, own, theta + layer.bias, [&](int64_t at, Vec z) {
-        const Vec sig = sigmoid(z), unit = z * sig;
-        store(h + at, unit);
-        store(slope + at, unit + sig * (1.0f - unit));
-      });
-      own += layer.units * layer.in;
-      input = h;
-    }
-    for (int64_t r = 0; r < rows; r++)
-      for (int64_t o = 0; o < net.outs; o++) {
-        float found = dot(x + (begin + r) * net.in, theta + net.skip + o * net.in, net.in);
-        if (o < net.curved)
-          found += theta[net.gate] * (dot(input + r * H, theta + net.out + o * H, H) + theta[net.offset + o]);
-        out[(begin + r) * net.outs + o] = found;
-      }
-  }
-}
-
-void backward(const Net& net, const float* theta, const float* x, const float* kept, const float* slope, float* found,
-              float* scratch) {
   const int64_t H = net.last().units;
-  const float gate = theta[net.gate];
-  float *d = scratch, *next = d + BLOCK * net.widest(), *sums = next + BLOCK * net.widest();  // sums: [in][units] each
-  int64_t size = 0;
-  for (int64_t l = 0; l < net.count; l++) size += net.layers[l].in * net.layers[l].units;
-  std::fill_n(sums, size, 0.0f), std::fill_n(found, net.total, 0.0f);
-  for (int64_t begin = 0; begin < net.rows; begin += BLOCK) {
-    const int64_t rows = std::min(BLOCK, net.rows - begin);
-    const float *h = kept_of(net, kept, net.count - 1) + begin * H, *bend = h + net.rows * H;
-    std::fill_n(d, rows * H, 0.0f);
-    for (int64_t r = 0; r < rows; r++)
-      for (int64_t o = 0; o < net.outs; o++) {
-        const float g = slope[(begin + r) * net.outs + o];
-        add(found + net.skip + o * net.in, g, x + (begin + r) * net.in, net.in);
-        if (o >= net.curved) continue;
-        add(found + net.out + o * H, g, h + r * H, H);
-        add(d + r * H, gate * g, theta + net.out + o * H, H);
-        found[net.offset + o] += g;
-      }
-    for (int64_t i = 0; i < rows * H; i++) d[i] *= bend[i];
-    float* sum = sums + size;
-    for (int64_t l = net.count - 1; l >= 0; l--) {
-      const Layer& layer = net.layers[l];
-      const float* input = l ? kept_of(net, kept, l - 1) + begin * layer.in : x + begin * layer.in;
-      sum -= layer.in * layer.units;
-      for (int64_t r = 0; r < rows; r++) add(found + layer.bias, 1.0f, d + r * layer.units, layer.units);
-      add_weights(Shape{rows, layer.in, layer.units, 0}, input, d, sum);
-      if (!l) break;
-      const float* slopes = input + net.rows * layer.in;
-      products(Shape{rows, layer.units, layer.in, 0}, d, theta + layer.weight, nullptr,
-               [&](int64_t at, Vec z) { store(next + at, z * load(slopes + at)); });
-      std::swap(d, next);
-    }
+  if (!net.few()) {
+    const int64_t P = net.padded();
+    std::fill_n(turned, P * (H + 1), 0.0f);
+    transpose(theta + net.out, net.curved, H, turned, P);
+    if (net.offset >= 0) std::copy_n(theta + net.offset, net.curved, turned + H * P);
+    return;
   }
+  const Shape s{0, 0, H, 0};
+  const int64_t vectors = s.vectors(), overlap = vectors * LANES - H;
+  for (int64_t o = 0; o < net.curved; o++)
+    for (int64_t v = 0; v < vectors; v++)
+      for (int64_t i = 0; i < LANES; i++)
+        turned[(o * vectors + v) * LANES + i] =
+            v == vectors - 1 && i < overlap ? 0.0f : theta[net.out + o * H + s.place(v) + i];
+}
+
+// Products of R rows of units with one output's weights, in vectors as `turn` lays them.
+template <int R>
+inline void row_products(const Shape& s, const float* units, const float* weights, float* found, int64_t apart) {
+  Vec acc[R]{};
+  for (int64_t v = 0; v < s.vectors(); v++) {
+    const Vec w = load(weights + v * LANES);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) acc[r] += load(units + r * s.hidden + s.place(v)) * w;
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) found[r * apart] = sum(acc[r]);
+}
+
+// Outputs of some rows; `weights` are those of the output layer as `turn` lays them. `scratch`: rows times `padded`.
+void outputs(const Net& net, const float* theta, const float* weights, int64_t rows, const float* x, const float* units,
+             float* out, float* scratch) {
+  const int64_t H = net.last().units;
+  const float gate = net.gate >= 0 ? theta[net.gate] : 1.0f;
+  if (net.few()) {
+    const Shape s{rows, 0, H, 0};
+    for (int64_t o = 0; o < net.curved; o++) {
+      const float *row = weights + o * s.vectors() * LANES, c = net.offset >= 0 ? theta[net.offset + o] : 0.0f;
+      int64_t r = 0;
+      for (; r + ROWS <= rows; r += ROWS) row_products<ROWS>(s, units + r * H, row, out + r * net.outs + o, net.outs);
+      for (; r < rows; r++) row_products<1>(s, units + r * H, row, out + r * net.outs + o, net.outs);
+      for (r = 0; r < rows; r++) out[r * net.outs + o] = gate * (out[r * net.outs + o] + c);
+    }
+  } else {
+    const int64_t P = net.padded();
+    products(Shape{rows, H, P, 0}, units, weights, weights + H * P, [&](int64_t at, Vec z) { store(scratch + at, z); });
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t o = 0; o < net.curved; o++) out[r * net.outs + o] = gate * scratch[r * P + o];
+  }
+  for (int64_t r = 0; net.skip >= 0 && r < rows; r++)
+    for (int64_t o = 0; o < net.outs; o++) {
+      float& found = out[r * net.outs + o];
+      found = dot(x + r * net.in, theta + net.skip + o * net.in, net.in) + (o < net.curved ? found : 0.0f);
+    }
+}
+
+void forward(const Net& net, const float* theta, const float* turned, int64_t rows, const float* x, float* out,
+             float* kept, float* scratch) {
+  const float *input = x, *weights = turned;
   for (int64_t l = 0; l < net.count; l++) {
     const Layer& layer = net.layers[l];
-    transpose(sums, layer.in, layer.units, found + layer.weight);
+    const Shape s{rows, layer.in, layer.units, 0};
+    float *h = kept_of(net, kept, rows, l), *slope = h + rows * layer.units;
+    with_activation(layer.activation, [&]<class A>(A) {
+      const float* bias = layer.bias >= 0 ? theta + layer.bias : nullptr;
+      products(s, input, weights, bias, [&](int64_t at, Vec z) {
+        const Unit unit = A::of(z);
+        store(h + at, unit.value), store(slope + at, unit.slope);
+      });
+    });
+    weights += layer.units * layer.in;
+    input = h;
+  }
+  outputs(net, theta, weights, rows, x, input, out, scratch);
+}
+
+// Adds to the gradient of a chain what some rows give, from the slopes of their outputs: to `sums` for weights of the
+// hidden layers, [in][units] each, to `found` for all others, apart from the gate's factor (`finish`).
+void backward(const Net& net, const float* theta, int64_t rows, const float* x, const float* kept, const float* slope,
+              float* found, float* sums, float* scratch) {
+  const int64_t H = net.last().units, O = net.curved;
+  float *d = scratch, *next = d + rows * net.widest();
+  const float gate = net.gate >= 0 ? theta[net.gate] : 1.0f;
+  for (int64_t r = 0; net.skip >= 0 && r < rows; r++)
+    for (int64_t o = 0; o < net.outs; o++)
+      add(found + net.skip + o * net.in, slope[r * net.outs + o], x + r * net.in, net.in);
+  const float* g = slope;
+  if (O < net.outs) {
+    for (int64_t r = 0; r < rows; r++) std::copy_n(slope + r * net.outs, O, next + r * O);
+    g = next;
+  }
+  for (int64_t r = 0; net.offset >= 0 && r < rows; r++)
+    for (int64_t o = 0; o < O; o++) found[net.offset + o] += g[r * O + o];
+  const float *h = kept_of(net, kept, rows, net.count - 1), *bend = h + rows * H;
+  const Shape out{rows, O, H, 0};
+  add_weights(out, g, h, found + net.out);
+  products(out, g, theta + net.out, nullptr, [&](int64_t at, Vec z) { store(d + at, gate * z * load(bend + at)); });
+  float* sum = sums + net.weights();
+  for (int64_t l = net.count - 1; l >= 0; l--) {
+    const Layer& layer = net.layers[l];
+    const Shape s{rows, layer.in, layer.units, 0};
+    const float* input = l ? kept_of(net, kept, rows, l - 1) : x;
+    sum -= layer.in * layer.units;
+    if (layer.bias >= 0) add_rows(s, d, found + layer.bias);
+    add_weights(s, input, d, sum);
+    if (!l) break;
+    const float* slopes = input + rows * layer.in;
+    products(Shape{rows, layer.units, layer.in, 0}, d, theta + layer.weight, nullptr,
+             [&](int64_t at, Vec z) { store(next + at, z * load(slopes + at)); });
+    std::swap(d, next);
+  }
+}
+
+// The gradient once all rows were added.
+void finish(const Net& net, const float* theta, const float* sums, float* found) {
+  for (int64_t l = 0; l < net.count; l++) {
+    const Layer& layer = net.layers[l];
+    transpose(sums, layer.in, layer.units, found + layer.weight, layer.in);
     sums += layer.in * layer.units;
   }
-  found[net.gate] = dot(found + net.out, theta + net.out, net.curved * H) +
-                    dot(found + net.offset, theta + net.offset, net.curved);
-  for (int64_t i = 0; i < net.curved * H; i++) found[net.out + i] *= gate;
-  for (int64_t o = 0; o < net.curved; o++) found[net.offset + o] *= gate;
+  if (net.gate < 0) return;
+  const int64_t size = net.curved * net.last().units;
+  const float gate = theta[net.gate];
+  found[net.gate] = dot(found + net.out, theta + net.out, size);
+  if (net.offset >= 0) found[net.gate] += dot(found + net.offset, theta + net.offset, net.curved);
+  for (int64_t i = 0; i < size; i++) found[net.out + i] *= gate;
+  for (int64_t o = 0; net.offset >= 0 && o < net.curved; o++) found[net.offset + o] *= gate;
+}
+
+int64_t forward_scratch(const Net& net) { return net.turned() + net.blocks() * net.padded(); }
+int64_t backward_scratch(const Net& net) { return net.weights() + 2 * net.blocks() * net.widest(); }
+
+// ---------------------------------------------------------------------------------- Gaussian noise and its leapfrog
+
+// Normal noise of one scale, and a prior of independent entries: normal, and half-Cauchy for the scale of the noise.
+// From what layers.py gives, in this order.
+struct Density {
+  int64_t scale;  // place of the logarithm of the noise scale; negative where it is known: `known`
+  double known, prior, cauchy;  // weight of the prior over N, and the scale of the half-Cauchy
+  explicit Density(const double* about) : scale(int64_t(about[0])), known(about[1]), prior(about[2]), cauchy(about[3]) {}
+  double noise(const float* theta) const { return scale >= 0 ? std::exp(double(theta[scale])) : known; }
+};
+
+// Negative log likelihood of a chain, a mean over rows, and the gradient with the prior's part.
+float gradient(const Net& net, const Density& density, const float* precisions, const float* theta, const float* x,
+               const float* y, float* found, float* scratch) {
+  const double noise = density.noise(theta), inverse = 1.0 / (noise * noise);
+  const float factor = float(inverse / net.rows);
+  float *turned = scratch, *rest = turned + forward_scratch(net), *sums = rest, *moved = sums + net.weights();
+  float *kept = moved + 2 * net.blocks() * net.widest(), *out = kept + net.kept(net.blocks());
+  turn(net, theta, turned);
+  std::fill_n(found, net.total, 0.0f), std::fill_n(sums, net.weights(), 0.0f);
+  double squares = 0;
+  each_block(net, [&](int64_t begin, int64_t rows) {
+    const float* own = x + begin * net.in;
+    forward(net, theta, turned, rows, own, out, kept, turned + net.turned());
+    float sum = 0;
+    const int64_t count = rows * net.outs;
+    const float* wanted = y + begin * net.outs;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < count; i++) {
+      const float residual = out[i] - wanted[i];
+      sum += residual * residual;
+      out[i] = factor * residual;
+    }
+    squares += sum;
+    backward(net, theta, rows, own, kept, out, found, sums, moved);
+  });
+  finish(net, theta, sums, found);
+  const double scaled = squares * inverse / net.rows;
+  if (density.scale >= 0) {
+    const double ratio = noise / density.cauchy, square = ratio * ratio;
+    found[density.scale] = float(net.outs - scaled - density.prior * (1.0 - 2.0 * square / (1.0 + square)));
+  }
+  const float weight = float(density.prior);
+  for (int64_t i = 0; i < net.total; i++) found[i] += weight * precisions[i] * theta[i];
+  return float(0.5 * scaled + net.outs * (std::log(noise) + 0.91893853320467274178));
+}
+
+int64_t gradient_scratch(const Net& net) {
+  return forward_scratch(net) + backward_scratch(net) + net.kept(net.blocks()) + net.blocks() * net.outs;
+}
+
+// Steps inside a trajectory of one chain: kicks by (rate g + S^T back S g) own, S of k directions (`LeapfrogMultiStep`).
+float leapfrog(const Net& net, const Density& density, const float* precisions, int64_t steps, float own, double unit,
+               int64_t k, const float* basis, const float* back, const float* rate, const float* x, const float* y,
+               float* theta, float* velocity, float* gained, float* scratch) {
+  const int64_t d = net.total;
+  float *g = scratch, *pull = g + d, *more = pull + d, loss = 0;
+  double gain = *gained;
+  for (int64_t step = 0; step < steps; step++) {
+    loss = gradient(net, density, precisions, theta, x, y, g, more);
+    float total = loss;
+#pragma omp simd reduction(+ : total)
+    for (int64_t i = 0; i < d; i++) total += g[i];
+    if (!std::isfinite(total)) std::fill_n(g, d, 0.0f);
+    inverse_one(d, k, basis, back, rate, g, nullptr, pull, more);
+    float kinetic = 0;
+#pragma omp simd reduction(+ : kinetic)
+    for (int64_t i = 0; i < d; i++) {
+      const float kick = own * pull[i];
+      kinetic += g[i] * (kick - velocity[i]);
+      velocity[i] -= 2.0f * kick;
+      theta[i] += velocity[i];
+    }
+    gain += kinetic / unit;
+  }
+  *gained = float(gain);
+  return loss;
 }
 
 // f(k, scratch) for each chain, shared among threads.
@@ -159,19 +396,60 @@ extern "C" {
 // `x` of chain k begins at `k * apart`, so that chains may share it.
 void isosgd_forward(const int64_t* numbers, int64_t chains, int64_t threads, const float* theta, const float* x,
                     int64_t apart, float* out, float* kept) {
-  const isosgd::Net net(numbers);
-  isosgd::each(chains, threads, net.total, [&](int64_t k, float* scratch) {
-    isosgd::forward(net, theta + k * net.total, x + k * apart, out + k * net.rows * net.outs,
-                    kept + k * 2 * net.rows * net.units(), scratch);
+  using namespace isosgd;
+  const Net net(numbers);
+  each(chains, threads, forward_scratch(net), [&](int64_t k, float* scratch) {
+    const float *own = theta + k * net.total, *rows_of = x + k * apart;
+    turn(net, own, scratch);
+    each_block(net, [&](int64_t begin, int64_t rows) {
+      forward(net, own, scratch, rows, rows_of + begin * net.in, out + (k * net.rows + begin) * net.outs,
+              kept + net.kept(k * net.rows + begin), scratch + net.turned());
+    });
   });
 }
 
 void isosgd_backward(const int64_t* numbers, int64_t chains, int64_t threads, const float* theta, const float* x,
                      int64_t apart, const float* kept, const float* slope, float* found) {
-  const isosgd::Net net(numbers);
-  isosgd::each(chains, threads, net.total + 2 * isosgd::BLOCK * net.widest(), [&](int64_t k, float* scratch) {
-    isosgd::backward(net, theta + k * net.total, x + k * apart, kept + k * 2 * net.rows * net.units(),
-                     slope + k * net.rows * net.outs, found + k * net.total, scratch);
+  using namespace isosgd;
+  const Net net(numbers);
+  each(chains, threads, backward_scratch(net), [&](int64_t k, float* scratch) {
+    const float* own = theta + k * net.total;
+    float *mine = found + k * net.total, *sums = scratch;
+    std::fill_n(mine, net.total, 0.0f), std::fill_n(sums, net.weights(), 0.0f);
+    each_block(net, [&](int64_t begin, int64_t rows) {
+      backward(net, own, rows, x + k * apart + begin * net.in, kept + net.kept(k * net.rows + begin),
+               slope + (k * net.rows + begin) * net.outs, mine, sums, sums + net.weights());
+    });
+    finish(net, own, sums, mine);
+  });
+}
+
+// Loss and gradient with the prior's part. `about`: `Density` as doubles; targets `y` of chain k begin at `k * beyond`.
+void isosgd_gradient(const int64_t* numbers, int64_t chains, int64_t threads, const float* theta, const float* x,
+                     int64_t apart, const float* y, int64_t beyond, const double* about, const float* precisions,
+                     float* found, float* loss) {
+  using namespace isosgd;
+  const Net net(numbers);
+  const Density density(about);
+  each(chains, threads, gradient_scratch(net), [&](int64_t k, float* scratch) {
+    loss[k] = gradient(net, density, precisions, theta + k * net.total, x + k * apart, y + k * beyond,
+                       found + k * net.total, scratch);
+  });
+}
+
+// Steps inside trajectories; moves `theta`, `velocity` and `gained`.
+void isosgd_leapfrog(const int64_t* numbers, int64_t chains, int64_t threads, float* theta, const float* x,
+                     int64_t apart, const float* y, int64_t beyond, const double* about, const float* precisions,
+                     int64_t steps, const float* own, double unit, int64_t directions, const float* basis,
+                     const float* back, const float* rate, float* velocity, float* gained, float* loss) {
+  using namespace isosgd;
+  const Net net(numbers);
+  const Density density(about);
+  const int64_t d = net.total, n = directions;
+  each(chains, threads, 2 * d + std::max(gradient_scratch(net), 2 * n), [&](int64_t k, float* scratch) {
+    loss[k] = leapfrog(net, density, precisions, steps, own[k], unit, n, basis + k * n * d, back + k * n * n,
+                       rate + k * d, x + k * apart, y + k * beyond, theta + k * d, velocity + k * d, gained + k,
+                       scratch);
   });
 }
 }

@@ -1,66 +1,192 @@
-"""Hidden layers of SiLU units beside a linear path, of many chains in one call (``layers.cpp``), or by torch.
+"""Networks of dense layers, of many chains in one call (``layers.cpp``), or by torch.
 
-The network is `isosgd.tables.network.Perceptron`. Its products are so small that calling torch for each of them, and
-autograd for their gradients, takes several times as long as the products. On a GPU, and without a compiler, torch makes
-the products, without autograd.
+The networks are `isosgd.tables.network.Perceptron`, and plain modules of linear layers and activations in turns
+(`network_of`). Products of small networks are so small that calling torch for each of them, and autograd for their
+gradients, takes several times as long as the products. On a GPU, and without a compiler, torch makes those of
+`Perceptron`, without autograd.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isosgd.native import build
 
 LEAST = 20_000  # products of rows and weights of all chains below which building the library does not pay
 THREADED = 10_000_000  # such products below which more threads lose on a busy machine
+ACTIVATIONS = ("relu", "silu", "tanh", "sigmoid", "gelu", "tanh gelu")  # in the order of ``with_activation``
+KINDS: dict[type[nn.Module], Callable[[Any], str]] = {
+    nn.ReLU: lambda _: "relu",
+    nn.SiLU: lambda _: "silu",
+    nn.Tanh: lambda _: "tanh",
+    nn.Sigmoid: lambda _: "sigmoid",
+    nn.GELU: lambda layer: "gelu" if layer.approximate == "none" else "tanh gelu",
+}
+
+
+class Hidden(NamedTuple):
+    """A hidden layer: names of its parameters, and one of `ACTIVATIONS`."""
+
+    weight: str
+    bias: str | None
+    activation: str
+
+
+class Network(NamedTuple):
+    """What is known of a network: hidden layers, and names of the output layer's parameters.
+
+    To outputs times ``gate``, where there is one, come those of a linear path, the weights ``skip``. Inputs of several
+    dimensions are flattened where the network ``flattens``; else there are none.
+    """
+
+    hidden: tuple[Hidden, ...]
+    weight: str
+    bias: str | None
+    gate: str | None = None
+    skip: str | None = None
+    flattens: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """Of all parameters."""
+        layers = [(layer.weight, layer.bias) for layer in self.hidden]
+        every = [*(name for layer in layers for name in layer), self.weight, self.bias, self.gate, self.skip]
+        return [name for name in every if name is not None]
+
+
+def network_of(module: nn.Module) -> Network | None:
+    """The network that a module is, if it is linear layers with an activation between any two, and nothing else.
+
+    Inputs may be flattened first, and layers may stand in several `nn.Sequential`.
+    """
+    try:
+        layers = list(_layers(module, ""))
+    except _Other:
+        return None
+    flattens = bool(layers) and type(layers[0][1]) is nn.Flatten
+    if flattens:
+        flat = layers.pop(0)[1]
+        if (flat.start_dim, flat.end_dim) != (1, -1):
+            return None
+    linear, between = layers[::2], layers[1::2]
+    if len(linear) < 2 or len(linear) != len(between) + 1 or len({id(layer) for _, layer in linear}) < len(linear):
+        return None
+    if any(type(layer) is not nn.Linear for _, layer in linear) or any(
+        type(layer) not in KINDS for _, layer in between
+    ):
+        return None
+    hidden = tuple(
+        Hidden(f"{name}.weight", _bias(name, layer), KINDS[type(kind)](kind))
+        for (name, layer), (_, kind) in zip(linear, between, strict=False)
+    )
+    name, last = linear[-1]
+    return Network(hidden, f"{name}.weight", _bias(name, last), flattens=flattens)
+
+
+def _bias(name: str, layer: nn.Linear) -> str | None:
+    return None if layer.bias is None else f"{name}.bias"
+
+
+class _Other(Exception):
+    """A layer is something else."""
+
+
+def _layers(module: nn.Module | None, path: str) -> Iterator[tuple[str, Any]]:
+    """All layers with their names, without those that do nothing."""
+    if (
+        module is None
+        or "forward" in vars(module)
+        or any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+    ):
+        raise _Other
+    if type(module) is nn.Sequential:
+        for name, layer in module._modules.items():  # `named_children` would leave out a layer's second place
+            yield from _layers(layer, f"{path}.{name}" if path else name)
+    elif not (type(module) is nn.Identity or (type(module) is nn.Dropout and not module.training)):
+        yield path, module
+
+
+def network_of_tables(shapes: Mapping[str, tuple[int, ...]]) -> Network:
+    """The network of `isosgd.tables.network.Perceptron`, from the shapes of its parameters."""
+    count = sum(name.startswith("hidden.") and name.endswith(".weight") for name in shapes)
+    hidden = tuple(Hidden(f"hidden.{i}.weight", f"hidden.{i}.bias", "silu") for i in range(count))
+    return Network(hidden, "out.weight", "out.bias", "gate", "skip.weight")
+
+
+class NormalDensity(NamedTuple):
+    """Normal noise of one scale, and a prior whose entries are normal, or half-Cauchy for the scale of the noise.
+
+    Attributes:
+        scale: place of the logarithm of the noise scale in flat parameters; negative where it is ``known``.
+        known: the scale, where it is not sampled.
+        prior: weight of the prior over N.
+        cauchy: scale of the half-Cauchy.
+        precisions: of the normal priors, ``[d]``; zero where there is none.
+    """
+
+    scale: int
+    known: float
+    prior: float
+    cauchy: float
+    precisions: Tensor
 
 
 class Layers:
     """Outputs and gradients of the networks of all chains, from flat parameters ``[chains, d]``.
 
     Args:
+        network: the network.
         shapes: of the parameters of a chain, in the order in which they are flat.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        begin, at = 0, dict[str, int]()
+    def __init__(self, network: Network, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.network, begin, at = network, 0, dict[str | None, int]({None: -1})
         for name, shape in shapes.items():
             at[name] = begin
             begin += int(torch.Size(shape).numel())
         self.total, self.kept = begin, torch.empty(0)
-        count = sum(name.startswith("hidden.") and name.endswith(".weight") for name in shapes)
-        hidden = [f"hidden.{i}.weight" for i in range(count)]
-        self.units = sum(shapes[name][0] for name in hidden)
-        self.wide = bool(hidden) and min(shapes[name][0] for name in hidden) >= build.FEWEST
+        hidden = network.hidden
+        self.units = sum(shapes[layer.weight][0] for layer in hidden)
+        self.wide = bool(hidden) and min(shapes[layer.weight][0] for layer in hidden) >= build.FEWEST
         if not self.wide:
             return
-        self.outs, self.inputs = shapes["skip.weight"]
-        layers = [(*reversed(shapes[name]), at[name], at[name.replace("weight", "bias")]) for name in hidden]
+        curved = shapes[network.weight][0]
+        self.inputs = shapes[hidden[0].weight][1]
+        self.outs = curved if network.skip is None else shapes[network.skip][0]
+        layers = [
+            (*reversed(shapes[layer.weight]), at[layer.weight], at[layer.bias], ACTIVATIONS.index(layer.activation))
+            for layer in hidden
+        ]
         numbers = [
-            *(self.total, 0, self.inputs, self.outs, shapes["out.weight"][0]),
-            *(at[name] for name in ("skip.weight", "gate", "out.weight", "out.bias")),
+            *(self.total, 0, self.inputs, self.outs, curved),
+            *(at[name] for name in (network.skip, network.gate, network.weight, network.bias)),
             *(len(layers), *(number for layer in layers for number in layer)),
         ]
         self.numbers = (ctypes.c_int64 * len(numbers))(*numbers)  # in the order of ``Net``; the second are the rows
 
     def fits(self, theta: Tensor, x: Tensor) -> bool:
         """Whether to use the library for such parameters and inputs ``[chains, n, inputs]``."""
-        if not self.wide or torch.compiler.is_compiling() or x.shape[1] * theta.numel() < LEAST:
+        if not self.wide or torch.compiler.is_compiling() or x.dim() < 3 or x.shape[1] * theta.numel() < LEAST:
+            return False
+        if x.dim() > 3 and not self.network.flattens:
             return False
         return build.fits(theta, x) and build.layers() is not None
 
     def _given(self, theta: Tensor, x: Tensor) -> tuple[Any, ...]:
-        """The first arguments of both calls."""
+        """The first arguments of all calls."""
         assert theta.shape == (len(x), self.total) and x.shape[2] == self.inputs
         assert theta.is_contiguous() and x[0].is_contiguous()
+        return self.numbers, len(x), self._threads(theta, x), theta.data_ptr(), x.data_ptr(), x.stride(0)
+
+    def _threads(self, theta: Tensor, x: Tensor) -> int:
+        """How many to use; tells the library how many rows there are."""
         self.numbers[1] = x.shape[1]
-        threads = min(torch.get_num_threads(), len(x)) if x.shape[1] * theta.numel() >= THREADED else 1
-        return self.numbers, len(x), threads, theta.data_ptr(), x.data_ptr(), x.stride(0)
+        return min(torch.get_num_threads(), len(x)) if x.shape[1] * theta.numel() >= THREADED else 1
 
     def forward(self, theta: Tensor, x: Tensor) -> Tensor:
         """Outputs ``[chains, n, outputs]``, from contiguous tensors; activations are kept for `backward`."""
@@ -77,6 +203,46 @@ class Layers:
         found = torch.empty_like(theta)
         build.layers().isosgd_backward(*self._given(theta, x), self.kept.data_ptr(), slope.data_ptr(), found.data_ptr())
         return found
+
+    def gradient(self, density: NormalDensity, theta: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Losses and gradients with the prior's part, at all of the batch, ``[chains, n, inputs or outputs]``."""
+        found, loss = torch.empty_like(theta), theta.new_empty(len(theta))
+        given = self._density(density, theta, batch)
+        build.layers().isosgd_gradient(*given, found.data_ptr(), loss.data_ptr())
+        return loss, found
+
+    def leapfrog(
+        self, count: int, density: NormalDensity, theta: Tensor, batch: tuple[Tensor, Tensor],
+        lam: tuple[Tensor, Tensor, Tensor], unit: float, own: Tensor, velocity: Tensor, gained: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Take steps inside trajectories (`isosgd.engine.leapfrog`), and return the last losses.
+
+        Args:
+            count: how many.
+            density: what is sampled.
+            theta: parameters, which are moved.
+            batch: all data, ``[chains, n, inputs or outputs]``.
+            lam: S, ``back`` and ``rate`` of ``rate g + S^T back S g``, which is ``(T / N) Lambda^-1 g``.
+            unit: T / N.
+            own: squared step size of each chain.
+            velocity: of the parameters; it is changed.
+            gained: change of the kinetic energy over T since the trajectories began; it is changed.
+        """
+        basis, every, loss = lam[0], [*lam, own, velocity, gained], torch.empty_like(gained)
+        assert all(t.is_contiguous() and t.dtype == torch.float32 for t in every)
+        assert basis.shape == (len(theta), basis.shape[1], self.total) and theta.shape == velocity.shape == lam[2].shape
+        build.layers().isosgd_leapfrog(
+            *self._density(density, theta, batch), count, own.data_ptr(), unit, basis.shape[1],
+            *(t.data_ptr() for t in (*lam, velocity, gained, loss)),
+        )  # fmt: skip
+        return loss
+
+    def _density(self, density: NormalDensity, theta: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Any, ...]:
+        """The first arguments of the last two calls."""
+        x, y = batch
+        assert y.shape == (*x.shape[:2], self.outs) and y[0].is_contiguous() and y.dtype == density.precisions.dtype
+        about = (ctypes.c_double * 4)(*density[:4])
+        return *self._given(theta, x), y.data_ptr(), y.stride(0), about, density.precisions.data_ptr()
 
 
 class TorchLayers:

@@ -56,16 +56,13 @@ inline void spread(int64_t d, int64_t k, const float* basis, const float* along,
   for (int c = 0; c < C; c++) store(out + c * LANES, acc[c]);
 }
 
-// out = rate force + S^T (back S force + add shared) with force = gradient + amplitude own; S is [k][d].
-inline void displace_one(int64_t d, int64_t k, const float* basis, const float* back, const float* add,
-                         const float* rate, const float* amplitude, const float* gradient, const float* own,
-                         const float* shared, float* out, float* scratch) {
-  float *force = scratch, *seen = scratch + d, *along = seen + k, *injected = along + k;
-  for (int64_t j = 0; j < d; j++) force[j] = gradient[j] + amplitude[j] * own[j];
+// out = rate force + S^T (back S force + injected), where `injected` may be null; S is [k][d].
+inline void inverse_one(int64_t d, int64_t k, const float* basis, const float* back, const float* rate,
+                        const float* force, const float* injected, float* out, float* scratch) {
+  float *seen = scratch, *along = seen + k;
   all_products(k, d, basis, force, seen);
   all_products(k, k, back, seen, along);
-  all_products(k, k, add, shared, injected);
-  for (int64_t i = 0; i < k; i++) along[i] += injected[i];
+  for (int64_t i = 0; injected && i < k; i++) along[i] += injected[i];
   int64_t j = 0;
   for (; j + WIDE * LANES <= d; j += WIDE * LANES) spread<WIDE>(d, k, basis + j, along, rate + j, force + j, out + j);
   // What is left in vectors again, of which the last may overlap the one before: both write the same.
@@ -73,6 +70,16 @@ inline void displace_one(int64_t d, int64_t k, const float* basis, const float* 
     const int64_t a = std::min(j, d - LANES);
     spread<1>(d, k, basis + a, along, rate + a, force + a, out + a);
   }
+}
+
+// The same with force = gradient + amplitude own and injected = add shared.
+inline void displace_one(int64_t d, int64_t k, const float* basis, const float* back, const float* add,
+                         const float* rate, const float* amplitude, const float* gradient, const float* own,
+                         const float* shared, float* out, float* scratch) {
+  float *force = scratch, *injected = scratch + d;
+  for (int64_t j = 0; j < d; j++) force[j] = gradient[j] + amplitude[j] * own[j];
+  all_products(k, k, add, shared, injected);
+  inverse_one(d, k, basis, back, rate, force, injected, out, injected + k);
 }
 
 }  // namespace isosgd

@@ -342,8 +342,12 @@ def _engine(run: Chains, multi_step: MultiStep | GraphSteps | LeapfrogMultiStep 
 
 def _leapfrog_steps(run: Chains, plan: DrawPlan, bar: Progress) -> LeapfrogMultiStep | None:
     """Takes several leapfrog steps in a call, if that is possible and pays."""
+    if run.hmc is None:
+        return None
+    quick = run.target.batched or leapfrog.without_compiler(run)
     compiled = run.leaves[0].device.type == "cpu" and _pays(run, plan, plan.draws * plan.spacing)
-    if run.hmc is None or not (compiled or run.target.batched) or leapfrog.unsupported_reason(run):
+    compiled &= run.target.batched or not quick
+    if not (compiled or quick) or leapfrog.unsupported_reason(run):
         return None
     return LeapfrogMultiStep(run, compiled, bar.note)
 

@@ -303,6 +303,10 @@ class Bernoulli(Likelihood):
         output, y = _align(output, y)
         return _by_example(-F.binary_cross_entropy_with_logits(output, y, reduction="none"))
 
+    def slopes(self, output: Tensor, y: Tensor, params: Params) -> tuple[Tensor, Tensor, Params]:
+        aligned, wanted = _align(output, y)
+        return self.log_prob(output, y, params), (wanted - aligned.sigmoid()).view_as(output), {}
+
     def mean(self, output: Tensor, params: Params) -> Tensor:
         return output.sigmoid()
 
@@ -479,6 +483,10 @@ class Poisson(Likelihood):
     def log_prob(self, output: Tensor, y: Tensor, params: Params) -> Tensor:
         output, y = _align(output, y)
         return _by_example(y * output - output.exp() - torch.lgamma(y + 1))
+
+    def slopes(self, output: Tensor, y: Tensor, params: Params) -> tuple[Tensor, Tensor, Params]:
+        aligned, counts = _align(output, y)
+        return self.log_prob(output, y, params), (counts - aligned.exp()).view_as(output), {}
 
     def mean(self, output: Tensor, params: Params) -> Tensor:
         return output.exp()

@@ -20,7 +20,7 @@ from torch.nn.modules.loss import _Loss
 from torch.nn.parameter import UninitializedParameter
 
 from isosgd.errors import first_line, nearest, warn_caller
-from isosgd.native import perceptron
+from isosgd.native import layers, perceptron
 from isosgd.target.batches import batch_length, inputs_of, labels_of, tensors_of, tree_map
 from isosgd.target.likelihoods import NAMES, Bernoulli, Categorical, Likelihood, Tokens
 from isosgd.target.params import HALF, Params, match
@@ -328,7 +328,7 @@ class ModuleLikelihood:
         They are ``[chains, n]``, like ``found`` and like the likelihood's own parameters.
         """
         assert isinstance(self.likelihood, Likelihood)
-        arranged: Any = self._module.arranged
+        arranged: Any = getattr(self._module, "arranged", _as_it_is)
         output = arranged(found).flatten(0, 1)
         each, slope, by_row = self.likelihood.slopes(output, y.flatten(0, 1), self._by_row(own, y))
         rest = {name: by_row[name].view(len(y), y.shape[1], *s.shape[1:]).sum(1) for name, s in own.items()}
@@ -340,6 +340,14 @@ class ModuleLikelihood:
         last = (-1,) if y.dim() > 2 else ()
         spread = {name: s.reshape(len(y), 1, *last).expand(-1, y.shape[1], *last) for name, s in own.items()}
         return {name: s.flatten(0, 1) for name, s in spread.items()}
+
+    def network(self) -> layers.Network | None:
+        """Where the module is a network of dense layers, all sampled, and the likelihood has slopes: what it is."""
+        # The slopes of a class are those of its own log_prob, not of one that a subclass has.
+        if self.autocast is not None or self.low or self.aliases or "slopes" not in vars(type(self.likelihood)):
+            return None
+        network = layers.network_of(self._module)
+        return network if network is not None and list(self.values) == network.names else None
 
     def perceptron(self) -> perceptron.Names | None:
         """Where the module is a network of one hidden layer, all sampled: the names of its parameters."""
@@ -481,6 +489,11 @@ class ModuleLikelihood:
             likelihood = {"name": getattr(self.likelihood, "__qualname__", "callable"), "callable": True}
         found = {"model": self._class_name, "likelihood": likelihood, "frozen": list(self._frozen)}
         return found if self.autocast is None else found | {"autocast": str(self.autocast).removeprefix("torch.")}
+
+
+def _as_it_is(found: Tensor, back: bool = False) -> Tensor:
+    """The output of a network's layers, where a module does nothing else to it."""
+    return found
 
 
 def logits_of(output: Any) -> Any:

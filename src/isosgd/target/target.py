@@ -13,6 +13,7 @@ from torch.func import vmap
 
 from isosgd.names import layer_of
 from isosgd.native import perceptron
+from isosgd.native.layers import Network
 from isosgd.target.batches import batch_length, count_examples, inputs_of, labels_of
 from isosgd.target.likelihoods import Likelihood
 from isosgd.target.modules import Autocast, ModuleLikelihood, Select, check_autocast, unwrapped
@@ -401,6 +402,15 @@ class Target:
         """Names of the parameters if the target is a network of one hidden layer (they are free); else None."""
         return None if self.module is None else self.module.perceptron()
 
+    @property
+    def checked(self) -> bool:
+        """Whether a batch was checked, see `check`."""
+        return self._checked
+
+    def network(self) -> Network | None:
+        """What the target's module is if it is a network of dense layers whose gradients are known; else None."""
+        return None if self.module is None else self.module.network()
+
     def log_likelihood_given(self, output: Tensor, free: Params, batch: Any) -> Tensor:
         """Log likelihood of each example, from a module's output at free parameters."""
         assert self.module is not None
@@ -409,7 +419,12 @@ class Target:
     @property
     def batched(self) -> bool:
         """Whether the module takes many chains in one pass, and the priors are those of independent entries."""
-        return self.module is not None and self.module.batched and self._space is not None and self._space.entries
+        return self.module is not None and self.module.batched and self.has_flat_prior
+
+    @property
+    def has_flat_prior(self) -> bool:
+        """Whether the priors are those of independent entries, so that there is a `flat_prior`."""
+        return self._space is not None and self._space.entries
 
     def log_likelihood_by_chain(self, free: Params, batch: Any) -> Tensor:
         """Log likelihoods ``[chains, n]`` at free parameters of many chains, in one pass through a `batched` module."""
@@ -425,7 +440,7 @@ class Target:
         return each, slope, {name: x * natural[name] if name in positive else x for name, x in rest.items()}
 
     def flat_prior(self, shapes: Mapping[str, tuple[int, ...]], like: Tensor) -> FlatPrior:
-        """The log prior at flat parameters, where it is `batched`."""
+        """The log prior at flat parameters, where it `has_flat_prior`."""
         assert self._space is not None
         return FlatPrior(self._space, shapes, like)
 

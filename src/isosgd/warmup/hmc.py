@@ -53,6 +53,7 @@ TRAJECTORIES = 20  # in a window, at least: step sizes are found from them
 FEW_TRAJECTORIES = 4  # the same if the time of the run is over
 DIVERGED = 10.0  # gain of energy over T above which the noise of a trajectory is not used
 VECTORS = 4  # noise vectors in a window, over the least number for a geometry
+TRAINED_VECTORS = 1  # the same around a trained network
 ENOUGH = 1_600  # steps of the last window, unless a number was given
 
 
@@ -193,7 +194,8 @@ class HMCWarmup(Warmup):
         self.grown, self.told = torch.zeros(2), 0
         levels: list[Tensor] = []
         accepted: list[Tensor] = []
-        every = steps + 1 if fixed else max(1, steps // (VECTORS * sampler.geometry.min_vectors))
+        vectors = TRAINED_VECTORS if chains.trained else VECTORS
+        every = steps + 1 if fixed else max(1, steps // (vectors * sampler.geometry.min_vectors))
         i = 0
         while i < steps and not (len(accepted) >= FEW_TRAJECTORIES and self._late()):
             looks = not fixed and i % every == 0

@@ -1,0 +1,276 @@
+"""Networks of dense layers in the library: gradients and leapfrog steps are those of torch."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from isosgd import Target, likelihoods, priors, sample
+from isosgd.data.sources import TensorBatches
+from isosgd.engine.chains import Chains
+from isosgd.engine.gradients import Layout, Many, Single
+from isosgd.engine.leapfrog import LeapfrogMultiStep, unsupported_reason, without_compiler
+from isosgd.native import build
+from isosgd.native.layers import Layers, network_of
+from isosgd.samplers.hmc import HMC
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def built() -> None:
+    if build.layers() is None:
+        pytest.skip("there is no compiler")
+
+
+def dense(inputs: int, hidden: tuple[int, ...], outputs: int, kind: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
+    """Layers of fixed weights, with an activation between any two."""
+    layers: list[nn.Module] = []
+    for units in hidden:
+        layers += [nn.Linear(inputs, units), kind()]
+        inputs = units
+    net = nn.Sequential(*layers, nn.Linear(inputs, outputs))
+    for i, p in enumerate(net.parameters()):
+        p.data = drawn(i, *p.shape) / math.sqrt(p.shape[-1])
+    return net
+
+
+def target(net: nn.Module, likelihood: Any = "gaussian", prior: Any = None) -> Target:
+    return Target.from_module(net, likelihood, prior or priors.Normal(1.0))
+
+
+def parameters(posterior: Target, chains: int) -> tuple[Layout, Tensor]:
+    """Where parameters are, and some of each chain, ``[chains, d]``."""
+    start = posterior.initial()
+    layout = Layout(start)
+    return layout, layout.flat(start) + 0.1 * drawn(1, chains, sum(layout.sizes))
+
+
+def by_autograd(posterior: Target, layout: Layout, theta: Tensor, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of one chain in float64."""
+    free = {name: x.double().requires_grad_() for name, x in layout.views(theta).items()}
+    loss, gradients = posterior.gradient(free, tuple(t.double() if t.is_floating_point() else t for t in batch), 300)
+    return loss, torch.cat([g.flatten() for g in gradients])
+
+
+# ------------------------------------------------------------------------------------------------ gradients
+
+ACTIVATIONS = {
+    "relu": nn.ReLU,
+    "silu": nn.SiLU,
+    "tanh": nn.Tanh,
+    "sigmoid": nn.Sigmoid,
+    "gelu": nn.GELU,
+    "tanh gelu": lambda: nn.GELU("tanh"),
+}
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("hidden", [(16,), (50, 50), (17, 64, 33)])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_gradients_are_those_of_autograd(kind: str, hidden: tuple[int, ...]) -> None:
+    """Rows come in blocks of 256; with few outputs and with many."""
+    for outputs, likelihood in ((1, "gaussian"), (3, "categorical"), (10, "categorical")):
+        posterior = target(dense(7, hidden, outputs, ACTIVATIONS[kind]), likelihood)
+        layout, theta = parameters(posterior, 2)
+        x = drawn(2, 2, 601, 7)
+        y = torch.arange(1202).view(2, 601) % 3 if likelihood == "categorical" else drawn(3, 2, 601, 1)
+        many = Many(posterior, 300, layout)
+        assert many.fits(theta, (x, y))
+        found = many.flat(theta, (x, y), False)
+        for k in range(2):
+            loss, gradient = by_autograd(posterior, layout, theta[k], (x[k], y[k]))
+            assert abs(found[0][k] - loss) < 1e-5 * max(1.0, abs(loss))
+            assert (found[1][k] - gradient).abs().max() < 3e-6 * gradient.abs().max()
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("rows", [600, 601])
+@pytest.mark.parametrize(
+    ("likelihood", "outputs"),
+    [
+        ("gaussian", 1), (likelihoods.Gaussian(0.3), 2), (likelihoods.Gaussian(priors.HalfNormal(1.0)), 1),
+        (likelihoods.Gaussian(outputs=2), 2), ("student_t", 1), ("heteroscedastic", 2), ("categorical", 4),
+        ("bernoulli", 1), ("poisson", 1),
+    ],
+)  # fmt: skip
+def test_halves_and_likelihoods(likelihood: Any, outputs: int, rows: int) -> None:
+    """The gradient of the whole, and the noise between halves, with the prior's part, whatever the likelihood."""
+    posterior = target(dense(5, (20, 16), outputs, nn.Tanh), likelihood, priors.Normal(0.7))
+    layout, theta = parameters(posterior, 1)
+    x, y = drawn(2, rows, 5), drawn(3, rows, 1 if likelihood == "heteroscedastic" else outputs)
+    if likelihood in ("bernoulli", "poisson"):
+        y = (y > 0).float()
+    if likelihood == "categorical":
+        y = torch.arange(rows) % 4
+    single = Single(posterior, 300)
+    posterior.check(layout.views(theta[0]), (x, y))
+    loss, gradients, noise = single(layout.views(theta[0]), (x, y), split=True)
+    assert single.one is not None and single.one.fits(theta, (x.unsqueeze(0), y.unsqueeze(0)))
+    wanted, gradient = by_autograd(posterior, layout, theta[0], (x, y))
+    assert noise is not None and abs(loss[0] - wanted) < 1e-5 * max(1.0, abs(wanted))
+    found = torch.cat([g.flatten() for g in gradients])
+    assert (found - gradient).abs().max() < 3e-6 * gradient.abs().max()
+    half = rows // 2
+    first, second = (
+        by_autograd(posterior, layout, theta[0], (x[cut], y[cut]))[1] for cut in (slice(half), slice(half, None))
+    )
+    apart = (first - second) * math.sqrt(half * (rows - half)) / rows
+    assert (torch.cat([v.flatten() for v in noise]) - apart).abs().max() < 1e-5 * apart.abs().max()
+
+
+@pytest.mark.usefixtures("built")
+def test_images_are_flattened() -> None:
+    net = nn.Sequential(
+        nn.Flatten(), nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Dropout(0.1)), nn.Linear(32, 3)
+    ).eval()
+    posterior = target(net, "categorical")
+    layout, theta = parameters(posterior, 1)
+    x, y = drawn(2, 400, 1, 3, 4), torch.arange(400) % 3
+    many = Many(posterior, 300, layout)
+    assert many.fits(theta, (x.unsqueeze(0), y.unsqueeze(0)))
+    found, gradient = (
+        many.flat(theta, (x.unsqueeze(0), y.unsqueeze(0)), False)[1][0],
+        by_autograd(posterior, layout, theta[0], (x, y))[1],
+    )
+    assert (found - gradient).abs().max() < 3e-6 * gradient.abs().max()
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_what_is_not_finite_shows(kind: str, bad: float) -> None:
+    posterior = target(dense(3, (16, 16), 1, ACTIVATIONS[kind]))
+    layout, theta = parameters(posterior, 3)
+    theta[1, layout.slots["0.bias"]] = math.nan
+    theta[2, layout.slots["4.bias"]] = bad
+    loss = Many(posterior, 300, layout).flat(theta, (drawn(2, 3, 300, 3), drawn(3, 3, 300, 1)), False)[0]
+    assert loss.isfinite().tolist() == [True, False, False]
+
+
+# ------------------------------------------------------------------------------------------------ which modules
+
+
+class Twice(nn.Identity):
+    """Looks like nothing, and is something."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class Pulled(likelihoods.Gaussian):
+    """A likelihood that looks at the weights of the network, too."""
+
+    def log_prob(self, output: Tensor, y: Tensor, params: Any) -> Tensor:
+        return super().log_prob(output, y, params) - params["0.weight"].square().sum()
+
+
+def test_which_modules_are_meant() -> None:
+    found = network_of(dense(3, (50, 20), 1, nn.Tanh))
+    assert found is not None and [layer.activation for layer in found.hidden] == ["tanh", "tanh"]
+    without = network_of(nn.Sequential(nn.Linear(3, 16, bias=False), nn.ReLU(), nn.Linear(16, 1)))
+    assert without is not None and without.names == ["0.weight", "2.weight", "2.bias"]
+    hooked, patched, square = dense(3, (50,), 1), dense(3, (50,), 1), nn.Linear(50, 50)
+    hooked[1].register_forward_hook(lambda module, given, output: output + 1)
+    patched[0].forward = lambda x: torch.zeros(len(x), 50)
+    for other in (
+        hooked,
+        patched,
+        nn.Linear(3, 1),
+        nn.Sequential(nn.Linear(3, 50), nn.ReLU(), square, nn.ReLU(), square, nn.ReLU(), nn.Linear(50, 1)),
+        nn.Sequential(nn.Linear(3, 50), nn.ReLU(), Twice(), nn.Linear(50, 1)),
+        nn.Sequential(nn.Linear(3, 50), nn.ReLU(), nn.Dropout(0.1), nn.Linear(50, 1)).train(),
+        nn.Sequential(nn.Linear(3, 50), nn.BatchNorm1d(50), nn.Linear(50, 1)),
+        nn.Sequential(nn.Linear(3, 50), nn.ReLU(), nn.Linear(50, 1), nn.ReLU()),
+        nn.Sequential(nn.Flatten(0), nn.Linear(3, 50), nn.ReLU(), nn.Linear(50, 1)),
+        type("Own", (nn.Sequential,), {})(*dense(3, (50,), 1)),  # whose forward may be anything
+    ):
+        assert network_of(other) is None
+    assert Target.from_module(dense(3, (50,), 1), "gaussian", sampled="last_layer").network() is None
+    assert target(dense(3, (50,), 1), Pulled(0.5)).network() is None
+    assert target(dense(3, (50,), 1), lambda output, y: -((output - y) ** 2).squeeze(-1)).network() is None
+    narrow = target(dense(3, (50, 8), 1))
+    layout, theta = parameters(narrow, 1)
+    network = narrow.network()
+    assert network is not None and not Layers(network, layout.shapes).fits(theta, drawn(0, 1, 900, 3))
+
+
+# ------------------------------------------------------------------------------------------------ leapfrog steps
+
+
+def chains(structure: str, count: int, likelihood: Any, kind: Callable[[], nn.Module] = nn.SiLU) -> Chains:
+    """Chains of HMC on a network that the library takes, whose mass is known; one of them is on its own."""
+    posterior = target(dense(4, (24, 16), 1, kind), likelihood)
+    x = drawn(5, 300, 4)
+    data, together = (x, x[:, :1].sin() + 0.1 * drawn(6, 300, 1)), count > 1
+
+    def sampler(groups: list[dict[str, Any]], generator: torch.Generator, number: int | None) -> HMC:
+        return HMC(groups, structure=structure, num_data=300, batch_size=300, generator=generator, chains=number)  # type: ignore[arg-type]
+
+    batches = TensorBatches(data, "all", 0, count if together else None)
+    posterior.check(posterior.initial(), data)
+    run = Chains(posterior, [posterior.initial()] * count, batches, 300, sampler, 1, together)
+    assert run.hmc is not None
+    for _ in range(run.hmc.geometry.min_vectors):
+        run.hmc.observe(run.evaluate(split=True))
+    run.shape()
+    run.hmc.length, run.hmc.step_size = 7, torch.full((count,), 0.01)
+    return run
+
+
+def moved(structure: str, count: int, likelihood: Any, how: str, patch: pytest.MonkeyPatch) -> Chains:
+    """The same after some steps: by calls of the library, or one by one with gradients of autograd."""
+    run = chains(structure, count, likelihood)
+    if how == "library":
+        assert without_compiler(run) and unsupported_reason(run) == ""
+        LeapfrogMultiStep(run, compiled=False).take_steps(0, 17, lambda steps: None)
+        return run
+    with patch.context() as inside:
+        inside.setattr(Layers, "fits", lambda *given: False)
+        for _ in range(17):
+            run.step()
+    return run
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    ("structure", "likelihood"),
+    [
+        ("lowrank", "gaussian"), ("diagonal", "gaussian"), ("lowrank", likelihoods.Gaussian(0.2)),
+        ("full", "gaussian"), ("lowrank", "student_t"),
+    ],
+)  # fmt: skip
+def test_steps_are_those_without_the_library(
+    structure: str, likelihood: Any, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two trajectories and a part of a third. Lambda of the last two is not the library's, or the noise is not."""
+    one, other = (moved(structure, count, likelihood, how, monkeypatch) for how in ("library", "autograd"))
+    for a, b in zip(one.leaves, other.leaves, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-5)
+    for name in ("velocities", "gained", "home_energy", "acceptance"):
+        torch.testing.assert_close(getattr(one.hmc, name), getattr(other.hmc, name), rtol=1e-3, atol=2e-3, msg=name)
+    assert one.gradients == other.gradients
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
+def test_without_data_the_posterior_is_the_prior() -> None:
+    """Noise so large that the data say nothing, so that all moments are known, and steps of the library."""
+    posterior = target(dense(2, (16,), 1, nn.Tanh), likelihoods.Gaussian(1e4), priors.Normal(0.5))
+    x = drawn(0, 500, 2)
+    found = sample(
+        posterior, (x, x[:, :1]), method="hmc", draws=150, keep_every=20, warmup=1000, chains=4, seed=0, progress=False,
+        structure="diagonal",
+    )  # fmt: skip
+    assert found.info["engine"].endswith("several steps a call")
+    squares = torch.cat([v.flatten(2) for v in found.draws.values()], 2).square().double()  # [chains, draws, d]
+    means = squares.mean((1, 2))  # of each chain, independent of the others
+    error = float(means.std() / math.sqrt(len(means)))
+    assert abs(float(means.mean()) - 0.25) < 5 * max(error, 0.25 * math.sqrt(2 / squares.numel()))
