@@ -62,21 +62,21 @@ from isosgd.tables.network import (
 __all__ = ["BayesianMLPClassifier", "BayesianMLPRegressor", "load", "resume"]
 
 Array = Any
-BATCH = 2_000  # rows predicted at once
-CALIBRATED, PART = 2_000, 250  # training rows that say how sure averages of classes should be, and how many at once
-REPEATED = 0.05  # share of rows that are there several times, beyond which they say nothing of it
-OF_AVERAGES = "softmax_temperature_of_averages"  # in the info of a posterior
-FEW_DRAWS = 10  # of each chain: a fit that max_seconds leaves fewer warns
-COPIES = 4  # of the inputs, that a fit holds
-MODEL, DATA, VERSION = "model.json", "data.safetensors", 1  # what stands beside the draws of a run
-LARGEST = 64 << 20  # bytes of the former that are read
+BATCH = 2_000  # rows per batch
+CALIBRATED, PART = 2_000, 250  # most training rows that calibrate averages of classes, and rows per batch
+REPEATED = 0.05  # share of repeated rows above which they are not used
+OF_AVERAGES = "softmax_temperature_of_averages"  # key in the info of a posterior
+FEW_DRAWS = 10  # warn if max_seconds leaves fewer draws of each chain
+COPIES = 4  # of the inputs in memory during a fit
+MODEL, DATA, VERSION = "model.json", "data.safetensors", 1  # files beside the draws of a run
+LARGEST = 64 << 20  # largest size in bytes of MODEL
 CLASSES: dict[str, Any] = {"O": object, "U": str, "i": np.int64, "u": np.uint64, "f": np.float64, "b": np.bool_}
-ROUNDING = 1e-5  # of distances, in standard units
-NEIGHBOURS, FAR, COMPARED = 5, 0.99, 5_000  # nearest training rows, a quantile of their distances, and rows at most
+ROUNDING = 1e-5  # of distances in standard units
+NEIGHBOURS, FAR, COMPARED = 5, 0.99, 5_000  # nearest training rows, quantile of their distances, most rows compared
 
 
 class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
-    """What both estimators share: columns become inputs, inputs and targets become draws."""
+    """Base of both estimators: turns columns into inputs, and inputs and targets into draws."""
 
     hidden_layers: Any
     chains: int
@@ -98,7 +98,7 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
     # -- columns ------------------------------------------------------------------------------------------------------
 
     def _read(self, X: Any, reset: bool, y: Any = "no_validation", **checks: Any) -> tuple[Any, Any]:
-        """X as an array of numbers or a frame of pandas, and y, both checked."""
+        """X as an array of numbers or a pandas frame, and y, both checked."""
         frame = _as_frame(X)
         if frame is None:
             given = {"dtype": np.float64, "ensure_all_finite": "allow-nan", "ensure_min_samples": 2 if reset else 1}
@@ -116,7 +116,7 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
         return frame, y
 
     def _checked(self, X: Any) -> Any:
-        """Rows to predict, as those that were fitted."""
+        """Rows to predict, checked against the fitted columns."""
         check_is_fitted(self, "posterior_")
         return self._as_fitted(X)
 
@@ -141,7 +141,7 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
         nearest, in standard units, exceeds that of 99% of the training rows from each other.
         """
         X = self._checked(X)
-        # Rounded as the training rows were: of rows that repeat distances are zero.
+        # Rounded like the training rows, so that distances of equal rows are zero.
         x, known = (t.float().double().cpu().numpy() for t in (self.columns_.inputs(X), self.posterior_.data[0]))
         rows = known[evenly(len(known), COMPARED)]
         near = NearestNeighbors(n_neighbors=min(NEIGHBOURS, len(rows) - 1)).fit(rows)
@@ -155,7 +155,7 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
     # -- draws --------------------------------------------------------------------------------------------------------
 
     def _forget(self) -> None:
-        """Draws of an earlier fit, so that they never meet the units of one that was interrupted."""
+        """Drop draws of an earlier fit, whose units may differ."""
         self.__dict__.pop("posterior_", None)
 
     def _sample(self, X: Any, y: Any, likelihood: str, store: str | Path | None, held_out: Any) -> None:
@@ -197,14 +197,14 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
 
     @contextmanager
     def _quietly(self) -> Iterator[None]:
-        """`trust_` says whether chains have met; unless it is verbose, a fit does not warn of it every time."""
+        """Suppress warnings of convergence unless verbose; `trust_` tells it."""
         with warnings.catch_warnings():
             if not self.verbose:
                 warnings.filterwarnings("ignore", r"chain \d+\b(?! was dropped)", SamplingWarning)
             yield
 
     def _held_out(self, given: Any, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Held-out rows and targets, in the form of those that are fitted, whose targets have a shape."""
+        """Held-out rows and targets in the form of the fitted ones, whose targets have this shape."""
         if not isinstance(given, Sequence) or len(given) != 2:
             raise ValueError("held_out must be a pair (X, y) of rows that are not learnt from")
         X, numeric = self._as_fitted(given[0]), isinstance(self, RegressorMixin)
@@ -215,7 +215,7 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
         return self.columns_.inputs(X).float(), self._encoded(y)
 
     def _save(self, folder: Path, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Everything but the draws, written before sampling begins, so that a fit that is killed can be resumed."""
+        """Write everything but the draws before sampling, so that a killed fit can be resumed."""
         params = self.get_params(deep=False)
         seed = params["random_state"]
         params |= {
@@ -245,12 +245,12 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
         return self.posterior_.trust(held_out=self.held_out_)
 
     def _predicted(self, X: Any, of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Array:
-        """A function of means and noise variances by each draw, ``[draws, n, outputs]``, in batches of rows."""
+        """A function of means and noise variances ``[draws, n, outputs]`` of all draws, in batches of rows."""
         parts = torch.split(self._inputs(X), BATCH)
         return torch.cat([of(*predicted_by_draws(self.network_, self.posterior_, part)) for part in parts], -2).numpy()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Draws go as plain tensors: the target is made again from the network."""
+        """Pickle draws as plain tensors; the target is made again from the network."""
         state = dict(super().__getstate__())
         if isinstance(found := state.get("posterior_"), Posterior):
             state["posterior_"] = {"draws": dict(found.draws), "info": found.info, "data": found.data}

@@ -1,4 +1,4 @@
-"""State what a sampling loop really samples, from a description of it.
+"""``isosgd audit``: what a sampling loop really samples, from its settings.
 
 Exit status: 0 if nothing is wrong, 3 if there are findings, 2 for wrong usage.
 """

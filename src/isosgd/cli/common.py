@@ -1,4 +1,4 @@
-"""What commands share: where words go, strict JSON, warnings as plain lines, threads and device."""
+"""Shared by the commands: output, strict JSON, warnings, threads and device."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ import torch
 from isosgd.diagnostics.summary import json_values
 from isosgd.errors import SamplingWarning
 
-STOPPED = 130  # what a shell says of a program that Ctrl-C ended
+STOPPED = 130  # the exit status of a shell after Ctrl-C
 
 
 def add_json(parser: argparse.ArgumentParser, what: str) -> None:
-    """``--json``: results on standard output as JSON, words on standard error."""
+    """``--json``: results as JSON on standard output, text on standard error."""
     parser.add_argument("--json", action="store_true", help=f"print {what} as JSON; all other words go to stderr")
 
 
 def add_machine(parser: argparse.ArgumentParser, threads: int | None = None) -> None:
-    """``--device`` and ``--threads``, with how many threads to take by default."""
+    """``--device`` and ``--threads`` with a default number of threads."""
     parser.add_argument("--device", help="where to sample (default: the CPU)")
     usual = "as torch chooses" if threads is None else threads
     parser.add_argument("--threads", type=int, default=threads, help=f"threads of torch (default: {usual})")
 
 
 def echo(args: argparse.Namespace, *lines: str) -> None:
-    """Words for people: on standard output, or on standard error where that is taken by JSON or CSV."""
+    """Print text; to standard error if JSON or CSV goes to standard output."""
     quiet = getattr(args, "json", False) or getattr(args, "to_stdout", False)
     for line in lines:
         print(line, file=sys.stderr if quiet else sys.stdout, flush=True)
 
 
 def print_json(value: Any) -> None:
-    """Strict JSON: what is not a finite number is null, and what JSON does not have is its text."""
+    """Print strict JSON: non-finite numbers become null, and other types their text."""
     print(json.dumps(json_values(value), indent=1, allow_nan=False, default=str), flush=True)
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """The argument RUN, and where its target comes from when the folder does not say."""
+    """The argument RUN, and the option that says where its target comes from."""
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run")
     parser.add_argument(
         "--script", metavar="SCRIPT.py:target",
@@ -54,12 +54,12 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def add_damaged(parser: argparse.ArgumentParser) -> None:
-    """The option to do without files that are not as they were written."""
+    """The option to ignore damaged files."""
     parser.add_argument("--drop-damaged", action="store_true", help="do without draws in damaged files, and say so")
 
 
 def use_machine(threads: int | None, device: str | None) -> None:
-    """Set the number of threads and see that the device is there, before anything is read."""
+    """Set the number of threads and check the device, before anything is read."""
     if threads is not None:
         if threads < 1:
             raise ValueError(f"--threads {threads} must be at least 1")
@@ -67,7 +67,7 @@ def use_machine(threads: int | None, device: str | None) -> None:
     if device is not None:
         try:
             torch.empty(0, device=device)
-        except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch raises each of them
+        except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch raises all of them
             raise ValueError(f"--device {device} cannot be used: {str(error).splitlines()[0]}") from error
 
 
@@ -79,19 +79,19 @@ def max_seconds(args: argparse.Namespace) -> float | None:
 
 
 def check_seed(seed: int, option: str = "--seed") -> None:
-    """Refuse a seed that no generator takes."""
+    """Check the range of a seed."""
     if seed < 0:
         raise ValueError(f"{option} {seed} must not be negative")
 
 
 def check_folder(path: Path) -> None:
-    """Refuse an ``--out`` that cannot be the folder of a run, before anything is read."""
+    """Check that ``--out`` can be the folder of a run, before anything is read."""
     if path.exists() and not path.is_dir():
         raise ValueError(f"--out {path} is a file; name a folder for the run")
 
 
 def check_file(path: Path | None) -> None:
-    """Refuse an ``--out`` that cannot be written, before anything is computed."""
+    """Check that ``--out`` can be written, before anything is computed."""
     if path is not None and path.is_dir():
         raise ValueError(f"--out {path} is a folder; name a file")
     if path is not None and not path.parent.is_dir():
@@ -100,7 +100,7 @@ def check_file(path: Path | None) -> None:
 
 @contextmanager
 def gathered_warnings() -> Iterator[list[str]]:
-    """Gather what the sampler warns of, as sentences; other warnings pass as they are."""
+    """Gather sampling warnings as sentences; others pass."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SamplingWarning)

@@ -1,4 +1,4 @@
-"""Folders of runs: what was sampled, a network on a table or the target of a script, with which data, and the draws."""
+"""Folders of runs: a network on a table or the target of a script, its data, and its draws."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ USUAL: dict[str, Any] = {
     "temperature": 1.0, "seed": 0, "store_dtype": None, "budget": None,
 }  # fmt: skip
 """Defaults of ``isosgd sample``."""
-NOTED = {"target": "y", "source": "Python", "command": "", "longer": ""}  # of a table, and what to take for them
-# What to use on the command line instead of the Python arguments that advice names.
+NOTED = {"target": "y", "source": "Python", "command": "", "longer": ""}  # notes of a table's run, and their defaults
+# Command-line options in place of the Python arguments that advice names.
 FIT_ADVICE = {
     RUN_LONGER: "more steps (--effort) or more chains (--chains)",
     ", a start closer to a mode (init=) or a larger batch_size=": "",
@@ -51,21 +51,21 @@ SAMPLE_ADVICE = {
     "bias=": "--option bias=NUMBER",
     "structure='": "--option structure='",
 }
-SEED = 0  # of torch when a script is run, so that a network it makes is the same again when its run is resumed
+SEED = 0  # of torch when a script runs, so that a resumed run makes the same network
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run and what it takes to go on with it, to predict and to report.
+    """A run, with all that is needed to continue, predict and report.
 
     Attributes:
         heldout: rows left out, if any.
         init: where chains start, as `isosgd.sample` takes it.
         subject: names and units for the report.
         model: the estimator of a table; None for runs of scripts.
-        command: that made the run of a table.
+        command: the command that made the run of a table.
         place: ``SCRIPT.py:target`` of the run of a script.
-        damaged: what to do with damaged files of draws, as `isosgd.load` takes it.
+        damaged: what to do with damaged files, as for `isosgd.load`.
     """
 
     folder: Path
@@ -80,7 +80,7 @@ class Run:
     damaged: Damaged = "refuse"
 
     def posterior(self) -> Posterior:
-        """The draws that are there."""
+        """The draws so far."""
         data = self.data if isinstance(self.data, tuple) else None
         found = load(self.folder, self.target, data=data, damaged=self.damaged)
         if not len(found):
@@ -103,7 +103,7 @@ class Run:
         return replace(self.subject, softmax_temperature=getattr(self.model, "softmax_temperature_", 1.0))
 
     def commands(self) -> list[str]:
-        """Commands that give the draws again; empty where a command line cannot express the settings."""
+        """Commands that make the draws again; empty if a command line cannot express the settings."""
         if Manifest.read(self.folder).parts:
             return []
         if not self.command:
@@ -113,11 +113,11 @@ class Run:
 
         model, draws = self.model, settings_of(self.folder)[0].get("draws")
         begun = steps_for(len(self.data[0]), model.network_, model.chains, model.effort)["draws"]
-        more = [f"isosgd resume {shlex.quote(str(self.folder))} --draws {draws}"]  # that extended the run
+        more = [f"isosgd resume {shlex.quote(str(self.folder))} --draws {draws}"]  # extensions of the run
         return [self.command, *(more if draws != begun else [])]
 
     def longer(self, posterior: Posterior) -> str:
-        """The command that runs longer: with more draws where the warm-up has settled, else with a longer warm-up."""
+        """The command for more draws if the warm-up has settled, else for a longer warm-up."""
         settings, _ = settings_of(self.folder)
         settled = all(report.get("settled", True) for report in posterior.info.get("warmup", []))
         if settings.get("method") not in METHODS or (self.subject.longer and not settled):
@@ -128,11 +128,11 @@ class Run:
 
 
 def open_run(folder: Path, script: str | None = None, drop_damaged: bool = False) -> Run:
-    """The run in a folder that ``fit`` or ``sample`` wrote, or `isosgd.sample` with ``store=``.
+    """The run in a folder, written by ``fit``, ``sample`` or `isosgd.sample` with ``store=``.
 
     Args:
-        script: ``SCRIPT.py:target`` that makes target and data, for runs that were begun from Python.
-        drop_damaged: do without draws in damaged files.
+        script: ``SCRIPT.py:target`` that makes target and data, for runs from Python.
+        drop_damaged: ignore draws in damaged files.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder of a run; `isosgd fit` and `isosgd sample` make one")
@@ -148,7 +148,7 @@ def open_run(folder: Path, script: str | None = None, drop_damaged: bool = False
 
 
 def _tabular(folder: Path, damaged: Damaged) -> Run:
-    """The run of an estimator, with what `isosgd fit` noted beside it, if it was that."""
+    """The run of an estimator, with the notes of `isosgd fit`."""
     from isosgd import sklearn
 
     model = sklearn.opened(folder, damaged)
@@ -179,7 +179,7 @@ def _tabular(folder: Path, damaged: Damaged) -> Run:
 
 
 def _noted(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """What `isosgd fit` noted: what was done to the table, and `NOTED`."""
+    """Notes of `isosgd fit`: remarks about the table, and `NOTED`."""
     try:
         note = json.loads((folder / TABLE).read_text(encoding="utf-8")) if (folder / TABLE).exists() else {}
         return [str(line) for line in note.get("notes", [])], {n: str(note.get(n, usual)) for n, usual in NOTED.items()}
@@ -188,7 +188,7 @@ def _noted(folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def refuse_begun(folder: Path) -> None:
-    """Refuse to write over a run."""
+    """Refuse to overwrite a run."""
     if Manifest.begun(folder):
         raise ValueError(
             f"{folder} holds a run already: `isosgd resume {folder}` goes on with it; or choose another --out"
@@ -196,7 +196,7 @@ def refuse_begun(folder: Path) -> None:
 
 
 def shown(command: str) -> str:
-    """A command for others to read: of files and folders that are named from the root on, the last name alone.
+    """A command for others to read, with absolute paths cut to their last name.
 
     Example:
         >>> shown("isosgd fit /data/houses.csv --target price --out=/data/runs/houses")
@@ -213,7 +213,7 @@ def shown(command: str) -> str:
 
 
 def command_of(place: str, folder: Path) -> str:
-    """The command that repeats the run of a script; empty where a command line cannot express its settings."""
+    """The command that repeats the run of a script; empty if a command line cannot express its settings."""
     settings, opaque = settings_of(folder)
     if opaque:
         return ""
@@ -227,14 +227,14 @@ def command_of(place: str, folder: Path) -> str:
 
 
 def write_note(run: Run) -> None:
-    """Leave a note in the folder of a script's run of where its target comes from."""
+    """Write where the target of a script's run comes from into its folder."""
     script, _, target = run.place.rpartition(":")
     text = json.dumps({"script": str(Path(script).resolve()), "target": target}, indent=1)
     (run.folder / SCRIPT).write_text(text + "\n", encoding="utf-8")
 
 
 def _read_note(folder: Path) -> str:
-    """``SCRIPT.py:target`` of a run, as `write_note` left it."""
+    """``SCRIPT.py:target`` from `write_note`."""
     path = folder / SCRIPT
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -249,7 +249,7 @@ def _read_note(folder: Path) -> str:
 
 
 def split_place(place: str) -> tuple[Path, str]:
-    """The script and the name of its target in ``SCRIPT.py:name``; ``target`` when no name is given."""
+    """Script and name of the target in ``SCRIPT.py:name``; the name is ``target`` by default."""
     file, _, name = place.partition(".py:")
     return (Path(file + ".py"), name) if name else (Path(place.removesuffix(":")), "target")
 
@@ -257,8 +257,8 @@ def split_place(place: str) -> tuple[Path, str]:
 def run_of_script(folder: Path, place: str) -> Run:
     """Run a script and take its target and data.
 
-    The names ``data``, ``heldout`` and ``init`` are looked up beside the target. Each may be a function without
-    arguments that makes it, but for ``init``, which `isosgd.sample` takes as it is.
+    The names ``data``, ``heldout`` and ``init`` are looked up beside the target. ``data`` and ``heldout`` may be
+    functions without arguments; ``init`` is passed to `isosgd.sample` as it is.
     """
     path, name = split_place(place)
     if not path.is_file():
@@ -268,12 +268,12 @@ def run_of_script(folder: Path, place: str) -> Run:
         raise ValueError(f"{path} is no Python script")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    sys.path.insert(0, str(path.resolve().parent))  # so that it can import what lies beside it
+    sys.path.insert(0, str(path.resolve().parent))  # so that it can import its neighbours
     try:
         torch.manual_seed(SEED)
         spec.loader.exec_module(module)
         target, data, heldout = (_made(getattr(module, what, None)) for what in (name, "data", "heldout"))
-    except (Exception, SystemExit) as error:  # whatever a user's code may raise
+    except (Exception, SystemExit) as error:  # users' code may raise anything
         raise ValueError(f"{_where(path, error)}: {first_line(error)}; fix the script") from error
     finally:
         sys.path.remove(str(path.resolve().parent))
@@ -289,7 +289,7 @@ def run_of_script(folder: Path, place: str) -> Run:
 
 
 def _where(path: Path, error: BaseException) -> str:
-    """The script, and the last of its lines that an error came through."""
+    """The script, and its last line in the traceback of an error."""
     frames, whole = traceback.extract_tb(error.__traceback__), path.resolve()
     lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == whole]
     return f"{path}, line {lines[-1]}" if lines else str(path)

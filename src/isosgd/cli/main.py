@@ -1,10 +1,10 @@
-"""The command line: ``isosgd COMMAND``. `tables` has fit and predict, `runs` the commands for all runs.
+"""The command line, ``isosgd COMMAND``: `tables` has fit and predict, `runs` the commands for all runs.
 
-A command is a function that adds its arguments to a parser, and one that runs it and returns an exit code. The
-docstring of the second is what ``--help`` shows; its last paragraph is an example. What a user can fix is raised as
-``ValueError``, ``TypeError`` or ``OSError``; it is printed here and ends with 1.
+A command consists of a function that adds its arguments to a parser, and one that runs it and returns the exit code.
+The docstring of the second is its ``--help``, with an example as the last paragraph. Errors that a user can fix are
+``ValueError``, ``TypeError`` or ``OSError``; they are printed and end with 1.
 
-Exit codes: 0 for success, 1 for an error, 2 for wrong usage, 130 when Ctrl-C ended it.
+Exit codes: 0 for success, 1 for an error, 2 for wrong usage, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TRACEBACK = "ISOSGD_TRACEBACK"
 
 
 class Command(NamedTuple):
-    """A command: its line in ``isosgd --help``, what adds its arguments to a parser, and what runs it."""
+    """A command: its help line, the function that adds its arguments, and the function that runs it."""
 
     help: str
     add: Callable[[argparse.ArgumentParser], None]
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     args = argparse.Namespace()
     try:
-        if given[:1] == ["demo"]:  # it has a parser of its own
+        if given[:1] == ["demo"]:  # it has its own parser
             from isosgd.demo.run import main as demo
 
             return demo(given[1:])
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stopped:
         print(f"\nisosgd: {str(stopped) or 'stopped; results that were finished are kept'}", file=sys.stderr)
         return STOPPED
-    except BrokenPipeError:  # `isosgd predict ... | head`: the reader has had enough
+    except BrokenPipeError:  # `isosgd predict ... | head` closes the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, TypeError, OSError, ModuleNotFoundError, RuntimeError) as error:
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _message(error: Exception, args: argparse.Namespace) -> str:
-    """What went wrong, in a line or two, and the fix where it is known."""
+    """The error in a line or two, with the fix if it is known."""
     if isinstance(error, DamagedError) and hasattr(args, "run"):
         fix = "--drop-damaged does without its draws" if hasattr(args, "drop_damaged") else "put back a copy of it"
         return f"{args.run}: {error}; {fix}"
@@ -74,7 +74,7 @@ def _message(error: Exception, args: argparse.Namespace) -> str:
         }
         words = kinds.get(error.errno or 0, error.strerror) if error.filename else error.strerror
         return f"{error.filename}: {words}" if error.filename else words
-    if isinstance(error, RuntimeError) and not isinstance(error, isosgd.DivergedError):  # of torch, mostly
+    if isinstance(error, RuntimeError) and not isinstance(error, isosgd.DivergedError):  # mostly of torch
         return f"{first_line(error)} ({TRACEBACK}=1 in the environment shows where)"
     return str(error)
 
@@ -121,8 +121,8 @@ COMMANDS = {
         "predict new rows: means and intervals, or class probabilities", tables.add_predict, tables.run_predict
     ),
     "sample": Command("sample a target that a Python script makes", runs.add_sample, runs.run_sample),
-    "resume": Command("go on with a run that was stopped", runs.add_resume, runs.run_resume),
-    "merge": Command("make one run of several with other seeds", runs.add_merge, runs.run_merge),
+    "resume": Command("continue a stopped run, or extend one", runs.add_resume, runs.run_resume),
+    "merge": Command("merge runs with different seeds", runs.add_merge, runs.run_merge),
     "diagnose": Command("say whether to believe a run, and why", runs.add_diagnose, runs.run_diagnose),
     "report": Command("write a report of a run as one HTML file", runs.add_report, runs.run_report),
     "methods": Command("list every method", add_methods, run_methods),

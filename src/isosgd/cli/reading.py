@@ -1,4 +1,4 @@
-"""Tables from files, by pandas: which columns are numbers, dates or text, and which say nothing."""
+"""Reads tables by pandas and finds the type of each column: numbers, dates or text."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ import numpy as np
 from isosgd.sampling.settings import memory
 
 SEPARATORS = ",;\t|"
-MISSING = ["?", "na", "Na", "none", "nat", "NaT", "NAN", "N/a"]  # beside those of pandas
-MOSTLY = 0.95  # share of numbers, or dates, that makes a column of text one of them
-LARGER = 3  # times a file's size that its frame takes up, at the least
+MISSING = ["?", "na", "Na", "none", "nat", "NaT", "NAN", "N/a"]  # in addition to those of pandas
+MOSTLY = 0.95  # share of numbers or dates that makes a text column numbers or dates
+LARGER = 3  # least size of a frame, relative to its file
 SWAPPED = str.maketrans(",.", ".,")
 _NUMBER = re.compile(r"\s*[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?\s*")
 _ID = re.compile(r"(.*[_ .-])?(id|index|key|uuid|rows?([_ .-]?(names?|num(ber)?|no|id))?)|unnamed.*", re.IGNORECASE)
 
 
 def read_table(path: Path, columns: Any = None, target: str | None = None) -> tuple[Any, list[str]]:
-    """A CSV or Parquet file as a frame whose columns have a type, and remarks about values that do not fit it.
+    """A CSV or Parquet file as a frame with typed columns, and remarks about values that do not fit.
 
-    The first line of a CSV file names its columns. Its separator is the comma, semicolon, tab or bar that this line has
-    most of; where it is the semicolon, a comma inside a number is its decimal point. Text of which at least 95% are
-    numbers, or ISO dates, is taken as such, and the rest as missing.
+    The first line of a CSV file names its columns. The separator is the most frequent of comma, semicolon, tab and bar
+    in this line; with semicolons, a comma inside a number is its decimal point. Text of which at least 95% are numbers
+    or ISO dates is converted, and the rest is missing.
 
     Args:
-        path: ``.parquet`` or ``.pq`` for Parquet, anything else is read as CSV in UTF-8.
-        columns: the `isosgd.tables.columns.Columns` of a model, which say what each column is.
-        target: the column to predict. Where it is text, empty cells alone are missing: "None" may be a class.
+        path: ``.parquet`` or ``.pq`` for Parquet; anything else is CSV in UTF-8.
+        columns: the `isosgd.tables.columns.Columns` of a model, which give the type of each column.
+        target: the column to predict. If it is text, only empty cells are missing, since "None" may be a class.
     """
     try:
         import pandas as pd
@@ -68,7 +68,7 @@ def read_table(path: Path, columns: Any = None, target: str | None = None) -> tu
 
 
 def as_they_stand(path: Path, names: list[str]) -> Any:
-    """Columns as they stand in a file: the text of CSV, with empty cells alone missing, or the values of Parquet."""
+    """Columns as in the file: the text of CSV, with only empty cells missing, or the values of Parquet."""
     return (_parquet(path) if _is_parquet(path) else _csv(path, names, only=True))[0][names]
 
 
@@ -77,7 +77,7 @@ def _is_parquet(path: Path) -> bool:
 
 
 def _with_words(path: Path, column: Any, decimal: str) -> tuple[Any, list[str]]:
-    """A text column in which words that mean missing elsewhere, such as "None", are kept, and remarks about them."""
+    """A text column in which words such as "None" are values, and remarks about them."""
     from pandas.api import types
 
     text = types.is_object_dtype(column) or types.is_string_dtype(column)
@@ -95,7 +95,9 @@ def _with_words(path: Path, column: Any, decimal: str) -> tuple[Any, list[str]]:
 
 
 def _csv(path: Path, text: list[str], only: bool = False) -> tuple[Any, str]:
-    """The frame, with some columns as text, and its decimal mark; or these ``only``, with no words for missing ones."""
+    """The frame, with some columns as text, and its decimal mark; or ``only`` these columns, with only empty cells
+    missing.
+    """
     import pandas as pd
 
     separator = ","
@@ -148,14 +150,16 @@ def _check_names(path: Path, names: list[str]) -> None:
     if all(_NUMBER.fullmatch(name) for name in names):
         raise ValueError(f"{path}: the first line holds numbers ({', '.join(names[:3])}); it must name the columns")
     for k, name in enumerate(names):
-        if not name and k:  # R writes row numbers under an empty name: the first column may go without one
+        if not name and k:  # R writes row numbers under an empty name
             raise ValueError(f"{path}: column {k + 1} has no name; give it one in the first line")
         if names.index(name) < k:
             raise ValueError(f"{path}: columns {names.index(name) + 1} and {k + 1} are both named {name!r}; rename one")
 
 
 def _typed(column: Any, kind: str | None, decimal: str) -> tuple[Any, int, str]:
-    """A column of text as numbers or dates where most values are, or where the ``kind`` says so; how many are none."""
+    """A text column as numbers or dates, if most values or the ``kind`` say so; and the number of values that are
+    not.
+    """
     import pandas as pd
 
     column = column.map(lambda value: value.strip() if isinstance(value, str) else value)
@@ -163,13 +167,13 @@ def _typed(column: Any, kind: str | None, decimal: str) -> tuple[Any, int, str]:
 
     def numbers() -> Any:
         values = column
-        if kind == "numbers":  # pandas reads True and False alone, and stray words make text of them
+        if kind == "numbers":  # pandas reads only True and False, and other words make it text
             truth = {"true": 1.0, "false": 0.0}
             values = column.map(lambda value: truth.get(value.lower(), value) if isinstance(value, str) else value)
         found = pd.to_numeric(values, errors="coerce")
         if decimal == ".":
             return found
-        # One mark for the whole column, the one that more values are written with: 1,234 beside 1.5 is no 1.234.
+        # One decimal mark for the whole column, the more frequent one: beside 1.5, 1,234 is not 1.234.
         swapped = values.map(lambda v: v.translate(SWAPPED) if isinstance(v, str) else v)
         other = pd.to_numeric(swapped, errors="coerce")
         return other if other.notna().sum() >= found.notna().sum() else found
@@ -184,13 +188,13 @@ def _typed(column: Any, kind: str | None, decimal: str) -> tuple[Any, int, str]:
             bad = there - int(found.notna().sum())
             if kind == name or bad <= (1 - MOSTLY) * there:
                 return found, bad, name
-    if kind in readers:  # nothing is there
+    if kind in readers:  # all missing
         return readers[kind](), 0, kind
     return column, 0, "text"
 
 
 def why_useless(column: Any) -> str:
-    """Why a column says nothing about others; empty where it may."""
+    """Why a column has no information; empty if it may have."""
     import pandas as pd
 
     counts = column.value_counts()
@@ -207,7 +211,7 @@ def why_useless(column: Any) -> str:
 
 
 def look_separated(column: Any) -> bool:
-    """Whether text is mostly numbers with separators of thousands, a currency or a percent sign."""
+    """Whether text is mostly numbers with thousands separators, a currency or a percent sign."""
     import pandas as pd
 
     bare = column.dropna().astype(str).str.replace(r"[,$€£%\s]", "", regex=True)
@@ -215,7 +219,7 @@ def look_separated(column: Any) -> bool:
 
 
 def numbers_rows(name: str, column: Any) -> bool:
-    """Whether a column numbers the rows: from 0 or 1 on in their order; or, by its name, without repeats."""
+    """Whether a column numbers the rows: from 0 or 1 in order; or has a name of a row number, and no repeats."""
     import pandas as pd
 
     if not pd.api.types.is_integer_dtype(column) or not column.is_unique:
@@ -224,7 +228,7 @@ def numbers_rows(name: str, column: Any) -> bool:
 
 
 def near(name: str, names: Iterable[str]) -> str:
-    """Words that ask whether a name that is not there was meant to be one that is; empty where none is like it.
+    """A question whether a misspelled name was meant to be a similar one; empty if none is similar.
 
     Example:
         >>> near("Prise", ["price", "town"])

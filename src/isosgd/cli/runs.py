@@ -1,4 +1,4 @@
-"""Runs: sample a script's target, go on with a run, judge it, report it."""
+"""Commands for runs: sample a script's target, resume, merge, diagnose, report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from isosgd.diagnostics.verdict import Verdict
 from isosgd.report.predictions import evaluate, some
 from isosgd.store.manifest import Manifest
 
-UNSETTLED = "the warm-up did not settle"  # the verdict says so, too
+UNSETTLED = "the warm-up did not settle"  # also part of the verdict
 
 
 def add_sample(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +113,7 @@ def _steps(text: str) -> int | str:
 
 
 def _option(text: str) -> tuple[str, Any]:
-    """``NAME=VALUE``: the value as JSON where it is some, else as text."""
+    """``NAME=VALUE``, with the value as JSON if it is valid, else as text."""
     name, equals, value = text.partition("=")
     if not (name.isidentifier() and equals):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
@@ -134,9 +134,9 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
 
 
 def run_resume(args: argparse.Namespace) -> int:
-    """Go on with a run where it was stopped, with the settings it was begun with. On a CPU its draws are those
-    of a run that was never stopped, bit for bit. A run that is complete is left as it is, unless --draws or
-    --budget ask for more than it has: then it goes on from where it ended.
+    """Continue a run where it was stopped, with the same settings. On a CPU its draws are bit for bit those of a
+    run that was never stopped. A complete run is extended if --draws or --budget ask for more than it has, and
+    is left as it is otherwise.
 
     examples: isosgd resume runs/houses; isosgd resume runs/houses --draws 400
     """
@@ -144,7 +144,7 @@ def run_resume(args: argparse.Namespace) -> int:
     if not (args.run / MANIFEST).exists():
         raise ValueError(f"{args.run} has no {MANIFEST}: the run was stopped before it began; start it again")
     info = isosgd.load(args.run).info
-    use_machine(args.threads or info.get("threads"), args.device)  # other threads may round otherwise
+    use_machine(args.threads or info.get("threads"), args.device)  # another number of threads may round differently
     if info["complete"] and args.draws is None and args.budget is None:
         echo(args, f"{args.run} is complete")
 
@@ -153,7 +153,7 @@ def run_resume(args: argparse.Namespace) -> int:
             from isosgd import sklearn
 
             sklearn.resume(args.run, draws=args.draws, device=args.device, verbose=True)
-            return open_run(args.run)  # with the draws that there are now
+            return open_run(args.run)  # with the draws so far
         isosgd.resume(
             args.run, found.target, found.data, init=found.init, device=args.device, draws=args.draws,
             budget=args.budget,
@@ -171,8 +171,8 @@ def add_merge(parser: argparse.ArgumentParser) -> None:
 
 
 def run_merge(args: argparse.Namespace) -> int:
-    """Make one run of several that sampled the same target and data with other seeds, such as those of an array
-    job. Draws are copied; diagnose, report, predict and resume then work on all chains.
+    """Merge several runs of the same target and data with different seeds, such as those of an array job, into
+    one. Draws are copied; diagnose, report, predict and resume then use all chains.
 
     example: isosgd merge runs/houses-* --out runs/houses
     """
@@ -199,9 +199,9 @@ def add_diagnose(parser: argparse.ArgumentParser) -> None:
 
 
 def run_diagnose(args: argparse.Namespace) -> int:
-    """Say whether to trust the draws of a run, to run longer, or that it samples something else: R-hat and
-    effective draws of predictions, and the temperature of the draws by layer. Unfinished runs are judged by what
-    is there.
+    """Say whether to trust the draws of a run, to run longer, or that it samples something else, from R-hat and
+    effective draws of predictions and the temperature of the draws by layer. An unfinished run is judged by its
+    draws so far.
 
     example: isosgd diagnose runs/houses --json
     """
@@ -230,8 +230,8 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    """Write one HTML file that needs nothing else: the verdict first, then predictions on held-out rows, traces
-    and ranks of the chains, R-hat and effective draws, temperature and rates by layer, settings and versions.
+    """Write one self-contained HTML file: the verdict, predictions on held-out rows, traces and ranks of the
+    chains, R-hat and effective draws, temperature and rates by layer, settings and versions.
 
     example: isosgd report runs/houses --out houses.html
     """
@@ -246,15 +246,15 @@ def run_report(args: argparse.Namespace) -> int:
     return 0
 
 
-# ---------------------------------------------------------------- to draw, to judge, to report
+# ---------------------------------------------------------------- draw, judge, report
 
 
 def draw_and_judge(
     args: argparse.Namespace, folder: Path, draw: Callable[[], Run], counts: dict[str, int] | None = None
 ) -> int:
-    """Draw into the folder of a run, say how good the draws are, and write the report; returns the exit code.
+    """Draw into the folder of a run, print the verdict, and write the report; returns the exit code.
 
-    ``counts`` are those of the rows of a table.
+    ``counts`` are numbers of rows of a table.
     """
     try:
         with gathered_warnings() as warned:
@@ -302,7 +302,7 @@ def draw_and_judge(
 
 
 def _kept(folder: Path) -> str:
-    """A sentence about what a stopped run has kept."""
+    """A sentence about the draws of a stopped run."""
     if not (folder / MANIFEST).exists():
         return "nothing had been drawn yet. Start it again"
     kept = isosgd.load(folder) if Manifest.begun(folder) else None
@@ -311,7 +311,7 @@ def _kept(folder: Path) -> str:
 
 
 def verdict_of(run: Run, posterior: Posterior) -> Verdict | None:
-    """The verdict; None where there are too few draws for one, or the data come from a loader."""
+    """The verdict; None if there are too few draws, or the data come from a loader."""
     try:
         return posterior.trust(held_out=run.heldout)
     except ValueError:

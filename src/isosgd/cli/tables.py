@@ -1,4 +1,4 @@
-"""Tables: `isosgd.sklearn`'s estimators fitted on a CSV or Parquet file, and their predictions of new rows."""
+"""Commands for tables: fit `isosgd.sklearn`'s estimators to a CSV or Parquet file, and predict new rows."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from isosgd.cli.folders import MODEL, TABLE, Run, open_run, refuse_begun
 from isosgd.cli.reading import as_they_stand, look_separated, near, numbers_rows, read_table, why_useless
 from isosgd.cli.runs import draw_and_judge
 
-LEAST_ROWS, FEW, MOST_CLASSES = 20, 10, 100  # rows; different whole numbers that are classes; classes
+LEAST_ROWS, FEW, MOST_CLASSES = 20, 10, 100  # least rows; up to so many different integers are classes; most classes
 USUAL: dict[str, Any] = {
     "task": None, "likelihood": None, "use": [], "holdout": 0.1, "chains": 8, "hidden": "auto", "minutes": None,
     "seed": 0, "holdout_seed": 0,
 }  # fmt: skip
-BATCH = 10_000  # rows predicted at once
-ROW, FLAGS = "row", ("unlike", "why")  # columns beside those of what is predicted
+BATCH = 10_000  # rows per batch
+ROW, FLAGS = "row", ("unlike", "why")  # columns besides the predictions
 
 
 def add_fit(parser: argparse.ArgumentParser) -> None:
@@ -74,16 +74,16 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=USUAL["seed"], help="of the chains (%(default)s)")
     parser.add_argument("--no-report", dest="report", action="store_false", help="do not write report.html")
-    add_machine(parser, threads=1)  # so small a network gains nothing from more
+    add_machine(parser, threads=1)  # more threads do not help so small a network
     add_json(parser, "scores and verdict")
 
 
 def run_fit(args: argparse.Namespace) -> int:
     """Fit a Bayesian network to a table: isosgd.sklearn.BayesianMLPRegressor or BayesianMLPClassifier. Numbers
     are standardised, categories become indicators, missing values are filled and marked, dates become days;
-    nothing needs to be tuned. A tenth of the rows is held out, so that the report can say how good the
-    predictions are. RUN then holds the draws, the estimator (isosgd.sklearn.load reads it), the rows in standard
-    units, and report.html. Needs pip install "isosgd[tables]".
+    nothing needs to be tuned. A tenth of the rows is held out to score predictions in the report. RUN then holds
+    the draws, the estimator (isosgd.sklearn.load reads it), the rows in standard units, and report.html. Needs
+    pip install "isosgd[tables]".
 
     example: isosgd fit houses.csv --target price --out runs/houses
     """
@@ -91,7 +91,7 @@ def run_fit(args: argparse.Namespace) -> int:
     use_machine(args.threads, args.device)
     folder = args.out or Path("runs") / f"{args.table.stem}-{args.target}".replace("/", "-").replace(" ", "-")
     check_folder(folder)
-    frame, remarks = read_table(args.table, target=args.target)  # first of all: it says what is to be installed
+    frame, remarks = read_table(args.table, target=args.target)  # first, since it names missing packages
     from isosgd import sklearn
     from isosgd.tables.columns import Columns
     from isosgd.tables.network import Network
@@ -101,7 +101,7 @@ def run_fit(args: argparse.Namespace) -> int:
     X, y, dropped, out = _rows(frame, y, classes, args)
     columns, x = Columns.learn(X[~out])
     if hidden != "auto":
-        Network(x.shape[1], len(classes) or 1, hidden=hidden)  # says whether it is too large
+        Network(x.shape[1], len(classes) or 1, hidden=hidden)  # raises an error if it is too large
     settings: dict[str, Any] = {
         "hidden_layers": hidden, "chains": args.chains, "effort": args.effort, "max_seconds": max_seconds(args),
         "random_state": args.seed, "device": args.device, "verbose": True,
@@ -136,7 +136,7 @@ def run_fit(args: argparse.Namespace) -> int:
 
 
 def _longer(args: argparse.Namespace, folder: Path) -> str:
-    """The command of the same run with four times the effort, into another folder."""
+    """The same command with four times the effort, into another folder."""
     words = ["isosgd", "fit", str(args.table), "--target", args.target]
     for name, usual in USUAL.items():
         if (value := getattr(args, name)) != usual:
@@ -146,7 +146,7 @@ def _longer(args: argparse.Namespace, folder: Path) -> str:
 
 
 def _check(args: argparse.Namespace) -> Any:
-    """Check the arguments; returns the units of the hidden layers."""
+    """Check the arguments; returns the hidden layers."""
     if not 0 <= args.holdout < 1:
         raise ValueError(f"--holdout {args.holdout:g} must be at least 0 and below 1")
     if not (math.isfinite(args.effort) and args.effort > 0):
@@ -167,7 +167,7 @@ def _check(args: argparse.Namespace) -> Any:
 
 
 def _target(frame: Any, args: argparse.Namespace) -> tuple[Any, list[Any], list[str]]:
-    """What to predict, missing where a row has none; its classes, none for a regression; and remarks."""
+    """The target column, its classes (none for a regression), and remarks."""
     from pandas.api import types
 
     name, task = args.target, args.task
@@ -230,13 +230,13 @@ def _target(frame: Any, args: argparse.Namespace) -> tuple[Any, list[Any], list[
 
 
 def _rows(frame: Any, y: Any, classes: list[Any], args: argparse.Namespace) -> Any:
-    """Inputs and targets of the rows that have one, columns that are left out and why, and which rows are held out."""
+    """Inputs and targets of labelled rows, dropped columns with reasons, and which rows are held out."""
     X, there = frame.drop(columns=args.target), y.notna()
     for name in args.use:
         if name not in X.columns:
             why = "it is the target" if name == args.target else f"there is no such column{near(name, X.columns)}"
             raise ValueError(f"--use {name}: {why}")
-    # Row numbers are known by all rows of the file, held-out ones too; all else is learnt from training rows.
+    # Row numbers are found from all rows of the file, everything else from training rows.
     dropped = {
         name: f"it numbers the rows (--use {shlex.quote(name)} keeps it)"
         for name in X.columns
@@ -258,7 +258,7 @@ def _rows(frame: Any, y: Any, classes: list[Any], args: argparse.Namespace) -> A
 
 
 def _heldout(y: Any, share: float, classes: bool, rng: Any) -> Any:
-    """Which rows to hold out: the share of each class, but never all rows of a class."""
+    """Which rows to hold out: a share of each class, but never all of its rows."""
     out = np.zeros(len(y), bool)
     groups = [np.flatnonzero(y == k) for k in np.unique(y)] if classes else [np.arange(len(y))]
     for group in groups:
@@ -281,9 +281,9 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
 
 
 def run_predict(args: argparse.Namespace) -> int:
-    """Predict the rows of a table with the draws of a run that `isosgd fit` made. A regression gives mean,
-    standard deviation and the ends of an interval; a classification gives the likeliest class, the probability
-    of each, and the entropy. Rows unlike the training data are flagged, and why.
+    """Predict the rows of a table with the draws of a run of `isosgd fit`. A regression gives mean, standard
+    deviation and the ends of an interval; a classification gives the most probable class, the probability of
+    each, and the entropy. Rows unlike the training data are flagged, with the reason.
 
     example: isosgd predict runs/houses new.csv --out predictions.csv
     """
@@ -336,7 +336,7 @@ def run_predict(args: argparse.Namespace) -> int:
 
 
 def _names(found: Run) -> list[str]:
-    """Columns of what is predicted."""
+    """Names of the predicted columns."""
     if not found.subject.classes:
         if found.model.network_.outputs > 1:
             raise ValueError(f"{found.folder} predicts several numbers; predict from Python, isosgd.sklearn.load")
@@ -345,7 +345,7 @@ def _names(found: Run) -> list[str]:
 
 
 def _predicted(model: Any, X: Any, level: float) -> Iterable[list[Any]]:
-    """Of each row, the values of the columns `_names`."""
+    """The values of these columns for each row."""
     if hasattr(model, "classes_"):
         for found in model.predict_proba(X):
             entropy = -float(np.sum(found * np.log(np.maximum(found, np.finfo(float).tiny))))
@@ -358,7 +358,7 @@ def _predicted(model: Any, X: Any, level: float) -> Iterable[list[Any]]:
 
 
 def _short(value: float) -> float:
-    """Six digits: a prediction has no more."""
+    """Rounded to six digits."""
     return float(f"{value:.6g}")
 
 

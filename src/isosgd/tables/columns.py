@@ -1,9 +1,9 @@
-"""How columns become inputs of a network, by encoders of scikit-learn: learnt once, and kept as plain numbers and text.
+"""Columns of a table as inputs of a network, by encoders of scikit-learn that are saved as plain numbers and text.
 
-- A **number** is standardised. Where it is missing it takes the median, and an input of its own says that it was.
+- A **number** is standardised. A missing one becomes the median, and another input says that it was missing.
 - A **category** becomes an input for each level. Levels of a single row, and those beyond the 50 most frequent, share
-  one. A missing value is a level of its own. A level that was never seen has none of these inputs on.
-- A **date** becomes its day, and sine and cosine of its place in the year.
+  one. Missing is a level. For an unseen level, all inputs are off.
+- A **date** becomes its day, and sine and cosine of the day of the year.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sklearn.preprocessing import OneHotEncoder
 
 Array = NDArray[Any]
 MISSING = "(missing)"
-RARE, MOST_LEVELS = 2, 50  # rows that a level needs for an input of its own, and levels at most
+RARE, MOST_LEVELS = 2, 50  # least rows and most number of levels with an input of their own
 MARGIN = 0.1  # of the training range, that a number may lie beyond it without being called unusual
 YEAR = 365.2425
 NUMERIC = {"integer", "floating", "mixed-integer-float", "decimal", "boolean"}  # what pandas may find in objects
@@ -59,7 +59,7 @@ class Columns:
 
     @classmethod
     def learn(cls, X: Any) -> tuple[Columns, torch.Tensor]:
-        """From training rows, and their inputs."""
+        """Learn from training rows; also returns their inputs."""
         if not hasattr(X, "columns"):
             made = cls(None, list(range(X.shape[1])), [], [])
         else:
@@ -73,7 +73,7 @@ class Columns:
         made.low[~there.any(0)] = made.high[~there.any(0)] = np.nan
         made._fit(values, texts)
         found = made._encoded(values, texts)
-        # A 0-1 input gets the scale of a balanced one: else a rare level would lie far from all others.
+        # A 0-1 input is scaled like a balanced one; otherwise a rare level would be far from all others.
         flags = ((found == 0) | (found == 1)).all(0)
         with np.errstate(over="ignore"):
             made.center, spread = found.mean(0), found.std(0)
@@ -83,11 +83,11 @@ class Columns:
         return made, made._standard(found)
 
     def inputs(self, X: Any) -> torch.Tensor:
-        """In standard units, ``[n, inputs]``."""
+        """Inputs in standard units, ``[n, inputs]``."""
         return self._standard(self._encoded(*self._parts(X)))
 
     def unusual(self, X: Any) -> list[list[str]]:
-        """For each row, what its values have that those of training rows had not."""
+        """For each row, what its values have that training rows did not have."""
         values, texts = self._parts(X)
         found: list[list[str]] = [[] for _ in range(len(values))]
         gaps = set(self._gaps())
@@ -109,7 +109,7 @@ class Columns:
         return found
 
     def describe(self) -> list[str]:
-        """What was done, in a few lines."""
+        """What was done to the columns, in a few lines."""
         kinds = {"number": self.numbers, "date": self.dates, "category": self.categories}
         many = {"number": "numbers", "date": "dates", "category": "categories"}
         used = ", ".join(f"{len(v)} {many[k] if len(v) > 1 else k}" for k, v in kinds.items() if v)
@@ -124,7 +124,7 @@ class Columns:
         return lines
 
     def named(self, X: Array) -> Any:
-        """An array as a frame with the names that were learnt."""
+        """An array as a frame with the learnt names."""
         import pandas as pd
 
         return pd.DataFrame(X, columns=self.names)
@@ -132,7 +132,7 @@ class Columns:
     # -- encoders -----------------------------------------------------------------------------------------------------
 
     def _parts(self, X: Any) -> tuple[Array, Array]:
-        """Numbers, days of dates and their places in the year, ``[n, ...]``; and categories as text."""
+        """Numbers, days and seasons of dates, ``[n, ...]``; and categories as text."""
         if self.names is None:
             return np.asarray(X, dtype=np.float64), np.empty((len(X), 0), object)
         if absent := [name for name in self.names if name not in X.columns]:
@@ -159,13 +159,13 @@ class Columns:
         return torch.from_numpy((found - self.center) / self.scale)
 
     def _gaps(self) -> list[int]:
-        """Which numbers and dates training rows lacked."""
+        """Which numbers and dates were missing in training rows."""
         return [int(k) for k in self._fill.indicator_.features_] if self.numbers or self.dates else []
 
     # -- as plain values ----------------------------------------------------------------------------------------------
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything that was learnt, as JSON has it."""
+        """All that was learnt, as JSON values."""
         rare = getattr(self._one_hot, "infrequent_categories_", None) if self.categories else None
         levels = [list(part) for part in self._one_hot.categories_] if self.categories else []
         return {
@@ -179,7 +179,7 @@ class Columns:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Columns:
-        """The same again: encoders are fitted to a few rows with the same medians, gaps and levels."""
+        """The inverse of `as_dict`: encoders are fitted to a few rows with the same medians, gaps and levels."""
         made = cls(*(given[name] for name in ("names", "numbers", "dates", "categories")))
         for name in ("low", "high", "center", "scale"):
             setattr(made, name, np.array([np.nan if v is None else v for v in given[name]], dtype=np.float64))
@@ -192,7 +192,7 @@ class Columns:
         values[-1, given["gaps"]] = np.nan
         empty = np.isnan(made.low)
         values[:, : len(empty)][:, empty] = np.nan
-        # A column of rare levels alone has one for each row that was learnt from: no other can be longer.
+        # A column of only rare levels has at most one for each training row.
         often = [next((v for v in part if part.count(v) > 1), None) if len(part) < count else None for part in columns]
         texts = [part + [filler] * (count - len(part)) for part, filler in zip(columns, often, strict=True)]
         made._fit(values, np.array(texts, dtype=object).T if texts else np.empty((count, 0), object))
@@ -279,14 +279,14 @@ def _texts(column: Any) -> Array:
 
 
 def _first(column: Any) -> Any:
-    """The value to show of a column that is of another kind."""
+    """An example value of a column, for an error message."""
     there = column.dropna()
     value = next((value for value in there if isinstance(value, str)), there.iloc[0])
     return value.item() if isinstance(value, np.generic) else value
 
 
 def listed(names: Iterable[Any], most: int = 6) -> str:
-    """Names in words, not all of many."""
+    """Names as text, shortened if there are many."""
     found = [repr(name) for name in names]
     return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
 

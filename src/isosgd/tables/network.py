@@ -1,7 +1,7 @@
-"""The network of tables: its posterior, where chains start, and how long they run. Plain tensors in, draws out.
+"""The network for tables: its posterior, the starts and lengths of its chains. Plain tensors in, draws out.
 
-The network has some hidden layers and, beside them, a linear path from inputs to outputs, so that a linear table needs
-no hidden unit. All chains, and all networks that they start at, are one batched computation.
+The network has hidden layers and, beside them, a linear path from inputs to outputs, so that a linear table needs no
+hidden unit. All chains, and all networks at which they start, are one batched computation.
 """
 
 from __future__ import annotations
@@ -32,46 +32,47 @@ from isosgd.target.likelihoods import student_t_draw, student_t_variance
 from isosgd.target.priors import student_t_log_prob
 from isosgd.warmup.optimise import decay
 
-LOG_LINEAR = "loglinear_t", "loglinear"  # noise whose size has a logarithm that is linear in the inputs
-NOISES = ("auto", "student_t", "gaussian", *LOG_LINEAR, "heteroscedastic_t", "heteroscedastic")  # of numbers
+LOG_LINEAR = "loglinear_t", "loglinear"  # the logarithm of the noise scale is linear in the inputs
+NOISES = ("auto", "student_t", "gaussian", *LOG_LINEAR, "heteroscedastic_t", "heteroscedastic")  # for regressions
 LIKELIHOODS = (*NOISES, "categorical")
-DEGREES = 6.0, 12.0, math.inf  # of freedom, that noise may have: the last are those of a Gaussian
-SCALES = (5.0, 3.0), (2.0, 1.0)  # of hidden weights and of the output layer: in regressions, and of classes
-LINEAR = 2.5  # of the linear path of classes: prior deviation of a logit over rows
-# Of the logarithm of the noise's squared size: its prior deviation over rows where it is linear in the inputs, and
-# prior scales of weights to it, over those of weights to the mean, where it is an output of the whole network.
+DEGREES = 6.0, 12.0, math.inf  # degrees of freedom that the noise may have; the last is a Gaussian
+SCALES = (5.0, 3.0), (2.0, 1.0)  # prior scales of hidden weights and of the output layer, for regressions and classes
+LINEAR = 2.5  # prior deviation of a logit over rows, from the linear path
+# Prior deviation over rows of the logarithm of the squared noise scale if that is linear in the inputs; and prior
+# scales of its weights relative to weights of the mean if it is an output of the whole network.
 SIZE_DEVIATION, SIZE_OF_NETWORK = 2.0, 1 / 3
 
-LARGEST = 1 << 27  # numbers in a network that a folder may ask for
+LARGEST = 1 << 27  # largest number of a network in a folder
 
 SKIP = "skip.weight", "skip.bias"  # parameters of the linear path
 
-# Of the starts: networks trained by Adam, each on other rows, and taken where they predict the others best.
-HELD_OUT = 0.1  # share of the rows that a start is not trained on
-TRAINED_ON = 128  # rows of a step
+# The starts: networks trained by Adam, each on other rows, kept where they predict the other rows best.
+HELD_OUT = 0.1  # share of rows that a start is not trained on
+TRAINED_ON = 128  # rows per step
 RATE = 1e-2
-LOOKS, SCORED = 40, 2_000  # at the rows that were held out, and how many of them
+LOOKS, SCORED = 40, 2_000  # evaluations of the held-out rows, and the most rows of each
 MEMORY = 0.9, 0.99
-SURE, LEAST_ROWS = 2.0, 10  # standard errors by which noise of a changing size must predict so many rows better
-TRAINING_TIME = 0.25, 0.6  # share of the time of a fit that has a limit, with HMC and with minibatches
-# Steps for each row, the least and the most at effort 1; wide networks may have fewer, but no fewer than the last.
+# standard errors by which, on at least so many rows, noise of varying scale must predict better
+SURE, LEAST_ROWS = 2.0, 10
+TRAINING_TIME = 0.25, 0.6  # share of a fit's time limit for training, with HMC and with minibatches
+# Steps per row, least and most at effort 1; wide networks may have fewer, but not fewer than the last number.
 TRAINING_BY_ROWS, TRAINING, WIDE_TRAINING = 2.5, (300, 16_000), 4_000
 
-# Of the chains. What a table takes follows from its size alone, not from the clock, so that its draws do, too.
-GRADIENTS_BY_ROWS, GRADIENTS = 4.0, (1_000, 8_000)  # of each chain at effort 1: these and so many a row, at the most
-MOST_WORK = 2e12  # products of weights and rows at effort 1: minutes
-LEAST_WARMUP, DRAWS = 200, 50  # HMC with a low-rank mass takes no fewer
-SMALL = 5_000_000  # products of rows and weights of all chains: less is not worth directions of the mass
-WARMUP_SHARE = 0.6, 0.4  # of the gradients, and of those of small tables, whose chains are sooner where they belong
-HELD = 1 << 23  # numbers of a layer that are held at once in a prediction
-ALL_ROWS = 20_000  # beyond which a gradient takes some of the rows
-MINIBATCHES = 5_000  # gradients of each chain at effort 1, beyond as many rows
-# Hidden layers of tables with up to so many rows.
+# The chains. Their lengths follow from the size of the table rather than the time, so that draws are reproducible.
+GRADIENTS_BY_ROWS, GRADIENTS = 4.0, (1_000, 8_000)  # of each chain at effort 1: constant, per row, and the most
+MOST_WORK = 2e12  # products of weights and rows at effort 1, some minutes
+LEAST_WARMUP, DRAWS = 200, 50  # HMC with a low-rank mass needs at least these
+SMALL = 5_000_000  # products of rows and weights of all chains; for less, directions of the mass do not pay
+WARMUP_SHARE = 0.6, 0.4  # shares of the gradients, in general and for small tables, which settle sooner
+HELD = 1 << 23  # numbers of a layer that a prediction holds at once
+ALL_ROWS = 20_000  # most rows for gradients of all data
+MINIBATCHES = 5_000  # gradients of each chain with minibatches at effort 1
+# Hidden layers by the largest number of rows.
 LAYERS = (499, (16,) * 3), (ALL_ROWS, (16,) * 4), (math.inf, (64,) * 3)
 
 
 def usual_layers(rows: int) -> tuple[int, ...]:
-    """Hidden layers for a table of so many rows.
+    """Hidden layers for a number of rows.
 
     Example:
         >>> usual_layers(100), usual_layers(500), usual_layers(100_000)
@@ -83,10 +84,11 @@ def usual_layers(rows: int) -> tuple[int, ...]:
 class Perceptron(nn.Module):
     """Hidden layers beside a linear path: ``gate * out(h) + skip(x)``.
 
-    The gate is sampled: where a table is linear it goes to zero, and the hidden layers go back to their prior.
-    Parameters may have a leading dimension of chains, where ``x`` has it too. With a ``size`` there are as many outputs
-    again, which times ``size`` are logarithms of the squared scale of the noise: ``[..., n, outputs, 2]``. They come
-    from the linear path alone, or where ``inner`` from the hidden layers too.
+    The gate is sampled: for a linear table it goes to zero, and the hidden layers to their prior. Parameters and ``x``
+        may
+    have a leading dimension of chains. With ``size``, further outputs times ``size`` are logarithms of the squared
+    noise scale, ``[..., n, outputs, 2]``; they come from the linear path, and with ``inner`` also from the hidden
+    layers.
     """
 
     batched = True  # see `isosgd.target.modules.ModuleLikelihood.batched`
@@ -102,7 +104,7 @@ class Perceptron(nn.Module):
         self.skip = nn.Linear(inputs, wide, bias=not hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Outputs of each row."""
+        """The outputs for each row."""
         h = x
         for layer in self.hidden:
             h = F.silu(_affine(h, layer))
@@ -114,7 +116,7 @@ class Perceptron(nn.Module):
         return self.arranged(found)
 
     def arranged(self, found: Tensor, back: bool = False) -> Tensor:
-        """What the layers give, as the likelihood takes it; ``back``: a gradient of the second as one of the first."""
+        """Outputs of the layers in the order of the likelihood; with ``back`` a gradient in the reverse order."""
         if self.size is None:
             return found
         if back:
@@ -133,29 +135,28 @@ def _affine(x: Tensor, layer: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Network:
-    """What is needed to make the target again.
+    """All that defines the target.
 
     Attributes:
         inputs: of the network.
-        outputs: numbers that are predicted, or classes.
-        likelihood: ``student_t``, ``gaussian``, ``categorical``; ``loglinear_t`` and ``loglinear``, the first two with
-            a size of the noise whose logarithm is linear in the inputs; ``heteroscedastic_t`` and ``heteroscedastic``,
-            with one that is a second output of the network; or ``auto``, for one of the first two or a log-linear one,
-            by how trained networks predict rows that were held out.
+        outputs: number of predicted numbers, or of classes.
+        likelihood: ``student_t``, ``gaussian``, ``categorical``; ``loglinear_t`` and ``loglinear``, with a noise scale
+            whose logarithm is linear in the inputs; ``heteroscedastic_t`` and ``heteroscedastic``, with a noise scale
+            that is an output of the network; or ``auto``, one of the first two or a log-linear one, by predictions of
+            held-out rows.
         hidden: units of each hidden layer; none for a linear model.
-        scale: of the prior of hidden weights, over ``1 / sqrt(fan_in)``; by default 5, and 2 for classes.
-        out: the same of the output layer; by default 3, and 1 for classes.
-        linear: prior scale of weights of the linear path; by default 1, of classes `LINEAR` over the root of the number
-            of inputs.
-        df: degrees of freedom of a Student-t.
-        seed: of the weights that training begins with.
-        size: prior scales of weights to the size of the noise, where that depends on the inputs, over those of weights
-            to the mean; by default `SIZE_DEVIATION` over the root of the number of inputs, or `SIZE_OF_NETWORK`.
+        scale: prior scale of hidden weights, times ``sqrt(fan_in)``; 5 by default, 2 for classes.
+        out: the same for the output layer; 3 by default, 1 for classes.
+        linear: prior scale of weights of the linear path; 1 by default, for classes `LINEAR` over the root of the
+            number of inputs.
+        df: degrees of freedom of Student-t noise.
+        seed: of the initial weights.
+        size: prior scales of the weights of a varying noise scale relative to those of the mean; by default
+            `SIZE_DEVIATION` over the root of the number of inputs, or `SIZE_OF_NETWORK`.
 
-    Where the size of the noise depends on the inputs, its scale is ``s exp(r(x) / 2)``: ``s`` is sampled as that of
-    noise of one size is, and ``r`` is linear in x, or a second output of the same network, gate and linear path
-    included. Weights to it start at zero: noise of one size is where training begins. A network of its own for ``r``
-    was worse than both.
+    A varying noise scale is ``s exp(r(x) / 2)``, where ``s`` is sampled like a constant scale, and ``r`` is linear in x
+    or a second output of the network, including gate and linear path. Its weights start at zero, so that training
+    begins with a constant scale. A separate network for ``r`` was worse than both.
     """
 
     inputs: int
@@ -187,7 +188,7 @@ class Network:
 
     @property
     def weights(self) -> int:
-        """How many there are, biases among them."""
+        """Number of weights and biases."""
         sizes = [self.inputs, *self.hidden]
         inner = sum((a + 1) * b for a, b in itertools.pairwise(sizes))
         linear = (1 + self._sizes) * self.outputs * (self.inputs + (not self.hidden))
@@ -195,22 +196,22 @@ class Network:
         return inner + linear + curved
 
     def products(self, rows: int, chains: int) -> int:
-        """Of rows and weights, in all chains: what a gradient takes."""
+        """Products of rows and weights in all chains, the cost of a gradient."""
         return self.weights * chains * rows
 
     @property
     def _sizes(self) -> bool:
-        """Whether the size of the noise depends on the inputs."""
+        """Whether the noise scale varies with the inputs."""
         return self._inner or self.likelihood in LOG_LINEAR
 
     @property
     def _inner(self) -> bool:
-        """Whether the size of the noise is an output of the hidden layers, too."""
+        """Whether the noise scale is an output of the hidden layers, too."""
         return self.likelihood in ("heteroscedastic", "heteroscedastic_t")
 
     @property
     def tails(self) -> float:
-        """Degrees of freedom of the noise, infinitely many of a Gaussian."""
+        """Degrees of freedom of the noise; infinite for a Gaussian."""
         return math.inf if self.likelihood in ("gaussian", "loglinear", "heteroscedastic") else self.df
 
     def target(self) -> Target:
@@ -256,11 +257,11 @@ class Network:
         return replace(self, likelihood={"student_t": "gaussian", "loglinear_t": "loglinear"}[self.likelihood])
 
     def start(self, chain: int) -> dict[str, Tensor]:
-        """Weights of a new network for each chain; everything else starts where the target says."""
+        """Initial weights of a chain; everything else starts at the target's values."""
         return {name: p.detach() for name, p in self._made(chain).named_parameters()}
 
     def layers(self) -> dict[str, str]:
-        """What to call its layers."""
+        """Names of its layers."""
         count = len(self.hidden)
         named = {f"hidden.{i}": f"hidden layer {i + 1}" if count > 1 else "hidden layer" for i in range(count)}
         return {
@@ -283,18 +284,18 @@ class Network:
             nn.init.zeros_(net.skip.weight)
             if net.out is not None:
                 nn.init.normal_(net.out.weight, std=math.sqrt(1.0 / net.out.in_features))
-                nn.init.zeros_(net.out.weight[self.outputs :])  # to the size of the noise, where it is an output
+                nn.init.zeros_(net.out.weight[self.outputs :])  # weights of the noise scale, if it is an output
                 nn.init.zeros_(net.out.bias)
             return net
 
 
 def gradient_rows(rows: int) -> int:
-    """Rows that a gradient of a chain takes: all, or those of a minibatch."""
+    """Rows in a gradient of a chain: all, or a minibatch."""
     return TRAINED_ON if rows > ALL_ROWS else rows
 
 
 def steps_for(rows: int, network: Network, chains: int, effort: float) -> dict[str, int]:
-    """Steps of the starts' training, of the warm-up and between draws, and draws of each chain.
+    """Steps of training, gradients of the warm-up, steps between draws, and number of draws of each chain.
 
     Example:
         >>> small, large = Network(10, 1, hidden=(16, 16, 16)), Network(10, 1, hidden=(64, 64, 64))
@@ -328,10 +329,10 @@ def _between(value: float, least: float, most: float) -> float:
 
 
 class Starts(NamedTuple):
-    """A trained network for each chain, the steps that were taken, and how rows that were held out are predicted.
+    """A trained network for each chain, the number of steps, and the predictions of held-out rows.
 
-    These rows are ``[chains, m]``, and so are their negative log likelihoods; of numbers there are residuals over the
-    size of the noise that is predicted, ``[chains * m, outputs]``.
+    Rows and their negative log likelihoods are ``[chains, m]``; for regressions there are residuals over the predicted
+    noise scale, ``[chains * m, outputs]``.
     """
 
     states: list[dict[str, Tensor]]
@@ -367,7 +368,7 @@ def trained_starts(
     layout = Layout({name: p[0] for name, p in params.items()})
     theta = torch.cat([p.detach().reshape(chains, -1) for p in params.values()], -1)
     free = torch.ones_like(theta)
-    if both:  # noise of one size is log-linear noise whose weights stay where they start, at zero
+    if both:  # a constant scale is a log-linear one with weights that stay at zero
         fixed = free.clone()
         for name, value in layout.views(fixed).items():
             if name in SKIP:
@@ -432,7 +433,7 @@ def starts_of(
     kinds = [replace(network, likelihood=likelihood) for likelihood in ("student_t", "loglinear_t")]
     found = trained_starts(kinds[1], x, y, chains, steps, seed, deadline, both=True)
     change = (found[1].losses - found[0].losses).double().flatten()
-    rows = found[0].rows.flatten()  # several networks may have left out the same ones
+    rows = found[0].rows.flatten()  # several networks may have left out the same rows
     times = torch.bincount(rows, minlength=len(x))
     by_row = (change.new_zeros(len(x)).index_add_(0, rows, change) / times)[times > 0]
     error = float(by_row.std()) / math.sqrt(len(by_row)) if len(by_row) >= LEAST_ROWS else math.inf
@@ -460,19 +461,19 @@ def sample_network(
     begin: Callable[[Network], None] | None = None,
     progress: bool = False,
 ) -> Posterior:
-    """Draws from the posterior of a network, given rows in standard units.
+    """Draws from the posterior of a network for rows in standard units.
 
     Args:
         network: what to sample.
         x: inputs ``[n, inputs]``, standardised, float32.
-        y: targets ``[n, outputs]``, standardised; of classes their numbers ``[n]``.
-        chains: that run side by side, each from a trained network of its own.
-        effort: times the usual number of steps.
-        max_seconds: bound on the time.
+        y: targets ``[n, outputs]``, standardised; class indices ``[n]``.
+        chains: each starts at its own trained network.
+        effort: factor on the number of steps.
+        max_seconds: time limit.
         seed: same seed and settings, same draws.
         device: where to compute; the CPU by default.
-        store: folder to write draws to, and the networks that chains start at, for `resume_network`.
-        begin: told of the network, whose noise is known then, after the training and before the first draw.
+        store: folder for draws and trained networks, for `resume_network`.
+        begin: called with the network, whose noise is then known, between training and the first draw.
         progress: show a progress line.
     """
     place = torch.device(device or "cpu")
@@ -496,7 +497,7 @@ def sample_network(
         if max_seconds is not None:
             spent = time.monotonic() - began
             left = max(max_seconds - spent, 0.1 * max_seconds)
-            # What a gradient takes is guessed from the training's, so that draws come in equal measure until the end.
+            # The time of a gradient is estimated from the training, so that draws are spread over the time.
             fit = left * trained.steps / (spent * max(1.0, rows / TRAINED_ON))
             share = min(1.0, fit / (steps["warmup"] + steps["draws"] * steps["keep_every"]))
             steps["warmup"] = max(LEAST_WARMUP, int(share * steps["warmup"]))
@@ -519,7 +520,7 @@ def resume_network(
 ) -> Posterior:
     """Go on with a run of `sample_network` that was stopped, or take more ``draws`` of each chain."""
     place = torch.device(device or "cpu")
-    if parts := Manifest.read(Path(store)).parts:  # of merged runs
+    if parts := Manifest.read(Path(store)).parts:  # merged runs
         for part in parts:
             resume_network(network, x, y, Path(store) / part, draws=draws, device=device, progress=progress)
         return load(store, network.target(), data=(x, y))
@@ -535,11 +536,10 @@ def resume_network(
 
 @contextmanager
 def fast_arithmetic(device: torch.device, products: int) -> Iterator[None]:
-    """While open, torch computes as small networks need it.
+    """Set torch up for small networks, as a context.
 
-    - Numbers too small for a float's full precision are zero: products with them take many times longer, and saturated
-      units have such slopes.
-    - One thread is used where a gradient has few products of rows and weights: two wait for each other on busy cores.
+    - Subnormal numbers are zero, since products with them are many times slower, and saturated units have such slopes.
+    - Small gradients use one thread, since two wait for each other on busy cores.
     """
     flushed, threads = float(torch.tensor([1e-40]) * 1.0) == 0.0, torch.get_num_threads()
     torch.set_flush_denormal(True)
@@ -555,9 +555,9 @@ def fast_arithmetic(device: torch.device, products: int) -> Iterator[None]:
 
 @torch.no_grad()
 def predicted_by_draws(network: Network, posterior: Posterior, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and noise variance of each row by each draw, ``[draws, n, outputs]``; of classes, their probabilities.
+    """Mean and noise variance of each row by each draw, ``[draws, n, outputs]``; for classes their probabilities.
 
-    In double precision, so that the prediction of a row does not depend on the rest of its batch.
+    Uses double precision, so that the prediction of a row does not depend on the rest of its batch.
     """
     module, target = network._made(0), network.target()
     assert target.module is not None and isinstance(target.module.likelihood, likelihoods.Likelihood)
@@ -576,6 +576,6 @@ def predicted_by_draws(network: Network, posterior: Posterior, x: Tensor) -> tup
 
 
 def with_noise(network: Network, mean: Tensor, variance: Tensor, generator: torch.Generator) -> Tensor:
-    """Targets drawn around what draws say of them: the mean, and the variance of the noise."""
+    """Targets drawn from the mean and noise variance of each draw."""
     unit = math.sqrt(student_t_variance(network.tails))
     return mean + variance.sqrt() * student_t_draw(mean, network.tails, generator) / unit
