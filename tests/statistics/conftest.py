@@ -8,6 +8,7 @@ the noise covariance Cov(y) / n, whatever that is: correlated, or missing in hal
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,8 @@ class GaussianPosterior:
         directions: Tensor | None = None,
         noisy: bool = True,
         curvature: float | None = None,
+        seen: float = 1.0,
+        fault: Callable[[dict[str, Any]], None] = lambda group: None,
         **settings: Any,
     ) -> Result:
         """Run chains from exact draws of the target for so many relaxation times and measure their spread.
@@ -101,6 +104,8 @@ class GaussianPosterior:
             directions: orthonormal rows to measure along; the axes by default.
             noisy: whether gradients are of minibatches.
             curvature: what the sampler is told; the truth by default.
+            seen: scale of the noise vectors that the sampler is told of.
+            fault: changes the sampler's parameter group, once its rate is set.
             settings: of the sampler.
         """
         g = torch.Generator().manual_seed(self.seed + 1)
@@ -116,13 +121,14 @@ class GaussianPosterior:
         )
         for _ in range(100):
             theta.grad, noise = self.gradients(theta.detach(), g)
-            sampler.observe([noise])
+            sampler.observe([seen * noise])
         sampler.adapt([curvature or self.curvature])
         group = sampler.param_groups[0]
         # One rate for all chains, that of the slowest: theory is then the same for all.
         group["rate"] = group["rate"].min().expand(CHAINS).clone()
         if "lam" in group:
             group["lam"] = temperature / (self.num_data * group["rate"])
+        fault(group)
         sampler.freeze()
         sampler.refresh()
         rate = float(group["rate"][0])
@@ -133,7 +139,7 @@ class GaussianPosterior:
             theta.grad, noise = self.gradients(theta.detach(), g)
             if not noisy:
                 theta.grad = (theta.detach() - self.mean) * self.curvature
-            sampler.step(noise=[noise] if noisy and step % 8 == 0 else None)
+            sampler.step(noise=[seen * noise] if noisy and step % 8 == 0 else None)
             total += ((theta.detach() - self.mean) @ rotate.T).square()
         # Gradient noise that is not corrected adds its own heat: b over the composite noise a T / (N rate).
         sigma = sampler.friction * temperature / (self.num_data * rate)

@@ -80,7 +80,7 @@ def test_temperature_is_kept() -> None:
 
 
 def stopped_on_the_way(monkeypatch: pytest.MonkeyPatch, length: int = 9) -> None:
-    """Trajectories longer than draws are apart."""
+    """Trajectories longer than draws are apart: the warm-up makes them as long as pays, which here is less."""
     reports = HMCWarmup._reports
 
     def longer(self: HMCWarmup, *args: Any) -> Any:
@@ -113,6 +113,9 @@ def test_draws_on_the_way_that_are_all_taken_would_show(monkeypatch: pytest.Monk
     mean, covariance = exact(1.0)
     _, spread = z_scores(run("full", keep_every=5, draws=150).draws["w"].flatten(2), mean, covariance)
     assert spread.square().sum() > 60
+
+
+# No input makes the sampler reckon its energy wrongly, or take draws that it should not: what follows changes its code.
 
 
 def without_kinetic_energy(monkeypatch: pytest.MonkeyPatch) -> None:
