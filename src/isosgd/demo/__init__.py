@@ -1,1 +1,1 @@
-"""The demo: posteriors that are known exactly, and two real data sets. ``python -m isosgd.demo`` runs it."""
+"""The demo, ``python -m isosgd.demo``: posteriors that are known exactly, and two real data sets."""

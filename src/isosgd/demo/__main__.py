@@ -1,4 +1,4 @@
-"""``python -m isosgd.demo``: what it does stands in `run`, where spawned processes find it."""
+"""``python -m isosgd.demo``; the code is in `run`, where spawned processes find it."""
 
 import sys
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., None])
 
-# Okabe and Ito's colours: told apart with any colour vision.
+# Okabe and Ito's colours, which are distinct with any colour vision.
 EXACT, SAMPLED, WRONG, POINTS = "#4d4d4d", "#0072b2", "#d55e00", "#9a9a9a"
 STYLE: dict[Any, Any] = {
     "font.size": 9.0,
@@ -30,7 +30,7 @@ Array = NDArray[np.float64]
 
 
 def styled(draw: F) -> F:
-    """Draw in our style and leave the user's settings alone."""
+    """Decorator: draw in our style without changing the user's settings."""
 
     @wraps(draw)
     def inner(*args: Any, **kwargs: Any) -> None:
@@ -51,7 +51,7 @@ def draw_toy(methods: dict[str, tuple[dict[str, Any], dict[str, Any]]], path: Pa
             ``noise_sd``, and mean and standard deviation of the function, exact and sampled).
         path: PNG to write.
     """
-    from matplotlib.figure import Figure  # without pyplot: no display is needed, and no global state is left behind
+    from matplotlib.figure import Figure  # without pyplot: no display, no global state
 
     figure = Figure(figsize=(3.1 * len(methods), 5.6), layout="constrained")
     ratios = {"height_ratios": [1, 1.15]}
@@ -73,7 +73,7 @@ def draw_toy(methods: dict[str, tuple[dict[str, Any], dict[str, Any]]], path: Pa
     rows[1][0].set_ylabel("f(x) − exact mean, ± 2 sd")
     rows[1][0].legend(loc="lower left", ncols=2)
     low, high = rows[1][0].get_ylim()
-    rows[1][0].set_ylim(1.25 * low, 1.45 * high)  # room for the words
+    rows[1][0].set_ylim(1.25 * low, 1.45 * high)  # room for text
     figure.suptitle("Posterior predictive of the toy regression: exact (grey) and sampled (blue)", x=0.01, ha="left")
     figure.savefig(path, dpi=150)
 

@@ -1,4 +1,4 @@
-"""What the demo computes: each function samples one problem and returns plain numbers, so that it can run anywhere."""
+"""The computations of the demo: each function samples one problem and returns plain numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Examples = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Length:
-    """Gradients to spend on a chain: ``warmup + draws * keep_every``."""
+    """Gradients of a chain: ``warmup + draws * keep_every``."""
 
     warmup: int | Literal["auto"]
     draws: int
@@ -30,7 +30,7 @@ class Length:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How long everything runs. Around trained networks `sample` says that itself, unless it has a number of draws."""
+    """Lengths of all runs. Around trained networks `sample` chooses them, unless the number of draws is given."""
 
     toy: Length = Length(3_000, 1_000, 16)
     adam_steps: int = 2_000
@@ -42,14 +42,14 @@ QUICK = Sizes(Length(300, 40, 5), 100, Length(300, 5, 5))
 
 @dataclass
 class Found:
-    """What a job found: numbers for results.json, and arrays for the figures."""
+    """The result of a job: numbers for results.json, and arrays for the figures."""
 
     numbers: dict[str, Any]
     arrays: dict[str, Any]
 
 
 def toy_job(method: str, seed: int, sizes: Sizes) -> Found:
-    """Sample the toy with one method and compare with the truth; the rate is found by the warm-up."""
+    """Sample the toy with one method and compare with the exact posterior."""
     toy = Toy.make(seed)
     posterior = sample(
         toy.target, toy.data, method=method, **asdict(sizes.toy), batch_size=32, seed=seed, progress=False
@@ -71,7 +71,7 @@ def toy_job(method: str, seed: int, sizes: Sizes) -> Found:
 
 
 def diabetes_job(seed: int, sizes: Sizes) -> Found:
-    """Progression of diabetes in 442 patients from 10 measurements; the noise is a sampled parameter."""
+    """Progression of diabetes in 442 patients from 10 measurements; the noise scale is sampled."""
     from sklearn.datasets import load_diabetes
     from sklearn.model_selection import train_test_split
 
@@ -112,7 +112,7 @@ def digits_job(seed: int, sizes: Sizes) -> Found:
     x_train, x_held, y_train, y_held = train_test_split(
         x_rest, y_rest, test_size=0.5, random_state=seed, stratify=y_rest
     )
-    mean, sd = x_train.mean(0), x_train.std()  # one scale for all pixels: some are always dark
+    mean, sd = x_train.mean(0), x_train.std()  # one scale for all pixels, since some are constant
     train, held_out, test = (
         _tensors((x - mean) / sd, y) for x, y in ((x_train, y_train), (x_held, y_held), (x_test, y_test))
     )
@@ -134,12 +134,11 @@ def _three_ways(
     seed: int,
     sizes: Sizes,
 ) -> tuple[dict[str, Posterior], dict[str, dict[str, float]]]:
-    """A trained network, the same training stopped where held-out examples are predicted best; draws around the first.
+    """Scores of a trained network, the same training with early stopping, and draws around the former.
 
     Returns:
-        The three, and for each its mean negative log likelihood on the test set (MNLL), how much higher that is than
-        I-SGD's, standard errors over test examples (of the paired difference too), and what it cost. I-SGD's cost
-        includes that of its start.
+        For each of the three its mean negative log likelihood on the test set (MNLL), the excess over I-SGD's, their
+            standard errors over test examples (paired for the excess), and the cost. I-SGD's cost includes its start.
     """
     train, held_out, test = data
     trained, early = fit_adam(Target.from_module(net, likelihood, priors.Flat()), train, held_out, sizes, seed)
@@ -164,9 +163,9 @@ def _three_ways(
 def fit_adam(
     target: Target, data: Examples, held_out: Examples, sizes: Sizes, seed: int
 ) -> tuple[Posterior, Posterior]:
-    """The usual point estimate, at the end and where it was best, as posteriors of one draw, scored like the others.
+    """A network trained by Adam, at the end and with early stopping, as posteriors of one draw.
 
-    The noise of a regression is a parameter, so that it is fitted to the residuals along with the rest.
+    The noise scale of a regression is a parameter that is fitted, too.
     """
     started = time.monotonic()
     free, num_data, best, early = target.initial(), len(data[0]), math.inf, None

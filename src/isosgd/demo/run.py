@@ -1,4 +1,4 @@
-"""See it work: a posterior that is known exactly, then a regression and a classification on real data.
+"""The demo: a posterior that is known exactly, then a regression and a classification on real data.
 
 Run it with ``python -m isosgd.demo --out demo-output``. It needs ``pip install "isosgd[demo]"``, no network, and about
 a minute on two cores.
@@ -33,10 +33,10 @@ EXTRAS = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
 
 
 def run_job(job: Callable[..., Found], *args: Any) -> Found:
-    """Run a job on one thread, from a fixed seed, and keep what the sampler warns of."""
+    """Run a job on one thread with a fixed seed, and keep its warnings."""
     torch.set_num_threads(1)
     torch.manual_seed(args[-2])
-    torch.optim.SGD([torch.zeros(1)])  # the first optimizer loads much of torch: not the time of any method
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports much of torch, which is not the time of a method
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = job(*args)
@@ -47,13 +47,13 @@ def run_job(job: Callable[..., Found], *args: Any) -> Found:
 def _executor(jobs: int) -> Executor:
     if jobs == 1:
         return ThreadPoolExecutor(1)
-    # Read when torch is loaded: without it the matrix products of two processes fight over the cores.
+    # Read when torch is imported: threads of two processes would compete for the cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     return ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows under a head, the first column flush left.
+    """A text table; the first column is left-aligned.
 
     Example:
         >>> print(table(["method", "W2"], [["I-SGD", "0.01"]]))
@@ -111,14 +111,14 @@ def run(out: Path, *, seed: int = 0, quick: bool = False, jobs: int = 2, say: Ca
 
 
 def written(out: Path) -> list[Path]:
-    """The files that a run leaves in its folder."""
+    """The files that a run writes."""
     return [out / name for name in ("toy.png", "report.html", "results.json")]
 
 
 def report_job(seed: int, sizes: Sizes) -> Found:
-    """Sample the toy once more, with four chains, and write a report of the draws."""
+    """Sample the toy with four chains and write a report of the draws."""
     toy, other, chains, likelihood = Toy.make(seed), Toy.make(seed + 1), 4, ToyLikelihood()
-    target = Target(  # of inputs, not of their features, so that the page shows the curve
+    target = Target(  # of inputs rather than features, so that the page shows the curve
         lambda params, batch: likelihood(params, (features(batch[0]), batch[1])),
         priors.Normal(1.0),
         init={"w": torch.zeros(NUM_FEATURES)},
@@ -165,7 +165,7 @@ def _score_table(found: dict[str, Any], scores: dict[str, str]) -> str:
 
 
 def _verdict(rows: dict[str, dict[str, Any]]) -> str:
-    """What the scores say, whichever way they fall: a difference counts from two standard errors."""
+    """Compare the scores in words; a difference of two standard errors counts."""
     words = []
     for label, r in rows.items():
         if label != ISGD:
@@ -195,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, help="processes; 1 stays in this one (2, or 1 with --quick)")
     parser.add_argument("--json", action="store_true", help="results on standard output, the story on standard error")
     args = parser.parse_args(argv)
-    jobs = args.jobs if args.jobs is not None else 1 if args.quick else 2  # to start a process takes seconds
+    jobs = args.jobs if args.jobs is not None else 1 if args.quick else 2  # starting a process takes seconds
     if jobs < 1:
         parser.error(f"--jobs {jobs} must be at least 1")
     if args.seed < 0:

@@ -1,7 +1,7 @@
-"""A regression whose posterior is known exactly, and how far draws are from it.
+"""A regression whose posterior is known exactly, and errors of draws from it.
 
 The model is linear in its weights, ``y = w . cos(omega x - pi/4) + noise`` with ``omega = 1, ..., 20``, noise variance
-0.1 and prior ``w ~ N(0, I)``, so that its posterior is Gaussian: every error of a sampler can be measured.
+0.1 and prior ``w ~ N(0, I)``, so that its posterior is Gaussian.
 
 References:
     Franzese et al. (2020), Isotropic SGD, appendix on the toy model.
@@ -35,8 +35,8 @@ class Toy:
 
     Attributes:
         x: inputs ``[N]``.
-        data: what a sampler gets, ``(features, y)`` in float32: features are worked out once, so that a step is cheap.
-        weights: the weights ``[20]`` behind the data.
+        data: ``(features, y)`` in float32.
+        weights: the true weights ``[20]``.
         mean: exact posterior mean ``[20]``, float64.
         covariance: exact posterior covariance ``[20, 20]``, float64.
         target: the posterior as an `isosgd.Target` over ``{"w"}``.
@@ -63,8 +63,8 @@ class Toy:
         Args:
             seed: of weights, inputs and noise.
             num_data: N.
-            half_width: inputs are uniform on ``(-half_width, half_width)``. Over a whole period the features are
-                nearly orthogonal; at ``pi / 2`` the posterior is badly conditioned.
+            half_width: inputs are uniform on ``(-half_width, half_width)``. Over a whole period the features are nearly
+                orthogonal; at ``pi / 2`` the posterior is badly conditioned.
         """
         generator = torch.Generator().manual_seed(seed)
         weights = torch.randn(NUM_FEATURES, generator=generator, dtype=torch.float64)
@@ -72,7 +72,7 @@ class Toy:
         noise = math.sqrt(NOISE_VARIANCE) * torch.randn(num_data, generator=generator, dtype=torch.float64)
         phi = features(x).float()
         y = (features(x) @ weights + noise).float()
-        # The exact posterior is that of the rounded numbers, those which the sampler sees.
+        # The exact posterior is that of the rounded numbers that samplers see.
         precision = torch.eye(NUM_FEATURES, dtype=torch.float64) + phi.double().T @ phi.double() / NOISE_VARIANCE
         covariance = torch.linalg.inv(precision)
         covariance = (covariance + covariance.T) / 2
@@ -81,20 +81,20 @@ class Toy:
         return cls(x, (phi, y), weights, mean, covariance, target)
 
     def predict(self, x: Tensor) -> Prediction:
-        """The exact predictive distribution at inputs ``[n]``, in the form that ``Posterior.predict`` gives it."""
+        """The exact predictive distribution at inputs ``[n]``, as from ``Posterior.predict``."""
         phi = features(x.double())
         variance = torch.einsum("ni,ij,nj->n", phi, self.covariance, phi)
         return Prediction(phi @ self.mean, variance, torch.full_like(variance, NOISE_VARIANCE))
 
     def draw(self, count: int, seed: int = 0) -> Tensor:
-        """Independent exact posterior draws ``[count, 20]``, float64: what a perfect sampler would give."""
+        """Independent exact posterior draws ``[count, 20]``, float64."""
         xi = torch.randn(count, NUM_FEATURES, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         root: Tensor = torch.linalg.cholesky(self.covariance)
         return self.mean + xi @ root.T
 
 
 class ToyLikelihood:
-    """Log density of each example. Two operations: on so small a model, their number is the cost of a step."""
+    """Log density of each example in two operations, whose number determines the time of a step of so small a model."""
 
     def __init__(self) -> None:
         self._constant = torch.tensor(-0.5 * math.log(2 * math.pi * NOISE_VARIANCE))
@@ -132,7 +132,7 @@ def gaussian_w2(mean1: Tensor, cov1: Tensor, mean2: Tensor, cov2: Tensor) -> flo
 
 
 def compare(draws: Tensor, toy: Toy) -> dict[str, float]:
-    """How far draws are from the exact posterior.
+    """Errors of draws against the exact posterior.
 
     Args:
         draws: weights ``[..., 20]``, such as ``posterior.draws["w"]``.

@@ -1,4 +1,4 @@
-"""The posterior to sample: likelihoods, priors, and the target that joins them with the number of data."""
+"""The density to sample: likelihoods, priors, and the target that combines them."""
 
 from isosgd.target import likelihoods, priors
 from isosgd.target.likelihoods import Likelihood

@@ -1,4 +1,4 @@
-"""Batches: the tensors in them, and how many examples there are, in all and in a batch."""
+"""Batches as nested tuples and dicts of tensors, and numbers of examples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler, SequentialSampler
 
 LABELS = ("labels", "label", "targets", "target", "y")
-"""Names that labels may have in a dict batch, in the order in which they are looked for."""
+"""Names of labels in a dict batch, in order of precedence."""
 
 
 def is_array(x: Any) -> bool:
@@ -23,8 +23,8 @@ def as_tensor(x: Any, dtype: torch.dtype | None = None) -> Tensor:
     """An array or frame as a tensor; a tensor as it is.
 
     Args:
-        x: see `is_array`.
-        dtype: of the model; arrays of floats, mostly float64, are converted to it. Integers stay integers.
+        x: as for `is_array`.
+        dtype: of the model; floating-point arrays are cast to it. Integers stay integers.
 
     Example:
         >>> as_tensor(np.array([0.5, 1.0]), torch.float32), as_tensor(np.array([3, 1]), torch.float32)
@@ -37,7 +37,7 @@ def as_tensor(x: Any, dtype: torch.dtype | None = None) -> Tensor:
     array = _numbers(x if isinstance(x, np.ndarray) else x.to_numpy(), f"the {type(x).__name__}")
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:
         array = array.astype(np.int64)
-    # Torch needs writable memory in native byte order.
+    # torch needs writable memory in native byte order.
     good = array.flags.writeable and array.dtype.isnative and min(array.strides, default=0) >= 0
     tensor = torch.from_numpy(array if good else array.astype(array.dtype.newbyteorder("=")))
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
@@ -84,7 +84,7 @@ def tree_map(function: Any, tree: Any) -> Any:
         every = [tree_map(function, value) for value in tree]
         if isinstance(tree, list):
             return every
-        return type(tree)(*every) if hasattr(tree, "_fields") else tuple(every)  # named tuples keep their names
+        return type(tree)(*every) if hasattr(tree, "_fields") else tuple(every)  # named tuples
     return tree
 
 
@@ -101,12 +101,12 @@ def finite_values(tree: Any) -> bool:
 
 
 def batch_length(batch: Any) -> int | None:
-    """Number of examples in a batch: the rows of its first tensor that has any; None when there is none."""
+    """Number of examples in a batch: the rows of its first tensor with rows; None if there is none."""
     return next((len(t) for t in tensors_of(batch) if t.ndim), None)
 
 
 def label_name(batch: Mapping[str, Any], labels: str | None = None) -> str:
-    """Name of the labels in a dict batch: the one given, or the first of `LABELS` that is there."""
+    """Name of the labels in a dict batch: the given one, or the first of `LABELS`."""
     name = labels if labels is not None else next((name for name in LABELS if name in batch), LABELS[0])
     if name not in batch:
         raise ValueError(
@@ -155,13 +155,13 @@ def count_examples(data: Any) -> int | None:
     examples = getattr(data, "dataset", None)
     if not isinstance(examples, Sized):
         return None
-    # With a sampler that visits only a part, or some rows more often, N is unknown. Ranks that share the data visit all
+    # N is unknown with a sampler that visits only a part, or some rows more often. Ranks that share the data visit all
     # of it together.
     sampler = getattr(data, "sampler", None)
     shared = isinstance(sampler, DistributedSampler)
     if isinstance(sampler, Sized) and len(sampler) != len(examples) and not shared:
         return None
-    # In a fixed order drop_last never uses the last examples; in a shuffled one every example has its turn.
+    # With drop_last a fixed order never uses the last examples; a shuffled one does.
     size = getattr(data, "batch_size", None)
     if getattr(data, "drop_last", False) and isinstance(sampler, SequentialSampler) and isinstance(size, int):
         return len(examples) // size * size

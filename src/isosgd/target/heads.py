@@ -1,7 +1,7 @@
 """Sampled heads: if only the last part of a network is sampled, its inputs are computed once.
 
-A *head* is a submodule that holds all sampled parameters, is called once, and returns the network's output. Nothing
-before it changes from step to step, so its inputs, the *features*, take the place of the data.
+A *head* is a submodule that holds all sampled parameters, is called once, and returns the network's output. Its inputs,
+the *features*, do not change between steps, and replace the data.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from isosgd.target.modules import logits_of
 from isosgd.target.params import Params
 from isosgd.target.target import Target
 
-ROWS = 256  # examples that go through the network at once
+ROWS = 256  # examples per batch
 MOST = 1 << 31  # bytes of features
 
 
@@ -30,7 +30,7 @@ class _Found(Exception):
 
 
 class _Shell(nn.Module):
-    """A submodule alone, under the names that its parameters have in the network."""
+    """A submodule on its own, with parameters named as in the network."""
 
     def __init__(self, path: str, inner: nn.Module) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class _Shell(nn.Module):
             owner.add_module(name, nn.Module())
             owner = owner.get_submodule(name)
         owner.add_module(last, inner)
-        self._inner = (inner,)  # in a tuple, lest it be registered twice
+        self._inner = (inner,)  # a tuple, so that it is not registered twice
 
     def forward(self, *features: Tensor) -> Any:
         """Call the submodule."""
@@ -67,7 +67,7 @@ class Head:
     @staticmethod
     @torch.no_grad()
     def of(target: Target, inputs: Any, inits: Iterable[Mapping[str, Any] | None] = ()) -> Head | None:
-        """The head of a target, tried out on some inputs; None if there is none, or something before it may change.
+        """The head of a target, found by a trial pass; None if there is none, or if something before it may change.
 
         Args:
             inputs: some inputs of the network.
@@ -101,7 +101,7 @@ class Head:
 
     @torch.no_grad()
     def features(self, inputs: Any, params: Params) -> tuple[Any, ...]:
-        """Inputs of the head, from inputs of the network on the device of the parameters."""
+        """Inputs of the head, from inputs of the network."""
 
         def stop(module: nn.Module, args: tuple[Any, ...]) -> None:
             raise _Found(args)
@@ -134,6 +134,6 @@ class Head:
 
 
 def _other_buffers(target: Target, init: Mapping[str, Any] | None) -> bool:
-    """Whether start values hold buffers that are not the target's."""
+    """Whether start values hold buffers that differ from the target's."""
     given = target.split_init(init)[1]
     return any(not torch.equal(x.to(target.buffers[name]), target.buffers[name]) for name, x in given.items())

@@ -2,7 +2,7 @@
 
 The output has one row for each example. Targets ``y`` of shape ``[n]`` go with outputs ``[n]`` or ``[n, 1]``; targets
 ``[n, k]`` go with outputs ``[n, k]``, and their log probabilities are summed over ``k``. Shapes that would broadcast
-some other way are refused.
+otherwise are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NO_LABEL = torch.iinfo(torch.int64).min
 class Likelihood(ABC):
     """Distribution of ``y`` given a model's output.
 
-    Where it has a ``scale`` of its noise, that is known, or a prior of positive numbers under which it is sampled.
+    A ``scale`` of the noise is a number, or a prior of positive numbers under which it is sampled.
     """
 
     scale: float | PositivePrior | None
@@ -50,7 +50,7 @@ class Likelihood(ABC):
         return {}
 
     def scale_at(self, params: Params) -> Tensor | float:
-        """The noise scale, where there is one."""
+        """The noise scale, if there is one."""
         return self.scale if isinstance(self.scale, float) else params[SCALE]
 
     @abstractmethod
@@ -58,7 +58,7 @@ class Likelihood(ABC):
         """Log probability of each example: shape ``[n]``."""
 
     def slopes(self, output: Tensor, y: Tensor, params: Params) -> tuple[Tensor, Tensor, Params]:
-        """`log_prob`, and the derivatives of its sum in the output and in parameters; each row has some of its own."""
+        """`log_prob`, and the derivatives of its sum in the output and in the parameters of each row."""
         raise NotImplementedError(f"{type(self).__name__} has no slopes in closed form")
 
     def _noise_slopes(
@@ -75,16 +75,16 @@ class Likelihood(ABC):
 
     @abstractmethod
     def variance(self, output: Tensor, params: Params) -> Tensor:
-        """Variance of ``y`` given the output: the noise, without the uncertainty about parameters."""
+        """Variance of ``y`` given the output."""
 
     def simulate(self, output: Tensor, params: Params, generator: torch.Generator) -> Tensor:
-        """Outcomes ``y``, one drawn for each example."""
+        """Simulated ``y``, one for each example."""
         raise NotImplementedError(f"{type(self).__name__} has no simulate(output, params, generator): give it one")
 
     def check(self, output: Tensor, y: Tensor) -> None:
-        """Raise a ``ValueError`` when these targets cannot come from this likelihood.
+        """Raise a ``ValueError`` if these targets cannot come from this likelihood.
 
-        The output may be that of the first examples only.
+        The output may be that of the first examples.
         """
         y = _align(output[:1], y[:1])[1]
         outputs = vars(self).get("outputs")
@@ -109,7 +109,7 @@ class Likelihood(ABC):
 
 
 def _align(output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and targets of one shape and type; a trailing dimension of 1 may be missing on one side."""
+    """Output and targets with the same shape and type; a trailing dimension of 1 may be missing on one side."""
     if output.shape != y.shape:
         if output.shape == (*y.shape, 1):
             output = output.squeeze(-1)
@@ -136,7 +136,7 @@ def _first(y: Tensor, bad: Tensor) -> float | int:
 
 
 def _check_labels(kind: str, y: Tensor, count: int, what: str, ignore: int | None = None) -> None:
-    """Refuse labels that are not integers from 0 to ``count - 1``."""
+    """Labels must be integers from 0 to ``count - 1``."""
     if y.is_floating_point() or y.is_complex():
         raise ValueError(f"{kind} needs labels as integers, got y of {y.dtype}; use y.long()")
     bad = (y < 0) | (y >= count)
@@ -151,7 +151,7 @@ def _check_labels(kind: str, y: Tensor, count: int, what: str, ignore: int | Non
 
 
 def student_t_slopes(residual: Tensor, scale: Tensor | float, df: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log density of Student-t noise of a scale, and its derivatives in the location and in the logarithm of the scale.
+    """Log density of Student-t noise, and its derivatives in the location and in the logarithm of the scale.
 
     Example:
         >>> scale = torch.tensor(2.0, requires_grad=True)
@@ -166,7 +166,7 @@ def student_t_slopes(residual: Tensor, scale: Tensor | float, df: float) -> tupl
 
 
 def student_t_draw(like: Tensor, df: float, generator: torch.Generator) -> Tensor:
-    """Standard Student-t numbers of the shape of another tensor; normal ones where ``df`` is infinite."""
+    """Standard Student-t random numbers with the shape of a tensor; normal ones if ``df`` is infinite."""
     normal = torch.randn(like.shape, generator=generator, device=like.device, dtype=like.dtype)
     if df == math.inf:
         return normal
@@ -190,7 +190,7 @@ class Categorical(Likelihood):
 
     def log_prob(self, output: Tensor, y: Tensor, params: Params) -> Tensor:
         y = self._labels(output, y)
-        # By default torch skips the label -100 silently; no label is to be skipped here.
+        # torch would skip the label -100 by default.
         return _by_example(-F.cross_entropy(output, y.long(), reduction="none", ignore_index=NO_LABEL))
 
     def slopes(self, output: Tensor, y: Tensor, params: Params) -> tuple[Tensor, Tensor, Params]:
@@ -200,7 +200,7 @@ class Categorical(Likelihood):
 
     @staticmethod
     def _labels(output: Tensor, y: Tensor) -> Tensor:
-        """Labels without the dimension of classes, which may be there with length 1."""
+        """Labels without a class dimension of length 1."""
         return y.squeeze(1) if y.ndim == output.ndim > 1 and y.shape[1] == 1 else y
 
     def mean(self, output: Tensor, params: Params) -> Tensor:
@@ -228,15 +228,14 @@ class Categorical(Likelihood):
 class Tokens(Likelihood):
     """Tokens of sequences from logits: output ``[n, T, V]``, ``y`` integers ``[n, T]`` below V, some of them ignored.
 
-    With ``shift``, as language models are trained, the output at a position predicts the token after it. Where a dict
-    batch has an ``attention_mask`` like ``y``, masked tokens are ignored too. Predictions are ``[n, V, T]``.
+    With ``shift``, as for language models, the output at a position predicts the next token. If a dict batch has an
+    ``attention_mask`` of the shape of ``y``, masked tokens are ignored too. Predictions are ``[n, V, T]``.
 
     Args:
-        shift: whether the output at a position is for the next token; False to label the token itself.
-        per: what counts as one observation. ``"token"``: the log likelihood of a sequence is the sum over its tokens,
-            the probability that the model gives it. ``"example"``: it is their mean, so that all sequences weigh the
-            same, whatever their length.
-        ignore: the label of tokens that do not count.
+        shift: whether the output at a position predicts the next token, rather than that token.
+        per: what counts as one observation. ``"token"``: the log likelihood of a sequence is the sum over its tokens.
+            ``"example"``: it is their mean, so that all sequences have the same weight.
+        ignore: the label of ignored tokens.
 
     Example:
         >>> y = torch.tensor([[3, 1, 2, -100]])
@@ -253,7 +252,7 @@ class Tokens(Likelihood):
             raise ValueError(f"Tokens: per = {self.per!r} is unknown; choose 'token' or 'example'")
 
     def _matched(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits and the labels that they are for."""
+        """Logits and their labels."""
         return (output[:, :-1], y[:, 1:]) if self.shift else (output, y)
 
     def log_prob(self, output: Tensor, y: Tensor, params: Params) -> Tensor:
@@ -270,12 +269,14 @@ class Tokens(Likelihood):
         return p * (1 - p)
 
     def simulate(self, output: Tensor, params: Params, generator: torch.Generator) -> Tensor:
-        """Tokens after those that were given, each on its own; with ``shift`` the first has none before it."""
+        """The next token at each position, given the true tokens before it; with ``shift`` the first token is
+        ignored.
+        """
         found = output.softmax(-1).flatten(0, 1).multinomial(1, generator=generator).view(output.shape[:2])
         return torch.cat([torch.full_like(found[:, :1], self.ignore), found[:, :-1]], 1) if self.shift else found
 
     def scored(self, predicted: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities ``[m, V]`` of the tokens that count, and these."""
+        """Probabilities ``[m, V]`` of the tokens that are not ignored, and these tokens."""
         predicted, y = self._matched(predicted.movedim(1, -1), y)
         return predicted[y != self.ignore], y[y != self.ignore]
 
@@ -297,7 +298,7 @@ class Tokens(Likelihood):
 
 @dataclass(frozen=True)
 class Bernoulli(Likelihood):
-    """Yes or no from a logit: ``y`` is 0 or 1, of any type."""
+    """Binary ``y``, 0 or 1 of any type, from a logit."""
 
     def log_prob(self, output: Tensor, y: Tensor, params: Params) -> Tensor:
         output, y = _align(output, y)
@@ -325,13 +326,13 @@ class Bernoulli(Likelihood):
 
 @dataclass(frozen=True)
 class Gaussian(Likelihood):
-    """Normal noise around the output, of known or sampled standard deviation.
+    """Normal noise around the output, with known or sampled standard deviation.
 
     Args:
-        scale: the known standard deviation; or a prior of positive numbers under which it is sampled as
-            ``"likelihood.scale"``; or None for ``HalfCauchy(1.0)``, weak when ``y`` is of order one: standardise
+        scale: the standard deviation; or a prior of positive numbers, under which it is sampled as
+            ``"likelihood.scale"``; or None for ``HalfCauchy(1.0)``, which is weak if ``y`` is of order one: standardise
             ``y``, or give a prior in its units.
-        outputs: numbers in a row of ``y``, each of which has a sampled scale of its own; None for one scale.
+        outputs: number of columns of ``y``, each with its own sampled scale; None for one scale.
 
     Example:
         >>> Gaussian(0.5).log_prob(torch.zeros(1, 1), torch.tensor([0.5]), {})
@@ -364,11 +365,11 @@ class Gaussian(Likelihood):
 
 @dataclass(frozen=True)
 class StudentT(Likelihood):
-    """Student-t noise around the output: regression that shrugs off outliers.
+    """Student-t noise around the output: a regression robust to outliers.
 
     Args:
         df: degrees of freedom. The variance is infinite for ``df <= 2``.
-        scale: known scale, a prior of it, or None, as for `Gaussian`.
+        scale: as for `Gaussian`.
         outputs: as for `Gaussian`.
     """
 
@@ -402,16 +403,15 @@ class StudentT(Likelihood):
 
 @dataclass(frozen=True)
 class Heteroscedastic(Likelihood):
-    """Gaussian or Student-t noise whose size the model predicts.
+    """Gaussian or Student-t noise with a scale that the model predicts.
 
-    The output is ``[n, 2]`` for ``y`` of ``[n]`` or ``[n, 1]``, and ``[n, k, 2]`` for ``y`` of ``[n, k]``: last comes
-    the pair of location and logarithm of the squared scale, which for a Gaussian are mean and log variance.
+    The output is ``[n, 2]`` for ``y`` of ``[n]`` or ``[n, 1]``, and ``[n, k, 2]`` for ``y`` of ``[n, k]``. The last
+    dimension holds the location and the logarithm of the squared scale, for a Gaussian mean and log variance.
 
     Args:
-        df: degrees of freedom of a Student-t; None (or infinity) for a Gaussian.
-        scale: what the predicted scale is multiplied by: 1, another number, or a prior under which it is sampled as
-            ``"likelihood.scale"``. Where it is sampled the model need only say how the size differs between inputs:
-            zero for all of them is noise of one size.
+        df: degrees of freedom of a Student-t; None for a Gaussian.
+        scale: factor of the predicted scale: a number, or a prior under which it is sampled as ``"likelihood.scale"``.
+            The model then only predicts how the noise differs between inputs.
         outputs: as for `Gaussian`.
 
     Example:
@@ -514,4 +514,4 @@ NAMES: dict[str, Callable[[], Likelihood]] = {
     "student_t": StudentT,
     "poisson": Poisson,
 }
-"""Likelihoods by the name a user may give."""
+"""Likelihoods by name."""

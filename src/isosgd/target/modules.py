@@ -36,10 +36,10 @@ MASK = "attention_mask"
 
 
 def unwrapped(model: Any) -> Any:
-    """The module inside DDP (its gradients are averaged elsewhere) or `torch.compile`; any other module as it is."""
+    """The module inside DDP or `torch.compile`; any other module as it is."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return unwrapped(model.module)
-    # The class of compiled modules is private, and importing it takes a second.
+    # The class of compiled modules is private and slow to import.
     compiled = model._modules.get("_orig_mod") if isinstance(model, nn.Module) else None
     return model if compiled is None else unwrapped(compiled)
 
@@ -47,23 +47,23 @@ def unwrapped(model: Any) -> Any:
 class ModuleLikelihood:
     """``log_likelihood(params, batch)`` of a module and a likelihood.
 
-    The user's module is never written to. Its structure, its buffers and the sampled values are copied; frozen
-    parameters are shared, not copied, so that a last layer on a large backbone costs little memory. Batches are
-    ``(x, y)`` or ``(x1, x2, ..., y)``: all but the last go to the module; or dicts: all but the labels do, by name.
+    The user's module is never written to. Its structure, buffers and sampled values are copied; frozen parameters are
+    shared, so that a last layer on a large backbone costs little memory. Batches are ``(x, y)`` or ``(x1, x2, ...,
+    y)``, where all but the last go to the module, or dicts, where all but the labels do, by name.
 
     Args:
         model: any module with floating-point parameters.
         likelihood: one of `isosgd.likelihoods`, its name, or a callable ``(output, y) -> Tensor[n]``.
-        sampled: which parameters are, see `select`.
-        autocast: ``"bfloat16"`` or ``"float16"`` for a forward pass in mixed precision; None for none.
-        channels_last: whether images and filters are held channels last, which convolutions on a GPU prefer.
+        sampled: which parameters to sample, see `select`.
+        autocast: ``"bfloat16"`` or ``"float16"`` for forward passes in mixed precision.
+        channels_last: hold images and filters channels last, which is faster on a GPU.
         labels: name of the labels in dict batches; by default the first of `isosgd.target.batches.LABELS` found there.
 
     Attributes:
-        low: dtypes of the sampled parameters that the module holds in half precision; `values` are in float32.
+        low: dtypes of the sampled parameters in half precision; `values` are in float32.
         labels: as given.
         aliases: other names of tied parameters, as in a ``state_dict``, with the names under which they are sampled.
-        buffers: the module's buffers as they were when this was made; copies, which nothing writes to.
+        buffers: copies of the module's buffers, never changed.
         ties_examples: whether a BatchNorm layer normalises by the statistics of the minibatch, so that the likelihood
             of an example depends on the rest of its batch.
     """
@@ -114,8 +114,7 @@ class ModuleLikelihood:
         self.buffers: Params = {name: x.detach().clone() for name, x in self._module.named_buffers()}
         self._batch_norms = [m for m in self._module.modules() if isinstance(m, _BatchNorm)]
         self.ties_examples = any(m.training or m.running_mean is None for m in self._batch_norms)
-        # Normalising by the minibatch does not need running statistics, which are computed for each draw (`refreshed`):
-        # a forward pass leaves them alone.
+        # Normalising by the minibatch needs no running statistics, which are computed for each draw (`refreshed`).
         self._refreshed = [m for m in self._batch_norms if m.training and m.running_mean is not None]
         for norm in self._refreshed:
             norm.track_running_stats = False
@@ -130,7 +129,7 @@ class ModuleLikelihood:
         self._put_rest(self._home)
 
     def head_path(self) -> str:
-        """Path of the smallest submodule that holds all sampled parameters; empty where that is the whole model."""
+        """Path of the smallest submodule that holds all sampled parameters; empty if that is the model."""
         levels = zip(*(alias.split(".")[:-1] for _, _, _, alias in self._sampled_places), strict=False)
         return ".".join(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, levels))
 
@@ -143,15 +142,15 @@ class ModuleLikelihood:
         first = params[self._sampled_places[0][2]]
         kind, params = _kind(first), self.lowered(params)
         if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(first):
-            # Tensors of a transformation must not stay behind in the module.
+            # Tensors of a torch.func transform must not stay in the module.
             rest = self._rest_as(kind)
             state = {alias: params[name] for _, _, name, alias in self._sampled_places}
             state |= {alias: rest[name] for _, _, name, alias in self._rest_places}
             return self._pass(
                 lambda *x, **named: functional_call(self._module, state, x, named, tie_weights=False), inputs, first
             )
-        # The module is our own copy, so tensors go straight to their places. functional_call, which also has to put
-        # the old ones back, costs about half a forward pass of a small network.
+        # The module is our copy, so tensors are put into it directly. functional_call, which also restores the old
+        # ones, costs about half a forward pass of a small network.
         if kind != self._placed:
             self._put_rest(kind)
         for slots, key, name, _ in self._sampled_places:
@@ -159,7 +158,7 @@ class ModuleLikelihood:
         return self._pass(self._module, inputs, first)
 
     def _pass(self, module: Callable[..., Any], inputs: Sequence[Any] | Mapping[str, Any], like: Tensor) -> Any:
-        """A forward pass in the precision and the memory format that were chosen."""
+        """A forward pass in the chosen precision and memory format."""
         if self.channels_last:
             inputs = tree_map(lambda x: x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x, inputs)
         args, named = self.arguments(inputs)
@@ -184,7 +183,7 @@ class ModuleLikelihood:
             self._put_rest(self._placed)
             yield
         finally:
-            self._rest = before  # copies made for another device in the meantime are dropped
+            self._rest = before  # drop copies made for another device meanwhile
             self._put_rest(self._placed)
 
     @property
@@ -194,7 +193,7 @@ class ModuleLikelihood:
 
     @property
     def transient(self) -> set[str]:
-        """Names of the buffers that a ``state_dict`` leaves out."""
+        """Names of the buffers that are not in a ``state_dict``."""
         return set(self.buffers) - set(self._module.state_dict())
 
     @property
@@ -214,7 +213,7 @@ class ModuleLikelihood:
         """BatchNorm statistics at these parameters: plain averages over batches, as `torch.optim.swa_utils.update_bn`.
 
         Args:
-            batches: of examples; all but the last of each go to the module.
+            batches: of examples, as in the data.
         """
         first = params[self._sampled_places[0][2]]
         rest = self._rest_as(_kind(first))
@@ -233,28 +232,29 @@ class ModuleLikelihood:
                 m.track_running_stats, m.momentum = False, momentum
         return found
 
-    # -- what it is made of -------------------------------------------------------------------------------------------
+    # -- inputs, outputs and layers
+    # ---------------------------------------------------------------------------------------
 
     def lowered(self, params: Params) -> Params:
         """Parameters in the module's own precision: half precision is sampled in float32 and rounded here.
 
-        Most steps are smaller than the spacing of bfloat16 numbers and would be lost.
+        Most steps are smaller than the spacing of bfloat16 numbers.
         """
         return params if not self.low else {**params, **{name: params[name].to(low) for name, low in self.low.items()}}
 
     def arguments(self, inputs: Sequence[Any] | Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Inputs as positional and named arguments of the module, floats in its precision."""
+        """Inputs as positional and named arguments of the module, floating-point ones in its precision."""
         if self.low:
             low = next(iter(self.low.values()))
             inputs = tree_map(lambda x: x.to(low) if x.is_floating_point() else x, inputs)
         return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
 
     def dtype_as(self, x: Tensor, dtype: torch.dtype) -> torch.dtype:
-        """Dtype of a frozen tensor: that of the parameters; its own in modules of half precision."""
+        """Dtype of a frozen tensor: that of the parameters, or its own in a module of half precision."""
         return dtype if x.is_floating_point() and not self.low else x.dtype
 
     def _rest_as(self, kind: tuple[torch.device, torch.dtype]) -> Params:
-        """Frozen parameters and buffers, on the device and in the type of the sampled parameters."""
+        """Frozen parameters and buffers on the device and in the dtype of the sampled parameters."""
         if kind not in self._rest:
             device, dtype = kind
             self._rest[kind] = {
@@ -272,13 +272,13 @@ class ModuleLikelihood:
         return self.given(self.output(params, inputs_of(batch, self.labels)), params, batch)
 
     def given(self, output: Any, params: Params, batch: Any) -> Tensor:
-        """The same from the module's output at these parameters."""
+        """Log likelihood of each example from the module's output."""
         if isinstance(self.likelihood, Likelihood):
             return self.likelihood.log_prob(self.logits(output, params), self.labels_in(batch), params)
         return self.likelihood(output, self.labels_in(batch))
 
     def logits(self, output: Any, params: Params) -> Any:
-        """`logits_of` an output, in the parameters' dtype where they are in half precision: logarithms need it."""
+        """`logits_of` an output, in the parameters' dtype if they are in half precision."""
         found = logits_of(output)
         if isinstance(found, Tensor) and found.dtype in HALF:
             return found.to(params[self._sampled_places[0][2]].dtype)
@@ -295,7 +295,7 @@ class ModuleLikelihood:
         return inputs_of(batch, self.labels)
 
     def labels_in(self, batch: Any) -> Any:
-        """The labels of a batch; tokens that its attention mask leaves out are ignored."""
+        """The labels of a batch; tokens outside its attention mask get the ignored label."""
         y = labels_of(batch, self.labels)
         mask = batch.get(MASK) if isinstance(batch, Mapping) and isinstance(self.likelihood, Tokens) else None
         if mask is None or mask.shape != y.shape:
@@ -304,12 +304,14 @@ class ModuleLikelihood:
 
     @property
     def batched(self) -> bool:
-        """Whether one pass takes parameters of many chains, as a module's attribute ``batched`` declares."""
+        """Whether one pass takes the parameters of many chains, as the module's attribute ``batched`` says."""
         return isinstance(self.likelihood, Likelihood) and getattr(self._module, "batched", False) is True
 
     @property
     def layered(self) -> bool:
-        """Whether the module is `batched`, its layers are those of `isosgd.native.layers`, and slopes are known."""
+        """Whether the module is `batched`, its layers are those of `isosgd.native.layers`, and derivatives are
+        known.
+        """
         closed = isinstance(self.likelihood, Likelihood) and type(self.likelihood).slopes is not Likelihood.slopes
         return closed and self.batched and hasattr(self._module, "arranged")
 
@@ -319,13 +321,13 @@ class ModuleLikelihood:
         own, output, y = {name: params[name] for name in self.extra()}, self.output(params, batch[:-1]), batch[-1]
         if type(self.likelihood) not in NAMES.values():
             return vmap(self.likelihood.log_prob)(output, y, own)
-        # Rows of all chains are one batch, each with the scale of its chain: vmap takes as long as all else.
+        # Rows of all chains are one batch, each with the scale of its chain; vmap would double the time.
         return self.likelihood.log_prob(output.flatten(0, 1), y.flatten(0, 1), self._by_row(own, y)).view(y.shape[:2])
 
     def slopes_by_chain(self, found: Tensor, own: Params, y: Tensor) -> tuple[Tensor, Tensor, Params]:
-        """Log likelihoods from what the layers of a `layered` module give, and the derivatives of their sums.
+        """Log likelihoods ``[chains, n]`` from the output of the layers of a `layered` module, and their derivatives.
 
-        They are ``[chains, n]``, like ``found`` and like the likelihood's own parameters.
+        Derivatives are in the output and in the likelihood's own parameters, per row.
         """
         assert isinstance(self.likelihood, Likelihood)
         arranged: Any = getattr(self._module, "arranged", _as_it_is)
@@ -336,7 +338,7 @@ class ModuleLikelihood:
 
     @staticmethod
     def _by_row(own: Params, y: Tensor) -> Params:
-        """Parameters of all chains as those of the rows of all chains."""
+        """Parameters of chains, repeated for the rows of each chain."""
         last = (-1,) if y.dim() > 2 else ()
         spread = {name: s.reshape(len(y), 1, *last).expand(-1, y.shape[1], *last) for name, s in own.items()}
         return {name: s.flatten(0, 1) for name, s in spread.items()}
@@ -350,17 +352,17 @@ class ModuleLikelihood:
         return network if network is not None and list(self.values) == network.names else None
 
     def perceptron(self) -> perceptron.Names | None:
-        """Where the module is a network of one hidden layer, all sampled: the names of its parameters."""
+        """Names of the parameters if the module is a network of one hidden layer and all are sampled; else None."""
         names = perceptron.names_in(self._module)
         return names if names is not None and list(self.values) == list(names) else None
 
     def predict(self, params: Params, x: Any) -> Any:
-        """Mean and noise variance of y; the module's output when the likelihood is a user's callable."""
+        """Mean and noise variance of y; the module's output if the likelihood is a callable."""
         output = self.logits(self.output(params, self.as_inputs(x)), params)
         return self.likelihood.predict(output, params) if isinstance(self.likelihood, Likelihood) else output
 
     def check(self, params: Params, batch: Any) -> Any:
-        """Check the form and the values of a batch, and that the output is not random. Returns its first rows."""
+        """Check form and values of a batch, and that the output is not random. Returns its first rows."""
         if not isinstance(batch, Mapping) and (not isinstance(batch, (tuple, list)) or len(batch) < 2):
             found = f"{type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
             raise ValueError(f"a batch must be (x, y) or (x1, x2, ..., y) or a dict with labels, got a {found}")
@@ -389,7 +391,7 @@ class ModuleLikelihood:
         return head
 
     def check_inputs(self, params: Params, x: Any) -> None:
-        """Check a user's inputs for prediction: their form and values, and that the module takes the first of them."""
+        """Check form and values of inputs for prediction, and that the module takes the first of them."""
         inputs = self.as_inputs(x)
         if not tensors_of(inputs):
             raise TypeError(
@@ -403,7 +405,7 @@ class ModuleLikelihood:
             self._tried(params, head, inputs)
 
     def _tried(self, params: Params, inputs: Any, whole: Any) -> Any:
-        """The output, refused unless the module can take these rows of whole inputs and gives a row for each."""
+        """The output for a few rows; raises an error if the module cannot take them, or gives no row for each."""
         try:
             output = self.logits(self.output(params, inputs), params)
         except torch.OutOfMemoryError:
@@ -423,7 +425,7 @@ class ModuleLikelihood:
         return output
 
     def _other_type(self, params: Params, inputs: Any, error: Exception) -> str:
-        """What to do about inputs of another type than the parameters', where that may be the cause of an error."""
+        """Advice if an error may come from inputs of another dtype than the parameters'."""
         wanted = params[self._sampled_places[0][2]].dtype
         other = next((t.dtype for t in tensors_of(inputs) if t.dtype != wanted), None)
         if other is None or not ("type" in str(error) and str(wanted).startswith("torch.float")):
@@ -431,7 +433,7 @@ class ModuleLikelihood:
         return f". The inputs are {other}, the parameters {wanted}: pass x.to({wanted}), or convert the model"
 
     def _warn_of_probabilities(self, output: Tensor) -> None:
-        """Warn once where logits are expected and the outputs are probabilities."""
+        """Warn once if outputs are probabilities where logits are expected."""
         last = next(reversed(list(self._module.modules())))
         low, sums = bool((output >= 0).all()), output.sum(-1)
         if isinstance(self.likelihood, Categorical):
@@ -448,7 +450,7 @@ class ModuleLikelihood:
 
     @staticmethod
     def _check_finite(parts: Any, y: Any = None) -> None:
-        """Refuse parts of a batch or of inputs whose values are not finite."""
+        """All values of a batch or of inputs must be finite."""
         named = dict(parts) if isinstance(parts, Mapping) else {f"input {i}": part for i, part in enumerate(parts)}
         for name, part in named.items():
             if isinstance(part, Tensor) and part.is_floating_point() and (bad := int((~part.isfinite()).sum())):
@@ -459,7 +461,7 @@ class ModuleLikelihood:
                 )
 
     def _check_values(self, batch: Any, y: Any) -> None:
-        """Refuse values that are not finite, inputs that the module does not take, and masks that leave nothing."""
+        """Values must be finite and fit the module, and masks must leave something."""
         if isinstance(self.likelihood, Likelihood) and not isinstance(y, Tensor):
             raise TypeError(f"y is of type {type(y).__name__}: pass a tensor or an array, one row an example")
         if isinstance(y, Tensor) and y.ndim and (n := batch_length(batch)) != len(y):
@@ -482,7 +484,7 @@ class ModuleLikelihood:
             )
 
     def describe(self) -> dict[str, Any]:
-        """The model and its likelihood, as plain values."""
+        """The model and its likelihood as plain values."""
         if isinstance(self.likelihood, Likelihood):
             likelihood = self.likelihood.describe()
         else:
@@ -497,7 +499,7 @@ def _as_it_is(found: Tensor, back: bool = False) -> Tensor:
 
 
 def logits_of(output: Any) -> Any:
-    """The part of an output that a likelihood takes: its ``logits``, the first of a tuple, or the output itself."""
+    """The part of an output that a likelihood takes: its ``logits``, the first of a tuple, or all of it."""
     if isinstance(output, Mapping):
         return output.get("logits", output)
     if hasattr(output, "logits"):
@@ -524,7 +526,7 @@ def _places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, str, str]]
 
 
 def as_autocast(name: object) -> torch.dtype | None:
-    """A user's choice of mixed precision as a dtype."""
+    """The name of a mixed precision as a dtype."""
     if name is None or name in HALF:
         return name
     if name not in ("bfloat16", "float16"):
@@ -533,7 +535,7 @@ def as_autocast(name: object) -> torch.dtype | None:
 
 
 def check_autocast(dtype: torch.dtype | None, device: torch.device) -> None:
-    """Refuse mixed precision that a device cannot do."""
+    """Check that a device supports the mixed precision."""
     if dtype is None:
         return
     name = str(dtype).removeprefix("torch.")
@@ -544,7 +546,7 @@ def check_autocast(dtype: torch.dtype | None, device: torch.device) -> None:
 
 
 def as_likelihood(likelihood: object) -> Likelihood | Callable[[Any, Tensor], Tensor]:
-    """Any of the forms a user may give, as a likelihood."""
+    """A likelihood in any of the accepted forms, as a likelihood or callable."""
     if isinstance(likelihood, str):
         if likelihood not in NAMES:
             raise ValueError(
@@ -568,9 +570,8 @@ def select(model: nn.Module, sampled: Select) -> list[str]:
 
     Args:
         model: any module.
-        sampled: ``"all"`` or ``"requires_grad"`` (those that require gradients), ``"last_layer"`` (the module that
-            holds the last of those), names or shell patterns such as ``"*.bias"``, or a callable
-            ``(name, parameter) -> bool``.
+        sampled: ``"all"`` or ``"requires_grad"``, those that require gradients; ``"last_layer"``, the module with the
+            last of those; names or shell patterns such as ``"*.bias"``; or a callable ``(name, parameter) -> bool``.
 
     Example:
         >>> select(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), ["0.weight", "1.*"])
@@ -620,7 +621,7 @@ def _some(names: list[str], most: int = 8) -> str:
 
 
 def warn_of_layers(model: nn.Module) -> None:
-    """One warning of layers that are random in training, and one of those that tie examples of a batch together."""
+    """Warn of layers that are random in training mode, and of layers that tie the examples of a batch together."""
     tied, random = [], []
     for name, module in model.named_modules():
         where = f"{name or 'the model'} ({type(module).__name__})"
@@ -647,10 +648,10 @@ def _warn(layers: list[str], one: str, several: str, text: str) -> None:
 
 
 def _to_evaluation(module: nn.Module) -> None:
-    """Evaluation mode, in which nothing is random, for all but BatchNorm that is in training mode."""
+    """Evaluation mode for all layers but BatchNorm in training mode."""
     for layer in module.modules():
         if isinstance(layer, nn.RNNBase) and layer.training:
-            layer.dropout = 0.0  # not in evaluation mode, in which cuDNN has no gradients
+            layer.dropout = 0.0  # no evaluation mode, in which cuDNN has no gradients
         elif not isinstance(layer, _BatchNorm):
             layer.training = False
 

@@ -1,7 +1,7 @@
-"""Named parameters: the type, and the rules by which a name finds its pattern and its positive values.
+"""Named parameters: their type, and how names match patterns.
 
-*Natural* parameters are what users see. *Free* parameters are what samplers move: the same names, but a positive
-parameter is held as its logarithm.
+*Natural* parameters are those of users. *Free* parameters, which samplers move, have the same names, but hold the
+logarithm of positive ones.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ Params = dict[str, Tensor]
 """Parameters by name."""
 
 HALF = (torch.bfloat16, torch.float16)
-"""Dtypes in which nothing is sampled: steps would be lost to rounding."""
+"""Dtypes whose rounding would lose most steps."""
 
 T = TypeVar("T")
 
 
 def match(name: str, patterns: Iterable[str]) -> str | None:
-    """The pattern that matches a name: the name itself if it is there, else the first shell pattern that fits.
+    """The pattern that matches a name: the name itself if present, else the first matching shell pattern.
 
     Example:
         >>> match("fc1.bias", ["*.weight", "fc1.*", "fc1.bias"]), match("w", ["b*"])
@@ -36,8 +36,8 @@ def match(name: str, patterns: Iterable[str]) -> str | None:
 
 
 def lookup(name: str, table: Mapping[str, T], what: str) -> T:
-    """Entry of a table of names or patterns for one name; a ``ValueError`` when nothing fits."""
-    if name in table:  # the fast path, taken at every step once names are resolved
+    """Entry of a table of names or patterns for a name; a ``ValueError`` if none matches."""
+    if name in table:  # at every step, once names are resolved
         return table[name]
     pattern = match(name, table)
     if pattern is None:

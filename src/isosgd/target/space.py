@@ -1,4 +1,4 @@
-"""The space that samplers move in: the parameters, which of them are positive, and the prior of each."""
+"""The space in which samplers move: parameters, which of them are positive, and their prior."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from isosgd.target.priors import LOG_2PI, Extra, Flat, Joint, Normal, PositivePr
 
 
 class Space:
-    """Everything about parameters that is fixed once their names and shapes are known.
+    """The parameters once their names and shapes are known.
 
     Args:
-        values: natural values of the parameters; may include those that the prior samples.
+        values: natural values of the parameters, possibly with those that the prior samples.
         prior: prior of the user's parameters.
         own: sampled parameters of the likelihood.
         positive: names or patterns of the user's positive parameters.
@@ -41,7 +41,7 @@ class Space:
         self.prior = self._join(users, prior, own, hyper)
 
     def _join(self, users: Params, prior: Prior, own: Mapping[str, Extra], hyper: Mapping[str, Extra]) -> Prior:
-        """One prior of all parameters. The user's prior never applies to parameters of the likelihood."""
+        """The prior of all parameters. The user's prior never applies to parameters of the likelihood."""
         ruled = users | {name: self.values[name] for name in hyper}
         resolved = prior.resolve(ruled)
         parts = list(resolved.parts) if isinstance(resolved, Joint) else [(resolved, tuple(ruled))]
@@ -66,7 +66,7 @@ class Space:
         return {name: x.log() if name in self.positive else x for name, x in natural.items()}
 
     def log_prior(self, free: Params, natural: Params) -> Tensor:
-        """Log density of the free parameters: that of the natural ones and the Jacobian of the exponential."""
+        """Log density of the free parameters, including the Jacobian of the exponential."""
         value = self.prior.log_prob(natural)
         for name in self.positive:
             value = value + free[name].sum()
@@ -75,13 +75,13 @@ class Space:
     def score(self, natural: Params) -> Params:
         """Gradient of `log_prior` in the free parameters, in closed form if the prior has one."""
         scores = self.prior.grad(natural)
-        for name in self.positive:  # chain rule through the exponential, and the Jacobian's own gradient
+        for name in self.positive:  # chain rule, and the gradient of the Jacobian
             scores[name] = scores[name] * natural[name] + 1
         return scores
 
     @property
     def entries(self) -> bool:
-        """Whether entries are independent: normal or flat, and positive ones under priors of positive numbers."""
+        """Whether entries are independent with normal or flat priors, or positive with priors of positive numbers."""
         if not isinstance(self.prior, Joint):
             return False
         return all(
@@ -91,7 +91,7 @@ class Space:
         )
 
     def start(self, given: Params, device: torch.device | str | None, dtype: torch.dtype | None) -> Params:
-        """New free leaf tensors from natural values, which are checked; the space's own where none are given."""
+        """Free leaf tensors from natural values, which are checked; the space's own values if none are given."""
         unknown = [name for name in given if name not in self.values]
         if unknown:
             raise ValueError(
@@ -101,7 +101,7 @@ class Space:
         natural = {}
         for name, default in self.values.items():
             value = given.get(name, default)
-            # Parameters of likelihood and prior go to the device of the user's.
+            # Parameters of likelihood and prior go to the device of the others.
             shape, home = (self.extras[name].value.shape, first) if name in self.extras else (default.shape, value)
             if value.shape != shape:
                 raise ValueError(f"init[{name!r}] has shape {list(value.shape)}, expected {list(shape)}")
@@ -114,11 +114,11 @@ class Space:
 
 
 class FlatPrior:
-    """The log prior at flat parameters ``[chains, d]`` whose entries are independent (`Space.entries`).
+    """The log prior at flat parameters ``[chains, d]`` with independent entries (`Space.entries`).
 
     Args:
         space: of the parameters.
-        shapes: of the parameters of a chain, in the order of the flat vector.
+        shapes: of the parameters of a chain, in the order of the vector.
         like: a tensor with their dtype and device.
     """
 
@@ -155,7 +155,7 @@ class FlatPrior:
 
 
 def refuse_sharded(name: str, value: Any) -> None:
-    """Refuse a DTensor, since targets need whole parameters, and say what to do."""
+    """Raise an error for a DTensor, since targets need whole parameters."""
     if hasattr(value, "device_mesh"):
         raise ValueError(
             f"{name!r} is sharded over ranks (a DTensor, as fully_shard makes them), which sample does not take. "
@@ -166,7 +166,7 @@ def refuse_sharded(name: str, value: Any) -> None:
 
 
 def as_parameter(name: str, value: Any) -> Tensor:
-    """A user's start value as a tensor that can be sampled."""
+    """A start value as a tensor that can be sampled."""
     if not isinstance(name, str):
         raise TypeError(f"init must map names to tensors, got the key {name!r}")
     refuse_sharded(name, value)
@@ -180,5 +180,5 @@ def as_parameter(name: str, value: Any) -> Tensor:
         )
     if not tensor.numel():
         raise ValueError(f"init[{name!r}] has shape {list(tensor.shape)}, so there is nothing to sample in it")
-    # Most steps are smaller than the spacing of half-precision numbers and would be lost.
+    # Most steps are smaller than the spacing of half-precision numbers.
     return tensor.detach().clone() if tensor.dtype not in HALF else tensor.detach().float()

@@ -82,9 +82,9 @@ class Target:
         self._fixed = init is not None
         if init is not None:
             values = {name: as_parameter(name, value) for name, value in init.items()}
-            self._prior = self._prior.at(values) if values else self._prior  # `Space` refuses an empty init
+            self._prior = self._prior.at(values) if values else self._prior  # `Space` raises an error for an empty init
             self._space = self._make_space(values)
-            self.initial()  # finds bad start values
+            self.initial()  # checks start values
 
     @classmethod
     def from_module(
@@ -117,8 +117,9 @@ class Target:
                 ``"gaussian"``, ``"student_t"``, ``"heteroscedastic"``, ``"heteroscedastic_t"``, ``"poisson"``), or a
                 callable ``(output, y) -> Tensor[n]``.
             prior: as for `Target`; ``FanInNormal()`` by default, under which a network's outputs are of order one
-                whatever its width. With enough data ``HierarchicalNormal()`` learns the scales. For a trained network
-                ``"empirical"`` takes them from its values, see `isosgd.priors.Empirical`.
+                prior: as for `Target`; ``FanInNormal()`` by default, under which outputs are of order one for any
+                    width. With enough data ``HierarchicalNormal()`` learns the scales. For a trained network
+                    ``"empirical"`` takes them from its values, see `isosgd.priors.Empirical`.
             num_data: N, found from the data when they have a length.
             sampled: ``"all"`` parameters with ``requires_grad`` (also as ``"requires_grad"``); ``"last_layer"``, the
                 module that holds the last of those; names or shell patterns such as ``["*lora_*", "score.*"]``; or a
@@ -166,7 +167,7 @@ class Target:
         )  # fmt: skip
         return found.tempered(self._tempered)
 
-    # ---------------------------------------------------------------- what a chain needs to start
+    # ---------------------------------------------------------------- num_data and start values
 
     def resolve_num_data(self, data: Any) -> int:
         """N: the given one, else the length of the data. It is never guessed.
@@ -176,7 +177,7 @@ class Target:
         """
         found = count_examples(data)
         if self.num_data is not None:
-            return self.num_data  # for which the prior was made
+            return self.num_data  # the prior was made for it
         if found is None:
             raise ValueError(
                 f"the number of examples is not known from data of type {type(data).__name__}; pass num_data= to Target"
@@ -187,7 +188,7 @@ class Target:
         return found
 
     def bind_num_data(self, num_data: int) -> None:
-        """Tell N to a prior that depends on it (`isosgd.priors.WeightDecay`)."""
+        """Set N in a prior that depends on it (`isosgd.priors.WeightDecay`)."""
         if num_data == self._prior_num_data:
             return
         self._prior_num_data = num_data
@@ -205,7 +206,7 @@ class Target:
 
         Args:
             init: natural values; names left out start at the target's own values.
-            device: of the parameters; where they are by default.
+            device: of the parameters; their own by default.
             dtype: a floating-point type; their own by default.
         """
         if dtype is not None and not dtype.is_floating_point:
@@ -224,12 +225,12 @@ class Target:
 
     @property
     def module(self) -> ModuleLikelihood | None:
-        """The module's likelihood, where the target was made from a module."""
+        """The module's likelihood, if the target was made from a module."""
         return self._log_likelihood if isinstance(self._log_likelihood, ModuleLikelihood) else None
 
     @property
     def buffers(self) -> Params:
-        """Buffers of the module at the time the target was made; empty without a module."""
+        """Buffers of the module when the target was made; empty without a module."""
         return {} if self.module is None else self.module.buffers
 
     @property
@@ -243,7 +244,7 @@ class Target:
         return self.module is not None and self.module.ties_examples
 
     def split_init(self, init: Mapping[str, Any] | None) -> tuple[dict[str, Any], Params]:
-        """Start values of parameters, and those of buffers, which are checked."""
+        """Start values of parameters, and checked start values of buffers."""
         own, frozen = self.buffers, self.frozen
         init = self.without_aliases(init or {})
         params = {name: value for name, value in init.items() if name not in own and name not in frozen}
@@ -262,7 +263,7 @@ class Target:
         return params, buffers
 
     def without_aliases(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Values by name, with tied parameters once, under the name by which they are sampled."""
+        """Values by name; tied parameters once, under the name by which they are sampled."""
         aliases = {} if self.module is None else self.module.aliases
         for alias, name in aliases.items():
             if alias in state and name in state and not torch.equal(*map(torch.as_tensor, (state[alias], state[name]))):
@@ -270,7 +271,7 @@ class Target:
         return {name: x for name, x in state.items() if name not in aliases}
 
     def initial_buffers(self, init: Mapping[str, Any] | None, free: Params) -> Params:
-        """Copies of the buffers that a chain starts with, on the device and in the type of its parameters."""
+        """Copies of the buffers at a chain's start, on the device and in the dtype of its parameters."""
         first = next(iter(free.values()))
         found = self.buffers | self.split_init(init)[1]
         return {
@@ -280,13 +281,13 @@ class Target:
         }
 
     def of_likelihood(self, module: ModuleLikelihood) -> Target:
-        """The same posterior by another likelihood of the same parameters."""
+        """The same posterior with another implementation of the likelihood."""
         found = copy.copy(self)
         found._log_likelihood, found._predict, found._checked = module, module.predict, False
         return found
 
     def inputs_of(self, batch: Any) -> Any:
-        """A network's inputs in a batch; without a network all but the last of it."""
+        """The inputs in a batch; without a module all but the last entry."""
         return inputs_of(batch, None if self.module is None else self.module.labels)
 
     def labels_of(self, batch: Any) -> Any:
@@ -294,7 +295,7 @@ class Target:
         return labels_of(batch, None if self.module is None else self.module.labels)
 
     def check_device(self, device: torch.device) -> None:
-        """Refuse a device that lacks the target's mixed precision."""
+        """Check that a device supports the target's mixed precision."""
         if self.module is not None:
             check_autocast(self.module.autocast, device)
 
@@ -304,12 +305,12 @@ class Target:
 
     @property
     def device(self) -> torch.device | None:
-        """Device of the start values; None while there are none."""
+        """Device of the start values; None without start values."""
         return None if self._space is None else next(iter(self._space.values.values())).device
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Type of the start values; None while there are none."""
+        """Dtype of the start values; None without start values."""
         return None if self._space is None else next(iter(self._space.values.values())).dtype
 
     def layers(self, free: Params) -> dict[str, str]:
@@ -344,13 +345,13 @@ class Target:
         return temperature if self._whole_prior(free) else 1.0
 
     def _whole_prior(self, free: Params) -> str:
-        """Why the prior is not tempered; empty where it is."""
+        """Why the prior is not tempered; empty if it is."""
         if self.prior_scales(free):
             return ", since the prior has scales that are sampled"
         return " (tempered='likelihood')" if self._tempered == "likelihood" else ""
 
     def tempered(self, what: Literal["both", "likelihood"]) -> Target:
-        """The same target, with a temperature that acts on ``both`` likelihood and prior, or on the ``likelihood``."""
+        """The same target with a temperature that acts on ``both`` likelihood and prior, or on the ``likelihood``."""
         if what not in ("both", "likelihood"):
             raise ValueError(f"tempered = {what!r} is unknown; choose one of 'both', 'likelihood'")
         if what == self._tempered:
@@ -399,7 +400,7 @@ class Target:
         return self._log_likelihood(self.constrain(free), batch)
 
     def perceptron(self) -> perceptron.Names | None:
-        """Names of the parameters if the target is a network of one hidden layer (they are free); else None."""
+        """Names of the parameters if the target is a network of one hidden layer; else None."""
         return None if self.module is None else self.module.perceptron()
 
     @property
@@ -427,16 +428,16 @@ class Target:
         return self._space is not None and self._space.entries
 
     def log_likelihood_by_chain(self, free: Params, batch: Any) -> Tensor:
-        """Log likelihoods ``[chains, n]`` at free parameters of many chains, in one pass through a `batched` module."""
+        """Log likelihoods ``[chains, n]`` of many chains, in one pass through a `batched` module."""
         assert self.module is not None
         return self.module.by_chain(self.constrain(free), batch)
 
     def slopes_by_chain(self, found: Tensor, own: Params, y: Tensor) -> tuple[Tensor, Tensor, Params]:
-        """The same with its derivatives, from the output of a module's layers and the likelihood's free parameters."""
+        """The same with derivatives, from the output of a module's layers and the likelihood's free parameters."""
         assert self.module is not None
         natural = self.constrain(own)
         each, slope, rest = self.module.slopes_by_chain(found, natural, y)
-        positive = self._bound(own).positive  # chain rule through the exponential
+        positive = self._bound(own).positive  # chain rule
         return each, slope, {name: x * natural[name] if name in positive else x for name, x in rest.items()}
 
     def flat_prior(self, shapes: Mapping[str, tuple[int, ...]], like: Tensor) -> FlatPrior:
@@ -445,11 +446,11 @@ class Target:
         return FlatPrior(self._space, shapes, like)
 
     def log_prior(self, free: Params) -> Tensor:
-        """Log density of the free parameters under the prior, Jacobian included."""
+        """Log density of the free parameters under the prior, including the Jacobian."""
         return self._bound(free).log_prior(free, self.constrain(free))
 
     def prior_score(self, free: Params) -> Params:
-        """Gradient of the log prior of the free parameters, in closed form where there is one."""
+        """Gradient of the log prior of the free parameters, in closed form if there is one."""
         space = self._bound(free)
         return space.score(space.constrain(free))
 
@@ -462,7 +463,7 @@ class Target:
             free: free parameters that require gradients.
             batch: a minibatch.
             num_data: N.
-            prior_weight: weight of the prior in the loss, see `prior_weight`; 0 if the caller adds the prior's part.
+            prior_weight: weight of the prior in the loss, see `prior_weight`; 0 leaves it out.
 
         Returns:
             The mean negative log likelihood, detached and without the prior's part, and the gradients of the whole
@@ -485,13 +486,13 @@ class Target:
             return mean.detach().neg(), grads
         with torch.no_grad():
             scores = space.score(natural)
-            # Not in place: autograd may hand out one tensor for two parameters, or an expanded one.
+            # Not in place: autograd may return one tensor for two parameters, or an expanded one.
             return mean.detach().neg(), list(
                 torch._foreach_add(grads, [scores[name] for name in free], alpha=-prior_weight / num_data)
             )
 
     def prior_precisions(self, free: Params) -> list[float] | None:
-        """Precision of each parameter's prior if all are flat, or Gaussian around zero of fixed scale; else None."""
+        """Precision of each parameter's prior if all are flat or Gaussian with mean zero and fixed scale; else None."""
         space = self._bound(free)
         if space.positive:
             return None
@@ -505,9 +506,9 @@ class Target:
     def prior_curvature(self, free: Params, batched: bool = False) -> list[Tensor]:
         """Second derivative of the negative log prior for each parameter (not divided by N), never negative.
 
-        Exact for priors of independent entries, also if they share a scale; for others the sum of a row of the Hessian
-        within a parameter. A prior without curvature (Laplace) or with a negative one (the tails of a Student-t) gives
-        the square of its slope, which has the same mean under the prior.
+        Exact for independent entries, also with a shared scale; else the sum of a row of the Hessian within a
+        parameter. A prior without curvature (Laplace) or with a negative one (tails of a Student-t) gives the square of
+        its slope, which has the same mean under the prior.
 
         Args:
             free: free parameters.
@@ -531,8 +532,8 @@ class Target:
     def check(self, free: Params, batch: Any) -> None:
         """Check a batch: its form, its values, and what the log likelihood returns.
 
-        The first batch is always checked. Call this before code that is compiled or mapped over chains. For a module's
-        target the batch may be all data: all values are checked, and the module runs on a few rows.
+        The first batch is always checked. Call this before code that is compiled or mapped over chains. For a module
+        the batch may be all data: all values are checked, and a few rows go through the module.
         """
         natural = self.constrain(free)
         with torch.no_grad():
@@ -555,7 +556,7 @@ class Target:
         self._checked = True
 
     def _check_dependence(self, free: Params, batch: Any) -> None:
-        """Refuse a module whose log likelihood has no gradient: draws would be those of the prior."""
+        """Raise an error if a module's log likelihood has no gradient: draws would be from the prior."""
         with torch.enable_grad():
             leaves = {name: x.detach().requires_grad_() for name, x in free.items()}
             value = self._log_likelihood(self.constrain(leaves), batch)
@@ -565,15 +566,16 @@ class Target:
                     ".data in the model's forward(), or sample other parameters (sampled=)"
                 )
 
-    # ---------------------------------------------------------------- after sampling
+    # ---------------------------------------------------------------- predictions
 
     @torch.no_grad()
     def predictive(self, free: Params, x: Any) -> Any:
         """Predictions at free parameters.
 
         Returns:
-            For a module's target a dict of the ``mean`` and noise ``variance`` of y (the output itself under a
-            callable likelihood); otherwise whatever the user's ``predict`` returns.
+            For a module a dict of the ``mean`` and noise ``variance`` of y (the output under a callable likelihood);
+            otherwise
+                what the user's ``predict`` returns.
         """
         if self._predict is None:
             raise ValueError("this target cannot predict: pass predict=, a callable (params, x), to Target")
@@ -585,7 +587,7 @@ class Target:
         return self._predict is not None
 
     def describe(self) -> dict[str, Any]:
-        """What is sampled, as plain values that JSON can hold."""
+        """Description of the target, as JSON values."""
         if self.module is not None:
             about = self.module.describe()
         else:
