@@ -176,7 +176,7 @@ def test_ten_times_the_data(gaussian_posterior):
         ("diagonal", {"told": {"temperature": 0.4}}),  # noise scaled by 2
         ("full", {"seen": 0.1}),  # gradient noise left in
         ("full", {"later": 2}),
-        ("kronecker", {"told": {"num_data": 1}}),
+        ("kronecker", {"told": {"num_data": 8}}),
         ("lowrank", {"told": {"temperature": 1.0}}),
     ],
 )
