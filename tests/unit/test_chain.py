@@ -1,7 +1,5 @@
-"""The parts of the loop: batches, data sets, autocorrelation, progress."""
+"""The parts of the loop: batches, data sets, autocorrelation."""
 
-import io
-import logging
 import math
 from typing import Any
 
@@ -13,7 +11,6 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from isosgd import DataSets
 from isosgd.data.sources import IterableBatches, TensorBatches, as_data, batch_length, halves, make_batches, size_of
 from isosgd.diagnostics import integrated_time
-from isosgd.progress import Progress
 
 SIGMAS = 4.5
 
@@ -158,85 +155,3 @@ def test_integrated_time_of_an_autoregression(rho: float) -> None:
 @pytest.mark.parametrize("trace", [np.ones(100), np.zeros(2), np.array([1.0])], ids=len)
 def test_a_trace_that_says_nothing_counts_as_uncorrelated(trace: np.ndarray) -> None:
     assert integrated_time(trace) == 1.0
-
-
-# ------------------------------------------------------------------------------------------------ progress
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_the_line_shows_stage_share_speed_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("isosgd.progress.time.monotonic", lambda: now[0])
-    stream = Terminal()
-    progress = Progress(1000, stream=stream)
-    now[0] = 10.0
-    progress.advance("sampling", 250)
-    line = stream.getvalue()
-    for part in ("sampling", "25%", "250 steps", "25/s", "0:30 left", "█" * 5 + "░" * 15):
-        assert part in line
-    progress.advance("sampling")  # too soon to draw again
-    assert stream.getvalue() == line
-    progress.close()
-    assert stream.getvalue().endswith("\r\x1b[K")
-
-
-@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["no terminal", "terminal"])
-def test_progress_is_silent_when_told_so(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("isosgd.progress.time.monotonic", lambda: now[0])
-    progress = Progress(10, False, stream)
-    now[0] = 100.0
-    progress.advance("sampling", 5)
-    progress.note("converged")
-    progress.close()
-    assert stream.getvalue() == ""
-
-
-def test_without_a_terminal_stages_are_logged_and_a_line_every_half_minute(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("isosgd.progress.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # those of pytest
-    stream = io.StringIO()
-    with Progress(10_000, stream=stream) as progress:
-        for stage, steps in (("initial optimisation", 20), ("warm-up window of 50", 1), ("sampling", 80)):
-            for _ in range(steps):
-                now[0] += 1.0
-                progress.advance(stage, 100)
-        progress.note("converged: R-hat 1.00")
-    lines = [line.split("isosgd: ")[1] for line in stream.getvalue().splitlines()]
-    assert lines == [
-        "initial optimisation, 100 of 10,000 steps (1%), 100/s, 1:39 left",
-        "warm-up window of 50, 2,100 of 10,000 steps (21%), 100/s, 1:19 left",
-        "sampling, 2,200 of 10,000 steps (22%), 100/s, 1:18 left",
-        "sampling, 5,200 of 10,000 steps (52%), 100/s, 0:48 left",
-        "sampling, 8,200 of 10,000 steps (82%), 100/s, 0:18 left",
-        "converged: R-hat 1.00",
-        "done, 10,100 steps in 1:41",
-    ]
-
-
-def test_a_run_that_fails_is_not_called_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, stream = [0.0], io.StringIO()
-    monkeypatch.setattr("isosgd.progress.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    with pytest.raises(KeyboardInterrupt), Progress(100, stream=stream) as progress:
-        now[0] = 2.0
-        progress.advance("sampling", 50)
-        raise KeyboardInterrupt
-    assert stream.getvalue().endswith("isosgd: stopped, 50 steps in 0:02\n")
-
-
-def test_whoever_configures_logging_decides(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, stream = [0.0], io.StringIO()
-    monkeypatch.setattr("isosgd.progress.time.monotonic", lambda: now[0])
-    for level, said in ((logging.WARNING, False), (logging.INFO, True)):
-        caplog.set_level(level, "isosgd")
-        progress = Progress(100, stream=stream)
-        now[0] += 2.0
-        progress.advance("sampling", 50)
-        progress.close()
-        assert bool(caplog.messages) is said and not stream.getvalue()

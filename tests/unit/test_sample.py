@@ -1,8 +1,6 @@
 """`sample`: draws that follow the seed, a warm-up that reports or complains, and chains that fail in the open."""
 
-import itertools
 import json
-import logging
 import math
 import sys
 import types
@@ -121,18 +119,6 @@ def test_positive_parameters_are_drawn_as_such(data: tuple[Tensor, ...]) -> None
 def test_arrays_and_a_device_are_welcome(data: tuple[Tensor, ...], quick: tuple[Posterior, int]) -> None:
     arrays = sample(make_target(), (data[0].numpy(),), device="cpu", **QUICK)
     assert torch.equal(quick[0].draws["mu"], arrays.draws["mu"])
-
-
-def test_stages_are_logged_without_a_terminal(
-    data: tuple[Tensor, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = itertools.count()  # a second at each look at the clock
-    monkeypatch.setattr("isosgd.progress.time.monotonic", lambda: float(next(now)))
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # those of pytest
-    sample(make_target(), data, **{**QUICK, "progress": True})
-    out, told = capsys.readouterr()
-    places = [told.index(f"isosgd: {stage}") for stage in ("initial optimis", "warm-up window of", "sampling", "done")]
-    assert not out and places == sorted(places) and " left" in told
 
 
 # ------------------------------------------------------------------------------------------------ information
