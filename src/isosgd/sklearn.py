@@ -78,17 +78,29 @@ NEIGHBOURS, FAR, COMPARED = 5, 0.99, 5_000  # nearest training rows, quantile of
 class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
     """Base of both estimators: turns columns into inputs, and inputs and targets into draws."""
 
-    hidden_layers: Any
-    chains: int
-    effort: float
-    max_seconds: float | None
-    random_state: Any
-    device: Any
-    verbose: Any
     posterior_: Posterior
     network_: Network
     columns_: Columns
     held_out_: tuple[torch.Tensor, torch.Tensor] | None
+
+    def __init__(
+        self,
+        hidden_layers: Literal["auto"] | Sequence[int] = "auto",
+        *,
+        chains: int = 8,
+        effort: float = 1.0,
+        max_seconds: float | None = None,
+        random_state: Any = None,
+        device: Any = None,
+        verbose: bool = False,
+    ) -> None:
+        self.hidden_layers = hidden_layers
+        self.chains = chains
+        self.effort = effort
+        self.max_seconds = max_seconds
+        self.random_state = random_state
+        self.device = device
+        self.verbose = verbose
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -306,14 +318,11 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
         device: Any = None,
         verbose: bool = False,
     ) -> None:
-        self.hidden_layers = hidden_layers
+        super().__init__(
+            hidden_layers, chains=chains, effort=effort, max_seconds=max_seconds, random_state=random_state,
+            device=device, verbose=verbose,
+        )  # fmt: skip
         self.likelihood = likelihood
-        self.chains = chains
-        self.effort = effort
-        self.max_seconds = max_seconds
-        self.random_state = random_state
-        self.device = device
-        self.verbose = verbose
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -433,25 +442,6 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):  # type: ignore[misc
         classes_: the labels.
         softmax_temperature_: divides the logarithms of the averages.
     """
-
-    def __init__(
-        self,
-        hidden_layers: Literal["auto"] | Sequence[int] = "auto",
-        *,
-        chains: int = 8,
-        effort: float = 1.0,
-        max_seconds: float | None = None,
-        random_state: Any = None,
-        device: Any = None,
-        verbose: bool = False,
-    ) -> None:
-        self.hidden_layers = hidden_layers
-        self.chains = chains
-        self.effort = effort
-        self.max_seconds = max_seconds
-        self.random_state = random_state
-        self.device = device
-        self.verbose = verbose
 
     def fit(
         self, X: Any, y: Any, *, store: str | Path | None = None, held_out: Any = None, **given: Any
@@ -586,9 +576,7 @@ def opened(folder: str | Path, damaged: Damaged = "refuse") -> BayesianMLPRegres
         made.n_features_in_ = len(made.columns_.numbers if names is None else names)
         if names is not None and all(isinstance(name, str) for name in names):
             made.feature_names_in_ = np.array(names, dtype=object)
-        given = {"linear": 1.0, **state["network"]}  # which older folders lack
-        given.pop("activation", None)  # and which they have
-        made.network_ = Network(**{**given, "hidden": tuple(given["hidden"])})
+        made.network_ = Network(**{**state["network"], "hidden": tuple(state["network"]["hidden"])})
         made._take(state["target"])
         if made.network_.inputs != len(made.columns_.scale) or made.network_.outputs != made._outputs:
             raise ValueError("the network has not as many inputs and outputs as the columns")

@@ -270,7 +270,7 @@ class IterableBatches:
         """Continue from a `state`: start that pass again and skip the batches taken from it."""
         for generator, before in zip(self._generators(), state["before"], strict=True):
             generator.set_state(before.cpu())
-        self._peeked, self._passes = None, state.get("passes", 0)
+        self._peeked, self._passes = None, state["passes"]
         self._begin()
         for _ in range(state["taken"]):
             self._take()

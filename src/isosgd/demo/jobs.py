@@ -138,7 +138,7 @@ def _three_ways(
 
     Returns:
         For each of the three its mean negative log likelihood on the test set (MNLL), the excess over I-SGD's, their
-            standard errors over test examples (paired for the excess), and the cost. I-SGD's cost includes its start.
+        standard errors over test examples (paired for the excess), and the cost. I-SGD's cost includes its start.
     """
     train, held_out, test = data
     trained, early = fit_adam(Target.from_module(net, likelihood, priors.Flat()), train, held_out, sizes, seed)

@@ -85,8 +85,7 @@ class Perceptron(nn.Module):
     """Hidden layers beside a linear path: ``gate * out(h) + skip(x)``.
 
     The gate is sampled: for a linear table it goes to zero, and the hidden layers to their prior. Parameters and ``x``
-        may
-    have a leading dimension of chains. With ``size``, further outputs times ``size`` are logarithms of the squared
+    may have a leading dimension of chains. With ``size``, further outputs times ``size`` are logarithms of the squared
     noise scale, ``[..., n, outputs, 2]``; they come from the linear path, and with ``inner`` also from the hidden
     layers.
     """

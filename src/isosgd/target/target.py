@@ -574,8 +574,7 @@ class Target:
 
         Returns:
             For a module a dict of the ``mean`` and noise ``variance`` of y (the output under a callable likelihood);
-            otherwise
-                what the user's ``predict`` returns.
+            otherwise what the user's ``predict`` returns.
         """
         if self._predict is None:
             raise ValueError("this target cannot predict: pass predict=, a callable (params, x), to Target")
