@@ -435,7 +435,7 @@ def test_a_full_matrix_has_its_limits() -> None:
         {"params": [torch.zeros(2, requires_grad=True)]},
         {"params": [torch.zeros(2, requires_grad=True)], "temperature": 0.5},
     ]
-    with pytest.raises(ValueError, match="groups differ in temperature"):
+    with pytest.raises(ValueError, match="groups with temperature"):
         FullSGFS(groups, num_data=10)
     loop = Loop(FullSGFS).look()
     loop.gradients()

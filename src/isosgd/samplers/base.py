@@ -663,6 +663,17 @@ class Sampler(Optimizer):
                 own = rate[i] if isinstance(rate, list) else rate
                 self._advance([p], [g], own, None if kick is None else [kick[i]])
 
+    def all_params(self, user: str) -> list[Tensor]:
+        """The parameters; raises if one has no gradient, since the ``user`` needs all of them."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        missing = next((p for p in params if p.grad is None), None)
+        if missing is not None:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(missing.shape)} has no gradient: {user} needs those of all parameters; "
+                "freeze it before the sampler is made"
+            )
+        return params
+
     def _make_plan(self) -> None:
         if self.schedule.changes(self.param_groups):
             self.refresh()

@@ -101,7 +101,14 @@ def check_units(num_data: int, temperature: float) -> None:
         raise ValueError(f"temperature = {temperature} must be finite and not negative; 1 is the Bayesian posterior")
 
 
-def check_batch_size(batch_size: int | None, num_data: int | None = None) -> None:
+def check_same_units(groups: Sequence[Group], user: str) -> None:
+    """Raise if groups differ in N or T."""
+    for name in ("temperature", "num_data"):
+        if len(found := sorted({group[name] for group in groups})) > 1:
+            raise ValueError(f"groups with {name} = {found}: {user} needs one for all")
+
+
+def check_batch_size(batch_size: int | None, num_data: int | None) -> None:
     """Raise if n is invalid."""
     if batch_size is None:
         return

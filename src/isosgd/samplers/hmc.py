@@ -143,7 +143,7 @@ class HMC(Sampler):
             raise RuntimeError("Lambda is not known yet: let isosgd.sample warm up")
         if energy is None:
             raise RuntimeError("HMC needs the energy of each chain before a step: let isosgd.sample take them")
-        params = self.injector.params
+        params = self.all_params("HMC")
         here = geometry.flatten([p.detach() for p in params])
         gradient = geometry.flatten([p.grad for p in params])  # type: ignore[misc]
         pull = geometry.direction(gradient).to(geometry.dtype)

@@ -33,7 +33,7 @@ from isosgd.geometry.rule import Rule, allowed_rate_curvature
 from isosgd.noise.estimators import AlphaStable, MovingAverage
 from isosgd.noise.model import Summary, Uses, join, split_like
 from isosgd.samplers.base import Sampler, limit_rise
-from isosgd.samplers.groups import Group, ParamsLike, check_choice
+from isosgd.samplers.groups import Group, ParamsLike, check_choice, check_same_units
 from isosgd.samplers.injection import Move
 from isosgd.samplers.own_warmup import OwnWarmup
 from isosgd.samplers.program import GeometryProgram, KickProgram, StepProgram
@@ -408,13 +408,7 @@ class ISGD(Sampler):
             return
         if not geometry.known:
             raise RuntimeError("Lambda is not known yet: let isosgd.sample warm up, or call adapt() after observe()")
-        params = self.injector.params
-        if len(params) != len(geometry.sizes):
-            missing = next(p for group in self.param_groups for p in group["params"] if p.grad is None)
-            raise RuntimeError(
-                f"a parameter of shape {tuple(missing.shape)} has no gradient: structure {geometry.name!r} needs those "
-                "of all parameters; freeze it before the sampler is made, or choose structure='layer'"
-            )
+        params = self.all_params(f"structure {geometry.name!r}, unlike 'layer',")
         xi = self.injector.source.fill()
         gradient = geometry.flatten([p.grad for p in params])  # type: ignore[misc]
         moved = geometry.displace(self.injector.fixed(geometry.tensors()), gradient, xi.view(geometry.chains, -1))
@@ -469,10 +463,7 @@ def bind_geometry(sampler: Sampler, geometry: Geometry, sets: int) -> None:
     n = sampler.batch_size
     if n is None or n < 2:
         raise ValueError(f"structure {geometry.name!r} takes the curvature from n Var(g): pass batch_size=n, not {n}")
-    for name in ("temperature", "num_data"):
-        found = {group[name] for group in sampler.param_groups}
-        if len(found) > 1:
-            raise ValueError(f"groups with {name} = {sorted(found)}: structure {geometry.name!r} needs one for all")
+    check_same_units(sampler.param_groups, f"structure {geometry.name!r}")
     geometry.bind(sampler.param_groups, sampler.chains, sets)
 
 

@@ -21,7 +21,7 @@ from isosgd.geometry.linalg import times
 from isosgd.noise.estimators import state_dtype
 from isosgd.noise.model import Summary, join, split_like
 from isosgd.samplers.base import Sampler
-from isosgd.samplers.groups import Group, ParamsLike
+from isosgd.samplers.groups import Group, ParamsLike, check_same_units
 from isosgd.samplers.injection import Move
 from isosgd.samplers.metric import DiagonalMetric
 from isosgd.samplers.program import StepProgram
@@ -145,8 +145,7 @@ class FullSGFS(Sampler):
         self.size = sum(p.numel() for group in self.param_groups for p in group["params"]) // (self.chains or 1)
         if self.size > MOST_PARAMETERS:
             raise ValueError(f"{self.size} parameters: a full matrix is for at most {MOST_PARAMETERS}, use SGFS")
-        if len({(group["temperature"], group["num_data"]) for group in self.param_groups}) > 1:
-            raise ValueError("groups differ in temperature or num_data: one matrix over all of them needs one of each")
+        check_same_units(self.param_groups, "a full matrix")
 
     @property
     def needs_vectors(self) -> bool:
@@ -226,9 +225,7 @@ class FullSGFS(Sampler):
         return Move(self.rate(group), 1.0)  # `_update` injects the noise
 
     def _update(self) -> None:
-        params = self.injector.params
-        if len(params) != sum(len(group["params"]) for group in self.param_groups):
-            raise RuntimeError("a parameter has no gradient: a full matrix needs all of them")
+        params = self.all_params("a full matrix")
         group = self.param_groups[0]
         if not group["behind"]:
             self._update_metric()

@@ -44,9 +44,10 @@ ACCEPTED = 0.75  # share of accepted trajectories at which step sizes aim
 LEAST_ACCEPTED = 0.3  # share below which a chain has not found its step size
 REACH = 2.0  # length of a trajectory, in standard deviations of a direction in which the curvature is H
 MOST_LENGTH = 64  # steps of a trajectory
-# Longer trajectories, up to LONGEST, are used if the squared distance that they cover grows with the length by more
-# than the power WORTH (2 is a straight line), measured over ENOUGH_TOLD directions, at most TELLING of a trajectory.
-WORTH, ENOUGH_TOLD, TELLING, LONGEST = 1.5, 80, 40, 256
+# Longer trajectories, up to LONGEST steps, are used if the squared distance that they cover grows faster than their
+# length to the power GROWTH_POWER (2 is a straight line). It is averaged over ENOUGH_DIRECTIONS directions of
+# trajectories, of which MOST_OF_ONE at most are counted for each.
+GROWTH_POWER, ENOUGH_DIRECTIONS, MOST_OF_ONE, LONGEST = 1.5, 80, 40, 256
 LENGTHENED, LONG_TRAJECTORIES = 0.6, 8  # share of the last window in which lengths may grow; least trajectories in it
 GAIN = 0.2  # of dual averaging; with the usual .05, step sizes swing and are too small after short windows
 TRAJECTORIES = 20  # in a window, at least: step sizes are found from them
@@ -102,7 +103,7 @@ class HMCWarmup(Warmup):
         self.sampler, self.multi_step = cast(HMC, chains.sampler), multi_step
         self.length, self.optimised, self.traced = FIRST_WINDOW, 0, True
         self.last: list[Tensor] | None = None  # noise
-        self.grown, self.told = torch.zeros(2), 0  # sums over the last trajectories, see `_lengthen`
+        self.grown, self.directions = torch.zeros(2), 0  # sums over the last trajectories, see `_lengthen`
 
     def check(self) -> None:
         needed = self.sampler.geometry.min_vectors + 5 * LEAST_WINDOW
@@ -191,7 +192,7 @@ class HMCWarmup(Warmup):
         self.traces.begin(steps)
         step_sizes = DualAveraging(sampler.step_size.sqrt())
         self._choose_length(steps)
-        self.grown, self.told = torch.zeros(2), 0
+        self.grown, self.directions = torch.zeros(2), 0
         levels: list[Tensor] = []
         accepted: list[Tensor] = []
         vectors = TRAINED_VECTORS if chains.trained else VECTORS
@@ -252,13 +253,13 @@ class HMCWarmup(Warmup):
         """
         sampler = self.sampler
         self.grown = self.grown + torch.stack([(sampler.acceptance * x).nansum() for x in sampler.growth]).cpu()
-        self.told += len(sampler.acceptance) * min(sampler.geometry.total, TELLING)
-        if self.told < ENOUGH_TOLD:
+        self.directions += len(sampler.acceptance) * min(sampler.geometry.total, MOST_OF_ONE)
+        if self.directions < ENOUGH_DIRECTIONS:
             return False
         distance, growth = self.grown.tolist()
-        self.grown, self.told = torch.zeros(2), 0
+        self.grown, self.directions = torch.zeros(2), 0
         longer = 2 * sampler.length
-        if growth <= WORTH * distance or longer > min(LONGEST, steps // LONG_TRAJECTORIES):
+        if growth <= GROWTH_POWER * distance or longer > min(LONGEST, steps // LONG_TRAJECTORIES):
             return False
         sampler.length = longer
         return True
@@ -287,9 +288,9 @@ class HMCWarmup(Warmup):
                 for group, rate in zip(groups, rates[k], strict=True)
             ]
             loss = float(self.loss[0][k]), float(self.loss[1][k])
-            told = not reason, reason, self.spent, self.optimised, keep, found, loss
+            given = not reason, reason, self.spent, self.optimised, keep, found, loss
             reports.append(
-                WarmupReport(*told, structure=structure, conditioning=conditioning, trajectory=sampler.length)
+                WarmupReport(*given, structure=structure, conditioning=conditioning, trajectory=sampler.length)
             )
         return reports
 
