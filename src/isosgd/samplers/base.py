@@ -32,6 +32,7 @@ from isosgd.samplers.groups import (
     check_batch_size,
     check_choice,
     check_groups,
+    check_if_given,
     check_names,
     check_units,
     layer_groups,
@@ -240,8 +241,7 @@ class Sampler(Optimizer):
         for group, rate in zip(groups, rates, strict=True):
             if rate is None and any(r is not None for r in rates):
                 raise ValueError(f"group {group['name']!r} has no lr and others have one: give it to all, or to none")
-            if rate is not None and not rate > 0:
-                raise ValueError(f"lr = {rate} must be positive; leave it out to have it set by the warm-up")
+            check_if_given("lr", rate, "to have it set by the warm-up")
         return rates[0] is not None
 
     def _no_lr(self) -> str:
@@ -318,6 +318,11 @@ class Sampler(Optimizer):
     @property
     def estimator(self) -> NoiseEstimator:
         return self.noise.estimator
+
+    @property
+    def paired(self) -> bool:
+        """Whether noise vectors are centred, and not modelled as alpha-stable."""
+        return self.estimator.centred and not isinstance(self.estimator, AlphaStable)
 
     # -- gradient noise -----------------------------------------------------------------------------------------------
 

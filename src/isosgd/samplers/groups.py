@@ -88,6 +88,12 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         )
 
 
+def check_if_given(name: str, value: float | None, default: str) -> None:
+    """Raise if a value is given and not positive; ``default`` says what is done without it."""
+    if value is not None and not value > 0:
+        raise ValueError(f"{name} = {value} must be positive; leave it out {default}")
+
+
 def is_whole(number: object) -> bool:
     """Whether this is an integer, also numpy's, but not a bool or tensor."""
     return isinstance(number, (int, np.integer)) and not isinstance(number, bool)

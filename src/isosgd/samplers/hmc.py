@@ -26,7 +26,6 @@ from isosgd.geometry.base import Geometry, load_into, state_of
 from isosgd.geometry.choice import StructureName, choose, make_structure
 from isosgd.geometry.layer import Number
 from isosgd.geometry.rule import Rule
-from isosgd.noise.estimators import AlphaStable
 from isosgd.noise.model import dot, split_like
 from isosgd.samplers.base import Sampler
 from isosgd.samplers.groups import ParamsLike
@@ -90,7 +89,7 @@ class HMC(Sampler):
             raise ValueError("innovations = 'bits' goes with minibatches: with method='hmc' leave it out")
         check_sets(sets, settings.get("chains") or 1)
         super().__init__(params, extra={"lam": None}, **{**settings, "innovations": "normal"})
-        if not self.estimator.centred or isinstance(self.estimator, AlphaStable):
+        if not self.paired:
             raise ValueError(f"HMC takes its mass from centred noise: use noise='paired', not {self.estimator}")
         if structure == "auto":
             structure = choose(parameter_shapes(self), None, self.chains or 1, measured=False)

@@ -33,7 +33,7 @@ from isosgd.geometry.rule import Rule, allowed_rate_curvature
 from isosgd.noise.estimators import AlphaStable, MovingAverage
 from isosgd.noise.model import Summary, Uses, join, split_like
 from isosgd.samplers.base import Sampler, limit_rise
-from isosgd.samplers.groups import Group, ParamsLike, check_choice, check_same_units
+from isosgd.samplers.groups import Group, ParamsLike, check_choice, check_if_given, check_same_units
 from isosgd.samplers.injection import Move
 from isosgd.samplers.own_warmup import OwnWarmup
 from isosgd.samplers.program import GeometryProgram, KickProgram, StepProgram
@@ -138,48 +138,34 @@ class ISGD(Sampler):
             check_choice("correction", correction, get_args(Correction))
         if isinstance(safety, bool) or not (math.isfinite(safety) and safety >= 1):
             raise ValueError(f"safety = {safety} must be a number of at least 1: lambda over the bound by the noise")
-        if lam is not None and not lam > 0:
-            raise ValueError(f"lam = {lam} must be positive; leave it out to have it estimated")
+        check_if_given("lam", lam, "to have it estimated")
         check_sets(sets, settings.get("chains") or 1)
         self.scheme, self.summary, self.safety = scheme, summary, safety
         self.sets = sets
         super().__init__(params, extra={"lam": None}, **settings)
         self.given, self.undecided = lam is not None, False
-        paired = self.estimator.centred and not isinstance(self.estimator, AlphaStable)
-        free = paired and scheme == "windowed" and self.batch_size is not None and not (correction or lam)
+        free = self.paired and scheme == "windowed" and self.batch_size is not None and not (correction or lam)
         free = free and safety == 1 and not self.whole.sharded
         self._chooses_structure = free and structure is None
         if structure == "auto":
             shapes = parameter_shapes(self)
             structure = choose(shapes, budget, self.chains or 1) if free else "layer"
             self.undecided = provisional(shapes, structure)
-        if correction == "outer" and not paired:
+        if correction == "outer" and not self.paired:
             raise ValueError(
                 "correction='outer' subtracts centred noise vectors: use it with noise='paired', or choose 'diagonal'"
             )
-        self.correction: Correction = correction or ("outer" if paired else "diagonal")
+        self.correction: Correction = correction or ("outer" if self.paired else "diagonal")
         self.noise.uses = Uses(variances=self.correction == "diagonal", vectors=self.correction == "outer")
         if scheme != "windowed" and self.correction == "diagonal" and summary != "top" and len(self.param_groups) > 16:
             self.noise.vectors_every = 8  # with many groups, vectors take longer than the step
         self.structure = make_structure(structure or "layer")
-        has_geometry, name = isinstance(self.structure, Geometry), self.structure.name
+        has_geometry = isinstance(self.structure, Geometry)
         self.averaged = has_geometry if averaged is None else averaged
         if self.averaged and not has_geometry:
             raise ValueError("averaged=True goes with the structures diagonal, lowrank, kronecker and full")
         if isinstance(self.structure, Geometry):
-            if self.whole.sharded:
-                raise ValueError(
-                    f"structure {name!r} of sharded parameters (DTensors) is not supported: choose 'layer' or 'single'"
-                )
-            if lam is not None:
-                raise ValueError(f"lam = {lam} is one number, structure {name!r} has many: leave one of them out")
-            if safety != 1:
-                raise ValueError(f"safety = {safety} multiplies one lambda for each layer: structure {name!r} has none")
-            if not paired or scheme != "windowed":
-                raise ValueError(
-                    f"structure {name!r} is estimated from centred noise in windows: it needs noise='paired' and "
-                    f"scheme='windowed', not {type(self.estimator).__name__} and {scheme!r}"
-                )
+            self._check_geometry(self.structure.name, lam)
             self._use_geometry(self.structure)
         if lam is not None:
             self._set([torch.as_tensor(lam) for _ in self.param_groups])
@@ -189,6 +175,24 @@ class ISGD(Sampler):
                 f"scheme 'c' estimates the noise at a frozen mode, but at temperature {temperature} the chain leaves "
                 f"it for places where the noise is larger; this was seen to diverge from T = {HOT} on. Use "
                 "scheme='windowed', or a lower temperature."
+            )
+
+    def _check_geometry(self, name: str, lam: float | None) -> None:
+        """Raise if other settings do not go with a geometry."""
+        if self.whole.sharded:
+            raise ValueError(
+                f"structure {name!r} of sharded parameters (DTensors) is not supported: choose 'layer' or 'single'"
+            )
+        if lam is not None:
+            raise ValueError(f"lam = {lam} is one number, structure {name!r} has many: leave one of them out")
+        if self.safety != 1:
+            raise ValueError(
+                f"safety = {self.safety} multiplies one lambda for each layer: structure {name!r} has none"
+            )
+        if not self.paired or self.scheme != "windowed":
+            raise ValueError(
+                f"structure {name!r} is estimated from centred noise in windows: it needs noise='paired' and "
+                f"scheme='windowed', not {type(self.estimator).__name__} and {self.scheme!r}"
             )
 
     @classmethod

@@ -14,9 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from isosgd.geometry.layer import Number
-from isosgd.noise.estimators import AlphaStable
 from isosgd.samplers.base import Sampler
-from isosgd.samplers.groups import Group, ParamsLike
+from isosgd.samplers.groups import Group, ParamsLike, check_if_given
 from isosgd.samplers.injection import Move
 
 
@@ -41,10 +40,9 @@ class MomentumISGD(Sampler):
     has_lr = False
 
     def __init__(self, params: ParamsLike, *, lam: float | None = None, friction: float = 0.1, **settings: Any) -> None:
-        if lam is not None and not lam > 0:
-            raise ValueError(f"lam = {lam} must be positive; leave it out to have it estimated")
+        check_if_given("lam", lam, "to have it estimated")
         super().__init__(params, friction=friction, corrected=True, **settings)
-        if not self.estimator.centred or isinstance(self.estimator, AlphaStable):
+        if not self.paired:
             raise ValueError("momentum I-SGD subtracts centred noise vectors: use noise='paired'")
         self.given, self._lam = lam is not None, lam
         if lam is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from isosgd.geometry.layer import Number
 from isosgd.noise.model import dot, join
 from isosgd.samplers.base import Sampler
-from isosgd.samplers.groups import Group, ParamsLike
+from isosgd.samplers.groups import Group, ParamsLike, check_if_given
 from isosgd.samplers.program import StepProgram, Tensors
 from isosgd.samplers.steppers import hamiltonian_, spread
 
@@ -55,8 +55,7 @@ class SGNHT(Sampler):
         corrected: bool | None = None,
         **settings: Any,
     ) -> None:
-        if gain is not None and not gain > 0:
-            raise ValueError(f"gain = {gain} must be positive; leave it out for 0.1 friction^2")
+        check_if_given("gain", gain, "for 0.1 friction^2")
         super().__init__(params, friction=friction, corrected=corrected, **settings)
         self.gain = 0.1 * friction**2 if gain is None else gain
 
