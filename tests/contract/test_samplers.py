@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,12 @@ from isosgd import ISGD, PRESETS, SGHMC, SGLD, SGNHT, VSGD, Sampler
 from isosgd.noise import AlphaStable
 from isosgd.samplers.adaptive_sghmc import AdaptiveSGHMC
 from isosgd.samplers.cyclical import CSGHMC, CSGLD
-from isosgd.samplers.innovations import Source
 from isosgd.samplers.momentum_isgd import MomentumISGD
 from isosgd.samplers.psgld import PSGLD
 from isosgd.samplers.sgfs import SGFS, FullSGFS
 from isosgd.samplers.sgrhmc import SGRHMC
 from isosgd.samplers.sgrld import SGRLD
+from tests.innovations import Planned
 
 SHAPES = {"a.weight": (3, 2), "a.bias": (3,), "b.weight": (2, 2)}
 CHAINS = 3
@@ -429,28 +429,21 @@ def test_capturable_changes_nothing(case: Case) -> None:
         assert float(b["rate"]) == pytest.approx(a["rate"], rel=1e-4)
 
 
-@pytest.fixture
-def planned_innovations(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Innovations from a table, so that chains can be run together and alone on the same ones."""
-    plan: dict[str, Any] = {"chain": None, "generator": seeded(3)}
-
-    def draw(self: Source, out: Tensor) -> None:
-        size = out.numel() if plan["chain"] is None else CHAINS * out.numel()
-        drawn = torch.randn(size, generator=plan["generator"]).view(CHAINS, -1)
-        out.copy_(drawn if plan["chain"] is None else drawn[plan["chain"]])
-
-    monkeypatch.setattr(Source, "_draw", draw)
-    yield plan
-
-
 @every_case_of_its_own
-def test_chains_together_are_chains_alone(case: Case, planned_innovations: dict[str, Any]) -> None:
+def test_chains_together_are_chains_alone(case: Case) -> None:
+    """On the same innovations."""
     steps, curvature = case.warmup + 3, torch.tensor([1.0, 5.0, 0.2])
     streams = [Data(named_params(), seed=k) for k in range(CHAINS)]
     drawn = [[(s.noise(), s.noise()) for _ in range(steps + 8)] for s in streams]
 
     def run(chain: int | None) -> tuple[Sampler, dict[str, Tensor]]:
-        planned_innovations.update(chain=chain, generator=seeded(3))
+        table = seeded(3)
+
+        def planned(out: Tensor, generator: torch.Generator) -> Tensor:
+            size = out.numel() if chain is None else CHAINS * out.numel()
+            rows = torch.randn(size, generator=table).view(CHAINS, -1)
+            return (rows if chain is None else rows[chain]).view_as(out)
+
         params = named_params(chains=CHAINS)
         if chain is not None:
             params = {name: p.detach()[chain].clone().requires_grad_() for name, p in params.items()}
@@ -474,7 +467,8 @@ def test_chains_together_are_chains_alone(case: Case, planned_innovations: dict[
             else:
                 if t == 8 and waits(sampler):
                     sampler.adapt([curvature if chain is None else float(curvature[chain])] * 2)
-                sampler.step(noise=noise)
+                with Planned(planned):
+                    sampler.step(noise=noise)
         return sampler, params
 
     together, params = run(None)

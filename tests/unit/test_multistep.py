@@ -17,6 +17,7 @@ from isosgd.samplers.innovations import fill_steps
 from isosgd.sampling.settings import sampler_factory
 from isosgd.warmup.windows import warmup_of
 from tests.crashes import Crash, Tanh, crash_after
+from tests.innovations import Planned
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.errors.SamplingWarning")
 
@@ -111,8 +112,8 @@ def test_the_steps_are_those_of_the_sampler(options: dict[str, Any], chains: int
         for leaf, gradient in zip(other.leaves, found.gradients, strict=True):
             leaf.grad = gradient
         drawn = xi[k] if other.many is not None else xi[k, 0]
-        other.sampler.injector.source._draw = lambda out, drawn=drawn: out.copy_(drawn)  # type: ignore[method-assign]
-        other.sampler.step()
+        with Planned(lambda out, generator, drawn=drawn: drawn):  # type: ignore[misc]
+            other.sampler.step()
     for a, b in zip(run.leaves, other.leaves, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(run.loss, found.loss, rtol=1e-4, atol=1e-5)

@@ -1,6 +1,7 @@
 """What is particular to each sampler: its rate, its noise, its schemes, by the formulas they stand for."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ from isosgd import ISGD, PRESETS, SGHMC, SGLD, VSGD, Sampler, SamplingWarning
 from isosgd.geometry.rule import allowed_rate_curvature, variance_inflation
 from isosgd.noise import AlphaStable
 from isosgd.samplers import layer_groups
-from isosgd.samplers.innovations import Source
 from isosgd.samplers.schedules import SPREAD, STAGE_DRAWS, Cycles
 from isosgd.samplers.steppers import hamiltonian_, langevin_
+from tests.innovations import Planned
 
 N = 100
 
@@ -40,12 +41,11 @@ def step(sampler: Sampler, theta: Tensor, gradient: Tensor, noise: Tensor | None
 
 
 @pytest.fixture
-def unit_innovations(monkeypatch: pytest.MonkeyPatch) -> Tensor:
+def unit_innovations() -> Iterator[Tensor]:
     """Innovations that are known: 1, -2, 3, -4."""
     xi = torch.tensor([1.0, -2.0, 3.0, -4.0])
-
-    monkeypatch.setattr(Source, "_draw", lambda self, out: out.copy_(xi))
-    return xi
+    with Planned(lambda out, generator: xi):
+        yield xi
 
 
 # ------------------------------------------------------------------------------------------------ groups

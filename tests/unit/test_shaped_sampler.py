@@ -10,7 +10,7 @@ from torch import Tensor
 from isosgd import ISGD, SamplingWarning
 from isosgd.geometry.full import Full
 from isosgd.noise import AlphaStable
-from isosgd.samplers.innovations import Source
+from tests.innovations import Planned
 
 SHAPES = {"a.weight": (3, 2), "a.bias": (3,), "b.weight": (2, 2)}
 STRUCTURES = ["diagonal", "kronecker", "full"]
@@ -62,13 +62,10 @@ def values(params: dict[str, Tensor]) -> list[Tensor]:
 
 @every_structure
 @pytest.mark.parametrize("averaged", [False, True])
-def test_a_step_is_the_displacement_of_its_shape(
-    structure: str, averaged: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_the_displacement_of_its_shape(structure: str, averaged: bool) -> None:
     """Averaged innovations are the mean of this step's and the last one's; the first step has only its own."""
     drawn = torch.randn(4, 13, generator=torch.Generator().manual_seed(2))
     turn = iter(drawn)
-    monkeypatch.setattr(Source, "_draw", lambda self, out: out.copy_(next(turn)))
     params = leaves()
     sampler, stream = make(structure, params, averaged=averaged), Stream(params)
     stream.warm(sampler)
@@ -77,7 +74,8 @@ def test_a_step_is_the_displacement_of_its_shape(
         before = torch.cat([p.detach().reshape(-1) for p in params.values()])
         gradient = torch.cat([p.grad.reshape(-1) for p in params.values()])
         shaped = sampler.geometry
-        sampler.step()
+        with Planned(lambda out, generator: next(turn)):
+            sampler.step()
         used = 0.5 * (xi + drawn[i - 1]) if averaged and i else xi
         expected = before - shaped.displace(shaped.tensors(), gradient[None], used[None])[0].float()
         torch.testing.assert_close(torch.cat([p.detach().reshape(-1) for p in params.values()]), expected)
@@ -90,7 +88,7 @@ def alone(structure: str, together: dict[str, Tensor], k: int) -> tuple[ISGD, di
 
 
 @every_structure
-def test_chains_together_are_chains_alone(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chains_together_are_chains_alone(structure: str) -> None:
     """On data sets of their own, noise, curvature and Lambda are: in the warm-up, a new window, and every step."""
     drawn = torch.randn(5, 3, 13, generator=torch.Generator().manual_seed(2))
     params = leaves(chains=3)
@@ -116,14 +114,15 @@ def test_chains_together_are_chains_alone(structure: str, monkeypatch: pytest.Mo
             one.forget_noise()
     turn = [iter(drawn), *(iter(drawn[:, k]) for k in range(3))]
     sources = {id(sampler.generator): t for sampler, t in zip([together, *(o for o, _ in ones)], turn, strict=True)}
-    monkeypatch.setattr(Source, "_draw", lambda self, out: out.copy_(next(sources[id(self.generator)])))
     for _ in drawn:
         stream.next()
-        together.step()
+        with Planned(lambda out, generator: next(sources[id(generator)])):
+            together.step()
         for k, (one, own) in enumerate(ones):
             for p, q in zip(own.values(), params.values(), strict=True):
                 p.grad = q.grad[k].clone()
-            one.step()
+            with Planned(lambda out, generator: next(sources[id(generator)])):
+                one.step()
     for k, (_, own) in enumerate(ones):
         for p, q in zip(params.values(), own.values(), strict=True):
             torch.testing.assert_close(p.detach()[k], q.detach())
