@@ -70,17 +70,17 @@ def draw_all(
             item = next(remaining, None)  # its memory belongs to the stream
         if item is None:
             break
-        first, run, recorder = item
-        ended, saved = recorder.restored(first, run, plan)
+        first, chains, recorder = item
+        ended, saved = recorder.restored(first, chains, plan)
         if ended is not None:
             if plan.auto and ended.stopped.startswith("converged"):
                 before[ended.drawn] = ended.stopped
             continue
-        run.log_to(bar.note)
-        drawing = _Drawing(run, first, recorder, stream, group[0].first if group else first)
+        chains.log_to(bar.note)
+        drawing = _Drawing(chains, first, recorder, stream, group[0].first if group else first)
         drawing.steps = draw_from(drawing, plan, bar, saved, note)
         drawing.turn(None)  # the warm-up; chains that do not wait for others continue to the first look or the end
-        del run, item
+        del chains, item
         group.append(drawing)
         if drawing.in_turns and streams.has_room_for(len(group) + 1):
             continue
@@ -120,15 +120,15 @@ class _Drawing:
 
     steps: Generator[Watch | None, str | None, None]
 
-    def __init__(self, run: Chains, first: int, recorder: Recorder, stream: _Stream, group: int) -> None:
-        self.run, self.first, self.recorder, self.stream, self.group = run, first, recorder, stream, group
+    def __init__(self, chains: Chains, first: int, recorder: Recorder, stream: _Stream, group: int) -> None:
+        self.chains, self.first, self.recorder, self.stream, self.group = chains, first, recorder, stream, group
         self.watch: Watch | None = None
         self.in_turns, self.side_by_side, self.deadline = False, 1, math.inf
 
     def turn(self, stop: str | None) -> bool:
         """Continue until the next pause; returns whether that is a look or the end. ``stop`` answers the last look."""
-        target = self.run.target
-        with self.stream, fastest_products(self.run.alive.device), target.using(self.run.buffers):
+        target = self.chains.target
+        with self.stream, fastest_products(self.chains.alive.device), target.using(self.chains.buffers):
             try:
                 self.watch = self.steps.send(None if self.watch is None else stop)
             except StopIteration:
@@ -144,7 +144,7 @@ def _taking_turns(group: list[_Drawing], plan: DrawPlan) -> list[_Drawing]:
     for drawing in in_turns:
         drawing.side_by_side = len(in_turns)
         drawn = sum(ended.drawn * ended.count for ended in drawing.recorder.results)
-        drawing.deadline = plan.deadline_of(len(in_turns) * drawing.run.count, group[0].first, drawn)
+        drawing.deadline = plan.deadline_of(len(in_turns) * drawing.chains.count, group[0].first, drawn)
     _take_turns(in_turns, None)
     return [drawing for drawing in group if drawing.watch is not None]
 
@@ -214,44 +214,44 @@ def draw_from(
         The predictions so far; the answer is the reason to stop, empty to continue. Or None where other chains may
         continue.
     """
-    run, first, recorder = drawing.run, drawing.first, drawing.recorder
-    label = f"chain {first + 1}/{plan.total} " if run.many is None and plan.total > 1 else ""
-    result, run.trained = ChainsResult(first, run.count), plan.trained
+    chains, first, recorder = drawing.chains, drawing.first, drawing.recorder
+    label = f"chain {first + 1}/{plan.total} " if chains.many is None and plan.total > 1 else ""
+    result, chains.trained = ChainsResult(first, chains.count), plan.trained
     drawn_before = sum(ended.drawn * ended.count for ended in recorder.results)
-    drawing.deadline = plan.deadline_of(run.count, drawing.group, drawn_before)
-    run.deadline = time.monotonic() + WARMUP_TIME * (drawing.deadline - time.monotonic())
-    run.heating = Heat(plan.draws, drawing.deadline) if plan.heated else None
+    drawing.deadline = plan.deadline_of(chains.count, drawing.group, drawn_before)
+    chains.deadline = time.monotonic() + WARMUP_TIME * (drawing.deadline - time.monotonic())
+    chains.heating = Heat(plan.draws, drawing.deadline) if plan.heated else None
     done, drawn, levels = 0, 0, list[Tensor]()
-    leapfrogs = _leapfrog_steps(run, plan, bar)
+    leapfrogs = _leapfrog_steps(chains, plan, bar)
     multi_step: MultiStep | GraphSteps | LeapfrogMultiStep | None = leapfrogs
     watch: Watch | None = None
     if plan.compile_after is not None:
-        accelerate(run)
+        accelerate(chains)
     if saved is not None:
-        saved = moved(saved, run.alive.device)
-        load_state(run, saved["chains"])
-        bar.skip(run.count * run.gradients)
+        saved = moved(saved, chains.alive.device)
+        load_state(chains, saved["chains"])
+        bar.skip(chains.count * chains.gradients)
     elif first in plan.begin:
-        take_over(run, plan.begin[first])
+        take_over(chains, plan.begin[first])
     try:
         if saved is None or saved["stage"] == "warmup":
-            result.reports = _warm_up(run, first, plan, bar, recorder, saved, leapfrogs)
+            result.reports = _warm_up(chains, first, plan, bar, recorder, saved, leapfrogs)
         else:
             result.reports = [report_from(report) for report in saved["reports"]]
             done, drawn, levels = saved["done"], saved["drawn"], list(saved["levels"].unbind())
             result.lengths = saved["lengths"]
         recorder.warmed(result)
         gap = result.reports[0].keep_every or plan.spacing
-        if run.hmc is not None:
-            run.hmc.recycles = gap < run.hmc.length
+        if chains.hmc is not None:
+            chains.hmc.recycles = gap < chains.hmc.length
         bar.total = (plan.here or plan.total) * (
-            result.reports[0].steps + done + run.sampler.steps_to(gap, plan.draws - drawn)
+            result.reports[0].steps + done + chains.sampler.steps_to(gap, plan.draws - drawn)
         )
 
         def state() -> State:
             return {
                 "stage": "sampling",
-                "chains": state_of(run),
+                "chains": state_of(chains),
                 "reports": [report.as_dict() for report in result.reports],
                 "lengths": result.lengths,
                 "done": done,
@@ -263,12 +263,12 @@ def draw_from(
         def tick(steps: int) -> None:
             nonlocal done
             done += steps
-            bar.advance(label + "sampling", steps * run.count)
+            bar.advance(label + "sampling", steps * chains.count)
 
-        multi_step, every = multi_step or _many_steps(run, plan, gap, bar), plan.noise_interval(run)
+        multi_step, every = multi_step or _many_steps(chains, plan, gap, bar), plan.noise_interval(chains)
         if plan.auto:
             traces = None if saved is None or saved["stage"] == "warmup" else saved["traces"].cpu()
-            watch, pauses = Watch(run, plan.held_out, traces), looks(plan.draws)
+            watch, pauses = Watch(chains, plan.held_out, traces), looks(plan.draws)
             result.stopped = (yield watch) or ""
         recorder.mark(first, state)
         if plan.most_side_by_side > 1 and isinstance(multi_step, GraphSteps):
@@ -278,34 +278,34 @@ def draw_from(
                 label, result.side_by_side = f"{drawing.side_by_side} chains side by side ", drawing.side_by_side
 
         def late() -> bool:
-            scoring = drawn * run.count * drawing.side_by_side * plan.scoring
+            scoring = drawn * chains.count * drawing.side_by_side * plan.scoring
             return time.monotonic() + scoring > drawing.deadline
 
         while drawn < plan.draws and not result.stopped:
             if drawn and late():
                 result.stopped = f"max_seconds: {drawn} of {plan.draws} draws were taken"
                 break
-            steps = left = run.sampler.steps_to(gap)
+            steps = left = chains.sampler.steps_to(gap)
             # The first draw may come before its time, unless it belongs to the end of a cycle or trajectory.
-            ends_early = drawn > 0 or (run.hmc is None and steps == gap)
+            ends_early = drawn > 0 or (chains.hmc is None and steps == gap)
             if isinstance(multi_step, GraphSteps) and drawing.in_turns:
                 yield from multi_step.turns(done, steps, tick)
             elif multi_step is not None:
                 multi_step.take_steps(done, steps, tick)
             while multi_step is None and left:
-                run.step(split=run.follows_noise and done % every == 0)
+                chains.step(split=chains.follows_noise and done % every == 0)
                 tick(1)
                 left -= 1
                 if ends_early and late():
                     break
             if drawn and multi_step is None and left:
                 continue
-            run.check_finite()
-            levels.append(run.level)
-            recorder.keep(run, first, drawn)
+            chains.check_finite()
+            levels.append(chains.level)
+            recorder.keep(chains, first, drawn)
             if note is not None:
-                note(run.gradients, run.level, {g["name"]: g["rate"] for g in run.sampler.param_groups}, first)
-            for k in run.failures:  # draws of a dropped chain end here
+                note(chains.gradients, chains.level, {g["name"]: g["rate"] for g in chains.sampler.param_groups}, first)
+            for k in chains.failures:  # draws of a dropped chain end here
                 result.lengths.setdefault(k, drawn)
             drawn += 1
             result.drawn = drawn
@@ -314,84 +314,84 @@ def draw_from(
             recorder.mark(first, state)
             if watch is not None and drawn in pauses:
                 result.stopped = (yield watch) or ""
-        warn_of(run, result.reports, levels[drawn // 2 :], first)
+        warn_of(chains, result.reports, levels[drawn // 2 :], first)
     except DivergedError:
         pass  # of every chain, as `run.failures` says
-    for k in run.failures:
+    for k in chains.failures:
         result.lengths.setdefault(k, drawn)
-    result.failures, result.gradients, result.drawn = run.failures, run.gradients, drawn
-    result.compiled = _engine(run, multi_step)
-    result.batches = run.batches.state()
+    result.failures, result.gradients, result.drawn = chains.failures, chains.gradients, drawn
+    result.compiled = _engine(chains, multi_step)
+    result.batches = chains.batches.state()
     if plan.ends is not None:
-        plan.ends[first] = {**state_of(run), "reports": result.reports}
-    recorder.finished(result, state if len(run.failures) < run.count else None)
+        plan.ends[first] = {**state_of(chains), "reports": result.reports}
+    recorder.finished(result, state if len(chains.failures) < chains.count else None)
 
 
-def _engine(run: Chains, multi_step: MultiStep | GraphSteps | LeapfrogMultiStep | None) -> str:
+def _engine(chains: Chains, multi_step: MultiStep | GraphSteps | LeapfrogMultiStep | None) -> str:
     """How steps were taken, appended to the name of the engine."""
     if isinstance(multi_step, GraphSteps):
         return ", CUDA graph of whole steps"
-    if run.graph is not None:
-        return f", CUDA graph of gradients ({run.graph_unsupported})"
-    if run.leaves[0].is_cuda and run.many is None:
-        return f", eager ({run.graph_unsupported})"
+    if chains.graph is not None:
+        return f", CUDA graph of gradients ({chains.graph_unsupported})"
+    if chains.leaves[0].is_cuda and chains.many is None:
+        return f", eager ({chains.graph_unsupported})"
     if isinstance(multi_step, LeapfrogMultiStep):
-        return run.compiled if multi_step.unsupported_reason else multi_step.engine
-    return run.compiled if multi_step is None else ", several steps a call"
+        return chains.compiled if multi_step.unsupported_reason else multi_step.engine
+    return chains.compiled if multi_step is None else ", several steps a call"
 
 
-def _leapfrog_steps(run: Chains, plan: DrawPlan, bar: Progress) -> LeapfrogMultiStep | None:
+def _leapfrog_steps(chains: Chains, plan: DrawPlan, bar: Progress) -> LeapfrogMultiStep | None:
     """Takes several leapfrog steps in a call, if that is possible and pays."""
-    if run.hmc is None:
+    if chains.hmc is None:
         return None
-    quick = run.target.batched or leapfrog.without_compiler(run)
-    compiled = run.leaves[0].device.type == "cpu" and _pays(run, plan, plan.draws * plan.spacing)
-    compiled &= run.target.batched or not quick
-    if not (compiled or quick) or leapfrog.unsupported_reason(run):
+    quick = chains.target.batched or leapfrog.without_compiler(chains)
+    compiled = chains.leaves[0].device.type == "cpu" and _pays(chains, plan, plan.draws * plan.spacing)
+    compiled &= chains.target.batched or not quick
+    if not (compiled or quick) or leapfrog.unsupported_reason(chains):
         return None
-    return LeapfrogMultiStep(run, compiled, bar.note)
+    return LeapfrogMultiStep(chains, compiled, bar.note)
 
 
-def _many_steps(run: Chains, plan: DrawPlan, gap: float, bar: Progress) -> MultiStep | GraphSteps | None:
+def _many_steps(chains: Chains, plan: DrawPlan, gap: float, bar: Progress) -> MultiStep | GraphSteps | None:
     """Takes several steps in a call, if that is possible and pays."""
-    if run.graph is not None:
+    if chains.graph is not None:
         try:
-            return GraphSteps(run, plan.noise_every or GRAPH_EVERY)
+            return GraphSteps(chains, plan.noise_every or GRAPH_EVERY)
         except RuntimeError as error:
-            run.graph_unsupported = str(error)
+            chains.graph_unsupported = str(error)
             return None
-    if not _pays(run, plan, plan.draws * gap) or multistep.unsupported_reason(run):
+    if not _pays(chains, plan, plan.draws * gap) or multistep.unsupported_reason(chains):
         return None
-    multi_step = MultiStep(run, plan.noise_interval(run), log=bar.note)
+    multi_step = MultiStep(chains, plan.noise_interval(chains), log=bar.note)
     return None if multi_step.failed else multi_step
 
 
-def _pays(run: Chains, plan: DrawPlan, steps: float) -> bool:
+def _pays(chains: Chains, plan: DrawPlan, steps: float) -> bool:
     """Whether it pays to compile so many steps. Depends on the settings only, so that a resumed run does the same."""
     if plan.deadline is not None:  # the number of steps is unknown, and compiling takes a minute
         return plan.compile_after == 0
-    least = MULTI_STEP_FROM * (1 if run.many is not None else SINGLE_CHAIN)
+    least = MULTI_STEP_FROM * (1 if chains.many is not None else SINGLE_CHAIN)
     return plan.compile_after is not None and (plan.compile_after == 0 or steps >= least)
 
 
-def check_warmup(run: Chains, plan: DrawPlan) -> None:
+def check_warmup(chains: Chains, plan: DrawPlan) -> None:
     """Check before the first gradient that the warm-up can find the rates."""
     if plan.warmup == 0:
-        _check_rates(run, plan)
+        _check_rates(chains, plan)
     elif plan.warmup != "auto":
-        warmup_of(run, plan.warmup, Progress(0, show=False)).check()
+        warmup_of(chains, plan.warmup, Progress(0, show=False)).check()
 
 
-def _check_rates(run: Chains, plan: DrawPlan) -> None:
+def _check_rates(chains: Chains, plan: DrawPlan) -> None:
     """Without a warm-up, rates and spacing must be given."""
-    if any(group["rate"] is None for group in run.sampler.param_groups):
+    if any(group["rate"] is None for group in chains.sampler.param_groups):
         raise ValueError("warmup = 0 leaves no rate: give lr (or lam) to the method, or let warmup be 'auto'")
     if plan.keep_every == "auto":
         raise ValueError("keep_every='auto' is measured in the warm-up: give a number, or let warmup be 'auto'")
 
 
 def _warm_up(
-    run: Chains,
+    chains: Chains,
     first: int,
     plan: DrawPlan,
     bar: Progress,
@@ -404,19 +404,19 @@ def _warm_up(
     if AS_IS in begun:
         measured = plan.keep_every == "auto"
         reports = [replace(report, keep_every=report.keep_every if measured else None) for report in begun[AS_IS]]
-        bar.skip(run.count * reports[0].steps)
+        bar.skip(chains.count * reports[0].steps)
     elif plan.warmup == 0:
-        _check_rates(run, plan)
-        reports = [WarmupReport(True, "", 0, 0, None) for _ in range(run.count)]
+        _check_rates(chains, plan)
+        reports = [WarmupReport(True, "", 0, 0, None) for _ in range(chains.count)]
     else:
 
         def mark(state: Callable[[], State]) -> None:
-            recorder.mark(first, lambda: {"stage": "warmup", "chains": state_of(run), "warmup": state()})
+            recorder.mark(first, lambda: {"stage": "warmup", "chains": state_of(chains), "warmup": state()})
 
-        warmup = warmup_of(run, None if plan.warmup == "auto" else int(plan.warmup), bar, mark, leapfrogs)
+        warmup = warmup_of(chains, None if plan.warmup == "auto" else int(plan.warmup), bar, mark, leapfrogs)
         if saved is not None:
             warmup.load(saved["warmup"])
         reports = warmup.run(plan.keep_every == "auto")
-    if (spacing := reports[0].keep_every) is not None and run.heating is None:
-        run.sampler.fit_schedule(spacing)
+    if (spacing := reports[0].keep_every) is not None and chains.heating is None:
+        chains.sampler.fit_schedule(spacing)
     return reports

@@ -80,9 +80,9 @@ class DrawPlan:
         """Steps between draws, guessed until the warm-up has measured it."""
         return GUESSED_SPACING if self.keep_every == "auto" else self.keep_every
 
-    def noise_interval(self, run: Chains) -> int:
+    def noise_interval(self, chains: Chains) -> int:
         """Steps between measurements of the noise."""
-        return self.noise_every or (NOISE_EVERY if run.geometry is None else SHAPED_EVERY)
+        return self.noise_every or (NOISE_EVERY if chains.geometry is None else SHAPED_EVERY)
 
 
 @dataclass

@@ -72,11 +72,11 @@ class Recorder:
         results = {first: state["outcome"] for first, state in saved.items() if state["outcome"] is not None}
         self.ended = {first: ChainsResult.from_state(state) for first, state in results.items()}
 
-    def restored(self, first: int, run: Chains, plan: DrawPlan) -> tuple[ChainsResult | None, State | None]:
+    def restored(self, first: int, chains: Chains, plan: DrawPlan) -> tuple[ChainsResult | None, State | None]:
         """The result of these chains if they are finished, and the state to resume from if they have one."""
         saved = self.saved.get(first)
         if first in self.ended and self.ended[first].is_end(plan):
-            run.batches.load_state(self.ended[first].batches)  # the next chains take their data from there
+            chains.batches.load_state(self.ended[first].batches)  # the next chains take their data from there
             return self.ended[first], None
         self.ended.pop(first, None)
         return None, None if saved is None else saved["current"]
@@ -85,7 +85,7 @@ class Recorder:
         """Called after the warm-up."""
         self.current[result.first] = result
 
-    def keep(self, run: Chains, first: int, number: int) -> None:
+    def keep(self, chains: Chains, first: int, number: int) -> None:
         """Store draw ``number``, the current parameters and buffers of the chains."""
 
     def mark(self, first: int, state: Callable[[], State]) -> None:
@@ -121,10 +121,10 @@ class InMemory(Recorder):
         self._draws: dict[int, list[Params]] = {}
         self._buffers: dict[int, list[Params]] = {}
 
-    def keep(self, run: Chains, first: int, number: int) -> None:
-        buffers = {name: x.cpu() for name, x in run.draw_buffers(number).items()}
+    def keep(self, chains: Chains, first: int, number: int) -> None:
+        buffers = {name: x.cpu() for name, x in chains.draw_buffers(number).items()}
         self._buffers.setdefault(first, []).append(buffers)
-        self._draws.setdefault(first, []).append({name: x.cpu() for name, x in run.natural().items()})
+        self._draws.setdefault(first, []).append({name: x.cpu() for name, x in chains.natural().items()})
 
     def share(self, ranks: Ranks) -> None:
         """Give every rank the draws of all ranks."""
@@ -190,16 +190,16 @@ class OnDisk(Recorder):
             self.adopt(writer.checkpoints())
         self._agrees = True  # repeated draws with stored ones
 
-    def keep(self, run: Chains, first: int, number: int) -> None:
+    def keep(self, chains: Chains, first: int, number: int) -> None:
         """Store a draw. A resumed run repeats stored draws after its checkpoint; these are compared."""
-        manifest, draw = self.writer.manifest, run.natural(copy=False)  # the writer copies it
-        buffers = run.draw_buffers(number)
+        manifest, draw = self.writer.manifest, chains.natural(copy=False)  # the writer copies it
+        buffers = chains.draw_buffers(number)
         if not manifest.shards and not self.writer.stored(first):
             manifest.buffers = specs_of({name: x[0] for name, x in buffers.items()})
-        for k in run.failures:
+        for k in chains.failures:
             manifest.lost.setdefault(first + k, number)
         if number >= self.writer.stored(first):
-            self.writer.add(first, {name: draw[name] for name in manifest.tensors}, buffers, run.gradients)
+            self.writer.add(first, {name: draw[name] for name in manifest.tensors}, buffers, chains.gradients)
         elif self._agrees:
             self._agrees = _is_repeated(self.writer, first, number, draw, buffers)
 

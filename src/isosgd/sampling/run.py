@@ -156,9 +156,10 @@ def draw_at(
     schedule = Schedule(part, its_data, init, chains, batch_size, seed, leaf.device, after, transform, numbers, ranks)
     schedule.engine_note = "" if head is None else ", features of the head computed once"
     plan = DrawPlan(
-        most, keep_every, warmup, noise_every(remaining), schedule.count, after, draws == "auto", schedule.chains,
-        watched, trained, deadline, None if numbers is None else len(numbers), begin or {}, ends, scoring, heated,
-        schedule.most_side_by_side,
+        most, keep_every, warmup, noise_every(remaining), schedule.count, after, auto=draws == "auto",
+        chains_per_set=schedule.chains, held_out=watched, trained=trained, deadline=deadline,
+        here=None if numbers is None else len(numbers), begin=begin or {}, ends=ends, scoring=scoring, heated=heated,
+        most_side_by_side=schedule.most_side_by_side,
     )  # fmt: skip
     if METHODS[method] is ISGD:
         remaining.setdefault("budget", None if warmup == "auto" else warmup)

@@ -50,8 +50,8 @@ class Watch:
         traces: of draws of an earlier session, ``[draws, chains, traces]``.
     """
 
-    def __init__(self, run: Chains, held_out: Any = None, traces: Tensor | None = None) -> None:
-        self.run = run
+    def __init__(self, chains: Chains, held_out: Any = None, traces: Tensor | None = None) -> None:
+        self.chains = chains
         self.examples = self._some_data()
         if held_out is None and self.examples is None:
             raise ValueError(
@@ -62,51 +62,53 @@ class Watch:
 
     def _some_data(self) -> Any:
         """Evenly spaced rows of the data of each chain; None for a loader."""
-        batches = self.run.batches
+        batches = self.chains.batches
         if not isinstance(batches, TensorBatches):
             return None
         every = torch.linspace(0, batches.num_data - 1, min(ROWS, batches.num_data), device=batches.device).long()
         if batches.rows is not None:
             return batches.at(batches.rows[:, every])
-        return batches.at(every.expand(self.run.count, -1) if self.run.many is not None else every)
+        return batches.at(every.expand(self.chains.count, -1) if self.chains.many is not None else every)
 
     def _inputs(self, held_out: Any) -> Any:
         """Inputs at which to predict, for each chain; None if the target cannot predict."""
-        if not self.run.target.predicts:
+        if not self.chains.target.predicts:
             if held_out is not None:
                 raise ValueError("held_out are inputs, but the target cannot predict: pass predict= to Target")
             return None
         if held_out is None:
             assert self.examples is not None
-            own = self.run.target.inputs_of(self.examples)
-            own = tree_map(lambda t: t[:, :INPUTS] if self.run.many is not None else t[:INPUTS], own)
+            own = self.chains.target.inputs_of(self.examples)
+            own = tree_map(lambda t: t[:, :INPUTS] if self.chains.many is not None else t[:INPUTS], own)
         else:
-            device = self.run.alive.device
+            device = self.chains.alive.device
             given = held_out if isinstance(held_out, tuple | list | Mapping) else (held_out,)
             own = tree_map(lambda t: t.to(device)[:INPUTS], with_tensors(given))
-            if self.run.many is not None:
-                own = tree_map(lambda t: t.expand(self.run.count, *t.shape), own)
+            if self.chains.many is not None:
+                own = tree_map(lambda t: t.expand(self.chains.count, *t.shape), own)
         return own[0] if isinstance(own, tuple | list) and len(own) == 1 else own
 
     def so_far(self, drawn: int) -> dict[int, Tensor]:
         """Traces of the first draws, ``[drawn, traces]``, of each chain that has not failed, by its position."""
-        alive = [k for k in range(self.run.count) if k not in self.run.failures]
+        alive = [k for k in range(self.chains.count) if k not in self.chains.failures]
         return {k: torch.stack([row[k] for row in self.traces[:drawn]]) for k in alive}
 
     @torch.no_grad()
     def take(self) -> None:
         """Record the predictions of the current parameters."""
-        run, parts = self.run, []
+        chains, parts = self.chains, []
         if self.inputs is not None:
-            predict = run.target.predictive
+            predict = chains.target.predictive
             found = (
-                vmap(predict)(run.current, self.inputs) if run.many is not None else predict(run.current, self.inputs)
+                vmap(predict)(chains.current, self.inputs)
+                if chains.many is not None
+                else predict(chains.current, self.inputs)
             )
             found = found.get("mean", next(iter(found.values()))) if isinstance(found, dict) else found
-            flat = found.reshape(run.count, -1)
+            flat = found.reshape(chains.count, -1)
             parts.append(flat[:, :: -(-flat.shape[1] // TRACES)])
         if self.examples is not None:
-            likely = run.log_likelihood(self.examples)
+            likely = chains.log_likelihood(self.examples)
             if self.inputs is None:
                 parts.append(likely[:, :INPUTS])
             parts.append(likely.mean(-1, keepdim=True))
