@@ -27,6 +27,16 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
 
 
+def tell(text: str, show: bool = True, stream: TextIO | None = None) -> None:
+    """A line about a run: to the logger ``isosgd``, or to the stream if `logging` is not configured and ``show``."""
+    if LOGGER.hasHandlers():
+        LOGGER.info(text)
+    elif show and LOGGER.level <= logging.INFO:  # logging is not configured, not even a level
+        handler = logging.StreamHandler(stream)
+        handler.setFormatter(logging.Formatter("%(asctime)s isosgd: %(message)s", "%H:%M:%S"))
+        handler.handle(LOGGER.makeRecord(LOGGER.name, logging.INFO, __file__, 0, text, (), None))
+
+
 class Progress:
     """``Progress(total)`` with ``advance(stage)``.
 
@@ -39,20 +49,26 @@ class Progress:
         show: False for silence.
         stream: where to write, standard error by default.
         beat: called at every step, whether anything is shown or not.
+        label: what all stages begin with, such as ``"trial at T = 0.03: "``.
     """
 
     def __init__(
-        self, total: int, show: bool = True, stream: TextIO | None = None, beat: Callable[[], None] | None = None
+        self,
+        total: int,
+        show: bool = True,
+        stream: TextIO | None = None,
+        beat: Callable[[], None] | None = None,
+        label: str = "",
     ) -> None:
         self.total, self.done, self.beat = max(total, 1), 0, beat
         self.stream = stream or sys.stderr
         self.terminal = show and self.stream.isatty()
         self.logs = show and not self.terminal
         self.started = self._drawn = time.monotonic()
+        self.label = label
         self._stage = ""  # of the last log line
         self._skipped = 0
-        self._handler = logging.StreamHandler(self.stream)
-        self._handler.setFormatter(logging.Formatter("%(asctime)s isosgd: %(message)s", "%H:%M:%S"))
+        self._now, self._since = "", (self.started, 0)  # the stage, and when and after how many steps it began
 
     def __enter__(self) -> Progress:
         return self
@@ -73,6 +89,9 @@ class Progress:
         if not (self.terminal or self.logs):
             return
         now = time.monotonic()
+        stage = self.label + stage
+        if stage != self._now:
+            self._now, self._since = stage, (now, self.done)
         if self.terminal and now - self._drawn > 0.2:
             self._drawn = now
             self.stream.write("\r\x1b[K" + self.line(stage, now))
@@ -105,17 +124,17 @@ class Progress:
             self.stream.write("\r\x1b[K")
             self.stream.flush()
         elif self._stage:
-            self._log(f"{word}, {self.done:,} steps in {clock(time.monotonic() - self.started)}")
+            self._log(f"{self.label}{word}, {self.done:,} steps in {clock(time.monotonic() - self.started)}")
 
     def _estimates(self, now: float) -> tuple[float, float, float]:
-        """Share of the steps that are done, steps per second, and seconds left."""
-        spent = now - self.started
-        speed = (self.done - self._skipped) / spent if spent > 0 else 0.0
+        """Share of the steps that are done, steps per second (of a stage that has lasted a second), seconds left."""
+        began, before = self._since
+        spent, steps = now - began, self.done - before
+        if spent < LEAST_STAGE or not steps:
+            spent, steps = now - self.started, self.done - self._skipped
+        speed = steps / spent if spent > 0 else 0.0
         left = max(self.total - self.done, 0) / speed if speed > 0 else 0.0
         return min(self.done / self.total, 1.0), speed, left
 
     def _log(self, text: str) -> None:
-        if LOGGER.hasHandlers():
-            LOGGER.info(text)
-        elif LOGGER.level <= logging.INFO:  # logging is not configured, not even a level
-            self._handler.handle(LOGGER.makeRecord(LOGGER.name, logging.INFO, __file__, 0, text, (), None))
+        tell(text, stream=self.stream)

@@ -1,7 +1,9 @@
 """Trained classifiers of some size are sampled in cycles: what is called, found and said."""
 
+import logging
 import math
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,25 @@ def test_a_short_time_makes_cycles_shorter(network: Any) -> None:
     posterior = sample(target, data, starts=[model], held_out=held_out, max_seconds=1.5, **SHORT)
     assert time.monotonic() - began < 10
     assert posterior.num_draws >= 1
+
+
+def test_trials_say_what_they_do_and_a_loader_is_not_warned_of_in_vain(
+    network: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trial took a third of the time in silence; the share of noise, which cycles do not measure, was ``nan%``."""
+    model, data, held_out, _ = network
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # those of pytest
+    monkeypatch.setattr("isosgd.progress.LEAST_STAGE", 0.0)
+    target, loader = Target.from_module(model, "categorical", "empirical"), DataLoader(TensorDataset(*data), 64, True)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        sample(target, loader, starts=[model], held_out=held_out, compile=False, max_seconds=2.0)
+    assert not any("nan" in str(warning.message) for warning in heard)
+    lines = [line.split("isosgd: ")[1] for line in capsys.readouterr().err.splitlines()]
+    assert lines[0] == "trying T = 0.03 on 400 held-out examples"
+    assert any(line.startswith("trial at T = 0.03: heating, ") for line in lines)
+    assert any(line.startswith("temperature 0.03: held-out NLL ") for line in lines)
+    assert any(line.startswith("sampling, ") for line in lines)
 
 
 @pytest.mark.long

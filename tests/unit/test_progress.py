@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from isosgd import Posterior, Target, priors, sample
+from isosgd.progress import Progress
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")  # warm-ups are short here
 
@@ -154,3 +155,13 @@ def test_whoever_configures_logging_decides(
         caplog.set_level(level, "isosgd")
         run(clock, 1.0)
         assert any("sampling" in message for message in caplog.messages) is logged and not stream.getvalue()
+
+
+def test_the_time_left_is_that_of_the_stage(clock: Clock) -> None:
+    """Compiled steps are far faster than those of the warm-up, whose speed says nothing about them."""
+    progress = Progress(11_000, stream=Stream(clock, terminal=True), label="trial: ")
+    for stage, steps in (("warm-up", 100), ("warm-up", 900), ("sampling", 1), ("sampling", 1_999)):
+        clock.now += 10.0
+        progress.advance(stage, steps)
+    line = progress.line("trial: sampling", clock.now)
+    assert line.startswith("trial: sampling") and "3,000 steps, 200/s, 0:40 left" in line

@@ -58,7 +58,7 @@ def test_one_warning_for_all_layers_of_batch_norm() -> None:
         warnings.simplefilter("always")
         target = Target.from_module(model, "gaussian")
     assert len(found) == 1
-    assert "1 (BatchNorm1d) and 4 other layers use the statistics of the minibatch" in str(found[0].message)
+    assert "layer '1' (BatchNorm1d) and 4 other layers use the statistics of the minibatch" in str(found[0].message)
     assert "model.eval()" in str(found[0].message)
     x = torch.randn(10, 3)
     draws: dict[str, Tensor] = {name: torch.randn(1, 3, *p.shape) for name, p in model.named_parameters()}
@@ -67,7 +67,7 @@ def test_one_warning_for_all_layers_of_batch_norm() -> None:
         warnings.simplefilter("always")
         Posterior(target, draws, {}).predict(x)
     assert len(found) == 1 and "refresh=" in str(found[0].message)
-    with pytest.warns(UserWarning, match=r"^1 \(BatchNorm1d\) uses the statistics"):
+    with pytest.warns(UserWarning, match=r"^layer '1' \(BatchNorm1d\) uses the statistics"):
         Target.from_module(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), "gaussian")
 
 

@@ -22,7 +22,7 @@ def mlp(inputs: int = 3, outputs: int = 1) -> nn.Sequential:
 def test_the_users_module_stays_bit_for_bit() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     before, mode = copy.deepcopy(model.state_dict()), model.training
-    with pytest.warns(UserWarning, match=r"1 \(BatchNorm1d\)"):
+    with pytest.warns(UserWarning, match=r"layer '1' \(BatchNorm1d\)"):
         target = Target.from_module(model, "gaussian")
     free = target.initial()
     batch = (torch.randn(8, 3), torch.randn(8))
@@ -139,7 +139,7 @@ def test_several_inputs_and_a_callable_likelihood() -> None:
 )
 def test_random_layers_are_switched_off_with_one_warning(layer: nn.Module) -> None:
     model = nn.Sequential(nn.Linear(3, 4), layer)
-    with pytest.warns(UserWarning, match=rf"dropout is off: 1 \({type(layer).__name__}\) is random") as heard:
+    with pytest.warns(UserWarning, match=rf"dropout is off: layer '1' \({type(layer).__name__}\) is random") as heard:
         Target.from_module(model, "gaussian")
     assert len(heard) == 1
     assert model.training
@@ -154,8 +154,8 @@ def test_a_network_in_training_mode_is_sampled_without_its_dropout_and_with_its_
     with pytest.warns(UserWarning) as heard:
         target = Target.from_module(model, likelihoods.Gaussian(1.0))
     assert [str(w.message).split(" random")[0].split(" uses")[0] for w in heard] == [
-        "dropout is off: 2 (Dropout) and 1 other layers are",
-        "1 (BatchNorm1d)",
+        "dropout is off: layer '2' (Dropout) and 1 other layer are",
+        "layer '1' (BatchNorm1d)",
     ]
     x = torch.randn(16, 3)
     quiet = copy.deepcopy(model)
@@ -174,7 +174,7 @@ def test_recurrent_layers_lose_their_dropout_but_not_their_mode() -> None:
             return self.out(self.rnn(x)[0][:, -1])
 
     model = Recurrent()
-    with pytest.warns(UserWarning, match=r"rnn \(GRU\)"):
+    with pytest.warns(UserWarning, match=r"layer 'rnn' \(GRU\)"):
         target = Target.from_module(model, likelihoods.Gaussian(1.0))
     x = torch.randn(5, 6, 3)
     expected = copy.deepcopy(model).eval()(x).detach()

@@ -79,7 +79,7 @@ class PosteriorSummary:
         return json_values(found)  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
-        lines = [f"{self.chains} chains of {self.draws} draws; worst first"]
+        lines = [f"{self.chains} chain{'s' * (self.chains > 1)} of {self.draws} draws; worst first"]
         ordered = sorted(self.rows, key=lambda row: (math.isnan(row.rhat), -row.rhat))
         width = max([len(row.name) for row in ordered[:SHOWN]] + [8])
         lines.append(f"{'':{width}}  {'mean':>10} {'sd':>9} {'mcse':>9} {'R-hat':>6} {'ESS':>6} {'tail':>6}")

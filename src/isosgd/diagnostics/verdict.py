@@ -218,7 +218,8 @@ def _short(
     reasons = []
     whole = found[0]
     if not summary.rhat <= rhat:
-        reasons.append(f"chains do not agree on predictions: R-hat is {summary.rhat:.3f}, above {rhat:g}")
+        who = "chains do not agree" if summary.chains > 1 else "the halves of the chain do not agree"
+        reasons.append(f"{who} on predictions: R-hat is {summary.rhat:.3f}, above {rhat:g}")
     if not summary.ess_bulk >= least:
         reasons.append(f"the slowest prediction has {summary.ess_bulk:.0f} effective draws, below {least:g}")
     if not whole.error <= KNOWN * max(temperature, whole.temperature):

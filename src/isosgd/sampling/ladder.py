@@ -30,7 +30,7 @@ from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.posterior import Posterior
 from isosgd.posterior.calibration import FEW, Densities, best_temperature
 from isosgd.posterior.comparison import STARTS, stacked
-from isosgd.progress import LOGGER
+from isosgd.progress import tell
 from isosgd.target import Target
 from isosgd.target.batches import tensors_of
 from isosgd.target.likelihoods import Bernoulli, Categorical, Tokens
@@ -284,14 +284,16 @@ class Ladder:
         device: where to score.
         optimises: whether chains begin with an initial optimisation if networks were not fully trained. If False, only
             the reason says so; None if a run trains them further anyway.
+        shows: whether results are shown where `logging` is not configured.
     """
 
     def __init__(
         self, run: Callable[[float, Place, bool], tuple[Posterior, Place]], target: Target, starts: Sequence[State],
         networks: int, held_out: Tensors, deadline: float, device: Any, optimises: bool | None = True,
+        shows: bool = True,
     ) -> None:  # fmt: skip
         self.run, self.starts, self.held_out, self.device, self.optimises = run, starts, held_out, device, optimises
-        self.began, self.deadline = time.monotonic(), deadline
+        self.began, self.deadline, self.shows = time.monotonic(), deadline, shows
         try:
             self.beside = self.alone = self._scored(start_posterior(target, starts))
         except (RuntimeError, IndexError, ValueError) as error:
@@ -378,7 +380,7 @@ class Ladder:
             return cold
         temperature = cold.temperature
         kept = self.places[temperature], self.drawn[temperature]
-        LOGGER.info("the network was not trained to the end: an initial optimisation comes first")
+        tell("the network was not trained to the end: an initial optimisation comes first", self.shows)
         rung = self._try(temperature, Place(self.starts), optimise=True)
         self.optimised = rung is not None and rung.nll < cold.nll
         if rung is not None and self.optimised:
@@ -420,15 +422,16 @@ class Ladder:
             after = None
         if after is None or not bool(after.values.isfinite().all()):
             self.diverged.append(temperature)
-            LOGGER.info("temperature %g diverged and is left out", temperature)
+            tell(f"temperature {temperature:.3g} diverged and is left out", self.shows)
             return None
         rung = Rung.of(temperature, self.beside.plain(), self.beside.plain(), after.plain())
         self.found[temperature], self.places[temperature], self.drawn[temperature] = rung, end, posterior
         self.last = after
-        LOGGER.info(
-            "temperature %g: held-out NLL %.4g, with the start %.4g, start %.4g",
-            temperature, rung.alone, rung.nll, self.start_nll,
-        )  # fmt: skip
+        tell(
+            f"temperature {temperature:.3g}: held-out NLL {rung.alone:.4g}, with the start {rung.nll:.4g}, start "
+            f"{self.start_nll:.4g}",
+            self.shows,
+        )
         return rung
 
     def _choice(self, best: Rung | None, tried_enough: bool = True, more: str = "") -> Choice:

@@ -23,6 +23,7 @@ from isosgd.engine.schedule import Schedule, Start, start_of
 from isosgd.posterior import Posterior
 from isosgd.progress import Progress
 from isosgd.samplers import ISGD, METHODS
+from isosgd.samplers.schedules import STAGE_DRAWS
 from isosgd.sampling.loop import check_warmup, draw_all
 from isosgd.sampling.parallel import check_request, check_sampler, draw_over_ranks
 from isosgd.sampling.plan import ChainsResult, DrawPlan, gradients_of, report_end, why_stopped
@@ -45,6 +46,7 @@ from isosgd.target.batches import tensors_of, tree_map, with_tensors
 from isosgd.target.heads import Head
 from isosgd.warmup.windows import MOST_STEPS
 
+GUESSED_HEATING = 400  # gradients before the cycles, until they are known
 only_check: ContextVar[bool] = ContextVar("only_check", default=False)
 
 
@@ -83,6 +85,7 @@ def draw_at(
     begin: Mapping[int, dict[str, Any]] | None = None,
     ends: dict[int, dict[str, Any]] | None = None,
     starts: Sequence[Mapping[str, Any]] = (),
+    label: str = "",
     **options: Any,
 ) -> Posterior:
     """`sample` at one temperature.
@@ -173,10 +176,12 @@ def draw_at(
         request.check_store()
         check_warmup(next(schedule.runs(make_sampler))[1], plan)
         raise Checked
-    total = (len(numbers) if numbers is not None else schedule.count) * (
-        (MOST_STEPS // 5 if warmup == "auto" else warmup) + most * plan.spacing
-    )
-    bar = Progress(total, progress and (ranks is None or ranks.rank == 0), beat=None if ranks is None else ranks.beat)
+    each = (MOST_STEPS // 5 if warmup == "auto" else warmup) + most * plan.spacing
+    if heated and "cycle" in options:
+        each = GUESSED_HEATING + options["cycle"] * -(-most // STAGE_DRAWS)
+    total = (len(numbers) if numbers is not None else schedule.count) * each
+    show, beat = progress and (ranks is None or ranks.rank == 0), None if ranks is None else ranks.beat
+    bar = Progress(total, show, beat=beat, label=label)
     if given_method != method:
         bar.note("batch_size = 'all': the method is HMC (method='hmc')")
     info = partial(_info, schedule, plan, about_choice or {})

@@ -29,7 +29,7 @@ from isosgd.errors import DivergedError, warn_caller
 from isosgd.posterior import Posterior
 from isosgd.posterior.calibration import FEW, warn_of_end
 from isosgd.posterior.comparison import as_states
-from isosgd.progress import LOGGER
+from isosgd.progress import tell
 from isosgd.samplers.schedules import STAGE_DRAWS
 from isosgd.sampling.ladder import (
     COLDER,
@@ -317,6 +317,7 @@ class TrainedRun:
             )
         self.target, self.device, self.temperature, self.chains = target, common["device"], temperature, chains
         self.store, self.ranks, self.deadline = of_run["store"], of_run["ranks"], of_run["deadline"]
+        self.shows = of_run["progress"] and (self.ranks is None or self.ranks.rank == 0)
         # A run with a store begins at the networks rather than where a trial ended, so that it can be resumed without
         # the trials; so does a run over several processes.
         self.alone = self.store is None and self.ranks is None
@@ -419,14 +420,17 @@ class TrainedRun:
         late = math.inf if self.deadline is None else now + LADDER_SHARE * (self.deadline - now)
         chains = len(self.starts) if self.ranks else self.chains
         coldest, hottest = self.temperatures[0], self.temperatures[-1]
-        LOGGER.info("trying temperatures from %g to %g on held-out examples", coldest, hottest)
+        tried = f"temperatures from {coldest:g} to" if coldest < hottest else "T ="
+        tell(f"trying {tried} {hottest:g} on {batch_length(self.held_out):,} held-out examples", self.shows)
         starts = [self.starts[k % len(self.starts)] for k in range(chains)]  # of each chain
         optimises = None if self.cycles else self.continues and self.alone
 
         def trial(temperature: float, place: Place, optimise: bool) -> tuple[Posterior, Place]:
             return self._trial(temperature, place, optimise, chains, late)
 
-        self.ladder = Ladder(trial, self.target, starts, len(self.starts), self.held_out, late, self.device, optimises)
+        self.ladder = Ladder(
+            trial, self.target, starts, len(self.starts), self.held_out, late, self.device, optimises, self.shows
+        )
         if coldest < hottest or self.descends:
             choice = self.ladder.descend(coldest) if self.descends else self.ladder.climb(self.temperatures)
             self.place = self.ladder.places.get(choice.temperature, self.place)
@@ -447,7 +451,8 @@ class TrainedRun:
         if not self.cycles:  # cycles fit themselves into the time
             self.tried += lengths["warmup"] + lengths["draws"] * lengths["keep_every"]
         found = self._draw(
-            place.states, chains=chains, temperature=temperature, trained=not optimise, progress=False,
+            place.states, chains=chains, temperature=temperature, trained=not optimise, progress=self.shows,
+            label=f"trial at T = {temperature:.3g}: ",
             deadline=late if math.isfinite(late) else None, begin=place.measured,
             ends=ends if self.continues else None, **lengths,
         )  # fmt: skip
@@ -567,7 +572,7 @@ class TrainedRun:
             temperature = 0.0
         what = f"T = {temperature:.3g} was taken" if temperature else "the draws are the starts"
         reason = f"the run at T = {choice.temperature:.3g} {fault}: {what}"
-        LOGGER.info(reason)
+        tell(reason, self.shows)
         diverged = choice.diverged + ((choice.temperature,) if fault == "diverged" else ())
         return replace(choice, temperature=temperature, reason=reason, diverged=diverged)
 
@@ -595,7 +600,7 @@ class TrainedRun:
         if count is not None:
             what += f", by the first {count} of {found.num_draws} draws"
         warn_of_end(judged.softmax_temperature)
-        LOGGER.info("held-out examples: %s", what)
+        tell(f"held-out examples: {what}", self.shows)
         both.info |= {**self.spent, **self._about(replace(choice, reason=f"{choice.reason}; {what}"))}
         return both
 

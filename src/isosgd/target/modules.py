@@ -624,7 +624,7 @@ def warn_of_layers(model: nn.Module) -> None:
     """Warn of layers that are random in training mode, and of layers that tie the examples of a batch together."""
     tied, random = [], []
     for name, module in model.named_modules():
-        where = f"{name or 'the model'} ({type(module).__name__})"
+        where = f"layer {name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
         if module.training and _is_random(module):
             random.append(where)
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
@@ -643,7 +643,8 @@ def warn_of_layers(model: nn.Module) -> None:
 
 def _warn(layers: list[str], one: str, several: str, text: str) -> None:
     if layers:
-        who = f"{layers[0]} {one}" if len(layers) == 1 else f"{layers[0]} and {len(layers) - 1} other layers {several}"
+        more = len(layers) - 1
+        who = f"{layers[0]} {one}" if not more else f"{layers[0]} and {more} other layer{'s' * (more > 1)} {several}"
         warnings.warn(text.format(who), UserWarning, stacklevel=5)
 
 

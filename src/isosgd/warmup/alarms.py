@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -89,7 +91,7 @@ def _biased(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
 
 def _in_order(run: Chains, report: WarmupReport, k: int, late: Late) -> str:
     """Batches without replacement."""
-    share = max((g.noise_share for g in report.groups), default=0.0)
+    share = max((g.noise_share for g in report.groups if math.isfinite(g.noise_share)), default=0.0)
     if run.batches.independent or share <= LOADER_ALARM:
         return ""
     return (
