@@ -46,6 +46,17 @@ def nearest(given: object, known: Iterable[str]) -> str:
     return f"; did you mean {names[close[0]]!r}?" if close else ""
 
 
+def listed(words: Iterable[str], most: int = 6) -> str:
+    """Words in a sentence, at most ``most`` of them.
+
+    Example:
+        >>> listed("abcd", most=2)
+        'a, b and 2 more'
+    """
+    every = list(words)
+    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
+
+
 def check_integer(name: str, value: object, least: int, more: str = "") -> None:
     """Raise unless the value is an integer of at least ``least``; ``more`` continues the message."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

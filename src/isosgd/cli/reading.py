@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import csv
-import difflib
 import math
 import re
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -225,18 +223,6 @@ def numbers_rows(name: str, column: Any) -> bool:
     if not pd.api.types.is_integer_dtype(column) or not column.is_unique:
         return False
     return bool(_ID.fullmatch(name)) or any((column == np.arange(k, k + len(column))).all() for k in (0, 1))
-
-
-def near(name: str, names: Iterable[str]) -> str:
-    """A question whether a misspelled name was meant to be a similar one; empty if none is similar.
-
-    Example:
-        >>> near("Prise", ["price", "town"])
-        "; did you mean 'price'?"
-    """
-    lower = {other.lower(): other for other in names}
-    found = difflib.get_close_matches(name.lower(), lower, n=1)
-    return f"; did you mean {lower[found[0]]!r}?" if found else ""
 
 
 def _shown(value: Any) -> str:

@@ -27,8 +27,9 @@ from isosgd.cli.common import (
     use_machine,
 )
 from isosgd.cli.folders import MODEL, TABLE, Run, open_run, refuse_begun
-from isosgd.cli.reading import as_they_stand, look_separated, near, numbers_rows, read_table, why_useless
+from isosgd.cli.reading import as_they_stand, look_separated, numbers_rows, read_table, why_useless
 from isosgd.cli.runs import draw_and_judge
+from isosgd.errors import nearest
 
 LEAST_ROWS, FEW, MOST_CLASSES = 20, 10, 100  # least rows; up to so many different integers are classes; most classes
 USUAL: dict[str, Any] = {
@@ -172,7 +173,7 @@ def _target(frame: Any, args: argparse.Namespace) -> tuple[Any, list[Any], list[
 
     name, task = args.target, args.task
     if name not in frame.columns:
-        hint = near(name, frame.columns) or f"; the table has {', '.join(map(repr, list(frame.columns)[:6]))}"
+        hint = nearest(name, frame.columns) or f"; the table has {', '.join(map(repr, list(frame.columns)[:6]))}"
         raise ValueError(f"there is no column {name!r} to predict{hint}")
     y = frame[name]
     there = y.dropna()
@@ -234,7 +235,7 @@ def _rows(frame: Any, y: Any, classes: list[Any], args: argparse.Namespace) -> A
     X, there = frame.drop(columns=args.target), y.notna()
     for name in args.use:
         if name not in X.columns:
-            why = "it is the target" if name == args.target else f"there is no such column{near(name, X.columns)}"
+            why = "it is the target" if name == args.target else f"there is no such column{nearest(name, X.columns)}"
             raise ValueError(f"--use {name}: {why}")
     # Row numbers are found from all rows of the file, everything else from training rows.
     dropped = {
@@ -308,7 +309,7 @@ def run_predict(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.run} was fitted to an array without names of columns; predict from Python")
     if absent := [name for name in used if name not in frame.columns]:
         which = f"columns {', '.join(map(repr, absent))}" if len(absent) > 1 else f"column {absent[0]!r}"
-        hint = near(absent[0], set(frame.columns) - set(used))
+        hint = nearest(absent[0], set(frame.columns) - set(used))
         raise ValueError(f"{args.table} lacks the {which}, with which the model was fitted{hint}")
     echo(args, *(f"note: {remark}" for remark in remarks if any(repr(name) in remark for name in used)))
     if not posterior.info.get("complete", True):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from isosgd.differences import as_lines, differences
-from isosgd.errors import warn_caller
+from isosgd.errors import listed, warn_caller
 from isosgd.posterior import Posterior
 from isosgd.sampling.request import fingerprint
 from isosgd.store import DamagedError, Manifest, Shards, StoredDraws, StoredState, StoreError
@@ -173,16 +173,12 @@ def _warn_of_lengths(manifest: Manifest, draws: StoredDraws, merged: str | Path 
     if not short:
         return
     left = [run for run in lengths if not numbers[run] or numbers[run] - set(draws.chains)]
-    found = f"left out: {_listed([f'{run} ({lengths[run]} draws)' for run in left])}" if left else "none is left out"
+    found = f"left out: {listed([f'{run} ({lengths[run]} draws)' for run in left])}" if left else "none is left out"
     mend = [f"isosgd resume {run} --draws {longest}" for run in ([merged] if merged is not None else short)]
     warn_caller(
         f"runs have different numbers of draws, {min(lengths.values())} to {longest}: {draws.num_draws} draws of each "
-        f"of {draws.num_chains} chains are shown; {found}. To level them: {_listed(mend)}"
+        f"of {draws.num_chains} chains are shown; {found}. To level them: {listed(mend)}"
     )
-
-
-def _listed(words: list[str], most: int = 6) -> str:
-    return ", ".join([*words[:most], *([f"and {len(words) - most} more"] if len(words) > most else [])])
 
 
 def _numbers(manifest: Manifest) -> range:

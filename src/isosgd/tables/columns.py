@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from sklearn.impute import SimpleImputer
 from sklearn.preprocessing import OneHotEncoder
+
+from isosgd.errors import listed
 
 Array = NDArray[Any]
 MISSING = "(missing)"
@@ -118,9 +120,11 @@ class Columns:
         lacking = [values[k] for k in found["gaps"]]
         lacking += [name for name, levels in zip(self.categories, found["levels"], strict=True) if MISSING in levels]
         if lacking:
-            lines.append(f"missing values in {listed(lacking)}: an input says so, and a number takes its median")
+            lines.append(
+                f"missing values in {listed(map(repr, lacking))}: an input says so, and a number takes its median"
+            )
         if lumped := [name for name, rare in zip(self.categories, found["rare"], strict=True) if rare]:
-            lines.append(f"rare levels of {listed(lumped)} are taken as one")
+            lines.append(f"rare levels of {listed(map(repr, lumped))} are taken as one")
         return lines
 
     def named(self, X: Array) -> Any:
@@ -283,12 +287,6 @@ def _first(column: Any) -> Any:
     there = column.dropna()
     value = next((value for value in there if isinstance(value, str)), there.iloc[0])
     return value.item() if isinstance(value, np.generic) else value
-
-
-def listed(names: Iterable[Any], most: int = 6) -> str:
-    """Names as text, shortened if there are many."""
-    found = [repr(name) for name in names]
-    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
 
 
 def _plain(values: Array) -> list[float | None]:
