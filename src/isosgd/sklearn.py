@@ -337,8 +337,8 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):  # type: ignore[misc]
         Args:
             X: rows: an array of numbers, or a frame of pandas or polars.
             y: what to predict.
-            store: a folder to write the draws to as they come, with all that `load` and `resume` need: a fit that is
-                killed goes on from there. The rows are in it, in standard units.
+            store: a folder for draws and all that `load` and `resume` need, also after the fit was killed. It includes
+                the rows, in standard units.
             held_out: ``(X, y)`` that is not trained on, for `trust_` and the report.
             given: ``sample_weight`` is refused, and so is anything else.
         """
@@ -526,9 +526,9 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):  # type: ignore[misc
 
 
 def load(folder: str | Path, *, damaged: Damaged = "refuse") -> BayesianMLPRegressor | BayesianMLPClassifier:
-    """The estimator whose ``fit`` was given ``store=folder``, with the draws that are there.
+    """Load an estimator that was fitted with ``store=folder``, with its draws so far.
 
-    Nothing of a folder is run: it holds JSON and safetensors alone.
+    No code in the folder is run: it holds only JSON and safetensors.
 
     Args:
         folder: of the run; finished, or stopped.
@@ -544,10 +544,10 @@ def load(folder: str | Path, *, damaged: Damaged = "refuse") -> BayesianMLPRegre
 def resume(
     folder: str | Path, *, draws: int | None = None, device: Any = None, verbose: bool = False
 ) -> BayesianMLPRegressor | BayesianMLPClassifier:
-    """Go on with a fit that was stopped, on a CPU bit for bit, or take more draws of each chain.
+    """Continue a stopped fit, on a CPU bit for bit, or take more draws of each chain.
 
     Args:
-        folder: that ``fit`` was given as ``store``.
+        folder: the ``store`` of ``fit``.
         draws: of each chain, to extend a finished run.
         device: where to compute.
         verbose: show a progress line.

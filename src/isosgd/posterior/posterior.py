@@ -682,7 +682,7 @@ class Posterior:
         """R-hat, effective draws and Monte-Carlo errors of predictions, log likelihoods and parameters.
 
         Args:
-            data: examples to predict, such as held-out ones; the training data by default, where they are at hand.
+            data: examples to predict, such as held-out ones; the training data by default, if they are known.
             inputs: inputs for the target's ``predict``, where they are not all but the last tensor of the data.
             parameters: names or shell patterns of parameters to look at, such as ``["likelihood.scale", "*.bias"]``;
                 the scales of likelihood and prior, and all parameters where they are few, by default.

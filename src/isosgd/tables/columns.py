@@ -30,7 +30,7 @@ NUMERIC = {"integer", "floating", "mixed-integer-float", "decimal", "boolean"}  
 
 @dataclass
 class Columns:
-    """How the rows of a frame of pandas, or of an array of numbers, become inputs; made by `learn`.
+    """Turns rows of a pandas frame, or of an array of numbers, into inputs; made by `learn`.
 
     Attributes:
         names: of the columns; None for an array.

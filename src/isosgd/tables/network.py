@@ -351,12 +351,11 @@ def trained_starts(
     deadline: float = math.inf,
     both: bool = False,
 ) -> list[Starts]:
-    """Networks that chains start at.
+    """Train the networks at which chains start, by Adam on nine tenths of the rows.
 
-    By Adam on nine tenths of the rows, kept where it predicts the others best. All networks are trained in one batched
-    computation, each on rows of its own choice, which follows from the seed. After the ``deadline`` (`time.monotonic`)
-    they are taken as they are. With ``both``, of a network with log-linear noise, as many with noise of one size are
-    trained on the same rows, and come first.
+    Each network has its own random rows, and is kept where it predicts the other rows best. All are one batched
+    computation, which ends at the ``deadline`` (`time.monotonic`). With ``both`` (for log-linear noise), as many
+    networks with a constant noise scale are trained on the same rows, and come first.
     """
     target = network.target()
     n = len(x)
@@ -421,10 +420,10 @@ def trained_starts(
 def starts_of(
     network: Network, x: Tensor, y: Tensor, chains: int, steps: int, seed: int, seconds: float
 ) -> tuple[Network, Starts]:
-    """Trained networks, and the network with the noise that is sampled; ``seconds`` bound the training.
+    """Train the starts within ``seconds``, and choose the noise; returns the network to sample and its starts.
 
-    Where the noise is to be found, networks with noise of one size and with a log-linear one are trained on the same
-    rows, and the second is taken if it predicts those that were held out better by `SURE` standard errors.
+    With ``auto`` noise, networks with constant and with log-linear noise are trained on the same rows; the latter are
+    taken if they predict held-out rows better by `SURE` standard errors.
     """
     deadline = time.monotonic() + seconds
     if network.likelihood != "auto":
@@ -517,7 +516,7 @@ def resume_network(
     device: torch.device | str | None = None,
     progress: bool = False,
 ) -> Posterior:
-    """Go on with a run of `sample_network` that was stopped, or take more ``draws`` of each chain."""
+    """Continue a stopped run of `sample_network`, or extend it to ``draws`` of each chain."""
     place = torch.device(device or "cpu")
     if parts := Manifest.read(Path(store)).parts:  # merged runs
         for part in parts:

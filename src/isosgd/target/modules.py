@@ -344,7 +344,7 @@ class ModuleLikelihood:
         return {name: s.flatten(0, 1) for name, s in spread.items()}
 
     def network(self) -> layers.Network | None:
-        """Where the module is a network of dense layers, all sampled, and the likelihood has slopes: what it is."""
+        """The network of dense layers, if all are sampled and the likelihood has derivatives; else None."""
         # The slopes of a class are those of its own log_prob, not of one that a subclass has.
         if self.autocast is not None or self.low or self.aliases or "slopes" not in vars(type(self.likelihood)):
             return None
