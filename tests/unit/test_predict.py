@@ -16,7 +16,7 @@ from torch.optim.swa_utils import update_bn
 
 from isosgd import Posterior, Target, likelihoods, metrics, priors
 from isosgd.posterior import central
-from isosgd.posterior.draws import MOST_AT_ONCE, Mapped
+from isosgd.posterior.draws import MOST_AT_ONCE
 
 F64 = torch.float64
 CHAINS, DRAWS = 2, 5
@@ -159,20 +159,28 @@ def test_a_store_is_read_draw_by_draw(regression: Posterior, x: Tensor) -> None:
 # ---------------------------------------------------------------- several draws at once
 
 
-def test_several_draws_at_once_and_one_at_a_time_agree(
-    regression: Posterior, x: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    at_once = regression.predict(x, levels=(0.3,), return_draws=True)
-    monkeypatch.setattr(Mapped, "_try", lambda self, *args: False)
-    singly = regression.predict(x, levels=(0.3,), return_draws=True)
-    torch.testing.assert_close(at_once.draws, singly.draws)
-    torch.testing.assert_close(at_once.quantiles, singly.quantiles)
+class Unmapped(nn.Sequential):
+    """May look at a number, so that it takes draws one at a time; and counts its calls."""
+
+    looks, calls = True, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Unmapped.calls += 1
+        return super().forward(x) * (1.0 if not self.looks or float(self[0].bias.detach()[0]) < 1e6 else 0.0)
 
 
-def test_it_is_done_at_once_where_it_can_be(regression: Posterior, x: Tensor) -> None:
-    mapped = Mapped(regression.view.predict)
-    mapped(next(regression._stack.blocks(x))[0], x)
-    assert mapped.at_once
+def test_several_draws_at_once_and_one_at_a_time_agree(generator: torch.Generator, x: Tensor) -> None:
+    found, calls = [], []
+    net = Unmapped(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    for net.looks in (False, True):
+        draws = draws_of(net, torch.Generator().manual_seed(0), draws=20)
+        posterior = Posterior(Target.from_module(net, likelihoods.Gaussian(1.0)), draws, {})
+        Unmapped.calls = 0
+        found.append(posterior.predict(x, levels=(0.3,), return_draws=True))
+        calls.append(Unmapped.calls)
+    assert calls[0] < 10 and calls[1] >= CHAINS * 20
+    torch.testing.assert_close(found[0].draws, found[1].draws)
+    torch.testing.assert_close(found[0].quantiles, found[1].quantiles)
 
 
 @pytest.mark.parametrize("how", ["number", "wrong"])
@@ -207,12 +215,20 @@ def posterior_of_line(generator: torch.Generator) -> Posterior:
 
 
 def test_filters_are_not_mapped_over(generator: torch.Generator) -> None:
-    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))
-    posterior = Posterior(Target.from_module(net, "categorical"), draws_of(net, generator), {})
+    """To group filters of several draws in one convolution is slower than to take one draw after the other."""
+    calls = 0
+
+    class Watched(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return super().forward(x)
+
+    net = nn.Sequential(Watched(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))
+    posterior = Posterior(Target.from_module(net, "categorical"), draws_of(net, generator, draws=20), {})
     images = torch.randn(5, 1, 4, 4, generator=generator)
-    mapped = Mapped(posterior.view.predict)
-    mapped(next(posterior._stack.blocks(images))[0], images)
-    assert mapped.at_once is False
+    calls = 0
+    assert posterior.predict(images).mean.shape == (5, 3) and calls >= CHAINS * 20
     assert posterior.predict(images, batch_size=2).mean.shape == (5, 3)
 
 
