@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from isosgd.engine.graph import GraphGradients
 
 REFRESH_BATCHES, REFRESH_SIZE = 5, 500  # minibatches over which BatchNorm statistics of a draw are averaged
+TOGETHER = 20  # noise vectors that are measured at one place by one call
 SCALE = 0.5  # lower bound of an example's information about the logarithm of a noise scale
 
 MakeSampler = Callable[[list[dict[str, Any]], torch.Generator, int | None], Sampler]
@@ -262,6 +263,23 @@ class Chains:
             return False
         self.sampler.observe(noise if centred else None)
         return True
+
+    @torch.no_grad()
+    def noise_vectors(self, count: int) -> list[tuple[Tensor, list[Tensor]]]:
+        """Losses and noise of so many minibatches where the chains are, by one call of the library if it can."""
+        one = self.differentiate.one if isinstance(self.differentiate, Single) else None
+        rows = [self.batches.next(mixed=True) for _ in range(count)]
+        if one is None or not one.fits(self.flat(self.leaves), tuple(t.unsqueeze(0) for t in rows[0])):
+            found = [(self.evaluate(split=True, batch=batch), self.loss) for batch in rows]
+            return [(loss, noise) for noise, loss in found if noise is not None]
+        theta = self.flat(self.leaves).expand(count, -1)
+        together = tuple(torch.stack(tensors) for tensors in zip(*rows, strict=True))
+        self.gradients += count
+        losses, _, noise = one.flat(theta, together, True)
+        assert noise is not None
+        finite = torch.isfinite(losses + noise.sum(-1))
+        noise, losses = torch.where(finite.unsqueeze(-1), noise, 0.0), torch.where(finite, losses, torch.inf)
+        return [(losses[k : k + 1], self.parts(noise[k : k + 1])) for k in range(count)]
 
     def step(self, split: bool = False) -> None:
         """One gradient and one step of the sampler; with ``split`` the noise is measured too."""

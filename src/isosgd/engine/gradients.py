@@ -20,11 +20,11 @@ from isosgd.engine.compiled import Compiled, Tensors, repeat
 from isosgd.engine.ranks import Ranks
 from isosgd.errors import first_line
 from isosgd.native import perceptron
-from isosgd.native.layers import Layers, NormalDensity, TorchLayers, network_of_tables
+from isosgd.native.layers import Density, Layers, TorchLayers, network_of_tables
 from isosgd.noise.estimators import join_halves
 from isosgd.target import Params, Target
 from isosgd.target.batches import tensors_of, tree_map
-from isosgd.target.likelihoods import SCALE, Gaussian
+from isosgd.target.likelihoods import SCALE, Categorical, Gaussian
 from isosgd.target.priors import HalfCauchy
 from isosgd.target.space import FlatPrior
 
@@ -203,13 +203,13 @@ class Many:
     def flat(self, theta: Tensor, batch: Batch, split: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """Loss, gradient and noise vector at flat parameters ``[chains, d]``."""
         n = tensors_of(batch)[0].shape[1]
+        sizes = (n // 2, n - n // 2) if split and n >= 2 else None
+        if self.fits(theta, batch):
+            return self._by_library(theta, batch, sizes)
         noise = None
-        if (density := self.normal_density(theta, batch)) is not None:
-            return self._by_library(density, theta, batch, (n // 2, n - n // 2) if split and n >= 2 else None)
-        if not split or n < 2:
+        if sizes is None:
             gradient, loss = self._each(theta, batch)
         else:
-            sizes = n // 2, n - n // 2
             if n % 2:
                 first, second = (
                     tree_map(lambda t, cut=cut: t[:, cut], batch) for cut in (slice(sizes[0]), slice(sizes[0], n))
@@ -220,8 +220,7 @@ class Many:
                 (g1, g2), (loss1, loss2) = (x.unbind(1) for x in self._each(theta, both, halves=True))
             (gradient,), (noise,) = join_halves([g1], [g2], sizes)
             loss = (sizes[0] * loss1 + sizes[1] * loss2) / n
-        scores = self._scores(theta, self.fits(theta, batch))
-        return loss, gradient - scores * (self.prior_weight / self.num_data), noise
+        return loss, gradient - self._scores(theta) * (self.prior_weight / self.num_data), noise
 
     def in_parts(self, theta: Tensor, parts: Tensors, rest: Tensors) -> tuple[Tensor, Tensor]:
         """Loss and gradient at flat parameters, one part of the batch after the other: activations stay in the cache.
@@ -247,12 +246,12 @@ class Many:
 
     def _each(self, theta: Tensor, batch: Batch, halves: bool = False) -> tuple[Tensor, Tensor]:
         """Gradients and mean negative log likelihoods of the chains, or of both halves of their batches."""
-        twice = theta.unsqueeze(1).expand(-1, 2, -1) if halves else theta
-        if self.batched or self.fits(twice, tree_map(lambda t: t[:, 0], batch) if halves else batch):
+        if self.batched:
             if not halves:
                 return self._batched(theta, batch)
             both = self._batched(theta.repeat_interleave(2, 0), tree_map(lambda t: t.flatten(0, 1), batch))
             return both[0].view(len(theta), 2, -1), both[1].view(-1, 2)
+        twice = theta.unsqueeze(1).expand(-1, 2, -1) if halves else theta
         if self.network is not None and perceptron.fits(twice, batch, self.layout.shapes[self.network.first_weight][0]):
             return self._fused(self.network, twice, batch)
         each = grad_and_value(self._loss)
@@ -261,8 +260,6 @@ class Many:
 
     def _batched(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The same by one pass of a module through the parameters of all chains, whose losses are independent."""
-        if self.layers is not None and self.fits(theta, batch):
-            return self._without_autograd(self.layers, theta, batch)
         if self.in_torch is not None and not torch.compiler.is_compiling():
             return self._without_autograd(self.in_torch, theta, batch)
 
@@ -282,7 +279,9 @@ class Many:
     @torch.no_grad()
     def _without_autograd(self, layers: Layers | TorchLayers, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The same for networks of dense layers, whose derivatives are known in closed form."""
-        theta, y, (x, _) = theta.contiguous(), batch[1], self.rows(batch)
+        (x, y), theta = batch, theta.contiguous()
+        x = x.flatten(2) if x.dim() > 3 else x
+        x = x if x[0].is_contiguous() else x.contiguous()  # chains may share them
         slots, shapes = self.layout.slots, self.layout.shapes
         own = {name: theta[:, slots[name]].view(len(theta), *shapes[name]) for name in self.own}
         each, slope, rest = self.target.slopes_by_chain(layers.forward(theta, x), own, y)
@@ -318,48 +317,65 @@ class Many:
             return self.flat_prior(theta).score(theta)
         return vmap(self._score)(theta)
 
-    def normal_density(self, theta: Tensor, batch: Batch) -> NormalDensity | None:
-        """What is sampled as the library has it, for such parameters and batches; None where it has not."""
-        if not self.fits(theta, batch) or self._normal is None or batch[1].dtype != theta.dtype:
+    def density(self, theta: Tensor, batch: Batch) -> Density | None:
+        """The whole density as the library has it, for such parameters and batches; None where it has not."""
+        if not self.fits(theta, batch) or (found := self._known) is None:
             return None
         assert self.layers is not None
-        return self._normal if batch[1].numel() == batch[1].shape[1] * len(theta) * self.layers.outs else None
+        y, outs = batch[1], 1 if found.classes else self.layers.outs
+        fits = (
+            y.dtype == (torch.int64 if found.classes else theta.dtype) and y.numel() == y.shape[1] * len(theta) * outs
+        )
+        return found if fits else None
 
     @functools.cached_property
-    def _normal(self) -> NormalDensity | None:
+    def _known(self) -> Density | None:
         module, slot = self.target.module, self.layout.slots.get(SCALE)
-        plain = module is not None and type(module.likelihood) is Gaussian and module.network() is not None
-        if not plain or not self.target.has_flat_prior:
+        if module is None or module.network() is None or not self.target.has_flat_prior:
             return None
-        assert module is not None and isinstance(module.likelihood, Gaussian)
-        like = torch.empty(0, dtype=torch.float32)  # others do not fit
-        prior, scale, weight = self.flat_prior(like), module.likelihood.scale, self.prior_weight / self.num_data
-        if slot is None and not prior.others and isinstance(scale, float):
-            return NormalDensity(-1, scale, weight, 1.0, prior.precisions)
-        if slot is None or [(place, type(kind)) for place, kind, _ in prior.others] != [(slot, HalfCauchy)]:
+        prior, likelihood = self.flat_prior(torch.empty(0, dtype=torch.float32)), module.likelihood
+        weight, others = self.prior_weight / self.num_data, [(place, type(kind)) for place, kind, _ in prior.others]
+        if type(likelihood) is Categorical and not others:
+            return Density(-1, 1.0, weight, 1.0, True, prior.precisions)
+        if type(likelihood) is not Gaussian:
             return None
-        if slot.stop - slot.start > 1:
+        if isinstance(likelihood.scale, float) and not others:
+            return Density(-1, likelihood.scale, weight, 1.0, False, prior.precisions)
+        if slot is None or slot.stop - slot.start > 1 or others != [(slot, HalfCauchy)]:
             return None
-        return NormalDensity(slot.start, 0.0, weight, prior.others[0][2], prior.precisions)
+        return Density(slot.start, 0.0, weight, prior.others[0][2], False, prior.precisions)
 
     @staticmethod
     def rows(batch: Batch) -> tuple[Tensor, Tensor]:
-        """Inputs and targets ``[chains, n, .]`` as the library reads them; chains may share them."""
-        x, y = (t.flatten(2) if t.dim() > 2 else t.unsqueeze(2) for t in batch)
+        """Inputs ``[chains, n, .]`` and targets as the library reads them; chains may share them."""
+        x, y = batch
+        x = x.flatten(2) if x.dim() > 3 else x
+        if y.dtype == torch.int64:
+            y = y.flatten(1) if y.dim() == 3 and y.shape[2] == 1 else y
+        else:
+            y = y.flatten(2) if y.dim() > 2 else y.unsqueeze(2)
         return x if x[0].is_contiguous() else x.contiguous(), y if y[0].is_contiguous() else y.contiguous()
 
     def _by_library(
-        self, density: NormalDensity, theta: Tensor, batch: Batch, sizes: tuple[int, int] | None
+        self, theta: Tensor, batch: Batch, sizes: tuple[int, int] | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """`flat` by one call; with ``sizes`` by one for each half."""
         assert self.layers is not None
-        theta, (x, y) = theta.contiguous(), self.rows(batch)
-        if sizes is None:
-            return *self.layers.gradient(density, theta, (x, y)), None
-        cuts = slice(sizes[0]), slice(sizes[0], None)
-        (loss1, g1), (loss2, g2) = (self.layers.gradient(density, theta, (x[:, cut], y[:, cut])) for cut in cuts)
-        (gradient,), (noise,) = join_halves([g1], [g2], sizes)
-        return (sizes[0] * loss1 + sizes[1] * loss2) / sum(sizes), gradient, noise
+        theta, density = theta.contiguous(), self.density(theta, batch)
+        rows = batch if density is None else self.rows(batch)
+        cuts = [slice(None)] if sizes is None else [slice(sizes[0]), slice(sizes[0], None)]
+        parts = [(rows[0][:, cut], rows[1][:, cut]) for cut in cuts]
+        if density is not None:
+            found = [self.layers.gradient(density, theta, part) for part in parts]
+        else:
+            found = [self._without_autograd(self.layers, theta, part)[::-1] for part in parts]
+        (loss, gradient), noise = found[0], None
+        if sizes is not None:
+            (gradient,), (noise,) = join_halves([gradient], [found[1][1]], sizes)
+            loss = (sizes[0] * loss + sizes[1] * found[1][0]) / sum(sizes)
+        if density is None:
+            gradient = gradient - self._scores(theta, flat=True) * (self.prior_weight / self.num_data)
+        return loss, gradient, noise
 
     def flat_prior(self, like: Tensor) -> FlatPrior:
         """The log prior of a target that has one."""

@@ -185,7 +185,7 @@ class LeapfrogMultiStep:
 
     def _by_library(self, count: int, theta: Tensor, velocity: Tensor, gained: Tensor) -> Tensors | None:
         """The same by one call of the library, where it has all of the step; else None."""
-        density, lam = self.gradient.normal_density(theta, self.batch), self.geometry.along_directions()
+        density, lam = self.gradient.density(theta, self.batch), self.geometry.along_directions()
         if density is None or lam is None or theta.dtype != velocity.dtype:
             return None
         assert self.gradient.layers is not None

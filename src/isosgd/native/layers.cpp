@@ -296,51 +296,89 @@ void finish(const Net& net, const float* theta, const float* sums, float* found)
 int64_t forward_scratch(const Net& net) { return net.turned() + net.blocks() * net.padded(); }
 int64_t backward_scratch(const Net& net) { return net.weights() + 2 * net.blocks() * net.widest(); }
 
-// ---------------------------------------------------------------------------------- Gaussian noise and its leapfrog
+// ------------------------------------------------------------------------------------ whole densities and leapfrog
 
-// Normal noise of one scale, and a prior of independent entries: normal, and half-Cauchy for the scale of the noise.
-// From what layers.py gives, in this order.
+// Normal noise of one scale, or classes; and a prior of independent entries: normal, and half-Cauchy for the scale of
+// the noise. From what layers.py gives, in this order.
 struct Density {
   int64_t scale;  // place of the logarithm of the noise scale; negative where it is known: `known`
   double known, prior, cauchy;  // weight of the prior over N, and the scale of the half-Cauchy
-  explicit Density(const double* about) : scale(int64_t(about[0])), known(about[1]), prior(about[2]), cauchy(about[3]) {}
-  double noise(const float* theta) const { return scale >= 0 ? std::exp(double(theta[scale])) : known; }
+  bool classes;
+  explicit Density(const double* about)
+      : scale(int64_t(about[0])), known(about[1]), prior(about[2]), cauchy(about[3]), classes(about[4] != 0) {}
 };
+
+// Targets of a chain: numbers [rows][outs], or labels [rows].
+struct Targets {
+  const float* numbers;
+  const int64_t* labels;
+  Targets(const void* y, int64_t skipped, bool classes)
+      : numbers(classes ? nullptr : static_cast<const float*>(y) + skipped),
+        labels(classes ? static_cast<const int64_t*>(y) + skipped : nullptr) {}
+};
+
+// Sum of squared residuals; outputs become these, times a factor.
+double add_normal(const Net& net, int64_t rows, const float* wanted, float factor, float* out) {
+  float sum = 0;
+  const int64_t count = rows * net.outs;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < count; i++) {
+    const float residual = out[i] - wanted[i];
+    sum += residual * residual;
+    out[i] = factor * residual;
+  }
+  return sum;
+}
+
+// Sum of negative log probabilities of labels; outputs become its gradient, times a factor.
+double add_classes(const Net& net, int64_t rows, const int64_t* labels, float factor, float* out) {
+  double sum = 0;
+  for (int64_t r = 0; r < rows; r++) {
+    float* row = out + r * net.outs;
+    const int64_t label = labels[r];
+    if (label < 0 || label >= net.outs) return std::nan("");  // the target has checked that there are none
+    const float most = *std::max_element(row, row + net.outs);
+    float total = 0;
+    sum += most - row[label];
+    for (int64_t o = 0; o < net.outs; o++) total += row[o] = std::exp(row[o] - most);
+    sum += std::log(total);
+    for (int64_t o = 0; o < net.outs; o++) row[o] *= factor / total;
+    row[label] -= factor;
+  }
+  return sum;
+}
 
 // Negative log likelihood of a chain, a mean over rows, and the gradient with the prior's part.
 float gradient(const Net& net, const Density& density, const float* precisions, const float* theta, const float* x,
-               const float* y, float* found, float* scratch) {
-  const double noise = density.noise(theta), inverse = 1.0 / (noise * noise);
-  const float factor = float(inverse / net.rows);
+               const Targets& y, float* found, float* scratch) {
+  const double noise = density.scale >= 0 ? std::exp(double(theta[density.scale])) : density.known;
+  const double inverse = 1.0 / (noise * noise);
   float *turned = scratch, *rest = turned + forward_scratch(net), *sums = rest, *moved = sums + net.weights();
   float *kept = moved + 2 * net.blocks() * net.widest(), *out = kept + net.kept(net.blocks());
   turn(net, theta, turned);
   std::fill_n(found, net.total, 0.0f), std::fill_n(sums, net.weights(), 0.0f);
-  double squares = 0;
+  double total = 0;
   each_block(net, [&](int64_t begin, int64_t rows) {
     const float* own = x + begin * net.in;
     forward(net, theta, turned, rows, own, out, kept, turned + net.turned());
-    float sum = 0;
-    const int64_t count = rows * net.outs;
-    const float* wanted = y + begin * net.outs;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < count; i++) {
-      const float residual = out[i] - wanted[i];
-      sum += residual * residual;
-      out[i] = factor * residual;
-    }
-    squares += sum;
+    total += density.classes
+                 ? add_classes(net, rows, y.labels + begin, 1.0f / net.rows, out)
+                 : add_normal(net, rows, y.numbers + begin * net.outs, float(inverse / net.rows), out);
     backward(net, theta, rows, own, kept, out, found, sums, moved);
   });
   finish(net, theta, sums, found);
-  const double scaled = squares * inverse / net.rows;
-  if (density.scale >= 0) {
-    const double ratio = noise / density.cauchy, square = ratio * ratio;
-    found[density.scale] = float(net.outs - scaled - density.prior * (1.0 - 2.0 * square / (1.0 + square)));
+  total /= net.rows;
+  if (!density.classes) {
+    total *= inverse;
+    if (density.scale >= 0) {
+      const double ratio = noise / density.cauchy, square = ratio * ratio;
+      found[density.scale] = float(net.outs - total - density.prior * (1.0 - 2.0 * square / (1.0 + square)));
+    }
+    total = 0.5 * total + net.outs * (std::log(noise) + 0.91893853320467274178);
   }
   const float weight = float(density.prior);
   for (int64_t i = 0; i < net.total; i++) found[i] += weight * precisions[i] * theta[i];
-  return float(0.5 * scaled + net.outs * (std::log(noise) + 0.91893853320467274178));
+  return float(total);
 }
 
 int64_t gradient_scratch(const Net& net) {
@@ -349,7 +387,7 @@ int64_t gradient_scratch(const Net& net) {
 
 // Steps inside a trajectory of one chain: kicks by (rate g + S^T back S g) own, S of k directions (`LeapfrogMultiStep`).
 float leapfrog(const Net& net, const Density& density, const float* precisions, int64_t steps, float own, double unit,
-               int64_t k, const float* basis, const float* back, const float* rate, const float* x, const float* y,
+               int64_t k, const float* basis, const float* back, const float* rate, const float* x, const Targets& y,
                float* theta, float* velocity, float* gained, float* scratch) {
   const int64_t d = net.total;
   float *g = scratch, *pull = g + d, *more = pull + d, loss = 0;
@@ -426,20 +464,20 @@ void isosgd_backward(const int64_t* numbers, int64_t chains, int64_t threads, co
 
 // Loss and gradient with the prior's part. `about`: `Density` as doubles; targets `y` of chain k begin at `k * beyond`.
 void isosgd_gradient(const int64_t* numbers, int64_t chains, int64_t threads, const float* theta, const float* x,
-                     int64_t apart, const float* y, int64_t beyond, const double* about, const float* precisions,
+                     int64_t apart, const void* y, int64_t beyond, const double* about, const float* precisions,
                      float* found, float* loss) {
   using namespace isosgd;
   const Net net(numbers);
   const Density density(about);
   each(chains, threads, gradient_scratch(net), [&](int64_t k, float* scratch) {
-    loss[k] = gradient(net, density, precisions, theta + k * net.total, x + k * apart, y + k * beyond,
+    loss[k] = gradient(net, density, precisions, theta + k * net.total, x + k * apart, Targets(y, k * beyond, density.classes),
                        found + k * net.total, scratch);
   });
 }
 
 // Steps inside trajectories; moves `theta`, `velocity` and `gained`.
 void isosgd_leapfrog(const int64_t* numbers, int64_t chains, int64_t threads, float* theta, const float* x,
-                     int64_t apart, const float* y, int64_t beyond, const double* about, const float* precisions,
+                     int64_t apart, const void* y, int64_t beyond, const double* about, const float* precisions,
                      int64_t steps, const float* own, double unit, int64_t directions, const float* basis,
                      const float* back, const float* rate, float* velocity, float* gained, float* loss) {
   using namespace isosgd;
@@ -448,7 +486,7 @@ void isosgd_leapfrog(const int64_t* numbers, int64_t chains, int64_t threads, fl
   const int64_t d = net.total, n = directions;
   each(chains, threads, 2 * d + std::max(gradient_scratch(net), 2 * n), [&](int64_t k, float* scratch) {
     loss[k] = leapfrog(net, density, precisions, steps, own[k], unit, n, basis + k * n * d, back + k * n * n,
-                       rate + k * d, x + k * apart, y + k * beyond, theta + k * d, velocity + k * d, gained + k,
+                       rate + k * d, x + k * apart, Targets(y, k * beyond, density.classes), theta + k * d, velocity + k * d, gained + k,
                        scratch);
   });
 }

@@ -118,14 +118,15 @@ def network_of_tables(shapes: Mapping[str, tuple[int, ...]]) -> Network:
     return Network(hidden, "out.weight", "out.bias", "gate", "skip.weight")
 
 
-class NormalDensity(NamedTuple):
-    """Normal noise of one scale, and a prior whose entries are normal, or half-Cauchy for the scale of the noise.
+class Density(NamedTuple):
+    """Classes, or normal noise of one scale; and a prior of normal entries, half-Cauchy for the scale of the noise.
 
     Attributes:
-        scale: place of the logarithm of the noise scale in flat parameters; negative where it is ``known``.
-        known: the scale, where it is not sampled.
+        scale: place of the logarithm of the noise scale in flat parameters; negative if it is ``known``.
+        known: the scale, if it is not sampled.
         prior: weight of the prior over N.
         cauchy: scale of the half-Cauchy.
+        classes: whether outputs are logits, and targets labels.
         precisions: of the normal priors, ``[d]``; zero where there is none.
     """
 
@@ -133,6 +134,7 @@ class NormalDensity(NamedTuple):
     known: float
     prior: float
     cauchy: float
+    classes: bool
     precisions: Tensor
 
 
@@ -204,15 +206,15 @@ class Layers:
         build.layers().isosgd_backward(*self._given(theta, x), self.kept.data_ptr(), slope.data_ptr(), found.data_ptr())
         return found
 
-    def gradient(self, density: NormalDensity, theta: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Losses and gradients with the prior's part, at all of the batch, ``[chains, n, inputs or outputs]``."""
+    def gradient(self, density: Density, theta: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Losses and gradients with the prior's part; the batch is as in `leapfrog`."""
         found, loss = torch.empty_like(theta), theta.new_empty(len(theta))
         given = self._density(density, theta, batch)
         build.layers().isosgd_gradient(*given, found.data_ptr(), loss.data_ptr())
         return loss, found
 
     def leapfrog(
-        self, count: int, density: NormalDensity, theta: Tensor, batch: tuple[Tensor, Tensor],
+        self, count: int, density: Density, theta: Tensor, batch: tuple[Tensor, Tensor],
         lam: tuple[Tensor, Tensor, Tensor], unit: float, own: Tensor, velocity: Tensor, gained: Tensor,
     ) -> Tensor:  # fmt: skip
         """Take steps inside trajectories (`isosgd.engine.leapfrog`), and return the last losses.
@@ -221,7 +223,7 @@ class Layers:
             count: how many.
             density: what is sampled.
             theta: parameters, which are moved.
-            batch: all data, ``[chains, n, inputs or outputs]``.
+            batch: all data, ``[chains, n, inputs]`` and ``[chains, n, outputs]``, or labels ``[chains, n]``.
             lam: S, ``back`` and ``rate`` of ``rate g + S^T back S g``, which is ``(T / N) Lambda^-1 g``.
             unit: T / N.
             own: squared step size of each chain.
@@ -237,11 +239,12 @@ class Layers:
         )  # fmt: skip
         return loss
 
-    def _density(self, density: NormalDensity, theta: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Any, ...]:
+    def _density(self, density: Density, theta: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Any, ...]:
         """The first arguments of the last two calls."""
         x, y = batch
-        assert y.shape == (*x.shape[:2], self.outs) and y[0].is_contiguous() and y.dtype == density.precisions.dtype
-        about = (ctypes.c_double * 4)(*density[:4])
+        shape, dtype = (x.shape[:2], torch.int64) if density.classes else ((*x.shape[:2], self.outs), torch.float32)
+        assert y.shape == shape and y.dtype == dtype and y[0].is_contiguous()
+        about = (ctypes.c_double * 5)(*density[:5])
         return *self._given(theta, x), y.data_ptr(), y.stride(0), about, density.precisions.data_ptr()
 
 

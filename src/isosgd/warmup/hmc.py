@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from isosgd.data.sources import TensorBatches
-from isosgd.engine.chains import Chains
+from isosgd.engine.chains import TOGETHER, Chains
 from isosgd.engine.leapfrog import LeapfrogMultiStep
 from isosgd.progress import Progress
 from isosgd.samplers.hmc import HMC
@@ -120,10 +120,7 @@ class HMCWarmup(Warmup):
             self.chains.evaluate(forgiving=False)
             if not self.chains.trained:
                 self._optimise(min(int(OPTIMISATION_SHARE * self.budget), MOST_OPTIMISATION))
-            for _ in range(geometry.min_vectors):
-                self.last = self.chains.evaluate(split=True)
-                self.sampler.observe(self.last)
-                self.count("measuring noise")
+            self._measure(geometry.min_vectors)
             self.chains.shape()
             self.stage = "windows"
         while self.stage == "windows":
@@ -195,12 +192,15 @@ class HMCWarmup(Warmup):
         self.grown, self.directions = torch.zeros(2), 0
         levels: list[Tensor] = []
         accepted: list[Tensor] = []
-        vectors = TRAINED_VECTORS if chains.trained else VECTORS
-        every = steps + 1 if fixed else max(1, steps // (vectors * sampler.geometry.min_vectors))
+        apart = TOGETHER if chains.trained else 0  # noise vectors that are measured at a time, between steps
+        vectors = (TRAINED_VECTORS if apart else VECTORS) * sampler.geometry.min_vectors
+        every = steps + 1 if fixed else max(1, steps * max(apart, 1) // vectors)
         i = 0
         while i < steps and not (len(accepted) >= FEW_TRAJECTORIES and self._late()):
-            looks = not fixed and i % every == 0
-            count = 0
+            looks, count = not fixed and i % every == 0, 0
+            if looks and apart:
+                self._measure(apart)
+                looks = False
             if self.multi_step is not None and not looks:
                 count = min(self.multi_step.remaining, steps - i, every - i % every)
             if self.multi_step is not None and count:
@@ -227,6 +227,14 @@ class HMCWarmup(Warmup):
         losses, shares = _array(levels), _array(accepted[len(accepted) // 2 :]).mean(0)
         self.loss = losses.mean(0), losses.std(0)
         self.reasons = [self._unsettled(k, shares[k], losses[:, k]) for k in range(chains.count)]
+
+    def _measure(self, vectors: int) -> None:
+        """Show the sampler the noise of so many minibatches where the chains are."""
+        for begin in range(0, vectors, TOGETHER):
+            found = self.chains.noise_vectors(min(TOGETHER, vectors - begin))
+            for _, noise in found:
+                self.sampler.observe(self._seen(noise))
+            self.count("measuring noise", len(found))
 
     def _late(self) -> bool:
         """Whether the time of the run (``max_seconds``) is over."""
