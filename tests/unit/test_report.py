@@ -258,6 +258,23 @@ def test_rates_of_layers_are_drawn_for_each_chain():
     assert rates([], Subject()) is None is rates([{"groups": []}], Subject())
 
 
+def test_chains_that_are_not_drawn_are_counted():
+    """Of the eight chains of `isosgd fit` six were drawn, and nothing said so."""
+    draws = np.random.default_rng(0).normal(size=(8, 40, 3))
+    for figure in agreement(draws, draws.mean(-1)):
+        assert figure.caption.endswith("The first 6 of 8 chains are drawn.")
+    assert not any("are drawn" in figure.caption for figure in agreement(draws[:6], draws[:6].mean(-1)))
+
+
+def test_settings_are_in_order_and_in_words(line):
+    posterior, data, _ = line
+    target = {"likelihood": {"name": "fit.<locals>.<lambda>", "callable": True}}
+    info = posterior.info | {"keep_every": list(range(8, 108)), "target": target}
+    more = Posterior(posterior.target, posterior.draws, info)
+    html = report_html(more, data=data)
+    assert "8 to 107" in html and "a function" in html and "&lt;lambda" not in html
+
+
 def test_traces_that_never_move_are_left_out():
     assert agreement(np.ones((2, 20, 3)), np.ones((2, 20))) == []
 

@@ -55,8 +55,14 @@ def _trace(name: str, values: Array) -> Figure:
     return Figure(
         name,
         plot.svg(f"{name}, the trace of each chain; R-hat {number(r)}."),
-        f"R-hat {number(r, 4)}; {number(e, 2)} effective of {chains * draws:,} draws. Good traces overlap.",
+        f"R-hat {number(r, 4)}; {number(e, 2)} effective of {chains * draws:,} draws. Good traces overlap."
+        + _drawn(chains),
     )
+
+
+def _drawn(chains: int) -> str:
+    """A sentence on chains that figures leave out."""
+    return f" The first {MOST_DRAWN} of {chains} chains are drawn." if chains > MOST_DRAWN else ""
 
 
 def _ranks(name: str, values: Array) -> Figure:
@@ -78,7 +84,8 @@ def _ranks(name: str, values: Array) -> Figure:
     return Figure(
         f"{name}: ranks",
         plot.svg(f"Histogram of the ranks of each chain's draws, for {name}."),
-        "Within the grey band the chains sample the same distribution. Autocorrelated draws stray further.",
+        "Within the grey band the chains sample the same distribution. Autocorrelated draws stray further."
+        + _drawn(chains),
     )
 
 
@@ -124,7 +131,7 @@ def rates(reports: Sequence[Mapping[str, Any]], subject: Subject) -> Figure | No
     return Figure(
         "Rates by layer",
         plot.svg("Rate of each layer in each chain, on a logarithmic axis."),
-        "A dot for each chain. The warm-up sets the rates from gradient noise and curvature.",
+        "A dot for each chain. The warm-up sets the rates from gradient noise and curvature." + _drawn(len(power)),
     )
 
 

@@ -171,7 +171,8 @@ def _lead(posterior: Posterior, subject: Subject) -> str:
     size = sum(math.prod(shape) for shape in posterior.shapes.values())
     target = info.get("target") or {}
     likelihood = target.get("likelihood")
-    named = likelihood.get("name") if isinstance(likelihood, Mapping) else None
+    known = isinstance(likelihood, Mapping) and not likelihood.get("callable")
+    named = likelihood.get("name") if known else None
     what = subject.network or (target.get("model") if isinstance(target.get("model"), str) else None) or "a model"
     chains = "chain" if posterior.num_chains == 1 else "chains"
     count, first = len(posterior), posterior.num_chains * info.get("from_start", 0)
@@ -245,7 +246,7 @@ def _settings(info: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Mapping):
             found |= {f"option {k}": _words(v) for k, v in value.items()}
         elif isinstance(value, list):
-            same = sorted({str(v) for v in value})
+            same = sorted({str(v) for v in value}, key=lambda text: (len(text), text))
             found[name] = ", ".join(same) if len(same) <= 6 else f"{same[0]} to {same[-1]}"
         else:
             found[name] = number(value) if isinstance(value, float) else value
@@ -261,7 +262,7 @@ def _settings(info: Mapping[str, Any]) -> dict[str, Any]:
 
 def _words(value: Any) -> str:
     if isinstance(value, Mapping):
-        name = value.get("name", "")
+        name = str(value.get("name", "")).rpartition("<locals>.")[2].replace("<lambda>", "a function")
         rest = ", ".join(f"{k} {_words(v)}" for k, v in value.items() if k not in ("name", "callable"))
         return f"{name} ({rest})" if rest and name else str(name or rest)
     if isinstance(value, list | tuple):

@@ -579,7 +579,8 @@ class TrainedRun:
             temperature = 0.0
         what = f"T = {temperature:.3g} was taken" if temperature else "the draws are the starts"
         reason = f"the run at T = {choice.temperature:.3g} {fault}: {what}"
-        tell(reason, self.shows)
+        if temperature:  # else a warning says so
+            tell(reason, self.shows)
         diverged = choice.diverged + ((choice.temperature,) if fault == "diverged" else ())
         return replace(choice, temperature=temperature, reason=reason, diverged=diverged)
 
